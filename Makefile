@@ -2,16 +2,17 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+HOSTS := .hosts
 READY := $(VENV)/.ready
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 MINUTES ?= 10
 # Tests start processes of their own: more threads than cores only slow them down.
-test test-fast explore: export OMP_NUM_THREADS ?= 1
+test test-fast test-hosts explore: export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
 # Where compiled modules are not kept, every process of the tests compiles the project anew: 1 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast explore lint reference models clean
+.PHONY: demo test test-fast test-hosts explore lint reference models clean
 
 demo: $(READY)
 	@$(RUN) -m app.demo
@@ -21,6 +22,17 @@ test: $(READY)
 
 test-fast: $(READY)
 	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" --ignore=tests/e2e
+
+# All requirements of the pages at once: the newest trainers beside one torch.
+test-hosts: $(HOSTS)/.ready
+	HOST_PYTHON=$(abspath $(HOSTS)/bin/python) $(HOSTS)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/hosts
+
+$(HOSTS)/.ready: pyproject.toml $(wildcard docs/use-it-in/*.md)
+	@echo "Setting up $(HOSTS), once; this takes some minutes."
+	$(PYTHON) -m venv $(HOSTS)
+	sed -n "s/^pip install '\.\(.*\)'\(.*\)/-e '.\1'\2/p" docs/use-it-in/*.md | tr '\n' ' ' \
+		| xargs $(HOSTS)/bin/python -m pip install --quiet --no-compile torch==2.13.0 pytest pytest-xdist hypothesis pyyaml
+	touch $(HOSTS)/.ready
 
 explore: $(READY)
 	$(RUN) -m tests.explore $(MINUTES)
@@ -50,4 +62,4 @@ $(READY): constraints.txt pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(HOSTS) runs

@@ -23,7 +23,7 @@ _WRITTEN_OUT: Any = PreTrainedConfig.__repr__
 @contextlib.contextmanager
 def configs_by_name() -> Iterator[None]:
     """
-    Shorten the text of configurations to their class name, inside.
+    Shorten the text of configurations to their class name until the block ends.
 
     Where transformers logs at level info, configurations are formatted in full as always.
     """

@@ -61,26 +61,23 @@ def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGro
             mask or earlier keys are given, or a layer has a sliding window.
     """
     if layout.cp_size != dist.get_world_size(group):
-        message = f"the layout is for {layout.cp_size} ranks, but the group has {dist.get_world_size(group)}"
-        raise ValueError(message)
+        raise ValueError(f"the layout is for {layout.cp_size} ranks, but the group has {dist.get_world_size(group)}")
     rank = dist.get_rank(group)
     share = _Share(group, layout.blocks(rank).tolist(), torch.as_tensor(layout.restore, device=model.device))
     position_ids = torch.as_tensor(layout.position_ids[layout.positions(rank)], device=model.device)[None]
 
     def attach(_: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if options.get("attention_mask") is not None:
-            message = "an attention_mask is given, but the layout marks the padding"
-            raise ValueError(message)
+            raise ValueError("an attention_mask is given, but the layout marks the padding")
         return arguments, {"position_ids": position_ids, "use_cache": False, **options, "cp_share": share}
 
     before = model.config._attn_implementation  # noqa: SLF001  # has no public name
-    hook = model.register_forward_pre_hook(attach, with_kwargs=True)
     model.set_attn_implementation(ATTENTION)
     try:
-        yield
+        with model.register_forward_pre_hook(attach, with_kwargs=True):
+            yield
     finally:
         model.set_attn_implementation(before)
-        hook.remove()
 
 
 def gather_row(
@@ -151,8 +148,7 @@ def _attend(
     may share a key head. Returns the output, of shape (1, part, heads, size), and no weights.
     """
     if cp_share is None:
-        message = f"the model attends by {ATTENTION}, but runs outside of `context_parallel`"
-        raise ValueError(message)
+        raise ValueError(f"the model attends by {ATTENTION}, but runs outside of `context_parallel`")
     if sliding_window is not None or attention_mask is not None or key.shape[2] != query.shape[2]:
         message = "context parallelism computes causal attention without a sliding window, a mask or earlier keys"
         raise ValueError(message)

@@ -1,6 +1,6 @@
 """
-Files that readers see whole or not at all, and manifests with digests of themselves and of their
-files.
+Files that readers see whole or not at all, locks of their writers, and manifests with digests of
+themselves and of their files.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import os
 import re
 import tempfile
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
+from packplan.adapters.progress import BRIEF_S, progress
 from packplan.core.errors import ConfigError, CorruptArtefactError, OutputError, PackplanError, counted
 
 _DIGEST = "manifest_sha256"
@@ -31,6 +33,9 @@ Errors of Rust writers about the operating system, and of torch's writer, which 
 
 _UNPUBLISHED = ".tmp"
 """Suffix of files that are not published yet."""
+
+POLL_S = 0.5
+"""Seconds between two questions whether a lock is free."""
 
 
 @contextmanager
@@ -81,6 +86,31 @@ def loading(key: str, fact: str, remedy: str = "") -> Iterator[None]:
 
 _MAX_REASON = 250
 """Characters of a library's reason that an error quotes."""
+
+
+@contextmanager
+def held(path: Path, purpose: str, *, wait: Callable[[], str] = str) -> Iterator[None]:
+    """
+    Hold a lock that the kernel frees when its holder's process is gone.
+
+    Args:
+        path: Lock file.
+        purpose: End of the progress line: `to write runs/first`.
+        wait: Function that is called while another process holds the lock, every `POLL_S`. It
+            returns the name of the holder for the progress line.
+    """
+    lock = FileLock(path)
+    with progress(desc=f"waiting {purpose}", bar_format="{desc} [{elapsed}]", delay=BRIEF_S, leave=False) as bar:
+        while True:
+            with writing(path.parent), suppress(Timeout):
+                lock.acquire(timeout=POLL_S)
+                break
+            bar.set_postfix_str(wait(), refresh=False)
+            bar.update()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_bytes(path: Path, data: bytes | memoryview) -> None:

@@ -10,6 +10,7 @@ that is, is found once, where the batch is made.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -78,19 +79,13 @@ class BatchedData:
         lengths = lengths.to(torch.int64)
         ids = fields.get("input_ids")
         if not isinstance(ids, Tensor) or ids.ndim != 2:
-            message = "a batch has input_ids, a tensor of shape (batch, width)"
-            raise ArgumentError("batch", message)
+            raise ArgumentError("batch", "a batch has input_ids, a tensor of shape (batch, width)")
         for name, field in fields.items():
             if len(field) != len(lengths):
                 message = f"field {name} has {len(field):,} entries, but the batch has {len(lengths):,} sequences"
                 raise ArgumentError("batch", message)
         if sequence_dims is None:
-            width = ids.shape[1]
-            sequence_dims = {
-                name: 1
-                for name, field in fields.items()
-                if isinstance(field, Tensor) and field.ndim > 1 and field.shape[1] == width
-            }
+            sequence_dims = _second_dims(fields, ids.shape[1])
         batch = cls(MappingProxyType(dict(fields)), lengths, MappingProxyType(dict(sequence_dims)))
         if len(lengths) and int(lengths.max()) > batch.width:
             message = f"a sequence has {int(lengths.max()):,} tokens, but the batch is {batch.width:,} wide"
@@ -120,14 +115,8 @@ class BatchedData:
         Return the batch with more fields, of one entry per sequence; tensors as wide as the batch
         run along it.
         """
-        added = {
-            name: 1
-            for name, field in fields.items()
-            if isinstance(field, Tensor) and field.ndim > 1 and field.shape[1] == self.width
-        }
-        return BatchedData.from_fields(
-            {**self.fields, **fields}, lengths=self.lengths, sequence_dims={**self.sequence_dims, **added}
-        )
+        dims = {**self.sequence_dims, **_second_dims(fields, self.width)}
+        return BatchedData.from_fields({**self.fields, **fields}, lengths=self.lengths, sequence_dims=dims)
 
     def select(self, indices: Sequence[int] | Tensor) -> BatchedData:
         """Return the sequences at *indices*, in that order; an index may repeat."""
@@ -166,8 +155,8 @@ class BatchedData:
 
     def shard(self, sharding: Sharding) -> list[ShardedData]:
         """
-        Return what each worker holds, with its weights; ArgumentError if it is another batch's
-        sharding.
+        Return each worker's part, with its weights; ArgumentError if the sharding is of another
+        batch.
         """
         if sharding.lengths.tolist() != self.lengths.tolist():
             message = "the sharding was made for sequences of other lengths than those of this batch"
@@ -191,8 +180,7 @@ def concatenate(batches: Sequence[BatchedData]) -> BatchedData:
             or in shape.
     """
     if not batches:
-        message = "there is no batch to concatenate: give at least one"
-        raise ArgumentError("batch", message)
+        raise ArgumentError("batch", "there is no batch to concatenate: give at least one")
     for number, batch in enumerate(batches):
         if other := list(_differences(batches[0], batch)):
             message = (
@@ -233,7 +221,7 @@ def _kind(batch: BatchedData, name: str) -> str:
 
 @attrs.frozen(eq=False)
 class ShardedData:
-    """What one worker holds of a batch: the sequences of all its slots, and how they are cut."""
+    """One worker's part of a batch: the sequences of all its slots, and their microbatches."""
 
     data: BatchedData
 
@@ -244,12 +232,16 @@ class ShardedData:
 
     global_batches: tuple[ShardBatch, ...]
 
+    def __iter__(self) -> Iterator[Microbatch]:
+        """Yield the microbatches of all global batches."""
+        return chain.from_iterable(map(self.microbatches, range(len(self.global_batches))))
+
     def microbatches(self, batch: int, *, row_length: int | None = None) -> Iterator[Microbatch]:
         """
         Yield the microbatches of a global batch, packed or padded as the batch was sharded.
 
         Args:
-            batch: Its number.
+            batch: Number of the global batch.
             row_length: Positions of every packed row; see `pack_row`.
         """
         first = sum(len(earlier.indices) for earlier in self.global_batches[:batch])
@@ -264,20 +256,20 @@ class ShardedData:
 
 @attrs.frozen(eq=False)
 class Microbatch:
-    """What one forward pass sees: one packed row, or a padded row for each sequence."""
+    """Input of one forward pass: one packed row, or a padded row for each sequence."""
 
     input_ids: Tensor
     """Shape (rows, width); padding is 0."""
 
     layout: PackedLayout
-    """Where the sequences lie in all rows together, one row after the other."""
+    """Layout of the sequences in all rows together, one row after the other."""
 
     data: BatchedData
     """The sequences, unpacked."""
 
     @property
     def position_ids(self) -> Tensor:
-        """They restart with each sequence; shape (rows, width)."""
+        """Positions that restart with each sequence; shape (rows, width)."""
         return torch.as_tensor(self.layout.position_ids, device=self.input_ids.device).view(self.input_ids.shape)
 
     @property
@@ -325,7 +317,7 @@ def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None
     Put the sequences of a batch into one row.
 
     Args:
-        batch: What becomes a row; at least one sequence.
+        batch: Batch that becomes a row; at least one sequence.
         multiple: Each sequence is padded to a multiple of it.
         row_length: Positions that the row is padded to, behind its last sequence: stages of a
             pipeline exchange buffers of one shape.
@@ -334,8 +326,7 @@ def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None
         ArgumentError: There is no sequence, or they need more than *row_length* positions.
     """
     if not len(batch):
-        message = "the batch has no sequence, so there is no row to pack: give at least one"
-        raise ArgumentError("batch", message)
+        raise ArgumentError("batch", "the batch has no sequence, so there is no row to pack: give at least one")
     lengths = batch.lengths.tolist()
     ends = cu_seqlens(lengths, pad_to_multiple_of=multiple)
     if row_length is not None:
@@ -352,11 +343,16 @@ def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None
     return Microbatch(ids[None], layout, batch)
 
 
+def _second_dims(fields: Mapping[str, Field], width: int) -> dict[str, int]:
+    """Return 1 for each tensor whose second dimension is as long as a sequence."""
+    tensors = {name: field for name, field in fields.items() if isinstance(field, Tensor)}
+    return {name: 1 for name, field in tensors.items() if field.ndim > 1 and field.shape[1] == width}
+
+
 def _tensor(fields: Mapping[str, Field], name: str) -> Tensor:
     field = fields[name]
     if not isinstance(field, Tensor):
-        message = f"field {name} is a list, where a tensor is needed"
-        raise ArgumentError("batch", message)
+        raise ArgumentError("batch", f"field {name} is a list, where a tensor is needed")
     return field
 
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 import torch
+from attrs.validators import ge, in_
 
 from packplan.adapters.sequence_loss import TokenLoss
 from packplan.core.config import GrpoConfig
-
-
-def _require_non_negative(_: Any, attribute: attrs.Attribute[float], value: float) -> None:
-    if not value >= 0:
-        message = f"{attribute.name} is {value!r}, but has to be at least 0"
-        raise ValueError(message)
 
 
 @attrs.frozen
@@ -32,18 +27,16 @@ class ClippedPolicyLoss:
     penalty, `reference_log_probabilities` of tokens.
     """
 
-    clip_low: float = attrs.field(default=0.2, validator=_require_non_negative)
+    clip_low: float = attrs.field(default=0.2, validator=ge(0))
     """Distance below 1 up to which the ratio of probabilities counts."""
 
-    clip_high: float = attrs.field(default=0.2, validator=_require_non_negative)
+    clip_high: float = attrs.field(default=0.2, validator=ge(0))
     """Distance above 1 up to which the ratio of probabilities counts."""
 
-    kl_weight: float = attrs.field(default=0.0, validator=_require_non_negative)
+    kl_weight: float = attrs.field(default=0.0, validator=ge(0))
     """Weight of the penalty; 0 needs no reference."""
 
-    normalisation: Literal["token", "sequence"] = attrs.field(
-        default="token", validator=attrs.validators.in_(("token", "sequence"))
-    )
+    normalisation: Literal["token", "sequence"] = attrs.field(default="token", validator=in_(("token", "sequence")))
     """See `TokenLoss`; GRPO as published uses `sequence`."""
 
     @classmethod

@@ -221,8 +221,7 @@ class FusedLoss:
         _check_size(logits, layout.num_positions // layout.cp_size)
         missing = {"input_ids", "token_mask", *self.loss.fields} - data.keys()
         if missing:
-            message = f"the loss needs {', '.join(sorted(missing))}, but the data have {', '.join(data)}"
-            raise ValueError(message)
+            raise ValueError(f"the loss needs {', '.join(sorted(missing))}, but the data have {', '.join(data)}")
         predicted = _Predicted.from_layout(layout, cp_rank, data["input_ids"])
         mask = predicted.values(data["token_mask"]).double()
         counts = mask > 0

@@ -24,7 +24,7 @@ COMMANDS = MappingProxyType(
         "demo": ("packplan.app.demo.__main__", "make tiny models and a data set, and train on them"),
     }
 )
-"""Command -> its module, which is imported when it is called, and what it does."""
+"""Command -> its module, which is imported when it is called, and its help text."""
 
 
 def main(arguments: list[str] | None = None) -> int:

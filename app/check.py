@@ -10,28 +10,28 @@ equal, 3 if not.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
 from collections import Counter
 from collections.abc import Mapping
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
-from rich.console import Console
 from rich.table import Table
 
 from packplan.adapters.progress import loading_libraries, progress
 from packplan.app.cli.command import (
     add_config_arguments,
     add_logging_options,
+    command_parser,
     parse_arguments,
     positive_number,
     run_command,
     run_program,
 )
+from packplan.app.cli.console import plain_console
 from packplan.app.wiring import stores
 from packplan.core.config import RunConfig
 from packplan.core.equality import CHECKS, Deviation, Verdict, choose_packs, judge, kind
@@ -65,7 +65,12 @@ class Report:
     @property
     def passed(self) -> bool:
         """Whether every check is within its limit."""
-        return all(verdict.passed for verdict in self.verdicts)
+        return not self.failed
+
+    @property
+    def failed(self) -> list[Verdict]:
+        """Verdicts that are over their limits."""
+        return [verdict for verdict in self.verdicts if not verdict.passed]
 
 
 def check(config: RunConfig, *, num_packs: int) -> Report:
@@ -112,7 +117,7 @@ def compare(config: RunConfig, prepared: Prepared, *, num_packs: int) -> Report:
         findings += comparison.findings(pack)
     precision, without = prepared.trainer.precision, comparison.without_gradients
     verdicts = judge(findings, precision=precision)
-    images = num_media(train.table)
+    images, where = num_media(train.table), samples.records.where
     return Report(
         model=config.model.model,
         model_type=training.model_type_of(config),
@@ -122,85 +127,63 @@ def compare(config: RunConfig, prepared: Prepared, *, num_packs: int) -> Report:
             (pack, kind(images[train.raw.packs[pack]].tolist()), len(train.raw.packs[pack])) for pack in chosen
         ),
         verdicts=verdicts,
-        records=tuple(_record(samples, verdict) for verdict in verdicts),
+        records=tuple("" if (one := verdict.worst.sample) is None else str(where(one)) for verdict in verdicts),
         not_compared=dict.fromkeys(("step loss", "gradients"), without) if without else {},
     )
-
-
-def _record(samples: Any, verdict: Verdict) -> str:
-    if verdict.worst.sample is None:
-        return ""
-    return str(samples.records.where(verdict.worst.sample))
 
 
 def show(report: Report) -> None:
     """Print a report for people."""
     kinds = Counter(kind for _, kind, _ in report.packs)
-    samples = sum(number for _, _, number in report.packs)
-    console = Console(width=None if Console().is_terminal else 140)
+    console = plain_console(140)
     console.print(
         f"{report.model} ({report.model_type}), {report.attn_impl}, {report.precision}: "
-        f"{counted(len(report.packs), 'pack')} of "
-        f"{counted(samples, 'sample')} ({', '.join(f'{number} {kind}' for kind, number in kinds.items())})",
-        highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
+        f"{counted(len(report.packs), 'pack')} of {counted(sum(number for _, _, number in report.packs), 'sample')} "
+        f"({', '.join(f'{number} {kind}' for kind, number in kinds.items())})"
+    )
     table = Table()
     for name in ("check", "worst", "limit", "", "where"):
         table.add_column(name, justify="right" if name in {"worst", "limit"} else "left", overflow="fold")
     for verdict, record in zip(report.verdicts, report.records, strict=True):
-        worst = verdict.worst
+        worst, sign, words = verdict.worst, "<=", ("equal", "DIFFERS")
+        if verdict.check == "sensitivity":
+            sign, words = ">=", ("sees", "BLIND")
         places = [f"pack {worst.pack}", "" if worst.sample is None else f"sample {worst.sample}", record, worst.detail]
-        limit = f"{'>= ' if verdict.check == 'sensitivity' else '<= '}{verdict.limit:.3g}"
         where = ", ".join(filter(None, places)) if worst.value else "everywhere"
-        style = "" if verdict.passed else "bold red"
-        table.add_row(verdict.check, f"{worst.value:.3g}", limit, _word(verdict), where, style=style)
-    console.print(table)
+        word, style = (words[0], "") if verdict.passed else (words[1], "bold red")
+        limit = f"{sign} {verdict.limit:.3g}"
+        table.add_row(verdict.check, f"{worst.value:.3g}", limit, word, where, style=style)
+    console.print(table, soft_wrap=False)
     for name, why in report.not_compared.items():
-        console.print(f"{name}: not compared, since {why}", highlight=False, markup=False, soft_wrap=True)
-    for verdict in report.verdicts:
-        if not verdict.passed:
-            console.print(f"{verdict.check}: {CHECKS[verdict.check]}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _word(verdict: Verdict) -> str:
-    if verdict.check == "sensitivity":
-        return "sees" if verdict.passed else "BLIND"
-    return "equal" if verdict.passed else "DIFFERS"
+        console.print(f"{name}: not compared, since {why}")
+    for verdict in report.failed:
+        console.print(f"{verdict.check}: {CHECKS[verdict.check]}")
 
 
 def as_json(report: Report) -> str:
     """Return a report for programs, as one document."""
-    document = {
-        "passed": report.passed,
-        "model": report.model,
-        "model_type": report.model_type,
-        "attn_impl": report.attn_impl,
-        "precision": report.precision,
-        "packs": [{"pack": pack, "kind": kind, "samples": samples} for pack, kind, samples in report.packs],
-        "not_compared": dict(report.not_compared),
-        "checks": [
-            {
-                "check": verdict.check,
-                "meaning": CHECKS[verdict.check],
-                "passed": verdict.passed,
-                "worst": verdict.worst.value if isfinite(verdict.worst.value) else None,
-                "limit": verdict.limit,
-                "pack": verdict.worst.pack,
-                "sample": verdict.worst.sample,
-                "record": record or None,
-                "detail": verdict.worst.detail or None,
-            }
-            for verdict, record in zip(report.verdicts, report.records, strict=True)
-        ],
-    }
-    return json.dumps(document, indent=2)
+    checks = [
+        {
+            "check": verdict.check,
+            "meaning": CHECKS[verdict.check],
+            "passed": verdict.passed,
+            "worst": verdict.worst.value if isfinite(verdict.worst.value) else None,
+            "limit": verdict.limit,
+            "pack": verdict.worst.pack,
+            "sample": verdict.worst.sample,
+            "record": record or None,
+            "detail": verdict.worst.detail or None,
+        }
+        for verdict, record in zip(report.verdicts, report.records, strict=True)
+    ]
+    fields = attrs.asdict(report, filter=lambda field, _: field.name not in {"packs", "verdicts", "records"})
+    packs = [{"pack": pack, "kind": kind, "samples": samples} for pack, kind, samples in report.packs]
+    return json.dumps({"passed": report.passed, **fields, "packs": packs, "checks": checks}, indent=2)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="packplan check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("check", __doc__)
     add_config_arguments(parser)
     parser.add_argument(
         "--packs", type=positive_number, default=4, metavar="N", help="packs to compare, at most (default: %(default)s)"
@@ -226,8 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(as_json(report))
         else:
             show(report)
-        if not report.passed:
-            checks = tuple(verdict.check for verdict in report.verdicts if not verdict.passed)
+        if checks := tuple(verdict.check for verdict in report.failed):
             fact = f"packed training is not the same training: {', '.join(checks)} differ"
             raise MismatchError("unequal", fact, {"checks": checks})
 

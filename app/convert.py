@@ -9,7 +9,6 @@ taken over, changed, not needed here, not supported and why, or refused.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import get_args
 
 import attrs
 
-from packplan.app.cli.command import add_logging_options, run_command, run_program
+from packplan.app.cli.command import add_logging_options, command_parser, run_command, run_program
 from packplan.app.wiring.conversion import Converted, convert_source, run_faults, run_text, write_run
 from packplan.core.conversion import Verdict
 from packplan.core.errors import ConfigError, Fault
@@ -25,9 +24,7 @@ from packplan.core.errors import ConfigError, Fault
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="packplan convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("convert", __doc__)
     parser.add_argument(
         "source",
         nargs="+",
@@ -53,7 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     def command() -> None:
         converted = convert_source(options.source)
-        faults = run_faults(converted) or (strict_faults(converted) if options.strict else ())
+        faults = run_faults(converted)
+        if options.strict and not faults:
+            faults = tuple(Fault(line.argument, line.reason) for line in converted.conversion.different)
         if not faults:
             write_run(output, run_text(converted, output=str(output)))
         written = None if faults else output
@@ -64,13 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
     return run_command(command, verbose=options.verbose, quiet=options.quiet)
 
 
-def strict_faults(converted: Converted) -> tuple[Fault, ...]:
-    """Return what the run does otherwise than the command asks for."""
-    return tuple(Fault(line.argument, line.reason) for line in converted.conversion.different)
-
-
 def as_lines(converted: Converted, output: Path | None) -> str:
-    """Return what became of each argument, for people; *output* is None where no run is written."""
+    """Return a line for each argument, for people; *output* is None where no run is written."""
     lines = converted.conversion.lines
     width = max(len(line.argument) for line in lines)
     listed = [f"{line.verdict:<15}  {line.argument:<{width}}  {line.reason}" for line in lines]
@@ -82,7 +76,7 @@ def as_lines(converted: Converted, output: Path | None) -> str:
 
 
 def as_json(converted: Converted, output: Path | None) -> str:
-    """Return the same for programs, as one document."""
+    """Return the conversion for programs, as one document."""
     document = {
         "output": None if output is None else str(output),
         "start": None if output is None else f"{converted.start} {output}",

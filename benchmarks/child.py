@@ -185,6 +185,7 @@ def _timed(call: Callable[[], Any], summarise: Callable[[Any], Any]) -> dict[str
 
 
 def _serve(values: Callable[[], Iterator[Any]], connection: Connection) -> None:
+    gc.freeze()  # garbage of the parent may wait for threads that were not forked
     end_with_parent()
     os.setsid()
     # The output of libraries is not the output of the benchmark.

@@ -15,6 +15,7 @@ import argparse
 import attrs
 
 from benchmarks.child import NotMeasuredError
+from benchmarks.options import add_names, add_number
 from benchmarks.table import Columns, show
 from packplan.app.cli.command import positive_number
 
@@ -44,26 +45,15 @@ COLUMNS: Columns = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (default: all)")
+    add_names(parser, "--parts", PARTS, PARTS)
+    add_number(parser, "--workers", [1, 2], "kinds: processes")
     parser.add_argument(
-        "--workers",
-        type=positive_number,
-        nargs="+",
-        default=[1, 2],
-        metavar="N",
-        help="kinds: processes (default: 1 2)",
-    )
-    parser.add_argument(
-        "--samples",
-        type=positive_number,
-        metavar="N",
+        "--samples", type=positive_number, metavar="N",
         help="kinds: of each at most (default: 1600 texts to 128 photographs)",
-    )
-    parser.add_argument("--rows", type=positive_number, default=4096, metavar="N", help="chats: number (default: 4096)")
+    )  # fmt: skip
+    add_number(parser, "--rows", 4096, "chats: number")
     parser.add_argument("--model", metavar="FOLDER", help="chats: model whose tokenizer and template measure them")
-    parser.add_argument(
-        "--videos", type=positive_number, default=200, metavar="N", help="videos: number compared (default: 200)"
-    )
+    add_number(parser, "--videos", 200, "videos: number compared")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,10 +26,6 @@ class Peer:
 
     prepare: Callable[[IntArray, int], Callable[[], Any]]
     """Lengths and capacity -> the call to measure, which returns the packs."""
-
-    def load(self) -> None:
-        """Import the package."""
-        import_module(self.module)
 
 
 def _binpacking(lengths: IntArray, capacity: int) -> Callable[[], Any]:

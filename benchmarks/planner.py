@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import attrs
@@ -18,10 +19,11 @@ import numpy as np
 
 from benchmarks.child import Cost, NotMeasuredError, measure
 from benchmarks.distributions import DISTRIBUTIONS, Distribution
+from benchmarks.options import add_names, add_number
 from benchmarks.peers import PEERS
 from benchmarks.table import Columns, show
 from packplan.adapters.progress import progress
-from packplan.app.cli.command import positive_number, whole_number
+from packplan.app.cli.command import whole_number
 from packplan.core.bounds import lower_bound
 from packplan.core.lengths import IntArray
 from packplan.core.packers import ALGORITHMS, pack
@@ -70,26 +72,11 @@ COLUMNS: Columns = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument(
-        "--samples",
-        type=positive_number,
-        nargs="+",
-        default=DEFAULT_SAMPLES,
-        metavar="N",
-        help="(default: 10^4 to 10^7)",
-    )
-    parser.add_argument(
-        "--distributions", nargs="+", choices=DISTRIBUTIONS, default=list(DISTRIBUTIONS), metavar="NAME",
-        help=f"any of {', '.join(DISTRIBUTIONS)}; the number is the capacity (default: all)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--planners", nargs="+", choices=PLANNERS, default=PLANNERS, metavar="NAME",
-        help=f"any of {', '.join(PLANNERS)} (default: all)",
-    )  # fmt: skip
-    parser.add_argument("--repeat", type=positive_number, default=5, metavar="N", help="runs of each (default: 5)")
-    parser.add_argument(
-        "--limit-s", type=positive_number, default=60, metavar="S", help="seconds of a run (default: 60)"
-    )
+    add_number(parser, "--samples", DEFAULT_SAMPLES, "of each data set")
+    add_names(parser, "--distributions", DISTRIBUTIONS, DISTRIBUTIONS, "; the number is the capacity")
+    add_names(parser, "--planners", PLANNERS, PLANNERS)
+    add_number(parser, "--repeat", 5, "runs of each")
+    add_number(parser, "--limit-s", 60, "seconds of a run", metavar="S")
     parser.add_argument("--seed", type=whole_number, default=0, help="seed of the lengths (default: 0)")
 
 
@@ -97,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure, then print."""
     used = [PEERS[name] for name in options.planners if name in PEERS]
     for peer in used:
-        peer.load()
+        import_module(peer.module)
     rows = [row for name in options.distributions for row in _rows_of(DISTRIBUTIONS[name], options)]
     packages = ("numpy", "scipy", *(peer.package for peer in used))
     show(rows, COLUMNS, left={"lengths", "planner"}, as_json=options.json, packages=packages)

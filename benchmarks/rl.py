@@ -18,8 +18,8 @@ from typing import get_args
 import attrs
 
 from benchmarks.distributions import DISTRIBUTIONS, TEXT_MODEL
+from benchmarks.options import add_number
 from benchmarks.table import Columns, show
-from packplan.app.cli.command import positive_number
 from packplan.core.lengths import IntArray
 from packplan.core.shard import Sharding, batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
 from packplan.core.work import Meeting
@@ -55,15 +55,6 @@ COLUMNS: Columns = {
     "by microbatch": lambda row: f"{row.microbatch_imbalance:.4f}",
 }
 
-NUMBERS = {
-    "sequences": (512, "of a batch"),
-    "global-batch": (512, "sequences of an optimizer step"),
-    "workers": (8, "data-parallel learners"),
-    "budget": (16384, "tokens of a microbatch"),
-    "batches": (20, "to cut"),
-}
-"""Option -> default and help."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
@@ -71,10 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--distribution", choices=list(DISTRIBUTIONS), default="chat-8192", metavar="NAME",
         help=f"any of {', '.join(DISTRIBUTIONS)} (default: chat-8192)",
     )  # fmt: skip
-    for name, (default, said) in NUMBERS.items():
-        parser.add_argument(
-            f"--{name}", type=positive_number, default=default, metavar="N", help=f"{said} (default: {default})"
-        )
+    add_number(parser, "--sequences", 512, "of a batch")
+    add_number(parser, "--global-batch", 512, "sequences of an optimizer step")
+    add_number(parser, "--workers", 8, "data-parallel learners")
+    add_number(parser, "--budget", 16384, "tokens of a microbatch")
+    add_number(parser, "--batches", 20, "to cut")
     parser.add_argument(
         "--work", choices=("model", "attention"), default="model",
         help="count FLOPs of a 7B model, or squares of lengths (default: model)",
@@ -108,12 +100,11 @@ def _cut(way: str, cut: Callable[[IntArray], Sharding], batches: list[IntArray])
         sharding = cut(lengths)
         times.append(time.process_time() - start)
         metrics.append(pooled(batch_metrics(sharding)))
+    shares = ("computed_share", "work_imbalance", "microbatch_imbalance")
     return RlRow(
         way=way,
         cpu_ms=1000 * statistics.median(times),
         microbatches=statistics.median(one.works.shape[1] for one in metrics),
         utilisation=statistics.median(one.packing.utilisation for one in metrics),
-        computed_share=statistics.median(one.computed_share for one in metrics),
-        work_imbalance=statistics.median(one.work_imbalance for one in metrics),
-        microbatch_imbalance=statistics.median(one.microbatch_imbalance for one in metrics),
+        **{name: statistics.median(getattr(one, name) for one in metrics) for name in shares},
     )

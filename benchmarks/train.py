@@ -20,12 +20,15 @@ from typing import Literal
 
 import attrs
 
+from benchmarks.options import add_names, add_number
 from benchmarks.table import Columns, show
 from packplan.app.cli.command import positive_number
 from packplan.core.work import WorkModel
 
 PADDED, SORTED = "padded", "padded-sorted"
 """Ways that the others are compared with."""
+
+KINDS = ("text", "images")
 
 DEFAULT_WAYS = ("packed", PADDED, SORTED)
 
@@ -189,26 +192,16 @@ COLUMNS: Columns = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument(
-        "--packs",
-        type=positive_number,
-        nargs="+",
-        default=[2048],
-        metavar="TOKENS",
-        help="packing lengths (default: 2048)",
-    )
-    parser.add_argument(
-        "--kinds", nargs="+", choices=["text", "images"], default=["text", "images"], help="samples (default: both)"
-    )
-    parser.add_argument(
-        "--ways", nargs="+", choices=list(WAYS), default=DEFAULT_WAYS, metavar="WAY",
-        help=f"any of {', '.join(WAYS)} (default: {' '.join(DEFAULT_WAYS)}). packed-flex and packed-flash need a GPU, "
-        "where each way holds a model and an optimizer of its own",
+    add_number(parser, "--packs", [2048], "packing lengths", metavar="TOKENS")
+    add_names(parser, "--kinds", KINDS, KINDS)
+    add_names(
+        parser, "--ways", WAYS, DEFAULT_WAYS,
+        "; packed-flex and packed-flash need a GPU, where each way holds a model and an optimizer of its own",
     )  # fmt: skip
-    parser.add_argument("--samples", type=positive_number, default=120, metavar="N", help="of each kind (default: 120)")
-    parser.add_argument("--rounds", type=positive_number, default=5, metavar="R", help="that count (default: 5)")
+    add_number(parser, "--samples", 120, "of each kind")
+    add_number(parser, "--rounds", 5, "that count", metavar="R")
     parser.add_argument("--width", type=model_width, default=512, metavar="W", help="of the model (default: 512)")
-    parser.add_argument("--layers", type=positive_number, default=4, metavar="L", help="of the model (default: 4)")
+    add_number(parser, "--layers", 4, "of the model", metavar="L")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
 
 

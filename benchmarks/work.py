@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 
 from benchmarks.child import measure
 from benchmarks.distributions import DISTRIBUTIONS, PATCHES_OF_A_TOKEN, Samples, documents, made_mix, texts
+from benchmarks.options import add_names, add_number
 from benchmarks.table import Columns, show
-from packplan.app.cli.command import positive_number, positive_numbers, whole_number
+from packplan.app.cli.command import positive_numbers, whole_number
 from packplan.core.errors import ModelError
 from packplan.core.lengths import IntArray
 from packplan.core.packers import pack
@@ -159,29 +160,17 @@ FAMILY_COLUMNS: Columns = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument(
-        "--data", nargs="+", choices=list(DATA), default=["vision", "chat"], metavar="NAME",
-        help=f"any of {', '.join(DATA)} (default: vision chat)",
-    )  # fmt: skip
-    parser.add_argument("--samples", type=positive_number, default=100_000, metavar="N", help="(default: 100000)")
-    parser.add_argument(
-        "--packing-lengths",
-        type=positive_numbers,
-        default=[8192],
-        metavar="N,N",
-        help="tokens of a pack (default: 8192)",
-    )
-    parser.add_argument(
-        "--ranks", type=positive_numbers, default=[8, 64, 512], metavar="N,N", help="(default: 8,64,512)"
-    )
-    parser.add_argument(
-        "--accumulation", type=positive_numbers, default=[1, 4, 8], metavar="N,N",
-        help="packs of a rank in a step (default: 1,4,8)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--ways", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="WAY",
-        help=f"any of {', '.join(repr(way) for way in WAYS)}; random is always there (default: all)",
-    )  # fmt: skip
+    add_names(parser, "--data", DATA, ("vision", "chat"))
+    add_number(parser, "--samples", 100_000, "of each")
+    for name, default, about in (
+        ("--packing-lengths", [8192], "tokens of a pack"),
+        ("--ranks", [8, 64, 512], "data-parallel learners"),
+        ("--accumulation", [1, 4, 8], "packs of a rank in a step"),
+    ):
+        shown = ",".join(map(str, default))
+        help_ = f"{about} (default: {shown})"
+        parser.add_argument(name, type=positive_numbers, default=default, metavar="N,N", help=help_)
+    add_names(parser, "--ways", WAYS, WAYS, "; random is always there")
     parser.add_argument(
         "--aside", choices=ASIDE, default="long",
         help="packs that no step has: none; samples of the packing length or more; all packs of one sample "

@@ -48,7 +48,9 @@ class AlignedPlan:
         return len(self.packs) // self.world_size
 
 
-def align_plan(raw_plan: RawPlan, *, world_size: int, dataloader_drop_last: bool, batch_size: int = 1) -> AlignedPlan:
+def align_plan(
+    raw_plan: RawPlan, *, world_size: int, dataloader_drop_last: bool = False, batch_size: int = 1
+) -> AlignedPlan:
     """
     Cut or fill the plan's end, so that every rank runs the same number of packs.
 

@@ -14,14 +14,8 @@ class Accumulation:
 
     gradient_accumulation_steps: int
 
-    requested: int
-    """
-    Effective batch size in the configuration: packs of one optimizer step over all ranks, or
-    samples without packing.
-    """
-
-    realised: int
-    """Effective batch size of training; equal to `requested`."""
+    effective_batch_size: int
+    """Packs of one optimizer step over all ranks, or samples without packing."""
 
 
 def resolve_accumulation(
@@ -64,7 +58,7 @@ def resolve_accumulation(
         each = counted(world_size, "rank") + (f" x {forced_batch_size:,} per device" if forced_batch_size > 1 else "")
         fact = f"effective_batch_size is {requested:,}, which is not divisible by {each}"
         raise ArgumentError("batch_size", fact, {"effective_batch_size": requested, "nearest": nearest})
-    return Accumulation(requested // unit, requested, requested)
+    return Accumulation(requested // unit, requested)
 
 
 @attrs.frozen

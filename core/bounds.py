@@ -13,6 +13,17 @@ from packplan.core.patterns.effort import Effort
 from packplan.core.patterns.quick_bounds import quick_bound
 from packplan.core.runs import Runs
 
+_FIXED_EFFORT, _EFFORT_OF_A_SAMPLE = 120_000, 0.3
+"""
+Steps of the usual search for a lower bound: a fixed part of about 0.05 s, and a part for each
+sample of about its planning time.
+"""
+
+
+def usual_effort(num_samples: int) -> float:
+    """Return the steps of a search for a lower bound that takes about as long as planning."""
+    return _FIXED_EFFORT + _EFFORT_OF_A_SAMPLE * num_samples
+
 
 @attrs.frozen
 class Bound:

@@ -25,6 +25,13 @@ def _sorted(inputs: Mapping[str, Value]) -> dict[str, Value]:
     return {key: inputs[key] for key in sorted(inputs)}
 
 
+def field_differences(first: attrs.AttrsInstance, second: attrs.AttrsInstance) -> tuple[Difference, ...]:
+    """Return the fields in which two values of the same class differ."""
+    names = (field.name for field in attrs.fields(type(first)))
+    found = (Difference(name, getattr(first, name), getattr(second, name)) for name in names)
+    return tuple(one for one in found if one.stored != one.current)
+
+
 @attrs.frozen
 class Fingerprint:
     """

@@ -114,6 +114,12 @@ def _raise_first_bad(values: Sequence[object]) -> None:
             raise _bad_length(index, value, "a length is a whole number of tokens")
 
 
+def squares(lengths: IntArray) -> NDArray[np.float64]:
+    """Return the squares of *lengths* as float64, which 64-bit integers may not hold."""
+    found: NDArray[np.float64] = lengths.astype(np.float64) ** 2
+    return found
+
+
 def positive(name: str, value: int) -> int:
     """Return *value* if it is a whole number >= 1; ValueError naming it otherwise."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:

@@ -11,7 +11,7 @@ from math import exp, lgamma, sqrt
 import attrs
 import numpy as np
 
-from packplan.core.bounds import lower_bound
+from packplan.core.bounds import lower_bound, usual_effort
 from packplan.core.lengths import IntArray, Lengths, as_lengths, positive
 from packplan.core.packs import Packs
 
@@ -75,8 +75,8 @@ def packing_metrics(
         lengths: Tokens of each sample, >= 1.
         packs: Packs to measure; at least one.
         capacity: Tokens a pack may hold, >= 1.
-        bound: Lower bound for the samples in the packs; None computes it. A sample over the
-            capacity counts as a pack of its own.
+        bound: Lower bound for the samples in the packs; None searches for one, for about as long
+            as packing takes. A sample over the capacity counts as a pack of its own.
 
     Raises:
         ValueError: There is no pack, or a pack has a sample without a length.
@@ -97,7 +97,9 @@ def packing_metrics(
     if bound is None:
         packed = array[packs.indices]
         fitting = packed[packed <= capacity]
-        bound = packed.size - fitting.size + lower_bound(fitting, capacity=capacity, known=len(packs))
+        effort = usual_effort(packed.size)
+        found = lower_bound(fitting, capacity=capacity, known=len(packs), effort=effort)
+        bound = packed.size - fitting.size + found
     return metrics_of_loads(loads, capacity=capacity, bound=positive("bound", bound))
 
 

@@ -115,6 +115,12 @@ class Packs(Sequence[list[int]]):
         starts = np.repeat(self.offsets[positions] - offsets[:-1], sizes)
         return Packs(offsets, self.indices[starts + np.arange(offsets[-1])])
 
+    def owners(self, num_records: int) -> IntArray:
+        """Return the pack of each record, -1 for none; shape (num_records,)."""
+        owners = np.full(num_records, -1, dtype=np.int64)
+        owners[self.indices] = np.repeat(np.arange(len(self)), self.sizes())
+        return owners
+
     def tolist(self) -> list[list[int]]:
         """Return all packs as lists of ints."""
         return list(self)
@@ -180,12 +186,6 @@ def by_first_index(packs: Packs) -> Packs:
     Order packs by their first index. This is canonical if packs are disjoint and indices ascend.
     """
     return packs.take(np.argsort(packs.indices[packs.offsets[:-1]], kind="stable"))
-
-
-def canonical(packs: Packs) -> Packs:
-    """Order indices inside packs, and packs by their first index; packs must be disjoint."""
-    owner = np.repeat(np.arange(len(packs)), packs.sizes())
-    return by_first_index(Packs(packs.offsets, packs.indices[np.lexsort((packs.indices, owner))]))
 
 
 BLOCK = 1 << 16

@@ -12,20 +12,13 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.bounds import find_bound
+from packplan.core.bounds import find_bound, usual_effort
 from packplan.core.errors import PlanError, agree, counted, ranging
 from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, share
 from packplan.core.packers import pack
 from packplan.core.packs import Packs, by_first_index, concatenate
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.policy import PlanPolicy
-
-BOUND_EFFORT = 120_000
-BOUND_EFFORT_OF_A_SAMPLE = 0.3
-"""
-Steps of the search for a lower bound: a fixed part of about 0.05 s, and a part for each sample of
-about its planning time.
-"""
 
 
 @attrs.frozen
@@ -138,13 +131,14 @@ def build_raw_plan(
     Raises:
         ArgumentError: A length is not a positive whole number.
         PlanError: No pack remains.
-        ValueError: A field has an invalid value. TypeError: A field does not exist, or
-            `packing_length` is missing.
+        ValueError: A field has an invalid value.
+        TypeError: A field does not exist, `packing_length` is missing, or *policy* is no
+            `PlanPolicy`.
 
     >>> build_raw_plan([80, 81, 20, 20, 20, 20], packing_length=80).packs.tolist()
     [[0], [1], [2, 3, 4, 5]]
     """
-    policy = PlanPolicy(**fields) if policy is None else attrs.evolve(policy, **fields)
+    policy = PlanPolicy(**fields) if policy is None else attrs.evolve(_checked_policy(policy), **fields)
     packing_length, allow_single_long = policy.packing_length, policy.allow_single_long
     array = as_lengths(lengths)
     if not policy.packing:
@@ -168,12 +162,20 @@ def build_raw_plan(
     if not len(packs):
         raise _empty_plan(array, long[:0] if allow_single_long else long, dropped, policy)
     report(f"{counted(len(grouped), 'pack')}, looking for the plan's bound")
-    effort = inf if policy.algorithm == "certified" else BOUND_EFFORT + BOUND_EFFORT_OF_A_SAMPLE * array.size
+    effort = inf if policy.algorithm == "certified" else usual_effort(array.size)
     bound = find_bound(array[short], capacity=packing_length, known=len(grouped), effort=0 if quick_bound else effort)
     return _counted(
         array, packs, long, dropped, packing_length=packing_length, allow_single_long=allow_single_long,
         lower_bound=len(single) + bound.packs, bound_kind=bound.kind,
     )  # fmt: skip
+
+
+def _checked_policy(policy: PlanPolicy) -> PlanPolicy:
+    """Return *policy*; TypeError if it is another thing, such as a packing length."""
+    if not isinstance(policy, PlanPolicy):
+        message = f"the second argument is a PlanPolicy, not {policy!r}: write packing_length={policy!r}"
+        raise TypeError(message)
+    return policy
 
 
 def _filtered(grouped: Packs, lengths: IntArray, policy: PlanPolicy) -> tuple[Packs, Packs]:

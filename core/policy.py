@@ -47,8 +47,11 @@ class PlanPolicy:
     algorithm: str = "constant_volume"
     """A name in `core.packers.ALGORITHMS`."""
 
-    min_fill_ratio: str = attrs.field(default="0.65", converter=_decimal)
-    """Share of `packing_length` from 0 to 1, read and compared exactly as it is written."""
+    min_fill_ratio: str = attrs.field(default="0", converter=_decimal)
+    """
+    Share of `packing_length` from 0 to 1, read and compared exactly as it is written. 0 drops no
+    pack.
+    """
 
     drop_last: bool = True
     """Whether packs filled below `min_fill_ratio` are dropped. Packs of long samples are kept."""

@@ -1,4 +1,4 @@
-"""What the application needs of the world, in the words of core."""
+"""Protocols of the outside world that the application uses, in the words of core."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from packplan.core.samples import (
 Arrays = Mapping[str, NDArray[Any]]
 
 ReportProgress = Callable[[str], None]
-"""Takes a few words on what has been done so far; cheap enough for every sample."""
+"""Function that takes a progress message; cheap enough to be called for every sample."""
 
 
 class Records(Protocol):
@@ -40,42 +40,42 @@ class Records(Protocol):
         """Return the number of records."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """Return a record's JSON value; RecordError naming where it stands if there is none."""
+        """Return a record's JSON value; RecordError with its place if there is none."""
 
     @property
     def num_with_media_tags(self) -> int:
-        """How many records say `<video>` or `<audio>`."""
+        """Number of records with `<video>` or `<audio>`."""
 
     @property
     def firsts(self) -> Sequence[int]:
-        """The first record of each file, ascending; no file is empty."""
+        """First record of each file, ascending; no file is empty."""
 
     @property
     def files(self) -> Sequence[tuple[str, int]]:
-        """Each file, and how many records it has."""
+        """Each file, and its number of records."""
 
     def where(self, index: int, /) -> Where:
-        """Return where the record stands."""
+        """Return the place of the record."""
 
     def folder(self, index: int, /) -> str:
-        """Return the folder that relative media of the record start at."""
+        """Return the folder that relative paths of the record's media start from."""
 
     def read(self, index: int, /) -> tuple[Any, bytes]:
         """
-        Return a record's JSON value, and its digest for `remember`, nothing if that is known.
+        Return a record's JSON value, and its digest for `remember`, empty if that is known.
 
         Raises:
             RecordError: There is no value.
-            StaleError: It is not the record whose digest is known.
+            StaleError: The record changed since its digest was remembered.
         """
 
     def remember(self, indices: range, digests: NDArray[np.uint8], /) -> None:
         """
-        Keep digests of records that were read, so that they need not be read for them again.
+        Keep digests of records that were read, so that they need not be read again.
 
         Args:
-            indices: Records, one behind the other.
-            digests: Their digests, all zero where there is none; shape (num_records, DIGEST_BYTES).
+            indices: Consecutive records.
+            digests: Digest of each record, all zero without one; shape (num_records, DIGEST_BYTES).
         """
 
     def record_digest(self, index: int, /) -> str:
@@ -86,8 +86,8 @@ class Records(Protocol):
         Return the digest of records and of the folders of their media, bad records aside.
 
         Args:
-            count: How many records.
-            start: The first of them.
+            count: Number of records.
+            start: First record.
             without: Indices of bad records.
         """
 
@@ -103,17 +103,16 @@ class Measurable(Protocol):
         Return the digest of records, bad ones aside; other records do not change it.
 
         Args:
-            count: How many records.
-            start: The first of them.
+            count: Number of records.
+            start: First record.
             without: Indices of bad records.
         """
 
     def measure_many(self, indices: range, /, *, in_full: bool) -> Generator[Outcome, None, None]:
         """
-        Measure several, in the order of *indices*, perhaps in parallel; by a shortcut, unless
-        *in_full*.
+        Measure several records in the order of *indices*, perhaps in parallel.
 
-        Closing it ends the processes that measure.
+        A shortcut is used, unless *in_full*. Closing the generator ends the measuring processes.
         """
 
 
@@ -122,8 +121,9 @@ class LengthSource(Measurable, Protocol):
 
     def copy_faults(self) -> Iterator[tuple[str, str]]:
         """
-        Yield each data file that is read from a copy which is not what the file holds, and why; all
-        of both is read.
+        Yield each data file whose copy has other content, and the reason.
+
+        Both the file and its copy are read completely.
         """
 
     def data_files(self) -> tuple[DataFile, ...]:
@@ -133,7 +133,7 @@ class LengthSource(Measurable, Protocol):
         """Return the digest of record *index* alone."""
 
     def fingerprint(self) -> Fingerprint:
-        """Return everything that the measurements depend on, the data aside."""
+        """Return all inputs of the measurements but the data."""
 
     def measure(self, index: int, /) -> Measurement:
         """
@@ -148,72 +148,72 @@ class LengthSource(Measurable, Protocol):
 
     def measure_elsewhere(self, indices: Sequence[int], /, *, epoch: int) -> list[Outcome]:
         """
-        Encode samples in full, in the order given, in another process and as in training's epoch
-        *epoch*.
+        Encode samples in full in another process, as training does in epoch *epoch*; in the order
+        given.
         """
 
     def media_facts(self, index: int, /, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """
-        Return what the image files of sample *index* are now.
+        Return the current size and digest of each image file of sample *index*.
 
         Args:
-            index: Of the sample.
-            decode: Read their pixels too, to find damage behind the headers.
+            index: Sample index.
+            decode: Whether pixels are read too, to find damage behind the headers.
 
         Raises:
-            RecordError: One cannot be read.
+            RecordError: A file cannot be read.
         """
 
 
 @attrs.frozen
 class Stored:
-    """What a store holds."""
+    """Stored measurements."""
 
     table: Table
     """Measurements of the first records."""
 
     media: MediaTable
-    """What is known of their images."""
+    """Media table of the same records."""
 
     in_full: bool = False
     """Whether they were encoded in full, since the shortcut proved wrong."""
 
     repeatability: Mapping[str, Any] | None = None
-    """How these samples were found to encode the same each time; None if they were not, yet."""
+    """Samples that were encoded again with equal results; None if that is not yet checked."""
 
 
 @attrs.frozen
 class Origin:
-    """What stored measurements are of."""
+    """Origin of stored measurements: their inputs and their data."""
 
     key: Fingerprint
-    """What they depend on, the data aside."""
+    """All inputs of the measurements but the data."""
 
     num_records: int
-    """Records of the data, when they were last measured."""
+    """Records of the data at the time of the last measurement."""
 
     num_measured: int
-    """How many of them, from the first on, were measured."""
+    """Number of measured records, from the first on."""
 
     data_digest: str
     """Digest of the measured records, bad ones aside."""
 
     bad: tuple[BadRecord, ...] = ()
-    """MeasuredSample records that cannot become samples, ascending."""
+    """Measured records that cannot become samples, ascending."""
 
     files: tuple[DataFile, ...] = ()
-    """Files of all the data, where that is known."""
+    """Files of all the data, if known."""
 
     def differences(
         self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]
     ) -> tuple[Difference, ...]:
         """
-        Return in what a source differs from what was measured, as it is now.
+        Return the differences of a source as it is now from this origin.
 
         Args:
-            key: What its measurements depend on, the data aside.
+            key: All inputs of the source's measurements but the data.
             num_records: Records of its data; more than were measured are no difference.
-            data_digest: Digest of its first so many records, without those of `bad`.
+            data_digest: Number of records -> digest of the first ones, without those of `bad`.
         """
         differences = self.key.differences(key)
         if self.num_measured > num_records:
@@ -226,14 +226,14 @@ class Origin:
 
 @attrs.frozen
 class StoredLengths:
-    """What a store of lengths holds, whatever it was measured from."""
+    """Content of a store of lengths, whatever it was measured from."""
 
     origin: Origin
 
     rows: Stored
 
     digest: str
-    """Digest of the rows of all records: what plans depend on."""
+    """Digest of the rows of all records, an input of plans."""
 
     @property
     def tokens(self) -> IntArray:
@@ -243,10 +243,10 @@ class StoredLengths:
 
 @attrs.frozen
 class StoredPlan:
-    """What a store of plans holds, whatever it was planned from."""
+    """Content of a store of plans, whatever it was planned from."""
 
     key: Fingerprint
-    """What the plan depends on."""
+    """Inputs of the plan."""
 
     plan: RawPlan
 
@@ -258,20 +258,20 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Inspectable(Protocol[T_co]):
-    """Shows what is stored, whatever it was made from, and writes nothing."""
+    """Reader of a store, whatever its content was made from; it writes nothing."""
 
     @property
     def where(self) -> str:
-        """Where it is stored, as messages name it."""
+        """Place of the store, as messages name it."""
 
     def inspect(self) -> T_co | None:
         """
-        Return what is stored, None if nothing is; CorruptArtefactError if it is not what was
+        Return the content of the store, or None; CorruptArtefactError if it is not what was
         written.
         """
 
     def damage(self) -> Iterator[CorruptArtefactError]:
-        """Yield all that is not what was written, or does not fit the rest."""
+        """Yield each damage: content that is not what was written, or does not fit the rest."""
 
 
 class LengthStore(Inspectable[StoredLengths], Protocol):
@@ -279,43 +279,43 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
 
     def origin(self) -> Origin | None:
         """
-        Return what the stored rows are of, without reading them; None if nothing is stored,
-        CorruptArtefactError if that is damaged.
+        Return the origin of the stored rows without reading them; None if nothing is stored,
+        CorruptArtefactError if it is damaged.
         """
 
     def bad(self) -> tuple[BadRecord, ...]:
         """
-        Return the bad records of what is stored, or would be taken over; CorruptArtefactError if
-        that is damaged.
+        Return the bad records among the rows that are stored or would be taken over;
+        CorruptArtefactError if they are damaged.
         """
 
     def resume(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str], /) -> Stored:
         """
-        Return what was measured under *key* so far, the first records first.
+        Return the measurements under *key* so far, of the first records.
 
         Args:
-            key: What measurements depend on, the data aside.
-            num_records: Records of the data as it is now.
-            data_digest: Digest of the first so many records as they are now, without those that
+            key: All inputs of the measurements but the data.
+            num_records: Current number of records.
+            data_digest: Number of records -> current digest of the first ones, without those that
                 `bad` returns.
 
         Raises:
-            StaleError: Something was measured under another key, or of other data.
-            CorruptArtefactError: It is not what was written.
+            StaleError: The stored measurements have another key, or other data.
+            CorruptArtefactError: They are not what was written.
         """
 
     def read(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str], /) -> Stored:
         """
-        Return what `resume` would, without becoming able to write.
+        Return the same as `resume`, without preparing to write.
 
         Args:
-            key: What measurements depend on, the data aside.
-            num_records: Records of the data as it is now.
-            data_digest: Digest of the first so many records as they are now, without bad ones.
+            key: All inputs of the measurements but the data.
+            num_records: Current number of records.
+            data_digest: Number of records -> current digest of the first ones, without bad ones.
         """
 
     def stored(self) -> Stored:
-        """Return all rows that `append` has added to what `resume` returned."""
+        """Return the rows that `resume` returned, and those that `append` has added."""
 
     def append(
         self,
@@ -342,10 +342,10 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
         """
 
     def keep_files(self, files: Sequence[DataFile], /) -> None:
-        """Keep which files the stored rows are of, beside them; `append` forgets it."""
+        """Keep the files of the stored rows beside them; `append` forgets them."""
 
     def discard(self) -> None:
-        """Forget all rows, which turned out to be wrong."""
+        """Delete all rows, which turned out to be wrong."""
 
     def digest(self) -> str:
         """Return the digest of all rows."""
@@ -361,14 +361,14 @@ class PlanStore(Inspectable[StoredPlan], Protocol):
         """Save so that readers see the whole plan or none of it."""
 
     def save_aligned(self, key: Fingerprint, aligned: AlignedPlan, /) -> None:
-        """Say what training at one world size consumes of the raw plan saved under *key*."""
+        """Save the aligned plan of one world size beside the raw plan saved under *key*."""
 
 
 class Lock(Protocol):
-    """Lets one job at a time write where the stores are."""
+    """Lock that lets one job at a time write to the stores."""
 
     def require_writable(self) -> None:
-        """Make the place of the stores; OutputError if its holder could not write there."""
+        """Make the folder of the stores; OutputError if it cannot be written to."""
 
     def held(
         self, *, timeout_s: float, report: ReportProgress, limit_s: float | None = None
@@ -377,13 +377,13 @@ class Lock(Protocol):
         Hold the lock; it is free as soon as its holder's process is gone.
 
         Args:
-            timeout_s: Seconds to wait for another job; 0 means for ever.
-            report: Hears for whom this waits.
-            limit_s: Seconds that all waits of this run may take, for the error; None means those of
-                this one.
+            timeout_s: Seconds to wait for another job; 0 waits for ever.
+            report: Called with a message on the job that this one waits for.
+            limit_s: Seconds that all waits of this run may take, for the error; None means
+                *timeout_s*.
 
         Raises:
-            OutputError: Another job held it all the time.
+            OutputError: Another job held the lock for the whole time.
         """
 
 
@@ -392,27 +392,27 @@ class RankGroup(Protocol):
 
     @property
     def rank(self) -> int:
-        """Which learner this is, from 0."""
+        """Index of this learner, from 0."""
 
     @property
     def world_size(self) -> int:
-        """How many learners there are."""
+        """Number of learners."""
 
     def from_rank_zero(
         self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float, limit_s: float | None = None
     ) -> Arrays:
         """
-        Return on every rank what rank 0 builds; no collective is outstanding while it does.
+        Return rank 0's arrays on every rank; no collective is outstanding while they are built.
 
         Args:
-            build: Runs on rank 0 alone; it may take hours. What it tells, the waiting ranks show.
-            timeout_s: Seconds that the others wait; 0 means for ever.
-            limit_s: Seconds that all waits of this run may take, for the error; None means those of
-                this one.
+            build: Function that rank 0 alone runs, perhaps for hours. The waiting ranks show its
+                progress.
+            timeout_s: Seconds that the others wait; 0 waits for ever.
+            limit_s: Seconds that all waits of this run may take, for the error; None means
+                *timeout_s*.
 
         Raises:
-            RunError: On the other ranks, with rank 0's own reason, when it failed, died, or
-                was too slow.
+            RunError: Rank 0 failed, died or was too slow; on the other ranks, with its reason.
         """
 
     def gather(self, value: str, /, *, timeout_s: float | None = None, limit_s: float | None = None) -> tuple[str, ...]:
@@ -420,26 +420,26 @@ class RankGroup(Protocol):
         Return the value of every rank, by rank.
 
         Args:
-            value: Of this rank.
+            value: Value of this rank.
             timeout_s: Seconds to wait for the others, 0 for ever; None waits as long as a
                 collective may take.
-            limit_s: Seconds that all waits of this run may take, for the error; None means those of
-                this one.
+            limit_s: Seconds that all waits of this run may take, for the error; None means
+                *timeout_s*.
 
         Raises:
             RunError: A rank did not respond in time.
         """
 
     def settle(self) -> None:
-        """Say that planning is over: nobody waits for rank 0 alone any more."""
+        """End the waits for rank 0 alone, since planning is over."""
 
     def any(self, flag: bool, /) -> bool:  # noqa: FBT001  # one positional truth, as in the builtin
         """Return whether any rank's flag is set."""
 
     def gather_arrays(self, arrays: Arrays, /) -> tuple[Arrays, ...]:
         """
-        Return the arrays of every rank, by rank; their shapes may differ. RunError if another
-        rank is gone.
+        Return the arrays of every rank, by rank; RunError if another rank is gone. Shapes may
+        differ.
         """
 
 
@@ -451,19 +451,19 @@ class Workers(Protocol):
 
     @property
     def num_workers(self) -> int:
-        """How many there are."""
+        """Number of workers."""
 
     def run_all_workers_sharded_data(self, method: str, shards: Sequence[Any], /, **options: Any) -> list[Arrays]:
         """
         Call a method of every worker, each with its own shard, and return the results by worker.
 
         Args:
-            method: Its name; it takes a shard and the options.
-            shards: One for each worker, in their order.
-            options: The same for all.
+            method: Name of the method, which takes a shard and the options.
+            shards: One shard for each worker, in their order.
+            options: Options, the same for all workers.
 
         Raises:
-            RunError: A worker raised or died; the others are ended, for they may wait for it.
+            RunError: A worker raised or died; the others are ended, since they may wait for it.
         """
 
     def close(self) -> None:

@@ -1,10 +1,12 @@
 """
 Packs of a fixed token budget from samples of unequal length: planned once, the same on every rank.
 
->>> import packplan
->>> plan = packplan.build_raw_plan([60, 20, 50, 30, 40, 40], packing_length=80)
+>>> import packplan as pp
+>>> plan = pp.plan([60, 20, 50, 30, 40, 40], 80)
 >>> plan.packs.tolist()
 [[0, 1], [2, 3], [4, 5]]
+>>> plan.schedule(world_size=2, epochs=3).total_steps
+6
 
 Each name below is loaded when it is first used. All need attrs, numpy and scipy alone; training
 needs an extra: `pip install 'packplan[train]'`.
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from packplan.core.schedule import EpochSchedule as EpochSchedule
     from packplan.core.shard import shard_dynamic as shard_dynamic
     from packplan.core.shard import shard_packed as shard_packed
+    from packplan.core.surface import Plan as Plan
+    from packplan.core.surface import plan as plan
     from packplan.core.work import WorkModel as WorkModel
 
 _NAMES = MappingProxyType(
@@ -50,6 +54,7 @@ _NAMES = MappingProxyType(
         "packplan.core.plan": ("RawPlan", "build_raw_plan"),
         "packplan.core.schedule": ("EpochSchedule",),
         "packplan.core.shard": ("shard_dynamic", "shard_packed"),
+        "packplan.core.surface": ("Plan", "plan"),
         "packplan.core.work": ("WorkModel",),
     }
 )

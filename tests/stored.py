@@ -40,9 +40,9 @@ def store_run(
 
     Args:
         folder: Where to.
-        name: Of the YAML and of the output folder.
+        name: Name of the YAML and of the output folder.
         lengths: Tokens of each sample of `train`; the first one has an image.
-        eval_lengths: Of `eval`; None for a run without.
+        eval_lengths: Tokens of each sample of `eval`; None for a run without.
         world_sizes: For which the plan is aligned.
         measured: Samples that are measured; None is all. Fewer have no plan.
         repeatability: Whether they were encoded twice.

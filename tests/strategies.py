@@ -1,14 +1,15 @@
-"""What laws are stated over."""
+"""Strategies that laws are stated over."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from packplan.core.packs import Packs
 from packplan.core.plan import RawPlan, build_raw_plan
+from packplan.core.schedule import EpochSchedule
 
 capacities, packing_lengths = st.integers(1, 200), st.integers(2, 120)
 
@@ -78,6 +79,7 @@ def pack_lists(draw: st.DrawFn) -> list[list[int]]:
     return list(packs.values())
 
 
-def as_packs(lists: list[list[int]]) -> Packs:
-    """Return the lists as packs."""
-    return Packs.from_lists(lists)
+def plain_schedule(num_packs: int, world_size: int = 1, **fields: Any) -> EpochSchedule:
+    """Return a schedule of one epoch of one batch a step that drops nothing, but for *fields*."""
+    plain = {"dataloader_drop_last": False, "gradient_accumulation_steps": 1, "num_train_epochs": 1}
+    return EpochSchedule(num_packs=num_packs, world_size=world_size, **plain | fields)

@@ -24,7 +24,7 @@ import yaml
 
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import run_command, run_program
-from packplan.core.equality import EQUAL, STRATEGIES, PackingVerdict
+from packplan.core.equality import EQUAL, PackingVerdict
 from packplan.core.errors import PackplanError
 
 log = logging.getLogger("packplan.app.tools")
@@ -47,6 +47,14 @@ It may be {EQUAL["float32"]:.0e}.""",
 )
 
 STARS = "Where a name has a star, some of its layers run sample by sample."
+
+STRATEGIES = {
+    "flash": "flash attention with sample boundaries",
+    "varlen": "our attention of variable length, sample by sample",
+    "own": "the model's own attention, which finds samples by restarting positions",
+    "masked": "the model's own mask, with the samples of a row apart",
+}
+"""Strategies in the order of trials -> description."""
 
 DIFFERENT = "These leak between samples, or differ from samples alone:"
 
@@ -300,7 +308,7 @@ def _vision_row(folder: Path, name: str, scenes: Path, sizes: Path) -> VisionRow
     return VisionRow(
         family=name,
         template=template,
-        headers=samples.image_lengths[0] is not None,
+        headers=samples.quick.image_lengths[0] is not None,
         equality=max(verdict.worst.value for verdict in compared),
         failed=(
             *(() if all(equal) else ("lengths",)),

@@ -38,10 +38,10 @@ __all__ = [
     "takes_grids",
 ]
 
-NAME = "packplan_varlen"
-"""Name of varlen attention among transformers' functions."""
+NAME = "packplan"
+"""Name of varlen attention among transformers' functions: `attn_implementation="packplan"`."""
 
-ROWS_NAME = "packplan_varlen_rows"
+ROWS_NAME = "packplan_rows"
 """Name for models that follow rows: outside of a row they raise instead of mixing samples."""
 
 PATCHES_NAME = "packplan_flash_patches"

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from itertools import pairwise
 from typing import Any
 
@@ -118,18 +118,9 @@ def row_of_layers() -> PackedRow | None:
         raise PackplanError(message) from None
 
 
-def outside_of_models() -> bool:
-    """Return whether no model that follows its rows is computing."""
-    try:
-        _ROW.get()
-    except LookupError:
-        return True
-    return False
-
-
 @contextmanager
 def computing(row: PackedRow | None) -> Iterator[None]:
-    """Let layers compute a row, inside."""
+    """Make *row* the current row until the block ends."""
     token = _ROW.set(row)
     try:
         yield
@@ -137,22 +128,20 @@ def computing(row: PackedRow | None) -> Iterator[None]:
         _ROW.reset(token)
 
 
-class _CheckpointWithRow:
-    """Checkpointing function that restores a layer's row when the layer is computed again."""
+def _checkpoint_with_row(
+    checkpoint: Callable[..., Any], function: Callable[..., Any], *arguments: Any, **options: Any
+) -> Any:
+    """Checkpoint a layer whose row is restored when the layer is computed again."""
+    try:
+        row = _ROW.get()
+    except LookupError:  # a vision tower, which ms-swift's hooks run before the model
+        return checkpoint(function, *arguments, **options)
 
-    def __init__(self, checkpoint: Callable[..., Any]) -> None:
-        self._checkpoint = checkpoint
+    def compute_with_row(*inner: Any, **keywords: Any) -> Any:
+        with computing(row):
+            return function(*inner, **keywords)
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        if outside_of_models():  # a vision tower, which ms-swift's hooks run before the model
-            return self._checkpoint(function, *arguments, **options)
-        row = row_of_layers()
-
-        def compute_with_row(*inner: Any, **keywords: Any) -> Any:
-            with computing(row):
-                return function(*inner, **keywords)
-
-        return self._checkpoint(compute_with_row, *arguments, **options)
+    return checkpoint(compute_with_row, *arguments, **options)
 
 
 def follow_rows(model: torch.nn.Module) -> None:
@@ -164,8 +153,8 @@ def follow_rows(model: torch.nn.Module) -> None:
     def forward(*arguments: Any, **options: Any) -> Any:
         for module in checkpointed:
             checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-            if checkpoint is not None and not isinstance(checkpoint, _CheckpointWithRow):
-                module._gradient_checkpointing_func = _CheckpointWithRow(checkpoint)  # noqa: SLF001  # has no public setter
+            if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpoint_with_row:
+                module._gradient_checkpointing_func = partial(_checkpoint_with_row, checkpoint)  # noqa: SLF001  # has no public setter
         given = {**signature.bind_partial(*arguments).arguments, **options}
         with computing(_row_of_call(given.get("position_ids"), given.get("attention_mask"))):
             return original(*arguments, **options)

@@ -5,7 +5,7 @@ by sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from packplan.adapters.attention.rows import PackedRow, computing, row_of_layers
 
 _BOUNDARIES = ("cu_seq", "max_length", "max_seq", "seq_idx")
-"""How names begin of what tells fast kernels of a whole row where its samples begin."""
+"""Beginnings of the names of arguments that tell fast kernels where a row's samples begin."""
 
 
 def split_states(model: torch.nn.Module, classes: Collection[str]) -> None:
@@ -39,15 +39,9 @@ def _by_samples(plain: Callable[..., Any]) -> Callable[..., Any]:
         if row is None or len(row.lengths) == 1:
             return plain(*arguments, **options)
         options = {name: value for name, value in options.items() if not name.startswith(_BOUNDARIES)}
-        parts = (
-            [[] for _ in row.lengths] if not arguments else zip(*(_split(one, row) for one in arguments), strict=True)
-        )
-        named = {name: _split(value, row) for name, value in options.items()}
-        outputs = []
+        samples = zip(_split(arguments, row), _split(options, row), strict=True)
         with computing(None):  # each part is a row of one sample
-            for number, part in enumerate(parts):
-                outputs.append(plain(*part, **{name: value[number] for name, value in named.items()}))
-        return _joined(outputs, row)
+            return _joined([plain(*part, **named) for part, named in samples], row)
 
     return forward
 
@@ -63,7 +57,7 @@ def _split(value: Any, row: PackedRow) -> list[Any]:
         return list(torch.split(value, list(row.lengths), 0))
     if type(value) in (tuple, list) and value:
         return [type(value)(items) for items in zip(*(_split(item, row) for item in value), strict=True)]
-    if isinstance(value, Mapping) and type(value) is dict:
+    if type(value) is dict:
         split = {name: _split(item, row) for name, item in value.items()}
         return [{name: items[number] for name, items in split.items()} for number in range(len(row.lengths))]
     return [value] * len(row.lengths)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -38,15 +38,11 @@ def row_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int | torch.Tensor = 0,
     mask_function: MaskFunction,
+    device: torch.device | str,
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    use_vmap: bool = False,
-    device: torch.device | str,
     **options: Any,
 ) -> Layout | torch.Tensor | None:
     """
@@ -55,29 +51,26 @@ def row_mask(
     transformers passes these arguments to functions of `AttentionMaskInterface`. A packed row is a
     batch of one, without padding and earlier keys, whose mask is more than one causal triangle.
     """
-    starts_at_zero = all(isinstance(offset, int) and offset == 0 for offset in (q_offset, kv_offset))
+    offsets = (options.get(name, 0) for name in ("q_offset", "kv_offset"))
+    starts_at_zero = all(isinstance(offset, int) and offset == 0 for offset in offsets)
     row = packed_row(q_length) if batch_size == 1 else None
     if row is not None and attention_mask is not None and bool(attention_mask.all()):
         attention_mask = None  # some models pass a mask without effect
     is_square = batch_size == 1 and attention_mask is None and starts_at_zero and q_length == kv_length
-    if is_square and not allow_is_bidirectional_skip:
+    if is_square and not options.get("allow_is_bidirectional_skip"):
         if row is not None:
             mask_function, allow_is_causal_skip = within_samples(mask_function, row, local_size), False
         is_triangle = allow_is_causal_skip and (local_size is None or q_length < local_size)
-        if not is_triangle and not use_vmap:
+        if not is_triangle and not options.get("use_vmap"):
             return read_layout(mask_function, length=q_length, window=local_size, device=device)
     mask: torch.Tensor | None = sdpa_mask(
-        batch_size,
-        q_length,
-        kv_length,
-        q_offset,
-        kv_offset,
-        mask_function,
-        attention_mask,
-        local_size,
-        allow_is_causal_skip,
-        allow_is_bidirectional_skip,
-        use_vmap=use_vmap,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
         device=device,
         **options,
     )
@@ -118,17 +111,15 @@ def attend(
     Returns:
         The output, of shape (batch, tokens, heads, size), and no weights.
     """
+    options |= {"dropout": dropout, "scaling": scaling}
     own = own_attention(module, options)
-    if not isinstance(attention_mask, Layout):
+    if isinstance(attention_mask, Layout):
         if own is None:
-            output, _ = sdpa_attention_forward(
-                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
-            )
-            return output, None
-        return own(query, key, value, attention_mask, dropout=dropout, scaling=scaling), None
+            return attend_within(query, key, value, attention_mask, dropout=dropout, scaling=scaling), None
+        return _own_by_blocks(own, (query, key, value), attention_mask), None
     if own is None:
-        return attend_within(query, key, value, attention_mask, dropout=dropout, scaling=scaling), None
-    return _own_by_blocks(own, query, key, value, attention_mask, dropout=dropout, scaling=scaling), None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0], None
+    return own(query, key, value, attention_mask), None
 
 
 def within_samples(mask_function: MaskFunction, row: PackedRow, local_size: int | None) -> MaskFunction:
@@ -160,40 +151,25 @@ def _mentions(function: Any, maker: Callable[..., Any], depth: int = 4) -> bool:
     return depth > 0 and any(_mentions(part, maker, depth - 1) for part in parts)
 
 
-def sample_mask(
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    mask_function: MaskFunction,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    **options: Any,
-) -> torch.Tensor | None:
+def sample_mask(*, mask_function: MaskFunction, **options: Any) -> torch.Tensor | None:
     """
     Return the model's own mask with samples apart; shape (batch, 1, queries, keys).
 
     transformers passes these arguments to functions of `AttentionMaskInterface`.
     """
     row_of_layers()
-    row = packed_row(q_length) if batch_size == 1 and q_length == kv_length else None
-    if row is not None and (attention_mask is None or bool(attention_mask.all())):
-        mask_function, allow_is_causal_skip = within_samples(mask_function, row, local_size), False
-    mask: torch.Tensor | None = sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip,
-        **options,
-    )
+    is_square = options["batch_size"] == 1 and options["q_length"] == options["kv_length"]
+    row = packed_row(options["q_length"]) if is_square else None
+    given = options.get("attention_mask")
+    if row is not None and (given is None or bool(given.all())):
+        mask_function = within_samples(mask_function, row, options.get("local_size"))
+        options["allow_is_causal_skip"] = False
+    mask: torch.Tensor | None = sdpa_mask(mask_function=mask_function, **options)
     return mask
 
 
-OwnAttention = Callable[..., torch.Tensor]
+OwnAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Attention of a model's own code, for query, key, value, and a bool mask or none."""
 
 
 def own_attention(module: torch.nn.Module, options: Mapping[str, Any]) -> OwnAttention | None:
@@ -201,12 +177,11 @@ def own_attention(module: torch.nn.Module, options: Mapping[str, Any]) -> OwnAtt
     Return the attention of the model's own code if torch's lacks a given argument, such as soft
     caps.
 
-    None if torch's attention is enough. The result takes the arguments of `attend`, with a bool
-    mask or none.
+    None if torch's attention is enough.
 
     Args:
         module: Attention layer.
-        options: Further arguments that transformers passes to attention functions.
+        options: Arguments beside the tensors that transformers passes to attention functions.
     """
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
@@ -215,23 +190,16 @@ def own_attention(module: torch.nn.Module, options: Mapping[str, Any]) -> OwnAtt
     if all(options.get(name) is None for name in beyond):
         return None
 
+    given = {name: part for name, part in options.items() if name != "is_causal" or name in _parameters(eager)}
+
     def attend_by_eager(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        *,
-        dropout: float,
-        scaling: float | None,
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         if mask is None:
             queries, keys = (torch.arange(part.shape[2], device=part.device) for part in (query, key))
             mask = (keys <= queries[:, None] + (len(keys) - len(queries)))[None, None]
         additive = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
-        rest = {
-            name: part for name, part in options.items() if name != "is_causal" or "is_causal" in _parameters(eager)
-        }
-        output: torch.Tensor = eager(module, query, key, value, additive, scaling=scaling, dropout=dropout, **rest)[0]
+        output: torch.Tensor = eager(module, query, key, value, additive, **given)[0]
         return output
 
     return attend_by_eager
@@ -246,26 +214,16 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def _own_by_blocks(
-    own: OwnAttention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: Layout,
-    *,
-    dropout: float,
-    scaling: float | None,
-) -> torch.Tensor:
-    """Attend block by block with the model's own code; see `attend` for shapes."""
+def _own_by_blocks(own: OwnAttention, parts: Iterable[torch.Tensor], layout: Layout) -> torch.Tensor:
+    """Attend block by block with the model's own code; *parts* are query, key and value."""
     outputs = []
-    for number, (q, k, v) in enumerate(
-        zip(*(torch.split(part, list(layout.lengths), 2) for part in (query, key, value)), strict=True)
-    ):
+    blocks = zip(*(torch.split(part, list(layout.lengths), 2) for part in parts), strict=True)
+    for number, (q, k, v) in enumerate(blocks):
         mask = None if layout.masks is None else layout.masks[number]
         if mask is None and layout.window is not None and layout.window < q.shape[2]:
             tokens = torch.arange(q.shape[2], device=q.device)
             mask = ((tokens <= tokens[:, None]) & (tokens > tokens[:, None] - layout.window))[None, None]
-        outputs.append(own(q, k, v, mask, dropout=dropout, scaling=scaling))
+        outputs.append(own(q, k, v, mask))
     return torch.cat(outputs, 1)
 
 
@@ -434,10 +392,9 @@ def _windowed(
     queries = torch.arange(window, device=query.device)[:, None] + window
     keys = torch.arange(2 * window, device=query.device)
     mask = (keys <= queries) & (keys > queries - window)
-    own, keys_of, values_of = (torch.split(part, window, 2) for part in (query, key, value))
-    outputs = [_masked(sdpa, own[0], keys_of[0], values_of[0], mask[:, window:])]
-    for number in range(1, len(own)):
-        size = own[number].shape[2]
-        k, v = (torch.cat(part[number - 1 : number + 1], 2) for part in (keys_of, values_of))
-        outputs.append(_masked(sdpa, own[number], k, v, mask[:size, : window + size]))
+    split, outputs = [torch.split(part, window, 2) for part in (key, value)], []
+    for number, q in enumerate(torch.split(query, window, 2)):
+        first, size = max(0, number - 1), q.shape[2]
+        k, v = (torch.cat(part[first : number + 1], 2) for part in split)
+        outputs.append(_masked(sdpa, q, k, v, mask[:size, 0 if number else window : window + size]))
     return torch.cat(outputs, 2)

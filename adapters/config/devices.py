@@ -39,10 +39,10 @@ def surely_without_gpu(
 
 def device_faults(settings: Mapping[str, Any], *, on_cpu: bool) -> Iterator[Fault]:
     """
-    Yield what of the settings for devices would be ignored, or would break the count of learners.
+    Yield faults of settings that the devices would ignore, or that break the count of learners.
 
     Args:
-        settings: Of the trainer.
+        settings: Settings of the trainer.
         on_cpu: Whether training uses no GPU.
     """
     if settings.get("fp16") and on_cpu:

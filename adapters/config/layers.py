@@ -43,7 +43,7 @@ class Override:
     """The key, with its sections."""
 
     value: Any
-    """What YAML makes of the text behind the `=`."""
+    """Value that YAML reads behind the `=`."""
 
     def over(self, document: Mapping[str, Any]) -> dict[str, Any]:
         """Return *document* with this value in it, or without the key if the value is null."""
@@ -69,30 +69,51 @@ def read_document(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     Raises:
         ConfigError: A file cannot be read, or is no YAML of keys.
     """
-    source = str(path)
     if path.resolve() in above:
-        raise ConfigError(source, (Fault("extends", "comes back to a file that extends this one: break the circle"),))
+        raise refusal(path, "comes back to a file that extends this one: break the circle", key="extends")
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506  # a SafeLoader
-    except OSError as error:
-        reason = f"cannot be read ({error.strerror}): name an existing YAML"
-        raise ConfigError(source, (Fault("", reason),)) from None
-    except UnicodeDecodeError:
-        raise ConfigError(source, (Fault("", "is not UTF-8 text"),)) from None
+        document = yaml.load(read_text(path, "YAML"), Loader=_Loader)  # noqa: S506  # a SafeLoader
     except yaml.YAMLError as error:
-        raise ConfigError(source, (Fault("", f"is no valid YAML{_yaml_fault(error)}"),)) from None
+        raise refusal(path, f"is no valid YAML{_yaml_fault(error)}") from None
     if not isinstance(document, dict):
-        raise ConfigError(source, (Fault("", "has to hold sections, or keys and their values, but holds none"),))
+        raise refusal(path, "has to hold sections, or keys and their values, but holds none")
     base = document.pop("extends", None)
     if base is None:
         return document
     if not isinstance(base, str):
-        raise ConfigError(source, (Fault("extends", f"is {base!r}, but has to be the path of a YAML"),))
+        raise refusal(path, f"is {base!r}, but has to be the path of a YAML", key="extends")
     try:
         below = path.parent / expanded(base)
     except ValueError as error:
-        raise ConfigError(source, (Fault("extends", str(error)),)) from None
+        raise refusal(path, str(error), key="extends") from None
     return _overlaid(read_document(below, (*above, path.resolve())), document)
+
+
+def read_text(path: Path, kind: str) -> str:
+    """
+    Return the text of a file.
+
+    Raises:
+        ConfigError: It cannot be read as text; the message asks for a *kind* of file that exists.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise refusal(path, f"cannot be read ({error.strerror}): name an existing {kind}") from None
+    except UnicodeDecodeError:
+        raise refusal(path, "is not UTF-8 text") from None
+
+
+def refusal(source: Path | str, reason: str, *, key: str = "") -> ConfigError:
+    """
+    Return the error of one fault.
+
+    Args:
+        source: File, or another source of settings.
+        reason: Fact and remedy, as a clause.
+        key: Key that it is about; empty for the source as a whole.
+    """
+    return ConfigError(str(source), (Fault(key, reason),))
 
 
 def read_overrides(texts: Iterable[str]) -> list[Override]:
@@ -197,7 +218,7 @@ for _kind in ("int", "float", "timestamp"):
 
 
 def without_null(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what sections set: a key that is null is as if it were not there."""
+    """Return *document* without the keys that are null, at the top and in sections."""
     sections = {key: value for key, value in document.items() if value is not None}
     return {
         key: {name: held for name, held in value.items() if held is not None} if isinstance(value, dict) else value

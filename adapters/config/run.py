@@ -60,7 +60,7 @@ def parse_config(
     Build a configuration from a parsed document.
 
     Args:
-        document: What the YAML holds.
+        document: Content of the YAML.
         source: Name of the YAML, for errors.
         trainer_keys: See `load_config`.
         overrides: See `load_config`.
@@ -113,7 +113,7 @@ def load_mix(path: str | Path, overrides: Sequence[str] = ()) -> Mix:
 
 @attrs.frozen
 class _Advice:
-    """What is said of a key that its place does not have."""
+    """Advice on a key that its place does not have."""
 
     document: Mapping[str, Any]
     known: Mapping[str, bool]

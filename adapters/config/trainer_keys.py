@@ -1,6 +1,6 @@
 """
-What ms-swift's training arguments take, key by key: read from a table, for importing ms-swift takes
-seconds.
+Types, choices and bounds of ms-swift's training arguments, read from a table, since importing
+ms-swift takes seconds.
 
 The table is of one version of ms-swift and transformers; `make reference` writes it from the
 installed ones (`adapters.trainer.keys.installed_keys`). Where others are installed, it is not used.
@@ -59,19 +59,19 @@ _FILES = ("accelerator_config", "deepspeed", "fsdp_config")
 
 @attrs.frozen
 class TrainerKey:
-    """What one key takes."""
+    """Values that a key takes."""
 
     types: tuple[str, ...]
     """Keys of `WORDS`; where a number may be fractional, it may be whole."""
 
     choices: tuple[str, ...] = ()
-    """What a text, or each item of a list, has to be one of; empty: any."""
+    """Texts that a text, or each item of a list, may be; empty: any."""
 
     least: float = 0
-    """What a number is at least."""
+    """Least number."""
 
     below: float = float("inf")
-    """What a number is below."""
+    """Number that every number is below."""
 
     path: bool = False
     """Whether a text is the path of a file or folder."""
@@ -140,9 +140,7 @@ def as_table(keys: Mapping[str, TrainerKey]) -> str:
 
 
 def lacking(settings: Mapping[str, Any]) -> Iterator[Fault]:
-    """
-    Yield which of a trainer's settings need a package or a file that this machine does not have.
-    """
+    """Yield faults of settings that need a package or a file that this machine does not have."""
     for key, package in _NEED.items():
         if settings.get(key) and find_spec(package) is None:
             reason = f"needs the package {package}, which is not installed: install it, or remove the key"

@@ -1,6 +1,6 @@
 """
-What YAML reads -> frozen values, by the types of their classes: nothing is guessed, every fault has
-its path.
+Values of a YAML -> frozen classes, by the types of their fields. Nothing is guessed, and every
+fault has its path.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal, InvalidOperation
+from functools import partial
 from typing import Any
 
 import attrs
@@ -24,10 +25,13 @@ from packplan.core.errors import Fault
 
 T = typing.TypeVar("T")
 
+_origin: Callable[[Any], Any] = typing.get_origin  # of annotations, which mypy takes for types
+
+_UNIONS = {types.UnionType, typing.Union}
+
 Advise: typing.TypeAlias = Callable[[str, str], str]
 """
-Key that its place does not have, and the path of that place -> what is wrong with it, and what to
-do.
+Key that its place does not have, and the path of that place -> fault and remedy.
 """
 
 
@@ -129,15 +133,9 @@ def _to_strings(value: object, kind: Any) -> tuple[str, ...]:
 
 def _to_literal(value: object, wanted: Any) -> Any:
     choices = typing.get_args(wanted)
-    if value is False and "no" in choices:  # YAML reads no as false
-        return "no"
     if value not in choices or type(value) is not str:
         _refuse(value, f"one of {', '.join(map(str, choices))}")
     return value
-
-
-def _origin(kind: Any) -> Any:
-    return typing.get_origin(kind)
 
 
 def _converter() -> cattrs.Converter:
@@ -149,43 +147,32 @@ def _converter() -> cattrs.Converter:
     converter.register_structure_hook_func(lambda kind: _origin(kind) is typing.Literal, _to_literal)
     converter.register_structure_hook_func(lambda kind: kind in (tuple[str, ...], tuple[PathText, ...]), _to_strings)
     converter.register_structure_hook_func(
-        lambda kind: _origin(kind) in {types.UnionType, typing.Union},
+        lambda kind: _origin(kind) in _UNIONS,
         lambda value, kind: None if value is None else converter.structure(value, _without_none(kind)),
     )
     converter.register_structure_hook_func(lambda kind: _origin(kind) is Mapping, lambda value, _: value)
     converter.register_structure_hook_factory(
-        lambda kind: _origin(kind) is dict, lambda kind: _pairs_hook(kind, converter)
+        lambda kind: _origin(kind) is dict,
+        lambda kind: _mapping_hook(converter.gen_structure_mapping(kind), "pairs, as {this: that}"),
     )
-    converter.register_structure_hook_factory(attrs.has, lambda cls: _section_hook(cls, converter))
+    section = partial(make_dict_structure_fn, converter=converter, _cattrs_forbid_extra_keys=True)
+    converter.register_structure_hook_factory(attrs.has, lambda cls: _mapping_hook(section(cls), "a section of keys"))
     return converter
 
 
-def _section_hook(cls: Any, converter: cattrs.Converter) -> Any:
-    """Return what structures a section: of keys, and of nothing else."""
-    plain = make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True)
+def _mapping_hook(plain: Any, wanted: str) -> Any:
+    """Return the hook *plain*, which refuses what is no mapping."""
 
     def structure(value: object, kind: Any) -> Any:
         if not isinstance(value, Mapping):
-            _refuse(value, "a section of keys")
-        return plain(value, kind)
-
-    return structure
-
-
-def _pairs_hook(kind: Any, converter: cattrs.Converter) -> Any:
-    """Return what structures a dictionary, and refuses a list."""
-    plain: Any = converter.gen_structure_mapping(kind)
-
-    def structure(value: object, _: Any) -> Any:
-        if not isinstance(value, Mapping):
-            _refuse(value, "pairs, as {this: that}")
+            _refuse(value, wanted)
         return plain(value, kind)
 
     return structure
 
 
 def _without_none(kind: Any) -> Any:
-    if _origin(kind) not in {types.UnionType, typing.Union}:
+    if _origin(kind) not in _UNIONS:
         return kind
     (inner,) = (argument for argument in typing.get_args(kind) if argument is not type(None))
     return inner
@@ -211,10 +198,6 @@ def _faults(error: ClassValidationError, prefix: str, advise: Advise) -> Iterato
         else:
             yield Fault(path, str(inner))
     for other in others:
-        if isinstance(other, ForbiddenExtraKeysError):
-            level = prefix.rstrip(".")
-            yield from (Fault(f"{prefix}{key}", advise(key, level)) for key in sorted(map(str, other.extra_fields)))
-        elif isinstance(other, KeyError):
-            yield Fault(f"{prefix}{other.args[0]}", "is not set, and has no default: set it")
-        else:
-            yield Fault(prefix.rstrip("."), str(other))
+        assert isinstance(other, ForbiddenExtraKeysError)  # noqa: S101  # no class checks its fields together
+        level = prefix.rstrip(".")
+        yield from (Fault(f"{prefix}{key}", advise(key, level)) for key in sorted(map(str, other.extra_fields)))

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from packplan.adapters import files
-from packplan.adapters.copies import held
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.files import rebased
 from packplan.core.errors import counted
@@ -27,7 +26,7 @@ log = logging.getLogger(__name__)
 TRAIN, VAL = "train.jsonl", "val.jsonl"
 
 _WRITTEN = "written"
-"""What is written last into a folder."""
+"""File that is written last into a folder."""
 
 
 def draw_files(records: Sequence[Records], drawn: Sequence[DrawnRecords], cache: Path) -> tuple[Path, Path | None]:
@@ -36,7 +35,7 @@ def draw_files(records: Sequence[Records], drawn: Sequence[DrawnRecords], cache:
 
     Args:
         records: The data sets.
-        drawn: What is drawn of each.
+        drawn: Positions that are drawn of each.
         cache: Folder that the files' folder stands in.
 
     Returns:
@@ -52,7 +51,7 @@ def draw_files(records: Sequence[Records], drawn: Sequence[DrawnRecords], cache:
     with files.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     numbers = {"train": sum(len(one.train) for one in drawn), "val": sum(len(one.val) for one in drawn)}
-    with held(folder / "lock", folder):
+    with files.held(folder / "lock", f"for a copy of {folder.name}"):
         if not (folder / _WRITTEN).is_file():
             files.write_chunks(folder / TRAIN, _lines(records, [one.train.tolist() for one in drawn], folder))
             files.write_chunks(folder / VAL, _lines(records, [one.val.tolist() for one in drawn], folder))

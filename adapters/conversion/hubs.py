@@ -16,7 +16,6 @@ from swift.dataset.loader import DatasetLoader, init_self_cognition_preprocessor
 from swift.utils import safe_snapshot_download
 
 from packplan.adapters import files
-from packplan.adapters.copies import held
 from packplan.adapters.hub_caches import prefers_hugging_face
 from packplan.adapters.samples.files import as_json
 from packplan.core.errors import ConfigError, counted
@@ -36,13 +35,7 @@ def download_model(name: str) -> Path:
 
 
 def write_data_set(
-    entry: DataEntry,
-    folder: Path | None,
-    cache: Path,
-    *,
-    model_name: Sequence[str],
-    model_author: Sequence[str],
-    key: str,
+    entry: DataEntry, folder: Path | None, cache: Path, names: Sequence[Sequence[str]], *, key: str
 ) -> Path:
     """
     Return the file of a data set's records, as ms-swift's loader makes them; written if it is not
@@ -50,11 +43,10 @@ def write_data_set(
 
     Args:
         entry: The data set; its count is not looked at.
-        folder: Where it is on this machine; None lets ms-swift download it.
+        folder: Folder of the data set on this machine; None lets ms-swift download it.
         cache: Folder that the file's folder stands in.
-        model_name: What `swift/self-cognition` calls the model.
-        model_author: Whom it says to have made it.
-        key: Of the YAML, for errors.
+        names: The model's names and its authors' in `swift/self-cognition`.
+        key: Key of the YAML, for errors.
 
     Raises:
         ConfigError: ms-swift cannot load it.
@@ -65,16 +57,16 @@ def write_data_set(
             (str(file.relative_to(folder)), file.stat().st_size, file.stat().st_mtime_ns)
             for file in folder.rglob("*") if file.is_file() and file.suffix != ".lock"
         ),
-        "names": [list(model_name), list(model_author)],
+        "names": [list(texts) for texts in names],
     }  # fmt: skip
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
     target = cache / f"data-{digest[:32]}" / _ROWS
     with files.writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-    with held(target.with_name("lock"), Path(entry.name)):
+    with files.held(target.with_name("lock"), f"for a copy of {Path(entry.name).name}"):
         if not target.is_file():
             try:
-                rows = _load(entry, folder, model_name=model_name, model_author=model_author)
+                rows = _load(entry, folder, names)
             except Exception as error:  # whatever ms-swift and the libraries below it raise
                 reason = f"has {entry.name}, which ms-swift cannot load: {_brief(error)}"
                 raise ConfigError.at(key, reason) from error
@@ -83,21 +75,17 @@ def write_data_set(
     return target
 
 
-def _load(entry: DataEntry, folder: Path | None, *, model_name: Sequence[str], model_author: Sequence[str]) -> Any:
+def _load(entry: DataEntry, folder: Path | None, names: Sequence[Sequence[str]]) -> Any:
     """Return a data set as ms-swift's loader makes it, all of its records."""
-    names = [list(texts) or None for texts in (model_name, model_author)]
-    init_self_cognition_preprocessor(DATASET_MAPPING.get("self-cognition"), *names)
-    from_hf = entry.hub == "hf" or (entry.hub is None and _is_of_hugging_face(folder))
+    init_self_cognition_preprocessor(DATASET_MAPPING.get("self-cognition"), *(list(texts) or None for texts in names))
+    of_hf = prefers_hugging_face() if folder is None else "datasets--" in str(folder)
+    from_hf = entry.hub == "hf" or (entry.hub is None and of_hf)
     named = DatasetSyntax(entry.name, list(entry.subsets))
     meta = named.get_dataset_meta(from_hf)
     placed = DatasetSyntax(entry.name if folder is None else str(folder), list(entry.subsets))
     loader: Any = meta.loader(strict=True)
     assert isinstance(loader, DatasetLoader)  # noqa: S101  # or a class below it
     return loader.load(placed, meta, use_hf=from_hf)
-
-
-def _is_of_hugging_face(folder: Path | None) -> bool:
-    return prefers_hugging_face() if folder is None else "datasets--" in str(folder)
 
 
 def _lines(rows: Any) -> Iterator[bytes]:

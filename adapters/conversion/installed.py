@@ -1,6 +1,5 @@
 """
-What the installed ms-swift says: its arguments, its configurations, and what it finds out about a
-model.
+Facts of the installed ms-swift: its arguments, its configurations, and what it knows of a model.
 """
 
 from __future__ import annotations
@@ -48,41 +47,26 @@ def installed_sections() -> dict[str, Mapping[str, Any]]:
     return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))}
 
 
-def model_facts(
-    name: str,
-    folder: str | None,
-    *,
-    model_type: str | None,
-    template: str | None,
-    torch_dtype: str | None,
-    loss_scale: str,
-    ignores_empty_thoughts: bool,
-) -> ModelFacts:
+def model_facts(values: Mapping[str, Any], folder: str | None) -> ModelFacts:
     """
-    Return what ms-swift finds out about a model.
+    Return the facts that ms-swift knows about the model of a command.
 
     Args:
-        name: As the command has it: a folder or an id.
-        folder: Where the model is on this machine; None if it is not here.
-        model_type: ms-swift's, if the command gives it.
-        template: ms-swift's, if the command gives it.
-        torch_dtype: Type of the weights, if the command gives it.
-        loss_scale: Which tokens are trained, as the command says.
-        ignores_empty_thoughts: Whether ms-swift may leave empty thoughts out of training.
+        values: The command's arguments.
+        folder: The model's folder on this machine; None if it is not here.
 
     Raises:
         ConfigError: ms-swift does not know the model, or knows it as several.
     """
+    name, model_type, template = str(values.get("model", "")), values.get("model_type"), values.get("template")
     if folder is None:
         meta = get_matched_model_meta(name)
         if meta is None:
-            return ModelFacts(loss_scale=loss_scale)
-        known = TEMPLATE_MAPPING.get(template or meta.template or "")
-        thinks = known is not None and _thinks(known) and ignores_empty_thoughts
+            return ModelFacts(loss_scale=_loss_scale(values, None))
         kinds = {kind for name in meta.architectures or () for kind in _model_types(name)}
         return ModelFacts(
             is_multimodal=bool(meta.is_multimodal),
-            loss_scale=_scale(loss_scale, thinks=thinks),
+            loss_scale=_loss_scale(values, TEMPLATE_MAPPING.get(template or meta.template or "")),
             unpacked=_unpacked(kinds, template or meta.template),
         )
     try:
@@ -92,13 +76,11 @@ def model_facts(
         fault = _ambiguous(folder, model_type, template)
         unknown = Fault("--model", f"{name} is not known to ms-swift: {error}")
         raise ConfigError("the command", (fault or unknown,)) from error
-    thinks = _thinks(chosen) and ignores_empty_thoughts
-    dtype = torch_dtype or str(info.torch_dtype).removeprefix("torch.")
     return ModelFacts(
         is_multimodal=bool(meta.is_multimodal),
         max_length=info.max_model_len,
-        torch_dtype=typing.cast("Any", dtype),
-        loss_scale=_scale(loss_scale, thinks=thinks),
+        torch_dtype=values.get("torch_dtype") or typing.cast("Any", str(info.torch_dtype).removeprefix("torch.")),
+        loss_scale=_loss_scale(values, chosen),
         unpacked=_unpacked({str(model_sizes(ModelConfig(model=folder))["model_type"])}, chosen.template_type),
     )
 
@@ -121,8 +103,8 @@ def _unpacked(model_types: Collection[str], template: str | None) -> str | None:
 
 def _ambiguous(folder: str, model_type: str | None, template: str | None) -> Fault | None:
     """
-    Return which argument a command has to have, with its candidates, because ms-swift knows several
-    for a model; None if that is not why it fails.
+    Return the fault of a command that does not choose between several that ms-swift knows for a
+    model, with the candidates; None if it fails for another reason.
     """
     architecture = config_architecture(ModelConfig(model=folder))
     metas = [meta for meta in MODEL_MAPPING.values() if architecture in (meta.architectures or ())]
@@ -144,13 +126,13 @@ def _choose(argument: str, what: str, architecture: str, candidates: Sequence[st
     return Fault(f"--{argument}", reason)
 
 
-def _thinks(template: Any) -> bool:
-    """Return whether a template is of models that think or do not, as they are asked."""
-    return bool(template.is_thinking and template.non_thinking_prefix)
-
-
-def _scale(loss_scale: str, *, thinks: bool) -> str:
-    return f"{loss_scale}+ignore_empty_think" if thinks and "ignore_empty_think" not in loss_scale else loss_scale
+def _loss_scale(values: Mapping[str, Any], template: Any) -> str:
+    """Return `--loss_scale` as ms-swift changes it for a template with or without thoughts."""
+    scale = str(values.get("loss_scale", "default"))
+    thinks = template is not None and template.is_thinking and template.non_thinking_prefix
+    if not thinks or values.get("disable_ignore_empty_think") or "ignore_empty_think" in scale:
+        return scale
+    return f"{scale}+ignore_empty_think"
 
 
 def _argument(field: Any, annotation: Any) -> Argument:

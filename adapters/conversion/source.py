@@ -1,5 +1,5 @@
 """
-What a user gives to convert: a command, a script, a YAML, an args.json -> ms-swift's arguments.
+A command, a script, a YAML or an args.json that a user converts -> ms-swift's arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from packplan.adapters.config.layers import read_document
+from packplan.adapters.config.layers import read_document, read_text, refusal
 from packplan.core.conversion import (
     Argument,
     Command,
@@ -26,7 +26,6 @@ from packplan.core.conversion import (
     read_words,
     refuse_rlhf,
 )
-from packplan.core.errors import ConfigError, Fault
 
 ARGS = "args.json"
 
@@ -40,7 +39,7 @@ class Source:
     """A command of `swift sft`, wherever it was written."""
 
     name: str
-    """Its file, or `COMMAND_LINE`."""
+    """File of the command, or `COMMAND_LINE`."""
 
     given: tuple[Given, ...]
 
@@ -68,21 +67,15 @@ def read_source(words: Sequence[str], table: Mapping[str, Argument]) -> Source:
         first = _args_json(first)
     if first.suffix.lower() in _CONFIGS:
         return _of_config(first, table)
-    return _of_script(_text(first), str(first), table)
+    return _of_script(read_text(first, "file"), str(first), table)
 
 
 def _of_command(words: Sequence[str], table: Mapping[str, Argument]) -> Source:
     if len(words) == 1 and not words[0].split()[1:]:
-        reason = "is no file, and no command of ms-swift: name a script, a YAML or an args.json"
-        raise ConfigError(words[0], (Fault("", reason),))
+        raise refusal(words[0], "is no file, and no command of ms-swift: name a script, a YAML or an args.json")
     if len(words) == 1:
         return _of_script(words[0], COMMAND_LINE, table)
-    variables = {}
-    rest = list(words)
-    while rest and "=" in rest[0] and not rest[0].startswith("-"):
-        name, _, value = rest.pop(0).partition("=")
-        variables[name] = Word(value)
-    command = Command(1, variables, tuple(Word(word) for word in rest))
+    command = Command(1, {}, tuple(map(Word, ["env", *words])))  # variables may stand before the program
     return _of_launch(find_launch([command], source=COMMAND_LINE), COMMAND_LINE, table)
 
 
@@ -93,27 +86,26 @@ def _of_script(text: str, name: str, table: Mapping[str, Argument]) -> Source:
 
 def _of_launch(launch: Launch, name: str, table: Mapping[str, Argument]) -> Source:
     """Return the arguments of a command, and of the file that it names first."""
-    words, environment = launch.arguments, dict(launch.environment)
+    words = launch.arguments
     below: tuple[Given, ...] = ()
     if words and words[0].text.lower().endswith(_CONFIGS) and not words[0].computed:
-        document, variables = _config(Path(words[0].text))
+        document, asked = _config(Path(words[0].text))
         below = read_keys(document, table, source=words[0].text)
-        asked = _launch_of(variables)
         launch = attrs.evolve(
-            launch, ranks_per_node=launch.ranks_per_node or asked.ranks_per_node, nodes=launch.nodes or asked.nodes
+            launch,
+            ranks_per_node=launch.ranks_per_node or asked.ranks_per_node,
+            nodes=launch.nodes or asked.nodes,
+            environment={**asked.environment, **launch.environment},
         )
-        environment = {**asked.environment, **environment}
         words = words[1:]
     above = read_words(words, table, source=name)
     named = {argument.name for argument in above}
-    given = (*(argument for argument in below if argument.name not in named), *above)
-    return Source(name, given, attrs.evolve(launch, environment=environment))
+    return Source(name, (*(argument for argument in below if argument.name not in named), *above), launch)
 
 
 def _of_config(path: Path, table: Mapping[str, Argument]) -> Source:
     """Return the arguments of a YAML or JSON of `swift sft`, or of an old run's args.json."""
-    document, variables = _config(path)
-    launch = _launch_of(variables)
+    document, launch = _config(path)
     if "swift_version" not in document and "global_world_size" not in document:
         return Source(str(path), read_keys(document, table, source=str(path)), launch)
     refuse_rlhf(document, source=str(path))
@@ -126,25 +118,20 @@ def _of_config(path: Path, table: Mapping[str, Argument]) -> Source:
     return Source(str(path), given, launch, others)
 
 
-def _launch_of(variables: Mapping[str, Word]) -> Launch:
-    """Return the ranks that variables ask for, and the variables that do not."""
-    others = {name: word for name, word in variables.items() if name not in {"NPROC_PER_NODE", "NNODES"}}
-    return Launch((), others, variables.get("NPROC_PER_NODE"), variables.get("NNODES"))
-
-
-def _config(path: Path) -> tuple[dict[str, Any], dict[str, Word]]:
-    """Return the keys of a file, and the variables that it sets."""
+def _config(path: Path) -> tuple[dict[str, Any], Launch]:
+    """Return the keys of a file, and the ranks and variables that it asks for."""
     if path.suffix.lower() == ".json":
         try:
-            document = json.loads(_text(path))
+            document = json.loads(read_text(path, "file"))
         except ValueError as error:
-            raise ConfigError(str(path), (Fault("", f"is no valid JSON: {error}"),)) from None
+            raise refusal(path, f"is no valid JSON: {error}") from None
         if not isinstance(document, dict):
-            raise ConfigError(str(path), (Fault("", "has to hold arguments and their values, but holds none"),))
+            raise refusal(path, "has to hold arguments and their values, but holds none")
     else:
         document = read_document(path)
-    variables = document.pop("ENV", None) or {}
-    return document, {str(name): Word(str(value)) for name, value in variables.items()}
+    variables = {str(name): Word(str(value)) for name, value in (document.pop("ENV", None) or {}).items()}
+    ranks_per_node, nodes = variables.pop("NPROC_PER_NODE", None), variables.pop("NNODES", None)
+    return document, Launch((), variables, ranks_per_node, nodes)
 
 
 def _args_json(folder: Path) -> Path:
@@ -153,15 +140,5 @@ def _args_json(folder: Path) -> Path:
         return folder / ARGS
     found = sorted(folder.glob(f"checkpoint-*/{ARGS}"), key=lambda file: file.stat().st_mtime_ns)
     if not found:
-        raise ConfigError(str(folder), (Fault("", f"is a folder without {ARGS}: name a run or a checkpoint of it"),))
+        raise refusal(folder, f"is a folder without {ARGS}: name a run or a checkpoint of it")
     return found[-1]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        reason = f"cannot be read ({error.strerror}): name an existing file"
-        raise ConfigError(str(path), (Fault("", reason),)) from None
-    except UnicodeDecodeError:
-        raise ConfigError(str(path), (Fault("", "is not UTF-8 text"),)) from None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,8 +14,6 @@ from packplan.core.equality import ProbeResult
 
 _GRIDS = ((1, 12, 20), (1, 4, 4), (1, 16, 12))
 """Frames, rows and columns of patches: larger and smaller than a tower's windows."""
-
-_IMAGES = 3
 
 
 def sees(config: Any) -> bool:
@@ -69,8 +69,7 @@ def _by_grid(vision: Any, *, flat: bool) -> list[dict[str, torch.Tensor]]:
     channels: int = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None) or 3
     depth, side = getattr(vision, "temporal_patch_size", 1), vision.patch_size
     shape = (channels * depth * side**2,) if flat else (channels, side, side)
-    generator = torch.Generator().manual_seed(5)
-    drawn = [torch.randn(grid[0] * grid[1] * grid[2], *shape, generator=generator) for grid in _GRIDS]
+    drawn = _drawn((math.prod(grid), *shape) for grid in _GRIDS)
     return [
         {"pixel_values": patches, "image_grid_thw": torch.tensor([grid])}
         for patches, grid in zip(drawn, _GRIDS, strict=True)
@@ -79,11 +78,8 @@ def _by_grid(vision: Any, *, flat: bool) -> list[dict[str, torch.Tensor]]:
 
 def _in_line(vision: Any) -> list[dict[str, torch.Tensor]]:
     """Return images as their patches side by side in one line, with their sizes."""
-    side, generator = vision.patch_size, torch.Generator().manual_seed(5)
-    sizes = [grid[1:] for grid in _GRIDS]
-    drawn = [
-        torch.randn(1, vision.num_channels, side, rows * columns * side, generator=generator) for rows, columns in sizes
-    ]
+    side, sizes = vision.patch_size, [grid[1:] for grid in _GRIDS]
+    drawn = _drawn((1, vision.num_channels, side, math.prod(size) * side) for size in sizes)
     return [
         {"pixel_values": line, "target_sizes": torch.tensor([size])} for line, size in zip(drawn, sizes, strict=True)
     ]
@@ -94,8 +90,13 @@ def _squares(vision: Any) -> list[dict[str, torch.Tensor]]:
     size = vision.image_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     shape = (1, getattr(vision, "num_channels", 3), height, width)
+    return [{"pixel_values": pixels} for pixels in _drawn([shape] * len(_GRIDS))]
+
+
+def _drawn(shapes: Iterable[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Return random pixels, one tensor for each shape."""
     generator = torch.Generator().manual_seed(5)
-    return [{"pixel_values": torch.randn(shape, generator=generator)} for _ in range(_IMAGES)]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 def _to_model(model: Any, image: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

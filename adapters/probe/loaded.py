@@ -8,6 +8,7 @@ import torch
 
 from packplan.adapters.attention import native_attention
 from packplan.adapters.families import trained_config
+from packplan.adapters.models import evaluating
 from packplan.adapters.probe.rows import ProbeRow, measure_alone, measure_packed
 from packplan.core.equality import Precision, ProbeResult, loaded_limit
 
@@ -72,14 +73,10 @@ def probe_loaded(model: Any, *, native: str) -> ProbeResult:
         native: Attention of transformers for samples alone.
     """
     row = ProbeRow.draw(model, LENGTHS, ids=_plain_ids(trained_config(model.config)))
-    was_training = model.training
-    model.eval()  # dropout is no difference
-    try:
+    with evaluating(model):  # dropout is no difference
         with native_attention(model, native):
             alone = measure_alone(model, row, with_gradients=False)
         return measure_packed(model, row, alone, with_gradients=False, typical=_rounds_choices(model))
-    finally:
-        model.train(was_training)
 
 
 def _plain_ids(config: Any) -> list[int]:

@@ -41,7 +41,7 @@ LENGTHS = (33, 3, LONGEST, 51)
 
 @attrs.frozen(eq=False)
 class _Outcome:
-    """What a trial gave, or why it could not run."""
+    """Result of a trial, or the reason why it could not run."""
 
     trial: Trial
     measured: ProbeResult | None
@@ -59,8 +59,8 @@ def apply_trial(model: Any, trial: Trial, split: tuple[str, ...] = ()) -> None:
     Let a model pack by a strategy.
 
     Args:
-        model: Of transformers, with its native attention.
-        trial: The strategy.
+        model: Model of transformers with its native attention.
+        trial: Strategy.
         split: Classes of layers that run sample by sample.
 
     Raises:
@@ -82,8 +82,8 @@ def probe_config(
     Ask a small copy of a model, with random weights.
 
     Args:
-        config: Of transformers, of the user's own model.
-        attn_impl: What `model.attn_impl` says.
+        config: Configuration of transformers, of the user's own model.
+        attn_impl: Value of `model.attn_impl`.
         trust_remote_code: Whether code beside the configuration may run.
         on_cpu: Whether the model trains on a CPU; a GPU is used for what runs there alone.
     """
@@ -107,7 +107,7 @@ def _one_thread() -> Iterator[None]:
 
 @attrs.frozen(eq=False)
 class _CopyPlace:
-    """Where and how precisely small copies of a model are computed."""
+    """Device and precision of small copies of a model, and their results for each sample alone."""
 
     build: Callable[[str], Any]
     """Builds a copy with an attention of transformers."""
@@ -124,8 +124,8 @@ class _CopyPlace:
 
         Args:
             build: Builds a copy with an attention of transformers, on the CPU in float32.
-            device: Where copies are computed.
-            precision: How precisely.
+            device: Device of the copies.
+            precision: Precision of the copies.
         """
 
         def place(attention: str) -> Any:
@@ -145,26 +145,17 @@ class _CopyPlace:
 def _probed(config: Any, attn_impl: str, *, trust_remote_code: bool, on_cpu: bool) -> PackingVerdict:
     build_one = SmallModels(config, trust_remote_code=trust_remote_code).build
     try:
-        shorter, left = _settled(config, build_one)
-    except ModelError as error:
-        return _refused(config, attn_impl, "", str(error))
-    if left:
-        return _refused(config, attn_impl, "", f"{_UNREACHED}: {', '.join(left)}")
-    build = partial(build_one, trials=shorter)
-    on_gpu = (
-        None
-        if on_cpu
-        else partial(_CopyPlace.from_builder, build, "cuda", "bfloat16" if attn_impl != FLEX else "float32")
-    )
-    try:
+        build = partial(build_one, trials=_short_lengths(config, build_one))
         place = _CopyPlace.from_builder(build, "cpu", "float32")
     except ModelError as error:
         return _refused(config, attn_impl, "", str(error))
-    flash = on_gpu is not None and find_spec("flash_attn") is not None
+    flash = not on_cpu and find_spec("flash_attn") is not None
     ran, failure = [], ""
     for trial in trials(attn_impl, native=place.native, flash=flash):
-        needs_gpu = trial.strategy == "flash" or trial.attention == FLEX
-        outcome = _tried(on_gpu() if on_gpu is not None and needs_gpu else place, trial)
+        here = place
+        if not on_cpu and (trial.strategy == "flash" or trial.attention == FLEX):
+            here = _CopyPlace.from_builder(build, "cuda", "bfloat16" if attn_impl != FLEX else "float32")
+        outcome = _tried(here, trial)
         if outcome.passed:
             follows = trial.follows_rows and trial.strategy != "own"  # which reads its rows by itself
             return PackingVerdict(
@@ -179,21 +170,18 @@ def _probed(config: Any, attn_impl: str, *, trust_remote_code: bool, on_cpu: boo
                 not_exercised=outcome.not_exercised,
             )
         if outcome.measured is not None:
-            ran.append((outcome.measured, outcome))
+            ran.append((outcome, outcome.measured))
         failure = outcome.failure or failure
     if not ran:
         return _refused(config, attn_impl, place.native, failure)
-    measured, best = min(ran, key=lambda pair: _badness(pair[0]))
+    best, measured = min(ran, key=lambda pair: (pair[1].isolation, pair[1].equality))
     why_not = measured.why_not(limit=EQUAL["float32"]) or ""
-    carriers = next((one.carriers for _, one in ran if one.carriers != one.split), ())
+    carriers = next((one.carriers for one, _ in ran if one.carriers != one.split), ())
     if carriers:
         verbs = agree(len(carriers), "carries", "carry"), agree(len(carriers), "does", "do")
         why_not += f"; {' and '.join(carriers)} {verbs[0]} it along the row, and {verbs[1]} not run sample by sample"
-    return attrs.evolve(
-        _refused(config, best.trial.attention, place.native, why_not),
-        split=best.split,
-        measured=measured,
-    )
+    refused = _refused(config, best.trial.attention, place.native, why_not)
+    return attrs.evolve(refused, split=best.split, measured=measured)
 
 
 _UNREACHED = (
@@ -202,10 +190,12 @@ _UNREACHED = (
 )
 
 
-def _settled(config: Any, build: Callable[..., Any]) -> tuple[Trials, list[str]]:
+def _short_lengths(config: Any, build: Callable[..., Any]) -> Trials:
     """
-    Return what numbers that may be lengths, and that no rule knows, are in small copies; and those
-    that cannot be shrunk and are no size of weights.
+    Return new values for numbers that may be lengths and that no rule knows.
+
+    Raises:
+        ModelError: One of them cannot shrink, and is no size of weights.
     """
     text = config.get_text_config()
     part = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
@@ -220,11 +210,12 @@ def _settled(config: Any, build: Callable[..., Any]) -> tuple[Trials, list[str]]
         return True
 
     shorter, left = shrink_by_trial(tuple(found), runs)
-    if not left:
-        return shorter, []
-    model = build(attention="eager", trials=shorter)
-    axes = {size for one in (*model.parameters(), *model.buffers()) for size in one.shape}
-    return shorter, [named(place, found[place]) for place in left if found[place] not in axes]
+    if left:
+        model = build(attention="eager", trials=shorter)
+        axes = {size for one in (*model.parameters(), *model.buffers()) for size in one.shape}
+        if unreached := [named(place, found[place]) for place in left if found[place] not in axes]:
+            raise ModelError("probe", f"{_UNREACHED}: {', '.join(unreached)}")
+    return shorter
 
 
 def _row(model: Any) -> ProbeRow:
@@ -246,7 +237,7 @@ def _gives_the_same(build: Callable[[str], Any], row: ProbeRow, eager: Alone, li
 
 
 def _tried(place: _CopyPlace, trial: Trial) -> _Outcome:
-    """Return what a trial gives; where samples are not apart, with layers run sample by sample."""
+    """Run a trial; where samples are not apart, also with layers that run sample by sample."""
 
     def measure(split: tuple[str, ...]) -> tuple[Any, ProbeResult]:
         model = place.build(place.native)
@@ -254,7 +245,7 @@ def _tried(place: _CopyPlace, trial: Trial) -> _Outcome:
         return model, measure_packed(model, place.row, place.alone)
 
     split: tuple[str, ...] = ()
-    found = split
+    found: tuple[str, ...] = ()
     try:
         model, measured = measure(split)
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
@@ -271,8 +262,10 @@ def _tried(place: _CopyPlace, trial: Trial) -> _Outcome:
 
 def _with_images(model: Any, place: _CopyPlace, outcome: _Outcome) -> _Outcome:
     """
-    Return what a trial gives with images too. A tower that sees all images of a row in one pass has
-    to be asked; another one sees each by itself.
+    Return the outcome of a trial with images too.
+
+    A tower that takes all images of a row in one pass has to be tested; another one takes each by
+    itself.
     """
     project_patches(model)  # as in the model that trains
     try:
@@ -288,10 +281,6 @@ def _with_images(model: Any, place: _CopyPlace, outcome: _Outcome) -> _Outcome:
 
 def _said(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
-def _badness(measured: ProbeResult) -> tuple[float, float]:
-    return measured.isolation, measured.equality
 
 
 def _refused(config: Any, attention: str, native: str, reason: str) -> PackingVerdict:

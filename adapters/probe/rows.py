@@ -1,10 +1,9 @@
-"""A packed row of a probe, and what a model gives for it: packed, and each sample alone."""
+"""A packed row of a probe, and a model's results for it: packed, and for each sample alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -12,9 +11,11 @@ import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 
+from packplan.adapters.models import Gradients, add_gradients, difference_norms
 from packplan.core.equality import ProbeResult, loss_difference
 
-Gradients = dict[str, torch.Tensor]
+_SEED = 7
+"""Seed of the tokens."""
 
 _ENOUGH = 8
 """Tokens of a sample, of which half is no accident."""
@@ -33,24 +34,23 @@ class ProbeRow:
     """Rows that the model takes: 1, or 4 with those of images."""
 
     @classmethod
-    def draw(cls, model: Any, lengths: Sequence[int], *, ids: Sequence[int], seed: int = 7) -> ProbeRow:
+    def draw(cls, model: Any, lengths: Sequence[int], *, ids: Sequence[int]) -> ProbeRow:
         """
         Draw a row for a model.
 
         Args:
-            model: Of transformers.
+            model: Model of transformers.
             lengths: Tokens of each sample.
-            ids: Of tokens, to draw from.
-            seed: Decides the tokens.
+            ids: Token ids to draw from.
         """
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(_SEED)
         drawn = torch.tensor(ids)[torch.randint(len(ids), (1, sum(lengths)), generator=generator)]
         sees = any(hasattr(module, "get_rope_index") for module in model.modules())
         return cls(drawn.to(next(model.parameters()).device), tuple(lengths), 4 if sees else 1)
 
     @property
     def spans(self) -> list[slice]:
-        """Where each sample lies."""
+        """Place of each sample."""
         return [slice(*span) for span in pairwise(accumulate(self.lengths, initial=0))]
 
     def packed(self) -> dict[str, torch.Tensor]:
@@ -68,7 +68,7 @@ class ProbeRow:
 
 @attrs.frozen(eq=False)
 class Alone:
-    """What the samples of a row give alone, under the model's native attention."""
+    """Results of a row's samples alone, under the model's native attention."""
 
     logits: list[torch.Tensor]
     losses: list[float]
@@ -84,12 +84,13 @@ def losses_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def measure_alone(model: Any, row: ProbeRow, *, with_gradients: bool = True) -> Alone:
     """
-    Compute each sample alone, the last one first: what a layer keeps from call to call is then not
-    what it keeps along the row.
+    Compute each sample alone, the last one first.
+
+    So a state that a layer keeps from call to call differs from one that it keeps along the row.
 
     Args:
-        model: In evaluation, under its native attention.
-        row: The samples.
+        model: Model in evaluation mode, under its native attention.
+        row: Row with the samples.
         with_gradients: Compute the gradients of the weights too.
     """
     logits, losses, norms = [], [], 0.0
@@ -99,7 +100,7 @@ def measure_alone(model: Any, row: ProbeRow, *, with_gradients: bool = True) -> 
             one = model(**row.alone(number), use_cache=False).logits[0]
             loss = losses_of(one, row.ids[0, span])
         if with_gradients:
-            norms += _add(total, _weight_gradients(model, loss))
+            norms += add_gradients(total, _weight_gradients(model, loss))
         logits.append(one.detach().float())
         losses.append(float(loss.detach()))
     return Alone(logits[::-1], losses[::-1], total, norms)
@@ -112,15 +113,22 @@ def measure_packed(
     Compare a packed row with its samples alone, and see whether gradients pass between them.
 
     Args:
-        model: In evaluation, as it is to pack.
-        row: The samples.
-        alone: What they give alone.
+        model: Model in evaluation mode, set to pack.
+        row: Row with the samples.
+        alone: Results of the samples alone.
         with_gradients: Compare the gradients of the weights too.
         typical: Compare each sample's typical token, not the worst, and no losses.
     """
-    with _embedded(model) as seen:
+    embedded: list[torch.Tensor] = []
+
+    def collect(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        """Collect the embeddings, as leaves that gradients reach."""
+        embedded.append(output)
+        return output if output.requires_grad else output.requires_grad_()
+
+    with model.get_input_embeddings().register_forward_hook(collect):
         logits = model(**row.packed(), use_cache=False).logits[0]
-    isolation = _isolation(logits, seen[0], row)
+    isolation = _isolation(logits, embedded[0], row)
     scale = max(float(one.abs().max()) for one in alone.logits)
     different = max(
         _of_tokens((logits[span].detach().float() - one).abs().amax(-1), typical=typical)
@@ -135,7 +143,7 @@ def measure_packed(
     gradients = 0.0
     if with_gradients:
         found = _weight_gradients(model, torch.stack(losses).sum())
-        gradients = _difference(found, alone.gradients) / (alone.norms or 1.0)
+        gradients = math.hypot(*difference_norms(found, alone.gradients).values()) / (alone.norms or 1.0)
     losses_differ = 0.0 if typical else _number(different_loss)
     return ProbeResult(isolation, _number(different / (scale or 1.0)), losses_differ, _number(gradients))
 
@@ -159,43 +167,10 @@ def _isolation(logits: torch.Tensor, embedded: torch.Tensor, row: ProbeRow) -> f
     return worst
 
 
-@contextmanager
-def _embedded(model: Any) -> Iterator[list[torch.Tensor]]:
-    """Collect the embeddings of a forward pass, as leaves that gradients reach."""
-    seen: list[torch.Tensor] = []
-
-    def leaf(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
-        seen.append(output)
-        return output if output.requires_grad else output.requires_grad_()
-
-    handle = model.get_input_embeddings().register_forward_hook(leaf)
-    try:
-        yield seen
-    finally:
-        handle.remove()
-
-
 def _weight_gradients(model: Any, loss: torch.Tensor) -> Gradients:
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     found = torch.autograd.grad(loss, [one for _, one in named], allow_unused=True)
     return {name: one for (name, _), one in zip(named, found, strict=True) if one is not None}
-
-
-def _add(total: Gradients, gradients: Gradients) -> float:
-    """Add gradients to a total in place, and return their norm."""
-    for name, one in gradients.items():
-        total[name] = total[name] + one if name in total else one
-    return math.sqrt(sum(float(one.double().square().sum()) for one in gradients.values()))
-
-
-def _difference(found: Gradients, expected: Gradients) -> float:
-    square = 0.0
-    for name in found.keys() | expected.keys():
-        mine, own = found.get(name), expected.get(name)
-        one = mine - own if mine is not None and own is not None else mine if own is None else own
-        if one is not None:
-            square += float(one.double().square().sum())
-    return math.sqrt(square)
 
 
 def _of_tokens(different: torch.Tensor, *, typical: bool) -> float:

@@ -45,8 +45,8 @@ _PLAIN_STD = 0.05
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """
-    Keep what libraries say of missing kernels and unusual sizes to themselves, inside, and write no
-    configuration out.
+    Hide warnings of libraries about missing kernels and unusual sizes, and write no configuration
+    out.
     """
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
@@ -81,7 +81,7 @@ class SmallModels:
     """Whether code beside the configuration may run."""
 
     _outlines: dict[Any, tuple[Any, int]] = attrs.field(factory=dict, init=False)
-    """How often shrunk, and with which trials -> the configuration, and how many weights it has."""
+    """Number of layers of each kind, and trials -> the configuration, and its number of weights."""
 
     def build(self, *, attention: str, trials: Trials = MappingProxyType({})) -> Any:
         """

@@ -6,6 +6,7 @@ In such a layer, a sample's part of the output changes when another sample's par
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -77,17 +78,12 @@ def _leaking_classes(model: Any, row: ProbeRow) -> set[str]:
         finally:
             running.clear()
 
-    handles = [
-        module.register_forward_hook(partial(test_layer, name), with_kwargs=True)
-        for name, module in model.named_modules()
-        if name and not type(module).__module__.startswith("torch.") and not hasattr(module, "get_input_embeddings")
-    ]
-    try:
-        with torch.no_grad():
-            model(**row.packed(), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            is_own = not type(module).__module__.startswith("torch.")
+            if name and is_own and not hasattr(module, "get_input_embeddings"):
+                hooks.enter_context(module.register_forward_hook(partial(test_layer, name), with_kwargs=True))
+        model(**row.packed(), use_cache=False)
     return {one for name, one in leaks.items() if not any(other.startswith(f"{name}.") for other in leaks)}
 
 

@@ -9,6 +9,7 @@ model is refused, and the key named.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -94,20 +95,13 @@ def shrink_by_trial(places: Sequence[Place], runs: Callable[[Trials], bool]) -> 
 
 def with_trials(small: Mapping[str, Any], trials: Trials) -> dict[str, Any]:
     """Return a configuration with new values at some places."""
-    changed = dict(small)
-    for place, size in trials.items():
-        _put(changed, place, size)
+    changed = copy.deepcopy(dict(small))
+    for (*parts, last), size in trials.items():
+        part: Any = changed
+        for key in parts:
+            part = part[key]
+        part[last] = size
     return changed
-
-
-def _put(value: Any, place: Place, size: int) -> None:
-    """Put a number at a place, and copy mappings and lists on the way."""
-    key, *rest = place
-    if not rest:
-        value[key] = size
-        return
-    value[key] = value[key].copy()
-    _put(value[key], tuple(rest), size)
 
 
 def named(place: Place, value: int) -> str:

@@ -22,19 +22,9 @@ def require_ranks(environment: Mapping[str, str] = os.environ) -> int:
         ConfigError: A variable of torchrun is missing beside the others, is no number, or
             contradicts them.
     """
-    _raise_faults(_faults(environment))
-    return named_world_size(environment)
-
-
-def named_world_size(environment: Mapping[str, str] = os.environ) -> int:
-    """Return WORLD_SIZE, 1 if it is not set; ConfigError if it is no number of ranks."""
-    _raise_faults(_range_faults("WORLD_SIZE", environment, 1, _MAX_RANKS))
-    return int(environment.get("WORLD_SIZE", "1"))
-
-
-def _raise_faults(faults: Iterator[Fault]) -> None:
-    if found := tuple(faults):
+    if found := tuple(_faults(environment)):
         raise ConfigError("the environment of this process", found)
+    return int(environment.get("WORLD_SIZE", "1"))
 
 
 def _faults(environment: Mapping[str, str]) -> Iterator[Fault]:

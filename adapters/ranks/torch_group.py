@@ -57,7 +57,7 @@ class OneRank:
         timeout_s: float,  # noqa: ARG002  # no one waits
         limit_s: float | None = None,  # noqa: ARG002
     ) -> Arrays:
-        """Return what *build* builds; see `core.ports.RankGroup`."""
+        """Return the result of *build*; see `core.ports.RankGroup`."""
         return build(lambda _: None)
 
     def gather(
@@ -234,9 +234,10 @@ class TorchGroup:
         watch = _Watch(self._ear, keys)
         told = 0.0
         while not watch.over.wait(_POLL_S):
-            waited, heard = watch.waited_s(), watch.words or "nothing"
-            if watch.silent_s() > SILENT_S:
-                silent = f"rank 0 has been silent for {watch.silent_s():,.0f} s, so its node is down or cut off"
+            now, heard = time.monotonic(), watch.words or "nothing"
+            waited, silence = now - watch.started, now - watch.heard
+            if silence > SILENT_S:
+                silent = f"rank 0 has been silent for {silence:,.0f} s, so its node is down or cut off"
                 raise RunError(kind, f"{silent}; rank {self.rank} last heard: {heard}")
             if timeout_s and waited > timeout_s:
                 raise RunError(kind, f"rank {self.rank} waited {limit_s or timeout_s:,g} s {late}; last heard: {heard}")
@@ -294,30 +295,23 @@ class _Watch:
     Waits for keys on a thread of its own, since a node that falls silent blocks whoever asks it.
 
     Attributes:
-        over: Set when there are answers, or never will be.
-
+        started: Time of construction, by the monotonic clock.
+        heard: Time of the latest beat, by the monotonic clock.
+        over: Event that is set when there are answers, or never will be.
         answers: The keys' values, once all are there.
-
-        lost: Why there never will be.
-
-        words: What rank 0 said last that it was doing.
+        lost: Reason why there never will be answers.
+        words: Latest task that rank 0 has reported.
     """
 
     def __init__(self, store: Store, keys: list[str]) -> None:
         self.over = threading.Event()
         self.answers: list[str] | None = None
         self.lost, self.words = "", ""
-        self._started = self._heard = time.monotonic()
-        self._last = b""
+        self.started = self.heard = time.monotonic()
         threading.Thread(target=self._listen, args=(store, keys), daemon=True).start()
 
-    def waited_s(self) -> float:
-        return time.monotonic() - self._started
-
-    def silent_s(self) -> float:
-        return time.monotonic() - self._heard
-
     def _listen(self, store: Store, keys: list[str]) -> None:
+        last = b""
         try:
             # Asked again and again, since a wait that runs out is a warning on the user's terminal
             # each time.
@@ -325,16 +319,12 @@ class _Watch:
                 if store.check([DIED]):
                     self.lost = store.get(DIED).decode()
                     return
-                if store.check([BEAT]):
-                    self._hear(store.get(BEAT))
+                if store.check([BEAT]) and (beat := store.get(BEAT)) != last:
+                    last, self.heard = beat, time.monotonic()
+                    self.words = json.loads(beat)[1] or self.words
                 time.sleep(_ASK_S)
             self.answers = [store.get(key).decode() for key in keys]
         except dist.DistError as error:
             self.lost = str(error)
         finally:
             self.over.set()
-
-    def _hear(self, beat: bytes) -> None:
-        if beat != self._last:
-            self._last, self._heard = beat, time.monotonic()
-            self.words = json.loads(beat)[1] or self.words

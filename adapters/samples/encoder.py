@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -14,20 +15,17 @@ import attrs
 from swift.template import Template
 
 from packplan.adapters.samples.files import open_records, sources_of
-from packplan.adapters.samples.image_headers import read_size
-from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial, patch_size_of
+from packplan.adapters.samples.image_headers import image_facts, read_size
+from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial, measured
 from packplan.adapters.samples.template import open_template
 from packplan.adapters.samples.urls import MediaCache
-from packplan.adapters.samples.video import (
-    FRAMES_OF_LAYER,
+from packplan.adapters.samples.video.facts import VideoFacts, frames_of, video_facts
+from packplan.adapters.samples.video.lengths import VideoLengths
+from packplan.adapters.samples.video.reading import (
     Sampling,
-    VideoFacts,
-    VideoLengths,
-    frames_of,
     reads_videos,
     sampling_of,
     unread_reason,
-    video_facts,
     why_no_reader,
 )
 from packplan.core.config import CustomConfig, ModelConfig, TemplateConfig
@@ -57,7 +55,7 @@ VIDEO_SECONDS = "video_seconds"
 """Key of the seconds that a sample with videos took to be encoded for training."""
 
 _SOUNDS = frozenset({"audio", "tts"})
-"""What ms-swift says of models that take nothing but text and sound."""
+"""Tags of ms-swift for models that take nothing but text and sound."""
 
 _SEEING = "name a model that sees in model.model, as Qwen2.5-VL"
 
@@ -67,7 +65,7 @@ _TRIED = 1000
 
 @attrs.frozen
 class SampleSpec:
-    """What decides how records become samples; small, and picklable for worker processes."""
+    """Everything that decides how records become samples; picklable for worker processes."""
 
     model: ModelConfig
     template: TemplateConfig
@@ -87,14 +85,12 @@ class SwiftEncoder:
         Open the data files and the template.
 
         Args:
-            spec: What decides how records become samples.
+            spec: Data files, model and settings of the samples.
             template: To share with a trainer; built from the spec if None.
         """
         self.spec = spec
         self.records = open_records(spec.paths, max_line_bytes=spec.custom.max_line_bytes, cache=spec.cache)
         self._media = MediaCache(Path(spec.custom.media_cache)) if spec.custom.media_cache else None
-        self._first_shapes: dict[int, tuple[int, str]] = {}
-        """Number of a file -> its first sound record, and its shape."""
         self.template = template or open_template(spec.model, spec.template, packing_length=spec.packing_length)
 
     def __len__(self) -> int:
@@ -119,8 +115,8 @@ class SwiftEncoder:
         _ = self.image_tokens
 
     def answer(self, index: int) -> str:
-        """Return what the last message of sample *index* says."""
-        said: str = self.read(index)[0]["messages"][-1]["content"]
+        """Return the text of the last message of sample *index*."""
+        said: str = self.read(index)["messages"][-1]["content"]
         return said
 
     def prompt(self, index: int) -> dict[str, Any]:
@@ -128,14 +124,14 @@ class SwiftEncoder:
         Encode sample *index* without its last message, for the model to answer; RecordError if
         nothing comes before.
         """
-        sample, images = self.read(index)
+        sample = self.read(index)
         before = sample["messages"][:-1]
         if not any(message["role"] == "user" for message in before):
             raise self.fault(index, "the record has no question before its last message")
         mode = self.template.mode
         self.template.set_mode("transformers")
         try:
-            return self.encode_messages(index, {**sample, "messages": before, "images": images})
+            return self.encode_messages(index, {**sample, "messages": before})
         finally:
             self.template.set_mode(mode)
 
@@ -144,24 +140,26 @@ class SwiftEncoder:
         Encode sample *index* as the template does; RecordError if it cannot become a sample.
 
         Args:
-            index: Of the sample.
-            answer: What its last message says instead of its own.
+            index: Index of the sample.
+            answer: Text of its last message; None leaves its own.
         """
-        sample, images = self.read(index)
+        sample = self.read(index)
         if answer is not None:
             *before, last = sample["messages"]
             sample = {**sample, "messages": [*before, {**last, "role": "assistant", "content": answer}]}
-        for image in images:
-            self.image_size(index, image)
-        videos = sample.get("videos", ())
+        images, videos = sample.get("images", ()), sample.get("videos", ())
+        with self.named(index):
+            for image in images:
+                read_size(image)
         for video in videos:
             self.video_facts(index, video)
         try:
-            return self.encode_messages(index, {**sample, "images": images})
+            return self.encode_messages(index, sample)
         except RecordError:
             # A damaged image is the likelier reason, and a better one.
-            for image in images:
-                self.image_size(index, image, decode=True)
+            with self.named(index):
+                for image in images:
+                    read_size(image, decode=True)
             for video in videos:
                 self.decode_video(index, video, sampling=sampling_of(self.spec.template))
             raise
@@ -176,45 +174,38 @@ class SwiftEncoder:
         runs = groupby(pairs, key=lambda pair: pair[0] != IGNORED_LABEL)
         return [(trained, self.template.safe_decode([token for _, token in run])) for trained, run in runs]
 
-    def read(self, index: int) -> tuple[dict[str, Any], list[Image]]:
+    def read(self, index: int) -> dict[str, Any]:
         """
-        Return sample *index* as messages, and its images: paths, or the bytes of files.
+        Return sample *index* as messages, with the paths of its media, or the bytes of images.
 
         Raises:
-            RecordError: Its record cannot become a sample.
-            StaleError: Its record is not the one whose digest is known.
+            RecordError: The record cannot become a sample.
+            StaleError: The record is not the one whose digest is known.
         """
         return self.sample_of(index, self.records.read(index)[0])
 
-    def sample_of(self, index: int, record: object) -> tuple[dict[str, Any], list[Image]]:
+    def sample_of(self, index: int, record: object) -> dict[str, Any]:
         """
-        Return what `read` does of a record that was read already.
+        Return the sample of a record that was read already, as `read` does.
 
         Args:
-            index: Its sample.
-            record: Its JSON value.
+            index: Index of the sample.
+            record: JSON value of the record.
 
         Raises:
             RecordError: It cannot become a sample.
         """
-        try:
+        with self.named(index, "the record "):
             known = shaped(record, self.spec.custom.columns)
-        except ValueError as error:
-            raise self._unusable(index, error) from None
-        self._refuse_mixed(index, known.shape)
-        try:
+            self._refuse_mixed(index, known.shape)
             sample = self._to_messages(known)
-        except ValueError as error:
-            raise self._unusable(index, error) from None
         folder = self.records.folder(index)
-        images = [self._located(index, image, folder) for image in sample.get("images", ())]
-        if images and not self.sees_images:
-            raise self.fault(index, "the record has images, but the model reads text only", _SEEING)
+        if "images" in sample:
+            sample["images"] = [self._located(index, image, folder) for image in sample["images"]]
         if "videos" in sample:
             sample["videos"] = [_placed(video, folder) for video in sample["videos"]]
-            self._refuse_unread_videos(index)
         self._refuse_unread(index, sample)
-        return sample, images
+        return sample
 
     def _to_messages(self, known: Shaped) -> dict[str, Any]:
         """Return a record as messages; ValueError if it cannot become a sample."""
@@ -235,10 +226,8 @@ class SwiftEncoder:
             return image
         if self._media is None or not is_url(image):
             return str(Path(folder, image))
-        try:
+        with self.named(index):
             return self._media.path(image)
-        except ValueError as error:
-            raise self.fault(index, str(error)) from None
 
     def fetch_media(self, indices: Iterable[int]) -> None:
         """Fetch the images of these samples that are URLs; those that fail say so when read."""
@@ -254,10 +243,17 @@ class SwiftEncoder:
             return []
 
     def _refuse_unread(self, index: int, sample: dict[str, Any]) -> None:
-        """Refuse what this template would not read of a sample."""
+        """Refuse what this template, or this machine, would not read of a sample."""
+        name = self.template.template_meta.template_type
+        for kind in ("images", "videos"):
+            if kind in sample and not self.sees_images:
+                raise self.fault(index, f"the record has {kind}, but the model reads text only", _SEEING)
+        if "videos" in sample and not reads_videos(self.template):
+            raise self.fault(index, f"the record has videos, which are not read for the template {name} here")
+        if "videos" in sample and (why_not := why_no_reader()) is not None and "pip install" in why_not:
+            raise self.fault(index, f"the record has videos, but {why_not}")
         has_tools = "tools" in sample or any(message["role"] in {CALL, RESPONSE} for message in sample["messages"])
         if has_tools and self.template._agent_template is None:  # noqa: SLF001  # its property raises
-            name = self.template.template_meta.template_type
             reason = f"the record has tools, for which the template {name} has no notation"
             raise self.fault(index, reason, "set template.agent_template, as hermes")
         if self.template.loss_scale.base_strategy == "all" and any(
@@ -267,53 +263,38 @@ class SwiftEncoder:
             reason = "the record says 'loss': false of what the user says, which template.loss_scale: all trains"
             raise self.fault(index, f"{reason} all the same: remove it")
 
-    def _refuse_unread_videos(self, index: int) -> None:
-        """Refuse a sample's videos where the template, or this machine, reads none."""
-        if not self.sees_images:
-            raise self.fault(index, "the record has videos, but the model reads text only", _SEEING)
-        if not reads_videos(self.template):
-            name = self.template.template_meta.template_type
-            raise self.fault(index, f"the record has videos, which are not read for the template {name} here")
-        if (why_not := why_no_reader()) is not None and "pip install" in why_not:
-            raise self.fault(index, f"the record has videos, but {why_not}")
-
     def data_files(self) -> tuple[DataFile, ...]:
         """Return the data files, each with the shape of its records."""
         sources = sources_of(self.spec.paths, self.spec.custom.source_names)
         return tuple(
-            DataFile(file, sources[file], self._shape_of_file(number)[1], records)
-            for number, (file, records) in enumerate(self.records.files)
+            DataFile(file, sources[file], shape, records)
+            for (file, records), (_, shape) in zip(self.records.files, self._first_shapes, strict=True)
         )
 
-    def _first_shape(self, index: int) -> tuple[int, str]:
-        """Return the first sound record of the file of record *index*, and its shape."""
-        return self._shape_of_file(bisect.bisect_right(self.records.firsts, index) - 1)
+    @cached_property
+    def _first_shapes(self) -> list[tuple[int, str]]:
+        """First sound record of each file, and its shape."""
+        ends = [*self.records.firsts[1:], len(self.records)]
+        return [self._first_shape(range(*place)) for place in zip(self.records.firsts, ends, strict=True)]
 
-    def _shape_of_file(self, number: int) -> tuple[int, str]:
-        """Return the first sound record of a file, by its number, and its shape."""
-        if number not in self._first_shapes:
-            first = self.records.firsts[number]
-            after = [*self.records.firsts, len(self.records)][number + 1]
-            self._first_shapes[number] = (first, "unknown")
-            for index in range(first, min(after, first + _TRIED)):
-                try:
-                    known = shaped(self.records[index], self.spec.custom.columns)
-                    self._to_messages(known)
-                except (ValueError, RecordError):
-                    continue
-                self._first_shapes[number] = (index, known.shape)
-                break
-        return self._first_shapes[number]
+    def _first_shape(self, indices: range) -> tuple[int, str]:
+        """Return the first sound record of a file, and its shape."""
+        for index in indices[:_TRIED]:
+            with contextlib.suppress(ValueError, RecordError):
+                known = shaped(self.records[index], self.spec.custom.columns)
+                self._to_messages(known)
+                return index, known.shape
+        return indices.start, "unknown"
 
     def _refuse_mixed(self, index: int, shape: str) -> None:
         """
         Refuse a record of another shape than those before it in its file.
 
         Args:
-            index: Its sample.
-            shape: What the record has.
+            index: Index of the sample.
+            shape: Shape of the record.
         """
-        first, expected = self._first_shape(index)
+        first, expected = self._first_shapes[bisect.bisect_right(self.records.firsts, index) - 1]
         if index == first or expected == "unknown":
             return
         if shape != expected and not {shape, expected} <= MIXABLE:
@@ -323,22 +304,20 @@ class SwiftEncoder:
             )
             raise self.fault(index, reason)
 
-    def image_size(self, index: int, image: Image, *, decode: bool = False) -> tuple[int, int]:
+    def image_facts(self, index: int, images: Iterable[Image], *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """
-        Return width and height of an image of sample *index*.
+        Return the facts of the images of sample *index*.
 
         Args:
             index: Index of the sample.
-            image: Path of the image, or what its file would hold.
-            decode: Read its pixels too, to find damage behind the header.
+            images: Paths of its images, or what their files would hold.
+            decode: Read their pixels too, to find damage behind the header.
 
         Raises:
-            RecordError: It cannot be read.
+            RecordError: One cannot be read.
         """
-        try:
-            return read_size(image, decode=decode)
-        except ValueError as error:
-            raise self.fault(index, str(error)) from None
+        with self.named(index):
+            return tuple(image_facts(image, decode=decode) for image in images)
 
     def encode_messages(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
         """
@@ -376,25 +355,18 @@ class SwiftEncoder:
 
     @cached_property
     def video_lengths(self) -> VideoLengths | None:
-        """
-        What videos cost in the template by what their containers say; None where each is to be
-        decoded.
-        """
+        """Costs of videos by the facts of their containers; None where each is to be decoded."""
         return None if why_no_reader() else VideoLengths.from_template(self.template, self.spec.template)
 
     def video_facts(self, index: int, video: Video) -> VideoFacts:
         """
-        Return what a video of sample *index* says of itself; RecordError if it cannot be used.
+        Return the facts of a video of sample *index*; RecordError if it cannot be used.
         """
         custom = self.spec.custom
-        try:
+        with self.named(index):
             facts = video_facts(video, max_seconds=custom.max_video_s)
-        except ValueError as error:
-            raise self.fault(index, str(error)) from None
-        try:
+        with self.named(index, f"the video {_named(video)} cannot be sampled: "):
             size = self.video_lengths.num_bytes(facts) if self.video_lengths is not None else 0
-        except ValueError as error:
-            raise self.fault(index, f"the video {_named(video)} cannot be sampled: {error}") from None
         if size > custom.max_video_bytes:
             reason = (
                 f"the sampled frames of {facts.width} x {facts.height} of the video {_named(video)} take "
@@ -404,12 +376,8 @@ class SwiftEncoder:
             raise self.fault(index, reason)
         return facts
 
-    def stored_video(self, index: int, video: Video) -> MediaFacts:
-        """Return what is kept of a video of sample *index*; RecordError if it cannot be used."""
-        return self.stored_facts(self.video_facts(index, video))
-
     def stored_facts(self, facts: VideoFacts) -> MediaFacts:
-        """Return what is kept of what a video says of itself."""
+        """Return the facts of a video that are stored."""
         lengths = self.video_lengths
         seconds = facts.num_frames / float(facts.rate) if facts.rate else 0.0
         return facts.stored(seconds if lengths is None else lengths.seconds(facts))
@@ -419,19 +387,17 @@ class SwiftEncoder:
         Decode frames of a video of a sample.
 
         Args:
-            index: Of the sample.
-            video: Its video.
-            sampling: Which frames; None decodes all.
+            index: Index of the sample.
+            video: Video of the sample.
+            sampling: Selection of frames; None decodes all.
 
         Raises:
             RecordError: They cannot be decoded.
         """
-        try:
+        with self.named(index):
             frames = frames_of(video)
             for frame in frames or ():
                 read_size(frame, decode=True)
-        except ValueError as error:
-            raise self.fault(index, str(error)) from None
         if frames is None and (reason := unread_reason(str(video), sampling)) is not None:
             raise self.fault(index, reason)
 
@@ -440,26 +406,32 @@ class SwiftEncoder:
         Return an error that names the place of a sample.
 
         Args:
-            index: Of the sample.
+            index: Index of the sample.
             reason: Why it cannot become a sample.
-            remedy: What to set, where the run is to be changed, not the record.
+            remedy: Key to set, if the run is to be changed and not the record.
         """
         return RecordError(str(self.records.where(index)), reason, remedy)
 
-    def _unusable(self, index: int, error: ValueError) -> RecordError:
-        """Return the error of a record, with the key that would accept it."""
-        named = isinstance(error, UnusableRecordError) and error.argument
-        return self.fault(index, f"the record {error}" + (f" (custom.{named})" if named else ""))
+    @contextlib.contextmanager
+    def named(self, index: int, before: str = "") -> Iterator[None]:
+        """
+        Raise each ValueError as a RecordError that names the place of a sample.
+
+        Args:
+            index: Index of the sample.
+            before: Text before the reason.
+        """
+        try:
+            yield
+        except ValueError as error:
+            # The key that would accept the record.
+            key = f" (custom.{error.argument})" if isinstance(error, UnusableRecordError) and error.argument else ""
+            raise self.fault(index, f"{before}{error}{key}") from None
 
     def measured(self, index: int, encoded: dict[str, Any]) -> Measurement:
         """Measure an encoded sample; RecordError if its image tokens do not match its images."""
-        measurement = Measurement(
-            length=encoded["length"],
-            supervised=sum(label != IGNORED_LABEL for label in encoded["labels"][1:]),
-            images=encoded[IMAGES.counted],
-            patches=IMAGES.patches(encoded, patch_size=patch_size_of(self.template.config)),
-        )
-        measurement = attrs.evolve(measurement, **self._measured_videos(encoded))
+        counts = {"images": encoded[IMAGES.counted], "videos": encoded[VIDEOS.counted]}
+        measurement = measured(self.template, encoded, **counts)
         held = IMAGES.rows(encoded)
         if held not in (None, measurement.images):
             reason = f"the record has {counted(measurement.images, 'image')}, but its encoding holds {held:,}"
@@ -470,18 +442,6 @@ class SwiftEncoder:
                 raise self.fault(index, why_not)
         self._refuse_video_tokens(index, encoded["input_ids"], measurement)
         return measurement
-
-    def _measured_videos(self, encoded: dict[str, Any]) -> dict[str, Any]:
-        """Return what an encoded sample has of videos, as columns of its measurement."""
-        if not encoded[VIDEOS.counted]:
-            return {}
-        layers = encoded["video_grid_thw"][:, 0].sum()
-        patches = VIDEOS.patches(encoded, patch_size=patch_size_of(self.template.config))
-        return {
-            "videos": encoded[VIDEOS.counted],
-            "frames": FRAMES_OF_LAYER * int(layers),
-            "video_patches": patches,
-        }
 
     def _refuse_video_tokens(self, index: int, tokens: list[int], measurement: Measurement) -> None:
         """Refuse a sample whose video tokens are not those of its videos."""

@@ -13,36 +13,26 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from packplan.adapters.samples.data_set import FileRecords, RecordFile
+from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.formats.arrow_rows import ArrowFile, is_arrow_folder, parts_of_folder
 from packplan.adapters.samples.formats.csv_rows import CsvFile, TsvFile
 from packplan.adapters.samples.formats.json_array import ArrayFile
 from packplan.adapters.samples.formats.jsonl import LinesFile
-from packplan.adapters.samples.formats.rewriting import (
-    DIGESTS,
-    GZIP,
-    ROWS,
-    TEXT,
-    ZSTD,
-    copy_of,
-    is_of,
-    rewrite_parquet,
-    rows_fault,
-    text_fault,
-    unpack,
-)
-from packplan.adapters.samples.formats.spans import Named, SpanFile
+from packplan.adapters.samples.formats.record_file import Named, RecordFile
+from packplan.adapters.samples.formats.rewriting import GZIP, PARQUET, ROWS, TEXT, ZSTD, copy_fault, copy_of, head_of
+from packplan.adapters.samples.formats.spans import SpanFile
 from packplan.core.errors import DataSetError
 from packplan.core.ports import Records
 from packplan.core.samples import IMAGE_KEYS, VIDEO_KEYS, inline_image
 
 _PACKED = {".gz", ".zst", ".zstd"}
 
-_PARQUET, _ARROW = b"PAR1", b"ARROW1"
+_ARROW = b"ARROW1"
 
 _OTHER = {
     b"PK\x03\x04": "is a zip archive, or a table of an office program",
@@ -53,7 +43,7 @@ _OTHER = {
     b"\x89HDF": "is an HDF5 file",
     b"SQLite format 3": "is a database",
 }
-"""What other files begin with -> what they are."""
+"""First bytes of other files -> kind of file."""
 
 _TABLES = {".csv": CsvFile, ".tsv": TsvFile}
 
@@ -64,8 +54,6 @@ _NAMED = {".parquet": "Parquet", ".gz": "a gzip archive", ".zst": "a zstd archiv
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")
 _ARRAY_OF_OBJECTS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 
-_HEAD = 4096
-
 
 def open_records(paths: tuple[str, ...], *, max_line_bytes: int | None = None, cache: Path | None = None) -> Records:
     """
@@ -75,7 +63,7 @@ def open_records(paths: tuple[str, ...], *, max_line_bytes: int | None = None, c
         paths: Names of the files, or patterns of names (`data/*.parquet`), or folders of
             `datasets.save_to_disk`.
         max_line_bytes: A record of more text is refused when it is asked for; None reads all.
-        cache: Where copies are kept of what cannot be read in any order; None refuses such files.
+        cache: Folder for copies of files that cannot be read in any order; None refuses those.
 
     Raises:
         DataSetError: A file cannot be read, or holds no record.
@@ -99,35 +87,21 @@ def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple
 
     Args:
         paths: As `open_records` takes them.
-        cache: Where the copies are.
+        cache: Folder of copies.
     """
     for path in _expanded(paths):
-        head = b"" if path.is_dir() else _head(path)
-        if head.startswith((GZIP, ZSTD)):
-            folder = copy_of(path, cache, unpack)
-            fault = text_fault(path, folder) if is_of(path, folder) else _CHANGED
-        elif head.startswith(_PARQUET):
-            folder = copy_of(path, cache, rewrite_parquet)
-            rows = ArrowFile([folder / ROWS], named=Named.from_path(path))
-            fault = (
-                rows_fault(path, folder, (rows.digests(row, row + 1) for row in range(len(rows))))
-                if is_of(path, folder)
-                else _CHANGED
-            )
-        else:
-            folder, fault = None, None
-        if fault is not None:
+        folder, rows = (None if path.is_dir() else copy_of(path, cache)), None
+        if folder is not None and (folder / ROWS).exists():
+            rows = ArrowFile([folder / ROWS], named=Named(str(path), str(path.parent)))
+        if folder is not None and (fault := copy_fault(path, folder, rows)) is not None:
             yield str(path), f"{fault}: delete {folder}, and build again"
         elif (changed := _open(path, None, cache).kept_fault()) is not None:
             yield str(path), changed
 
 
-_CHANGED = "the file is another one than its copy was made of, although its size and times are the same"
-
-
 def file_faults(paths: Iterable[str]) -> Iterator[str]:
     """
-    Yield what is wrong with each name or pattern of data files, or with all of them together,
+    Yield the faults of each name or pattern of data files, and of all of them together,
     before anything reads them.
     """
     files: list[Path] = []
@@ -219,17 +193,16 @@ def _refuse_twins(files: list[Path]) -> None:
 
 def _open(path: Path, max_bytes: int | None, cache: Path | None) -> RecordFile:
     """Open a file that is there, by what it is."""
-    named = Named.from_path(path)
     if path.is_dir():
-        return ArrowFile(parts_of_folder(path), named=Named(str(path), str(path)), max_bytes=max_bytes, cache=cache)
-    head = _head(path)
-    if head.startswith((GZIP, ZSTD)):
-        copy = copy_of(path, cache, unpack)
-        text = copy / TEXT
-        return _open_text(text, Path(path.name).with_suffix("").suffix, named, max_bytes, cache)
-    if head.startswith(_PARQUET):
-        copy = copy_of(path, cache, rewrite_parquet)
-        return ArrowFile([copy / ROWS], named=named, max_bytes=max_bytes, digests=copy / DIGESTS)
+        named = Named(str(path), str(path))
+        return ArrowFile(parts_of_folder(path), named=named, max_bytes=max_bytes, cache=cache)
+    copy = copy_of(path, cache)
+    named = Named(str(path), str(path.parent), None if copy is None else str(copy))
+    if copy is not None and (copy / TEXT).exists():
+        return _open_text(copy / TEXT, Path(path.name).with_suffix("").suffix, named, max_bytes, cache)
+    if copy is not None:
+        return ArrowFile([copy / ROWS], named=named, max_bytes=max_bytes, cache=cache)
+    head = head_of(path)
     if head.startswith(_ARROW) or path.suffix == ".arrow":
         return ArrowFile([path], named=named, max_bytes=max_bytes, cache=cache)
     if head and (claimed := _NAMED.get(path.suffix.lower())):
@@ -238,18 +211,13 @@ def _open(path: Path, max_bytes: int | None, cache: Path | None) -> RecordFile:
     return _open_text(path, path.suffix, named, max_bytes, cache)
 
 
-def _head(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(_HEAD)
-
-
 def _open_text(text: Path, suffix: str, named: Named, max_bytes: int | None, cache: Path | None) -> SpanFile:
     """Open a file of text."""
-    head = _head(text)
+    head = head_of(text)
     what = next((what for start, what in _OTHER.items() if head.startswith(start)), None)
     if head[_TAR[0] :].startswith(_TAR[1]):
         what = "is a tar archive"
-    if what is None and head.startswith((GZIP, ZSTD, _PARQUET, _ARROW)):
+    if what is None and head.startswith((GZIP, ZSTD, PARQUET, _ARROW)):
         what = "holds a file that is packed itself"
     if what is not None:
         message = f"{named.name} {what}: unpack it, and name the data files in it"
@@ -269,46 +237,43 @@ def rebased(record: Any, folder: Path, onto: Path) -> Any:
 
     Args:
         record: A record's JSON value, or that of a column.
-        folder: Where its relative images start.
+        folder: Folder that its relative images start at.
         onto: Folder of the file that it is written to.
     """
     record = as_json(record)
     if not isinstance(record, dict):
         return record
-    moved = {}
-    for name in (*IMAGE_KEYS, *VIDEO_KEYS):
-        if images := record.get(name):
-            listed = images if isinstance(images, list) else [images]
-            moved[name] = [_rebased_image(image, folder, onto) for image in listed]
+    move = partial(_moved, folder=folder, onto=onto)
+    listed = {name: held if isinstance(held, list) else [held] for name, held in record.items() if held}
+    media = {name: move(listed[name]) for name in (*IMAGE_KEYS, *VIDEO_KEYS) if name in listed}
     if isinstance(messages := record.get("messages"), list):
-        moved["messages"] = [_rebased_message(message, folder, onto) for message in messages]
-    return {**record, **moved}
+        media["messages"] = [_with_parts(message, move) for message in messages]
+    return {**record, **media}
 
 
-def _rebased_message(message: Any, folder: Path, onto: Path) -> Any:
-    """Return a message whose parts name the same images from another folder."""
+def _with_parts(message: Any, move: Callable[[Any], Any]) -> Any:
+    """Return a message whose parts name the same media from another folder."""
     if not isinstance(message, dict) or not isinstance(parts := message.get("content"), list):
         return message
-    return {**message, "content": [_rebased_part(part, folder, onto) for part in parts]}
+    moved = [
+        {**part, **{name: move(part[name]) for name in ("image", "video") if part.get(name)}}
+        if isinstance(part, dict)
+        else part
+        for part in parts
+    ]
+    return {**message, "content": moved}
 
 
-def _rebased_part(part: Any, folder: Path, onto: Path) -> Any:
-    if not isinstance(part, dict):
-        return part
-    media = {name: _rebased_image(part[name], folder, onto) for name in ("image", "video") if part.get(name)}
-    return {**part, **media}
-
-
-def _rebased_image(image: Any, folder: Path, onto: Path) -> Any:
+def _moved(media: Any, folder: Path, onto: Path) -> Any:
     """Return a path, or paths, from another folder; an image that stands in the record stays."""
-    if isinstance(image, list):
-        return [_rebased_image(frame, folder, onto) for frame in image]
-    if isinstance(image, dict):
-        path = image.get("path")
-        return image if image.get("bytes") or not path else {**image, "path": os.path.relpath(folder / path, onto)}
-    if not isinstance(image, str) or inline_image(image) is not None or "://" in image:
-        return image
-    return os.path.relpath(folder / image, onto)
+    if isinstance(media, list):
+        return [_moved(one, folder, onto) for one in media]
+    if isinstance(media, dict):
+        path = media.get("path")
+        return {**media, "path": _moved(path, folder, onto)} if path and not media.get("bytes") else media
+    if not isinstance(media, str) or inline_image(media) is not None or "://" in media:
+        return media
+    return os.path.relpath(folder / media, onto)
 
 
 def as_json(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What an image file says of itself in its header: its size, and what tells it from another."""
+"""The header of an image file: its size, and the facts that tell it from another."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def read_size(image: Held, *, decode: bool = False) -> tuple[int, int]:
 
 def image_facts(image: Held, *, decode: bool = False) -> MediaFacts:
     """
-    Return what tells an image from another.
+    Return the facts that tell an image from another.
 
     Args:
         image: Path of the file, or what it would hold.

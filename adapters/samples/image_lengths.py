@@ -1,5 +1,5 @@
 """
-What an image costs in tokens and patches by its size alone, without its pixels.
+The tokens and patches of an image by its size alone, without its pixels.
 
 There are two ways to know: the arithmetic of qwen_vl_utils, by which ms-swift resizes for templates
 of Qwen-VL's kind, and what a processor says of itself. A template's way is the first that gives the
@@ -12,39 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
-from PIL import Image
 from qwen_vl_utils.vision_process import smart_resize
 from swift.template import Template
 
-from packplan.adapters.samples.media import DUMMY_SIZE, IMAGES, encode_image, patch_size_of
+from packplan.adapters.samples.media import DUMMY_SIZE, MediaCost, encode_image
 
 PROOF_SIZES = ((28, 28), (9, 150), (37, 411), (571, 24), (500, 333), (640, 480), (1100, 90))
 """Widths and heights of the images that a way is compared with encodings of."""
-
-
-@attrs.frozen
-class ImageCost:
-    """What an image costs, but for what all images have in common."""
-
-    tokens: int
-    patches: int
-
-    def __sub__(self, other: ImageCost) -> ImageCost:
-        return ImageCost(self.tokens - other.tokens, self.patches - other.patches)
-
-
-class Arithmetic(Protocol):
-    """A way to know what images cost."""
-
-    @property
-    def name(self) -> str:
-        """In words, for the log."""
-
-    def cost(self, width: int, height: int) -> ImageCost:
-        """Return what an image of this size costs; ValueError if its shape is refused."""
 
 
 def shrunk(width: int, height: int, max_pixels: int | None) -> tuple[int, int]:
@@ -54,7 +31,7 @@ def shrunk(width: int, height: int, max_pixels: int | None) -> tuple[int, int]:
     Args:
         width: In pixels.
         height: In pixels.
-        max_pixels: Of the template; None shrinks nothing.
+        max_pixels: Limit of the template; None shrinks nothing.
     """
     if max_pixels is None or not 0 < max_pixels < width * height:
         return width, height
@@ -63,8 +40,23 @@ def shrunk(width: int, height: int, max_pixels: int | None) -> tuple[int, int]:
     return int(scaled * ratio), int(scaled)
 
 
+class ImageLengths:
+    """A way to know the costs of images from their sizes."""
+
+    name: str
+    """The way in words, for the log."""
+
+    def cost(self, width: int, height: int) -> MediaCost:
+        """Return the cost of an image of this size; ValueError if its shape is refused."""
+        raise NotImplementedError
+
+    def beyond_stand_in(self, width: int, height: int) -> MediaCost:
+        """Return the cost of an image beyond the stand-in; ValueError if its shape is refused."""
+        return self.cost(width, height) - self.cost(*DUMMY_SIZE)
+
+
 @attrs.frozen
-class QwenArithmetic:
+class QwenArithmetic(ImageLengths):
     """qwen_vl_utils rounds both sides to whole merged patches within its limits."""
 
     patch_size: int
@@ -77,16 +69,16 @@ class QwenArithmetic:
 
     name = "the arithmetic of qwen_vl_utils"
 
-    def cost(self, width: int, height: int) -> ImageCost:
-        """Return what an image of this size costs; ValueError if its shape is refused."""
+    def cost(self, width: int, height: int) -> MediaCost:
+        """Return the cost of an image of this size; ValueError if its shape is refused."""
         width, height = shrunk(width, height, self.max_pixels)
         rows, columns = smart_resize(height, width, factor=self.patch_size * self.merge_size)
         patches = int(rows // self.patch_size) * int(columns // self.patch_size)
-        return ImageCost(patches // self.merge_size**2, patches)
+        return MediaCost(patches // self.merge_size**2, patches)
 
 
 @attrs.frozen
-class ProcessorArithmetic:
+class ProcessorArithmetic(ImageLengths):
     """A processor says of itself how many tokens an image of some size takes."""
 
     processor: Any
@@ -97,53 +89,38 @@ class ProcessorArithmetic:
     max_pixels: int | None
 
     @property
-    def name(self) -> str:
-        """In words, for the log."""
+    def name(self) -> str:  # type: ignore[override]
+        """The way in words, for the log."""
         return f"what {type(self.processor).__name__} says of sizes"
 
-    def cost(self, width: int, height: int) -> ImageCost:
-        """Return what an image of this size costs; ValueError if its shape is refused."""
+    def cost(self, width: int, height: int) -> MediaCost:
+        """Return the cost of an image of this size; ValueError if its shape is refused."""
         width, height = shrunk(width, height, self.max_pixels)
         said = self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])  # noqa: SLF001  # no public way
-        return ImageCost(int(said.num_image_tokens[0]), int(said.num_image_patches[0]) * self.unit)
-
-
-@attrs.frozen
-class ImageLengths:
-    """What images cost in a template, in the difference to a dummy that stands in for them."""
-
-    arithmetic: Arithmetic
-    stand_in: Image.Image
-
-    def beyond_stand_in(self, width: int, height: int) -> ImageCost:
-        """Return what an image costs beyond the stand-in; ValueError if its shape is refused."""
-        return self.arithmetic.cost(width, height) - self.arithmetic.cost(*DUMMY_SIZE)
+        return MediaCost(int(said.num_image_tokens[0]), int(said.num_image_patches[0]) * self.unit)
 
 
 def prove_lengths(template: Template) -> tuple[ImageLengths | None, str]:
     """
-    Return what gives the lengths of images from their sizes, and how; or None, and why nothing
-    does.
+    Return the way to know the lengths of images from their sizes, and its name; or None, and the
+    reason.
     """
-    stands = _encoded_cost(template, DUMMY_SIZE)
+    stands, *costs = (
+        MediaCost.from_encoded(template, encode_image(template, size)) for size in (DUMMY_SIZE, *PROOF_SIZES)
+    )
+    encoded = {size: cost - stands for size, cost in zip(PROOF_SIZES, costs, strict=True)}
     failures = []
-    encoded = {size: _encoded_cost(template, size) - stands for size in PROOF_SIZES}
     for arithmetic in _candidates(template, stands):
         why_not = _why_not(arithmetic, encoded)
         if why_not is None:
-            return ImageLengths(arithmetic, Image.new("RGB", DUMMY_SIZE)), arithmetic.name
+            return arithmetic, arithmetic.name
         failures.append(why_not)
     if not hasattr(template.processor, "_get_num_multimodal_tokens"):
         failures.append(f"{type(template.processor).__name__} does not say what an image of some size takes")
     return None, "; ".join(failures)
 
 
-def _encoded_cost(template: Template, size: tuple[int, int]) -> ImageCost:
-    encoded = encode_image(template, size)
-    return ImageCost(encoded["length"], IMAGES.patches(encoded, patch_size=patch_size_of(template.config)))
-
-
-def _candidates(template: Template, stands: ImageCost) -> Iterator[Arithmetic]:
+def _candidates(template: Template, stands: MediaCost) -> Iterator[ImageLengths]:
     """Yield the ways that a template may have."""
     images = getattr(template.processor, "image_processor", None)
     patch, merge = (getattr(images, name, None) for name in ("patch_size", "merge_size"))
@@ -157,10 +134,10 @@ def _candidates(template: Template, stands: ImageCost) -> Iterator[Arithmetic]:
         yield attrs.evolve(plain, unit=stands.patches // units if units else 1)
 
 
-def _why_not(arithmetic: Arithmetic, encoded: dict[tuple[int, int], ImageCost]) -> str | None:
-    """Return in what a way differs from encodings; None if in nothing."""
+def _why_not(arithmetic: ImageLengths, encoded: dict[tuple[int, int], MediaCost]) -> str | None:
+    """Return the first difference between a way and encodings, or None."""
     for (width, height), cost in encoded.items():
-        found = arithmetic.cost(width, height) - arithmetic.cost(*DUMMY_SIZE)
+        found = arithmetic.beyond_stand_in(width, height)
         if found != cost:
             beyond = f"than one of {DUMMY_SIZE[0]} x {DUMMY_SIZE[1]}"
             return (

@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import logging
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from functools import cache, cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from packplan.adapters.lifeline import ctrl_c_kept, end_with_parent, lost_processes_named, open_pool
-from packplan.adapters.samples.counting.pieces import prove_pieces
-from packplan.adapters.samples.counting.quickly import MeasuredBatch, QuickMeasurer
+from packplan.adapters.samples.counting.quickly import QuickMeasurer
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.files import copy_faults
-from packplan.adapters.samples.image_headers import image_facts
-from packplan.adapters.samples.image_lengths import ImageLengths, prove_lengths
+from packplan.adapters.samples.media import untruncated
 from packplan.adapters.samples.template import swift_types
-from packplan.adapters.samples.video import reads_videos
 from packplan.adapters.versions import installed_version
 from packplan.core.config import configured_inputs
 from packplan.core.errors import RecordError
 from packplan.core.fingerprint import Fingerprint, Value
-from packplan.core.samples import DataFile, Image, MeasuredSample, Measurement, MediaFacts, Outcome
+from packplan.core.samples import DIGEST_BYTES, DataFile, MeasuredSample, Measurement, MediaFacts, Outcome
 
-log = logging.getLogger(__name__)
+MeasuredBatch = tuple[range, list[Outcome], bytes]
+"""Records, their outcomes, and their digests one behind the other, all zero where unknown."""
 
 _PROCESSING_FILES = (
     "config.json",
@@ -119,6 +117,7 @@ class SwiftMeasurer:
         """
         self._encoder = encoder
         self._pool_start_s = pool_start_s
+        self.quick = QuickMeasurer(encoder, in_full=self.measure)
         self._workers = min(workers, max(1, (os.cpu_count() or 1) // sharers))
 
     def __len__(self) -> int:
@@ -148,7 +147,7 @@ class SwiftMeasurer:
         Return the digest of records, bad ones aside.
 
         Args:
-            count: How many records.
+            count: Number of records.
             start: The first of them.
             without: Indices of bad records.
         """
@@ -168,88 +167,16 @@ class SwiftMeasurer:
         return self._encoder.records.record_digest(index)
 
     def measure_by_headers(self, index: int) -> Measurement:
-        """
-        Measure sample *index* from the headers of its images and videos where that is proven to be
-        exact; else in full.
-        """
-        sample, images = self._encoder.read(index)
-        # Where the template truncates, what goes depends on where the images stand.
-        if not (images or "videos" in sample) or self._encoder.template.max_length is not None:
-            return self.measure(index)
-        measured = self._measure_by_stand_ins(index, sample, images)
-        return self.measure(index) if measured is None else measured
-
-    def _measure_by_stand_ins(self, index: int, sample: dict[str, Any], images: Sequence[Image]) -> Measurement | None:
-        """
-        Measure a sample with others in place of its images and videos, and add what these cost by
-        their headers; None if that cannot be known.
-        """
-        encoder, videos = self._encoder, sample.get("videos", ())
-        of_images, of_videos = (self.image_lengths[0] if images else None), (encoder.video_lengths if videos else None)
-        if (images and of_images is None) or (videos and of_videos is None):
-            return None
-        facts = [encoder.video_facts(index, video) for video in videos]
-        if any(one.doubt for one in facts):
-            return None
-        sizes = [encoder.image_size(index, image) for image in images]
-        standing = {
-            **sample,
-            "images": [of_images.stand_in] * len(images) if of_images else [],
-            "videos": [of_videos.stand_in] * len(videos) if of_videos else [],
-        }
-        measured = encoder.measured(index, encoder.encode_messages(index, standing))
-        try:
-            seen = [of_images.beyond_stand_in(*size) for size in sizes] if of_images else []
-        except ValueError as error:
-            raise encoder.fault(index, f"an image cannot be encoded: {error}") from None
-        shown = [of_videos.beyond_stand_in(one) for one in facts] if of_videos else []
-        return attrs.evolve(
-            measured,
-            length=measured.length + sum(one.tokens for one in seen) + sum(one.tokens for one in shown),
-            patches=measured.patches + sum(one.patches for one in seen),
-            frames=measured.frames + sum(one.frames for one in shown),
-            video_patches=measured.video_patches + sum(one.patches for one in shown),
-        )
-
-    @cached_property
-    def _quick(self) -> QuickMeasurer | None:
-        """What measures many at once; None if each is to be encoded."""
-        template = self._encoder.template
-        name = template.template_meta.template_type
-        tokens = self._encoder.image_tokens
-        media = {} if tokens is None else {"image": tokens.token}
-        if tokens is not None and reads_videos(template):
-            media["video"] = template.video_token_id
-        counter, why_not = prove_pieces(template, tokens=media)
-        if counter is None:
-            _say_once(f"{name}: every sample is encoded by itself to be measured: {why_not}")
-            return None
-        lengths = self.image_lengths[0] if "image" in counter.stand_ins else None
-        return QuickMeasurer(self._encoder, counter, lengths, alone=self.measure_by_headers, in_full=self.measure)
-
-    @cached_property
-    def image_lengths(self) -> tuple[ImageLengths | None, str]:
-        """What gives the lengths of images by their headers, and how; or None, and why nothing."""
-        lengths, why = prove_lengths(self._encoder.template)
-        name = self._encoder.template.template_meta.template_type
-        if lengths is None:
-            _say_once(f"{name}: every sample with images is encoded in full: {why}")
-        else:
-            _say_once(f"{name}: lengths of images come from their headers, by {why}")
-        return lengths, why
+        """Measure sample *index* without decoding its media, if that is exact; see `core.ports`."""
+        return self.quick.by_headers(index)
 
     def measure(self, index: int) -> Measurement:
         """Encode and measure sample *index*; RecordError if it cannot become a sample."""
-        limit = self._encoder.template.max_length
-        if limit is None:
-            return self._measure_encoded(index)
         # Whether a sample is truncated, or happens to fit exactly, shows only without the limit.
-        self._encoder.template.max_length = None
-        try:
+        with untruncated(self._encoder.template):
             whole = self._measure_encoded(index)
-        finally:
-            self._encoder.template.max_length = limit
-        if whole.length <= limit:
+        limit = self._encoder.template.max_length
+        if limit is None or whole.length <= limit:
             return whole
         return attrs.evolve(self._measure_encoded(index), cut=True)
 
@@ -262,21 +189,14 @@ class SwiftMeasurer:
         `core.ports`.
         """
         self._encoder.fetch_media(indices)
-        done = 0
-        if self._workers > 1:
-            started = time.perf_counter()
-            while done < len(indices):
-                yield from self._taken(self.batch(indices[done : done + _TRIED], in_full=in_full))
-                done += _TRIED
-                spent = time.perf_counter() - started
-                if spent / done * (len(indices) - done) * (1 - 1 / self._workers) > self._pool_start_s:
-                    break
-        rest = indices[done:]
-        if not len(rest) or self._workers == 1:
-            for start in range(0, len(rest), AT_ONCE):
-                yield from self._taken(self.batch(rest[start : start + AT_ONCE], in_full=in_full))
-            return
-        yield from self._measure_in_pool(rest, in_full=in_full)
+        size, started = (_TRIED if self._workers > 1 else AT_ONCE), time.perf_counter()
+        for done in range(0, len(indices), size):
+            if done and self._workers > 1:
+                left_s = (time.perf_counter() - started) / done * (len(indices) - done)
+                if left_s * (1 - 1 / self._workers) > self._pool_start_s:
+                    yield from self._measure_in_pool(indices[done:], in_full=in_full)
+                    return
+            yield from self._remembered(self.batch(indices[done : done + size], in_full=in_full))
 
     def _measure_in_pool(self, indices: range, *, in_full: bool) -> Generator[Outcome, None, None]:
         """Measure records in other processes, a few batches ahead."""
@@ -290,24 +210,26 @@ class SwiftMeasurer:
         gc.freeze()
         pool = open_pool(self._workers, _open_worker, self, in_full)
         try:
-            with lost_processes_named("measuring samples", _less_memory(self._workers)):
+            workers = f"lower training.packing_length_precompute_workers (now {self._workers:,}; "
+            with lost_processes_named("measuring samples", f"{workers}1 measures in the main process)"):
                 with ctrl_c_kept():
                     waiting.append(pool.submit(_measure_in_worker, next(parts)))
                 for part in parts:
                     waiting.append(pool.submit(_measure_in_worker, part))
                     if len(waiting) > _AHEAD * self._workers:
-                        yield from self._taken(waiting.popleft().result())
+                        yield from self._remembered(waiting.popleft().result())
                 while waiting:
-                    yield from self._taken(waiting.popleft().result())
+                    yield from self._remembered(waiting.popleft().result())
         finally:
             pool.shutdown(cancel_futures=True)
             if not kept_before:
                 gc.unfreeze()
 
-    def _taken(self, batch: MeasuredBatch) -> Iterator[Outcome]:
-        """Yield what was measured, and keep the digests of its records."""
-        self._encoder.records.remember(batch.indices, batch.digests)
-        yield from batch.outcomes()
+    def _remembered(self, batch: MeasuredBatch) -> list[Outcome]:
+        """Return the outcomes of a batch, and keep the digests of its records."""
+        indices, outcomes, digests = batch
+        self._encoder.records.remember(indices, np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES))
+        return outcomes
 
     def batch(self, indices: range, *, in_full: bool) -> MeasuredBatch:
         """
@@ -320,10 +242,9 @@ class SwiftMeasurer:
         Raises:
             ShortcutError: One encodes to another measurement than the shortcut gives.
         """
-        if in_full or self._quick is None:
-            return MeasuredBatch.from_outcomes(indices, [self.outcome(index, in_full=in_full) for index in indices])
-        outcomes, digests = self._quick.measure(indices)
-        return MeasuredBatch.from_outcomes(indices, outcomes, digests)
+        if in_full:
+            return indices, [self.encoded(index) for index in indices], b""
+        return indices, *self.quick.measure(indices)
 
     def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
         """
@@ -344,25 +265,20 @@ class SwiftMeasurer:
             return list(loader)
 
     def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
-        """Return what the image files of sample *index* are now; see `core.ports`."""
-        sample, images = self._encoder.read(index)
-        try:
-            facts = [image_facts(image, decode=decode) for image in images]
-        except ValueError as error:
-            raise self._encoder.fault(index, str(error)) from None
-        for video in sample.get("videos", ()):
-            if decode:
+        """Return the current facts of the media files of sample *index*; see `core.ports`."""
+        sample = self._encoder.read(index)
+        facts = self._encoder.image_facts(index, sample.get("images", ()), decode=decode)
+        videos = sample.get("videos", ())
+        if decode:
+            for video in videos:
                 self._encoder.decode_video(index, video)
-            facts.append(self._encoder.stored_video(index, video))
-        return tuple(facts)
+        found = (self._encoder.video_facts(index, video) for video in videos)
+        return (*facts, *map(self._encoder.stored_facts, found))
 
-    def outcome(self, index: int, *, in_full: bool) -> Outcome:
-        """Measure sample *index* and its images, or say why it cannot become a sample."""
-        if not in_full and self._quick is not None:
-            return self._quick.measure([index])[0][0]
+    def encoded(self, index: int) -> Outcome:
+        """Encode and measure sample *index* and its media, or say why it cannot become a sample."""
         try:
-            measurement = self.measure(index) if in_full else self.measure_by_headers(index)
-            return MeasuredSample(measurement, self.media_facts(index))
+            return MeasuredSample(self.measure(index), self.media_facts(index))
         except RecordError as error:
             return error
 
@@ -374,17 +290,7 @@ class _FullyEncoded(Dataset[Outcome]):
         self._samples = samples
 
     def __getitem__(self, index: int) -> Outcome:
-        return self._samples.outcome(index, in_full=True)
-
-
-def _less_memory(workers: int) -> str:
-    """Return the key that measures with less memory."""
-    return f"lower training.packing_length_precompute_workers (now {workers:,}; 1 measures in the main process)"
-
-
-@cache
-def _say_once(what: str) -> None:
-    log.info("%s", what)
+        return self._samples.encoded(index)
 
 
 _measure: Callable[[range], MeasuredBatch] | None = None

@@ -1,6 +1,5 @@
 """
-What an encoded sample holds of its record's media: how many, in how many patches, by how many
-tokens.
+The media in an encoded sample: their number, their patches and their tokens.
 
 Templates hold images as patches with a grid for each image, as slices with a grid for each, or as
 tiles of one size. All of it is read off the encoding itself, so that images are counted for every
@@ -9,8 +8,9 @@ template.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -20,6 +20,10 @@ from swift.template import Template
 
 from packplan.adapters.families import trained_config
 from packplan.core.errors import ConfigError, counted
+from packplan.core.samples import Measurement
+
+FRAMES_OF_LAYER = 2
+"""Frames of a video that become one layer of patches."""
 
 Encoded = Mapping[str, Any]
 
@@ -46,7 +50,7 @@ class Medium:
         return f"num_{self.name}"
 
     def rows(self, encoded: Encoded) -> int | None:
-        """Return how many of them an encoding holds; None if it does not tell."""
+        """Return the number of them in an encoding; None if it does not tell."""
         found = next((encoded[key] for key in self.grids if encoded.get(key) is not None), None)
         return None if found is None else len(found)
 
@@ -89,24 +93,91 @@ def patch_size_of(config: Any) -> int:
     return int(size[0] if isinstance(size, (list, tuple)) else size)
 
 
+def measured(template: Template, encoded: Encoded, *, images: int, videos: int) -> Measurement:
+    """
+    Return the measurement of an encoded sample.
+
+    Args:
+        template: Template that encoded it.
+        encoded: A sample as its template gives it.
+        images: Images of its record.
+        videos: Videos of its record.
+    """
+    side = patch_size_of(template.config)
+    return Measurement(
+        length=encoded["length"],
+        supervised=sum(label >= 0 for label in encoded["labels"][1:]),
+        images=images,
+        patches=IMAGES.patches(encoded, patch_size=side),
+        videos=videos,
+        frames=FRAMES_OF_LAYER * int(encoded["video_grid_thw"][:, 0].sum()) if videos else 0,
+        video_patches=VIDEOS.patches(encoded, patch_size=side),
+    )
+
+
+@contextlib.contextmanager
+def untruncated(template: Template) -> Iterator[None]:
+    """Let a template keep samples whole for a while."""
+    limit, template.max_length = template.max_length, None
+    try:
+        yield
+    finally:
+        template.max_length = limit
+
+
+def encode_media(template: Template, **media: list[Any]) -> dict[str, Any]:
+    """
+    Encode a short question about media, whole, whatever the template truncates.
+
+    Args:
+        template: Template of a model that sees.
+        **media: `images` or `videos`, as the template takes them.
+    """
+    tags = "".join(f"<{kind[:-1]}>" * len(held) for kind, held in media.items())
+    messages = [{"role": "user", "content": f"{tags}?"}, {"role": "assistant", "content": "."}]
+    with untruncated(template):
+        return dict(template.encode({"messages": messages, **media}, return_length=True))
+
+
 def encode_image(template: Template, size: tuple[int, int] | None) -> dict[str, Any]:
     """
     Encode a sample with a black image, whole, whatever the template truncates.
 
     Args:
-        template: Of a model that sees.
+        template: Template of a model that sees.
         size: Width and height of the image; None encodes the sample without one.
     """
-    images = [] if size is None else [Image.new("RGB", size)]
-    messages = [
-        {"role": "user", "content": "<image>" * len(images) + "?"},
-        {"role": "assistant", "content": "."},
-    ]
-    limit, template.max_length = template.max_length, None
-    try:
-        return dict(template.encode({"messages": messages, "images": images}, return_length=True))
-    finally:
-        template.max_length = limit
+    return encode_media(template, images=[] if size is None else [Image.new("RGB", size)])
+
+
+@attrs.frozen
+class MediaCost:
+    """Cost of images or of videos, but for what all of their kind have in common."""
+
+    tokens: int = 0
+    patches: int = 0
+
+    frames: int = 0
+    """Frames that are sampled of videos."""
+
+    @classmethod
+    def from_encoded(cls, template: Template, encoded: Encoded, *, videos: int = 0) -> MediaCost:
+        """
+        Return the cost of all of a sample, in which only differences of media count.
+
+        Args:
+            template: Template that encoded it.
+            encoded: A sample as its template gives it.
+            videos: Videos of the sample.
+        """
+        found = measured(template, encoded, images=0, videos=videos)
+        return cls(found.length, found.patches + found.video_patches, found.frames)
+
+    def __add__(self, other: MediaCost) -> MediaCost:
+        return MediaCost(self.tokens + other.tokens, self.patches + other.patches, self.frames + other.frames)
+
+    def __sub__(self, other: MediaCost) -> MediaCost:
+        return MediaCost(self.tokens - other.tokens, self.patches - other.patches, self.frames - other.frames)
 
 
 DUMMY_SIZE = (56, 56)
@@ -151,7 +222,7 @@ class ImageTokens:
 
         Args:
             input_ids: The sample's tokens.
-            patches: Of all its images.
+            patches: Patches of all its images.
         """
         tokens = input_ids.count(self.token)
         if patches and self.patches is None:

@@ -17,7 +17,7 @@ from swift.template import Template
 from packplan.adapters.config_names import configs_by_name
 from packplan.adapters.families import embeds_itself, is_shown, settled_types
 from packplan.adapters.model_folder import config_architecture, model_sizes, torn_json
-from packplan.adapters.samples.video import prepare_videos
+from packplan.adapters.samples.video.reading import prepare_videos
 from packplan.core.config import ModelConfig, TemplateConfig
 from packplan.core.errors import ConfigError, Fault
 
@@ -146,10 +146,10 @@ def open_template(
     It truncates samples only where `truncation_strategy` asks for it; long samples stay whole.
 
     Args:
-        model: What is trained: its tokenizer and processor are read.
-        template: How a record becomes tokens.
+        model: Model whose tokenizer and processor are read.
+        template: Section that says how a record becomes tokens.
         packing_length: Tokens of a pack; the limit where the template truncates.
-        packs: Whether samples are to share packs.
+        packs: True if samples are to share packs.
     """
     refuse_remote_code(model)
     _refuse_unknown(template)

@@ -11,15 +11,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.client
-import socket
-import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +44,7 @@ _MEANT = "%/:=&?~#+!$,;'@()*[]|"
 """Signs of a URL that stay as they are; blanks and letters beyond ASCII are quoted."""
 
 _AGAIN = (429, 500, 502, 503, 504)
-"""What a server answers that may do better a moment later."""
+"""Answers of a server that may do better a moment later."""
 
 
 @attrs.frozen
@@ -81,7 +78,7 @@ class MediaCache:
 
         Args:
             folder: Made if there is none.
-            patience: How long to wait for an image.
+            patience: Times to wait for an image.
         """
         self.folder, self._patience = folder, patience or Patience()
         self._failed: dict[str, str] = {}
@@ -95,17 +92,14 @@ class MediaCache:
             ValueError: It cannot be had, or is no image, and why.
             OutputError: There is no room for it.
         """
-        known = self._note(url)
-        if known is None or not self._is_whole(known):
+        if (found := self._file(url)) is None:
             with self._held(url):
-                known = self._note(url)
-                if known is None or not self._is_whole(known):
-                    known = self._fetched(url, known)
-        return str(self._content(known["sha256"]))
+                found = self._file(url) or self._fetched(url)
+        return found
 
     def prefetch(self, urls: Iterable[str]) -> None:
         """Fetch images that are not there yet, several at a time; those that fail say so later."""
-        missing = [url for url in dict.fromkeys(urls) if (note := self._note(url)) is None or not self._is_whole(note)]
+        missing = [url for url in dict.fromkeys(urls) if self._file(url) is None]
         if not missing:
             return
         bar = progress(total=len(missing), desc="fetching images", unit=" images", delay=BRIEF_S)
@@ -117,27 +111,25 @@ class MediaCache:
         with contextlib.suppress(ValueError):  # which `path` says again, where its record is known
             self.path(url)
 
-    def _key(self, url: str) -> str:
-        return hashlib.sha256(url.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
     def _note_file(self, url: str) -> Path:
-        key = self._key(url)
+        key = hashlib.sha256(url.encode("utf-8", "surrogatepass")).hexdigest()[:32]
         return self.folder / "urls" / key[:2] / f"{key}.json"
 
     def _content(self, sha256: str) -> Path:
         return self.folder / sha256[:2] / sha256
 
     def _note(self, url: str) -> dict[str, Any] | None:
-        """Return what is known of a URL's image; a damaged note is none."""
+        """Return the note about a URL's image; None if there is none, or a damaged one."""
         with contextlib.suppress(CorruptArtefactError), files.writing(self.folder):
             return files.read_manifest(self._note_file(url), _SCHEMA)
         return None
 
-    def _is_whole(self, note: dict[str, Any]) -> bool:
-        try:
-            return self._content(note["sha256"]).stat().st_size == int(note["bytes"])
-        except FileNotFoundError:
-            return False
+    def _file(self, url: str) -> str | None:
+        """Return the file of a URL's image; None if it is not there whole."""
+        if (note := self._note(url)) is None:
+            return None
+        path = self._content(note["sha256"])
+        return str(path) if path.is_file() and path.stat().st_size == int(note["bytes"]) else None
 
     @contextlib.contextmanager
     def _held(self, url: str) -> Iterator[None]:
@@ -152,14 +144,13 @@ class MediaCache:
         finally:
             lock.release()
 
-    def _fetched(self, url: str, known: dict[str, Any] | None) -> dict[str, Any]:
-        """Fetch an image, and keep it; ValueError if it cannot be had."""
+    def _fetched(self, url: str) -> str:
+        """Fetch an image, keep it and return its file; ValueError if it cannot be had."""
         if (reason := self._failed.get(url)) is not None:
             raise ValueError(reason)
         try:
-            held = _image(self._ask(url))
-            sha256 = hashlib.sha256(held).hexdigest()
-            _require_same(sha256, known)
+            held = self._ask(url)
+            sha256 = _checked(held, self._note(url))
         except _RefusedError as error:
             reason = f"the image {url[:500]} cannot be fetched: {error}"
             self._failed[url] = reason
@@ -170,10 +161,10 @@ class MediaCache:
         files.write_bytes(target, held)
         note = {"schema": _SCHEMA, "url": url, "sha256": sha256, "bytes": len(held)}
         files.write_manifest(self._note_file(url), note)
-        return note
+        return str(target)
 
     def _ask(self, url: str) -> bytes:
-        """Return what a URL gives, in a few attempts; _RefusedError if it gives nothing."""
+        """Return the bytes of a URL, in a few attempts; _RefusedError if there are none."""
         for wait in (*self._patience.waits_s, None):
             try:
                 return _read(url, self._patience)
@@ -185,111 +176,62 @@ class MediaCache:
         raise AssertionError  # the last attempt raises, or returns
 
 
-def _image(held: bytes) -> bytes:
-    """Return what came, if it is an image whose pixels can be read; else _RefusedError."""
+def _checked(held: bytes, known: dict[str, Any] | None) -> str:
+    """
+    Return the digest of what came, if it is an image whose pixels can be read, and the one that was
+    fetched before, whose file is gone; else _RefusedError.
+    """
     try:
         read_size(held, decode=True)
     except ValueError as error:
         why = str(error).split(" in the record ", maxsplit=1)[-1]
         message = f"what came, {counted(len(held), 'byte')}, {why}"
         raise _RefusedError(message) from None
-    return held
-
-
-def _require_same(sha256: str, known: dict[str, Any] | None) -> None:
-    """Refuse another image than the one that was fetched before, whose file is gone."""
+    sha256 = hashlib.sha256(held).hexdigest()
     if known is not None and known["sha256"] != sha256:
         message = "it was fetched before, its file is gone, and the server has another one now"
         raise _RefusedError(message)
+    return sha256
 
 
 def _read(url: str, patience: Patience) -> bytes:
-    """Return what a URL gives; _TroubleError if it may do better next time."""
-    alarm = _Alarm(patience.image_s)
+    """Return the bytes of a URL; _TroubleError if another attempt may succeed."""
+    deadline = time.monotonic() + patience.image_s
     try:
-        request = urllib.request.Request(  # noqa: S310  # the opener knows http and https alone
+        request = urllib.request.Request(  # noqa: S310  # it is of http or https
             urllib.parse.quote(url, safe=_MEANT), headers={"User-Agent": "packplan", "Accept": "image/*"}
         )
-        with _opener(alarm).open(request, timeout=patience.silence_s) as answer:
-            return _whole(answer, alarm)
+        with urllib.request.build_opener(_Redirects).open(request, timeout=patience.silence_s) as answer:
+            return _whole(answer, deadline, patience)
     except urllib.error.HTTPError as error:
         error.close()
         kind = _TroubleError if error.code in _AGAIN else _RefusedError
         raise kind(f"the server answers {error.code} {error.reason}") from None
-    except (OSError, http.client.HTTPException, _TroubleError) as error:
-        if alarm.rang:
-            message = f"it took more than {patience.image_s:g} s"
-            raise _RefusedError(message) from None
-        if isinstance(error, _TroubleError):
-            raise
+    except (OSError, http.client.HTTPException) as error:
         why = getattr(error, "reason", None) or error
         raise _TroubleError(f"{type(error).__name__}: {why}") from None
     except ValueError as error:  # it is no URL
         raise _RefusedError(str(error)) from None
-    finally:
-        alarm.cancel()
 
 
-def _whole(answer: Any, alarm: _Alarm) -> bytes:
+def _whole(answer: Any, deadline: float, patience: Patience) -> bytes:
     """Return all that a server sends; _TroubleError if that is less than it says."""
     said = answer.headers.get("Content-Length")
     size = int(said) if said and said.isdigit() else None
     parts, number = [], 0
-    if size is None or size <= _MOST_BYTES:
-        while part := answer.read1(_CHUNK):
-            parts.append(part)
-            number += len(part)
-            if number > _MOST_BYTES:
-                break
-    if number > _MOST_BYTES or (size or 0) > _MOST_BYTES:
+    while max(number, size or 0) <= _MOST_BYTES and (part := answer.read1(_CHUNK)):
+        parts.append(part)
+        number += len(part)
+        if time.monotonic() > deadline:
+            message = f"it took more than {patience.image_s:g} s"
+            raise _RefusedError(message)
+    if max(number, size or 0) > _MOST_BYTES:
         message = f"it has more than {_MOST_BYTES:,} bytes"
         raise _RefusedError(message)
-    # A connection that the alarm ended looks like one that has come to its end.
-    if alarm.rang or (size is not None and number != size):
-        message = f"{number:,} of {counted(size or 0, 'byte')} came"
+    if size is not None and number != size:
+        message = f"{number:,} of {counted(size, 'byte')} came"
         raise _TroubleError(message)
     return b"".join(parts)
-
-
-class _Alarm:
-    """Ends the connections of an attempt that takes too long, however slowly a server drips."""
-
-    def __init__(self, seconds: float) -> None:
-        self.rang = False
-        self._sockets: list[socket.socket] = []
-        self._timer = threading.Timer(seconds, self._ring)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def watch(self, connection: socket.socket) -> None:
-        """End a connection when the time is over."""
-        self._sockets.append(connection)
-
-    def cancel(self) -> None:
-        """Let the connections be."""
-        self._timer.cancel()
-
-    def _ring(self) -> None:
-        self.rang = True
-        for connection in self._sockets:
-            with contextlib.suppress(OSError):  # it is closed already
-                connection.shutdown(socket.SHUT_RDWR)
-
-
-def _opener(alarm: _Alarm) -> urllib.request.OpenerDirector:
-    """Return what opens http and https URLs, and no others, on connections that are watched."""
-    opener = urllib.request.OpenerDirector()
-    for handler in (
-        urllib.request.ProxyHandler(),
-        _Http(alarm),
-        _Https(alarm),
-        _Redirects(),
-        urllib.request.HTTPDefaultErrorHandler(),
-        urllib.request.HTTPErrorProcessor(),
-        urllib.request.UnknownHandler(),
-    ):
-        opener.add_handler(handler)
-    return opener
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
@@ -299,48 +241,9 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     max_repeats = 1
 
     def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: str) -> Any:  # noqa: PLR0917
-        """Return the request that a redirect asks for; see urllib."""
+        """Return the request that a redirect asks for; see urllib, which refuses other schemes."""
         scheme = urllib.parse.urlsplit(newurl).scheme.lower()
         if scheme not in {"http", "https"} or (req.type == "https" and scheme == "http"):
             message = f"the server sends on to {newurl[:100]!r}, and only http and https are read"
             raise _RefusedError(message)
         return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-    def http_error_302(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any) -> Any:
-        """Check where a redirect leads before urllib words it in its own way."""
-        if target := headers.get("location") or headers.get("uri"):
-            self.redirect_request(req, fp, code, msg, headers, urllib.parse.urljoin(req.full_url, target))
-        return super().http_error_302(req, fp, code, msg, headers)
-
-    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
-
-
-class _Http(urllib.request.HTTPHandler):
-    def __init__(self, alarm: _Alarm) -> None:
-        super().__init__()
-        self._alarm = alarm
-
-    def http_open(self, req: Any) -> Any:
-        return self.do_open(partial(_watched, http.client.HTTPConnection, self._alarm), req)
-
-
-class _Https(urllib.request.HTTPSHandler):
-    def __init__(self, alarm: _Alarm) -> None:
-        super().__init__()
-        self._alarm = alarm
-
-    def https_open(self, req: Any) -> Any:
-        return self.do_open(partial(_watched, http.client.HTTPSConnection, self._alarm), req)
-
-
-def _watched(kind: type[http.client.HTTPConnection], alarm: _Alarm, *arguments: Any, **options: Any) -> Any:
-    """Return a connection whose socket an alarm watches once it is open."""
-    connection = kind(*arguments, **options)
-    connect = connection.connect
-
-    def open_and_watch() -> None:
-        connect()
-        alarm.watch(connection.sock)
-
-    connection.connect = open_and_watch  # type: ignore[method-assign]
-    return connection

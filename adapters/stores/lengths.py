@@ -69,18 +69,14 @@ class _Column:
         self._num += len(rows)
 
     def entry(self) -> dict[str, Any]:
-        """Return what the manifest says."""
+        """Return the manifest's entry of these rows."""
         return {
             "file": self.path.name,
             "columns": list(self.columns),
             "dtype": self.dtype.str,
             "rows": self._num,
-            "sha256": self.digest(),
+            "sha256": self._hash.hexdigest(),
         }
-
-    def digest(self) -> str:
-        digest: str = self._hash.hexdigest()
-        return digest
 
 
 def _origin(manifest: Mapping[str, Any]) -> Origin:
@@ -102,9 +98,9 @@ class DiskLengthStore:
         Keep lengths in a folder.
 
         Args:
-            folder: Of this run's split.
-            lengths_from: Of another run's, which is only read; taken over when this one has no
-                lengths yet.
+            folder: Folder of this run's split.
+            lengths_from: Folder of another run's split, which is only read. Its lengths are taken
+                over while this one has none.
         """
         self.folder, self._lengths_from = folder, lengths_from
         self._manifest = folder / "lengths.json"
@@ -176,7 +172,7 @@ class DiskLengthStore:
         return str(self.folder)
 
     def origin(self) -> Origin | None:
-        """Return what the stored rows are of, as the manifest says; None if nothing is stored."""
+        """Return the origin of the stored rows, by the manifest; None if nothing is stored."""
         manifest = files.read_manifest(self._manifest, SCHEMA)
         return None if manifest is None else _origin(manifest)
 
@@ -255,7 +251,7 @@ class DiskLengthStore:
 
     def digest(self) -> str:
         """Return the SHA-256 hex digest of the rows of all records."""
-        return self._samples.digest()
+        return str(self._samples.entry()["sha256"])
 
     def _rows(self, manifest: Mapping[str, Any]) -> Stored:
         """

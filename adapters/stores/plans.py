@@ -162,7 +162,7 @@ class DiskPlanStore:
 
 
 def _counts(plan: RawPlan) -> dict[str, int | str]:
-    """Return what a manifest says of a plan, for people."""
+    """Return the counts of a plan that its manifest shows."""
     return {
         "num_packs": len(plan.packs),
         "num_single_long": len(plan.single_long),
@@ -181,7 +181,7 @@ def _counts(plan: RawPlan) -> dict[str, int | str]:
 
 
 def _alignment(aligned: AlignedPlan) -> dict[str, Any]:
-    """Return what a manifest says of an aligned plan."""
+    """Return the facts about an aligned plan that its manifest shows."""
     return {
         "checksum": plan_checksum(aligned.packs),
         "world_size": aligned.world_size,

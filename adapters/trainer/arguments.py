@@ -57,17 +57,13 @@ def training_arguments(
         defaults["optimizer"] = "lorap"
     if config.custom.rollout_reward is not None:
         defaults["dataloader_num_workers"] = 0  # a worker would keep the weights of its start
+    # The plan is already aligned, so `dataloader_drop_last` drops only incomplete padded batches.
+    shared = ("output_dir", "dataloader_drop_last", "num_train_epochs", "max_steps", "seed", "tuner_type")
     fixed = {
-        "output_dir": training.output_dir,
+        **{key: getattr(training, key) for key in shared},
         "per_device_train_batch_size": per_device_train_batch_size,
         "per_device_eval_batch_size": 1 if config.eval_packing else training.per_device_eval_batch_size,
         "gradient_accumulation_steps": gradient_accumulation_steps,
-        # The plan is already aligned, so the loader drops only incomplete padded batches.
-        "dataloader_drop_last": training.dataloader_drop_last,
-        "num_train_epochs": training.num_train_epochs,
-        "max_steps": training.max_steps,
-        "seed": training.seed,
-        "tuner_type": training.tuner_type,
         "remove_unused_columns": False,
         "average_tokens_across_devices": True,
     }

@@ -35,6 +35,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from packplan.adapters.files import loading, saving
 from packplan.adapters.lifeline import lost_processes_named
+from packplan.adapters.loaders.batches import EvalBatches
+from packplan.adapters.models import evaluating, is_ruined, mean_size
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
 from packplan.adapters.trainer.callbacks import SaveOnSigterm, SkipDuplicateFinalEval
@@ -43,14 +45,12 @@ from packplan.adapters.trainer.loader import (
     NORMALISER,
     PACK_INDICES,
     Collator,
-    EvalBatches,
     PackLoader,
     Reduction,
     open_worker,
 )
 from packplan.adapters.trainer.packed_dataset import PackedDataset
 from packplan.adapters.trainer.rehearsal import failures_named
-from packplan.adapters.weight_size import is_ruined, mean_size
 from packplan.core.equality import Precision
 from packplan.core.errors import ConfigError, MismatchError, RunError, in_ranges
 from packplan.core.ports import RankGroup
@@ -101,6 +101,7 @@ class PackingTrainer(Seq2SeqTrainer):
         self.control: TrainerControl
         self._step_loss: torch.Tensor | float = 0.0
         self._size_before: float | None = None
+        self._read_at = time.perf_counter()
         self.saved: Path | None = None
         # Loaders of training; transformers opens another one for a resumed epoch.
         self._loaders: list[PackLoader] = []
@@ -179,19 +180,16 @@ class PackingTrainer(Seq2SeqTrainer):
         """
         if resumed := options.get("resume_from_checkpoint"):
             self.saved = Path(resumed)
+        advice = (
+            f"lower training.dataloader_num_workers (now {self.args.dataloader_num_workers:,}; 0 loads in the training "
+            "process) or training.dataloader_prefetch_factor"
+        )
         try:
-            with failures_named(self), lost_processes_named("loading data", self._worker_advice()):
+            with failures_named(self), lost_processes_named("loading data", advice):
                 return super().train(*arguments, **options)
         finally:
             for loader in self._loaders:
                 loader.close()
-
-    def _worker_advice(self) -> str:
-        now = self.args.dataloader_num_workers
-        return (
-            f"lower training.dataloader_num_workers (now {now:,}; 0 loads in the training process) or "
-            "training.dataloader_prefetch_factor"
-        )
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
         """
@@ -208,6 +206,7 @@ class PackingTrainer(Seq2SeqTrainer):
         for prefix, batches in self._eval_batches.items():
             if runtime := logs.get(f"{prefix}_runtime"):
                 logs[f"{prefix}_steps_per_second"] = round(batches / runtime, 3)
+        logs.pop("train_samples_per_second", None)  # counts packs
         super().log(logs, *arguments, **options)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -221,6 +220,18 @@ class PackingTrainer(Seq2SeqTrainer):
         step = f"optimizer step {self.state.global_step + 1:,}"
         self._require_finite({f"the loss of {step}": loss, f"the gradient norm of {step}": gradient})
         return norm
+
+    def seconds_since_reading(self) -> float:
+        """Return the seconds of training since the last call, without evaluating and saving."""
+        now = time.perf_counter()
+        seconds, self._read_at = now - self._read_at, now
+        return seconds
+
+    def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
+        start = time.perf_counter()
+        super()._maybe_log_save_evaluate(*arguments, **options)
+        # After a reading inside, only the time since then is left out.
+        self._read_at += time.perf_counter() - max(start, self._read_at)
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         size, before = self._mean_size(), self._size_before
@@ -241,8 +252,7 @@ class PackingTrainer(Seq2SeqTrainer):
             super()._load_optimizer_and_scheduler(*arguments, **options)
             # The first step would fail on missing settings.
             if lacking := sorted(needed.difference(*self.optimizer.param_groups)):
-                message = f"it has no {', '.join(lacking)}, so another training.optim made it"
-                raise ValueError(message)
+                raise ValueError(f"it has no {', '.join(lacking)}, so another training.optim made it")
         for key, number in requested.items() if self.group.rank == 0 else ():
             kept = _optimizer_settings(self.optimizer)[key]
             if kept != number:
@@ -283,23 +293,25 @@ class PackingTrainer(Seq2SeqTrainer):
             reason = f"cannot make its repository: {error}; log in to the hub, set training.hub_token, or remove it"
             raise ConfigError.at("training.push_to_hub", reason) from error
 
+    def sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Add up each of these numbers over all ranks, in place."""
+        if self.group.world_size > 1:
+            torch.distributed.all_reduce(numbers)
+        return numbers
+
     def _require_finite(self, numbers: Mapping[str, float]) -> None:
         """
         Raise RunError, on every rank and with the same reason, if a number of any rank is not
         finite.
         """
-        sums = torch.tensor(list(numbers.values()), dtype=torch.float64)
-        if self.group.world_size > 1:
-            torch.distributed.all_reduce(sums)
+        sums = self.sum_over_ranks(torch.tensor(list(numbers.values()), dtype=torch.float64))
         for what, number in zip(numbers, sums.tolist(), strict=True):
             if not math.isfinite(number):
                 raise _not_finite(what, number)
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
         weights = sum(batch[NORMALISER] for batch in batch_samples)
-        total = torch.tensor(weights, dtype=torch.float64)
-        if self.group.world_size > 1:
-            torch.distributed.all_reduce(total)
+        total = self.sum_over_ranks(torch.tensor(weights, dtype=torch.float64))
         # A step without supervised tokens has a loss of 0, and not of 0 / 0.
         return torch.where(total > 0, total, 1.0).to(device, torch.float32)
 
@@ -315,12 +327,7 @@ class PackingTrainer(Seq2SeqTrainer):
         return prepared
 
     def evaluation_loop(
-        self,
-        dataloader: PackLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,  # noqa: ARG002, FBT001  # the trainer's signature
-        ignore_keys: list[str] | None = None,  # noqa: ARG002
-        metric_key_prefix: str = "eval",
+        self, dataloader: PackLoader, *_: Any, metric_key_prefix: str = "eval", **__: Any
     ) -> EvalLoopOutput:
         """
         Compute the token mean of the loss over all packs, each counted once.
@@ -332,34 +339,25 @@ class PackingTrainer(Seq2SeqTrainer):
             MismatchError: A pack was not counted exactly once.
             RunError: The loss is not.
         """
-        del description
         self._eval_batches = {metric_key_prefix: len(dataloader)}
         sharded = self.is_sharded
         model = self.model_wrapped if sharded else self.accelerator.unwrap_model(self.model, keep_torch_compile=True)
         if not sharded and next(model.parameters()).device != self.accelerator.device:
             model.to(self.accelerator.device)
-        was_training = model.training
-        model.eval()
         sums = torch.zeros(4, dtype=torch.float64)
         counted = torch.zeros(len(dataloader.dataset), dtype=torch.int64)
-        try:
-            with torch.no_grad(), self.media_hook(), self.accelerator.autocast():
-                batches = progress(dataloader, desc="evaluating", unit=" batches", on_terminal=False)
-                for number, inputs in enumerate(batches):
-                    self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-                    batch_sums = self.token_sums(model, inputs)
-                    if dataloader.batch_sampler.counts(number):
-                        sums += batch_sums
-                        counted[list(inputs[PACK_INDICES])] += 1
-        finally:
-            model.train(was_training)
-        if self.group.world_size > 1:
-            torch.distributed.all_reduce(sums)
-            torch.distributed.all_reduce(counted)
+        with evaluating(model), torch.no_grad(), self.media_hook(), self.accelerator.autocast():
+            batches = progress(dataloader, desc="evaluating", unit=" batches", on_terminal=False)
+            for number, inputs in enumerate(batches):
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+                batch_sums = self.token_sums(model, inputs)
+                if dataloader.batch_sampler.counts(number):
+                    sums += batch_sums
+                    counted[list(inputs[PACK_INDICES])] += 1
         num_samples = dataloader.dataset.packs.num_samples
         packs = torch.arange(len(counted))
-        require_packs("evaluation", packs.tolist(), packs.repeat_interleave(counted).tolist())
-        loss, weight, correct, tokens = sums.tolist()
+        require_packs("evaluation", packs.tolist(), packs.repeat_interleave(self.sum_over_ranks(counted)).tolist())
+        loss, weight, correct, tokens = self.sum_over_ranks(sums).tolist()
         if not math.isfinite(loss):
             raise _not_finite(f"{metric_key_prefix}_loss", loss)
         metrics = {
@@ -401,7 +399,7 @@ class PackingTrainer(Seq2SeqTrainer):
     @contextlib.contextmanager
     def media_hook(self) -> Iterator[None]:
         """
-        Register the hook that passes images to the model, inside, unless it is registered.
+        Register the hook that passes images to the model until the block ends, unless it is there.
 
         `train` registers it, so it is missing before training.
         """

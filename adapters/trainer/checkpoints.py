@@ -6,7 +6,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ class Checkpoint:
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
         """Read these facts, without the weights."""
-        return cls(str(folder), read_resume_state(folder), read_attention(folder))
+        attention = _state(folder)["stateful_callbacks"].get(_ATTENTION, {}).get("attn_impl")
+        return cls(str(folder), read_resume_state(folder), attention)
 
 
 def find_checkpoint(wanted: str, output_dir: str, *, group: RankGroup) -> Path:
@@ -91,20 +93,7 @@ def find_checkpoint(wanted: str, output_dir: str, *, group: RankGroup) -> Path:
 
 def read_resume_state(folder: Path) -> ResumeState:
     """Return the resume state of a checkpoint that `find_checkpoint` found."""
-    state = {"order_version": 1, **_state(folder)["stateful_callbacks"][_RESUME_STATE]}
-    progress = dict(state["progress"])
-    # Older checkpoints lack the order's version, which was 1, and call segments stretches.
-    if "stretches" in progress:
-        progress["segments"] = progress.pop("stretches")
-    return cattrs.structure({**state, "progress": progress}, ResumeState)
-
-
-def read_attention(folder: Path) -> str | None:
-    """
-    Return the attention backend of a checkpoint that `find_checkpoint` found; None if not stored.
-    """
-    name: str | None = _state(folder)["stateful_callbacks"].get(_ATTENTION, {}).get("attn_impl")
-    return name
+    return cattrs.structure(_state(folder)["stateful_callbacks"][_RESUME_STATE], ResumeState)
 
 
 def read_base_model(folder: Path) -> str | None:
@@ -117,15 +106,20 @@ def read_base_model(folder: Path) -> str | None:
 
 
 def to_state(resume_state: ResumeState, *, attn_impl: str) -> dict[str, Any]:
-    """Return the entries of the trainer's state for `read_resume_state` and `read_attention`."""
+    """Return the entries of the trainer's state for `Checkpoint.read`."""
     return {_RESUME_STATE: cattrs.unstructure(resume_state), _ATTENTION: {"attn_impl": attn_impl}, _FILES: {}}
 
 
 def files_to_state(folder: Path) -> dict[str, Any]:
     """Return the entry of the trainer's state with the sizes of the checkpoint's other files."""
+    return {_FILES: _sizes(folder)}
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Return the sizes of a checkpoint's files but the trainer's state, by name."""
     # The trainer's state is written last; an existing one belongs to an overwritten checkpoint.
     files = [file for file in folder.rglob("*") if file.is_file() and file != folder / STATE]
-    return {_FILES: {str(file.relative_to(folder)): file.stat().st_size for file in files}}
+    return {str(file.relative_to(folder)): file.stat().st_size for file in files}
 
 
 def remove_digests(folder: Path) -> None:
@@ -143,26 +137,17 @@ def write_digests(folder: Path, *, share: int, num_shares: int) -> int:
         share: Number of this share, from 0; each rank has its own.
         num_shares: Number of ranks that write to the folder.
     """
-    others = {*folder.glob(_DIGESTS), folder / STATE}
-    sizes = {
-        str(file.relative_to(folder)): file.stat().st_size
-        for file in folder.rglob("*")
-        if file.is_file() and file not in others
-    }
-    names = _shares(sizes)[share::num_shares]
-    digests = _digests_of(folder, names, sum(sizes[name] for name in names))
+    sizes = {name: size for name, size in _sizes(folder).items() if not fnmatch(name, _DIGESTS)}
+    digests = _digests_of(folder, sizes, share=share, num_shares=num_shares)
     (folder / _DIGESTS.replace("*", str(share))).write_text(json.dumps(digests), encoding="utf-8")
-    return sum(sizes[name] for name in names)
+    return sum(sizes[name] for name in digests)
 
 
-def _shares(sizes: Mapping[str, int]) -> list[str]:
-    """Return files in an order in which every n-th ones hold about equally many bytes."""
-    return sorted(sizes, key=lambda name: (-sizes[name], name))
-
-
-def _digests_of(folder: Path, names: Iterable[str], num_bytes: int) -> dict[str, str]:
-    """Return the digests of files in a folder, and show the progress in bytes."""
-    digests = {}
+def _digests_of(folder: Path, sizes: Mapping[str, int], *, share: int, num_shares: int) -> dict[str, str]:
+    """Return the digests of a share of a folder's files, and show the progress in bytes."""
+    # From the largest file to the smallest, so that shares have about equally many bytes.
+    names = sorted(sizes, key=lambda name: (-sizes[name], name))[share::num_shares]
+    num_bytes, digests = sum(sizes[name] for name in names), {}
     with progress(total=num_bytes, desc=f"hashing {folder.name}", unit=" bytes", leave=False, delay=BRIEF_S) as bar:
         for name in names:
             digest = hashlib.sha256()
@@ -187,9 +172,8 @@ def _damage(folder: Path, group: RankGroup) -> str | None:
         for file in files:
             stored |= json.loads(file.read_text(encoding="utf-8"))
         sizes = {name: (folder / name).stat().st_size for name in stored}
-        names = _shares(sizes)[group.rank :: group.world_size]
-        found = _digests_of(folder, names, sum(sizes[name] for name in names))
-        damaged = [name for name in names if found[name] != stored[name]]
+        found = _digests_of(folder, sizes, share=group.rank, num_shares=group.world_size)
+        damaged = [name for name, digest in found.items() if digest != stored[name]]
     except (ValueError, TypeError) as error:
         return f"but its digests are damaged ({error}): name another checkpoint, or last for the newest whole one"
     if damaged:
@@ -222,10 +206,9 @@ def _why_not(folder: Path) -> str | None:
         return "but it holds weights alone (save_only_model): to start again from them, set model.model to it"
     for name, size in files.items():
         file = folder / name
-        if not file.is_file() or file.stat().st_size != size:
-            found = (
-                f"has {counted(file.stat().st_size, 'byte')} instead of {size:,}" if file.is_file() else "is missing"
-            )
+        held = file.stat().st_size if file.is_file() else None
+        if held != size:
+            found = "is missing" if held is None else f"has {counted(held, 'byte')} instead of {size:,}"
             return f"but its {name} {found}: {_AGAIN}"
     return None
 

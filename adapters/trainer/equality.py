@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import attrs
@@ -20,13 +20,15 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 
 from packplan.adapters.attention import native_attention
 from packplan.adapters.families import trained_config
+from packplan.adapters.loaders.positions import rope_of, takes
+from packplan.adapters.models import Gradients, add_gradients, difference_norms, evaluating
 from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.samples.media import IMAGES, VIDEOS
 from packplan.adapters.trainer.base import model_inputs
 from packplan.adapters.trainer.loader import NORMALISER
 from packplan.adapters.trainer.packed_dataset import EncodedPack
 from packplan.adapters.trainer.static import PackTrainer
-from packplan.adapters.trainer.vision import model_media, rope_of, takes
+from packplan.adapters.trainer.vision import model_media
 from packplan.core.equality import Deviation, loss_difference
 from packplan.core.errors import PackplanError
 
@@ -38,24 +40,25 @@ _CHANGED_SAMPLES = 8
 
 @attrs.frozen
 class _Span:
-    """Where a sample lies in its pack."""
+    """Place of a sample in its pack."""
 
     index: int
-    start: int
-    stop: int
+
+    tokens: slice
+
     pixels: slice
-    """Where this sample's lie among the pack's pixel values, along *axis*."""
+    """Part of the pack's pixel values along *axis*."""
 
     axis: int
-    """The axis along which a pack's pixel values are those of its samples."""
+    """Axis along which a pack joins the pixel values of its samples."""
 
-    frames: slice = slice(0, 0)
-    """Rows of the pack's patches of videos that are this sample's."""
+    frames: slice
+    """Rows of the pack's patches of videos."""
 
 
 @attrs.frozen(eq=False)
 class _Alone:
-    """What a sample gives alone, without gradients."""
+    """Results of a sample alone, without gradients."""
 
     logits: torch.Tensor
     """float32 of shape (length, vocabulary)."""
@@ -67,7 +70,7 @@ class _Alone:
     """Losses of the supervised tokens; float64."""
 
     terms: torch.Tensor
-    """Size of what each loss is the difference of; float64, of the losses' shape."""
+    """Size of the two terms of each loss; float64, of the losses' shape."""
 
 
 @attrs.frozen(eq=False)
@@ -90,22 +93,16 @@ class PackComparison:
 
     def findings(self, pack: int) -> Iterator[Deviation]:
         """
-        Yield what comparing a pack finds.
+        Yield the deviations of a pack.
 
         Args:
-            pack: Its position in the plan.
+            pack: Position of the pack in the plan.
 
         Raises:
             PackplanError: A sample is not the one that was planned.
         """
-        model = self.trainer.model
-        was_training = model.training
-        model.eval()  # dropout is no difference
-        try:
+        with evaluating(self.trainer.model):  # dropout is no difference
             yield from self._findings(pack)
-        finally:
-            model.zero_grad()
-            model.train(was_training)
 
     def _findings(self, pack: int) -> Iterator[Deviation]:
         served = self.trainer.train_dataset[pack]
@@ -122,11 +119,10 @@ class PackComparison:
         yield from _labels(pack, spans, encoded, collated["labels"][0])
         losses = _losses(logits, collated["labels"][0])
         for span, one in zip(spans, alone, strict=True):
-            # By the token that is predicted: the first of a sample, which is predicted by the
-            # sample before, included.
-            mine = losses[span.start : span.stop]
-            mine = mine[collated["labels"][0][span.start : span.stop] != IGNORED_LABEL]
-            yield Deviation("logits", _largest(logits[span.start : span.stop] - one.logits) / scale, pack, span.index)
+            # By the predicted token. A sample's first one is included, which the sample before
+            # predicts.
+            mine = losses[span.tokens][collated["labels"][0][span.tokens] != IGNORED_LABEL]
+            yield Deviation("logits", _largest(logits[span.tokens] - one.logits) / scale, pack, span.index)
             if one.losses.numel():
                 means = (float(values.double().mean()) for values in (mine, one.losses))
                 different = loss_difference(*means, terms=float(one.terms.mean()))
@@ -142,8 +138,8 @@ class PackComparison:
 
     def _packed(self, collated: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
         """
-        Return the inputs that the trainer prepares of a pack, and all logits; float32, (length,
-        vocabulary).
+        Return the inputs that the trainer prepares from a pack, and all logits: float32 of shape
+        (length, vocabulary).
         """
         trainer = self.trainer
         with (
@@ -167,20 +163,17 @@ class PackComparison:
 
     def _alone(self, sample: dict[str, Any]) -> _Alone:
         inputs = self._reference(sample)
-        with torch.no_grad(), self.trainer.accelerator.autocast(), self._native():
+        native = native_attention(self.trainer.model, self.trainer.attention.native)
+        with torch.no_grad(), self.trainer.accelerator.autocast(), native:
             logits = self.trainer.model(**inputs).logits[0].float()
         labels = torch.tensor(sample["labels"], device=logits.device)
         losses, terms = (of(logits, labels)[labels != IGNORED_LABEL].double() for of in (_losses, _terms))
         return _Alone(logits, self._own_positions(inputs), losses, terms)
 
-    def _native(self) -> AbstractContextManager[None]:
-        """Let the model attend as transformers does, inside."""
-        return native_attention(self.trainer.model, self.trainer.attention.native)
-
     def _own_positions(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """
-        Return the positions that the model itself gives a sample: of the text, then of its three
-        rows if it sees.
+        Return the positions that the model itself gives a sample: the text's, then three rows if
+        the model takes images.
         """
         text = torch.arange(inputs["input_ids"].shape[1], device=inputs["input_ids"].device)[None]
         rope = rope_of(self.trainer.model)
@@ -197,44 +190,27 @@ class PackComparison:
     ) -> Iterator[Deviation]:
         for number in torch.linspace(0, len(spans) - 1, min(_CHANGED_SAMPLES, len(spans))).round().int().tolist():
             changed = spans[number]
-            with self._changed(changed):
+            embeddings = self.trainer.model.get_input_embeddings()
+            with embeddings.register_forward_hook(partial(_change_tokens, changed.tokens)):
                 _, moved = self._packed(_with_other_pixels(collated, changed))
             for span in spans:
-                move = _largest(moved[span.start : span.stop] - logits[span.start : span.stop]) / scale
+                move = _largest(moved[span.tokens] - logits[span.tokens]) / scale
                 if span is changed:
                     yield Deviation("sensitivity", move, pack, span.index)
                 else:
                     detail = f"when sample {changed.index} changes"
                     yield Deviation("isolation", move, pack, span.index, detail)
 
-    @contextmanager
-    def _changed(self, span: _Span) -> Iterator[None]:
-        """
-        Let every token of a sample be another one: its embeddings are those of the sample
-        backwards, negated.
-        """
-
-        def change(_: Any, __: Any, embedded: torch.Tensor) -> torch.Tensor:
-            embedded = embedded.clone()
-            embedded[:, span.start : span.stop] = -embedded[:, span.start : span.stop].flip(1)
-            return embedded
-
-        handle = self.trainer.model.get_input_embeddings().register_forward_hook(change)
-        try:
-            yield
-        finally:
-            handle.remove()
-
     def _gradients(self, pack: int, collated: dict[str, Any], encoded: list[dict[str, Any]]) -> Iterator[Deviation]:
         trainer, model = self.trainer, self.trainer.model
         weights = self._weights(encoded)
         normaliser = float(torch.cat(weights).sum()) or 1.0
         expected = terms = norms = 0.0
-        reference: dict[str, torch.Tensor] = {}
+        reference: Gradients = {}
         for sample, weight in zip(encoded, weights, strict=True):
             model.zero_grad()
             # Checkpointed layers run again in the backward pass.
-            with self._native():
+            with native_attention(model, trainer.attention.native):
                 with trainer.accelerator.autocast():
                     logits = model(**self._reference(sample)).logits[0].float()
                 labels = torch.tensor(sample["labels"], device=logits.device)
@@ -244,7 +220,7 @@ class PackComparison:
                 torch.autograd.backward(loss)
             expected += float(loss.detach().double())
             terms += float((_terms(logits.detach(), labels) * share).sum().double())
-            norms += _add_gradients(reference, model)
+            norms += add_gradients(reference, _gradients_of(model))
         model.zero_grad()
         with trainer.media_hook(), trainer.template.forward_context(model, dict(collated)):
             inputs = trainer._prepare_inputs(dict(collated))  # noqa: SLF001  # what training does, and no less
@@ -254,11 +230,16 @@ class PackComparison:
             torch.autograd.backward(loss)
         different = loss_difference(float(loss.detach().double()), expected, terms=terms)
         yield Deviation("step loss", different, pack)
-        yield from _gradient_finding(pack, model, reference, scale=norms)
+        norm_of = difference_norms(_gradients_of(model), reference)
+        difference = math.hypot(*norm_of.values())
+        model.zero_grad()
+        if norms or difference:
+            value = difference / norms if norms else math.inf
+            yield Deviation("gradients", value, pack, detail=f"most in {max(norm_of, key=norm_of.__getitem__)}")
 
     def _weights(self, encoded: list[dict[str, Any]]) -> list[torch.Tensor]:
         """
-        Return what each target of each sample weighs in the loss, counted from the definition.
+        Return the weight of each target of each sample in the loss, by the loss's definition.
         """
         powers = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
         weights = []
@@ -278,12 +259,20 @@ def _spans(indices: list[int], encoded: list[dict[str, Any]], collated: dict[str
         held, shown = sample.get(IMAGES.pixels), sample.get(VIDEOS.pixels)
         pixels, frames = 0 if held is None else held.shape[axis], 0 if shown is None else len(shown)
         stop = start + len(sample["input_ids"])
-        yield _Span(index, start, stop, slice(pixel, pixel + pixels), axis, slice(frame, frame + frames))
+        places = slice(start, stop), slice(pixel, pixel + pixels), axis, slice(frame, frame + frames)
+        yield _Span(index, *places)
         start, pixel, frame = stop, pixel + pixels, frame + frames
 
 
+def _change_tokens(tokens: slice, _: Any, __: Any, embedded: torch.Tensor) -> torch.Tensor:
+    """Return embeddings in which a sample has those of its tokens backwards, negated."""
+    embedded = embedded.clone()
+    embedded[:, tokens] = -embedded[:, tokens].flip(1)
+    return embedded
+
+
 def _joined_axis(encoded: list[dict[str, Any]], collated: dict[str, Any]) -> int:
-    """Return the axis along which a pack's pixel values are those of its samples."""
+    """Return the axis along which a pack joins the pixel values of its samples."""
     whole = collated.get(IMAGES.pixels)
     parts = [torch.as_tensor(sample[IMAGES.pixels]) for sample in encoded if sample.get(IMAGES.pixels) is not None]
     if whole is None:
@@ -308,7 +297,7 @@ def _positions(pack: int, spans: list[_Span], alone: list[_Alone], packed: torch
         # A model that sees takes four rows, the text's first; three have lost it.
         offset = len(one.positions) - len(rows)
         for number, own in enumerate(one.positions):
-            mine = rows[number - offset, span.start : span.stop] if number >= offset else torch.full_like(own, -1)
+            mine = rows[number - offset, span.tokens] if number >= offset else torch.full_like(own, -1)
             yield Deviation("positions", int((mine != own).sum()), pack, span.index, f"row {_ROWS[number]}")
 
 
@@ -316,7 +305,7 @@ def _labels(pack: int, spans: list[_Span], encoded: list[dict[str, Any]], packed
     for span, sample in zip(spans, encoded, strict=True):
         own = torch.tensor(sample["labels"], device=packed.device)
         own[0] = IGNORED_LABEL  # alone, nothing comes before to predict it
-        yield Deviation("labels", int((packed[span.start : span.stop] != own).sum()), pack, span.index)
+        yield Deviation("labels", int((packed[span.tokens] != own).sum()), pack, span.index)
 
 
 def _losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -329,50 +318,16 @@ def _losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def _terms(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """
-    Return the size of what each label's loss is the difference of: log-sum-exp and its logit; shape
-    as `_losses`.
+    Return the size of the two terms of each label's loss, log-sum-exp and its logit; shape as
+    `_losses`.
     """
     rows, targets = logits[:-1], labels[1:].to(logits.device).clamp(min=0)
     terms = rows.logsumexp(-1).abs() + rows.gather(-1, targets[:, None])[:, 0].abs()
     return torch.cat([terms.new_zeros(1), terms])
 
 
-def _add_gradients(total: dict[str, torch.Tensor], model: torch.nn.Module) -> float:
-    """Add the gradients of a model to a total in place, and return their norm."""
-    square = 0.0
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            square += float(parameter.grad.double().square().sum())
-            if name in total:
-                total[name] += parameter.grad
-            else:
-                total[name] = parameter.grad.clone()
-    return float(square**0.5)
-
-
-def _gradient_finding(
-    pack: int, model: torch.nn.Module, reference: dict[str, torch.Tensor], *, scale: float
-) -> Iterator[Deviation]:
-    """
-    Compare a model's gradients with the reference, on the scale of the samples' norms; nothing
-    where both are 0.
-    """
-    different = 0.0
-    worst, worst_name = -1.0, ""
-    for name, parameter in model.named_parameters():
-        own = reference.get(name)
-        mine = parameter.grad
-        if own is None and mine is None:
-            continue
-        own = torch.zeros_like(parameter) if own is None else own
-        mine = torch.zeros_like(parameter) if mine is None else mine
-        difference = float((mine.double() - own.double()).square().sum())
-        different += difference
-        if difference > worst:
-            worst, worst_name = difference, name
-    if scale or different:
-        value = different**0.5 / scale if scale else math.inf
-        yield Deviation("gradients", value, pack, detail=f"most in {worst_name}")
+def _gradients_of(model: torch.nn.Module) -> Gradients:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def _largest(difference: torch.Tensor) -> float:

@@ -54,31 +54,6 @@ class TrainBatches:
         return iter(self._schedule.batches(self.epoch, rank=self._rank))
 
 
-class EvalBatches:
-    """
-    Batches of packs in the order of the plan: batch b is on rank b % world_size.
-
-    Every rank has the same number of batches; missing ones at the end repeat the first.
-    """
-
-    def __init__(self, num_packs: int, batch_size: int, *, rank: int, world_size: int) -> None:
-        self._num_packs, self._size = num_packs, batch_size
-        self.num_different = -(-num_packs // batch_size)
-        self._own = range(rank, -(-self.num_different // world_size) * world_size, world_size)
-
-    def __len__(self) -> int:
-        return len(self._own)
-
-    def counts(self, number: int) -> bool:
-        """Return whether this rank's batch *number* is no repetition."""
-        return self._own[number] < self.num_different
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self._own:
-            start = batch % self.num_different * self._size
-            yield list(range(start, min(start + self._size, self._num_packs)))
-
-
 @attrs.frozen
 class Collator:
     """Makes a batch of packs, packed or padded, whatever the template is set to."""

@@ -32,10 +32,10 @@ def open_model(
     Load the model without a cache, freeze the requested parts, and add adapters if requested.
 
     Args:
-        model: What to load.
-        training: What is frozen, and which adapters.
+        model: Model to load.
+        training: Freezes and adapters of the run.
         attention: Attention of the run.
-        device: Where to; None leaves it to the engine that shards the weights.
+        device: Device of the weights; None leaves it to the engine that shards them.
     """
     model_type = swift_model_type(model)
     if not sys.stderr.isatty():

@@ -64,8 +64,7 @@ def _build_reporters(arguments: Any) -> None:
 
 def _check_shard_size(arguments: Any) -> None:
     if re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", arguments.max_shard_size, re.IGNORECASE) is None:
-        message = f"{arguments.max_shard_size!r} is no size, as 5GB is"
-        raise ValueError(message)
+        raise ValueError(f"{arguments.max_shard_size!r} is no size, as 5GB is")
 
 
 _USES: dict[tuple[str, ...], Callable[[Any], None]] = {

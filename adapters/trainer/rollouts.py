@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from packplan.adapters.answers import generate, score
+from packplan.adapters.models import evaluating
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.trainer.packed_dataset import Sample
 from packplan.adapters.trainer.vision import model_media
-from packplan.core.errors import ConfigError
 from packplan.core.rl import Reward, Sampling
 from packplan.core.stream import Order
 
@@ -69,10 +70,9 @@ class RolloutStream(RecordStream):
         model: Any,
         reward: Reward,
         sampling: Sampling,
-        device: torch.device,
     ) -> None:
         super().__init__(samples, order)
-        self._model, self._reward, self._sampling, self._device = model, reward, sampling, device
+        self._model, self._reward, self._sampling = model, reward, sampling
         self._scores: list[float] = []
         self._kept: list[float] = []
 
@@ -82,10 +82,11 @@ class RolloutStream(RecordStream):
             answer = self.encoded.answer(index)
             # Empty answers teach nothing.
             completions = [text for text in self._generate(index) if text.strip()]
-            scored = [(self._score(index, text, answer), text) for text in completions]
+            where = {"record": self.record(index), "key": "custom.rollout_reward"}
+            scored = [(score(self._reward, text, answer, **where), text) for text in completions]
             best = sorted(scored, key=lambda pair: -pair[0])[: self._sampling.keep]
-            self._scores += [score for score, _ in scored]
-            self._kept += [score for score, _ in best]
+            self._scores += [points for points, _ in scored]
+            self._kept += [points for points, _ in best]
             for _, text in best:
                 yield f"an answer to {self.record(index)}", self.encoded.encode(index, answer=text)
 
@@ -95,41 +96,21 @@ class RolloutStream(RecordStream):
         self._scores, self._kept = [], []
         return {"reward": (math.fsum(scores), len(scores)), "reward_kept": (math.fsum(kept), len(kept))}
 
-    def _score(self, index: int, completion: str, answer: str) -> float:
-        """Score an answer; ConfigError if the reward fails, or returns no finite number."""
-        try:
-            score = float(self._reward(completion, answer))
-        except Exception as error:
-            reason = f"fails on an answer to {self.record(index)}: {type(error).__name__}: {error}"
-            raise ConfigError.at("custom.rollout_reward", reason) from error
-        if not math.isfinite(score):
-            reason = f"gives {score} for an answer to {self.record(index)}, and no finite number"
-            raise ConfigError.at("custom.rollout_reward", reason)
-        return score
-
     def _generate(self, index: int) -> list[str]:
         encoded = self.encoded.prompt(index)
-        length = len(encoded["input_ids"])
         inputs = {"input_ids": torch.tensor(encoded["input_ids"])[None]}
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         inputs |= model_media(self._model, encoded)
         template, sampling = self.encoded.template, self._sampling
-        was_training = self._model.training
-        self._model.eval()
-        try:
-            # ms-swift's hooks prepare inputs for training; generation uses the model's own inputs.
-            with torch.no_grad(), template.generate_context():
-                answers = self._model.generate(
-                    **{key: value.to(self._device) for key, value in inputs.items()},
-                    do_sample=True,
-                    temperature=sampling.temperature,
-                    top_k=0,
-                    num_return_sequences=sampling.completions,
-                    max_new_tokens=sampling.max_new_tokens,
-                    use_cache=True,
-                    pad_token_id=template.tokenizer.pad_token_id,
-                )
-        finally:
-            self._model.train(was_training)
-        texts: list[str] = template.tokenizer.batch_decode(answers[:, length:], skip_special_tokens=True)
+        # ms-swift's hooks prepare inputs for training; generation uses the model's own inputs.
+        with evaluating(self._model), torch.no_grad(), template.generate_context():
+            answers = generate(
+                self._model,
+                inputs,
+                num=sampling.completions,
+                max_new_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                padding=template.tokenizer.pad_token_id,
+            )
+        texts: list[str] = template.tokenizer.batch_decode(answers, skip_special_tokens=True)
         return texts

@@ -7,11 +7,10 @@ checkpoints. The trainer compares the consumed packs with it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +94,7 @@ class PackTrainer(PackingTrainer):
         options["steps_in_epoch"] = before * schedule.gradient_accumulation_steps + schedule.num_batches(epoch)
         options["num_update_steps_per_epoch"] = before + schedule.num_steps(epoch)
         self._meter = _Meter(EpochStats.from_schedule(self.pack_stats, schedule, epoch), self.state.global_step)
+        self.seconds_since_reading()
         self._consumed = []
         super()._run_epoch(epoch=epoch, **options)
         steps = self.state.global_step - self._meter.first_step
@@ -115,18 +115,12 @@ class PackTrainer(PackingTrainer):
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         """Log a step's loss with the stats of the steps since the last one."""
         if "loss" in logs and self._meter is not None:
-            logs = {**logs, **self._meter.read(self.state.global_step)}
+            logs = {**logs, **self._meter.read(self.state.global_step, self.seconds_since_reading())}
             waited = sum(loader.waited for loader in self._loaders)
             if self._video_seconds:
                 logs |= {"video_seconds": self._video_seconds, "data_wait_seconds": waited - self._waited}
             self._video_seconds, self._waited = 0.0, waited
-        logs.pop("train_samples_per_second", None)  # counts packs
         super().log(logs, *arguments, **options)
-
-    def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
-        assert self._meter is not None  # noqa: S101  # an epoch runs
-        with self._meter.paused():
-            super()._maybe_log_save_evaluate(*arguments, **options)
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         resume_state = self.resume_state(self.schedule.at(self.state.global_step))
@@ -161,34 +155,21 @@ class PackTrainer(PackingTrainer):
 
 
 class _Meter:
-    """Reads an epoch's stats against the clock, step by step."""
+    """Reads an epoch's stats step by step."""
 
     def __init__(self, stats: EpochStats, first_step: int) -> None:
-        self._stats, self.first_step = stats, first_step
-        self._read_until, self._since = first_step, time.perf_counter()
+        self._stats, self.first_step, self._read_until = stats, first_step, first_step
 
-    def read(self, step: int) -> Mapping[str, float]:
+    def read(self, step: int, seconds: float) -> Mapping[str, float]:
         """Return the stats of the steps since the last reading, with tokens per second."""
         start, stop = self._read_until - self.first_step, step - self.first_step
-        now = time.perf_counter()
-        seconds, self._since, self._read_until = now - self._since, now, step
+        self._read_until = step
         tokens = self._stats.tokens(start, stop)
         return {
             **self._stats.statistics(start, stop),
             "tokens_per_second": tokens.total / seconds,
             "useful_tokens_per_second": tokens.useful / seconds,
         }
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """
-        Exclude the time of evaluating and saving from the rates.
-
-        After a reading inside, only the time since then is excluded.
-        """
-        start = time.perf_counter()
-        yield
-        self._since += time.perf_counter() - max(start, self._since)
 
     def epoch_statistics(self, step: int) -> dict[str, float]:
         """Return the stats of the epoch up to *step*."""

@@ -9,7 +9,6 @@ others is logged. The stream's losses so far are logged with every loss.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from itertools import chain
@@ -74,7 +73,6 @@ class StreamTrainer(PackingTrainer):
         self.packing_length, self.max_dropped_share, self.extra = packing_length, max_dropped_share, extra
         self._earlier, self._trained, self._has_warned = StreamCounts(), 0, False
         self._lengths: list[tuple[int, ...]] = []
-        self._since = time.perf_counter()
         self._left_over = self._epoch = 0
         super().__init__(**options)
 
@@ -108,14 +106,15 @@ class StreamTrainer(PackingTrainer):
 
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
         self._left_over, self._epoch = 0, epoch
-        self._since = time.perf_counter()
+        self.seconds_since_reading()
         super()._run_epoch(epoch=epoch, **options)
         counts = self._epoch_counts()
         self._earlier += counts
         self.callback_handler.train_dataloader.counts = StreamCounts()
         if not self.control.should_epoch_stop:
             return  # the last step or SIGTERM came before the end of the stream: counts are incomplete
-        *summed, left_over = self._sum_over_ranks(*attrs.astuple(counts), self._left_over)
+        numbers = torch.tensor([*attrs.astuple(counts), self._left_over])
+        *summed, left_over = self.sum_over_ranks(numbers).tolist()
         total = StreamCounts(*summed)
         logs = {
             "epoch_samples": total.samples,
@@ -134,20 +133,14 @@ class StreamTrainer(PackingTrainer):
 
     def totals(self) -> StreamTotals:
         """Return the counts of all samples so far; every rank calls this."""
-        *summed, trained = self._sum_over_ranks(*attrs.astuple(self._earlier + self._epoch_counts()), self._trained)
+        numbers = torch.tensor([*attrs.astuple(self._earlier + self._epoch_counts()), self._trained])
+        *summed, trained = self.sum_over_ranks(numbers).tolist()
         return StreamTotals(StreamCounts(*summed), trained)
 
     def _epoch_counts(self) -> StreamCounts:
         """Return the counts of this rank's samples in the current epoch, up to its last pack."""
         counts: StreamCounts = self.callback_handler.train_dataloader.counts
         return counts
-
-    def _sum_over_ranks(self, *numbers: int) -> list[int]:
-        sums = torch.tensor(numbers)
-        if self.group.world_size > 1:
-            torch.distributed.all_reduce(sums)
-        summed: list[int] = sums.tolist()
-        return summed
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
         """Train on one pack, and record its samples' lengths."""
@@ -160,17 +153,10 @@ class StreamTrainer(PackingTrainer):
         """Log a step's loss with the stats of the steps since the last one, over all ranks."""
         if "loss" in logs:
             logs = {**logs, **self._window_stats(), **self._lost_samples()}
-        logs.pop("train_samples_per_second", None)  # counts packs
         if self.state.epoch is not None:
             # The trainer's share of the epoch is a guess: the number of packs is unknown.
             self.state.epoch = float(self._epoch)
         super().log(logs, *arguments, **options)
-
-    def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
-        start = time.perf_counter()
-        super()._maybe_log_save_evaluate(*arguments, **options)
-        # Evaluating and saving do not count; a window read in between began then.
-        self._since += time.perf_counter() - max(start, self._since)
 
     def _lost_samples(self) -> dict[str, int]:
         """Return the stream's lost samples so far; warn once if they exceed the limit."""
@@ -200,14 +186,11 @@ class StreamTrainer(PackingTrainer):
             [fill, sum(map(len, self._lengths)), len(tokens), sum(tokens), *chain.from_iterable(extra.values())],
             dtype=torch.float64,
         )
-        if self.group.world_size > 1:
-            torch.distributed.all_reduce(numbers)
-        fill, samples, packs, total, *more = numbers.tolist()
-        now = time.perf_counter()
-        seconds, self._since, self._lengths = now - self._since, now, []
+        fill, samples, packs, total, *more = self.sum_over_ranks(numbers).tolist()
+        self._lengths = []
         return {
             "fill": fill / packs,
             "samples_per_pack": samples / packs,
-            "tokens_per_second": total / seconds,
+            "tokens_per_second": total / self.seconds_since_reading(),
             **{name: sum_ / num for name, sum_, num in zip(extra, more[::2], more[1::2], strict=True) if num},
         }

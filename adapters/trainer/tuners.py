@@ -52,7 +52,8 @@ def prepare_tuner(model: Any, training: TrainingConfig) -> Any:
     try:
         prepared = TunerMixin.prepare_model(arguments, model)
     except (ValueError, RuntimeError, AttributeError, AssertionError) as error:
-        key = "tuner_type" if training.tuner_type == "full" else _target_key(training)
+        keys = [key for key in ("target_regex", "target_parameters") if getattr(training, key)]
+        key = "tuner_type" if training.tuner_type == "full" else [*keys, "target_modules"][0]
         raise ConfigError.at(f"training.{key}", f"cannot get adapters: {error}") from error
     if hears:  # records have no sound, so no gradient reaches these weights, and DDP would wait
         for name, weight in prepared.named_parameters():
@@ -92,13 +93,11 @@ def quantisation_of(model: ModelConfig, *, on_cpu: bool) -> Any:
     info, meta = get_model_info_meta(model.model, model_type=swift_model_type(model))
     dtype = info.torch_dtype if model.torch_dtype is None else getattr(torch, model.torch_dtype)
     compute = None if model.bnb_4bit_compute_dtype is None else getattr(torch, model.bnb_4bit_compute_dtype)
+    shared = ("quant_method", "quant_bits", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
     arguments: Any = SimpleNamespace(
-        quant_method=model.quant_method,
-        quant_bits=model.quant_bits,
+        **{key: getattr(model, key) for key in shared},
         torch_dtype=dtype,
         bnb_4bit_compute_dtype=compute,
-        bnb_4bit_quant_type=model.bnb_4bit_quant_type,
-        bnb_4bit_use_double_quant=model.bnb_4bit_use_double_quant,
         bnb_4bit_quant_storage=None,
         model_info=info,
         model_meta=meta,
@@ -133,11 +132,6 @@ def _arguments(model: Any, training: TrainingConfig) -> Any:
     arguments._init_multimodal_full = lambda: TunerArguments._init_multimodal_full(arguments)  # noqa: SLF001  # its own
     TunerArguments.__post_init__(arguments)
     return arguments
-
-
-def _target_key(training: TrainingConfig) -> str:
-    """Return the key that names the targets of adapters."""
-    return next((key for key in ("target_regex", "target_parameters") if getattr(training, key)), "target_modules")
 
 
 def _require_matches(model: Any, training: TrainingConfig) -> None:

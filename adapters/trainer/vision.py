@@ -8,9 +8,8 @@ the tower's weights, and DDP for its gradients.
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -22,10 +21,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from packplan.adapters.families import trained_config
+from packplan.adapters.loaders.positions import TYPES, rope_of, takes, token_types
 from packplan.adapters.samples.media import DUMMY_SIZE, IMAGES, VIDEOS, encode_image
 from packplan.core.errors import ConfigError
-
-_TYPES = "mm_token_type_ids"
 
 _POSITIONS = "position_ids"
 
@@ -36,25 +34,6 @@ _SECONDS = "second_per_grid_ts"
 def plain_model(model: Any) -> Any:
     """Return a model without its adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def takes(function: Callable[..., Any]) -> set[str]:
-    """Return the names of a function's arguments."""
-    return set(inspect.signature(function).parameters)
-
-
-def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """
-    Return 1 for tokens of images, 2 for tokens of videos, and 0 for text; of the tokens' shape.
-
-    Args:
-        config: Configuration of a model that takes images.
-        input_ids: Token ids.
-    """
-    types: torch.Tensor = (input_ids == config.image_token_id).long()
-    return (
-        types if getattr(config, "video_token_id", None) is None else types + 2 * (input_ids == config.video_token_id)
-    )
 
 
 def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -70,19 +49,13 @@ def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tenso
     # ms-swift creates them in inference mode: gradients need a copy.
     media = {key: value.clone() for key, value in encoded.items() if key in known and isinstance(value, torch.Tensor)}
     tokens = torch.tensor(encoded["input_ids"])[None]
-    if _TYPES in media:
-        media[_TYPES] = media[_TYPES].view(tokens.shape)
-    elif _TYPES in known and (IMAGES.rows(encoded) is not None or VIDEOS.rows(encoded) is not None):
-        media[_TYPES] = token_types(trained_config(plain.config), tokens)
+    if TYPES in media:
+        media[TYPES] = media[TYPES].view(tokens.shape)
+    elif TYPES in known and (IMAGES.rows(encoded) is not None or VIDEOS.rows(encoded) is not None):
+        media[TYPES] = token_types(trained_config(plain.config), tokens)
     if _SECONDS in known and encoded.get(_SECONDS) is not None:
         media[_SECONDS] = torch.tensor(encoded[_SECONDS])
     return media
-
-
-def rope_of(model: nn.Module) -> Callable[..., Any] | None:
-    """Return a model's own function for positions of tokens and images; None if it has none."""
-    parts: Iterator[Any] = model.modules()
-    return next((part.get_rope_index for part in parts if hasattr(part, "get_rope_index")), None)
 
 
 def complete(batch: dict[str, Any], template: Template, samples: list[dict[str, Any]], *, packed: bool) -> None:
@@ -107,7 +80,7 @@ def complete(batch: dict[str, Any], template: Template, samples: list[dict[str, 
     given, parts = takes(rope), []
     for sample in samples:
         tokens = torch.tensor(sample["input_ids"])[None]
-        named = {**sample, "input_ids": tokens, _TYPES: token_types(trained_config(template.config), tokens)}
+        named = {**sample, "input_ids": tokens, TYPES: token_types(trained_config(template.config), tokens)}
         parts.append(rope(**{key: value for key, value in named.items() if key in given})[0])
     if packed:
         batch |= {_POSITIONS: torch.cat(parts, -1), "text_position_ids": text, **get_packed_seq_params(text)}

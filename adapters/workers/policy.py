@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from packplan.adapters.answers import generate, score
 from packplan.adapters.context_parallel import context_parallel, gather_row
 from packplan.adapters.files import saving
 from packplan.adapters.microbatches import WEIGHTS, Microbatch, ShardedData
+from packplan.adapters.models import is_ruined, mean_size
 from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss, combined, token_log_probabilities
-from packplan.adapters.weight_size import is_ruined, mean_size
 from packplan.core.context_parallel import PackedLayout
-from packplan.core.errors import ConfigError, RunError
+from packplan.core.errors import RunError
 from packplan.core.ports import Arrays, RankGroup
 from packplan.core.rl import Reward
 
@@ -101,14 +102,10 @@ class PolicyWorker:
             (slots, answers).
         """
         settings = self._settings
-        found = []
         with torch.random.fork_rng(devices=[self._model.device] if self._model.device.type == "cuda" else []):
             own = np.random.SeedSequence([*seed, self._rank // settings.context_parallel_size])
             torch.manual_seed(int(own.generate_state(1)[0]))
-            for batch in range(len(shard.global_batches)):
-                for microbatch in shard.microbatches(batch):
-                    found.append(self._generate_answers(microbatch))  # noqa: PERF401  # it draws, in order
-        answers = torch.cat(found)
+            answers = torch.cat([self._generate_answers(microbatch) for microbatch in shard])
         # An answer ends with the end token, or at the limit.
         ends = answers == self._tokenizer.eos_token_id
         lengths = torch.where(ends.any(-1), ends.int().argmax(-1) + 1, answers.shape[-1])
@@ -117,7 +114,9 @@ class PolicyWorker:
             for number in range(settings.num_generations):
                 tokens = answers[slot, number, : lengths[slot, number]]
                 text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-                rewards[slot, number] = self._score(text, str(own_answer), str(record))
+                rewards[slot, number] = score(
+                    self._reward, text, str(own_answer), record=str(record), key="grpo.reward"
+                )
         return {"completions": answers.numpy(), "completion_lengths": lengths.numpy(), "rewards": rewards}
 
     @torch.no_grad()
@@ -135,23 +134,22 @@ class PolicyWorker:
         model = self._reference if of_reference else self._model
         found = shard.data.tensor("input_ids").new_zeros((len(shard.data), shard.data.width), dtype=torch.float32)
         done = 0
-        for batch in range(len(shard.global_batches)):
-            for microbatch in shard.microbatches(batch):
-                layout = self._share_layout(microbatch.layout)
-                logits = self._logits(model, microbatch, layout)
-                has_target = torch.as_tensor(layout.targets >= 0)
-                following = torch.as_tensor(np.maximum(layout.targets, 0))
-                targets = microbatch.input_ids.reshape(-1)[following].masked_fill(~has_target, -1)
-                own = targets[torch.as_tensor(layout.positions(self._cp_rank))].to(logits.device)
-                predicted = token_log_probabilities(logits[0], own)
-                if layout.cp_size > 1:
-                    predicted = gather_row(predicted, layout=layout, group=self._group, dim=0)
-                row = torch.zeros(layout.num_positions)
-                row[following[has_target]] = predicted.cpu()[has_target]
-                # Widths are rounded up, and may exceed the batch's width.
-                own_values = microbatch.unpacked(row)[:, : shard.data.width]
-                found[done : done + len(own_values), : own_values.shape[1]] = own_values
-                done += len(own_values)
+        for microbatch in shard:
+            layout = self._share_layout(microbatch.layout)
+            logits = self._logits(model, microbatch, layout)
+            has_target = torch.as_tensor(layout.targets >= 0)
+            following = torch.as_tensor(np.maximum(layout.targets, 0))
+            targets = microbatch.input_ids.reshape(-1)[following].masked_fill(~has_target, -1)
+            own = targets[torch.as_tensor(layout.positions(self._cp_rank))].to(logits.device)
+            predicted = token_log_probabilities(logits[0], own)
+            if layout.cp_size > 1:
+                predicted = gather_row(predicted, layout=layout, group=self._group, dim=0)
+            row = torch.zeros(layout.num_positions)
+            row[following[has_target]] = predicted.cpu()[has_target]
+            # Widths are rounded up, and may exceed the batch's width.
+            own_values = microbatch.unpacked(row)[:, : shard.data.width]
+            found[done : done + len(own_values), : own_values.shape[1]] = own_values
+            done += len(own_values)
         return {"log_probabilities": found.numpy()}
 
     def train(self, shard: ShardedData, *, num_sequences: Sequence[int], num_tokens: Sequence[float]) -> Arrays:
@@ -199,8 +197,7 @@ class PolicyWorker:
             )
             for name in ("loss", "grad_norm"):
                 if not math.isfinite(row[name]):
-                    fact = f"{name} is {row[name]}, so the policy was not updated and not saved"
-                    raise RunError("not_finite", fact)
+                    raise RunError("not_finite", f"{name} is {row[name]}, so the policy was not updated and not saved")
             self._optimizer.step()
             # All workers hold the same weights, so all raise or none.
             if is_ruined(size := mean_size(self._parameters), before=self._size_before):
@@ -229,32 +226,18 @@ class PolicyWorker:
         shift = (torch.arange(data.width) - (data.width - data.lengths)[:, None]) % data.width
         ids = data.tensor("input_ids").gather(1, shift)
         mask = torch.arange(data.width) >= (data.width - data.lengths)[:, None]
-        answers = self._model.generate(
-            input_ids=ids.to(self._model.device),
-            attention_mask=mask.long().to(self._model.device),
-            do_sample=True,
-            temperature=settings.temperature,
-            top_k=0,
-            num_return_sequences=settings.num_generations,
+        answers = generate(
+            self._model,
+            {"input_ids": ids, "attention_mask": mask.long()},
+            num=settings.num_generations,
             max_new_tokens=settings.max_new_tokens,
-            use_cache=True,
-            pad_token_id=self._tokenizer.pad_token_id,
-        )[:, data.width :].cpu()
+            temperature=settings.temperature,
+            padding=self._tokenizer.pad_token_id,
+        ).cpu()
         answers = torch.nn.functional.pad(
             answers, (0, settings.max_new_tokens - answers.shape[1]), value=self._tokenizer.pad_token_id
         )
         return answers.view(len(data), settings.num_generations, settings.max_new_tokens)
-
-    def _score(self, text: str, answer: str, record: str) -> float:
-        try:
-            score = float(self._reward(text, answer))
-        except Exception as error:
-            raise ConfigError.at(
-                "grpo.reward", f"fails on an answer to {record}: {type(error).__name__}: {error}"
-            ) from error
-        if not math.isfinite(score):
-            raise ConfigError.at("grpo.reward", f"gives {score} for an answer to {record}, and no finite number")
-        return score
 
     def _share_layout(self, layout: PackedLayout) -> PackedLayout:
         return attrs.evolve(layout, cp_size=self._settings.context_parallel_size)

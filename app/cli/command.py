@@ -42,25 +42,23 @@ EXTRAS = MappingProxyType({"ray": "rl", "deepspeed": "deepspeed", "qwen_omni_uti
 MOST_RANKS = 100_000
 
 
-def add_logging_options(parser: argparse.ArgumentParser) -> None:
-    """Declare --quiet and --verbose, which every command that loads ms-swift takes."""
-    add_quiet_option(parser)
-    parser.add_argument("--verbose", action="store_true", help="also show what ms-swift and transformers log")
-
-
-def add_quiet_option(parser: argparse.ArgumentParser) -> None:
-    """Declare --quiet."""
-    parser.add_argument(
-        "--quiet", action="store_true", help="show neither progress nor notes, only warnings and errors"
+def command_parser(name: str, about: str | None) -> argparse.ArgumentParser:
+    """Return the parser of `packplan NAME`, whose help shows a docstring as it is written."""
+    return argparse.ArgumentParser(
+        prog=f"packplan {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
+def add_logging_options(parser: argparse.ArgumentParser) -> None:
+    """Declare --quiet and --verbose, which every command that loads ms-swift takes."""
+    parser.add_argument(
+        "--quiet", action="store_true", help="show neither progress nor notes, only warnings and errors"
+    )
+    parser.add_argument("--verbose", action="store_true", help="also show what ms-swift and transformers log")
+
+
 def add_config_arguments(
-    parser: argparse.ArgumentParser,
-    name: str = "config",
-    *,
-    metavar: str = "run.yaml",
-    about: str = RUN,
+    parser: argparse.ArgumentParser, name: str = "config", *, metavar: str = "run.yaml", about: str = RUN
 ) -> None:
     """
     Declare a YAML, and what overrides its keys; `parse_arguments` reads them.
@@ -222,20 +220,17 @@ def to_type(name: str) -> str:
     return f"{shlex.quote(shown)} {name}"
 
 
+def whole_number(text: str, least: int = 0) -> int:
+    """Read a whole number of at least *least*, for argparse."""
+    if not text.isdecimal() or int(text) < least:
+        message = f"is {text}, but has to be a whole number of at least {least}"
+        raise argparse.ArgumentTypeError(message)
+    return int(text)
+
+
 def positive_number(text: str) -> int:
     """Read a whole number of at least 1, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        message = f"is {text}, but has to be a whole number of at least 1"
-        raise argparse.ArgumentTypeError(message)
-    return int(text)
-
-
-def whole_number(text: str) -> int:
-    """Read a whole number of at least 0, for argparse."""
-    if not text.isdecimal():
-        message = f"is {text}, but has to be a whole number of at least 0"
-        raise argparse.ArgumentTypeError(message)
-    return int(text)
+    return whole_number(text, least=1)
 
 
 def world_size(text: str) -> int:
@@ -284,17 +279,11 @@ def _num_cores() -> int:
 
 
 class _MarkWarnings(logging.Formatter):
-    """Lines begin with the program's name, and those that are no mere notes with what they are."""
-
-    def __init__(self, prefix: str) -> None:
-        super().__init__(f"{prefix}: %(message)s")
-        self._marked = logging.Formatter(f"{prefix}: %(kind)s: %(message)s")
+    """Marks lines that are no mere notes with what they are."""
 
     def format(self, record: logging.LogRecord) -> str:
-        if record.levelno < logging.WARNING:
-            return super().format(record)
-        record.kind = record.levelname.lower()
-        return self._marked.format(record)
+        record.mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        return super().format(record)
 
 
 def _set_up_logging(*, verbose: bool, quiet: bool) -> None:
@@ -304,7 +293,7 @@ def _set_up_logging(*, verbose: bool, quiet: bool) -> None:
     """
     rank = _variable("RANK", 0)
     handler = logging.StreamHandler()
-    handler.setFormatter(_MarkWarnings("packplan" if rank == 0 else f"packplan rank {rank}"))
+    handler.setFormatter(_MarkWarnings(f"packplan{f' rank {rank}' if rank else ''}: %(mark)s%(message)s"))
     logger = logging.getLogger("packplan")
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if rank == 0 and not quiet else logging.WARNING)

@@ -8,8 +8,7 @@ packplan demo make` only makes; with `--videos`, also what `app/demo_videos.yaml
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
+import math
 import os
 import shlex
 from pathlib import Path
@@ -67,17 +66,13 @@ def summary(folder: Path) -> str:
     lines = [f"{folder / 'models'}: {', '.join(MODEL_TYPES)}; tiny, with random weights"]
     for name in ("data", "videos"):
         files = sorted((folder / name).glob("*.jsonl"))
-        held = [f"{file.name} ({counted(_num_lines(file), 'record')})" for file in files]
+        held = [f"{file.name} ({counted(len(file.read_bytes().splitlines()), 'record')})" for file in files]
         if held:
             lines.append(f"{folder / name}: {', '.join(held)}, and their media")
     lines.append(f"train on them: {_training(folder, CONFIG)}")
     if (folder / "videos").is_dir():
         lines.append(f"with videos: {_training(folder, CONFIG.with_name('demo_videos.yaml'))}")
     return "\n".join(lines)
-
-
-def _num_lines(path: Path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines())
 
 
 def _training(folder: Path, config: Path) -> str:
@@ -98,12 +93,12 @@ def _moved(value: str | list[str], folder: Path) -> str:
     Return a path, or paths, of the demo's YAML as they are in *folder*, as YAML; quoted only where
     a name needs it.
     """
-    paths = [str(folder / Path(path).relative_to(FOLDER)) for path in ([value] if isinstance(value, str) else value)]
-    plain, meant = (paths[0], paths[0]) if isinstance(value, str) else (f"[{', '.join(paths)}]", paths)
-    with contextlib.suppress(yaml.YAMLError):
-        if yaml.safe_load(plain) == meant:
-            return plain
-    return json.dumps(meant, ensure_ascii=False)
+    if isinstance(value, str):
+        moved: str | list[str] = str(folder / Path(value).relative_to(FOLDER))
+    else:
+        moved = [str(folder / Path(path).relative_to(FOLDER)) for path in value]
+    text = yaml.safe_dump(moved, default_flow_style=True, allow_unicode=True, width=math.inf)
+    return text.removesuffix("...\n").strip()
 
 
 def train() -> None:

@@ -44,7 +44,7 @@ class Shape:
 
     @property
     def desc(self) -> str:
-        """Say what it is."""
+        """Size, colour and kind in words."""
         return f"{self.size} {self.colour} {self.kind}"
 
 

@@ -11,39 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import ByteLevelBPETokenizer
-from transformers import (
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2Tokenizer,
-    Qwen2VLImageProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-)
 
 SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
+    *(f"<|{name}|>" for name in ("endoftext", "im_start", "im_end")),
+    *(f"<|{kind}_{end}|>" for kind in ("object_ref", "box", "quad", "vision") for end in ("start", "end")),
+    *(f"<|{kind}_pad|>" for kind in ("vision", "image", "video")),
 )
 """Special tokens of the Qwen family, in its order."""
 
@@ -84,16 +58,14 @@ def write_model(
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = learned_tokenizer(text, vocabulary=vocabulary)
-    size = len(tokenizer)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     # The weights come from one generator, which is put back afterwards: a caller's draws do not
     # change.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _BUILDERS[model_type](size, ids)
+        model = _model(model_type, len(tokenizer), ids)
     model.save_pretrained(folder)
-    processor = _processor(model_type, tokenizer)
-    processor.save_pretrained(folder)
+    _processor(model_type, tokenizer).save_pretrained(folder)
 
 
 def learned_tokenizer(
@@ -120,7 +92,7 @@ def learned_tokenizer(
     learner.train_from_iterator(text, vocab_size=vocabulary, min_frequency=2, show_progress=False)
     learned = json.loads(learner.to_str())["model"]
     merges = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ")) for merge in learned["merges"]]
-    tokenizer = Qwen2Tokenizer(
+    tokenizer = transformers.Qwen2Tokenizer(
         vocab=learned["vocab"],
         merges=merges,
         eos_token=eos_token,
@@ -134,70 +106,41 @@ def learned_tokenizer(
 
 def _processor(model_type: str, tokenizer: Any) -> Any:
     if model_type == "qwen2_5_vl":
-        return Qwen2_5_VLProcessor(
-            Qwen2VLImageProcessor(patch_size=14, merge_size=2),
-            tokenizer,
-            Qwen2VLVideoProcessor(patch_size=14, merge_size=2),
-            chat_template=_CHAT_TEMPLATE,
-        )
-    if model_type == "qwen3_vl":
-        return Qwen3VLProcessor(
-            Qwen2VLImageProcessor(patch_size=16, merge_size=2),
-            tokenizer,
-            Qwen3VLVideoProcessor(patch_size=16, merge_size=2),
-            chat_template=_CHAT_TEMPLATE,
-        )
-    return tokenizer
+        kind, video_kind, patch_size = transformers.Qwen2_5_VLProcessor, transformers.Qwen2VLVideoProcessor, 14
+    elif model_type == "qwen3_vl":
+        kind, video_kind, patch_size = transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor, 16
+    else:
+        return tokenizer
+    images = transformers.Qwen2VLImageProcessor(patch_size=patch_size, merge_size=2)
+    videos = video_kind(patch_size=patch_size, merge_size=2)
+    return kind(images, tokenizer, videos, chat_template=_CHAT_TEMPLATE)
 
 
-def _token_ids(ids: dict[str, int]) -> dict[str, int]:
-    return {
+def _model(model_type: str, size: int, ids: dict[str, int]) -> Any:
+    """Return a model with random weights, whose vocabulary has *size* tokens."""
+    text: dict[str, Any] = {
+        "vocab_size": size,
+        **_TEXT,
         "bos_token_id": ids["<|endoftext|>"],
         "eos_token_id": ids["<|im_end|>"],
         "pad_token_id": ids["<|endoftext|>"],
     }
-
-
-def _media_ids(ids: dict[str, int]) -> dict[str, int]:
-    return {
-        "image_token_id": ids["<|image_pad|>"],
-        "video_token_id": ids["<|video_pad|>"],
-        "vision_start_token_id": ids["<|vision_start|>"],
-        "vision_end_token_id": ids["<|vision_end|>"],
-    }
-
-
-def _qwen2(size: int, ids: dict[str, int]) -> Any:
-    return Qwen2ForCausalLM(Qwen2Config(vocab_size=size, **_TEXT, **_token_ids(ids)))
-
-
-def _qwen3(size: int, ids: dict[str, int]) -> Any:
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=size, head_dim=16, **_TEXT, **_token_ids(ids)))
-
-
-def _qwen2_5_vl(size: int, ids: dict[str, int]) -> Any:
-    rope = {"rope_type": "default", "type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
-    return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(
-            text_config={"vocab_size": size, **_TEXT, **_token_ids(ids), "rope_parameters": rope},
-            vision_config={**_VISION, "patch_size": 14, "fullatt_block_indexes": [1], "window_size": 56},
-            tie_word_embeddings=False,
-            **_media_ids(ids),
-        )
-    )
-
-
-def _qwen3_vl(size: int, ids: dict[str, int]) -> Any:
-    rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True, "rope_theta": 10000.0}
-    vision = {**_VISION, "patch_size": 16, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 256}
-    return Qwen3VLForConditionalGeneration(
-        Qwen3VLConfig(
-            text_config={"vocab_size": size, "head_dim": 16, **_TEXT, **_token_ids(ids), "rope_parameters": rope},
-            vision_config=vision,
-            tie_word_embeddings=False,
-            **_media_ids(ids),
-        )
-    )
-
-
-_BUILDERS = {"qwen2": _qwen2, "qwen3": _qwen3, "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl}
+    if model_type.startswith("qwen3"):
+        text["head_dim"] = 16
+    if model_type == "qwen2":
+        return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**text))
+    if model_type == "qwen3":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**text))
+    media = {f"{name}_token_id": ids[f"<|{name}|>"] for name in ("vision_start", "vision_end")}
+    media |= {f"{name}_token_id": ids[f"<|{name}_pad|>"] for name in ("image", "video")}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    if model_type == "qwen2_5_vl":
+        rope |= {"type": "default", "mrope_section": [2, 3, 3]}
+        vision = {**_VISION, "patch_size": 14, "fullatt_block_indexes": [1], "window_size": 56}
+        config, model = transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration
+    else:
+        rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+        vision = {**_VISION, "patch_size": 16, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 256}
+        config, model = transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration
+    text["rope_parameters"] = rope
+    return model(config(text_config=text, vision_config=vision, tie_word_embeddings=False, **media))

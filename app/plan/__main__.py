@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from packplan.app.cli.command import add_logging_options, parse_arguments, run_command, run_program
+from packplan.app.cli.command import add_logging_options, command_parser, parse_arguments, run_command, run_program
 from packplan.app.plan import build, diff, materialise, report, show, verify, whatif
 
 COMMANDS = {
@@ -26,9 +26,7 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="packplan plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("plan", __doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(

@@ -8,19 +8,38 @@ the result is the same, byte for byte.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, positive_number
-from packplan.app.planning.schedule import require_static
-from packplan.app.planning.split import GatheredSplit
+from packplan.app.planning.bad import ReasonCounts
+from packplan.app.planning.deadline import Deadline
+from packplan.app.planning.log_lines import log_plan
+from packplan.app.planning.measure import failures
+from packplan.app.planning.measure_slices import measure_slices
+from packplan.app.planning.schedule import require_static, warn_of_ignored
+from packplan.app.planning.split import GatheredSplit, plan_split, require_writable
 from packplan.app.wiring import stores
 from packplan.app.wiring.attention import keep_verdict
 from packplan.app.wiring.mixes import write_records, writing_failures
-from packplan.core.errors import ConfigError
+from packplan.core.config import RunConfig
+from packplan.core.errors import ConfigError, DataSetError, counted
+from packplan.core.ports import RankGroup
+
+log = logging.getLogger(__name__)
+
+MOST_LISTED = 100
+"""Failures that are printed one by one, and reasons that they are counted by, at most."""
+
+WriteFailure = Callable[[Mapping[str, str]], None]
+"""Function that takes a failure: its split, its place and its reason."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,15 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Build, or list what cannot be built."""
     others = {"--write-good": options.write_good, "--write-failures": options.write_failures, "--json": options.json}
-    if not options.list_failures and (given := [name for name, value in others.items() if value]):
-        raise ConfigError.at(given[0], "goes with --list-failures: add it")
     if not options.list_failures:
+        if given := [name for name, value in others.items() if value]:
+            raise ConfigError.at(given[0], "goes with --list-failures: add it")
         stores.require_ranks()
     config = stores.read_config(options.config, options.overrides)
     stores.require_inputs(config)
 
     with loading_libraries():
-        from packplan.app.plan.building import build, list_failures
         from packplan.app.wiring.gather import gather
         from packplan.app.wiring.training import ask_before_measuring, joined_ranks, local_ranks
 
@@ -64,18 +82,18 @@ def run(options: argparse.Namespace) -> None:
         gathered = gather(config)
         chosen = _chosen(gathered.splits, options.split)
         write_good = None
+        open_file: Callable[[], AbstractContextManager[WriteFailure | None]] = nullcontext
         if options.write_good:
             if len(chosen) > 1:
                 raise ConfigError.at("--write-good", "writes one split: add --split train or --split eval")
             name = chosen[0].name
             paths = config.custom.train_jsonl if name == "train" else config.custom.val_jsonl
             write_good = partial(write_records, gathered.samples[name].records, options.write_good, paths)
-        listed: dict[str, Any] = {}
         if options.write_failures:
-            custom, good = config.custom, [str(options.write_good)] if options.write_good else []
-            read = [*custom.train_jsonl, *custom.val_jsonl, *good]
-            listed["open_file"] = partial(writing_failures, options.write_failures, read)
-        list_failures(chosen, as_json=options.json, write_good=write_good, **listed)
+            good = [str(options.write_good)] if options.write_good else []
+            read = [*config.custom.train_jsonl, *config.custom.val_jsonl, *good]
+            open_file = partial(writing_failures, options.write_failures, read)
+        list_failures(chosen, as_json=options.json, write_good=write_good, open_file=open_file)
         return
     together = {"--split": options.split, "--world-size": options.world_size}
     with joined_ranks(config, use_cpu=True, options=together) as group:
@@ -92,3 +110,82 @@ def _chosen(splits: Mapping[str, GatheredSplit], wanted: str | None) -> list[Gat
     if not chosen:
         raise ConfigError.at("custom.val_jsonl", "is not set, so there is no eval split")
     return chosen
+
+
+def build(
+    config: RunConfig, group: RankGroup, *, splits: Sequence[GatheredSplit], world_size: int | None = None
+) -> None:
+    """
+    Measure and plan as training would.
+
+    Args:
+        config: The run.
+        group: The ranks that measure.
+        splits: Splits to build.
+        world_size: Ranks to align for; None takes those that measure.
+
+    Raises:
+        PackplanError: Something the user can fix, or something stored that is damaged.
+    """
+    if group.rank == 0:
+        warn_of_ignored(config)
+    deadline = Deadline(config.training.packing_wait_timeout_s)
+    require_writable(splits, group=group, deadline=deadline)
+    for split in splits:
+        # One process counts how many records are bad, and stops at too many.
+        if group.world_size > 1 and split.max_bad_share is None:
+            measure_slices(split, partial(stores.open_slice, config, split.name), group=group, deadline=deadline)
+        planned = plan_split(split, group=group, deadline=deadline, world_size=world_size)
+        if group.rank == 0:
+            stores.remove_slices(config, split.name)
+            log_plan(planned, split.policy)
+
+
+def list_failures(
+    splits: Sequence[GatheredSplit],
+    *,
+    as_json: bool = False,
+    write_good: Callable[[list[int]], None] | None = None,
+    open_file: Callable[[], AbstractContextManager[WriteFailure | None]] = nullcontext,
+) -> None:
+    """
+    Print the first records that cannot become a sample, and count all by reason.
+
+    Args:
+        splits: Splits to look through.
+        as_json: Print one JSON document instead of lines.
+        write_good: Takes the other records of the only split.
+        open_file: Opens what takes all failures.
+
+    Raises:
+        DataSetError: There is one.
+    """
+    reasons, first = ReasonCounts(), []
+    with open_file() as write:
+        for split in splits:
+            bad = np.zeros(len(split.source), dtype=bool)
+            for index, error in failures(split.name, split.source):
+                bad[index] = True
+                failure = {"split": split.name, "where": error.where, "reason": error.why}
+                if write is not None:
+                    write(failure)
+                if reasons.total < MOST_LISTED:
+                    first.append(failure)
+                    if not as_json:
+                        print(error)
+                reasons.add(error.reason)
+            if write_good is not None:
+                write_good(np.flatnonzero(~bad).tolist())
+        found, total = reasons.total, sum(len(split.source) for split in splits)
+        by_reason = reasons.most_common(MOST_LISTED)
+    if as_json:
+        document = {"records": total, "num_failures": found, "failures": first, "reasons": by_reason}
+        print(json.dumps(document, indent=2, ensure_ascii=False))
+    elif found > MOST_LISTED:
+        print(f"… and {found - MOST_LISTED:,} more; all by reason, without what each record says:")
+        print("\n".join(f"{count:>12,}  {reason}" for reason, count in by_reason.items()))
+    if found:
+        named = "what is named above" if found <= MOST_LISTED else "them (--write-failures FILE names all)"
+        message = f"{found:,} of {counted(total, 'record')} cannot become samples: fix or remove {named}"
+        raise DataSetError(message)
+    log.info("all records can become samples")

@@ -17,16 +17,13 @@ import attrs
 from rich.console import Console
 
 from packplan.app.cli.command import add_overrides, positive_number
+from packplan.app.cli.console import plain_console
 from packplan.app.plan.stored import StoredSplit, open_split
-from packplan.app.planning.schedule import split_schedule
-from packplan.app.planning.split import Alignment
 from packplan.app.wiring import stores
-from packplan.app.wiring.works import work_of
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, Difference
-from packplan.core.inspection import PlanDifference, figure_differences, plan_difference, summarise_schedule
-from packplan.core.schedule import EpochSchedule
-from packplan.core.work import SampleWorks
+from packplan.core.fingerprint import field_differences
+from packplan.core.inspection import PlanDifference, plan_difference
 
 SHOWN = 20
 """Samples of each kind that people see; programs see all."""
@@ -41,7 +38,7 @@ MEANINGS = {
 
 @attrs.frozen
 class Side:
-    """One of the two."""
+    """One of the two runs that are compared."""
 
     name: str
     output_dir: str
@@ -54,10 +51,6 @@ class Side:
             return cls(name, name, None)
         config = stores.read_config(name, overrides)
         return cls(name, config.training.output_dir, config)
-
-    def has(self, split: str) -> bool:
-        """Return whether there is a place for a split's artefacts."""
-        return stores.has_split(self.output_dir, split)
 
     def open(self, split: str) -> StoredSplit:
         """Return the stored lengths and plan of a split; NotBuiltError if one is missing."""
@@ -85,13 +78,13 @@ def run(options: argparse.Namespace) -> None:
     first, second = (Side.from_name(name, options.overrides) for name in (options.first, options.second))
     if options.overrides and first.config is second.config is None:
         raise ConfigError.at(options.overrides[0], "overrides a key of a YAML, but A and B are folders: remove it")
-    both_have_eval = all(side.has("eval") for side in (first, second))
+    both_have_eval = all(stores.has_split(side.output_dir, "eval") for side in (first, second))
     splits = [options.split] if options.split else ["train", *(["eval"] if both_have_eval else [])]
     compared = {split: _compare(first, second, split, options.world_size) for split in splits}
     if options.json:
         print(json.dumps({"first": first.name, "second": second.name, "splits": compared}, indent=2))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console()
     for split, document in compared.items():
         _print(console, split, document)
 
@@ -99,32 +92,18 @@ def run(options: argparse.Namespace) -> None:
 def _compare(first: Side, second: Side, split: str, world_size: int | None) -> dict[str, Any]:
     one, other = first.open(split), second.open(split)
     samples = plan_difference(one.plan.plan, other.plan.plan, one.lengths.tokens, other.lengths.tokens)
-    figures = figure_differences(one.summary(), other.summary())
+    figures = field_differences(one.summary(), other.summary())
     if first.config is not None and second.config is not None:
-        figures += figure_differences(
-            *(
-                summarise_schedule(
-                    stored.plan.plan, stored.lengths.tokens, packed=stored.packed,
-                    schedule=_schedule(config, stored, world_size, works), works=works,
-                )
-                for stored, config in ((one, first.config), (other, second.config))
-                for works in [work_of(config, stored.lengths.rows.table).samples]
-            )
-        )  # fmt: skip
+        summaries = []
+        for stored, config in ((one, first.config), (other, second.config)):
+            work, _, schedule = stored.schedule(config, world_size=world_size)
+            summaries.append(stored.schedule_summary(schedule, work))
+        figures += field_differences(*summaries)
     return {
         "inputs": _as_rows(_input_differences(one, other)),
         "samples": {field.name: getattr(samples, field.name).tolist() for field in attrs.fields(PlanDifference)},
         "figures": _as_rows(figures),
     }
-
-
-def _schedule(config: RunConfig, stored: StoredSplit, world_size: int | None, works: SampleWorks) -> EpochSchedule:
-    """
-    Return the schedule over a stored plan; by default on the most ranks that it was aligned for.
-    """
-    world_size = world_size or max(stored.plan.world_sizes, default=1)
-    aligned = Alignment.from_config(config, stored.name).align(stored.plan.plan, world_size=world_size)
-    return split_schedule(config, stored.name, aligned, stored.plan.plan.packs.sums(works.flops))
 
 
 def _input_differences(one: StoredSplit, other: StoredSplit) -> Iterable[Difference]:
@@ -147,12 +126,12 @@ def _print(console: Console, split: str, document: dict[str, Any]) -> None:
     console.print(f"{split}:", style="bold")
     for part in ("inputs", "figures"):
         rows = [f"    {row['key']}: {_shown(row['first'])} -> {_shown(row['second'])}" for row in document[part]]
-        console.print("\n".join([f"  {part}{'' if rows else ': the same'}", *rows]), markup=False)
+        console.print("\n".join([f"  {part}{'' if rows else ': the same'}", *rows]))
     moved = {name: found for name, found in document["samples"].items() if found}
-    console.print(f"  samples{'' if moved else ': each in the same pack'}", markup=False)
+    console.print(f"  samples{'' if moved else ': each in the same pack'}")
     for name, found in moved.items():
         places = ", ".join(map(str, found[:SHOWN])) + (", …" if len(found) > SHOWN else "")
-        console.print(f"    {len(found):,} {name} ({MEANINGS[name]}): {places}", markup=False)
+        console.print(f"    {len(found):,} {name} ({MEANINGS[name]}): {places}")
 
 
 def _shown(value: object) -> str:

@@ -42,7 +42,8 @@ class Explainer:
 
     def sample(self, sample: int) -> dict[str, Any]:
         """
-        Return where a sample is, and when it is trained; DataSetError if there is no such sample.
+        Return the place of a sample, and the steps that train it; DataSetError if there is no such
+        sample.
         """
         for bad in self.view.stored.lengths.origin.bad:
             if bad.index == sample:
@@ -61,8 +62,8 @@ class Explainer:
 
     def pack(self, pack: int) -> dict[str, Any]:
         """
-        Return what is in a pack, and when it is trained; DataSetError if there is none of that
-        number.
+        Return the samples of a pack, and the steps that train it; DataSetError if there is no pack
+        of that number.
         """
         number = len(self.view.stored.plan.plan.packs)
         if pack >= number:

@@ -8,7 +8,7 @@ from packplan.app.plan.stored import PlanView
 from packplan.app.planning.log_lines import BOUNDS
 from packplan.core.equality import PackingVerdict
 from packplan.core.errors import agree, counted
-from packplan.core.inspection import SourceSummary
+from packplan.core.inspection import ScheduleSummary, SourceSummary
 from packplan.core.samples import video_totals
 
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -23,12 +23,8 @@ def deciding(view: PlanView) -> Iterator[FigureRow]:
     unit = "packs" if packed else "samples"
     yield "samples", f"{plan.num_samples:,}", counted(plan.num_tokens, "token")
     if plan.dropped_samples:
-        packs = counted(plan.dropped_packs, "underfilled pack")
-        yield (
-            "  dropped",
-            f"{plan.dropped_samples:,}",
-            f"{counted(plan.dropped_tokens, 'token')}, in {packs}",
-        )
+        remark = f"{counted(plan.dropped_tokens, 'token')}, in {counted(plan.dropped_packs, 'underfilled pack')}"
+        yield "  dropped", f"{plan.dropped_samples:,}", remark
     if plan.skipped_samples:
         yield "  skipped, too long", f"{plan.skipped_samples:,}", counted(plan.skipped_tokens, "token")
     if packed and plan.long_samples:
@@ -39,22 +35,14 @@ def deciding(view: PlanView) -> Iterator[FigureRow]:
         yield "  fill", f"{plan.fill_mean:.4f}", f"95 % of packs reach {plan.fill_p5:.4f}"
         yield "  saved against padding", f"{plan.padding_saved:.1%}", "of the positions, estimated"
     if view.stored.name == "train":
-        yield (
-            "optimizer steps", f"{schedule.steps_per_epoch:,}",
-            f"an epoch, {schedule.total_steps:,} in total; {schedule.effective_batch_size:,} {unit} a step",
-        )  # fmt: skip
+        remark = f"an epoch, {schedule.total_steps:,} in total; {schedule.effective_batch_size:,} {unit} a step"
+        yield "optimizer steps", f"{schedule.steps_per_epoch:,}", remark
     if schedule.world_size > 1:
         repeated = f", {schedule.repeated_packs:,} repeated" if schedule.repeated_packs else ""
         left = f", {schedule.unaligned_packs:,} dropped" if schedule.unaligned_packs else ""
-        yield (
-            "ranks",
-            f"{schedule.world_size:,}",
-            f"{schedule.packs_per_rank:,} {unit} each in an epoch{repeated}{left}",
-        )
-        yield (
-            "  imbalance", f"{schedule.work_imbalance:.4f}",
-            f"busiest rank over the mean; worst step {schedule.worst_work_imbalance:.3f}",
-        )  # fmt: skip
+        remark = f"{schedule.packs_per_rank:,} {unit} each in an epoch{repeated}{left}"
+        yield "ranks", f"{schedule.world_size:,}", remark
+        yield _imbalance(schedule)
     if view.attention is not None:
         yield "attention", view.attention.name, view.attention.why
     if view.verdict is not None and not view.verdict.passes:
@@ -70,22 +58,15 @@ def figures(view: PlanView) -> list[list[FigureRow]]:
 def _samples(view: PlanView) -> Iterator[FigureRow]:
     plan, packed = view.plan_summary, view.stored.packed
     yield "samples", f"{plan.num_samples:,}", counted(plan.num_tokens, "token")
-    yield (
-        "  planned",
-        f"{plan.planned_samples:,}",
-        f"{counted(plan.planned_tokens, 'token')}, {plan.token_coverage:.2%}",
-    )
+    remark = f"{counted(plan.planned_tokens, 'token')}, {plan.token_coverage:.2%}"
+    yield "  planned", f"{plan.planned_samples:,}", remark
     if packed:
         yield "  long, packs of their own", f"{plan.long_samples:,}", counted(plan.long_tokens, "token")
         yield "  dropped, in underfilled packs", f"{plan.dropped_samples:,}", counted(plan.dropped_tokens, "token")
     yield "  skipped, too long", f"{plan.skipped_samples:,}", counted(plan.skipped_tokens, "token")
     if plan.supervised_tokens is not None:
-        share = plan.supervised_tokens / plan.planned_tokens
-        yield (
-            "supervised tokens",
-            f"{plan.supervised_tokens:,}",
-            f"{share:.1%} of the planned ones: the loss counts them",
-        )
+        remark = f"{plan.supervised_tokens / plan.planned_tokens:.1%} of the planned ones: the loss counts them"
+        yield "supervised tokens", f"{plan.supervised_tokens:,}", remark
 
 
 def _sources(view: PlanView) -> Iterator[FigureRow]:
@@ -144,30 +125,23 @@ def _packs(view: PlanView) -> Iterator[FigureRow]:
     plan = view.plan_summary
     if plan.gap is None or plan.padding_saved is None:
         return
-    yield (
-        "packs",
-        f"{plan.num_packs:,}",
-        f"of {counted(plan.packing_length, 'token')}, {plan.samples_per_pack:.2f} samples each",
-    )
+    remark = f"of {counted(plan.packing_length, 'token')}, {plan.samples_per_pack:.2f} samples each"
+    yield "packs", f"{plan.num_packs:,}", remark
     exceed = agree(plan.oversized_packs, "exceeds", "exceed")
-    yield (
-        "  longest",
-        f"{plan.longest_pack:,}",
-        f"tokens; {plan.oversized_packs:,} {exceed} 110 % of the packing length",
-    )
+    remark = f"tokens; {plan.oversized_packs:,} {exceed} 110 % of the packing length"
+    yield "  longest", f"{plan.longest_pack:,}", remark
     yield "  dropped, underfilled", f"{plan.dropped_packs:,}", ""
-    yield (
-        "  above the lower bound",
-        f"{plan.gap:.3%}",
-        f"dropped ones counted; no plan has fewer than {plan.lower_bound:,} ({BOUNDS[plan.bound_kind]})",
-    )
-    yield (
-        "fill",
-        f"{plan.fill_mean:.4f}",
-        f"95 % of packs reach {plan.fill_p5:.4f}, the worst {plan.fill_worst:.4f}"
-        + ("; a long pack counts as full" if plan.long_samples else ""),
-    )
+    remark = f"dropped ones counted; no plan has fewer than {plan.lower_bound:,} ({BOUNDS[plan.bound_kind]})"
+    yield "  above the lower bound", f"{plan.gap:.3%}", remark
+    long = "; a long pack counts as full" if plan.long_samples else ""
+    remark = f"95 % of packs reach {plan.fill_p5:.4f}, the worst {plan.fill_worst:.4f}{long}"
+    yield "fill", f"{plan.fill_mean:.4f}", remark
     yield "saved against padding", f"{plan.padding_saved:.1%}", "of the positions, estimated"
+
+
+def _imbalance(schedule: ScheduleSummary) -> FigureRow:
+    remark = f"busiest rank over the mean; worst step {schedule.worst_work_imbalance:.3f}"
+    return "  imbalance", f"{schedule.work_imbalance:.4f}", remark
 
 
 def _verdict(verdict: PackingVerdict) -> FigureRow:
@@ -188,23 +162,16 @@ def _epoch(view: PlanView) -> Iterator[FigureRow]:
     yield f"  repeated {unit}", f"{schedule.repeated_packs:,}", "to fill the ranks"
     yield f"  dropped {unit}", f"{schedule.unaligned_packs:,}", "that do not fill the ranks"
     if view.stored.name == "train":
-        yield (
-            "effective batch", f"{schedule.effective_batch_size:,}",
-            f"{unit} a step, {counted(schedule.gradient_accumulation_steps, 'batch')} of each rank",
-        )  # fmt: skip
+        remark = f"{unit} a step, {counted(schedule.gradient_accumulation_steps, 'batch')} of each rank"
+        yield "effective batch", f"{schedule.effective_batch_size:,}", remark
     yield step, f"{schedule.steps_per_epoch:,}", f"an epoch, {schedule.total_steps:,} in total"
     if schedule.last_step_batches < schedule.gradient_accumulation_steps:
         yield "  ragged window", f"{schedule.last_step_batches:,}", "batches of each rank in an epoch's last step"
     padded = "" if packed else ", padded to the longest of a batch"
     yield "work", f"{schedule.work_per_step:,.4g}", f"a step, all ranks: {view.work.unit}{padded}"
-    yield (
-        "  imbalance", f"{schedule.work_imbalance:.4f}",
-        f"busiest rank over the mean; worst step {schedule.worst_work_imbalance:.3f}",
-    )  # fmt: skip
-    yield (
-        "  of microbatches", f"{schedule.microbatch_imbalance:.4f}",
-        "the same where ranks wait for each other in each microbatch",
-    )  # fmt: skip
+    yield _imbalance(schedule)
+    remark = "the same where ranks wait for each other in each microbatch"
+    yield "  of microbatches", f"{schedule.microbatch_imbalance:.4f}", remark
     packs = counted(schedule.world_size, "pack")
     remark = (
         f"busiest of {packs} over the mean; no others of these samples are below {schedule.pack_imbalance_floor:.4f}"

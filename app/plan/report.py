@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """PlanView, draw, and write."""
+    """Open the plans, draw them, and write the page."""
     stores.page_target(options.output)  # before it takes seconds
     config = stores.read_config(options.config, options.overrides)
     views = [inspect_plan(config, split, world_size=options.world_size) for split in splits_of(config, options.split)]

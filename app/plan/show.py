@@ -14,10 +14,10 @@ import os
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from packplan.app.cli.command import add_config_arguments, whole_number, world_size
+from packplan.app.cli.console import plain_console
 from packplan.app.plan.explain import Explainer, as_text
 from packplan.app.plan.figures import deciding, figures
 from packplan.app.plan.stored import PlanView, as_document, inspect_plan, splits_of
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """PlanView, then print."""
+    """Open the plans, then print."""
     if options.text and options.sample is None:
         raise ConfigError.at("--text", "is of one sample: name it by --sample")
     config = stores.read_config(options.config, options.overrides)
@@ -86,24 +86,24 @@ def _text_of(config: RunConfig, view: PlanView, sample: int) -> list[dict[str, A
 
 
 def _print(view: PlanView, *, everything: bool) -> None:
-    console = Console(width=None if Console().is_terminal else 100, highlight=False)
-    console.print(f"{view.stored.name}: {view.stored.where}", style="bold", markup=False, soft_wrap=True)
+    console = plain_console(100)
+    console.print(f"{view.stored.name}: {view.stored.where}", style="bold")
     for line in view.warnings:
-        console.print(f"warning: {line}", style="yellow", markup=False, soft_wrap=True)
+        console.print(f"warning: {line}", style="yellow")
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_column(overflow="fold")
     for group in figures(view) if everything else [deciding(view)]:
         for row in group:
-            table.add_row(*map(escape, row))  # names of sources are users'
+            table.add_row(*row)
         table.add_section()
-    console.print(table)
+    console.print(table, soft_wrap=False)
     checksums = as_document(view)["checksums"]
     if not everything:
-        console.print(f"raw_plan {checksums['raw_plan']}; --all prints every figure", markup=False, soft_wrap=True)
+        console.print(f"raw_plan {checksums['raw_plan']}; --all prints every figure")
         return
     for name, digest in checksums.items():
-        console.print(f"{name} {digest}", markup=False, soft_wrap=True)
+        console.print(f"{name} {digest}")
     for name, key in (("lengths", view.stored.lengths.origin.key), ("plan", view.stored.plan.key)):
-        console.print(f"fingerprint of the {name} {key.digest}", markup=False, soft_wrap=True)
+        console.print(f"fingerprint of the {name} {key.digest}")

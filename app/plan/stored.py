@@ -10,22 +10,16 @@ import attrs
 
 from packplan.app.planning.bad import left_out
 from packplan.app.planning.log_lines import describe
-from packplan.app.planning.schedule import require_static, split_schedule
+from packplan.app.planning.schedule import ragged_window, require_static, split_schedule
 from packplan.app.planning.split import Alignment, PlannedSplit, Stores, plan_table
-from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
+from packplan.app.planning.stored_lengths import open_lengths, refusals, stale_inputs
 from packplan.app.wiring import stores
 from packplan.app.wiring.attention import attention_by, needs_verdict, refuse_leak, stored_verdict
 from packplan.app.wiring.works import Work, policy_of, work_of
-from packplan.core.batch import partial_window
-from packplan.core.config import EVEN_STEPS, RunConfig, with_remedy
+from packplan.core.align import AlignedPlan
+from packplan.core.config import RunConfig, with_remedy
 from packplan.core.equality import AUTO, AttentionChoice, PackingVerdict
-from packplan.core.errors import (
-    ConfigError,
-    ModelError,
-    NotBuiltError,
-    PlanError,
-    UserError,
-)
+from packplan.core.errors import ConfigError, ModelError, NotBuiltError, UserError
 from packplan.core.inspection import (
     PlanSummary,
     ScheduleSummary,
@@ -34,7 +28,7 @@ from packplan.core.inspection import (
     summarise_schedule,
     summarise_sources,
 )
-from packplan.core.plan import refuse_dropped, refuse_longer
+from packplan.core.plan import refuse_longer
 from packplan.core.ports import StoredLengths, StoredPlan
 from packplan.core.samples import column, video_totals
 from packplan.core.schedule import EpochSchedule
@@ -58,6 +52,28 @@ class StoredSplit:
         """Return the plan in numbers."""
         supervised = column(self.lengths.rows.table, "supervised")
         return summarise(self.plan.plan, self.lengths.tokens, packed=self.packed, supervised=supervised)
+
+    def schedule(self, config: RunConfig, *, world_size: int | None) -> tuple[Work, AlignedPlan, EpochSchedule]:
+        """
+        Return the work of the samples, and the plan as so many ranks train it.
+
+        Args:
+            config: The run.
+            world_size: Ranks; None takes the most that the plan was aligned for.
+
+        Raises:
+            PlanError: The ranks would get no batch.
+            ArgumentError: The ranks cannot realise the batch.
+        """
+        raw, work = self.plan.plan, work_of(config, self.lengths.rows.table)
+        ranks = world_size or max(self.plan.world_sizes, default=1)
+        aligned = Alignment.from_config(config, self.name).align(raw, world_size=ranks)
+        return work, aligned, split_schedule(config, self.name, aligned, raw.packs.sums(work.samples.flops))
+
+    def schedule_summary(self, schedule: EpochSchedule, work: Work) -> ScheduleSummary:
+        """Return a schedule of the plan in numbers."""
+        tokens = self.lengths.tokens
+        return summarise_schedule(self.plan.plan, tokens, schedule, packed=self.packed, works=work.samples)
 
     def sources(self) -> tuple[SourceSummary, ...]:
         """Return the plan in numbers, source by source; none where older lengths name no files."""
@@ -142,12 +158,9 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
         PackplanError: It is not stored, or damaged, or not for so many ranks.
     """
     stored = _open_planned(config, split)
-    world_size = world_size or max(stored.plan.world_sizes, default=1)
-    raw = stored.plan.plan
-    aligned = Alignment.from_config(config, split).align(raw, world_size=world_size)
-    planned = PlannedSplit(split, stored.lengths.rows.table, raw, aligned, stored.lengths.origin.data_digest)
-    work = work_of(config, stored.lengths.rows.table)
-    schedule = split_schedule(config, split, aligned, raw.packs.sums(work.samples.flops))
+    raw, origin = stored.plan.plan, stored.lengths.origin
+    work, aligned, schedule = stored.schedule(config, world_size=world_size)
+    planned = PlannedSplit(split, stored.lengths.rows.table, raw, aligned, origin.data_digest)
     warnings = list(_warnings(config, stored, planned, schedule))
     attention = verdict = None
     try:
@@ -172,9 +185,7 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
         planned=planned,
         schedule=schedule,
         plan_summary=stored.summary(),
-        schedule_summary=summarise_schedule(
-            raw, stored.lengths.tokens, schedule, packed=stored.packed, works=work.samples
-        ),
+        schedule_summary=stored.schedule_summary(schedule, work),
         work=work,
         attention=attention,
         verdict=verdict,
@@ -185,18 +196,11 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
 def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, schedule: EpochSchedule) -> Iterator[str]:
     policy = policy_of(config, planned.name)
     yield from (f"{planned.name}: {line}" for line in stale_inputs(config, stored.lengths))
-    try:
-        refuse_longer(stored.lengths.tokens, policy)
-    except PlanError as error:
-        yield f"{planned.name}: training refuses the data: {with_remedy(error)}"
     differences = stored.plan.key.differences(policy.fingerprint(stored.lengths.digest))
+    for line in refusals(None if differences else planned.raw, stored.lengths.tokens, policy):
+        yield f"{planned.name}: {line}"
     for difference in differences:
         yield f"{planned.name}: this is the stored plan, but training would plan again: {difference}"
-    if not differences:
-        try:
-            refuse_dropped(planned.raw, stored.lengths.tokens, policy)
-        except PlanError as error:
-            yield f"{planned.name}: training refuses the plan: {with_remedy(error)}"
     if bad := stored.lengths.origin.bad:
         yield f"{planned.name}: {left_out(bad, stored.lengths.origin.num_records)}"
     if stored.lengths.rows.repeatability is None:
@@ -208,15 +212,12 @@ def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, sch
     )
     lines = describe(planned, shown_as)
     yield from (line for level, line in lines if level >= logging.WARNING)
-    window = partial_window(
-        per_rank_batches=schedule.batches_per_epoch, gradient_accumulation_steps=schedule.gradient_accumulation_steps
-    )
-    if window is not None and planned.name == "train":
-        yield f"{planned.name}: {window}; {EVEN_STEPS}"
+    if planned.name == "train" and (window := ragged_window(schedule)):
+        yield f"{planned.name}: {window}"
 
 
 def as_document(view: PlanView) -> dict[str, Any]:
-    """Return a look for programs."""
+    """Return a view for programs, as one document."""
     stored, planned, attention = view.stored, view.planned, view.attention
     return {
         "folder": stored.where,

@@ -6,7 +6,7 @@ wrong, all at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TypeVar
 
@@ -15,23 +15,26 @@ import numpy as np
 
 from packplan.adapters.progress import progress
 from packplan.app.planning.split import GatheredSplit, plan_table
+from packplan.app.planning.stored_lengths import refusals
 from packplan.core.config import with_remedy
 from packplan.core.errors import (
     CorruptArtefactError,
     Difference,
     NotBuiltError,
-    PlanError,
     RecordError,
     StaleError,
     counted,
 )
 from packplan.core.inspection import plan_faults
 from packplan.core.lengths import IntArray
-from packplan.core.plan import refuse_dropped, refuse_longer
 from packplan.core.ports import LengthSource, Origin, StoredLengths, StoredPlan
 from packplan.core.samples import MeasuredSample, MediaTable, Table, from_row, from_tables, num_media, sample_indices
 
 log = logging.getLogger(__name__)
+
+
+Fault = tuple[str, str]
+"""Place and reason of one thing that is wrong."""
 
 
 @attrs.frozen
@@ -65,7 +68,7 @@ def verify(split: GatheredSplit, *, num_samples: int = 0, decode: bool = False) 
     name, source, lengths_kept, plans_kept = split.name, split.source, split.stores.lengths, split.stores.plans
     damage = list(lengths_kept.damage())
     plan_damage = list(plans_kept.damage())
-    yield from (Finding("artefacts", error.path, error.reason) for error in [*damage, *plan_damage])
+    yield from _named("artefacts", ((error.path, error.reason) for error in [*damage, *plan_damage]))
     origin = _or_none(lengths_kept.origin)
     if origin is None and not damage and not plan_damage:
         raise NotBuiltError(lengths_kept.where, "holds no lengths")
@@ -73,22 +76,25 @@ def verify(split: GatheredSplit, *, num_samples: int = 0, decode: bool = False) 
     if origin is not None:
         data_digest = partial(source.data_digest, without=[one.index for one in origin.bad])
         differences = origin.differences(source.fingerprint(), len(source), data_digest)
-        yield from _check_inputs(lengths_kept.where, origin, differences, len(source))
-        yield from _check_bad(origin, source)
-    yield from (Finding("copies", where, reason) for where, reason in source.copy_faults())
+        yield from _named("inputs", _input_faults(lengths_kept.where, origin, differences, source))
+    yield from _named("copies", source.copy_faults())
     # What is damaged is named above, and compared with nothing.
     lengths, plan = _or_none(lengths_kept.inspect), _or_none(plans_kept.inspect)
     if lengths is None:
         return
     if plan is not None or not plan_damage:
         log.info("%s: checking the plan, and planning again", name)
-        yield from _check_plan(split, lengths, plan)
+        yield from _named("plan", _faults_of_plan(split, lengths, plan))
     # Where records came or went before others, these are other samples now.
     if len(source) != len(lengths.rows.table) and _other_data(differences):
         log.warning("%s: images and samples are not compared, since the data have other records", name)
         return
-    yield from _check_images(name, lengths, source, decode=decode)
-    yield from _check_samples(name, lengths, source, num_samples)
+    yield from _named("images", _image_faults(name, lengths, source, decode=decode))
+    yield from _named("samples", _sample_faults(name, lengths, source, num_samples))
+
+
+def _named(check: str, faults: Iterable[Fault]) -> Iterator[Finding]:
+    return (Finding(check, where, reason) for where, reason in faults)
 
 
 T = TypeVar("T")
@@ -102,62 +108,53 @@ def _or_none(read: Callable[[], T | None]) -> T | None:
         return None
 
 
-def _check_inputs(
-    where: str, origin: Origin, differences: tuple[Difference, ...], num_records: int
-) -> Iterator[Finding]:
-    """Yield in what the run as it is now differs from what the lengths were measured from."""
+def _input_faults(
+    where: str, origin: Origin, differences: tuple[Difference, ...], source: LengthSource
+) -> Iterator[Fault]:
+    """
+    Yield the differences between the run as it is now and the stored lengths, and each bad record
+    that is another one now.
+    """
     for difference in differences:
-        yield Finding("inputs", difference.key, f"measured with {difference.stored!r}, now {difference.current!r}")
-    if origin.num_measured < num_records and not _other_data(differences):
-        reason = f"{origin.num_measured:,} of {counted(num_records, 'record')} are measured: build goes on"
-        yield Finding("inputs", where, reason)
-
-
-def _check_bad(origin: Origin, source: LengthSource) -> Iterator[Finding]:
-    """Yield each bad record that is another one now."""
+        yield difference.key, f"measured with {difference.stored!r}, now {difference.current!r}"
+    total = len(source)
+    if origin.num_measured < total and not _other_data(differences):
+        yield where, f"{origin.num_measured:,} of {counted(total, 'record')} are measured: build goes on"
     for one in origin.bad:
-        if one.index < len(source) and source.record_digest(one.index) != one.sha256:
-            yield Finding("inputs", one.where, "changed, and was bad: build measures it again")
+        if one.index < total and source.record_digest(one.index) != one.sha256:
+            yield one.where, "changed, and was bad: build measures it again"
 
 
 def _other_data(differences: tuple[Difference, ...]) -> bool:
     return any(difference.key.startswith("data.") for difference in differences)
 
 
-def _check_plan(split: GatheredSplit, lengths: StoredLengths, stored: StoredPlan | None) -> Iterator[Finding]:
+def _faults_of_plan(split: GatheredSplit, lengths: StoredLengths, stored: StoredPlan | None) -> Iterator[Fault]:
     """Hold the plan against the lengths, the run's policy and the laws of plans, and plan again."""
     policy, where = split.policy, split.stores.plans.where
     if stored is None:
-        yield Finding("plan", where, "no plan is stored: build plans")
+        yield where, "no plan is stored: build plans"
         return
     key = policy.fingerprint(lengths.digest)
     differences = stored.key.differences(key)
     for difference in differences:
-        yield Finding(
-            "plan", difference.key, f"planned with {difference.stored!r}, now {difference.current!r}: build plans again"
-        )
+        reason = f"planned with {difference.stored!r}, now {difference.current!r}: build plans again"
+        yield difference.key, reason
     if stored.key.inputs["lengths"] != lengths.digest:
         return
     packed, ratio = bool(stored.key.inputs["packing"]), stored.key.inputs.get("min_fill_ratio")
     tokens = lengths.tokens
-    try:
-        refuse_longer(tokens, policy)
-    except PlanError as error:
-        yield Finding("plan", where, f"training refuses the data: {with_remedy(error)}")
     faults = list(plan_faults(stored.plan, tokens, packed=packed, min_fill_ratio=None if ratio is None else str(ratio)))
-    yield from (Finding("plan", where, fault) for fault in faults)
-    if not differences and not faults:
-        try:
-            refuse_dropped(stored.plan, tokens, policy)
-        except PlanError as error:
-            yield Finding("plan", where, f"training refuses the plan: {with_remedy(error)}")
-    if not differences and not faults:
+    is_sound = not differences and not faults
+    for reason in (*refusals(stored.plan if is_sound else None, tokens, policy), *faults):
+        yield where, reason
+    if is_sound:
         again = plan_table(f"{split.name} again", policy, lengths.rows.table, quick_bound=True)
         if again.packs != stored.plan.packs:
-            yield Finding("plan", where, "planned again from the stored lengths, it is another one")
+            yield where, "planned again from the stored lengths, it is another one"
 
 
-def _check_images(name: str, lengths: StoredLengths, source: LengthSource, *, decode: bool) -> Iterator[Finding]:
+def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, decode: bool) -> Iterator[Fault]:
     """Compare every image with what was stored of it."""
     table = lengths.rows.table[: len(source)]
     indices = np.flatnonzero(num_media(table))
@@ -167,18 +164,15 @@ def _check_images(name: str, lengths: StoredLengths, source: LengthSource, *, de
         try:
             found = source.media_facts(index, decode=decode)
         except (RecordError, StaleError) as error:
-            yield Finding("images", f"sample {index}", with_remedy(error))
+            yield f"sample {index}", with_remedy(error)
             continue
         if len(found) != len(measured.media):
-            reason = f"measured with {counted(len(measured.media), 'image')}, now {len(found)}"
-            yield Finding("images", f"sample {index}", reason)
+            yield f"sample {index}", f"measured with {counted(len(measured.media), 'image')}, now {len(found)}"
             continue
         for number, (then, now) in enumerate(zip(measured.media, found, strict=True)):
             if differences := then.differences(now):
                 changes = "; ".join(map(str, differences))
-                yield Finding(
-                    "images", f"image {number} of sample {index}", f"is not the one that was measured: {changes}"
-                )
+                yield f"image {number} of sample {index}", f"is not the one that was measured: {changes}"
 
 
 def _measured(table: Table, media: MediaTable, indices: IntArray) -> Iterator[tuple[int, MeasuredSample]]:
@@ -191,7 +185,7 @@ def _measured(table: Table, media: MediaTable, indices: IntArray) -> Iterator[tu
         yield from zip(part, from_tables(table, media, part), strict=True)
 
 
-def _check_samples(name: str, lengths: StoredLengths, source: LengthSource, count: int) -> Iterator[Finding]:
+def _sample_faults(name: str, lengths: StoredLengths, source: LengthSource, count: int) -> Iterator[Fault]:
     """Encode samples again, the first and the last and some between, and compare."""
     samples = sample_indices(lengths.rows.table[: len(source)])
     chosen = np.linspace(0, samples.size - 1, min(count, samples.size)).round().astype(int)
@@ -201,8 +195,8 @@ def _check_samples(name: str, lengths: StoredLengths, source: LengthSource, coun
         try:
             differences = stored.differences(source.measure(index))
         except (RecordError, StaleError) as error:
-            yield Finding("samples", f"sample {index}", with_remedy(error))
+            yield f"sample {index}", with_remedy(error)
             continue
         if differences:
             changes = "; ".join(map(str, differences))
-            yield Finding("samples", f"sample {index}", f"does not measure as it is stored: {changes}")
+            yield f"sample {index}", f"does not measure as it is stored: {changes}"

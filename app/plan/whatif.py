@@ -11,15 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 
 import attrs
-from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, positive_numbers, world_sizes
+from packplan.app.cli.console import plain_console
 from packplan.app.plan.stored import splits_of
 from packplan.app.planning.schedule import split_schedule
 from packplan.app.planning.split import Alignment, plan_table
@@ -28,12 +28,27 @@ from packplan.app.wiring import stores
 from packplan.app.wiring.works import policy_of, work_of
 from packplan.core.config import RunConfig, with_remedy
 from packplan.core.errors import ConfigError, counted
-from packplan.core.inspection import Alternative, best_of, what_if
+from packplan.core.inspection import Alternative, PlanSummary, ScheduleSummary, best_of, what_if
 from packplan.core.plan import RawPlan, refuse_dropped, refuse_longer
 from packplan.core.ports import StoredLengths
 from packplan.core.schedule import EpochSchedule
 
 RULE = "coverage x fill / imbalance"
+
+COLUMNS: Mapping[str, Callable[[PlanSummary, ScheduleSummary], str]] = MappingProxyType(
+    {
+        "packs": lambda plan, _: f"{plan.num_packs:,}",
+        "fill": lambda plan, _: f"{plan.fill_mean:.4f}",
+        "long": lambda plan, _: f"{plan.long_samples + plan.skipped_samples:,}",
+        "longest": lambda plan, _: f"{plan.longest_pack:,}",
+        "over 110 %": lambda plan, _: f"{plan.oversized_packs:,}",
+        "dropped tokens": lambda plan, _: f"{plan.dropped_tokens + plan.skipped_tokens:,}",
+        "steps": lambda _, schedule: f"{schedule.total_steps:,}",
+        "work a step": lambda _, schedule: f"{schedule.work_per_step:.3g}",
+        "imbalance": lambda _, schedule: f"{schedule.work_imbalance:.3f}",
+    }
+)
+"""Column of the table -> text of a planned alternative."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,50 +130,25 @@ def _alternatives(
 
 def _print(alternatives: list[Alternative], best: dict[int, Alternative]) -> None:
     table = Table()
-    columns = (
-        "max_length",
-        "ranks",
-        "packs",
-        "fill",
-        "long",
-        "longest",
-        "over 110 %",
-        "dropped tokens",
-        "steps",
-        "work a step",
-        "imbalance",
-        "score",
-        "",
-    )
-    for name in columns:
+    for name in ("max_length", "ranks", *COLUMNS, "score", ""):
         table.add_column(name, justify="right" if name else "left")
     for one in alternatives:
-        table.add_row(*_cells(one), "best" if best.get(one.world_size) is one else "")
+        cells = ["-"] * (len(COLUMNS) + 1)
+        if one.plan is not None and one.schedule is not None:
+            cells = [*(text(one.plan, one.schedule) for text in COLUMNS.values()), f"{one.score:.4f}"]
+        mark = "best" if best.get(one.world_size) is one else ""
+        table.add_row(f"{one.packing_length:,}", f"{one.world_size:,}", *cells, mark)
+    console = plain_console()
     # A terminal that is too narrow wraps the lines, but all digits are there.
-    wide = Console(width=1000)
-    needed = Measurement.get(wide, wide.options, table).maximum
-    console = Console(width=max(Console().width, needed), highlight=False)
-    console.print(table)
-    console.print(f"best, for each number of ranks: the highest {RULE}", markup=False, soft_wrap=True)
+    console.width = max(console.width, console.measure(table, options=console.options.update(width=1000)).maximum)
+    console.print(table, soft_wrap=False)
+    console.print(f"best, for each number of ranks: the highest {RULE}")
     if any(one.plan and one.plan.oversized_packs for one in alternatives):
         console.print(
             "over 110 %: packs that exceed max_length by more than 10 %, each a long sample; "
-            "training.packing_allow_single_long: false skips long samples", markup=False, soft_wrap=True,
-        )  # fmt: skip
+            "training.packing_allow_single_long: false skips long samples"
+        )
     for one in alternatives:
         if one.problem:
             where = f"max_length {one.packing_length:,}, {counted(one.world_size, 'rank')}"
-            console.print(f"not planned: {where}: {one.problem}", markup=False, soft_wrap=True)
-
-
-def _cells(one: Alternative) -> tuple[str, ...]:
-    if one.plan is None or one.schedule is None:
-        return f"{one.packing_length:,}", f"{one.world_size:,}", *["-"] * 10
-    plan, schedule = one.plan, one.schedule
-    return (
-        f"{one.packing_length:,}", f"{one.world_size:,}", f"{plan.num_packs:,}", f"{plan.fill_mean:.4f}",
-        f"{plan.long_samples + plan.skipped_samples:,}", f"{plan.longest_pack:,}", f"{plan.oversized_packs:,}",
-        f"{plan.dropped_tokens + plan.skipped_tokens:,}",
-        f"{schedule.total_steps:,}", f"{schedule.work_per_step:.3g}", f"{schedule.work_imbalance:.3f}",
-        f"{one.score:.4f}",
-    )  # fmt: skip
+            console.print(f"not planned: {where}: {one.problem}")

@@ -29,11 +29,11 @@ OTHER_REASONS = "other reasons"
 _OF_ONE_RECORD = re.compile(
     r"""'[^']*'|"[^"]*"|(?<!\S)(?!\W*(?:model|template|custom|training)\.)\S*(?:[/\\\d]|\w\.\w)\S*"""
 )
-"""What a reason quotes of its record: texts in quotes, numbers, names of files, addresses."""
+"""Parts of a reason that are of one record: quoted texts, numbers, names of files, addresses."""
 
 
 class ReasonCounts:
-    """How many failures have which reason, in bounded memory, whatever the reasons quote."""
+    """Number of failures of each reason, in bounded memory, whatever the reasons quote."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -74,7 +74,7 @@ class BadRecords:
 
     @property
     def indices(self) -> list[int]:
-        """Their indices, ascending."""
+        """Indices of the bad records, ascending."""
         return [one.index for one in self.records]
 
     def take_over(self, known: Sequence[BadRecord]) -> None:
@@ -119,7 +119,7 @@ class BadRecords:
 
 def left_out(records: Sequence[BadRecord], total: int) -> str:
     """
-    Return how many records are bad, and the first of them, in a line.
+    Return a line with the number of bad records and the first of them.
 
     Args:
         records: Bad records, ascending.

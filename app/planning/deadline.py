@@ -38,7 +38,7 @@ class Deadline:
 
     def wait(self) -> dict[str, float]:
         """
-        Return what ports take of a wait: the seconds that are left, and those in all, which an
+        Return the options of a port's wait: the seconds that are left, and those in all, which an
         error names.
         """
         return {"timeout_s": self.left_s(), "limit_s": self.timeout_s}
@@ -46,6 +46,6 @@ class Deadline:
 
 _LATE_S = 1e-3
 """
-What is left after the deadline: not 0, which would be for ever. What need not be waited for is
-still had.
+Seconds left after the deadline: not 0, which would be for ever. Results that are ready are still
+taken.
 """

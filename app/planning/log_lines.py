@@ -1,4 +1,4 @@
-"""What there is to say of a planned split, in the words that the documentation explains."""
+"""Lines of the log on a planned split, in the words that the documentation explains."""
 
 from __future__ import annotations
 
@@ -28,22 +28,37 @@ SHOWN = 10
 BOUNDS: Mapping[BoundKind, str] = MappingProxyType(
     {"quick": "quick bound", "relaxation": "linear relaxation", "reached": "a packing reaches it"}
 )
-"""What is said of each kind of lower bound."""
+"""Words for each kind of lower bound."""
 
 
 log = logging.getLogger(__name__)
 
+Line = tuple[int, str]
+"""Log level and text of a line."""
+
 
 def log_plan(planned: PlannedSplit, policy: PlanPolicy) -> None:
-    """Log what there is to say of a planned split."""
+    """Log a planned split in words."""
     for level, line in describe(planned, policy):
         log.log(level, line)
 
 
-def describe(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[tuple[int, str]]:
-    """Yield what there is to say of a planned split, each line with its log level."""
-    raw, aligned, name = planned.raw, planned.aligned, planned.name
-    info, warning = logging.INFO, logging.WARNING
+def describe(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
+    """Yield the lines on a planned split, each with its log level."""
+    for parts in (_describe_plan, _describe_packs, _describe_checksums, _describe_exceptions):
+        yield from ((level, f"{planned.name}: {text}") for level, text in parts(planned, policy))
+
+
+def _note(text: str) -> Line:
+    return logging.INFO, text
+
+
+def _warning(text: str) -> Line:
+    return logging.WARNING, text
+
+
+def _describe_plan(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
+    raw, aligned = planned.raw, planned.aligned
     held = "padded batches; each counts as a pack of its own below"
     if policy.packing:
         long = " (a long pack counts as full)" if raw.single_long else ""
@@ -52,60 +67,52 @@ def describe(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[tuple[int, s
             f"{counted(len(raw.packs), 'pack')}, fill {raw.fill:.4f}{long}{dropped}, no plan has fewer than "
             f"{counted(raw.lower_bound, 'pack')}{of_all} ({BOUNDS[raw.bound_kind]})"
         )
-    yield (
-        info,
-        (
-            f"{name}: {counted(raw.num_samples, 'sample')}, {counted(raw.num_tokens, 'token')}; "
-            f"packing_length {raw.packing_length:,}; {counted(raw.planned_samples, 'sample')} in {held}"
-        ),
+    yield _note(
+        f"{counted(raw.num_samples, 'sample')}, {counted(raw.num_tokens, 'token')}; "
+        f"packing_length {raw.packing_length:,}; {counted(raw.planned_samples, 'sample')} in {held}"
     )
-    yield (
-        info,
-        (
-            f"{name}: N_raw_packs {len(raw.packs):,}, N_aligned_packs {len(aligned.packs):,}, "
-            f"world_size {aligned.world_size}, dataloader_drop_last {str(aligned.dataloader_drop_last).lower()}"
-        ),
+    yield _note(
+        f"N_raw_packs {len(raw.packs):,}, N_aligned_packs {len(aligned.packs):,}, "
+        f"world_size {aligned.world_size}, dataloader_drop_last {str(aligned.dataloader_drop_last).lower()}"
     )
     supervised = int(column(planned.table, "supervised")[raw.packs.indices].sum(dtype=np.int64))
     share = supervised / raw.planned_tokens
-    yield info, f"{name}: {counted(supervised, 'token')} of planned samples ({share:.1%}) are supervised"
+    yield _note(f"{counted(supervised, 'token')} of planned samples ({share:.1%}) are supervised")
     if aligned.pad_needed:
         shown = in_ranges(aligned.repeated)
-        yield info, f"{name}: pad_needed {aligned.pad_needed:,}, repeated packs of the raw plan [{shown}]"
+        yield _note(f"pad_needed {aligned.pad_needed:,}, repeated packs of the raw plan [{shown}]")
     if aligned.num_dropped:
         first = len(raw.packs) - aligned.num_dropped
-        yield (
-            warning,
-            (
-                f"{name}: the last {counted(aligned.num_dropped, 'pack')} (from {first:,}) "
-                f"{agree(aligned.num_dropped)} not trained, in no epoch; "
-                f"training.dataloader_drop_last: false trains {agree(aligned.num_dropped, 'it', 'them')}"
-            ),
+        yield _warning(
+            f"the last {counted(aligned.num_dropped, 'pack')} (from {first:,}) "
+            f"{agree(aligned.num_dropped)} not trained, in no epoch; "
+            f"training.dataloader_drop_last: false trains {agree(aligned.num_dropped, 'it', 'them')}"
         )
-    if policy.packing:
-        yield from _describe_packs(planned, policy)
-    yield info, f"{name}: raw_plan checksum {planned.raw_checksum}"
-    yield info, f"{name}: aligned_plan checksum {planned.checksum} (world_size {aligned.world_size})"
-    yield from _describe_exceptions(planned, policy)
 
 
-def _describe_packs(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[tuple[int, str]]:
-    """Yield how long packs are, and why many of them are filled badly."""
-    raw, name = planned.raw, planned.name
-    lengths = column(planned.table, "length")
+def _describe_packs(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
+    """Yield the longest pack, and the reason of a low fill."""
+    if not policy.packing:
+        return
+    raw, lengths = planned.raw, column(planned.table, "length")
     longest = longest_pack(raw, lengths)
-    line = f"{name}: the longest pack has {counted(longest.tokens, 'token')}"
-    if longest.num_oversized:
-        number = longest.num_oversized
-        line += (
-            f"; {counted(number, 'pack')}, {agree(number, 'a long sample', 'each a long sample')}, "
+    line = f"the longest pack has {counted(longest.tokens, 'token')}"
+    if number := longest.num_oversized:
+        yield _warning(
+            f"{line}; {counted(number, 'pack')}, {agree(number, 'a long sample', 'each a long sample')}, "
             f"{agree(number, 'exceeds', 'exceed')} the packing length of {raw.packing_length:,} by more than 10 %; "
             "training.packing_allow_single_long: false skips long samples"
         )
-    yield logging.WARNING if longest.num_oversized else logging.INFO, line
+    else:
+        yield _note(line)
     low = low_fill(raw, lengths)
     if low is not None:
-        yield logging.WARNING, f"{name}: fill is {low.fill:.4f}, since {_reason(low, policy)}"
+        yield _warning(f"fill is {low.fill:.4f}, since {_reason(low, policy)}")
+
+
+def _describe_checksums(planned: PlannedSplit, _: PlanPolicy) -> Iterator[Line]:
+    yield _note(f"raw_plan checksum {planned.raw_checksum}")
+    yield _note(f"aligned_plan checksum {planned.checksum} (world_size {planned.aligned.world_size})")
 
 
 def _reason(low: LowFill, policy: PlanPolicy) -> str:
@@ -128,49 +135,37 @@ def _reason(low: LowFill, policy: PlanPolicy) -> str:
     )
 
 
-def _describe_exceptions(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[tuple[int, str]]:
-    raw, name = planned.raw, planned.name
-    info, warning = logging.INFO, logging.WARNING
+def _describe_exceptions(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
+    """Yield which samples are truncated, long, skipped or dropped."""
+    raw = planned.raw
     cut = int(column(planned.table, "cut").sum())
     if cut:
-        yield (
-            warning,
-            (
-                f"{name}: {counted(cut, 'sample')} {agree(cut)} truncated to {counted(raw.packing_length, 'token')} "
-                "(template.truncation_strategy); "
-                "truncated samples are long samples"
-            ),
+        yield _warning(
+            f"{counted(cut, 'sample')} {agree(cut)} truncated to {counted(raw.packing_length, 'token')} "
+            "(template.truncation_strategy); truncated samples are long samples"
         )
     if raw.single_long and policy.packing:
-        yield (
-            info,
-            (
-                f"{name}: {counted(len(raw.single_long), 'sample')} {agree(len(raw.single_long), 'has', 'have')} "
-                f"{counted(raw.packing_length, 'token')} or "
-                f"more and {agree(len(raw.single_long), 'is a pack of its own', 'are packs of their own')}, "
-                f"{len(raw.single_long) - cut:,} not truncated: {in_ranges(raw.single_long, most=SHOWN)}"
-            ),
+        number = len(raw.single_long)
+        yield _note(
+            f"{counted(number, 'sample')} {agree(number, 'has', 'have')} {counted(raw.packing_length, 'token')} or "
+            f"more and {agree(number, 'is a pack of its own', 'are packs of their own')}, "
+            f"{number - cut:,} not truncated: {in_ranges(raw.single_long, most=SHOWN)}"
         )
     if raw.skipped_long:
-        yield (
-            warning,
-            (
-                f"{name}: {counted(len(raw.skipped_long), 'sample')} ({counted(raw.skipped_tokens, 'token')}) "
-                f"{agree(len(raw.skipped_long), 'has', 'have')} {raw.packing_length:,} "
-                f"tokens or more and {agree(len(raw.skipped_long))} skipped: "
-                f"{in_ranges(raw.skipped_long, most=SHOWN)}; raise template.max_length, lower "
-                "template.max_pixels, or set training.packing_allow_single_long: true"
-            ),
+        number = len(raw.skipped_long)
+        yield _warning(
+            f"{counted(number, 'sample')} ({counted(raw.skipped_tokens, 'token')}) {agree(number, 'has', 'have')} "
+            f"{raw.packing_length:,} tokens or more and {agree(number)} skipped: "
+            f"{in_ranges(raw.skipped_long, most=SHOWN)}; raise template.max_length, lower "
+            "template.max_pixels, or set training.packing_allow_single_long: true"
         )
-    if len(raw.dropped_packs):
-        yield (
-            (warning if raw.dropped_share > min(WORTH_A_WARNING, Fraction(policy.max_dropped_share)) else info),
-            (
-                f"{name}: {counted(len(raw.dropped_packs), 'pack')} filled below {policy.min_fill_ratio} "
-                f"{agree(len(raw.dropped_packs))} dropped "
-                f"({counted(raw.dropped_samples, 'sample')}, {counted(raw.dropped_tokens, 'token')}, "
-                f"{float(raw.dropped_share):.2%} of all); "
-                f"training.packing_drop_last: false keeps {agree(len(raw.dropped_packs), 'it', 'them')}, a lower "
-                "training.packing_min_fill_ratio keeps more"
-            ),
+    if number := len(raw.dropped_packs):
+        line = (
+            f"{counted(number, 'pack')} filled below {policy.min_fill_ratio} {agree(number)} dropped "
+            f"({counted(raw.dropped_samples, 'sample')}, {counted(raw.dropped_tokens, 'token')}, "
+            f"{float(raw.dropped_share):.2%} of all); "
+            f"training.packing_drop_last: false keeps {agree(number, 'it', 'them')}, a lower "
+            "training.packing_min_fill_ratio keeps more"
         )
+        many = raw.dropped_share > min(WORTH_A_WARNING, Fraction(policy.max_dropped_share))
+        yield _warning(line) if many else _note(line)

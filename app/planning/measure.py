@@ -79,11 +79,11 @@ def measure(
     full.
 
     Args:
-        name: Of the split, for messages.
-        source: Its records.
+        name: Name of the split, for messages.
+        source: Records of the split.
         store: Keeps what is measured, while it is measured.
         flush_every: Samples between two flushes; None adapts to the number of samples.
-        report: Hears how many are measured.
+        report: Called with the number of measured samples.
         max_bad_share: Largest share of all records that may be bad, and are flagged; None lets the
             first stop the run.
 
@@ -111,14 +111,19 @@ def measure(
         log.info("%s: measuring %s, %s %s stored", name, left, f"{num_samples:,}", agree(num_samples))
     else:
         log.info("%s: the lengths of all %s are stored, and not yet checked", name, counted(num_samples, "sample"))
-    try:
-        return _measure_and_check(name, source, store, stored, bad, flush_every=flush_every, report=report)
-    except ShortcutError as error:
-        log.warning("%s: %s: encoding every sample in full instead", name, error)
-        store.discard()
-        bad.take_over(())
-        nothing = Stored(stored.table[:0], stored.media[:0], in_full=True)
-        return _measure_and_check(name, source, store, nothing, bad, flush_every=flush_every, report=report)
+    while True:
+        try:
+            done = measure_rows(name, source, store, stored, bad=bad, flush_every=flush_every, report=report)
+            bad.warn(name)
+            report(f"the {name} samples are encoded again, some of them")
+            _complete(name, source, store, done, bad)
+        except ShortcutError as error:
+            log.warning("%s: %s: encoding every sample in full instead", name, error)
+            store.discard()
+            bad.take_over(())
+            stored = Stored(stored.table[:0], stored.media[:0], in_full=True)
+        else:
+            return done.table
 
 
 def resume(name: str, source: LengthSource, store: LengthStore, bad: BadRecords) -> Stored:
@@ -127,14 +132,14 @@ def resume(name: str, source: LengthSource, store: LengthStore, bad: BadRecords)
 
     Args:
         name: Name of the split, for messages.
-        source: Its records.
+        source: Records of the split.
         store: Keeps the measurements.
         bad: Takes over the bad records that are stored.
 
     Raises:
         StaleError: The measurements are of other data or of another configuration.
-        RecordError: None may be bad.
-        DataSetError: Too many are bad.
+        RecordError: A record is bad, and none may be.
+        DataSetError: Too many records are bad.
     """
     known = store.bad()
     data_digest = partial(source.data_digest, without=[one.index for one in known])
@@ -152,29 +157,17 @@ def resume(name: str, source: LengthSource, store: LengthStore, bad: BadRecords)
     return first
 
 
-def _measure_and_check(
-    name: str,
-    source: LengthSource,
-    store: LengthStore,
-    stored: Stored,
-    bad: BadRecords,
-    *,
-    flush_every: int | None,
-    report: ReportProgress,
-) -> Table:
-    done = measure_rows(name, source, store, stored, bad=bad, flush_every=flush_every, report=report)
-    bad.warn(name)
+def _complete(name: str, source: LengthSource, store: LengthStore, done: Stored, bad: BadRecords) -> None:
+    """Check that the measured samples are steady, and mark the store as complete."""
     if bad.records and len(bad.records) == len(done.table):
         message = f"none of the {name} records can become a sample: fix them"
         raise DataSetError(message)
-    report(f"the {name} samples are encoded again, some of them")
     repeatability = _check_repeatability(source, done)
     # Complete only now that the samples have proved steady: otherwise the next run would trust
     # them.
     rows, media = to_tables([])
     data_digest = source.data_digest(len(done.table), without=bad.indices)
     store.append(rows, media, data_digest, in_full=done.in_full, repeatability=repeatability, bad=bad.records)
-    return done.table
 
 
 def measure_rows(
@@ -191,13 +184,13 @@ def measure_rows(
     Measure the records that a store does not have, and append them, flush by flush.
 
     Args:
-        name: Of the samples, for messages.
+        name: Name of the samples, for messages.
         source: The records.
         store: Resumed.
-        stored: What it has; where that was encoded in full, no shortcut is taken.
+        stored: Measurements in *store*; if they were encoded in full, no shortcut is taken.
         bad: Takes records that cannot become samples; None lets the first stop this.
         flush_every: Samples between two flushes; None adapts to their number.
-        report: Hears how many are measured.
+        report: Called with the number of measured samples.
 
     Raises:
         RecordError: A record cannot become a sample; what was measured before it is kept.
@@ -264,12 +257,12 @@ def _check_repeatability(source: LengthSource, stored: Stored) -> dict[str, Any]
     table, samples = stored.table, sample_indices(stored.table)
     indices = sorted({*samples[_spread(samples.size)].tolist(), *_shape_classes(table, stored.media)}, reverse=True)
     for index in indices:
-        encoded = source.measure(index)
-        if encoded == from_row(table, index):
-            continue
-        if stored.in_full or encoded != source.measure(index):
-            raise _unsteady(index, from_row(table, index), encoded, "later")
-        raise ShortcutError(f"sample {index}", tuple(table[index].tolist()), to_row(encoded))
+        encoded, measured = source.measure(index), from_row(table, index)
+        if stored.in_full:
+            _require_same(index, measured, encoded, "later")
+        elif encoded != measured:
+            _require_same(index, encoded, source.measure(index), "later")
+            raise ShortcutError(f"sample {index}", to_row(measured), to_row(encoded))
     _compare_elsewhere(source, {index: from_row(table, index) for index in indices})
     return {"samples": indices, "orders": 3, "processes": 2, "epochs": [0, REPEATED_EPOCH]}
 
@@ -284,7 +277,7 @@ def check_repeatability_first(source: LengthSource, known: int, *, report: Repor
     Args:
         source: The records.
         known: How many of them, from the first, are measured already.
-        report: Hears that this is done.
+        report: Called with a line once, before the first sample.
         skips: Whether records that cannot become samples are passed over.
 
     Raises:
@@ -303,8 +296,7 @@ def check_repeatability_first(source: LengthSource, known: int, *, report: Repor
             if not skips:
                 raise
     for index in reversed(first):
-        if (encoded := source.measure(index)) != first[index]:
-            raise _unsteady(index, first[index], encoded, "later")
+        _require_same(index, first[index], source.measure(index), "later")
     _compare_elsewhere(source, first)
 
 
@@ -355,17 +347,18 @@ def _compare_elsewhere(source: LengthSource, measured: Mapping[int, Measurement]
     for index, outcome in zip(elsewhere, source.measure_elsewhere(elsewhere, epoch=REPEATED_EPOCH), strict=True):
         if isinstance(outcome, RecordError):
             raise outcome
-        if outcome.measurement != measured[index]:
-            when = f"in another process and epoch {REPEATED_EPOCH}"
-            raise _unsteady(index, measured[index], outcome.measurement, when)
+        when = f"in another process and epoch {REPEATED_EPOCH}"
+        _require_same(index, measured[index], outcome.measurement, when)
 
 
-def _unsteady(index: int, first: Measurement, encoded: Measurement, when: str) -> DataSetError:
-    return DataSetError(
-        f"sample {index} measured {to_row(first)} first and {to_row(encoded)} {when} "
-        f"({', '.join(COLUMNS)}): a plan needs samples that encode the same every time: make the "
-        "preprocessing deterministic"
-    )
+def _require_same(index: int, first: Measurement, encoded: Measurement, when: str) -> None:
+    if encoded != first:
+        message = (
+            f"sample {index} measured {to_row(first)} first and {to_row(encoded)} {when} "
+            f"({', '.join(COLUMNS)}): a plan needs samples that encode the same every time: make the "
+            "preprocessing deterministic"
+        )
+        raise DataSetError(message)
 
 
 def _spread(total: int) -> list[int]:

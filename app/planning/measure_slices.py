@@ -30,19 +30,16 @@ OpenSlice = Callable[[int, int], tuple[LengthStore, Lock]]
 """From a slice's first sample and end: its store, and who may write there."""
 
 
-def measure_slices(
-    split: GatheredSplit, open_slice: OpenSlice, *, group: RankGroup, flush_every: int | None, deadline: Deadline
-) -> None:
+def measure_slices(split: GatheredSplit, open_slice: OpenSlice, *, group: RankGroup, deadline: Deadline) -> None:
     """
     Measure what a split's store lacks, a slice on each rank; every rank calls this.
 
     Where that is much, a few samples are encoded twice before.
 
     Args:
-        split: What is measured; rank 0 alone touches its stores.
+        split: Split to measure; rank 0 alone touches its stores.
         open_slice: Opens a slice's store.
         group: All ranks.
-        flush_every: Samples between two flushes; None adapts to their number.
         deadline: For other ranks and other jobs.
 
     Raises:
@@ -64,7 +61,7 @@ def measure_slices(
         )
     bounds = [first + (total - first) * rank // group.world_size for rank in range(group.world_size + 1)]
     parts = [_Slice(split.source, start, stop) for start, stop in pairwise(bounds)]
-    slices = _Slices(split, parts, open_slice, bool(in_full), flush_every, deadline)
+    slices = _Slices(split, parts, open_slice, bool(in_full), deadline)
 
     digests = group.gather(_or_reason(partial(slices.measure, group.rank)), **deadline.wait())
     for rank, digest in enumerate(digests):
@@ -87,7 +84,7 @@ def _count_stored(split: GatheredSplit, deadline: Deadline, report: ReportProgre
 
 @attrs.frozen
 class _Slices:
-    """What a split's store lacks, cut into a slice for each rank."""
+    """Samples that a split's store lacks, cut into a slice for each rank."""
 
     split: GatheredSplit
     parts: list[_Slice]
@@ -95,7 +92,6 @@ class _Slices:
 
     open_slice: OpenSlice
     in_full: bool
-    flush_every: int | None
     deadline: Deadline
 
     def measure(self, rank: int) -> str:
@@ -108,7 +104,7 @@ class _Slices:
                 store.discard()
                 stored = Stored(stored.table[:0], stored.media[:0], self.in_full)
             name = f"samples {part.start:,} to {part.stop:,}"
-            measure_part = partial(measure_rows, name, part, store, flush_every=self.flush_every, report=_no_one)
+            measure_part = partial(measure_rows, name, part, store, flush_every=self.split.flush_every, report=_no_one)
             try:
                 measure_part(stored)
             except ShortcutError as error:
@@ -134,7 +130,7 @@ class _Slices:
         return {}
 
     def _read(self, rank: int, digest: str) -> Stored:
-        """Return what a rank measured; DataSetError if it is not what that rank says it stored."""
+        """Return the measurements of a rank; DataSetError if their digest is not the rank's."""
         part = self.parts[rank]
         store, _ = self.open_slice(part.start, part.stop)
         stored = store.read(part.source.fingerprint(), len(part), part.data_digest)
@@ -152,8 +148,8 @@ _FAILED = "failed: "
 
 def _or_reason(call: Callable[[], str]) -> str:
     """
-    Return what *call* returns, or why it failed: the other ranks are still measuring, and keep what
-    they measure.
+    Return the result of *call*, or the reason of its failure: the other ranks are still measuring,
+    and keep what they measure.
     """
     try:
         return call()

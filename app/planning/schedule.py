@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from packplan.app.planning.split import PlannedSplit
 from packplan.core.align import AlignedPlan
-from packplan.core.batch import Accumulation, resolve_accumulation
-from packplan.core.config import RunConfig
+from packplan.core.batch import Accumulation, partial_window, resolve_accumulation
+from packplan.core.config import EVEN_STEPS, RunConfig
 from packplan.core.errors import ConfigError
 from packplan.core.schedule import ORDER_VERSION, EpochSchedule, ResumeState
 from packplan.core.work import Meeting
@@ -31,7 +31,7 @@ weights from 3 on.
 
 @attrs.frozen
 class BatchSizes:
-    """What one optimizer step is made of."""
+    """Batches of one optimizer step."""
 
     size: int
     """Batch of one rank: packs, or samples if not packing."""
@@ -67,7 +67,7 @@ def batch_of(config: RunConfig, *, world_size: int) -> BatchSizes:
 
 
 def forced_batches(config: RunConfig) -> Iterator[str]:
-    """Yield what packing changes of the batch sizes that the run asks for."""
+    """Yield a line for each batch size of the run that packing changes."""
     training = config.training
     if training.packing and training.per_device_train_batch_size != 1:
         yield (
@@ -80,8 +80,8 @@ def forced_batches(config: RunConfig) -> Iterator[str]:
 
 def meeting_of(config: RunConfig) -> Meeting | None:
     """
-    Return where the ranks of a run wait for each other; None if its packs are not to be assigned by
-    work.
+    Return the point at which the ranks of a run wait for each other; None if its packs are not
+    assigned by work.
 
     `training.packing_balance: auto` takes `microbatch` under FSDP and under DeepSpeed from stage 2
     on, else `step`.
@@ -139,6 +139,14 @@ def split_schedule(
         meeting=meeting or "step",
         group_by_work=training.packing_group_by_work if meeting is not None and works is not None else 0,
     )
+
+
+def ragged_window(schedule: EpochSchedule) -> str | None:
+    """Return the warning that the last optimizer step of each epoch is smaller, if it is."""
+    window = partial_window(
+        per_rank_batches=schedule.batches_per_epoch, gradient_accumulation_steps=schedule.gradient_accumulation_steps
+    )
+    return None if window is None else f"{window}; {EVEN_STEPS}"
 
 
 def resume_state_of(planned: PlannedSplit, schedule: EpochSchedule, config: RunConfig) -> ResumeState:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from decimal import Decimal
+from functools import partial
 
 import attrs
 import numpy as np
@@ -69,7 +70,7 @@ class PlannedSplit:
 
 @attrs.frozen
 class Stores:
-    """Where a split's lengths and plans are kept, and who may write there."""
+    """Stores of a split's lengths and plans, and the lock that guards them."""
 
     lengths: LengthStore
     plans: PlanStore
@@ -78,7 +79,7 @@ class Stores:
 
 @attrs.frozen
 class Alignment:
-    """How a raw plan is made to fill all ranks; evaluation never drops."""
+    """Settings by which a raw plan fills all ranks; evaluation never drops."""
 
     dataloader_drop_last: bool = False
     """Drop packs, and padded batches, that do not fill all ranks; else packs repeat."""
@@ -88,7 +89,7 @@ class Alignment:
 
     @classmethod
     def from_config(cls, config: RunConfig, split: str) -> Alignment:
-        """Return how a run aligns its split `train` or `eval`."""
+        """Return the alignment of a run's split `train` or `eval`."""
         training = config.training
         if split == "eval":
             return cls(batch_size=1 if config.eval_packing else training.per_device_eval_batch_size)
@@ -96,7 +97,7 @@ class Alignment:
 
     def align(self, raw: RawPlan, *, world_size: int) -> AlignedPlan:
         """
-        Return what so many ranks consume of a plan; PlanError if they would get no batch.
+        Align a plan for a number of ranks; PlanError if they would get no batch.
         """
         return align_plan(
             raw, world_size=world_size, dataloader_drop_last=self.dataloader_drop_last, batch_size=self.batch_size
@@ -105,7 +106,7 @@ class Alignment:
 
 @attrs.frozen
 class GatheredSplit:
-    """What one split of a run is planned from, and where its lengths and plans are kept."""
+    """Samples, policy and stores of one split, before it is planned."""
 
     name: str
     policy: PlanPolicy
@@ -154,40 +155,11 @@ def plan_split(
         PackplanError: Any error of rank 0, on every rank; MismatchError if ranks hold
             different plans; PlanError, before anything is stored, if there are no samples.
     """
-    name, policy, source, stores = split.name, split.policy, split.source, split.stores
+    name, source = split.name, split.source
     if not len(source):
         raise no_samples()
     ranks = world_size or group.world_size
-
-    def measure_and_plan(report: ReportProgress) -> Arrays:
-        """Return the table and the raw plan; rank 0 alone runs this."""
-        with stores.lock.held(**deadline.wait(), report=report):
-            table = measure(
-                name,
-                source,
-                stores.lengths,
-                flush_every=split.flush_every,
-                report=report,
-                max_bad_share=split.max_bad_share,
-            )
-            stores.lengths.keep_files(source.data_files())
-            lengths = column(table, "length").astype(np.int64)
-            refuse_longer(lengths, policy)
-            report(f"planning {name}")
-            key = policy.fingerprint(stores.lengths.digest())
-            raw = stores.plans.load(key)
-            if raw is not None:
-                log.info("%s: the stored plan fits and is used again", name)
-            else:
-                log.info("%s: planning %s", name, counted(sample_indices(table).size, "sample"))
-                with _duration_logged(name, policy):
-                    raw = plan_table(name, policy, table, report=report)
-                stores.plans.save(key, raw)
-            refuse_dropped(raw, lengths, policy)
-            stores.plans.save_aligned(key, split.alignment.align(raw, world_size=ranks))
-        return {"table": table, **plan_to_arrays(raw)}
-
-    arrays = dict(group.from_rank_zero(measure_and_plan, **deadline.wait()))
+    arrays = dict(group.from_rank_zero(partial(_measure_and_plan, split, ranks, deadline), **deadline.wait()))
     table = arrays.pop("table")
     raw = plan_from_arrays(arrays)
     aligned = split.alignment.align(raw, world_size=ranks)
@@ -199,6 +171,36 @@ def plan_split(
     require_agreement(group, f"what the {name} lengths depend on", source.fingerprint().digest)
     require_agreement(group, f"the {name} data", planned.data_digest)
     return planned
+
+
+def _measure_and_plan(split: GatheredSplit, world_size: int, deadline: Deadline, report: ReportProgress) -> Arrays:
+    """Return the table and the raw plan; rank 0 alone runs this."""
+    name, policy, source, stores = split.name, split.policy, split.source, split.stores
+    with stores.lock.held(**deadline.wait(), report=report):
+        table = measure(
+            name,
+            source,
+            stores.lengths,
+            flush_every=split.flush_every,
+            report=report,
+            max_bad_share=split.max_bad_share,
+        )
+        stores.lengths.keep_files(source.data_files())
+        lengths = column(table, "length").astype(np.int64)
+        refuse_longer(lengths, policy)
+        report(f"planning {name}")
+        key = policy.fingerprint(stores.lengths.digest())
+        raw = stores.plans.load(key)
+        if raw is not None:
+            log.info("%s: the stored plan fits and is used again", name)
+        else:
+            log.info("%s: planning %s", name, counted(sample_indices(table).size, "sample"))
+            with _duration_logged(name, policy):
+                raw = plan_table(name, policy, table, report=report)
+            stores.plans.save(key, raw)
+        refuse_dropped(raw, lengths, policy)
+        stores.plans.save_aligned(key, split.alignment.align(raw, world_size=world_size))
+    return {"table": table, **plan_to_arrays(raw)}
 
 
 @contextmanager

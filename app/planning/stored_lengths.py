@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from packplan.core.config import RunConfig, configured_inputs
-from packplan.core.errors import NotBuiltError, counted
+from packplan.core.config import RunConfig, configured_inputs, with_remedy
+from packplan.core.errors import NotBuiltError, PlanError, counted
 from packplan.core.fingerprint import Fingerprint
+from packplan.core.lengths import IntArray
+from packplan.core.plan import RawPlan, refuse_dropped, refuse_longer
+from packplan.core.policy import PlanPolicy
 from packplan.core.ports import LengthStore, StoredLengths
 
 
@@ -31,10 +34,30 @@ def open_lengths(store: LengthStore) -> StoredLengths:
     return lengths
 
 
+def refusals(plan: RawPlan | None, lengths: IntArray, policy: PlanPolicy) -> Iterator[str]:
+    """
+    Yield why training refuses stored lengths, or the plan of them.
+
+    Args:
+        plan: The stored plan; None leaves it out.
+        lengths: Tokens of each sample; int64, shape (num_samples,).
+        policy: Settings of planning.
+    """
+    try:
+        refuse_longer(lengths, policy)
+    except PlanError as error:
+        yield f"training refuses the data: {with_remedy(error)}"
+    try:
+        if plan is not None:
+            refuse_dropped(plan, lengths, policy)
+    except PlanError as error:
+        yield f"training refuses the plan: {with_remedy(error)}"
+
+
 def stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:
     """
-    Yield what the configuration alone shows that the stored lengths do not fit; `verify` finds the
-    rest.
+    Yield the settings that differ from those of the stored lengths; `verify` finds what other data
+    or another model change.
     """
     inputs = lengths.origin.key.inputs
     asked = configured_inputs(config.template, config.custom, packing_length=config.packing_length)

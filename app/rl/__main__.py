@@ -9,13 +9,13 @@ the ranks of torchrun, this process, or Ray actors (--ray-workers).
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import (
     add_config_arguments,
     add_logging_options,
+    command_parser,
     parse_arguments,
     positive_number,
     run_command,
@@ -32,9 +32,7 @@ KEPT = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="packplan rl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("rl", __doc__)
     add_config_arguments(parser, about="the run; see docs/rl.md")
     parser.add_argument(
         "--ray-workers", type=positive_number, default=0, metavar="N",

@@ -1,4 +1,4 @@
-"""What a Ray actor calls to build its worker: it is imported before what takes 7 s to import."""
+"""Builder of a Ray actor's worker, imported before modules that take 7 s to import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def build_in_actor(path: str, overrides: Sequence[str]) -> Any:
 
     Args:
         path: The run's YAML.
-        overrides: What the command line sets over the YAML.
+        overrides: Values of the command line over the YAML's.
     """
     with loading_libraries():
         from packplan.app.wiring.training.policies import build_ray_worker

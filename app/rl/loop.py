@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -42,17 +41,6 @@ log = logging.getLogger(__name__)
 
 _OVER_CHUNKS: Mapping[str, Callable[[list[float]], float]] = {"_min": min, "_max": max}
 """Reduction of metrics with these endings over a step's updates; others are averaged."""
-
-
-@attrs.frozen(eq=False)
-class Rollouts:
-    """Answers to prompts; those to one prompt are next to each other."""
-
-    batch: BatchedData
-    """Prompt and answer of each as `input_ids`; `token_mask` is 1 on the answer."""
-
-    rewards: NDArray[np.float64]
-    """Shape (num_answers,)."""
 
 
 def is_first_rank() -> bool:
@@ -169,9 +157,8 @@ def _step(
 ) -> dict[str, Any]:
     """Answer prompts, learn from the answers, and return the step's figures."""
     started = time.perf_counter()
-    rollouts = _roll_out(config, workers, asked, shards=shards, step=step)
+    batch, rewards = _roll_out(config, workers, asked, shards=shards, step=step)
     answered = time.perf_counter()
-    batch, rewards = rollouts.batch, rollouts.rewards
     lengths = batch.lengths.numpy()
     batch_size = config.policy.train_global_batch_size or len(batch)
     logprob = cut(config, lengths, work=work, shards=shards, training=False)
@@ -250,8 +237,15 @@ def _asked(samples: SwiftEncoder, prompts: Sequence[Sequence[int]], drawn: NDArr
     )
 
 
-def _roll_out(config: RunConfig, workers: Workers, asked: BatchedData, *, shards: int, step: int) -> Rollouts:
-    """Answer prompts on the workers, and put prompts and answers together."""
+def _roll_out(
+    config: RunConfig, workers: Workers, asked: BatchedData, *, shards: int, step: int
+) -> tuple[BatchedData, NDArray[np.float64]]:
+    """
+    Answer prompts on the workers; return prompts with answers, and their rewards.
+
+    The answers to one prompt are next to each other; `token_mask` is 1 on an answer. Rewards have
+    the shape (num_answers,).
+    """
     sharding = shard_plain(
         asked.lengths.numpy(), shards=shards, batch_size=len(asked),
         micro_batch_size=config.policy.generation_batch_size, allow_uneven=True,
@@ -270,7 +264,7 @@ def _roll_out(config: RunConfig, workers: Workers, asked: BatchedData, *, shards
     batch = BatchedData.from_fields(
         {"input_ids": _padded(ids), "token_mask": _padded(masks)}, lengths=[len(row) for row in ids]
     )
-    return Rollouts(batch, rewards.ravel())
+    return batch, rewards.ravel()
 
 
 def _padded(rows: Sequence[Sequence[float]]) -> torch.Tensor:
@@ -287,7 +281,7 @@ def _log_probabilities(
 
 def _figures(sharding: Sharding) -> dict[str, Any]:
     """
-    Return what a phase computed: pooled over its global batches, by global batch, and by
+    Return the figures of a phase: pooled over its global batches, by global batch, and by
     microbatch.
     """
     global_batches = batch_metrics(sharding)

@@ -6,10 +6,9 @@ Under torchrun, rank 0 measures and plans, the other ranks wait for it; then all
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
@@ -17,6 +16,7 @@ from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import (
     add_config_arguments,
     add_logging_options,
+    command_parser,
     parse_arguments,
     run_command,
 )
@@ -25,9 +25,6 @@ from packplan.app.wiring import stores
 from packplan.core.config import RunConfig
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule
-
-if TYPE_CHECKING:
-    from packplan.app.sft.prepare import Prepared
 
 log = logging.getLogger(__name__)
 
@@ -58,17 +55,9 @@ def run(config: RunConfig, group: RankGroup) -> Result:
     from packplan.app.wiring import training
 
     prepared = prepare(config, group)
-    checkpoint = prepared.checkpoint
-    with training.alone_in_output(config, group), interruption_logged(prepared.trainer):
-        prepared.trainer.train(resume_from_checkpoint=None if checkpoint is None else checkpoint.folder)
-    result = _result(config, prepared)
-    if not result.terminated:
-        log_outcome(config, prepared.trainer)
-    return result
-
-
-def _result(config: RunConfig, prepared: Prepared) -> Result:
-    trainer, schedule = prepared.trainer, prepared.schedule
+    trainer, schedule, checkpoint = prepared.trainer, prepared.schedule, prepared.checkpoint
+    with training.alone_in_output(config, group), interruption_logged(trainer):
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else checkpoint.folder)
     num_steps, terminated = trainer.state.global_step, trainer.was_terminated
     total = max(schedule.total_steps, schedule.start.step)
     if terminated and num_steps < total:
@@ -80,12 +69,14 @@ def _result(config: RunConfig, prepared: Prepared) -> Result:
     elif num_steps != total and not config.training.trainer.get("early_stop_interval"):
         message = f"the trainer ran {num_steps} optimizer steps, but {total} were planned"
         raise RuntimeError(message)
+    if not terminated:
+        log_outcome(config, trainer)
     return Result(prepared.planned, schedule, num_steps, terminated, trainer.history)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(prog="packplan sft", description=__doc__)
+    parser = command_parser("sft", __doc__)
     add_config_arguments(parser)
     add_logging_options(parser)
     options = parse_arguments(parser, arguments)

@@ -1,7 +1,4 @@
-"""
-What a run says last, whether it has ended or Ctrl-C ends it: what it did, where that is saved, and
-how to use it.
-"""
+"""Last lines of a run, also after Ctrl-C: its steps, its last checkpoint, and how to use it."""
 
 from __future__ import annotations
 

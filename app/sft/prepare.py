@@ -18,6 +18,7 @@ from packplan.app.planning.schedule import (
     BatchSizes,
     batch_of,
     forced_batches,
+    ragged_window,
     require_static,
     resume_state_of,
     split_schedule,
@@ -27,9 +28,7 @@ from packplan.app.planning.split import PlannedSplit, plan_split, require_agreem
 from packplan.app.wiring.gather import gather
 from packplan.app.wiring.training import build_trainer, decide_attention, open_arguments, open_checkpoint
 from packplan.app.wiring.works import Work, work_of
-from packplan.core.batch import partial_window
-from packplan.core.config import EVEN_STEPS, RunConfig
-from packplan.core.equality import AttentionChoice
+from packplan.core.config import RunConfig
 from packplan.core.errors import StaleError, agree, counted
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule, Progress, ResumeState
@@ -94,8 +93,9 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> P
             log_plan(plan, gathered.splits[name].policy)
         _log_schedule(config, batch, schedule)
         _log_work(work, schedule)
-        if checkpoint is not None:
-            _log_attention(attention, checkpoint)
+        if checkpoint is not None and checkpoint.attention not in (None, attention.name):
+            then = "the checkpoint was trained by the attention %s; the run goes on by %s"
+            log.info(then, checkpoint.attention, attention.name)
 
     trainer = build_trainer(
         config,
@@ -111,7 +111,7 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> P
 
 
 def _progress_of(checkpoint: Checkpoint, now: ResumeState) -> Progress:
-    """Return how far a checkpoint's run came; StaleError if it came there on another plan."""
+    """Return the progress of a checkpoint; StaleError if it was made on another plan."""
     then = checkpoint.resume_state
     if differences := then.differences(now):
         raise StaleError.plan(checkpoint.folder, differences)
@@ -125,17 +125,14 @@ def _log_schedule(config: RunConfig, batch: BatchSizes, schedule: EpochSchedule)
         log.warning("%s", forced)
     log.info(
         "effective batch: requested %s per optimizer step, realised %d = %s x %d per device x %d accumulation",
-        counted(accumulation.requested, unit),
-        accumulation.realised,
+        counted(accumulation.effective_batch_size, unit),
+        accumulation.effective_batch_size,
         counted(schedule.world_size, "rank"),
         batch.size,
         accumulation.gradient_accumulation_steps,
     )
-    window = partial_window(
-        per_rank_batches=schedule.batches_per_epoch, gradient_accumulation_steps=schedule.gradient_accumulation_steps
-    )
-    if window is not None:
-        log.warning("%s; %s", window, EVEN_STEPS)
+    if window := ragged_window(schedule):
+        log.warning("%s", window)
     log.info(
         "optimizer steps: %d per epoch, %d in total (%s per rank and epoch)",
         schedule.steps_per_epoch,
@@ -157,15 +154,6 @@ def _log_work(work: Work, schedule: EpochSchedule) -> None:
         schedule.meeting,
         100 * schedule.above_bound(schedule.start.epoch),
     )
-
-
-def _log_attention(attention: AttentionChoice, checkpoint: Checkpoint) -> None:
-    if checkpoint.attention not in (None, attention.name):
-        log.info(
-            "the checkpoint was trained by the attention %s; the run goes on by %s",
-            checkpoint.attention,
-            attention.name,
-        )
 
 
 def _log_resume(schedule: EpochSchedule, unit: str) -> None:

@@ -6,7 +6,9 @@ by the model itself.
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
+import attrs
 import numpy as np
 
 from packplan.app.planning.deadline import Deadline
@@ -28,6 +30,9 @@ from packplan.core.rl import REWARDS, Reward, Sampling
 from packplan.core.shuffling import shuffled
 from packplan.core.stream import Order, schedule
 
+if TYPE_CHECKING:
+    from packplan.adapters.trainer.stream import StreamTrainer
+
 log = logging.getLogger(__name__)
 
 
@@ -38,11 +43,30 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
     Raises:
         PackplanError: Something the user can fix.
     """
+    trainer = _prepare(config, group)
+    with alone_in_output(config, group), interruption_logged(trainer):
+        trainer.train()
+    steps, terminated = trainer.state.global_step, trainer.was_terminated
+    _log_end(config, group, trainer)
+    if steps < config.training.max_steps and not terminated:
+        message = (
+            f"training ended after {steps} of {counted(config.training.max_steps, 'step')}: an epoch had no whole step "
+            "on all ranks; lower "
+            "training.effective_batch_size or training.packing_min_fill_ratio, or add data"
+        )
+        raise DataSetError(message)
+    if not terminated:
+        log_outcome(config, trainer)
+    return steps, terminated, [dict(entry) for entry in trainer.history]
+
+
+def _prepare(config: RunConfig, group: RankGroup) -> StreamTrainer:
+    """Decide the attention, plan the evaluation, and build the trainer."""
     training = config.training
-    attention = decide_attention(config, isolated=config.training.packing)
+    attention = decide_attention(config, isolated=training.packing)
     batch = batch_of(config, world_size=group.world_size)
     order, paths = _order(config)
-    gathered = gather(config, train_paths=paths)
+    gathered = gather(attrs.evolve(config, custom=attrs.evolve(config.custom, train_jsonl=paths)))
     evaluated = gathered.splits.get("eval")
     deadline = Deadline(training.packing_wait_timeout_s)
     require_writable(() if evaluated is None else (evaluated,), group=group, deadline=deadline)
@@ -73,33 +97,27 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
         log.info(
             "%s of %s over %s; packs come as samples come, so the steps of an epoch are not known",
             counted(training.max_steps, "optimizer step"),
-            counted(batch.accumulation.realised, "pack"),
+            counted(batch.accumulation.effective_batch_size, "pack"),
             counted(group.world_size, "rank"),
         )
-    with alone_in_output(config, group), interruption_logged(trainer):
-        trainer.train()
+    return trainer
+
+
+def _log_end(config: RunConfig, group: RankGroup, trainer: StreamTrainer) -> None:
+    """
+    Log on rank 0 what became of the samples; every rank calls this, since their numbers are added.
+    """
     totals = trainer.totals()
-    if group.rank == 0:
-        dropped = totals.counts.drops_more_than(training.packing_max_dropped_share)
-        log.log(
-            logging.WARNING if dropped else logging.INFO,
-            "the stream has ended: %s%s",
-            totals,
-            f". {LESS_DROPPED}" if dropped else "",
-        )
-    steps, terminated = trainer.state.global_step, trainer.was_terminated
-    if terminated and group.rank == 0:
+    if group.rank != 0:
+        return
+    training = config.training
+    if totals.counts.drops_more_than(training.packing_max_dropped_share):
+        log.warning("the stream has ended: %s. %s", totals, LESS_DROPPED)
+    else:
+        log.info("the stream has ended: %s", totals)
+    if trainer.was_terminated:
+        steps = trainer.state.global_step
         log.warning("SIGTERM: saved the weights at step %d of %d; a stream starts again", steps, training.max_steps)
-    if steps < training.max_steps and not terminated:
-        message = (
-            f"training ended after {steps} of {counted(training.max_steps, 'step')}: an epoch had no whole step on "
-            "all ranks; lower "
-            "training.effective_batch_size or training.packing_min_fill_ratio, or add data"
-        )
-        raise DataSetError(message)
-    if not terminated:
-        log_outcome(config, trainer)
-    return steps, terminated, [dict(entry) for entry in trainer.history]
 
 
 def _order(config: RunConfig) -> tuple[Order, tuple[str, ...]]:
@@ -124,7 +142,7 @@ def _order(config: RunConfig) -> tuple[Order, tuple[str, ...]]:
 
 def _rollout(config: RunConfig) -> tuple[Reward, Sampling] | None:
     """
-    Return how prompts are answered and answers scored, or None if the data are trained as they are.
+    Return the reward and the sampling of answers, or None if the data are trained as they are.
     """
     custom = config.custom
     if custom.rollout_reward is None:

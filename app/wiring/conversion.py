@@ -6,6 +6,7 @@ keys.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,12 +15,11 @@ import yaml
 
 from packplan.adapters import files
 from packplan.adapters.config.run import parse_config
-from packplan.adapters.config.trainer_keys import TrainerKey, stored_keys
 from packplan.adapters.conversion.source import Source, read_source
 from packplan.adapters.conversion.table import stored_arguments
 from packplan.adapters.hub_caches import cached
 from packplan.adapters.progress import loading_libraries
-from packplan.core.config import REFUSED_TRAINING_KEYS
+from packplan.app.wiring.stores import trainer_keys, writing_for
 from packplan.core.conversion import (
     Argument,
     Conversion,
@@ -29,7 +29,7 @@ from packplan.core.conversion import (
     convert,
     require_consistent,
 )
-from packplan.core.errors import ConfigError, Fault, OutputError
+from packplan.core.errors import ConfigError, Fault
 
 _ONLY_RANKS = "CUDA_VISIBLE_DEVICES"
 
@@ -60,11 +60,11 @@ def convert_source(words: Sequence[str]) -> Converted:
     source = read_source(words, table)
     require_consistent(source.given, source=source.name)
     world_size, start = _ranks(source)
-    conversion = convert(source.given, table, _world(source, world_size), source=source.name)
+    conversion = convert(source.given, table, _world(source, world_size))
     if conversion.may_pack and all(line.verdict != "refused" for line in conversion.lines):
         from packplan.app.wiring.packs import packed
 
-        conversion = packed(conversion, _trainer_keys(), world_size=world_size)
+        conversion = packed(conversion, trainer_keys(), world_size=world_size)
     lines = [*conversion.lines, *_variables(source)]
     if source.launch.left:
         lines += [Line(left, "not needed here", "it is another command of the script") for left in source.launch.left]
@@ -92,14 +92,14 @@ def run_text(converted: Converted, *, output: str) -> str:
 
 def run_faults(converted: Converted) -> tuple[Fault, ...]:
     """
-    Return why there is no run, by the arguments of the command; what the report says is missing is
-    no fault.
+    Return the faults that prevent a run, by the arguments of the command; values that the report
+    calls missing are no faults.
     """
     conversion = converted.conversion
     refused = tuple(Fault(line.argument, line.reason) for line in conversion.lines if line.verdict == "refused")
     missing = {"template.max_length"} if "max_length" not in conversion.document["template"] else set()
     try:
-        parse_config(conversion.document, converted.source.name, _trainer_keys())
+        parse_config(conversion.document, converted.source.name, trainer_keys())
     except ConfigError as error:
         written = conversion.written
         faults = [fault for fault in error.faults if fault.path not in missing]
@@ -113,10 +113,8 @@ def write_run(path: Path, text: str) -> None:
     """Write a run's YAML; ConfigError if another file is there, or it cannot be written."""
     if path.exists() and (not path.is_file() or path.read_text(encoding="utf-8") != text):
         raise ConfigError.at("--output", f"{path} exists and holds something else: name another file, or remove it")
-    try:
+    with writing_for("--output", path):
         files.write_bytes(path, text.encode())
-    except OutputError as error:
-        raise ConfigError.at("--output", f"{path} cannot be written: {error.reason}") from error
 
 
 def _arguments() -> Mapping[str, Argument]:
@@ -129,51 +127,32 @@ def _arguments() -> Mapping[str, Argument]:
     return table
 
 
-def _trainer_keys() -> Mapping[str, TrainerKey]:
-    keys = stored_keys()
-    if keys is None:
-        from packplan.adapters.trainer.keys import installed_keys
-
-        keys = installed_keys()
-    return keys
-
-
 def _world(source: Source, world_size: int) -> World:
-    """Return what is known of the model and the files of a command."""
+    """Return the facts of the model and the files of a command."""
     with loading_libraries():
         from packplan.adapters.conversion.installed import installed_sections, model_facts
 
     values = {argument.name: argument.value for argument in source.given}
     name = str(values.get("model", ""))
     folder = name if Path(name).is_dir() else cached(name, "model")
-    facts = model_facts(
-        name,
-        None if folder is None else str(folder),
-        model_type=values.get("model_type"),
-        template=values.get("template"),
-        torch_dtype=values.get("torch_dtype"),
-        loss_scale=values.get("loss_scale", "default"),
-        ignores_empty_thoughts=not values.get("disable_ignore_empty_think", False),
-    )
     return World(
-        frozenset(_trainer_keys()) - set(REFUSED_TRAINING_KEYS), facts, os.path.exists,  # a function
-        installed_sections(), world_size,
-    )  # fmt: skip
+        model_facts(values, None if folder is None else str(folder)), os.path.exists, installed_sections(), world_size
+    )
 
 
 def _ranks(source: Source) -> tuple[int, str]:
     """
-    Return how many ranks a command starts, and the command that starts as many of this project's.
+    Return the number of ranks of a command, and the command that starts as many of this project's.
     """
     launch = source.launch
     per_node = _number(launch.ranks_per_node, "NPROC_PER_NODE", source)
     nodes = _number(launch.nodes, "NNODES", source)
-    variables = [f"{name}={_quoted(word)}" for name, word in launch.environment.items() if not word.computed]
+    variables = [f"{name}={shlex.quote(word.text)}" for name, word in launch.environment.items() if not word.computed]
     world_size = per_node * nodes
     if world_size == 1:
         return 1, " ".join([*variables, "packplan sft"])
     options = [f"--nproc-per-node {per_node}", *([f"--nnodes {nodes}"] if nodes > 1 else [])]
-    options += [_quoted(word) for word in launch.torchrun if not word.computed]
+    options += [shlex.quote(word.text) for word in launch.torchrun if not word.computed]
     return world_size, " ".join([*variables, "torchrun", *options, "-m packplan.app.sft"])
 
 
@@ -186,12 +165,6 @@ def _number(word: Word | None, name: str, source: Source) -> int:
     if not word.text.isdecimal() or not int(word.text):
         raise ConfigError(source.name, (Fault(name, f"is {word.text}, but has to be a number of ranks"),))
     return int(word.text)
-
-
-def _quoted(word: Word) -> str:
-    import shlex
-
-    return shlex.quote(word.text)
 
 
 def _variables(source: Source) -> list[Line]:

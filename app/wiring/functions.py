@@ -1,8 +1,8 @@
-"""What a configuration may name: one of ours, or a function of the user's own."""
+"""Functions that a configuration names: ours, or the user's own."""
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -18,16 +18,15 @@ def named_function(name: str, known: Mapping[str, Named], *, key: str) -> Named:
     Args:
         name: As the configuration says.
         known: Ours, by name.
-        key: Of the configuration, for the error.
+        key: Key of the configuration, for the error.
 
     Raises:
         ConfigError: There is no such function.
     """
     if name in known:
         return known[name]
-    module, _, function = name.partition(":")
     try:
-        found: Named = getattr(importlib.import_module(module), function)
+        found: Named = pkgutil.resolve_name(name)
     except Exception as error:  # noqa: BLE001  # whatever the user's own module raises
         why = f"{type(error).__name__}: {error}"
     else:

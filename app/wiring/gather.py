@@ -1,6 +1,5 @@
 """
-A run's samples, and what their plans are made from and kept in: gathered here for every command
-that plans, trains or verifies.
+A run's samples, stores and policies, gathered for every command that plans, trains or verifies.
 """
 
 from __future__ import annotations
@@ -19,25 +18,24 @@ from packplan.core.config import RunConfig
 
 @attrs.frozen
 class Gathered:
-    """What a run has, before it is planned; both by split."""
+    """Samples and inputs of planning of a run, by split."""
 
     samples: Mapping[str, SwiftEncoder]
-    """What is trained and evaluated on."""
+    """Samples to train and to evaluate on."""
 
     splits: Mapping[str, GatheredSplit]
-    """What their plans are made from."""
+    """Inputs of their plans."""
 
 
-def gather(config: RunConfig, *, measuring_ranks: int = 1, train_paths: tuple[str, ...] | None = None) -> Gathered:
+def gather(config: RunConfig, *, measuring_ranks: int = 1) -> Gathered:
     """
     Open the data of each split, `train` and perhaps `eval`, and their stores; nothing is written.
 
     Args:
         config: The run.
         measuring_ranks: Ranks on this machine that measure at the same time, and share its cores.
-        train_paths: Data files of `train`, if not those of `custom.train_jsonl`.
     """
-    samples = open_samples(config, train_paths=train_paths)
+    samples = open_samples(config)
     splits = {
         name: GatheredSplit(
             name,

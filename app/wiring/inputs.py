@@ -41,16 +41,19 @@ def with_inputs(config: RunConfig) -> RunConfig:
     train = _files(custom.dataset, "dataset", custom, cache)
     val = _files(custom.val_dataset, "val_dataset", custom, cache)
     if custom.dataset:
-        files, split = _drawn(train, custom, cache)
+        ratio, shuffle = custom.split_dataset_ratio, custom.dataset_shuffle
+        files, split = _drawn(train, "dataset", custom, cache, split_ratio=ratio, shuffle=shuffle)
         custom = attrs.evolve(custom, train_jsonl=files, val_jsonl=split or custom.val_jsonl)
     if custom.val_dataset:
-        custom = attrs.evolve(custom, val_jsonl=_drawn_for_evaluation(val, custom, cache))
+        # Counts are taken from the front, as ms-swift does.
+        _, files = _drawn(val, "val_dataset", custom, cache, split_ratio=1, shuffle=False)
+        custom = attrs.evolve(custom, val_jsonl=files)
     drawn = attrs.evolve(custom, dataset=(), val_dataset=(), split_dataset_ratio=0.0)
     return attrs.evolve(config, model=model, custom=drawn)
 
 
 def records_cache(config: RunConfig) -> Path:
-    """Return where a run keeps copies of data files that cannot be read in any order."""
+    """Return the folder of copies of data files that cannot be read in any order."""
     return Path(config.custom.records_cache or Path(config.training.output_dir) / "records")
 
 
@@ -111,42 +114,27 @@ def _files(names: Sequence[str], key: str, custom: CustomConfig, cache: Path) ->
         folder = _folder_of(entry)
         from packplan.adapters.conversion.hubs import write_data_set
 
-        written = write_data_set(
-            entry, folder, cache, model_name=custom.model_name, model_author=custom.model_author, key=f"custom.{key}"
-        )
+        written = write_data_set(entry, folder, cache, (custom.model_name, custom.model_author), key=f"custom.{key}")
         found.append(_Named(entry, (str(written),)))
     return found
 
 
-def _drawn(named: Sequence[_Named], custom: CustomConfig, cache: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the files that are trained, and those that are split off for evaluation."""
+def _drawn(
+    named: Sequence[_Named], key: str, custom: CustomConfig, cache: Path, *, split_ratio: float, shuffle: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """
+    Return the files that are trained, and those of the share *split_ratio*, which are evaluated.
+    """
     counts = [one.entry.count for one in named]
-    if not custom.split_dataset_ratio and not any(counts):
-        return tuple(file for one in named for file in one.files), ()
+    if split_ratio in {0, 1} and not any(counts):
+        files = tuple(file for one in named for file in one.files)
+        return ((), files) if split_ratio else (files, ())
     records = [open_records(one.files, cache=cache) for one in named]
     try:
         drawn = draw_records(
-            [len(one) for one in records], counts,
-            split_ratio=custom.split_dataset_ratio, shuffle=custom.dataset_shuffle, seed=custom.data_seed,
-        )  # fmt: skip
+            [len(one) for one in records], counts, split_ratio=split_ratio, shuffle=shuffle, seed=custom.data_seed
+        )
     except ValueError as error:
-        raise DataSetError(f"custom.dataset {error}") from None
+        raise DataSetError(f"custom.{key} {error}") from None
     train, val = draw_files(records, drawn, cache)
     return (str(train),), () if val is None else (str(val),)
-
-
-def _drawn_for_evaluation(named: Sequence[_Named], custom: CustomConfig, cache: Path) -> tuple[str, ...]:
-    """
-    Return the files of `val_dataset`, whose counts are taken from the front, as ms-swift does.
-    """
-    counts = [one.entry.count for one in named]
-    if not any(counts):
-        return tuple(file for one in named for file in one.files)
-    records = [open_records(one.files, cache=cache) for one in named]
-    try:
-        drawn = draw_records([len(one) for one in records], counts, split_ratio=1, shuffle=False, seed=custom.data_seed)
-    except ValueError as error:
-        raise DataSetError(f"custom.val_dataset {error}") from None
-    _, val = draw_files(records, drawn, cache)
-    assert val is not None  # noqa: S101  # all that is drawn is of evaluation
-    return (str(val),)

@@ -14,7 +14,8 @@ from packplan.adapters import files
 from packplan.adapters.config.run import load_mix
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.files import open_records, rebased
-from packplan.core.errors import ConfigError, OutputError, counted
+from packplan.app.wiring.stores import writing_for
+from packplan.core.errors import ConfigError, counted
 from packplan.core.ports import Records
 from packplan.core.stream import Mix, Schedule, mix_faults, schedule, share_faults
 
@@ -28,7 +29,7 @@ def open_mix(path: str, overrides: Sequence[str] = (), *, cache: Path) -> tuple[
     Args:
         path: The mix, a YAML.
         overrides: Values for single keys of the mix, as `samples_per_epoch=100`.
-        cache: Where copies of packed sources are kept.
+        cache: Folder of the copies of packed sources.
 
     Raises:
         ConfigError: All that is wrong with them.
@@ -50,7 +51,7 @@ def materialise(path: str, output: Path, *, overrides: Sequence[str] = (), seed:
         path: The mix, a YAML.
         output: The file; readers see it whole or not at all.
         overrides: Values for single keys of the mix, as `samples_per_epoch=100`.
-        seed: Of draw and order.
+        seed: Seed of draw and order.
         epoch: From 0.
 
     Raises:
@@ -60,7 +61,7 @@ def materialise(path: str, output: Path, *, overrides: Sequence[str] = (), seed:
     mix, records = open_mix(path, overrides, cache=output.parent / "records")
     _require_other("--output", output, [source.jsonl for source in mix.sources])
     drawn = schedule(mix, [len(one) for one in records], seed=seed, epoch=epoch)
-    with _written("--output", output):
+    with writing_for("--output", output):
         output.parent.mkdir(parents=True, exist_ok=True)
         files.write_chunks(output, _lines(records, drawn, output.parent))
     for source, count in zip(mix.sources, np.bincount(drawn.source, minlength=len(records)).tolist(), strict=True):
@@ -81,7 +82,7 @@ def write_records(records: Records, output: Path, sources: Sequence[str], indice
         ConfigError: The file cannot be written, or is one of the sources.
     """
     _require_other("--write-good", output, sources)
-    with _written("--write-good", output):
+    with writing_for("--write-good", output):
         files.write_chunks(output, (_line(records, index, output.parent) for index in indices))
     log.info("%s: %s", output, counted(len(indices), "record"))
 
@@ -89,8 +90,8 @@ def write_records(records: Records, output: Path, sources: Sequence[str], indice
 @contextmanager
 def writing_failures(output: Path, sources: Sequence[str]) -> Iterator[Callable[[Mapping[str, str]], None]]:
     """
-    Yield what writes one failure as a line of a JSON Lines file, which readers see whole at the
-    end, or not at all.
+    Yield a function that writes one failure as a line of a JSON Lines file, which readers see whole
+    at the end, or not at all.
 
     Args:
         output: The file, or a link to it.
@@ -101,15 +102,15 @@ def writing_failures(output: Path, sources: Sequence[str]) -> Iterator[Callable[
     """
     _require_other("--write-failures", output, sources)
     with ExitStack() as opened:
-        with _written("--write-failures", output):
+        with writing_for("--write-failures", output):
             file = opened.enter_context(files.publishing(output.resolve()))
 
         def write(failure: Mapping[str, str]) -> None:
-            with _written("--write-failures", output):
+            with writing_for("--write-failures", output):
                 file.write(json.dumps(failure, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
 
         yield write
-        with _written("--write-failures", output):
+        with writing_for("--write-failures", output):
             opened.pop_all().close()
     log.info("%s: all failures", output)
 
@@ -119,16 +120,6 @@ def _require_other(option: str, output: Path, sources: Sequence[str]) -> None:
     if output.is_dir() or any(output.resolve() == Path(source).resolve() for source in sources):
         reason = "is a folder" if output.is_dir() else "is one of the sources, which would be lost"
         raise ConfigError.at(option, f"{output} {reason}: name another file")
-
-
-@contextmanager
-def _written(option: str, output: Path) -> Iterator[None]:
-    """Turn a refusal to write an option's file into a ConfigError."""
-    try:
-        with files.writing(output):
-            yield
-    except OutputError as error:
-        raise ConfigError.at(option, f"{output} cannot be written: {error.reason}") from error
 
 
 def _lines(records: list[Records], drawn: Schedule, onto: Path) -> Iterator[bytes]:

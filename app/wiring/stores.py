@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from packplan.adapters import files
 from packplan.adapters.config.devices import device_faults, surely_without_gpu
 from packplan.adapters.config.run import load_config
-from packplan.adapters.config.trainer_keys import lacking, stored_keys
+from packplan.adapters.config.trainer_keys import TrainerKey, lacking, stored_keys
 from packplan.adapters.model_folder import model_faults
 from packplan.adapters.policy_folder import PolicyFolder
 from packplan.adapters.ranks import environment
@@ -42,13 +42,18 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, rl: bool = F
     Raises:
         ConfigError: All faults of the configuration.
     """
+    return with_inputs(load_config(path, trainer_keys(), overrides=overrides, rl=rl))
+
+
+def trainer_keys() -> Mapping[str, TrainerKey]:
+    """Return the settings that `training.` passes on to the installed ms-swift."""
     keys = stored_keys()
     if keys is None:
         # Of another version than the table: its own keys take seconds to import.
         from packplan.adapters.trainer.keys import installed_keys
 
         keys = installed_keys()
-    return with_inputs(load_config(path, keys, overrides=overrides, rl=rl))
+    return keys
 
 
 def require_ranks() -> int:
@@ -91,13 +96,13 @@ def split_folder(output_dir: str, split: str) -> Path:
 
 
 def open_stores(config: RunConfig, split: str) -> Stores:
-    """Return where a run keeps a split's lengths and plans."""
+    """Return the stores of a run's split."""
     return stores_in(config.training.output_dir, split, lengths_from=config.training.packing_lengths_from)
 
 
 def stores_in(output_dir: str, split: str, *, lengths_from: str | None = None) -> Stores:
     """
-    Return where an output folder keeps a split's lengths and plans.
+    Return the stores of a split in an output folder.
 
     Args:
         output_dir: Output folder of a run.
@@ -125,14 +130,14 @@ def records_of(config: RunConfig, split: str) -> Records:
 
 
 def open_policy_folder(config: RunConfig) -> PolicyFolder:
-    """Return where a run of reinforcement learning keeps its log and its policies."""
+    """Return the folder of the log and the policies of a run of reinforcement learning."""
     return PolicyFolder(config.training.output_dir)
 
 
 def page_target(path: Path) -> Path:
     """
-    Return where a page is written, where a link points to if it is one; ConfigError if it replaced
-    something else.
+    Return the file of a page, or the target of a link; ConfigError if the page replaced something
+    else.
     """
     target = path.resolve()
     if target.suffix.lower() not in {".html", ".htm"} or (target.exists() and not target.is_file()):
@@ -143,15 +148,23 @@ def page_target(path: Path) -> Path:
 def write_page(path: Path, page: str) -> None:
     """Publish a page; ConfigError if it cannot be written, or replaced something else."""
     target = page_target(path)
-    try:
+    with writing_for("--output", path):
         files.write_bytes(target, page.encode())
+
+
+@contextlib.contextmanager
+def writing_for(option: str, output: Path) -> Iterator[None]:
+    """Turn a refusal to write the file of an option into a ConfigError."""
+    try:
+        with files.writing(output):
+            yield
     except OutputError as error:
-        raise ConfigError.at("--output", f"{path} cannot be written: {error.reason}") from error
+        raise ConfigError.at(option, f"{output} cannot be written: {error.reason}") from error
 
 
 def open_slice(config: RunConfig, split: str, start: int, stop: int) -> tuple[DiskLengthStore, FolderLock]:
     """
-    Return where a rank that measures with others keeps its slice, and the lock of that place.
+    Return the store of the slice that one of several ranks measures, and its lock.
 
     Args:
         config: The run.

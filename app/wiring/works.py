@@ -16,20 +16,20 @@ from packplan.core.work import SampleWorks, WorkModel
 
 @attrs.frozen(eq=False)
 class Work:
-    """What the samples of a split cost."""
+    """Work of the samples of a split."""
 
     samples: SampleWorks
 
     unit: str
-    """What is counted, for people to read."""
+    """Unit of the work, for people to read."""
 
     estimated: str | None
-    """Why sizes of the model are not what is counted; None where they are."""
+    """Reason why the model's sizes are not counted; None where they are."""
 
 
 def work_of(config: RunConfig, table: Table) -> Work:
     """
-    Return what samples cost to train, by the sizes of the run's model, or by tokens and squares.
+    Return the work of training samples, by the sizes of the run's model, or by tokens and squares.
 
     Args:
         config: The run.
@@ -69,7 +69,7 @@ def _model_of(config: RunConfig) -> tuple[WorkModel, str | None]:
 
 def policy_of(config: RunConfig, split: str) -> PlanPolicy:
     """
-    Return how a run plans its split `train` or `eval`, with what its model's samples cost if its
+    Return the policy by which a run plans its split `train` or `eval`, with its model's work if its
     packs depend on that.
     """
     weighs = config.training.packing and ALGORITHMS[config.training.packing_algorithm].weighs

@@ -1,5 +1,5 @@
 """
-What all ranks of a run have to be given alike, as text by key, and in what they differ.
+Values that all ranks of a run have to share, as text by key, and differences between ranks.
 
 A path says where something is on a rank's own machine. Only whether it is set is compared, and the
 content elsewhere: weights, checkpoint, data and tokenizer by their digests, files of settings by

@@ -4,8 +4,9 @@ Words of a command line, or keys of a YAML or an args.json -> ms-swift's argumen
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,8 +14,6 @@ import attrs
 from packplan.core.config import closest
 from packplan.core.conversion.shell import Word
 from packplan.core.errors import ConfigError, Fault
-
-_TRUE, _FALSE = frozenset({"true", "t", "yes", "y", "1"}), frozenset({"false", "f", "no", "n", "0"})
 
 RENAMED: Mapping[str, str] = {
     "train_type": "tuner_type",
@@ -27,7 +26,7 @@ RENAMED: Mapping[str, str] = {
 
 @attrs.frozen
 class Argument:
-    """What one argument of ms-swift takes."""
+    """Types and default of an argument of ms-swift."""
 
     types: tuple[str, ...]
     """Kinds of values: null, bool, int, float, str, list and dict."""
@@ -40,15 +39,15 @@ class Given:
     """An argument with its value."""
 
     name: str
-    """As ms-swift calls it now."""
+    """Name that ms-swift has for it now."""
 
     value: Any
 
     text: str
-    """As it is written, shortened."""
+    """Text of the value, shortened."""
 
     written: str
-    """The name as it is written."""
+    """Name that the command has for it."""
 
 
 _RLHF = "rlhf_type"
@@ -63,12 +62,12 @@ def read_words(words: Sequence[Word], table: Mapping[str, Argument], *, source: 
     Return the arguments of a command line.
 
     Args:
-        words: What follows `swift sft`.
+        words: Words behind `swift sft`.
         table: Every argument of ms-swift.
         source: Name of the command's file, for errors.
 
     Raises:
-        ConfigError: All arguments that are unknown, computed, contradictory or no values of theirs.
+        ConfigError: All arguments that are unknown, computed, given twice or of another type.
     """
     found: list[Fault] = []
     texts: dict[str, list[list[Word]]] = {}
@@ -90,16 +89,7 @@ def read_words(words: Sequence[Word], table: Mapping[str, Argument], *, source: 
             known, current = name[3:], [Word("false")]
         texts.setdefault(known, []).append(current)
         written.setdefault(known, name)
-    refuse_rlhf(texts, source=source)
-    given: list[Given] = []
-    for name, several in texts.items():
-        try:
-            given.append(_one(name, several, written[name], table))
-        except ValueError as error:
-            found.append(Fault(f"--{written[name]}", str(error)))
-    if found:
-        raise ConfigError(source, tuple(found))
-    return tuple(given)
+    return _arguments(texts, written, table, source=source, dashes="--", found=found)
 
 
 def read_keys(document: Mapping[str, Any], table: Mapping[str, Argument], *, source: str) -> tuple[Given, ...]:
@@ -107,25 +97,36 @@ def read_keys(document: Mapping[str, Any], table: Mapping[str, Argument], *, sou
     Return the arguments of a YAML or JSON for `swift sft`.
 
     Args:
-        document: Its keys.
-        table: See `read_words`.
+        document: Keys of the file.
+        table: Every argument of ms-swift.
         source: Name of the file, for errors.
 
     Raises:
-        ConfigError: See `read_words`.
+        ConfigError: All arguments that are unknown or have a value of another type.
     """
-    refuse_rlhf(document, source=source)
-    given, found = [], []
+    texts: dict[str, list[list[Word]]] = {}
+    written: dict[str, str] = {}
     for key, value in document.items():
-        name = RENAMED.get(str(key), str(key))
-        if value is None:
-            continue
-        items = value if isinstance(value, list) else [value]
-        words = [Word(_as_text(item)) for item in items]
+        if value is not None:
+            name = RENAMED.get(str(key), str(key))
+            items = value if isinstance(value, list) else [value]
+            texts.setdefault(name, []).append([Word(_as_text(item)) for item in items])
+            written.setdefault(name, str(key))
+    return _arguments(texts, written, table, source=source, dashes="", found=[])
+
+
+def _arguments(
+    texts: Mapping[str, Sequence[Sequence[Word]]], written: Mapping[str, str], table: Mapping[str, Argument],
+    *, source: str, dashes: str, found: list[Fault],
+) -> tuple[Given, ...]:  # fmt: skip
+    """Return the arguments of the words behind each name; ConfigError with what is *found* too."""
+    refuse_rlhf(texts, source=source)
+    given: list[Given] = []
+    for name, several in texts.items():
         try:
-            given.append(_one(name, [words], str(key), table))
+            given.append(_one(name, several, written[name], table))
         except ValueError as error:
-            found.append(Fault(str(key), str(error)))
+            found.append(Fault(f"{dashes}{written[name]}", str(error)))
     if found:
         raise ConfigError(source, tuple(found))
     return tuple(given)
@@ -144,8 +145,8 @@ def read_resolved(document: Mapping[str, Any], table: Mapping[str, Argument]) ->
     values it holds that are no arguments: what ms-swift found out itself.
 
     Args:
-        document: What an old run's args.json holds.
-        table: See `read_words`.
+        document: Content of an old run's args.json.
+        table: Every argument of ms-swift.
     """
     given, others = [], 0
     for key, value in document.items():
@@ -168,9 +169,8 @@ def _one(name: str, several: Sequence[Sequence[Word]], written: str, table: Mapp
     """Return one argument; ValueError if it is none."""
     if name not in table:
         meant = closest(name, table)[:3]
-        message = "is no argument of ms-swift" + (
-            f": did you mean --{' or --'.join(meant)}?" if meant else ": remove it"
-        )
+        remedy = f"did you mean --{' or --'.join(meant)}?" if meant else "remove it"
+        message = f"is no argument of ms-swift: {remedy}"
         raise ValueError(message)
     if computed := [text for words in several for word in words for text in word.computed]:
         message = f"is computed by the script ({computed[0]}), and nothing is run here: write its value out"
@@ -199,34 +199,13 @@ def _value(argument: Argument, texts: Sequence[str]) -> Any:
     (text,) = texts
     if text in {"None", "null"} and "null" in kinds and "str" not in kinds:
         return None
-    for read in _readers(kinds):
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    wanted = " or ".join({"bool": "true or false", "int": "a whole number", "float": "a number", "dict": "JSON"}[kind]
-                         for kind in kinds if kind not in {"null", "str"})  # fmt: skip
+    for kind, read in _READERS:
+        if kind in kinds:
+            with contextlib.suppress(ValueError, KeyError):
+                return read(text)
+    wanted = " or ".join(_WORDS[kind] for kind in kinds if kind in _WORDS)
     message = f"is {_shortened(text)}, but has to be {wanted}"
     raise ValueError(message)
-
-
-def _readers(kinds: Iterable[str]) -> Iterator[Any]:
-    if "bool" in kinds:
-        yield _as_bool
-    if "int" in kinds or "float" in kinds:
-        yield int
-    if "float" in kinds:
-        yield float
-    if "dict" in kinds:
-        yield _as_section
-    if "str" in kinds:
-        yield str
-
-
-def _as_bool(text: str) -> bool:
-    if text.lower() not in _TRUE | _FALSE:
-        raise ValueError(text)
-    return text.lower() in _TRUE
 
 
 def _as_section(text: str) -> dict[str, Any]:
@@ -234,6 +213,22 @@ def _as_section(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(text)  # noqa: TRY004  # it is the text that is no section
     return value
+
+
+_BOOLS = {**dict.fromkeys(("true", "t", "yes", "y", "1"), True), **dict.fromkeys(("false", "f", "no", "n", "0"), False)}
+
+_READERS: tuple[tuple[str, Callable[[str], Any]], ...] = (
+    ("bool", lambda text: _BOOLS[text.lower()]),
+    ("int", int),
+    ("float", int),  # a whole number stays one
+    ("float", float),
+    ("dict", _as_section),
+    ("str", str),
+)
+"""Kinds of values, in the order in which they are tried -> what reads them."""
+
+_WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "dict": "JSON"}
+"""Kind of a value -> what a message calls it."""
 
 
 def _shortened(text: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
 
 _ALLOWED = re.compile(r"[\d\s()+*/%-]*")
 
@@ -24,7 +26,7 @@ def compute(expression: str) -> int:
         raise ValueError(expression)
     try:
         return _value(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, ArithmeticError, RecursionError, MemoryError):
+    except (KeyError, SyntaxError, ArithmeticError, RecursionError, MemoryError):
         raise ValueError(expression) from None
 
 
@@ -34,8 +36,8 @@ def _value(node: ast.expr) -> int:
             pass
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(number))):
             value = -number
-        case ast.BinOp(left=first, op=operator, right=second):
-            value = _result(operator, _value(first), _value(second))
+        case ast.BinOp(left=first, op=sign, right=second):
+            value = _RESULTS[type(sign)](_value(first), _value(second))
         case _:
             raise ValueError(node)
     if abs(value) >= _END:
@@ -43,17 +45,10 @@ def _value(node: ast.expr) -> int:
     return value
 
 
-def _result(operator: ast.operator, left: int, right: int) -> int:
-    quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1) if right else 0
-    match operator:
-        case ast.Add():
-            return left + right
-        case ast.Sub():
-            return left - right
-        case ast.Mult():
-            return left * right
-        case ast.Div() if right:
-            return quotient
-        case ast.Mod() if right:
-            return left - quotient * right
-    raise ValueError(operator)
+_RESULTS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: int.__add__,
+    ast.Sub: int.__sub__,
+    ast.Mult: int.__mul__,
+    ast.Div: lambda left, right: int(Fraction(left, right)),
+    ast.Mod: lambda left, right: left - int(Fraction(left, right)) * right,
+}

@@ -16,9 +16,7 @@ def require_consistent(given: Sequence[Given], *, source: str) -> None:
 
 
 def _contradictions(values: Mapping[str, Any]) -> Iterator[Fault]:
-    """
-    Yield what of the given arguments cannot be together, or is no fine-tuning of a chat model.
-    """
+    """Yield faults in arguments that contradict each other, or are of another task."""
     if not values.get("model"):
         yield Fault("--model", "is not given: name the model")
     if not values.get("dataset") and not values.get("cached_dataset"):

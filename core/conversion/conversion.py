@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import attrs
@@ -10,15 +11,15 @@ import attrs
 Verdict: TypeAlias = Literal["taken over", "changed", "not needed here", "not supported", "refused"]
 
 DIFFERENT = frozenset({"changed", "not supported", "refused"})
-"""Verdicts on what the run does otherwise than ms-swift."""
+"""Verdicts under which the run does otherwise than ms-swift."""
 
 PACKING = "(this project) packing"
-"""What the line on packs is of."""
+"""Name of the line on packs."""
 
 
 @attrs.frozen
 class ModelFacts:
-    """What ms-swift finds out about a model."""
+    """Facts that ms-swift knows about a model."""
 
     is_multimodal: bool | None = None
     """Whether it takes images; None if nothing tells."""
@@ -30,7 +31,7 @@ class ModelFacts:
     """Type of its weights, as ms-swift loads them; None if its folder is not here."""
 
     loss_scale: str = "default"
-    """What ms-swift makes of `--loss_scale` with the model's template."""
+    """Value that ms-swift gives `--loss_scale` with the model's template."""
 
     unpacked: str | None = None
     """Family of the model, or template, that is known not to pack; None if neither is."""
@@ -38,7 +39,7 @@ class ModelFacts:
 
 @attrs.frozen
 class Line:
-    """What becomes of an argument."""
+    """Verdict on an argument."""
 
     argument: str
     """The argument and its value, as they are written; or the default that ms-swift takes."""
@@ -51,10 +52,7 @@ class Line:
 
 @attrs.frozen
 class World:
-    """What convert knows beyond the command."""
-
-    trainer_keys: frozenset[str]
-    """Settings that `training.` passes on to ms-swift's training arguments."""
+    """Everything that convert knows beyond the command."""
 
     model: ModelFacts
 
@@ -84,17 +82,21 @@ class Conversion:
 
     @property
     def different(self) -> tuple[Line, ...]:
-        """What the run does otherwise than the command asks for, or not at all."""
+        """Lines on everything that the run does otherwise than the command, or not at all."""
         return tuple(line for line in self.lines if line.verdict in DIFFERENT)
 
-    def changed(self, shown: str, keys: Mapping[str, Any], reason: str) -> Conversion:
+    def with_line(
+        self, shown: str, verdict: Verdict, reason: str, keys: Mapping[str, Any] = MappingProxyType({})
+    ) -> Conversion:
         """
-        Return the run with keys of other values, which the lines of their arguments say too.
+        Return the run with another line for an argument or a decision.
 
         Args:
-            shown: The argument, or the decision, that asks for them: its line is replaced.
-            keys: Key with its section -> value; each is in the run already.
-            reason: Reason of the change.
+            shown: The argument, or the decision, whose line is replaced.
+            verdict: Verdict of its new line.
+            reason: Reason of its new line.
+            keys: Key with its section -> value; each is in the run already, and the lines of the
+                arguments that it was written for say its new value.
         """
         document = {section: dict(held) for section, held in self.document.items()}
         lines = {line.argument: line for line in self.lines}
@@ -103,12 +105,12 @@ class Conversion:
             document[section][name] = value
             argument = self.written[key]
             lines[argument] = Line(argument, "changed", f"{key}: {_shown(value)}")
-        lines[shown] = Line(shown, "changed", reason)
+        lines[shown] = Line(shown, verdict, reason)
         return attrs.evolve(self, document=document, lines=tuple(lines.values()))
 
 
 def samples_of_step(training: Mapping[str, Any]) -> int:
-    """Return how many samples, or packs, a rank takes in an optimizer step by a section's keys."""
+    """Return the number of samples, or packs, of a rank's optimizer step."""
     return int(training.get("per_device_train_batch_size", 1)) * int(training["gradient_accumulation_steps"])
 
 

@@ -9,12 +9,10 @@ import attrs
 from packplan.core.conversion.shell import Command, Word
 from packplan.core.errors import ConfigError, Fault
 
-_TASKS = frozenset(
-    {"app", "deploy", "eval", "export", "infer", "merge-lora", "pt", "rlhf", "rollout", "sample", "sft", "web-ui"}
-)
-
 _BEFORE = frozenset({"exec", "nohup", "time", "sudo", "env", "command"})
 """Programs that start what follows them."""
+
+_TORCHRUN_MODULES = frozenset({"torch.distributed.run", "torch.distributed.launch"})
 
 _TORCHRUN_FLAGS = frozenset({"standalone", "no_python", "run_path", "virtual_local_rank"})
 
@@ -28,7 +26,12 @@ OTHER_TASKS: Mapping[str, str] = {
     "pt": "trains on all tokens of plain texts, without a chat template: only swift sft is converted",
     "rlhf": "trains on preferences or rewards: only swift sft is converted (for GRPO, see docs/rl.md)",
     "infer": "answers prompts, and trains nothing: only swift sft is converted",
+    **dict.fromkeys(
+        ("app", "deploy", "eval", "export", "merge-lora", "rollout", "sample", "web-ui"),
+        "trains nothing: only swift sft is converted",
+    ),
 }
+"""Command of ms-swift that is not converted -> why."""
 
 
 @attrs.frozen
@@ -36,7 +39,7 @@ class Launch:
     """A command that trains with `swift sft`."""
 
     arguments: tuple[Word, ...]
-    """What follows `swift sft`."""
+    """Words behind `swift sft`."""
 
     environment: Mapping[str, Word]
     """Variables that it is started with, those of the ranks aside."""
@@ -60,7 +63,7 @@ def find_launch(commands: Iterable[Command], *, source: str) -> Launch:
     Return the one command of a script that trains with `swift sft`.
 
     Args:
-        commands: Of the script, in order.
+        commands: Commands of the script, in order.
         source: Name of the script, for errors.
 
     Raises:
@@ -77,45 +80,54 @@ def find_launch(commands: Iterable[Command], *, source: str) -> Launch:
             others.append((command.line, *read))
         else:
             computed += [text for word in command.words for text in word.computed]
-    if len(launches) > 1:
+    if len(launches) == 1:
+        return attrs.evolve(launches[0], left=tuple(f"line {line}: {name}" for line, name, _ in others))
+    if launches:
         lines = ", ".join(str(launch.line) for launch in launches)
         reason = (
             f"{len(launches)} commands of swift sft, in the lines {lines}: put the one to convert into its own file"
         )
         raise ConfigError(source, (Fault("", reason),))
-    if not launches:
-        if not others:
-            reason = "holds no command of ms-swift: give one that begins with swift sft, or torchrun … swift/cli/sft.py"
-            reason += f"; {computed[0]} is not computed here: write it out" if computed else ""
-            raise ConfigError(source, (Fault("", reason),))
-        raise ConfigError(source, tuple(Fault(f"line {line}", f"{name} {why}") for line, name, why in others))
-    return attrs.evolve(launches[0], left=tuple(f"line {line}: {name}" for line, name, _ in others))
+    if not others:
+        reason = "holds no command of ms-swift: give one that begins with swift sft, or torchrun … swift/cli/sft.py"
+        reason += f"; {computed[0]} is not computed here: write it out" if computed else ""
+        raise ConfigError(source, (Fault("", reason),))
+    raise ConfigError(source, tuple(Fault(f"line {line}", f"{name} {why}") for line, name, why in others))
 
 
 def _read(command: Command) -> Launch | tuple[str, str] | None:
     """
-    Return what a command of ms-swift trains, or its name and why it is not converted; None of
-    another program.
+    Return the launch of a command of `swift sft`; the name of another command of ms-swift with the
+    reason against it; None for another program.
     """
     words, environment = _started(command)
     if not words:
         return None
-    program = _base(words[0])
-    if program in {"swift", "megatron"}:
-        return _task(command, program, words[1:], environment)
+    program, rest = _base(words[0]), words[1:]
+    if program == "megatron":
+        reason = "trains with Megatron-LM, whose arguments and parallel layouts are others: only swift sft is converted"
+        return f"megatron {_task(rest)}", reason
     options: dict[str, Word] = {}
-    rest = words[1:]
-    if program == "torchrun":
-        options, rest = _torchrun_options(rest)
-    elif program.startswith("python"):
-        options, rest = _python_options(rest)
-    elif program in {"accelerate", "deepspeed"} and any(_script_task(word.text) for word in rest):
-        reason = "starts ranks by a configuration of its own: start ms-swift with NPROC_PER_NODE or torchrun instead"
-        return program, reason
-    task, rest = _script(rest)
-    if task is None:
-        return None
-    return _task(command, "swift", [Word(task), *rest], environment, options)
+    if program != "swift":
+        if program == "torchrun":
+            options, rest = _torchrun_options(rest)
+        elif program.startswith("python"):
+            options, rest = _python_options(rest)
+        elif program in {"accelerate", "deepspeed"} and any(_script_task(word.text) for word in rest):
+            return program, (
+                "starts ranks by a configuration of its own: start ms-swift with NPROC_PER_NODE or torchrun instead"
+            )
+        rest = _script(rest)
+        if not rest:
+            return None
+    name = _task(rest)
+    if name != "sft":
+        return f"swift {name}", OTHER_TASKS.get(name, "is no command of ms-swift: write swift sft")
+    return _launch(command.line, rest[1:], environment, options)
+
+
+def _task(words: Sequence[Word]) -> str:
+    return words[0].text.replace("_", "-") if words else ""
 
 
 def _started(command: Command) -> tuple[list[Word], dict[str, Word]]:
@@ -134,43 +146,28 @@ def _python_options(words: Sequence[Word]) -> tuple[dict[str, Word], list[Word]]
     rest = list(words)
     while rest and rest[0].text in {"-u", "-I", "-B"}:
         rest.pop(0)
-    if [word.text for word in rest[:1]] == ["-m"] and rest[1:] and _is_torchrun(rest[1].text):
+    if rest[1:] and rest[0].text == "-m" and rest[1].text in _TORCHRUN_MODULES:
         return _torchrun_options(rest[2:])
     return {}, rest
 
 
-def _task(
-    command: Command,
-    program: str,
-    words: Sequence[Word],
-    environment: dict[str, Word],
-    options: Mapping[str, Word] | None = None,
-) -> Launch | tuple[str, str] | None:
-    name = words[0].text.replace("_", "-") if words else ""
-    if program == "megatron":
-        reason = "trains with Megatron-LM, whose arguments and parallel layouts are others: only swift sft is converted"
-        return f"megatron {name}", reason
-    if name not in _TASKS:
-        return f"swift {name}", "is no command of ms-swift: write swift sft"
-    if name != "sft":
-        return f"swift {name}", OTHER_TASKS.get(name, "trains nothing: only swift sft is converted")
-    started = {**{name: word for name, word in environment.items() if name in _RANK_VARIABLES}}
-    options = dict(options or {})
+def _launch(line: int, arguments: Sequence[Word], environment: Mapping[str, Word], options: dict[str, Word]) -> Launch:
+    """Return a command of `swift sft`, with what its variables and torchrun say of ranks."""
+    ranks = {name: word for name, word in environment.items() if name in _RANK_VARIABLES}
     return Launch(
-        arguments=tuple(words[1:]),
+        arguments=tuple(arguments),
         environment={name: word for name, word in environment.items() if name not in _RANK_VARIABLES},
-        ranks_per_node=options.pop("nproc_per_node", None) or started.get("NPROC_PER_NODE"),
-        nodes=options.pop("nnodes", None) or started.get("NNODES"),
-        torchrun=tuple(_flat(options, started)),
-        line=command.line,
+        ranks_per_node=options.pop("nproc_per_node", None) or ranks.get("NPROC_PER_NODE"),
+        nodes=options.pop("nnodes", None) or ranks.get("NNODES"),
+        torchrun=tuple(_meeting(options, ranks)),
+        line=line,
     )
 
 
-def _flat(options: Mapping[str, Word], started: Mapping[str, Word]) -> Iterator[Word]:
+def _meeting(options: Mapping[str, Word], ranks: Mapping[str, Word]) -> Iterator[Word]:
     """Yield the options that say where ranks meet."""
-    named = {"NODE_RANK": "node_rank", "MASTER_ADDR": "master_addr", "MASTER_PORT": "master_port"}
-    meeting = {option: started[name] for name, option in named.items() if name in started} | dict(options)
-    for name, value in meeting.items():
+    named = {name.lower(): ranks[name] for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if name in ranks}
+    for name, value in (named | dict(options)).items():
         yield Word(f"--{name.replace('_', '-')}")
         if name not in _TORCHRUN_FLAGS:
             yield value
@@ -193,30 +190,23 @@ def _torchrun_options(words: Sequence[Word]) -> tuple[dict[str, Word], list[Word
     return options, rest
 
 
-def _script(words: Sequence[Word]) -> tuple[str | None, list[Word]]:
-    """Return the task whose script a command starts, and the script's arguments."""
-    rest = list(words)
-    if rest and rest[0].text == "-m":
-        rest.pop(0)
-        module = rest[0].text if rest else ""
-        parts = module.split(".")
-        task = parts[-1] if parts[:2] == ["swift", "cli"] and len(parts) == 3 else None
-    elif rest[1:] and _base(rest[0]) == "swift":  # the console script, which python and torchrun start too
-        rest.pop(0)
-        task = rest[0].text
-    else:
-        task = _script_task(rest[0].text) if rest else None
-    return task, rest[1:]
+def _script(words: Sequence[Word]) -> list[Word]:
+    """Return the task whose script a command starts, and the script's arguments; empty if none."""
+    if not words:
+        return []
+    first, *rest = words
+    if first.text == "-m":
+        parts = rest[0].text.split(".") if rest else []
+        return [Word(parts[2]), *rest[1:]] if parts[:2] == ["swift", "cli"] and len(parts) == 3 else []
+    if rest and _base(first) == "swift":  # the console script, which python and torchrun start too
+        return rest
+    task = _script_task(first.text)
+    return [Word(task), *rest] if task else []
 
 
 def _script_task(path: str) -> str | None:
-    folders = path.split("/")
-    is_one = folders[-1].endswith(".py") and folders[-3:-1] == ["swift", "cli"]
-    return folders[-1].removesuffix(".py") if is_one else None
-
-
-def _is_torchrun(module: str) -> bool:
-    return module in {"torch.distributed.run", "torch.distributed.launch"}
+    *folders, name = path.split("/")
+    return name.removesuffix(".py") if name.endswith(".py") and folders[-2:] == ["swift", "cli"] else None
 
 
 def _base(word: Word) -> str:

@@ -7,8 +7,6 @@ that would hold over a third more or fewer samples, samples do not share packs.
 
 from __future__ import annotations
 
-import attrs
-
 from packplan.core.conversion.conversion import PACKING, Conversion, batch_keys, listed, samples_of_step
 
 _NEAR = 1 / 3
@@ -51,13 +49,10 @@ def with_packs(
         f"{packs * samples_per_pack * world_size:,.1f} where ms-swift's holds {samples:,}: {before:,} steps become "
         f"{after:,}; --packing false keeps ms-swift's batches"
     )
-    return conversion.changed(PACKING, keys, reason)
+    return conversion.with_line(PACKING, "changed", reason, keys)
 
 
 def without_packs(conversion: Conversion, why: str) -> Conversion:
     """Return the same run, and say why its samples share no packs."""
-    lines = [
-        attrs.evolve(line, reason=f"{line.reason}; {why}") if line.argument == PACKING else line
-        for line in conversion.lines
-    ]
-    return attrs.evolve(conversion, lines=tuple(lines))
+    (line,) = (line for line in conversion.lines if line.argument == PACKING)
+    return conversion.with_line(PACKING, line.verdict, f"{line.reason}; {why}")

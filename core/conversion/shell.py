@@ -118,21 +118,16 @@ def _commands(script: _Script) -> Iterator[Command]:
                 script.variables |= script.assigned(word, found) if found else {}
                 exported[found[1] if found else word] = None
         else:
-            _require_read(script, words[0], line)
+            script.line = line
+            if words[0] in _CONTROL:
+                message = f"{words[0]} decides which commands run or what they see, and nothing is run here"
+                raise ValueError(message)
+            if words[0].startswith("-"):
+                message = f"{words[0]} stands alone, for a blank or a comment behind the \\ before it ended the command"
+                raise ValueError(message)
             values = {name: script.variables[name] for name in exported if name in script.variables} | values
             environment = {name: script.word(value) for name, value in values.items()}
             yield Command(line, environment, tuple(map(script.word, words)))
-
-
-def _require_read(script: _Script, first: str, line: int) -> None:
-    """Refuse a statement by its first word; ValueError."""
-    script.line = line
-    if first in _CONTROL:
-        message = f"{first} decides which commands run or what they see, and nothing is run here"
-        raise ValueError(message)
-    if first.startswith("-"):
-        message = f"{first} stands alone, for a blank or a comment behind the \\ before it ended the command"
-        raise ValueError(message)
 
 
 def _statements(script: _Script) -> Iterator[tuple[int, list[str]]]:
@@ -229,7 +224,7 @@ class _Script:
         if found["sum"] is None and found["expr"] is None:
             return self._mark(start)
         try:
-            return str(self._sum(found["sum"]) if found["expr"] is None else self._expr(found["expr"]))
+            return str(self._result(found))
         except ValueError:
             return self._mark(start, ": only whole numbers, + - * / % and parentheses are computed")
 
@@ -242,14 +237,12 @@ class _Script:
         value = self.variables.get(found["braced"] or found["name"])
         return value or (value if found["default"] is None else found["default"].translate(_HIDDEN))
 
-    def _sum(self, text: str) -> int:
-        """Return the value of `$((…))`, where a name alone is a variable too."""
-        text = _VARIABLE.sub(lambda found: self._value(found) or "", text)
-        return compute(re.sub(r"[A-Za-z_]\w*", lambda found: self.variables.get(found[0], ""), text))
-
-    def _expr(self, text: str) -> int:
-        """Return the value of `expr`, whose words stand apart."""
-        words = _VARIABLE.sub(lambda found: self._value(found) or "", text).split()
+    def _result(self, found: re.Match[str]) -> int:
+        """Return the value of `$((…))`, where a name alone is a variable too, or of `expr`."""
+        text = _VARIABLE.sub(lambda name: self._value(name) or "", found["sum"] or found["expr"] or "")
+        if found["expr"] is None:
+            return compute(re.sub(r"[A-Za-z_]\w*", lambda name: self.variables.get(name[0], ""), text))
+        words = text.split()
         if not all(_EXPR_WORD.fullmatch(word) for word in words):
             raise ValueError(text)
         return compute(" ".join(word.strip("\\'\"") for word in words))

@@ -1,57 +1,21 @@
 """
-What becomes of each argument of ms-swift: the key it is here, why it is not needed, or why it is
-not supported. Every argument is in one of these tables, a key of the trainer, or a case of
-`core.conversion.special`.
+Tables of ms-swift's arguments: keys of this project, and reasons against the others. Every argument
+is in one of these tables, a key of `training.`, or a case of `core.conversion.special`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-KEYS: Mapping[str, str] = {
-    "model": "model.model",
-    "model_type": "model.model_type",
-    "torch_dtype": "model.torch_dtype",
-    "bnb_4bit_compute_dtype": "model.bnb_4bit_compute_dtype",
-    "bnb_4bit_quant_type": "model.bnb_4bit_quant_type",
-    "bnb_4bit_use_double_quant": "model.bnb_4bit_use_double_quant",
-    "template": "template.template",
-    "max_length": "template.max_length",
-    "max_pixels": "template.max_pixels",
-    "agent_template": "template.agent_template",
-    "columns": "custom.columns",
-    "dataset_shuffle": "custom.dataset_shuffle",
-    "split_dataset_ratio": "custom.split_dataset_ratio",
-    "model_name": "custom.model_name",
-    "model_author": "custom.model_author",
-    "tuner_type": "training.tuner_type",
-    "freeze_llm": "training.freeze_llm",
-    "freeze_vit": "training.freeze_vit",
-    "freeze_aligner": "training.freeze_aligner",
-    "gradient_accumulation_steps": "training.gradient_accumulation_steps",
-    "per_device_train_batch_size": "training.per_device_train_batch_size",
-    "per_device_eval_batch_size": "training.per_device_eval_batch_size",
-    "num_train_epochs": "training.num_train_epochs",
-    "max_steps": "training.max_steps",
-    "seed": "training.seed",
-    "dataloader_drop_last": "training.dataloader_drop_last",
-    "lora_rank": "training.lora_rank",
-    "lora_alpha": "training.lora_alpha",
-    "lora_dropout": "training.lora_dropout",
-    "lorap_lr_ratio": "training.lorap_lr_ratio",
-    "use_rslora": "training.use_rslora",
-    "use_dora": "training.use_dora",
-    "target_modules": "training.target_modules",
-    "target_regex": "training.target_regex",
-    "target_parameters": "training.target_parameters",
-    "modules_to_save": "training.modules_to_save",
-    "freeze_parameters": "training.freeze_parameters",
-    "freeze_parameters_regex": "training.freeze_parameters_regex",
-    "freeze_parameters_ratio": "training.freeze_parameters_ratio",
-    "trainable_parameters": "training.trainable_parameters",
-    "trainable_parameters_regex": "training.trainable_parameters_regex",
-}
-"""Arguments that are keys here, of the same meaning."""
+SECTIONS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("model", "model_type", "torch_dtype", "bnb_4bit_compute_dtype", "bnb_4bit_quant_type",
+         "bnb_4bit_use_double_quant"), "model",
+    ),
+    **dict.fromkeys(("template", "max_length", "max_pixels", "agent_template", "loss_scale"), "template"),
+    **dict.fromkeys(("columns", "dataset_shuffle", "split_dataset_ratio", "model_name", "model_author"), "custom"),
+}  # fmt: skip
+"""Argument -> section of the key of the same name and meaning, where that is not `training`."""
 
 ADAPTERS = frozenset(
     {"lora_rank", "lora_alpha", "lora_dropout", "lorap_lr_ratio", "use_rslora", "use_dora", "target_modules",
@@ -94,10 +58,12 @@ UNNEEDED: Mapping[str, str] = {
     "hub_token": "it is of the hub's own login; write no tokens into a YAML",
     "enable_npu_model_patch": "it only counts on Ascend devices",
     "group_by_length": "packs are already of like length",
-    "load_args": "the YAML says all there is",
-    "load_data_args": "the YAML says all there is",
+    **dict.fromkeys(("load_args", "load_data_args"), "the YAML says all there is"),
     "average_tokens_across_devices": "the loss is always the mean over all tokens of all ranks",
-    "train_dataloader_shuffle": "the order of packs is drawn again each epoch from training.seed",
+    **dict.fromkeys(
+        ("sortish_sampler", "train_dataloader_shuffle", "train_sampling_strategy"),
+        "the order of packs is drawn again each epoch from training.seed",
+    ),
     "logging_dir": "logs are written below training.output_dir; the variable TENSORBOARD_LOGGING_DIR names another",
     "stream": "it is of answers, and no answers are written",
     "bnb_4bit_quant_storage": "it is of weights that FSDP shards",
@@ -107,31 +73,33 @@ UNNEEDED: Mapping[str, str] = {
     "do_eval": "eval_strategy says whether evaluation runs",
     "do_predict": "nothing is predicted",
     "do_train": "training is what runs here",
-    "eval_accumulation_steps": "an evaluation keeps no predictions",
-    "eval_do_concat_batches": "an evaluation keeps no predictions",
-    "eval_use_gather_object": "an evaluation keeps no predictions",
+    **dict.fromkeys(
+        ("eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object", "prediction_loss_only"),
+        "an evaluation keeps no predictions",
+    ),
     "include_for_metrics": "an evaluation measures the loss and the accuracy of tokens",
     "label_names": "labels are those of the template",
     "length_column_name": "lengths are measured",
     "lisa_step_interval": "it is of lisa_activated_layers, which is not supported",
     "local_rank": "torchrun says which rank a process is",
-    "prediction_loss_only": "an evaluation keeps no predictions",
-    "sortish_sampler": "the order of packs is drawn again each epoch from training.seed",
-    "train_sampling_strategy": "the order of packs is drawn again each epoch from training.seed",
-}
+    **dict.fromkeys(
+        ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "num_beams", "stop_words", "logprobs",
+         "top_logprobs", "structured_outputs_regex", "ds3_gather_for_generation"),
+        "it is of answers, and training writes none",
+    ),
+}  # fmt: skip
 """Arguments whose work is done in another way, or by itself."""
-
-_BENCHMARKS = "an evaluation measures the loss of val_dataset: run swift eval on a checkpoint"
 
 UNSUPPORTED: Mapping[str, str] = {
     "model_revision": "name the folder of that revision in model.model",
     "experts_impl": "the model takes its own",
     "new_special_tokens": "add them to the model's tokenizer first, and name that folder in model.model",
-    "num_labels": "classification is not trained",
-    "problem_type": "classification is not trained",
+    **dict.fromkeys(("num_labels", "problem_type"), "classification is not trained"),
     "rope_scaling": "write it into the model's config.json",
-    "device_map": "each rank holds the model on its own device: use training.deepspeed or training.fsdp",
-    "max_memory": "each rank holds the model on its own device: use training.deepspeed or training.fsdp",
+    **dict.fromkeys(
+        ("device_map", "max_memory"),
+        "each rank holds the model on its own device: use training.deepspeed or training.fsdp",
+    ),
     "local_repo_path": "models that need a repository's code are not loaded",
     "init_strategy": "name a model whose weights are all there",
     "norm_bbox": "boxes stay as the records have them",
@@ -146,67 +114,44 @@ UNSUPPORTED: Mapping[str, str] = {
     "custom_dataset_info": "name the data files in dataset",
     "hqq_axis": "quantisation by hqq is not offered: use bnb",
     "adapters": "training does not begin from adapters: merge them first (swift export --merge_lora true)",
-    "external_plugins": "it runs Python code of its own",
-    "custom_register_path": "it runs Python code of its own",
+    **dict.fromkeys(("external_plugins", "custom_register_path"), "it runs Python code of its own"),
     "model_kwargs": "set them as variables of the environment, in capitals",
     "lora_bias": "biases stay as they are",
     "lora_dtype": "adapters have the type of the model's weights",
     "init_weights": "adapters start at no effect: other starts (pissa, olora, lora-ga) are not offered",
     "deepspeed_autotp_size": "several ranks would be one learner: remove it",
-    "use_ray": "start the ranks with torchrun",
-    "ray_exp_name": "start the ranks with torchrun",
-    "device_groups": "start the ranks with torchrun",
-    "decision_drop_instructions": "it is of decision data",
-    "decision_subsample_options": "it is of decision data",
-    "decision_state_as_text": "it is of decision data",
-    "decision_shuffle_fields": "it is of decision data",
+    **dict.fromkeys(("use_ray", "ray_exp_name", "device_groups"), "start the ranks with torchrun"),
     "sequence_parallel_size": "every rank trains samples of its own",
     "packing_length": "packs are as long as template.max_length: set that",
     "resume_only_model": "name the checkpoint in model.model, and leave resume_from_checkpoint out",
-    "enable_dft_loss": "the loss is the cross entropy",
-    "loss_type": "the loss is the cross entropy",
+    **dict.fromkeys(("enable_dft_loss", "loss_type"), "the loss is the cross entropy"),
     "router_aux_loss_coef": "the loss is the cross entropy alone",
     "use_galore": "its gradients are not tried with packs",
-    "eval_dataset": _BENCHMARKS,
-    "eval_dataset_args": _BENCHMARKS,
-    "eval_generation_config": _BENCHMARKS,
-    "eval_limit": _BENCHMARKS,
-    "extra_eval_args": _BENCHMARKS,
-    "bf16_full_eval": "an evaluation computes as training does",
-    "fp16_full_eval": "an evaluation computes as training does",
+    **dict.fromkeys(
+        ("eval_dataset", "eval_dataset_args", "eval_generation_config", "eval_limit", "extra_eval_args"),
+        "an evaluation measures the loss of val_dataset: run swift eval on a checkpoint",
+    ),
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), "an evaluation computes as training does"),
     "mrl_dims": "embeddings are not trained",
     "lisa_activated_layers": "layers that change while training runs are not tried with packs",
 }
 """Arguments that ask for something that is not done here, and what to do instead."""
 
-UNSUPPORTED_PREFIXES: Mapping[str, str] = {
-    "swanlab_": "set SwanLab up by its own variables",
-    "lora_ga_": "other starts of adapters are not offered",
-    "fourier_": "tuner_type is full or lora",
-    "boft_": "tuner_type is full or lora",
-    "vera_": "tuner_type is full or lora",
-    "adapter_": "tuner_type is full or lora",
-    "adalora_": "tuner_type is full or lora",
-    "llamapro_": "tuner_type is full or lora",
-    "reft_": "tuner_type is full or lora",
-    "galore_": "its gradients are not tried with packs",
+UNSUPPORTED_PREFIXES: Mapping[tuple[str, ...], str] = {
+    ("swanlab_",): "set SwanLab up by its own variables",
+    ("decision_",): "it is of decision data",
+    ("lora_ga_",): "other starts of adapters are not offered",
+    ("fourier_", "boft_", "vera_", "adapter_", "adalora_", "llamapro_", "reft_"): "tuner_type is full or lora",
+    ("galore_",): "its gradients are not tried with packs",
 }
-"""Beginning of arguments -> why they are not supported."""
-
-GENERATION = frozenset(
-    {"max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "num_beams", "stop_words", "logprobs",
-     "top_logprobs", "structured_outputs_regex", "ds3_gather_for_generation"}
-)  # fmt: skip
-"""Arguments about answers, which training does not write."""
+"""Beginnings of arguments -> why they are not supported."""
 
 PARTS_OF: Mapping[str, str] = {
     "fsdp_config": "fsdp",
     "gradient_checkpointing_kwargs": "gradient_checkpointing",
-    "hub_always_push": "push_to_hub",
-    "hub_model_id": "push_to_hub",
-    "hub_private_repo": "push_to_hub",
-    "hub_revision": "push_to_hub",
-    "hub_strategy": "push_to_hub",
+    **dict.fromkeys(
+        ("hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy"), "push_to_hub"
+    ),
     "liger_kernel_config": "use_liger_kernel",
 }
 """Arguments that nothing reads without another one -> that one."""
@@ -216,6 +161,12 @@ EVALUATION = frozenset(
      "greater_is_better", "metric_for_best_model", "per_device_eval_batch_size"}
 )  # fmt: skip
 """Arguments that nothing reads without evaluation data."""
+
+TRACKIO = ("project", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id")
+"""Arguments that nothing reads without trackio."""
+
+BNB = ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
+"""Arguments that nothing reads without the quantisation of bitsandbytes."""
 
 SEEING = frozenset({"max_pixels", "vit_gradient_checkpointing"})
 """Arguments that nothing reads where the model takes no images."""

@@ -123,19 +123,12 @@ def judge(findings: Iterable[Deviation], *, precision: Precision) -> tuple[Verdi
     for finding in findings:
         found.setdefault(finding.check, []).append(finding)
     verdicts = []
-    for check in CHECKS:
-        if check not in found:
-            continue
-        # NaN is worse than any number.
-        if check == "sensitivity":
-            limit = SENSITIVITY_FACTOR * _LIMITS["isolation"][precision]
-            worst = min(found[check], key=lambda finding: (finding.value >= 0, finding.value))
-            passed = worst.value >= limit
-        else:
-            limit = _LIMITS[check][precision]
-            worst = max(found[check], key=lambda finding: (not finding.value >= 0, finding.value))
-            passed = worst.value <= limit
-        verdicts.append(Verdict(check, worst, limit, passed))
+    for check in filter(found.get, CHECKS):
+        # The sensitivity has to be high, all else low. NaN is worse than any number.
+        sign, of, factor = (1, "isolation", SENSITIVITY_FACTOR) if check == "sensitivity" else (-1, check, 1)
+        limit = factor * _LIMITS[of][precision]
+        worst = min(found[check], key=lambda finding: (not math.isnan(finding.value), sign * finding.value))
+        verdicts.append(Verdict(check, worst, limit, passed=sign * worst.value >= sign * limit))
     return tuple(verdicts)
 
 

@@ -20,16 +20,6 @@ from packplan.core.equality.names import AUTO, FLASH_BACKENDS, MASKED, VARLEN
 
 Strategy = Literal["flash", "varlen", "own", "masked"]
 
-STRATEGIES: Mapping[Strategy, str] = MappingProxyType(
-    {
-        "flash": "flash attention with sample boundaries",
-        "varlen": "our attention of variable length, sample by sample",
-        "own": "the model's own attention, which finds samples by restarting positions",
-        "masked": "the model's own mask, with the samples of a row apart",
-    }
-)
-"""Strategies in the order of trials -> description."""
-
 PROBE_VERSION = 2
 """
 Version of the probe. It is raised if a probe can find new faults, so that stored verdicts are
@@ -62,7 +52,7 @@ def loaded_limit(epsilon: float, *, layers: int) -> float:
         layers: Layers of the text model, >= 1.
 
     >>> [round(loaded_limit(2.0**-step, layers=36), 6) for step in (7, 10, 23)]
-    [0.071640, 0.008955, 3.5e-05]
+    [0.07164, 0.008955, 3.5e-05]
     """
     sums = _SUMS if epsilon < _SUMMED_ALIKE else 1
     return epsilon * sums * (4 + math.log2(layers))
@@ -163,9 +153,6 @@ class ProbeResult:
         return f"isolation {self.isolation:.2g} (must be 0), equality {self.equality:.2g}"
 
 
-_LISTS = ("split", "not_exercised", "loaded_on")
-
-
 @attrs.frozen
 class PackingVerdict:
     """Verdict on a model, with strategy, attention and measured numbers."""
@@ -223,11 +210,7 @@ class PackingVerdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the verdict as a JSON document, with infinite numbers as null."""
-        document = attrs.asdict(self)
-        if self.measured is not None:
-            numbers = attrs.asdict(self.measured)
-            document["measured"] = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        return {**document, **{name: list(document[name]) for name in _LISTS}}
+        return attrs.asdict(self, value_serializer=_finite)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> PackingVerdict:
@@ -235,5 +218,10 @@ class PackingVerdict:
         numbers = document["measured"]
         if numbers is not None:
             numbers = ProbeResult(**{name: math.inf if value is None else value for name, value in numbers.items()})
-        lists = {name: tuple(document[name]) for name in _LISTS}
+        lists = {name: tuple(held) for name, held in document.items() if isinstance(held, list)}
         return cls(**{**document, **lists, "measured": numbers})
+
+
+def _finite(_: object, __: object, value: Any) -> Any:
+    """Return a value of a field, or None for a number that JSON lacks."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -170,7 +170,8 @@ class ArgumentError(UserError, ValueError):
 
     kind: Literal[
         "length", "works", "too_few_samples", "over_budget", "uneven_shards", "batch", "batch_size",
-        "whole_batch_loss", "empty", "all_skipped", "all_dropped", "dropped_tokens", "too_long", "too_short",
+        "whole_batch_loss", "ranks", "host", "empty", "all_skipped", "all_dropped", "dropped_tokens", "too_long",
+        "too_short",
     ]  # fmt: skip
 
     fact: str

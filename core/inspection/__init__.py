@@ -4,7 +4,7 @@ Inspection of plans: figures, invariants, differences, alternatives, and the ste
 
 from __future__ import annotations
 
-from packplan.core.inspection.diff import PlanDifference, figure_differences, plan_difference
+from packplan.core.inspection.diff import PlanDifference, plan_difference
 from packplan.core.inspection.invariants import plan_faults
 from packplan.core.inspection.lookup import place_of, scheduled_steps
 from packplan.core.inspection.review import MIN_PACKS, LowFill, longest_pack, low_fill
@@ -28,7 +28,6 @@ __all__ = [
     "ScheduleSummary",
     "SourceSummary",
     "best_of",
-    "figure_differences",
     "fills",
     "longest_pack",
     "low_fill",

@@ -6,7 +6,6 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.errors import Difference
 from packplan.core.lengths import IntArray, Lengths, as_lengths
 from packplan.core.packs import Packs
 from packplan.core.plan import RawPlan
@@ -37,18 +36,18 @@ def plan_difference(first: RawPlan, second: RawPlan, first_lengths: Lengths, sec
         first: A plan.
         second: Another one, perhaps of more or fewer samples.
         first_lengths: Tokens of each record of the first plan, 0 for one that is no sample.
-        second_lengths: Of the second.
+        second_lengths: Tokens of each record of the second plan, in the same form.
 
     >>> from packplan.core.plan import build_raw_plan
-    >>> a, b = [60, 20, 70], [60, 19, 70]
-    >>> one, other = build_raw_plan(a, packing_length=80), build_raw_plan(b, packing_length=90)
+    >>> a, b = [60, 20, 70], [60, 20, 50]
+    >>> one, other = (build_raw_plan(lengths, packing_length=80) for lengths in (a, b))
     >>> difference = plan_difference(one, other, a, b)
     >>> difference.moved.tolist(), difference.resized.tolist()
-    ([0, 1, 2], [1])
+    ([0, 1, 2], [2])
     """
     lengths, others = as_lengths(first_lengths, least=0), as_lengths(second_lengths, least=0)
     number = max(lengths.size, others.size)
-    before, after = _pack_of(first.packs, number), _pack_of(second.packs, number)
+    before, after = first.packs.owners(number), second.packs.owners(number)
     both = (before >= 0) & (after >= 0)
     stayed = _unchanged(first.packs, second.packs, after)
     common = min(lengths.size, others.size)
@@ -58,13 +57,6 @@ def plan_difference(first: RawPlan, second: RawPlan, first_lengths: Lengths, sec
         gained=np.flatnonzero((before < 0) & (after >= 0)),
         resized=np.flatnonzero(lengths[:common] != others[:common]),
     )
-
-
-def _pack_of(packs: Packs, num_records: int) -> IntArray:
-    """Return the pack of each record, -1 for none; shape (num_records,)."""
-    pack = np.full(num_records, -1, dtype=np.int64)
-    pack[packs.indices] = np.repeat(np.arange(len(packs)), packs.sizes())
-    return pack
 
 
 def _unchanged(packs: Packs, others: Packs, other_pack_of: IntArray) -> NDArray[np.bool_]:
@@ -78,11 +70,3 @@ def _unchanged(packs: Packs, others: Packs, other_pack_of: IntArray) -> NDArray[
     # All samples of a pack are in one of the others, which has no more samples.
     same: NDArray[np.bool_] = (lowest == highest) & (packs.sizes() == others.sizes()[lowest])
     return same
-
-
-def figure_differences(first: attrs.AttrsInstance, second: attrs.AttrsInstance) -> tuple[Difference, ...]:
-    """Return the fields in which two summaries of the same class differ."""
-    pairs = (
-        (field.name, getattr(first, field.name), getattr(second, field.name)) for field in attrs.fields(type(first))
-    )
-    return tuple(Difference(name, one, other) for name, one, other in pairs if one != other)

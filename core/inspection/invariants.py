@@ -24,10 +24,10 @@ def plan_faults(
     ratio, and drops those below. Counts are those of the packs.
 
     Args:
-        plan: To be checked.
+        plan: Plan to check.
         lengths: Tokens of each record, 0 for one that is no sample.
         packed: Whether samples share packs; if not, each is alone, whatever its length.
-        min_fill_ratio: Of the fill filter; None if nothing was to be dropped.
+        min_fill_ratio: Ratio of the fill filter; None if no pack may be dropped.
     """
     array = as_lengths(lengths, least=0)
     everywhere = np.concatenate(

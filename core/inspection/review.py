@@ -75,7 +75,7 @@ def low_fill(plan: RawPlan, lengths: Lengths) -> LowFill | None:
     Return the reason of a low fill of many packs, or None.
 
     Args:
-        plan: What was planned, packed.
+        plan: Plan of packed samples.
         lengths: Tokens of each record, 0 for one that is no sample; shape (num_records,).
     """
     if len(plan.packs) <= MIN_PACKS or plan.fill >= MAX_FILL:

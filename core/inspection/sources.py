@@ -78,11 +78,10 @@ def summarise_sources(
     Return the figures of a plan by source, in the order of their first files.
 
     Args:
-        plan: Of the samples.
+        plan: Plan of the records that are samples.
         table: Measurements of the records; int32, shape (num_records, num_columns).
         files: Files of the data, in order.
-        media: What is stored of the samples' images and videos; int64, shape (num_media,
-            num_image_columns).
+        media: Media table of the same records; int64, shape (num_media, num_media_columns).
 
     Raises:
         ValueError: The files have another number of records than the table.
@@ -92,52 +91,57 @@ def summarise_sources(
     if len(owners) != len(table):
         message = f"the files have {len(owners):,} records, but {len(table):,} were measured"
         raise ValueError(message)
-    everything = sample_indices(table)
-
-    def count(samples: IntArray = everything, name: str | None = None) -> NDArray[np.int64]:
-        """Return the sum of a column over some samples, or their number, for each source."""
-        values = np.ones(len(table), np.int64) if name is None else column(table, name).astype(np.int64)
-        sums = np.zeros(len(names), np.int64)
-        np.add.at(sums, owners[samples], values[samples])
-        return sums
-
-    milliseconds = np.zeros(len(names), np.int64)
-    np.add.at(milliseconds, np.repeat(owners, num_media(table)), media[:, MEDIA_COLUMNS.index("milliseconds")])
-    tokens, owner_of = column(table, "length")[everything], owners[everything]
+    counts = _counts(plan, table, media, owners, len(names))
+    samples = sample_indices(table)
+    tokens, owner_of = column(table, "length")[samples], owners[samples]
     lengths = [np.sort(tokens[owner_of == number]) for number in range(len(names))]
-    planned, dropped = plan.packs.indices, plan.dropped_packs.indices
-    skipped = np.array(plan.skipped_long, dtype=np.int64)
-    pack_of = np.repeat(np.arange(len(plan.packs)), plan.packs.sizes())
-    met = np.unique(pack_of * len(names) + owners[planned]) % len(names)
-    columns = {
-        "bad_records": np.bincount(owners, column(table, "bad"), len(names)),
-        "num_samples": count(),
-        "num_tokens": count(name="length"),
-        "supervised_tokens": count(name="supervised"),
-        "images": count(name="images"),
-        "videos": count(name="videos"),
-        "frames": count(name="frames"),
-        "video_patches": count(name="video_patches"),
-        "video_milliseconds": milliseconds,
-        "longest_sample": np.array([own[-1] if own.size else 0 for own in lengths]),
-        "planned_samples": count(planned),
-        "planned_tokens": count(planned, "length"),
-        "dropped_samples": count(dropped),
-        "dropped_tokens": count(dropped, "length"),
-        "skipped_samples": count(skipped),
-        "skipped_tokens": count(skipped, "length"),
-        "num_packs": np.bincount(met, minlength=len(names)),
-    }
     return tuple(
         SourceSummary(
             name,
             tuple(file for file in files if file.source == name),
-            length_quantiles=quantiles(lengths[number]),
-            length_histogram=histogram(lengths[number]),
-            **{field: int(values[number]) for field, values in columns.items()},
+            longest_sample=int(own.max(initial=0)),
+            length_quantiles=quantiles(own),
+            length_histogram=histogram(own),
+            **{field: int(values[number]) for field, values in counts.items()},
         )
-        for number, name in enumerate(names)
+        for number, (name, own) in enumerate(zip(names, lengths, strict=True))
     )
+
+
+def _counts(
+    plan: RawPlan, table: Table, media: MediaTable, owners: IntArray, num_sources: int
+) -> dict[str, NDArray[np.int64]]:
+    """
+    Return the fields of a summary that are counts or sums, each of shape (num_sources,).
+
+    *owners* are the sources of the records; shape (num_records,).
+    """
+
+    def total(samples: IntArray, name: str | None = None) -> NDArray[np.int64]:
+        """Return the sum of a column over some samples, or their number, for each source."""
+        values = None if name is None else column(table, name)[samples]
+        return np.bincount(owners[samples], values, num_sources).astype(np.int64)
+
+    everything = sample_indices(table)
+    parts = {
+        "num": everything,
+        "planned": plan.packs.indices,
+        "dropped": plan.dropped_packs.indices,
+        "skipped": np.array(plan.skipped_long, dtype=np.int64),
+    }
+    pack_of = np.repeat(np.arange(len(plan.packs)), plan.packs.sizes())
+    met = np.unique(pack_of * num_sources + owners[plan.packs.indices]) % num_sources
+    media_owners = np.repeat(owners, num_media(table))
+    milliseconds = media[:, MEDIA_COLUMNS.index("milliseconds")]
+    return {
+        "bad_records": np.bincount(owners, column(table, "bad"), num_sources),
+        "supervised_tokens": total(everything, "supervised"),
+        **{name: total(everything, name) for name in ("images", "videos", "frames", "video_patches")},
+        "video_milliseconds": np.bincount(media_owners, milliseconds, num_sources),
+        **{f"{part}_samples": total(samples) for part, samples in parts.items()},
+        **{f"{part}_tokens": total(samples, "length") for part, samples in parts.items()},
+        "num_packs": np.bincount(met, minlength=num_sources),
+    }
 
 
 def quantiles(ascending: NDArray[np.integer]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.inspection.review import longest_pack
-from packplan.core.lengths import IntArray, Lengths, as_lengths
+from packplan.core.lengths import IntArray, Lengths, as_lengths, squares
 from packplan.core.metrics import padded_positions
 from packplan.core.packs import filled
 from packplan.core.patterns.certificate import BoundKind
@@ -184,6 +184,13 @@ class ScheduleSummary:
     """
 
 
+_PLAN_FIELDS = (
+    "packing_length", "lower_bound", "bound_kind", "num_samples", "planned_samples", "dropped_samples", "num_tokens",
+    "planned_tokens", "long_tokens", "skipped_tokens", "dropped_tokens",
+)  # fmt: skip
+"""Figures of a `PlanSummary` that a plan has under the same names."""
+
+
 def summarise(
     plan: RawPlan, lengths: Lengths, *, packed: bool = True, supervised: Lengths | None = None
 ) -> PlanSummary:
@@ -191,7 +198,7 @@ def summarise(
     Return the figures of a plan.
 
     Args:
-        plan: Of samples of these lengths.
+        plan: Plan of samples of these lengths.
         lengths: Tokens of each record, 0 for one that is no sample.
         packed: Whether samples share packs; if not, each is planned alone.
         supervised: Tokens of each sample that the loss counts, if they were measured.
@@ -212,21 +219,11 @@ def summarise(
         batch_size = max(1, round(samples_per_pack))
         saved = 1 - plan.planned_tokens / padded_positions(array[plan.packs.indices], batch_size=batch_size)
     return PlanSummary(
-        packing_length=plan.packing_length,
+        **{name: getattr(plan, name) for name in _PLAN_FIELDS},
         num_packs=len(plan.packs),
-        lower_bound=plan.lower_bound,
-        bound_kind=plan.bound_kind,
         gap=gap,
-        num_samples=plan.num_samples,
-        planned_samples=plan.planned_samples,
         long_samples=len(plan.single_long),
         skipped_samples=len(plan.skipped_long),
-        dropped_samples=plan.dropped_samples,
-        num_tokens=plan.num_tokens,
-        planned_tokens=plan.planned_tokens,
-        long_tokens=plan.long_tokens,
-        skipped_tokens=plan.skipped_tokens,
-        dropped_tokens=plan.dropped_tokens,
         supervised_tokens=None if supervised is None else int(np.asarray(supervised)[plan.packs.indices].sum()),
         dropped_packs=len(plan.dropped_packs),
         longest_pack=longest.tokens,
@@ -258,16 +255,16 @@ def summarise_schedule(
     Return the figures of training over a plan.
 
     Args:
-        plan: Of samples of these lengths.
+        plan: Plan of samples of these lengths.
         lengths: Tokens of each record, 0 for one that is no sample.
-        schedule: Over the plan's packs, from the beginning.
+        schedule: Schedule of the plan's packs from the beginning.
         packed: Whether samples share packs; if not, they are padded to the longest of their batch.
-        works: What samples cost; None counts the squares of their lengths.
+        works: Work of samples; None counts the squares of their lengths.
     """
     aligned = schedule.packs_per_epoch
     array = as_lengths(lengths, least=0)
     pack_stats = PackStats.from_plan(plan, array, packed=packed, works=works)
-    samples = (array.astype(np.float64) ** 2 if works is None else works.flops)[plan.packs.indices]
+    samples = (squares(array) if works is None else works.flops)[plan.packs.indices]
     stats, plain = (
         EpochStats.from_schedule(pack_stats, one, 0)
         for one in (schedule, attrs.evolve(schedule, works=None, group_by_work=0))

@@ -67,10 +67,10 @@ def what_if(
         lengths: Tokens of each record, 0 for one that is no sample.
         packing_lengths: Tokens a pack may hold.
         world_sizes: Data-parallel learners.
-        plan: Plans the samples for a packing length; may raise UserError.
-        schedule: Gives the schedule over a plan at a world size; may raise UserError.
-        works: What samples cost; None counts the squares of their lengths.
-        explain: Makes the text of a problem.
+        plan: Packing length -> plan of the samples; may raise UserError.
+        schedule: Plan and world size -> schedule; may raise UserError.
+        works: Work of samples; None counts the squares of their lengths.
+        explain: Error -> text of a problem.
     """
     array = as_lengths(lengths, least=0)
     for packing_length in packing_lengths:

@@ -23,7 +23,7 @@ from packplan.core.packers.bin_count import with_bin_count
 from packplan.core.packs import Packs
 from packplan.core.runs import Runs
 
-__all__ = ["ALGORITHMS", "Algorithm", "algorithm_named", "checked_seed", "pack", "with_bin_count"]
+__all__ = ["ALGORITHMS", "algorithm_named", "checked_seed", "pack", "with_bin_count"]
 
 
 @attrs.frozen
@@ -128,15 +128,13 @@ def pack(
     if works is not None and not chosen.weighs:
         message = f"works do not change the packs of {algorithm}: take algorithm='balanced', or give none"
         raise ValueError(message)
-    needs: dict[str, Any] = {
-        **({"seed": seed} if chosen.draws else {}),
-        **(
-            {"works": None if works is None else checked_works(works, array.size, of="samples")}
-            if chosen.weighs
-            else {}
-        ),
-        **({"report": report} if chosen.reports else {}),
-    }
+    needs: dict[str, Any] = {}
+    if chosen.draws:
+        needs["seed"] = seed
+    if chosen.weighs:
+        needs["works"] = None if works is None else checked_works(works, array.size, of="samples")
+    if chosen.reports:
+        needs["report"] = report
     packs = Packs.from_lists([])
     if array.size:
         # No pack holds more than all tokens. Their sum fits 64 bits, which the capacity may not.

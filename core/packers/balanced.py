@@ -66,38 +66,14 @@ def balanced(
         report: Called with a progress message.
     """
     units = in_units(WorkModel.estimated({}).trained().sample_flops(lengths) if works is None else works)
-    fewest = _fewest(lengths, capacity=capacity, report=report)
-    limit = min(lengths.size, fewest.num + fewest.num // MORE)
+    packs, fewest = _fewest(lengths, capacity=capacity, report=report)
+    limit = min(lengths.size, fewest + fewest // MORE)
     labels = _spread(lengths, units, num=limit, capacity=capacity, report=report)
     if labels is None:
         report("the packs of best fit are levelled")
-        labels = _levelled(lengths, units, fewest.within(limit), capacity=capacity, report=report)
+        roomy = _within(packs, lengths, limit=limit, capacity=capacity)
+        labels = _levelled(lengths, units, roomy, capacity=capacity, report=report)
     return Packs.from_labels(np.unique(labels, return_inverse=True)[1].astype(np.int32))
-
-
-class _Fewest:
-    """Number of packs near the fewest, and a packing that is known."""
-
-    def __init__(self, lengths: IntArray, capacity: int, packs: Packs, num: int) -> None:
-        self._lengths, self._capacity, self._packs = lengths, capacity, packs
-        self.num = num
-        """Number that the certified packing does not go below."""
-
-    def within(self, limit: int) -> IntArray:
-        """
-        Return the pack of each sample in at most *limit* packs, with unused room in each if
-        possible.
-        """
-        packs = self._packs
-        for share in _SHARES:
-            capacity = max(int(self._lengths.max()), self._capacity * share // 1000)
-            smaller = _best_fit(self._lengths, capacity)
-            if len(smaller) <= limit:
-                packs = smaller
-                break
-        labels = np.empty(self._lengths.size, dtype=np.int64)
-        labels[packs.indices] = np.repeat(np.arange(len(packs)), packs.sizes())
-        return labels
 
 
 def _best_fit(lengths: IntArray, capacity: int) -> Packs:
@@ -105,17 +81,30 @@ def _best_fit(lengths: IntArray, capacity: int) -> Packs:
     return best_fit_decreasing(runs, capacity=capacity).packs(lengths, runs)
 
 
-def _fewest(lengths: IntArray, *, capacity: int, report: Callable[[str], None]) -> _Fewest:
+def _fewest(lengths: IntArray, *, capacity: int, report: Callable[[str], None]) -> tuple[Packs, int]:
     """
-    Return a number of packs near the fewest: the quick bound if best fit is close to it, else that
-    of the certified packing.
+    Return known packs, and a number of packs near the fewest: the quick bound if best fit is close
+    to it, else that of the certified packing.
     """
     packs = _best_fit(lengths, capacity)
     num = find_bound(lengths, capacity=capacity, known=len(packs), effort=0).packs
     if len(packs) > num + num // MORE:
         packs = certified(lengths, capacity=capacity, seed=0, report=report)
         num = len(packs)
-    return _Fewest(lengths, capacity, packs, num)
+    return packs, num
+
+
+def _within(packs: Packs, lengths: IntArray, *, limit: int, capacity: int) -> IntArray:
+    """
+    Return the pack of each sample in at most *limit* packs, with unused room in each if possible,
+    else in *packs*.
+    """
+    for share in _SHARES:
+        smaller = _best_fit(lengths, max(int(lengths.max()), capacity * share // 1000))
+        if len(smaller) <= limit:
+            packs = smaller
+            break
+    return packs.owners(lengths.size)
 
 
 def _spread(

@@ -158,17 +158,11 @@ class Exchange:
 
     def _exchange_samples(self, singles: IntArray, *, level: bool) -> bool:
         """Exchange one sample for one; return whether any were exchanged."""
-        tokens, works = self.tokens[singles], self.works[singles]
-        parts = _Parts(self.labels[singles], tokens, works, singles, singles)
-        low, high = self._chosen(parts, np.zeros(self.num, dtype=bool), level=level)
-        if not low.size:
-            return False
-        self._moved(parts, low, high)
-        self.labels[singles[low]], self.labels[singles[high]] = parts.packs[high], parts.packs[low]
-        return True
+        parts = _Parts(self.labels[singles], self.tokens[singles], self.works[singles], singles, singles + 1)
+        return self._exchange_parts(np.arange(singles.size), parts, np.zeros(self.num, dtype=bool), level=level)
 
     def _exchange_parts(self, order: IntArray, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> bool:
-        """Exchange parts of several samples; return whether any were exchanged."""
+        """Exchange parts, whose samples are in *order*; return whether any were exchanged."""
         low, high = self._chosen(parts, touched, level=level)
         if not low.size:
             return False

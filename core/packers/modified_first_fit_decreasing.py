@@ -10,6 +10,7 @@ taken in the order they were opened.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 
 import attrs
 
@@ -103,16 +104,12 @@ def _add_two_small(
                 largest += 1
             if largest > smallest or (largest == smallest and left[smallest] < 2):
                 break
-            pair = (smallest, largest)
-            num = min(bins.num, left[smallest] // 2 if largest == smallest else min(left[smallest], left[largest]))
-            for run in pair:
-                left[run] -= num
-            if largest == smallest:
-                trace.write((smallest, bins.first, num, 2))
-            else:
-                trace.write((smallest, bins.first, num, 1))
-                trace.write((largest, bins.first, num, 1))
-            after.append(bins.split(num, sum(runs.sizes[run] for run in pair), has_medium=False))
+            pair = Counter((smallest, largest))
+            num = min(bins.num, *(left[run] // per_bin for run, per_bin in pair.items()))
+            for run, per_bin in pair.items():
+                trace.write((run, bins.first, num, per_bin))
+                left[run] -= num * per_bin
+            after.append(bins.split(num, runs.sizes[smallest] + runs.sizes[largest], has_medium=False))
         if bins.num:
             after.append(bins)
     return sorted(after, key=lambda bins: bins.first)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from packplan.core.samples.bad import BadRecord
 from packplan.core.samples.entries import DataEntry, DrawnRecords, draw_records, parse_entry
 from packplan.core.samples.identity import DIGEST_BYTES, HEAD_BYTES, digest_of, inline_image, unreadable_digest
 from packplan.core.samples.images import Image, is_url, to_images
@@ -17,7 +16,6 @@ from packplan.core.samples.measurement import (
     Outcome,
     ShortcutError,
     Table,
-    VideoTotals,
     column,
     from_row,
     from_tables,
@@ -27,13 +25,12 @@ from packplan.core.samples.measurement import (
     to_tables,
     video_totals,
 )
-from packplan.core.samples.records import REFUSED, SUPPORTED, shaped, to_messages
+from packplan.core.samples.records import REFUSED, shaped, to_messages
 from packplan.core.samples.shapes import IMAGE_KEYS, MIXABLE, READ, VIDEO_KEYS, Shaped
-from packplan.core.samples.sources import DataFile
+from packplan.core.samples.sources import BadRecord, DataFile, Where
 from packplan.core.samples.tools import CALL, RESPONSE
 from packplan.core.samples.values import UnusableRecordError
-from packplan.core.samples.videos import VIDEO_TAG, Video, to_videos
-from packplan.core.samples.where import Where
+from packplan.core.samples.videos import Video
 
 __all__ = [
     "BAD",
@@ -47,9 +44,7 @@ __all__ = [
     "READ",
     "REFUSED",
     "RESPONSE",
-    "SUPPORTED",
     "VIDEO_KEYS",
-    "VIDEO_TAG",
     "BadRecord",
     "DataEntry",
     "DataFile",
@@ -65,7 +60,6 @@ __all__ = [
     "Table",
     "UnusableRecordError",
     "Video",
-    "VideoTotals",
     "Where",
     "column",
     "digest_of",
@@ -82,7 +76,6 @@ __all__ = [
     "to_messages",
     "to_row",
     "to_tables",
-    "to_videos",
     "unreadable_digest",
     "video_totals",
 ]

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+from packplan.core.lengths import IntArray
 
 
 @attrs.frozen
@@ -115,13 +114,12 @@ def _seed_of(generator: np.random.RandomState) -> int:
 def _draw_one(size: int, count: int, ratio: float, *, shuffle: bool, generator: np.random.RandomState) -> DrawnRecords:
     nothing = np.zeros(0, np.int64)
     everything = np.arange(size, dtype=np.int64)
-    if ratio == 0:
-        return DrawnRecords(_sampled(everything, count, shuffle=shuffle, generator=generator), nothing)
-    if ratio == 1:
-        if count > size:
-            message = f"asks for {count:,} records of {size:,}, and evaluation repeats none: ask for at most {size:,}"
-            raise ValueError(message)
-        return DrawnRecords(nothing, _sampled(everything, count, shuffle=shuffle, generator=generator))
+    if ratio == 1 and count > size:
+        message = f"asks for {count:,} records of {size:,}, and evaluation repeats none: ask for at most {size:,}"
+        raise ValueError(message)
+    if ratio in (0, 1):
+        drawn = _sampled(everything, count, shuffle=shuffle, generator=generator)
+        return DrawnRecords(nothing, drawn) if ratio else DrawnRecords(drawn, nothing)
     num_val = max(int(min(size, count) * ratio), 1)
     if num_val >= min(size, count):
         message = f"has {size:,} records, too few to split by split_dataset_ratio {ratio:g}: add records"

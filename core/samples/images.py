@@ -100,10 +100,10 @@ def _image_from_uri(image: str) -> bytes:
     if uri is None or uri["coded"] is None or not uri["type"].lower().startswith("image/"):
         fail(f"has the image {image[:60]!r}: a data URI has to begin with data:image/…;base64,")
     held = _decoded(image[uri.end() :], "a data URI")
-    said = uri["type"].lower().removeprefix("image/")
+    declared = uri["type"].lower().removeprefix("image/")
     kind = _kind(held)
-    if kind is not None and _CALLED.get(said, said) != kind:
-        fail(f"has a data URI that says image/{said}, but holds a {kind}: write image/{kind}")
+    if kind is not None and _CALLED.get(declared, declared) != kind:
+        fail(f"has a data URI that says image/{declared}, but holds a {kind}: write image/{kind}")
     return held
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.errors import Difference, RecordError
+from packplan.core.fingerprint import field_differences
 
 
 @attrs.frozen
@@ -26,7 +27,7 @@ class Measurement:
     patches: int
     """Vision patches of all images, before merging."""
 
-    cut: bool = False
+    cut: bool = attrs.field(default=False, converter=bool)
     """Whether the template truncated it."""
 
     videos: int = 0
@@ -37,13 +38,12 @@ class Measurement:
     video_patches: int = 0
     """Vision patches of all videos, of two frames each, before merging."""
 
-    bad: bool = False
+    bad: bool = attrs.field(default=False, converter=bool)
     """Whether the record cannot become a sample; all else is 0 then."""
 
     def differences(self, fetched: Measurement) -> tuple[Difference, ...]:
         """Return the fields in which the *fetched* sample differs from this planned one."""
-        pairs = zip(attrs.astuple(self), attrs.astuple(fetched), COLUMNS, strict=True)
-        return tuple(Difference(name, planned, found) for planned, found, name in pairs if planned != found)
+        return field_differences(self, fetched)
 
 
 COLUMNS = tuple(field.name for field in attrs.fields(Measurement))
@@ -63,8 +63,7 @@ def to_row(measurement: Measurement) -> tuple[int, ...]:
 
 def from_row(table: Table, index: int) -> Measurement:
     """Return record *index* of a table."""
-    length, supervised, images, patches, cut, videos, frames, video_patches, bad = table[index].tolist()
-    return Measurement(length, supervised, images, patches, bool(cut), videos, frames, video_patches, bool(bad))
+    return Measurement(*table[index].tolist())
 
 
 def column(table: Table, name: str) -> NDArray[np.int32]:
@@ -108,8 +107,7 @@ class MediaFacts:
 
     def differences(self, current: MediaFacts) -> tuple[Difference, ...]:
         """Return the fields in which the *current* file differs from this measured one."""
-        pairs = zip(attrs.astuple(self), attrs.astuple(current), MEDIA_COLUMNS, strict=True)
-        return tuple(Difference(name, measured, found) for measured, found, name in pairs if measured != found)
+        return field_differences(self, current)
 
 
 MEDIA_COLUMNS = tuple(field.name for field in attrs.fields(MediaFacts))
@@ -138,8 +136,8 @@ class ShortcutError(Exception):
 
     Args:
         where: File and line of the record, or its index.
-        quick: What the shortcut gives, in the order of `COLUMNS`.
-        encoded: What encoding gives.
+        quick: Measurement by the shortcut, in the order of `COLUMNS`.
+        encoded: Measurement by encoding.
     """
 
     def __init__(self, where: str, quick: tuple[int, ...], encoded: tuple[int, ...]) -> None:
@@ -164,12 +162,11 @@ def to_tables(outcomes: Iterable[Outcome]) -> tuple[Table, MediaTable]:
 
 def from_tables(table: Table, media: MediaTable, indices: Iterable[int]) -> list[MeasuredSample]:
     """
-    Return what tables say of some records.
+    Return the measurements of some records of a table.
 
     Args:
         table: Measurements of all records; int32, shape (num_records, num_columns).
-        media: What is stored of their images, in the order of the samples; int64, shape
-            (num_images, num_image_columns).
+        media: Media table of the same records; int64, shape (num_media, num_media_columns).
         indices: Records to read, each from 0.
     """
     ends = np.cumsum(num_media(table))
@@ -208,8 +205,7 @@ def video_totals(table: Table, media: MediaTable) -> VideoTotals:
 
     Args:
         table: Measurements of the records; int32, shape (num_records, num_columns).
-        media: What is stored of their images and videos; int64, shape (num_media,
-            num_image_columns).
+        media: Media table of the same records; int64, shape (num_media, num_media_columns).
     """
     videos, frames, patches = (
         int(column(table, name).sum(dtype=np.int64)) for name in ("videos", "frames", "video_patches")
@@ -219,5 +215,5 @@ def video_totals(table: Table, media: MediaTable) -> VideoTotals:
 
 
 def num_media(table: Table) -> NDArray[np.int64]:
-    """Return how many images and videos each record has; int64 of shape (num_records,)."""
+    """Return the number of images and videos of each record; int64 of shape (num_records,)."""
     return column(table, "images").astype(np.int64) + column(table, "videos")

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from packplan.core.errors import counted
 from packplan.core.samples.images import to_images
-from packplan.core.samples.shapes import IMAGE_TAG, READ, Shaped, to_shape
+from packplan.core.samples.shapes import IMAGE_TAG, Shaped, to_shape
 from packplan.core.samples.tools import CALL, RESPONSE, to_tools
-from packplan.core.samples.values import fail, is_empty
+from packplan.core.samples.values import fail, has, is_empty
 from packplan.core.samples.videos import VIDEO_TAG, to_videos
 
 DENSE_PROMPT = "List every object in the image, each with its description and its place in pixels."
@@ -24,9 +24,6 @@ DENSE_PROMPT = "List every object in the image, each with its description and it
 SUMMARY_PROMPT = "Summarise the image in one sentence."
 
 FieldOrder = Literal["desc_first", "geometry_first"]
-
-SUPPORTED = tuple(sorted(READ))
-"""Keys that a record may have."""
 
 _NO_MEDIA = "Packplan trains on text, images and videos: leave such records out"
 _NO_PAIRS = "pairs and contrasts are no packing task: leave them out"
@@ -140,14 +137,9 @@ def to_messages(
     videos = to_videos(record.get("videos"))
     if videos:  # without one, <video> in a text is text
         messages = _tagged(messages, VIDEO_TAG, "video", len(videos))
-    tools = to_tools(record.get("tools"))
-    return {
-        "messages": messages,
-        **({"tools": tools} if tools else {}),
-        **({"images": images} if images else {}),
-        **({"videos": videos} if videos else {}),
-        **({"channel": str(record["channel"])} if record.get("channel") is not None else {}),
-    }
+    more = {"tools": to_tools(record.get("tools")), "images": images, "videos": videos}
+    channel = {} if record.get("channel") is None else {"channel": str(record["channel"])}
+    return {"messages": messages, **{name: held for name, held in more.items() if held}, **channel}
 
 
 def shaped(record: object, columns: Mapping[str, str] | None = None) -> Shaped:
@@ -181,15 +173,12 @@ def _tagged(messages: list[dict[str, Any]], tag: str, name: str, number: int) ->
 
 def _refuse_keys(record: Mapping[str, Any]) -> None:
     """Refuse keys of a record that have a meaning but would be ignored, in any case of letters."""
-    for name, value in record.items():
-        plain = name.lower()
-        if is_empty(value):
-            continue
-        if plain in REFUSED:
-            fail(f"has {name!r}: {REFUSED[plain]}")
-    if "messages" not in record and not is_empty(record.get("videos")):
+    for name in record:
+        if name.lower() in REFUSED and has(record, name):
+            fail(f"has {name!r}: {REFUSED[name.lower()]}")
+    if "messages" not in record and has(record, "videos"):
         fail("has 'videos' and 'objects', whose places are those of an image: write messages, or remove one")
-    if "messages" in record and not is_empty(record.get("objects")):
+    if "messages" in record and has(record, "objects"):
         fail(
             "has 'messages' and 'objects', which would be ignored: write into the messages what they say, or remove one"
         )
@@ -206,8 +195,8 @@ def _refuse_keys_of_message(message: Mapping[str, Any]) -> None:
     if loss not in (None, 0, 1):
         fail(f"has a message with the loss {loss!r}, which would be ignored: remove it, or write true or false")
     if role not in _TRAINED and (loss or weight is not None):
-        said = "loss_scale" if weight is not None else "loss"
-        fail(f"has a {role} message with {said!r}, but only what the model says is weighed: remove it")
+        name = "loss_scale" if weight is not None else "loss"
+        fail(f"has a {role} message with {name!r}, but only what the model says is weighed: remove it")
     if weight is None:
         return
     if not isinstance(weight, (int, float)) or not 0 <= weight <= MAX_WEIGHT:
@@ -233,8 +222,8 @@ def _messages(value: list[Any]) -> list[dict[str, Any]]:
         fail("does not end with an assistant message that says something, so there is nothing to learn from it")
     for name in ("loss", "loss_scale"):
         if last.get(name) in (0, False):
-            said = json.dumps(last[name])
-            fail(f"has '{name}': {said} in its last message, of which ms-swift would train the end: leave it out")
+            pair = f"'{name}': {json.dumps(last[name])}"
+            fail(f"has {pair} in its last message, of which ms-swift would train the end: leave it out")
     return messages
 
 

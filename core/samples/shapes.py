@@ -15,9 +15,12 @@ import attrs
 
 from packplan.core.samples.tools import CALL, RESPONSE, in_text, with_blocks, with_calls
 from packplan.core.samples.values import fail, has, is_empty, parsed
-from packplan.core.samples.videos import VIDEO_TAG, VideoPart
+from packplan.core.samples.videos import VIDEO_TAG
 
 IMAGE_TAG = "<image>"
+
+Media = dict[str, list[Any]]
+"""Images and videos from inside messages, by the record's keys for them."""
 
 MESSAGE_KEYS = ("messages", "conversations", "conversation")
 
@@ -163,54 +166,52 @@ def _from_messages(record: Mapping[str, Any]) -> Shaped:
         fail("has no message in 'messages'")
     if not all(isinstance(message, Mapping) for message in messages):
         fail("has a message that is not an object with a role and a content")
-    images: list[Any] = []
+    media: Media = {"images": [], "videos": []}
     if any(name in messages[0] for name in ("role", "from", "content", "value")):
         shape = MESSAGES if "role" in messages[0] else "conversations of from and value"
-        turned = _plain_messages(messages, images)
+        converted = _plain_messages(messages, media)
     else:
         shape = "conversations of user and assistant"
-        turned = [one for message in messages for one in _pair_messages(message)]
-    return Shaped(shape, _with_images({**record, "messages": turned}, images))
+        converted = [one for message in messages for one in _pair_messages(message)]
+    return Shaped(shape, _with_media({**record, "messages": converted}, media))
 
 
-def _plain_messages(messages: Sequence[Mapping[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
-    """Return messages of role and text content. Images of parts are added to *images*."""
+def _plain_messages(messages: Sequence[Mapping[str, Any]], media: Media) -> list[dict[str, Any]]:
+    """Return messages of role and text content. Images and videos of parts are added to *media*."""
     called = with_calls([_with_role(message) for message in messages])
-    return [_with_content(message, images) for message in with_blocks([in_text(message) for message in called])]
+    return [_with_content(message, media) for message in with_blocks([in_text(message) for message in called])]
 
 
-def _with_images(record: Mapping[str, Any], images: list[Any]) -> Mapping[str, Any]:
+def _with_media(record: Mapping[str, Any], media: Media) -> Mapping[str, Any]:
     """Return a record with the images and videos from inside its messages."""
-    videos = [part.video for part in images if isinstance(part, VideoPart)]
-    images = [image for image in images if not isinstance(image, VideoPart)]
-    for name, held in (("images", images), ("videos", videos)):
+    for name, held in media.items():
         if held and has(record, name):
             fail(f"has {name} in its messages and in {name!r}, of which one would be ignored: keep one")
-    return {**record, **({"images": images} if images else {}), **({"videos": videos} if videos else {})}
+    return {**record, **{name: held for name, held in media.items() if held}}
 
 
 def _with_role(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message with the keys `role` and `content`."""
-    turned = {name: held for name, held in message.items() if name not in {"from", "value"}}
+    converted = {name: held for name, held in message.items() if name not in {"from", "value"}}
     for name, other in (("role", "from"), ("content", "value")):
         if other in message:
             if not is_empty(message.get(name)) and message[name] != message[other]:
                 fail(f"has a message with {name!r} and {other!r}, of which one would be ignored: keep one")
-            turned[name] = message[other]
-    if isinstance(role := turned.get("role"), str):
-        turned["role"] = _ROLES.get(role, _ROLES.get(role.replace("-", "_"), role))
-    return turned
+            converted[name] = message[other]
+    if isinstance(role := converted.get("role"), str):
+        converted["role"] = _ROLES.get(role, _ROLES.get(role.replace("-", "_"), role))
+    return converted
 
 
-def _with_content(message: dict[str, Any], images: list[Any]) -> dict[str, Any]:
-    """Return a message whose content is a text. Images of its parts are added to *images*."""
+def _with_content(message: dict[str, Any], media: Media) -> dict[str, Any]:
+    """Return a message whose content is a text. Its images and videos are added to *media*."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    return {**message, "content": "".join(_part_text(part, images) for part in content)}
+    return {**message, "content": "".join(_part_text(part, media) for part in content)}
 
 
-def _part_text(part: object, images: list[Any]) -> str:
+def _part_text(part: object, media: Media) -> str:
     """Return the text of a part of a message; the tag for an image or a video."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(part, Mapping) or not isinstance(kind, str):
@@ -221,7 +222,7 @@ def _part_text(part: object, images: list[Any]) -> str:
         return str(part["text"])
     if kind in {"video", "video_url"}:
         video = part.get(kind)
-        images.append(VideoPart(video["url"] if isinstance(video, Mapping) and "url" in video else video))
+        media["videos"].append(video["url"] if isinstance(video, Mapping) and "url" in video else video)
         return VIDEO_TAG
     if kind not in {"image", "image_url"}:
         fail(f"has a part of a message of the type {kind!r}; known are text, image and image_url, video and video_url")
@@ -231,7 +232,7 @@ def _part_text(part: object, images: list[Any]) -> str:
     if isinstance(image, Mapping) and "url" in image:
         image = image["url"]
     if not is_empty(image):
-        images.append(image)
+        media["images"].append(image)
     return IMAGE_TAG
 
 
@@ -273,14 +274,14 @@ def _from_columns(record: Mapping[str, Any]) -> Shaped:
     response = record[answer]
     if isinstance(response, list) and len(response) == 1 and isinstance(response[0], str):
         response = response[0]
-    images: list[Any] = []
+    media: Media = {"images": [], "videos": []}
     if _is_chat(query) or _is_chat(response):
-        messages = [*_as_chat(query, "user", images), *_as_chat(response, "assistant", images)]
+        messages = [*_as_chat(query, "user", media), *_as_chat(response, "assistant", media)]
     else:
         messages = [*_history_messages(record), *_turn_messages(query, response, (asked, answer))]
     read = {*asked.split(", "), answer, "history", "input", "instruction"}
     rest = {name: held for name, held in record.items() if name not in read}
-    return Shaped(", ".join(filter(None, (asked, answer))), _with_images({**rest, "messages": messages}, images))
+    return Shaped(", ".join(filter(None, (asked, answer))), _with_media({**rest, "messages": messages}, media))
 
 
 def _instruction(record: Mapping[str, Any]) -> tuple[str, str]:
@@ -335,10 +336,10 @@ def _is_chat(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
 
 
-def _as_chat(value: Any, role: str, images: list[Any]) -> list[dict[str, Any]]:
+def _as_chat(value: Any, role: str, media: Media) -> list[dict[str, Any]]:
     """Return the messages inside a question or an answer, or a text as one message."""
     if _is_chat(value):
-        return _plain_messages(value, images)
+        return _plain_messages(value, media)
     return [] if value is None else [{"role": role, "content": value}]
 
 
@@ -348,11 +349,11 @@ def _nearest(record: Mapping[str, Any]) -> str:
     present = {name.lower() for name in names}
     missing = {shape: [name for name in wanted if name not in present] for shape, wanted in _SHAPES.items()}
     near = sorted(missing, key=lambda shape: (len(missing[shape]) - len(_SHAPES[shape]), len(missing[shape])))[:3]
-    said = "; ".join(f"{shape} lacks {' and '.join(map(repr, missing[shape]))}" for shape in near)
+    lacks = "; ".join(f"{shape} lacks {' and '.join(map(repr, missing[shape]))}" for shape in near)
     if not names:
-        return f"it has no keys that hold something; {said}"
-    shown = ", ".join(repr(name[:40]) for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
-    return f"it has {shown}; {said}. Give the keys these names, or map them, as {{{names[0][:40]}: query}}"
+        return f"it has no keys that hold something; {lacks}"
+    keys = ", ".join(repr(name[:40]) for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    return f"it has {keys}; {lacks}. Give the keys these names, or map them, as {{{names[0][:40]}: query}}"
 
 
 _SHOWN = 8

@@ -1,4 +1,4 @@
-"""Data files of a split, and their sources."""
+"""Data files of a split, places in them, and records that cannot become samples."""
 
 from __future__ import annotations
 
@@ -20,3 +20,35 @@ class DataFile:
 
     records: int
     """Number of its records, bad ones included."""
+
+
+@attrs.frozen
+class Where:
+    """Place of a record in a file; printed, it is the beginning of a message."""
+
+    file: str
+
+    number: int
+    """Number of the line, row or whatever *unit* names."""
+
+    unit: str = "line"
+
+    def __str__(self) -> str:
+        return f"{self.file}, {self.unit} {self.number}"
+
+
+@attrs.frozen
+class BadRecord:
+    """Why a record is no sample, kept with its row, which is flagged."""
+
+    index: int
+    """Index of the record in the data, from 0."""
+
+    where: str
+    """File of the record, and its line or row there, as `Where` prints it."""
+
+    reason: str
+    """Reason why it cannot become a sample."""
+
+    sha256: str
+    """Digest of its content: a record that changed since is measured again."""

@@ -58,34 +58,33 @@ def with_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     if all(is_empty(message.get("tool_calls")) for message in messages):
         return list(messages)
-    turned: list[dict[str, Any]] = []
+    converted: list[dict[str, Any]] = []
     waiting = list(messages)
     while waiting:
         message = waiting.pop(0)
         calls = message.get("tool_calls")
         if message.get("role") != "assistant" or is_empty(calls):
-            turned.append(message)
+            converted.append(message)
             continue
         if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
             fail("has a message with 'tool_calls' that are not a list of objects")
         answers = next((at for at, one in enumerate(waiting) if one.get("role") != RESPONSE), len(waiting))
         waiting[:answers] = _sort_answers(calls, waiting[:answers], "tool_call_id")
         rest = {name: held for name, held in message.items() if name != "tool_calls"}
-        said = [] if is_empty(rest.get("content")) else [rest]
+        text = [] if is_empty(rest.get("content")) else [rest]
         weighed = {name: message[name] for name in _WEIGHED if name in message}
-        turned += [*said, *({**(weighed if said else rest), **one} for one in map(_call_message, calls))]
-    return turned
+        converted += [*text, *({**(weighed if text else rest), **one} for one in map(_call_message, calls))]
+    return converted
 
 
 def _sort_answers(calls: Sequence[Any], answers: list[Any], key: str) -> list[Any]:
     """Return answers in the order of their calls if each call has one, else unchanged."""
     ids = [call.get("id") for call in calls]
     asked = [answer.get(key) for answer in answers]
-    if not all(isinstance(one, (str, int)) for one in (*ids, *asked)) or len(set(ids)) < len(ids):
+    if not all(isinstance(one, (str, int)) for one in (*ids, *asked)):
         return answers
-    if set(ids) != set(asked) or len(ids) != len(asked):
-        return answers
-    return sorted(answers, key=lambda answer: ids.index(answer[key]))
+    each_has_one = set(ids) == set(asked) and len(set(ids)) == len(ids) == len(asked)
+    return sorted(answers, key=lambda answer: ids.index(answer[key])) if each_has_one else answers
 
 
 def _call_message(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,21 +136,21 @@ def _split(message: dict[str, Any], parts: Sequence[Any]) -> Iterator[dict[str, 
         yield message
         return
     rest = {name: held for name, held in message.items() if name not in {"role", "content"}}
-    said: list[Any] = []
+    waiting: list[Any] = []
     for part in parts:
         if (kind := part.get("type")) not in {_CALL, _RESULT}:
-            said.append(part)
+            waiting.append(part)
             continue
-        if said:
-            yield {**rest, "role": message.get("role"), "content": said}
-            said = []
+        if waiting:
+            yield {**rest, "role": message.get("role"), "content": waiting}
+            waiting = []
         if kind == _CALL:
             yield {**rest, **_call_message({"name": part.get("name"), "arguments": part.get("input", {})})}
         else:
             answer = part.get("content", "")
             yield {**rest, "role": RESPONSE, "content": answer if isinstance(answer, list) else response_text(answer)}
-    if said:
-        yield {**rest, "role": message.get("role"), "content": said}
+    if waiting:
+        yield {**rest, "role": message.get("role"), "content": waiting}
 
 
 def call_text(content: object) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
-
 from packplan.core.samples.images import why_no_path
 from packplan.core.samples.values import fail, is_empty
 
@@ -16,13 +14,6 @@ Video = str | tuple[str, ...]
 VIDEO_TAG = "<video>"
 
 _WRITE = "write a path, or a list of the paths of its frames"
-
-
-@attrs.frozen
-class VideoPart:
-    """Video in the parts of a message."""
-
-    video: Any
 
 
 def to_videos(value: object) -> list[Video]:

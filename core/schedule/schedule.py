@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 from typing import Any, Self, get_args
 
 import attrs
@@ -64,6 +65,20 @@ class Progress:
 
     segments: tuple[EpochSegment, ...] = ()
     """Segments of that epoch so far. The last one is going on."""
+
+
+@attrs.frozen
+class Step:
+    """One optimizer step of a rank."""
+
+    number: int
+    """Number of the step, from 1, as trainers log it."""
+
+    epoch: int
+    """Epoch of the step, from 0."""
+
+    batches: tuple[tuple[int, ...], ...]
+    """Pack indices of each microbatch of the rank, in order."""
 
 
 @attrs.frozen
@@ -297,6 +312,28 @@ class EpochSchedule:
         """Return the number of optimizer steps of *epoch* that were done before `start`."""
         return self.start.epoch_step if epoch == self.start.epoch else 0
 
+    def steps(self, *, rank: int = 0) -> Iterator[Step]:
+        """
+        Yield the remaining optimizer steps of *rank*, up to `total_steps`.
+
+        >>> schedule = EpochSchedule(
+        ...     num_packs=3, world_size=1, dataloader_drop_last=False,
+        ...     gradient_accumulation_steps=2, num_train_epochs=1, shuffle=False,
+        ... )
+        >>> [step.batches for step in schedule.steps()]
+        [((0,), (1,)), ((2,),)]
+        """
+        if not 0 <= rank < self.world_size:
+            message = f"rank is {rank}, but has to be from 0 to {self.world_size - 1} (world_size {self.world_size})"
+            raise ValueError(message)
+        number, epoch, window = self.start.step, self.start.epoch, self.gradient_accumulation_steps
+        while number < self.total_steps:
+            batches = [tuple(batch) for batch in self.batches(epoch, rank=rank)]
+            for first in range(0, len(batches), window)[: self.total_steps - number]:
+                number += 1
+                yield Step(number, epoch, tuple(batches[first : first + window]))
+            epoch += 1
+
     def at(self, step: int) -> Progress:
         """Return the progress after *step* optimizer steps, `start.step` or more."""
         done, epoch = step - self.start.step, self.start.epoch
@@ -304,13 +341,36 @@ class EpochSchedule:
         if done >= here:
             epochs, done = divmod(done - here, self.steps_per_epoch)
             epoch += 1 + epochs
-        before = self.steps_before(epoch)
-        if not done and not before:
+        return self._progress(epoch, step, num_batches=done * self.gradient_accumulation_steps)
+
+    def after(self, epoch: int, num_batches: int) -> Progress:
+        """
+        Return the progress after each rank has consumed batches of *epoch*, also within a step.
+
+        Args:
+            epoch: Epoch of the batches, `start.epoch` or later.
+            num_batches: Batches of each rank since `start`, or since the epoch began if that is
+                later.
+        """
+        begun = self.start.step - self.start.epoch_step
+        if epoch > self.start.epoch:
+            begun = self.start.step + self.num_steps(self.start.epoch)
+            begun += (epoch - self.start.epoch - 1) * self.steps_per_epoch
+        if num_batches >= self.num_batches(epoch):
+            return Progress(step=begun + self.steps_before(epoch) + self.num_steps(epoch), epoch=epoch + 1)
+        steps = self.steps_before(epoch) + num_batches // self.gradient_accumulation_steps
+        return self._progress(epoch, begun + steps, num_batches=num_batches)
+
+    def _progress(self, epoch: int, step: int, *, num_batches: int) -> Progress:
+        """Return the progress after *step* steps, *num_batches* batches of *epoch* among them."""
+        resumed = epoch == self.start.epoch and bool(self.start.segments)
+        if not num_batches and not resumed:
             return Progress(step=step, epoch=epoch)
         *earlier, last = self._segments(epoch)
-        packs = done * self.gradient_accumulation_steps * self.batch_size * self.world_size
-        now = attrs.evolve(last, pack_offset=last.pack_offset + packs)
-        return Progress(step=step, epoch=epoch, epoch_step=before + done, segments=(*earlier, now))
+        offset = last.pack_offset + num_batches * self.batch_size * self.world_size
+        now = attrs.evolve(last, pack_offset=offset)
+        steps = self.steps_before(epoch) + num_batches // self.gradient_accumulation_steps
+        return Progress(step=step, epoch=epoch, epoch_step=steps, segments=(*earlier, now))
 
     def _segments(self, epoch: int) -> tuple[EpochSegment, ...]:
         """Return the segments of *epoch* at `start`. These ranks continue or begin the last one."""

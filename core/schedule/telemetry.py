@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.lengths import IntArray
+from packplan.core.lengths import IntArray, squares
 from packplan.core.packs import Packs, filled
 from packplan.core.plan import RawPlan
 from packplan.core.schedule.schedule import EpochSchedule
@@ -75,7 +75,7 @@ class PackStats:
             packs=packs,
             samples=packs.sizes(),
             tokens=packs.loads(lengths),
-            work=packs.sums(_squares(lengths) if works is None else works.flops),
+            work=packs.sums(squares(lengths) if works is None else works.flops),
             long=packs.loads(is_long),
             packing_length=plan.packing_length,
             all_samples=plan.num_samples,
@@ -90,13 +90,8 @@ class PackStats:
         Return the work of packs of one sample each, padded to *widths*; of the shape of *packs*.
         """
         if self.works is None or self.images is None:
-            return _squares(widths)
+            return squares(widths)
         return self.works.padded(widths) + self.images[packs]
-
-
-def _squares(lengths: IntArray) -> NDArray[np.float64]:
-    squares: NDArray[np.float64] = lengths.astype(np.float64) ** 2
-    return squares
 
 
 @attrs.frozen(eq=False)

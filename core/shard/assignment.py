@@ -138,9 +138,7 @@ def assign_packs(packs: Packs, works: IntArray, shards: int, *, balance: bool) -
                 heapreplace(heap, heap[0] + int(of_packs[pack_]) * shards)
             else:
                 heappop(heap)
-    of_items = np.empty(packs.num_samples, dtype=np.int64)
-    of_items[packs.indices] = np.repeat(labels, packs.sizes())
-    return of_items
+    return labels[packs.owners(packs.num_samples)]
 
 
 def rotate_to_least_loaded(

@@ -105,22 +105,19 @@ def batch_metrics(sharding: Sharding) -> tuple[ShardMetrics, ...]:
     sequences = np.add.reduceat(sharding.weights, slots.offsets[:-1])
     filler = slots.sizes() - sequences
     longest = np.maximum.reduceat(sharding.lengths[slots.indices], slots.offsets[:-1])
-    ends = np.cumsum(sharding.num_microbatches)
     measured = []
-    for end, num in zip(ends.tolist(), sharding.num_microbatches, strict=True):
-        loads, fillers, positions, works = (
+    for end, num in zip(np.cumsum(sharding.num_microbatches).tolist(), sharding.num_microbatches, strict=True):
+        loads, held, fillers, widest, positions, works = (
             sharding.by_worker(values)[:, end - num : end]
-            for values in (real, filler, sharding.positions, sharding.works)
+            for values in (real, sequences, filler, longest, sharding.positions, sharding.works)
         )
+        bound = -(-int(loads.sum()) // sharding.capacity)
         measured.append(
             ShardMetrics(
-                packing=metrics_of_loads(
-                    loads.ravel(), capacity=sharding.capacity, bound=-(-int(loads.sum()) // sharding.capacity)
-                ),
+                packing=metrics_of_loads(loads.ravel(), capacity=sharding.capacity, bound=bound),
                 num_filler=int(fillers.sum()),
                 computed_tokens=int(positions.sum()),
-                padded_tokens=int(sharding.by_worker(sequences)[:, end - num : end].sum())
-                * int(sharding.by_worker(longest)[:, end - num : end].max()),
+                padded_tokens=int(held.sum()) * int(widest.max()),
                 works=works,
                 global_batches=(works,),
             )

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.errors import ArgumentError, counted
-from packplan.core.lengths import IntArray, Lengths, as_lengths, positive
+from packplan.core.lengths import IntArray, Lengths, as_lengths, positive, squares
 from packplan.core.packers import pack, with_bin_count
 from packplan.core.packs import Packs
 from packplan.core.shard.assignment import (
@@ -230,12 +230,10 @@ def shard_packed(
             packs = fewer_rounds(packs, costs, capacity=capacity, rounds_of=rounds_of)
         num = round_up(len(packs), rounds_of)
         items = _filled(costs, num, when_short)
-        works = units[batch.start : batch.stop][items]
-        workers = _Workers(shards, num // shards, capacity, meeting if balance else None)
-        labels = workers.assigned(packs, costs[items], works)
-        if balance:
-            labels, done = rotate_to_least_loaded(labels, works, done, num // shards)
-        labels = workers.ordered(labels, items, costs[items], works, by_size=microbatch_order == "largest_first")
+        workers = _Workers(
+            shards, num // shards, capacity, meeting if balance else None, microbatch_order == "largest_first"
+        )
+        labels, done = workers.cut(packs, items, costs[items], units[batch.start : batch.stop][items], done)
         parts.append(_Part(items + batch.start, labels, num // shards))
     return _sharding(
         "packed", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_pad_multiple),
@@ -399,10 +397,7 @@ def _padded(lengths: Lengths, multiple: int, capacity: int | None) -> tuple[IntA
 
 def _works(widths: IntArray, work: WorkModel | None) -> NDArray[np.float64]:
     """Return the work of rows of one sequence each, padding included."""
-    if work is None:
-        squares: NDArray[np.float64] = widths.astype(np.float64) ** 2
-        return squares
-    return work.sample_flops(widths)
+    return squares(widths) if work is None else work.sample_flops(widths)
 
 
 def _global_batches(num: int, batch_size: int) -> Iterator[range]:
@@ -443,31 +438,46 @@ class _Workers:
     meeting: Meeting | None
     """Point where workers wait for each other; None if packs are assigned in turn."""
 
-    def assigned(self, packs: Packs, costs: IntArray, works: IntArray) -> IntArray:
+    by_size: bool
+    """
+    Whether the microbatches of a worker are ordered by descending size. Otherwise packs in turn are
+    ordered by first sequence, and rounds of similar work by the first sequence of a round.
+    """
+
+    def cut(
+        self, packs: Packs, items: IntArray, costs: IntArray, works: IntArray, done: IntArray
+    ) -> tuple[IntArray, IntArray]:
         """
-        Return the microbatch of each slot, worker by worker.
+        Return the microbatch of each slot, worker by worker, and the work that workers have done.
 
         Args:
             packs: Microbatches of the algorithm, taken if slots do not fit otherwise.
-            costs: Positions of each slot, at least as many as microbatches.
+            items: Sequence of each slot, at least as many slots as microbatches.
+            costs: Positions of each slot.
             works: Work of each slot, in whole units.
+            done: Work of each worker in earlier global batches; shape (num_workers,).
         """
         if self.meeting is None:
-            return assign_packs(self._whole(packs, costs), works, self.shards, balance=False)
-        labels = spread(costs, works, shards=self.shards, rounds=self.rounds, capacity=self.capacity)
-        by_worker = None
-        if labels is None or self.meeting == "step":
-            by_worker = balanced(costs, works, shards=self.shards, per_shard=self.rounds, capacity=self.capacity)
-            if by_worker is None:
-                by_worker = assign_packs(self._whole(packs, costs), works, self.shards, balance=True)
-        start = by_worker if labels is None else labels
-        assert start is not None  # noqa: S101  # one of the two is there
+            labels = assign_packs(self._whole(packs, costs), works, self.shards, balance=False)
+        else:
+            labels = self._balanced(packs, costs, works, self.meeting)
+            labels, done = rotate_to_least_loaded(labels, works, done, self.rounds)
+        return self._ordered(labels, items, costs, works), done
+
+    def _balanced(self, packs: Packs, costs: IntArray, works: IntArray, meeting: Meeting) -> IntArray:
+        """Return the microbatch of each slot, so that workers wait as little as possible."""
+        rounds = spread(costs, works, shards=self.shards, rounds=self.rounds, capacity=self.capacity)
+        if rounds is not None and meeting == "microbatch":
+            return in_rounds(rounds, costs, works, shards=self.shards, capacity=self.capacity)
+        by_worker = balanced(costs, works, shards=self.shards, per_shard=self.rounds, capacity=self.capacity)
+        if by_worker is None:
+            by_worker = assign_packs(self._whole(packs, costs), works, self.shards, balance=True)
+        start = by_worker if rounds is None else rounds
         even = in_rounds(start, costs, works, shards=self.shards, capacity=self.capacity)
-        if by_worker is None or self.meeting == "microbatch":
-            return even
         # Even microbatches are taken if they add at most a thousandth to the busiest worker.
         least = self._busiest(by_worker, works)
-        return even if self._busiest(even, works) <= least + least // 1000 else by_worker
+        level_enough = self._busiest(even, works) <= least + least // 1000
+        return even if meeting == "microbatch" or level_enough else by_worker
 
     def _whole(self, packs: Packs, costs: IntArray) -> Packs:
         """Return the packs with filler, split to the number of microbatches."""
@@ -479,37 +489,22 @@ class _Workers:
         np.add.at(sums, labels // self.rounds, works)
         return int(sums.max())
 
-    def ordered(
-        self, labels: IntArray, items: IntArray, costs: IntArray, works: IntArray, *, by_size: bool
-    ) -> IntArray:
-        """
-        Renumber the microbatches of each worker; return the label of each slot.
-
-        Args:
-            labels: Microbatch of each slot.
-            items: Sequence of each slot.
-            costs: Positions of each slot.
-            works: Work of each slot.
-            by_size: Order by descending size. Otherwise packs in turn are ordered by first
-                sequence, and rounds of similar work by the first sequence of a round.
-        """
+    def _ordered(self, labels: IntArray, items: IntArray, costs: IntArray, works: IntArray) -> IntArray:
+        """Renumber the microbatches of each worker; return the label of each slot."""
         num = self.shards * self.rounds
         first = np.full(num, int(items.max()) + 1)
         np.minimum.at(first, labels, items)
         sizes = np.zeros(num, dtype=np.int64)
-        worker = np.arange(num) // self.rounds
-        ranks = np.empty(num, dtype=np.int64)
-        if by_size:
+        if self.by_size:
             np.add.at(sizes, labels, costs)
-        if by_size or self.meeting is None:
-            ranks[np.lexsort((first, -sizes, worker))] = np.arange(num)
-            return ranks[labels]
-        np.add.at(sizes, labels, works)
-        rounds = np.lexsort((first, -sizes, worker)).reshape(self.shards, -1)
-        # Round k has every worker's k-th heaviest.
-        order = np.argsort(first[rounds].min(axis=0), kind="stable")
-        ranks[rounds[:, order].ravel()] = np.arange(num)
-        return ranks[labels]
+        elif self.meeting is not None:
+            np.add.at(sizes, labels, works)
+        order = np.lexsort((first, -sizes, np.arange(num) // self.rounds))
+        if self.meeting is not None and not self.by_size:
+            # Round k has every worker's k-th heaviest.
+            rounds = order.reshape(self.shards, -1)
+            order = rounds[:, np.argsort(first[rounds].min(axis=0), kind="stable")].ravel()
+        return np.argsort(order)[labels]
 
 
 def _numbers(rows: Sequence[int], capacity: int) -> IntArray:

@@ -11,8 +11,8 @@ Works are whole numbers, and ties go to the lower index: every process gets the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
+from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -55,7 +55,7 @@ def spread(costs: IntArray, works: IntArray, *, shards: int, rounds: int, capaci
 class _Pool:
     """Microbatches that take items, the one of least work first."""
 
-    def __init__(self, places: range, room: list[int]) -> None:
+    def __init__(self, places: Iterable[int], room: list[int]) -> None:
         self._room = room
         # The heap has work and microbatch. Microbatches that lacked room wait, the roomiest first,
         # for a shorter item.
@@ -72,11 +72,9 @@ class _Pool:
 
     def take(self, num: int, room: list[int]) -> _Pool:
         """Move the first *num* microbatches, which are empty, into a separate pool."""
-        places = sorted(self._heap)[:num]
-        kept = sorted(self._heap)[num:]
-        heapify(kept)
-        self._heap = kept
-        return _Pool(range(places[0][1], places[-1][1] + 1), room)
+        ordered = sorted(self._heap)
+        self._heap = ordered[num:]  # what is sorted is a heap
+        return _Pool([place for _, place in ordered[:num]], room)
 
     def add(self, size: int, work: int, *, level: int | None, must_open: bool) -> tuple[int, int] | None:
         """
@@ -129,8 +127,7 @@ class _Fill:
                 than empty ones.
         """
         size, work = self._sizes[item], self._works[item]
-        found = self._placed(size, work, must_open=must_open)
-        if found is None:
+        if (found := self._placed(size, work, must_open=must_open)) is None:
             return None
         place, held = found
         self.num_empty -= not held

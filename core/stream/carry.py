@@ -22,7 +22,6 @@ from fractions import Fraction
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
 from packplan.core.lengths import IntArray, Lengths, as_lengths, positive, share
 from packplan.core.packers import pack
@@ -117,7 +116,7 @@ def advance(
 
     >>> options = CarryOptions(packing_length=80, packing_buffer=6, min_fill_ratio="0.6")
     >>> advance(Carry(), range(6), [30, 30, 20, 60, 50, 10], options=options)[1].packs.tolist()
-    [[3, 5], [0, 4], [1, 2]]
+    [[0, 4], [1, 2, 5], [3]]
     """
     indices, lengths = _array(indices), as_lengths(lengths)
     if indices.shape != lengths.shape:
@@ -125,17 +124,16 @@ def advance(
         raise ValueError(message)
     long = np.flatnonzero(lengths >= options.packing_length)
     short = np.flatnonzero(lengths < options.packing_length)
-    emitted: list[tuple[int, Packs]] = []
-    if options.allow_single_long:
-        emitted += [
-            (int(at), Packs.from_lists([[index]])) for at, index in zip(long, indices[long].tolist(), strict=True)
-        ]
+    named: tuple[int, ...] = tuple(indices[long].tolist())
+    single, skipped = (named, ()) if options.allow_single_long else ((), named)
+    emitted = [(int(at), Packs.from_lists([[index]])) for at, index in zip(long, single, strict=False)]
     underfilled: list[Packs] = []
     taken = 0
     while short.size - taken >= options.packing_buffer - carry.indices.size:
         new = short[taken : taken + options.packing_buffer - carry.indices.size]
         taken += new.size
-        carry, full, left = _pack(_joined(carry, indices[new], lengths[new]), options)
+        joined = _joined(carry, indices[new], lengths[new])
+        carry, full, left = _pack(joined, options, most_carried=options.packing_buffer // 2)
         at = int(new[-1])
         emitted.append((at, full))
         underfilled.append(left)
@@ -144,9 +142,9 @@ def advance(
     rest = short[taken:]
     result = Emitted(
         # A long sample that arrived before others of a packing is emitted before them.
-        packs=concatenate([packs for _, packs in sorted(emitted, key=lambda pair: pair[0]) if len(packs)] or [_NONE]),
-        single_long=tuple(indices[long].tolist()) if options.allow_single_long else (),
-        skipped_long=() if options.allow_single_long else tuple(indices[long].tolist()),
+        packs=concatenate([_NONE, *(packs for _, packs in sorted(emitted, key=lambda pair: pair[0]))]),
+        single_long=single,
+        skipped_long=skipped,
         underfilled=concatenate([_NONE, *underfilled]),
         dropped=options.drop_last,
     )
@@ -161,10 +159,7 @@ def finish(carry: Carry, *, options: CarryOptions) -> Emitted:
     >>> finish(left, options=CarryOptions(packing_length=80)).packs.tolist()
     []
     """
-    packs = pack(carry.lengths, capacity=options.packing_length)
-    is_full = _fills(packs, carry.lengths, options)
-    named = Packs(packs.offsets, carry.indices[packs.indices])
-    full, left = named.take(np.flatnonzero(is_full)), named.take(np.flatnonzero(~is_full))
+    _, full, left = _pack(carry, options, most_carried=0)
     kept = full if options.drop_last else concatenate([full, left])
     return Emitted(packs=kept, single_long=(), skipped_long=(), underfilled=left, dropped=options.drop_last)
 
@@ -181,26 +176,18 @@ def _joined(carry: Carry, indices: IntArray, lengths: IntArray) -> Carry:
     )
 
 
-def _fills(packs: Packs, lengths: IntArray, options: CarryOptions) -> NDArray[np.bool_]:
-    """Return a mask of packs at or above the fill ratio; bool of shape (num_packs,)."""
-    ratio = options.min_fill_ratio
-    full: NDArray[np.bool_] = packs.loads(lengths) * ratio.denominator >= ratio.numerator * options.packing_length
-    return full
-
-
-def _pack(carry: Carry, options: CarryOptions) -> tuple[Carry, Packs, Packs]:
+def _pack(carry: Carry, options: CarryOptions, *, most_carried: int) -> tuple[Carry, Packs, Packs]:
     """
-    Pack a full buffer; return the carried samples, the packs that are full enough, and the evicted
-    packs.
+    Pack the buffer; return the carried samples, the packs that are full enough, and the evicted
+    packs. At most *most_carried* samples are carried, those of the youngest packs.
     """
-    packs = pack(carry.lengths, capacity=options.packing_length)
-    is_full = _fills(packs, carry.lengths, options)
+    packs, ratio = pack(carry.lengths, capacity=options.packing_length), options.min_fill_ratio
+    is_full = packs.loads(carry.lengths) * ratio.denominator >= ratio.numerator * options.packing_length
     named = Packs(packs.offsets, carry.indices[packs.indices])
     under = np.flatnonzero(~is_full)
-    ages = np.maximum.reduceat(carry.carried[packs.indices], packs.offsets[:-1])[under]
+    ages = np.array([carry.carried[packs[place]].max() for place in under.tolist()])
     young = under[np.argsort(ages, kind="stable")]
-    # The youngest packs stay, up to half of the buffer.
-    stays = np.cumsum(packs.sizes()[young]) <= options.packing_buffer // 2
+    stays = np.cumsum(packs.sizes()[young]) <= most_carried
     kept, gone = np.sort(young[stays]), np.sort(young[~stays])
     left = np.sort(packs.take(kept).indices)
     rest = Carry(carry.indices[left], carry.lengths[left], carry.carried[left] + 1)

@@ -133,15 +133,16 @@ def quotas(mix: Mix, sizes: Sequence[int]) -> list[int]:
     >>> quotas(Mix(sources=sources), [300, 70])
     [210, 70]
     """
-    sources = mix.sources
-    shares = [_share(source) for source in sources]
-    whole = sum(shares, Fraction(0))
-    counts = [source.count or 0 for source in sources]
-    total = _shared(mix, sizes, shares, whole, sum(counts))
-    exact = [share / whole * total if whole else Fraction(0) for share in shares]
+    counts = [source.count or 0 for source in mix.sources]
+    ratios = [Fraction(source.ratio or 0) for source in mix.sources]
+    if not any(ratios):
+        return counts
+    shares = [ratio / sum(ratios) for ratio in ratios]
+    total = _shared(mix, sizes, shares, sum(counts))
+    exact = [share * total for share in shares]
     wanted = [int(part) for part in exact]
-    by_remainder = sorted(range(len(sources)), key=lambda number: wanted[number] - exact[number])
-    for number in by_remainder[: total - sum(wanted) if whole else 0]:
+    by_remainder = sorted(range(len(shares)), key=lambda number: wanted[number] - exact[number])
+    for number in by_remainder[: total - sum(wanted)]:
         wanted[number] += 1
     return [quota + count for quota, count in zip(wanted, counts, strict=True)]
 
@@ -166,22 +167,13 @@ def schedule(mix: Mix, sizes: Sequence[int], *, seed: int, epoch: int) -> Schedu
     return Schedule(source[order], np.concatenate(drawn)[order])
 
 
-def _share(source: Source) -> Fraction:
-    return Fraction(source.ratio or 0)
-
-
-def _shared(mix: Mix, sizes: Sequence[int], shares: Sequence[Fraction], whole: Fraction, counted: int) -> int:
+def _shared(mix: Mix, sizes: Sequence[int], shares: Sequence[Fraction], counted: int) -> int:
     """Return the number of samples of all sources with a ratio."""
-    if not whole:
-        return 0
     if mix.samples_per_epoch is not None:
         return max(0, mix.samples_per_epoch - counted)
-    limits = [
-        int(size * whole / share)
-        for source, size, share in zip(mix.sources, sizes, shares, strict=True)
-        if share and not source.replacement
-    ]
-    return min(limits) if limits else sum(size for size, share in zip(sizes, shares, strict=True) if share)
+    sized = [(size, share, source) for size, share, source in zip(sizes, shares, mix.sources, strict=True) if share]
+    limits = [int(size / share) for size, share, source in sized if not source.replacement]
+    return min(limits, default=sum(size for size, _, _ in sized))
 
 
 def _drawn(size: int, quota: int, *, replacement: bool, seed: tuple[int, ...]) -> IntArray:

@@ -13,7 +13,7 @@ from packplan.core.work.assignment import (
     in_units,
 )
 from packplan.core.work.imbalance import expected_imbalance, floor_of
-from packplan.core.work.model import SampleWorks, WorkModel, causal_pairs
+from packplan.core.work.model import SampleWorks, WorkModel
 from packplan.core.work.text import LocalAttention
 from packplan.core.work.vision import VisionWork
 
@@ -26,7 +26,6 @@ __all__ = [
     "WorkModel",
     "assign_steps",
     "bounds_of_steps",
-    "causal_pairs",
     "expected_imbalance",
     "floor_of",
     "group_steps",

@@ -90,15 +90,18 @@ def assign_steps(works: IntArray, *, world_size: int, accumulation: int, meeting
     """
     assert meeting in get_args(Meeting), meeting  # noqa: S101  # the schedule has checked it
     order = np.arange(works.size)
-    whole = works.size - works.size % (world_size * accumulation)
-    for part, packs_of_rank in ((order[:whole], accumulation), (order[whole:], (works.size - whole) // world_size)):
+    for part in _by_step(order, world_size * accumulation):
         # A single rank waits for none, and one pack each leaves no choice.
-        if not part.size or world_size == 1 or packs_of_rank == 1:
-            continue
-        steps = works[part].reshape(-1, packs_of_rank * world_size)
-        places = _places(steps, world_size, meeting)
-        part[:] = (part.reshape(steps.shape)[np.arange(len(steps))[:, None], places]).ravel()
+        if world_size > 1 and part.shape[1] > world_size:
+            part[:] = np.take_along_axis(part, _places(works[part], world_size, meeting), axis=1)
     return order
+
+
+def _by_step(packs: IntArray, packs_per_step: int) -> Iterator[IntArray]:
+    """Yield views of packs in rows of whole steps, and of the shorter last step if there is one."""
+    whole = packs.size - packs.size % packs_per_step
+    parts = (packs[:whole].reshape(-1, packs_per_step), packs[whole:].reshape(1, -1))
+    return (part for part in parts if part.size)
 
 
 def group_steps(works: IntArray, *, packs_per_step: int, steps: int, seed: Sequence[int]) -> IntArray:
@@ -143,14 +146,11 @@ def bounds_of_steps(works: IntArray, *, world_size: int, accumulation: int, meet
         accumulation: Packs of a rank in one step, >= 1.
         meeting: Point where ranks wait for each other.
     """
-    per_step = world_size * accumulation
-    bounds = []
-    whole = works.size - works.size % per_step
-    for part, packs_of_rank in ((works[:whole], accumulation), (works[whole:], (works.size - whole) // world_size)):
-        if part.size:
-            rows = np.sort(part.reshape(-1, packs_of_rank * world_size), axis=1)
-            bounds.append(_bounds(rows, world_size) if meeting == "step" else rows[:, ::-world_size].sum(axis=1))
-    return np.concatenate(bounds) if bounds else np.zeros(0, dtype=np.int64)
+    bounds = [np.zeros(0, dtype=np.int64)]
+    for part in _by_step(works, world_size * accumulation):
+        rows = np.sort(part, axis=1)
+        bounds.append(_bounds(rows, world_size) if meeting == "step" else rows[:, ::-world_size].sum(axis=1))
+    return np.concatenate(bounds)
 
 
 def _bounds(rows: IntArray, world_size: int) -> IntArray:

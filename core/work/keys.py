@@ -67,8 +67,8 @@ class Keys:
         if found is None:
             return None
         if isinstance(found, bool) or not isinstance(found, (int, float)) or not found >= 0:
-            shown = str(found)[:40]
-            reason = f"config.json has {names[0]} {shown}, where the work of a sample depends on a whole number"
+            text = str(found)[:40]
+            reason = f"config.json has {names[0]} {text}, where the work of a sample depends on a whole number"
             raise ModelError("work", reason)
         return int(found)
 

@@ -66,14 +66,8 @@ class WorkModel:
         unknown = {"encoder", "decoder"} if thinker else {"audio_config", "encoder", "decoder"}
         if others := sorted(set(config) & unknown):
             raise ModelError("work", f"the work of the model's {', '.join(others)} is not known")
-        said = read_text(text, model_type=text.get("model_type") or config.get("model_type"))
-        return cls(
-            per_position=said.per_position,
-            per_pair=said.per_pair,
-            vision=None if vision is None else read_vision(config),
-            local=said.local,
-            per_chunk=said.per_chunk,
-        )
+        layers = read_text(text, model_type=text.get("model_type") or config.get("model_type"))
+        return cls(**attrs.asdict(layers, recurse=False), vision=None if vision is None else read_vision(config))
 
     @classmethod
     def estimated(cls, config: Sizes) -> WorkModel:
@@ -123,34 +117,18 @@ class WorkModel:
             per_chunk=3 * self.per_chunk,
         )
 
-    def sample_flops(self, lengths: Lengths, grids: Sequence[Sequence[Grid]] = ()) -> FLOPs:
+    def sample_flops(self, lengths: Lengths) -> FLOPs:
         """
-        Return the forward FLOPs of each sample under causal attention; shape (num_samples,).
+        Return the forward FLOPs of each sample under causal attention, without its images; shape
+        (num_samples,). ArgumentError for a length that is not a positive whole number.
 
         The work of a pack under attention by sample is the sum over its samples.
-
-        Args:
-            lengths: Tokens of each sample, image tokens included; each >= 1.
-            grids: Grids of the images of each sample, one list a sample; empty for no images.
-
-        Raises:
-            ArgumentError: A length that is not a positive whole number.
-            ValueError: Grids of another number of samples than lengths.
 
         >>> model = WorkModel(per_position=100, per_pair=2)
         >>> model.sample_flops([1, 3]).tolist()
         [102.0, 312.0]
         """
-        tokens = as_lengths(lengths).astype(np.float64)
-        work = self.row_flops(tokens)
-        if not len(grids):
-            return work
-        if len(grids) != tokens.size:
-            message = f"grids of {len(grids)} samples for {tokens.size} lengths"
-            raise ValueError(message)
-        images = self.image_flops([grid for sample in grids for grid in sample])
-        sample = np.repeat(np.arange(tokens.size), [len(sample) for sample in grids])
-        return work + np.bincount(sample, weights=images, minlength=tokens.size)
+        return self.row_flops(as_lengths(lengths))
 
     def row_flops(self, widths: Any) -> FLOPs:
         """Return the forward FLOPs of rows of one text sample each; of the shape of *widths*."""
@@ -223,7 +201,7 @@ class SampleWorks:
         Return the works of samples with these lengths and media.
 
         Args:
-            model: What its layers take.
+            model: Work of the model.
             lengths: Tokens of each sample, image tokens included, 0 for a record that is no sample;
                 shape (num_samples,).
             images: Images of each sample; shape (num_samples,).
@@ -239,13 +217,12 @@ class SampleWorks:
         [3712.0]
         """
         tokens = as_lengths(lengths, least=0)
-        seen = np.zeros(tokens.size)
+        media = np.zeros(tokens.size)
         if model.vision is not None:
             layers = np.asarray(frames) / FRAMES_OF_LAYER
-            seen = model.vision.estimate_image_flops(images, patches) + model.vision.estimate_image_flops(
-                layers, video_patches
-            )
-        return cls(model, tokens, np.broadcast_to(seen, tokens.shape))
+            media = model.vision.estimate_image_flops(images, patches)
+            media = media + model.vision.estimate_image_flops(layers, video_patches)
+        return cls(model, tokens, np.broadcast_to(media, tokens.shape))
 
     @property
     def flops(self) -> FLOPs:

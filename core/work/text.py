@@ -98,8 +98,8 @@ class LocalAttention:
             pairs: NDArray[np.float64] = chunks * self.tokens * (self.tokens + 1) / 2 + rest * (rest + 1) / 2
             return pairs
         beyond = np.maximum(lengths - self.tokens, 0)
-        seen: NDArray[np.float64] = lengths * (lengths + 1) / 2 - beyond * (beyond + 1) / 2
-        return seen
+        within: NDArray[np.float64] = lengths * (lengths + 1) / 2 - beyond * (beyond + 1) / 2
+        return within
 
 
 @attrs.frozen
@@ -130,15 +130,10 @@ def read_text(sizes: Sizes, *, model_type: str | None) -> TextWork:
     layers = keys.size("num_hidden_layers", "n_layer", "num_layers")
     kinds = Counter(_kinds(keys, layers))
     head = width * keys.size("vocab_size")
-    position, pair = 0, 0
-    if kinds["full"] + kinds["window"] + kinds["chunk"]:
-        position, pair = _attention(keys, width)
-    per_position = (kinds["full"] + kinds["window"] + kinds["chunk"]) * position + head
-    per_chunk = 0
-    if kinds["delta"]:
-        projections, products = _delta(keys, width)
-        per_position += kinds["delta"] * projections
-        per_chunk = PRODUCT * kinds["delta"] * products
+    attending = kinds["full"] + kinds["window"] + kinds["chunk"]
+    position, pair = _attention(keys, width) if attending else (0, 0)
+    projections, products = _delta(keys, width) if kinds["delta"] else (0, 0)
+    per_position = head + attending * position + kinds["delta"] * projections
     if kinds["conv"]:
         per_position += kinds["conv"] * (4 * width**2 + keys.size("conv_L_cache") * width)
     if kinds["mamba"]:
@@ -154,7 +149,12 @@ def read_text(sizes: Sizes, *, model_type: str | None) -> TextWork:
     if unread := keys.unread():
         named = ", ".join(unread[:5])
         raise ModelError("work", f"what {named} of its config.json adds to the work is not known")
-    return TextWork(PRODUCT * per_position, scale * kinds["full"] * pair // 2, tuple(local), per_chunk)
+    return TextWork(
+        per_position=PRODUCT * per_position,
+        per_pair=scale * kinds["full"] * pair // 2,
+        local=tuple(local),
+        per_chunk=PRODUCT * kinds["delta"] * products,
+    )
 
 
 def _kinds(keys: Keys, layers: int) -> list[Kind]:
@@ -260,8 +260,8 @@ def _adjusted(keys: Keys, inner: int) -> int:
 
 def _products(keys: Keys) -> int:
     """Return the number of matrix products of an MLP: two, or three with a gate."""
-    if (said := keys.count("mlp_products")) is not None:
-        return said
+    if (products := keys.count("mlp_products")) is not None:
+        return products
     activation = keys.get("hidden_activation", "hidden_act", "activation_function", "mlp_hidden_act")
     return 2 if activation in _PLAIN else 3
 

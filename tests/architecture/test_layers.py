@@ -7,10 +7,14 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.models_page import packing_families, unpacked_families
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,10 +25,16 @@ CORE_MAY_IMPORT = {
 }  # fmt: skip
 """Pure arithmetic and values; of scipy, linear programming alone; of ast, literals and sums."""
 
-MODULES = sorted(
-    ".".join(("packplan", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
-    for path in (ROOT / "core").rglob("*.py")
-)
+LAYERS = ("core", "adapters", "app", "benchmarks", "tools")
+
+
+def files_of(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    """Return the dotted name of a file's module, as the installed package has it."""
+    return ".".join(("packplan", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
 
 
 @cache
@@ -52,27 +62,31 @@ def outermost(module: str) -> str:
     return ".".join(module.split(".")[: 2 if module.startswith("packplan.") else 1])
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "core").rglob("*.py")), ids=lambda path: path.stem)
-def test_core_imports_nothing_but_what_is_listed(path):
+def test_core_imports_nothing_but_what_is_listed():
     """
     An allow list, so that a new dependency is a decision; only the face also knows the checkout.
     """
-    face = {"packplan.checkout"} if path == ROOT / "core" / "__init__.py" else set()
+    beyond = {path.relative_to(ROOT): imported(path) - CORE_MAY_IMPORT for path in files_of("core")}
 
-    assert imported(path) <= CORE_MAY_IMPORT | face
+    assert {"packplan.checkout"} == beyond.pop(Path("core/__init__.py"))
+    assert {} == {path: names for path, names in beyond.items() if names}
 
 
 MOST_MODULES = 16
 """In a folder, its `__init__` aside: more are no longer seen at a glance."""
 
 
-@pytest.mark.parametrize("layer", ["core", "adapters", "app"])
-def test_folders_are_seen_at_a_glance(layer):
+def test_folders_are_seen_at_a_glance():
     """None has more modules than can be read as a list."""
-    folders = {path.parent for path in (ROOT / layer).rglob("*.py")}
+    in_folder = Counter(path.parent for path in files_of("core", "adapters", "app") if path.name != "__init__.py")
 
-    crowded = {folder: len(list(folder.glob("*.py"))) - 1 for folder in folders}
-    assert [] == [folder for folder, number in crowded.items() if number > MOST_MODULES]
+    assert [] == [folder for folder, number in in_folder.items() if number > MOST_MODULES]
+
+
+def fresh(script: str, *words: str) -> str:
+    """Return what a script prints in a process of its own."""
+    command = [sys.executable, "-c", script, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
 MOST_OF_PLANNING = 20
@@ -83,9 +97,7 @@ def test_planning_loads_few_modules():
     """In a fresh process; the two packages that enclose it count too."""
     script = "import sys, packplan.core.plan; print(sum(name.split('.')[0] == 'packplan' for name in sys.modules))"
 
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
-
-    assert int(run.stdout) <= MOST_OF_PLANNING
+    assert int(fresh(script)) <= MOST_OF_PLANNING
 
 
 KNOWS_KEYS = {"config", "conversion"}
@@ -94,18 +106,29 @@ KNOWS_KEYS = {"config", "conversion"}
 KEY = re.compile(r"\b(?:training|template|model|custom|policy|grpo)\.[a-z_]+")
 
 
-def texts_of(path: Path) -> list[str]:
-    """Return the texts of a module, docstrings too, without the code of their examples."""
-    constants = (node.value for node in ast.walk(ast.parse(text_of(path))) if isinstance(node, ast.Constant))
-    lines = (line for text in constants if isinstance(text, str) for line in text.splitlines())
+def constants_of(path: Path) -> Iterator[str]:
+    """Yield the texts of a module, docstrings too."""
+    for node in ast.walk(ast.parse(text_of(path))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def lines_of(path: Path) -> list[str]:
+    """Return the lines of a module's texts, without the code of their examples."""
+    lines = (line for text in constants_of(path) for line in text.splitlines())
     return [line for line in lines if not line.lstrip().startswith((">>>", "..."))]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "core").rglob("*.py")), ids=lambda path: path.stem)
-def test_core_names_no_key_of_a_yaml(path):
+def test_core_names_no_key_of_a_yaml():
     """But where runs are read and converted: a library's caller has arguments, and no YAML."""
-    if path.relative_to(ROOT / "core").parts[0] not in KNOWS_KEYS:
-        assert [] == [line for line in texts_of(path) if KEY.search(line)]
+    named = {
+        path.relative_to(ROOT): lines
+        for path in files_of("core")
+        if path.relative_to(ROOT / "core").parts[0] not in KNOWS_KEYS
+        and (lines := [line for line in lines_of(path) if KEY.search(line)])
+    }
+
+    assert {} == named
 
 
 FACELESS = {"packplan.core.patterns"}
@@ -119,30 +142,14 @@ def test_rooms_of_core_are_imported_through_their_faces():
     """
     rooms = {f"packplan.core.{path.parent.name}" for path in (ROOT / "core").glob("*/__init__.py")} - FACELESS
     past = []
-    for layer in ("core", "adapters", "app", "benchmarks", "tools"):
-        for path in (ROOT / layer).rglob("*.py"):
-            here = ".".join(("packplan", *path.relative_to(ROOT).with_suffix("").parts))
-            for node in imports_of(path):
-                if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("packplan.core."):
-                    room = ".".join(node.module.split(".")[:3])
-                    if room in rooms and node.module != room and not here.startswith(f"{room}."):
-                        past.append(f"{here}: from {node.module}")
+    for path in files_of(*LAYERS):
+        for node in imports_of(path):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("packplan.core."):
+                room = ".".join(node.module.split(".")[:3])
+                if room in rooms and node.module != room and not f"{module_of(path)}.".startswith(f"{room}."):
+                    past.append(f"{path}: from {node.module}")
 
     assert [] == past
-
-
-@pytest.mark.slow
-def test_core_loads_neither_torch_nor_a_clock_of_its_own():
-    """
-    Importing every module of core, in a fresh process, leaves torch, swift and transformers
-    unloaded.
-    """
-    script = (
-        f"import sys, {', '.join(MODULES)}; print([n for n in ('torch', 'swift', 'transformers') if n in sys.modules])"
-    )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
-
-    assert "[]" == run.stdout.strip()
 
 
 @pytest.mark.slow
@@ -159,25 +166,9 @@ def test_linters_find_nothing(command):
 
 def test_no_pickle_and_no_unsafe_yaml():
     """Neither is imported or called anywhere."""
-    for package in ("core", "adapters", "app", "benchmarks", "tools"):
-        for path in (ROOT / package).rglob("*.py"):
-            assert not imported(path) & {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-            assert "allow_pickle=True" not in text_of(path)
-            assert "broadcast_object" not in text_of(path)
-
-
-def test_only_wiring_constructs_adapters():
-    """Commands and planning get them handed in; classes of adapters are called in wiring alone."""
-    classes = {"SwiftEncoder", "SwiftMeasurer", "DiskLengthStore", "DiskPlanStore", "TorchGroup", "PackTrainer"}
-    called = {
-        (path.relative_to(ROOT).parts[1], node.func.id)
-        for path in (ROOT / "app").rglob("*.py")
-        if any(name in text_of(path) for name in classes)
-        for node in ast.walk(ast.parse(text_of(path)))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes
-    }
-
-    assert {("wiring", name) for name in classes} == called
+    for path in files_of(*LAYERS):
+        assert not imported(path) & {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+        assert not any(word in text_of(path) for word in ("allow_pickle=True", "broadcast_object"))
 
 
 def test_one_place_knows_the_formats_of_data_files():
@@ -188,8 +179,7 @@ def test_one_place_knows_the_formats_of_data_files():
     }
     importers = {
         str(path.relative_to(ROOT))
-        for layer in ("adapters", "app")
-        for path in (ROOT / layer).rglob("*.py")
+        for path in files_of("adapters", "app")
         for node in imports_of(path)
         if isinstance(node, ast.ImportFrom) and node.module in formats
     }
@@ -197,111 +187,109 @@ def test_one_place_knows_the_formats_of_data_files():
     assert {"adapters/samples/files.py"} == importers
 
 
+FAMILIES_IN = ("core/work/text.py", "app/demo/")
+"""
+Files that may name families: their work, where no key of a config.json tells it, and made models.
+"""
+
+
+def test_no_list_of_families_is_in_the_code():
+    """What a model is decides; one file, `adapters/families.json`, has what cannot be read off."""
+    words = {"git", "mamba", "opt"}  # of other things
+    known = (packing_families().keys() | unpacked_families()) - words
+    assert {"llama", "qwen3_5", "gpt_oss", "bloom", "xlnet"} <= known
+
+    found = {
+        str(path.relative_to(ROOT)): names
+        for path in files_of("core", "adapters", "app")
+        if (names := known.intersection(constants_of(path)))
+    }
+
+    assert [] == [path for path in found if not path.startswith(FAMILIES_IN)]
+    assert found, "no file has one: are they still found?"
+
+
 def programs() -> list[str]:
     """Return every module that `python -m` runs, but for the one that hands over to them."""
     files = [
         *(ROOT / "app").glob("[!_]*.py"), *(ROOT / "app").glob("*/__init__.py"), *(ROOT / "app").glob("*/__main__.py")
     ]  # fmt: skip
-    return [
-        ".".join(("packplan", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
-        for path in files
-        if "def main(" in path.read_text()
-    ]
+    return [module_of(path) for path in files if "def main(" in path.read_text()]
 
 
-TYPO = """
+CALLS = """
 import contextlib, importlib, io, json, sys
-loaded = {}
+ended = []
 for module, *words in json.loads(sys.argv[1]):
     said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        status = importlib.import_module(module).main(words)
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            status = importlib.import_module(module).main(words)
+        except SystemExit as end:
+            status = end.code
     heavy = [name for name in ("torch", "swift", "transformers") if name in sys.modules]
-    loaded[" ".join([module, *words])] = [status, heavy, "did you mean" in said.getvalue()]
-print(json.dumps(loaded))
+    ended.append([status, heavy, said.getvalue()])
+print(json.dumps(ended))
 """
 
+PLAN = "packplan.app.plan.__main__"
+
+
+def ends_of(calls: list[list[object]]) -> list[tuple[int, list[str], str]]:
+    """
+    Call modules, each with its words, in one fresh process; return their exit statuses, libraries
+    that are loaded by then, and what they print.
+    """
+    return json.loads(fresh(CALLS, json.dumps([[*map(str, call)] for call in calls])))
+
+
+def run_of(folder: Path, model: str = "m", key: str = "learning_rate") -> Path:
+    """Write the YAML of a run whose data are missing."""
+    path = folder / f"{model}{key}.yaml"
+    path.write_text(
+        f"model: {{model: {folder}/{model}}}\ntemplate: {{max_length: 8}}\ncustom: {{train_jsonl: {folder}/t}}\n"
+        f"training: {{output_dir: {folder}/o, {key}: 1}}\n"
+    )
+    return path
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["yaml", "command line"])
-def test_a_typo_is_refused_without_torch_and_without_swift(tmp_path, where):
-    """
-    By every command that reads a YAML: in a key of ours, of ms-swift, or in an override; in a fresh
-    process.
-    """
-    key, override = ("lerning_rate", []) if where == "yaml" else ("learning_rate", ["training.packing_bufer=1"])
-    run, mix = tmp_path / "run.yaml", tmp_path / "mix.yaml"
-    run.write_text(
-        f"model: {{model: m}}\ntemplate: {{max_length: 8}}\ncustom: {{train_jsonl: t}}\ntraining: "
-        f"{{output_dir: o, {key}: 1}}\n"
-    )
-    mix.write_text("sources: [{jsnl: a}]\n" if where == "yaml" else "sources: [{jsonl: a}]\n")
-    plan = [["packplan.app.plan.__main__", command, run] for command in ("build", "show", "whatif", "verify")]
-    calls = [["packplan.app.sft", run], ["packplan.app.check", run], ["packplan.app.rl.__main__", run], *plan]
-    calls += [
-        ["packplan.app.plan.__main__", "report", run, "-o", "p.html"],
-        ["packplan.app.plan.__main__", "diff", run, run],
+def test_a_typo_is_refused_without_torch_and_without_swift(tmp_path):
+    """By every command that reads a YAML: in a key of ours, of ms-swift, or in an override."""
+    sources = {"typo": "{jsnl: a}", "right": "{jsonl: a}"}
+    mixes = {name: tmp_path / f"{name}.yaml" for name in sources}
+    for name, source in sources.items():
+        mixes[name].write_text(f"sources: [{source}]\n")
+    calls = [
+        [PLAN, "materialise", mixes["typo"], "-o", "m.jsonl"],
+        [PLAN, "materialise", mixes["right"], "sample_per_epoch=1", "-o", "m.jsonl"],
     ]
-    words = [[*map(str, call), *override] for call in calls]
-    words.append(
-        [
-            "packplan.app.plan.__main__",
-            "materialise",
-            str(mix),
-            *(["sample_per_epoch=1"] if override else []),
-            "-o",
-            "m.jsonl",
-        ]
-    )
+    for key, override in (("lerning_rate", []), ("learning_rate", ["training.packing_bufer=1"])):
+        run = run_of(tmp_path, key=key)
+        calls += [[f"packplan.app.{name}", run, *override] for name in ("sft", "check", "rl.__main__")]
+        calls += [[PLAN, name, run, *override] for name in ("build", "show", "whatif", "verify")]
+        calls += [[PLAN, "report", run, "-o", "p.html", *override], [PLAN, "diff", run, run, *override]]
 
-    done = subprocess.run(
-        [sys.executable, "-c", TYPO, json.dumps(words)], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-
-    loaded = json.loads(done.stdout)
-    assert 10 == len(loaded)
-    assert all([2, [], True] == one for one in loaded.values()), loaded
+    for call, (status, heavy, said) in zip(calls, ends_of(calls), strict=True):
+        assert (2, []) == (status, heavy), call
+        assert "did you mean" in said, call
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("missing", ["model", "data"])
-def test_a_missing_input_is_refused_without_torch_and_without_swift(tmp_path, missing):
+def test_a_missing_input_is_refused_without_torch_and_without_swift(tmp_path):
     """By every command that opens the model and the data, with its path."""
     (tmp_path / "m").mkdir()
-    if missing == "data":
-        (tmp_path / "m" / "config.json").write_text('{"model_type": "qwen2"}')
-    run = tmp_path / "run.yaml"
-    run.write_text(
-        f"model: {{model: {tmp_path}/m}}\ntemplate: {{max_length: 8}}\ncustom: {{train_jsonl: {tmp_path}/t}}\n"
-        f"training: {{output_dir: {tmp_path}/o}}\n"
-    )
-    calls = [
-        ["packplan.app.sft", str(run)],
-        ["packplan.app.check", str(run)],
-        ["packplan.app.plan.__main__", "build", str(run)],
-    ]
-    named = f"{tmp_path}/m is no folder" if missing == "model" else f"{tmp_path}/t cannot be read"
+    (tmp_path / "m" / "config.json").write_text('{"model_type": "qwen2"}')
+    missing = {"none": f"{tmp_path}/none is no folder", "m": f"{tmp_path}/t cannot be read"}
+    calls, expected = [], []
+    for model, says in missing.items():
+        run = run_of(tmp_path, model)
+        calls += [["packplan.app.sft", run], ["packplan.app.check", run], [PLAN, "build", run]]
+        expected += [says] * 3
 
-    done = subprocess.run(
-        [sys.executable, "-c", TYPO.replace("did you mean", named), json.dumps(calls)],
-        capture_output=True, text=True, check=True, cwd=ROOT,
-    )  # fmt: skip
-
-    assert [[2, [], True]] * 3 == list(json.loads(done.stdout).values())
-
-
-HELP = """
-import contextlib, importlib, io, json, sys
-loaded = {}
-for words in json.loads(sys.argv[1]):
-    module = importlib.import_module(words[0])
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-        module.main([*words[1:], "--help"])
-    heavy = [name for name in ("torch", "swift", "transformers") if name in sys.modules]
-    loaded[" ".join(words)] = heavy or ("usage:" not in said.getvalue())
-print(json.dumps(loaded))
-"""
+    for call, says, (status, heavy, said) in zip(calls, expected, ends_of(calls), strict=True):
+        assert (2, []) == (status, heavy), call
+        assert says in said, call
 
 
 @pytest.mark.slow
@@ -310,22 +298,12 @@ def test_every_help_answers_without_torch_and_without_swift():
     from benchmarks.__main__ import BENCHMARKS
     from packplan.app.plan.__main__ import COMMANDS
 
-    calls = [["packplan.app.__main__"], *([name] for name in sorted(programs()))]
-    calls += [["packplan.app.plan.__main__", name] for name in COMMANDS] + [
-        ["benchmarks.__main__", name] for name in BENCHMARKS
-    ]
-    calls += [["benchmarks.__main__"], ["tools.models"], ["tools.configuration"]]
-    run = subprocess.run(
-        [sys.executable, "-c", HELP, json.dumps(calls)], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    found = programs()
+    assert {f"packplan.app.{name}" for name in ("sft", "check", "rl.__main__", "demo.__main__")} <= {*found}
+    calls = [[name] for name in ("packplan.app.__main__", *found, "benchmarks.__main__")]
+    calls += [["tools.models"], ["tools.configuration"], *([PLAN, name] for name in COMMANDS)]
+    calls += [["benchmarks.__main__", name] for name in BENCHMARKS]
 
-    loaded = json.loads(run.stdout)
-    assert {
-        "packplan.app.__main__",
-        "packplan.app.sft",
-        "packplan.app.check",
-        "packplan.app.rl.__main__",
-        "packplan.app.plan.__main__ show",
-        "packplan.app.demo.__main__",
-    } <= set(loaded)
-    assert not any(loaded.values()), loaded
+    for call, (status, heavy, said) in zip(calls, ends_of([[*call, "--help"] for call in calls]), strict=True):
+        assert (0, []) == (status, heavy), call
+        assert "usage:" in said, call

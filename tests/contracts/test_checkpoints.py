@@ -80,28 +80,12 @@ def test_ranks_take_the_same_checkpoint(tmp_path: Path, monkeypatch, rank, says)
         find_checkpoint(str(tmp_path), "", group=TwoRanks(rank, other=rank == 1))
 
 
-def test_segments_of_an_older_checkpoint_are_read(tmp_path: Path):
-    """It calls them stretches."""
+def test_a_resume_state_comes_back(tmp_path: Path):
+    """Equal in every field."""
     segment = EpochSegment(world_size=2, dataloader_drop_last=False, pack_offset=4)
     progress = Progress(step=3, epoch=1, epoch_step=2, segments=(segment,))
-    resume_state = ResumeState("a1", "d", 1, True, "full", 1, progress)  # noqa: FBT003
-    state = to_state(resume_state, attn_impl="varlen")
-    saved = state["packplan"]["progress"]
-    saved["stretches"] = saved.pop("segments")
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"stateful_callbacks": state}))
+    resume_state = ResumeState("a1", "d", 1, True, "full", 2, progress)  # noqa: FBT003
+    state = {"stateful_callbacks": to_state(resume_state, attn_impl="varlen")}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
 
     assert resume_state == read_resume_state(tmp_path)
-
-
-def test_a_checkpoint_says_in_which_order_it_was_trained(tmp_path: Path):
-    """What it says comes back; one that was written before orders had versions is of the first."""
-    resume_state = ResumeState("a1", "d", 1, True, "full", 2, Progress(step=3))  # noqa: FBT003
-    state = to_state(resume_state, attn_impl="varlen")
-    file = tmp_path / "trainer_state.json"
-
-    file.write_text(json.dumps({"stateful_callbacks": state}))
-    assert resume_state == read_resume_state(tmp_path)
-
-    del state["packplan"]["order_version"]
-    file.write_text(json.dumps({"stateful_callbacks": state}))
-    assert 1 == read_resume_state(tmp_path).order_version

@@ -15,76 +15,24 @@ from hypothesis import strategies as st
 from packplan.adapters.samples.files import open_records
 from packplan.adapters.samples.formats import jsonl, spans
 from packplan.core.errors import DataSetError, RecordError
+from tests.records import json_values
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3),
-    max_leaves=5,
+
+@given(
+    st.lists(st.tuples(json_values, st.sampled_from(["\n", "\r\n", "\n\n", "\n  \n"])), min_size=1),
+    st.sampled_from(["", "\ufeff"]),
 )
-
-
-@given(st.lists(st.tuples(json_values, st.sampled_from(["\n", "\r\n", "\n\n", "\n  \n"])), min_size=1))
-def test_every_record_comes_back_from_its_line(tmp_path_factory, rows):
-    """Blank lines and both line ends; any order of access; in another process too."""
+def test_every_record_comes_back_from_its_line(tmp_path_factory, rows, mark):
+    """Blank lines, a mark and both line ends; any order of access; in another process too."""
     path = tmp_path_factory.mktemp("jsonl") / "data.jsonl"
-    text = "".join(f"{json.dumps(value)}{end}" for value, end in rows)
+    text = mark + "".join(f"{json.dumps({'a': value})}{end}" for value, end in rows)
     path.write_bytes(text.encode())
 
     records = pickle.loads(pickle.dumps(open_records((str(path),))))  # noqa: S301  # our own bytes
 
-    assert [value for value, _ in rows] == [records[index] for index in range(len(records))]
+    assert [{"a": value} for value, _ in rows] == list(records)
     lines = text.encode().split(b"\n")
     assert all(records[i] == json.loads(lines[records.where(i).number - 1]) for i in reversed(range(len(records))))
-
-
-def test_the_digest_of_the_first_records_knows_nothing_of_the_rest(tmp_path: Path):
-    """Any order of asking; appended rows leave it; another text or another folder changes it."""
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-    path = tmp_path / "one" / "a.jsonl"
-    path.write_text("1\n2")
-    records = open_records((str(path),))
-    first, both = records.digest(1), records.digest(2)
-    assert first == records.digest(1)
-    assert first != both
-
-    path.write_text("1\n2\n3\n")
-    assert both == open_records((str(path),)).digest(2)
-    path.write_text("1\n4\n")
-    assert first == open_records((str(path),)).digest(1)
-    assert both != open_records((str(path),)).digest(2)
-    other = tmp_path / "two" / "a.jsonl"
-    other.write_text("1\n2\n")
-    assert both != open_records((str(other),)).digest(2)
-
-
-@given(st.data())
-def test_the_digest_of_a_slice_knows_nothing_of_the_rest(tmp_path_factory, data):
-    """The same as that of a file with these rows alone; in any order of asking."""
-    folder = tmp_path_factory.mktemp("slices")
-    path = folder / "all.jsonl"
-    path.write_text("".join(f"{number}\n" for number in range(9)))
-    records = open_records((str(path),))
-
-    for _ in range(3):
-        start = data.draw(st.integers(0, 8))
-        count = data.draw(st.integers(1, 9 - start))
-        alone = folder / f"{start}-{count}.jsonl"
-        alone.write_text("".join(f"{number}\n" for number in range(start, start + count)))
-        assert open_records((str(alone),)).digest(count) == records.digest(count, start=start)
-
-
-def test_several_files_are_one_data_set(tmp_path: Path):
-    """In the order named; each record knows its file and folder."""
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "a.jsonl").write_text("1\n2")
-    (tmp_path / "sub" / "b.jsonl").write_text("\ufeff3\n", encoding="utf-8")
-
-    records = open_records((str(tmp_path / "a.jsonl"), str(tmp_path / "sub" / "b.jsonl")))
-
-    assert [1, 2, 3] == [records[index] for index in range(3)]
-    assert f"{tmp_path / 'sub' / 'b.jsonl'}, line 1" == str(records.where(2))
-    assert str(tmp_path / "sub") == records.folder(2)
 
 
 @pytest.mark.parametrize(
@@ -169,28 +117,21 @@ def test_a_long_line_is_never_in_memory_whole(tmp_path: Path):
     assert peak < 8_000_000
 
 
-def test_records_that_name_other_media_are_counted(tmp_path: Path):
-    """Each once, however JSON writes the tags."""
+def test_tags_of_other_media_are_counted_however_json_writes_them(tmp_path: Path):
+    """Each record once."""
     rows = ["<video> and <video>", "a video", "<audio>", "\\u003cvideo\\u003E", "<videos>", "<image>"]
     (tmp_path / "a.jsonl").write_text("".join(f'"{row}"\n' for row in rows))
 
     assert 3 == open_records((str(tmp_path / "a.jsonl"),)).num_with_media_tags
 
 
-def test_a_pipe_is_no_data_file(tmp_path: Path):
-    """It is refused, and not waited for; a folder too."""
+def test_a_pipe_a_folder_and_nothing_are_no_data_files(tmp_path: Path):
+    """Each is refused, and not waited for."""
     os.mkfifo(tmp_path / "pipe.jsonl")
-    for path in (tmp_path / "pipe.jsonl", tmp_path):
-        with pytest.raises(
-            DataSetError, match=r"is a (folder that datasets\.save_to_disk did not write|pipe or a device): name"
-        ):
-            open_records((str(path),))
-
-
-def test_files_that_hold_nothing_or_are_not_there(tmp_path: Path):
-    """Both name the file."""
-    (tmp_path / "empty.jsonl").write_text("\n  \n")
-    with pytest.raises(DataSetError, match=r"empty\.jsonl holds no record"):
-        open_records((str(tmp_path / "empty.jsonl"),))
-    with pytest.raises(DataSetError, match=r"gone\.jsonl cannot be read"):
-        open_records((str(tmp_path / "gone.jsonl"),))
+    for name, says in (
+        ("pipe.jsonl", "is a pipe or a device: name"),
+        ("", r"is a folder that datasets\.save_to_disk did not write: name"),
+        ("gone.jsonl", r"gone\.jsonl cannot be read"),
+    ):
+        with pytest.raises(DataSetError, match=says):
+            open_records((str(tmp_path / name),))

@@ -109,16 +109,13 @@ def test_waiting_has_one_deadline(play):
     assert "last heard: 3 of 4 are measured" in second["error"]
 
 
-def test_a_rank_that_is_killed_is_missed(play, agent):
-    """Rank 0 says so instead of training alone."""
-    first, _ = play("lonely", **agent)
-
-    assert first["error"].startswith("RunError: another rank is gone")
-
-
-def test_a_flag_that_a_dead_rank_owes_is_an_error(play, agent):
-    """One line for whoever asks, and not the library's own traceback."""
-    first, _ = play("left", **agent)
+@pytest.mark.parametrize("scene", ["lonely", "left"])
+def test_a_rank_that_is_killed_is_missed(play, agent, scene):
+    """
+    Rank 0 says so instead of training alone, and so does who asks for a flag, without the
+    library's own traceback.
+    """
+    first, _ = play(scene, **agent)
 
     assert first["error"].startswith("RunError: another rank is gone")
 

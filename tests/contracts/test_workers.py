@@ -21,15 +21,6 @@ DEADLINE_S = 240
 TIMES = {"generate_s", "logprob_s", "train_s"}
 
 
-def of_this_process():
-    """Return one worker, which is this process."""
-    from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.adapters.workers.ranks import RankWorkers
-    from tests.contracts.light_worker import LightWorker
-
-    return RankWorkers(LightWorker(), OneRank())
-
-
 @attrs.frozen
 class Driver:
     """A process that starts Ray on this machine, and two actors."""
@@ -46,27 +37,17 @@ class Driver:
 
 
 @pytest.fixture(scope="module")
-def drivers():
-    """Keep the drivers that tests start, and end them."""
-    started: list[Driver] = []
-    yield started
-    for one in started:
-        left = descendants(one.process.pid)
-        one.process.process.kill()
-        end(left)
-
-
-@pytest.fixture
-def driver(server, drivers, tmp_path_factory):
+def driver(server, tmp_path_factory):
     """
-    Return a driver that lives; the actors of tests meet on its servers, whose start takes 5 s of
-    processor time, so the next test takes the same one.
+    Return a driver. The actors of all tests meet on its servers, whose start takes 5 s of processor
+    time.
     """
-    if not drivers or not lives(drivers[-1].process.pid):
-        folder = tmp_path_factory.mktemp("driver")
-        process = server.start(parents.main, "actors", str(folder), log=folder / "log", env={"PYTHONPATH": Path.cwd()})
-        drivers.append(Driver(process, folder))
-    return drivers[-1]
+    folder = tmp_path_factory.mktemp("driver")
+    process = server.start(parents.main, "actors", str(folder), log=folder / "log", env={"PYTHONPATH": Path.cwd()})
+    yield Driver(process, folder)
+    left = descendants(process.pid)
+    process.process.kill()
+    end(left)
 
 
 @pytest.fixture
@@ -93,7 +74,11 @@ def each_fails_with_its_reason(workers, shards):
 
 def test_one_process_is_a_worker():
     """Its results, our errors as they are, others with their method and reason."""
-    workers = of_this_process()
+    from packplan.adapters.ranks.torch_group import OneRank
+    from packplan.adapters.workers.ranks import RankWorkers
+    from tests.contracts.light_worker import LightWorker
+
+    workers = RankWorkers(LightWorker(), OneRank())
     each_fails_with_its_reason(workers, [[1, 2]])
     with pytest.raises(DataSetError, match="no shard"):
         workers.run_all_workers_sharded_data("refuse", ["shard"])

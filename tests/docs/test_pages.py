@@ -6,10 +6,10 @@ their tables are current.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import runpy
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import attrs
@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import yaml
 
+from packplan.adapters.config.run import RL_SECTIONS, parse_config
+from packplan.adapters.config.trainer_keys import stored_keys
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.__main__ import COMMANDS
@@ -35,7 +37,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 CODE = re.compile(r"`([^`\n]+)`")
 
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+MODULES = [path for layer in ("core", "adapters", "app") for path in (ROOT / layer).rglob("*.py")]
 
 
 def text_of(page: Path) -> str:
@@ -70,21 +72,11 @@ def broken_links(page: Path) -> list[str]:
     return broken
 
 
-@every_page
-def test_links_and_anchors_resolve(page):
-    """Inside the project; addresses elsewhere are not followed."""
-    assert [] == broken_links(page)
-
-
-def test_a_broken_link_is_found(tmp_path):
-    """Either kind is found, and no other."""
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# A `b.` c-d, e\n[1](gone.md) [2](#gone) [3](page.md#a-b-c-d-e) [4](https://x.org/y) `[5](gone)`\n"
-        "```text\n# no heading\n[6](gone)\n```\n## A\n## A\n[7](#a-1) [8](page.md#no-heading)\n"
-    )
-
-    assert ["gone.md", "#gone", "page.md#no-heading"] == broken_links(page)
+@cache
+def source_of(module: str) -> Path | None:
+    """Return the file or folder of a module of ours, or None; nothing is imported."""
+    path = ROOT.joinpath(*module.removeprefix("packplan.").split("."))
+    return path if path.is_dir() else path.with_suffix(".py") if path.with_suffix(".py").exists() else None
 
 
 @cache
@@ -92,8 +84,8 @@ def nodes_of(module: str) -> list[ast.AST]:
     """
     Return what the source of a module, or of all modules of a package, has of imports and texts.
     """
-    path = Path(find_spec(module).origin)
-    paths = path.parent.rglob("*.py") if path.name == "__init__.py" else [path]
+    path = source_of(module)
+    paths = path.rglob("*.py") if path.is_dir() else [path]
     nodes = [node for path in paths for node in ast.walk(ast.parse(text_of(path)))]
     return [node for node in nodes if isinstance(node, ast.ImportFrom | ast.Constant)]
 
@@ -125,7 +117,7 @@ def wrong_commands(page: Path) -> list[str]:
             continue
         module = found[1] if found[1].startswith(("benchmarks", "tools.")) else f"packplan.app.{found[1]}"
         rest = (found[2] or "").split()
-        if (found[0].startswith("packplan ") and found[1] not in COMMANDS) or find_spec(module) is None:
+        if (found[0].startswith("packplan ") and found[1] not in COMMANDS) or source_of(module) is None:
             wrong.append(line)
         else:
             known = words_of(module)
@@ -134,33 +126,6 @@ def wrong_commands(page: Path) -> list[str]:
             subcommand = {word for word in rest[:1] if module in with_subcommands and re.match(r"[a-z]+$", word)}
             wrong += [line] * (not options | subcommand <= known | {"--help"})
     return wrong
-
-
-@every_page
-def test_commands_exist(page):
-    """With their subcommands and options."""
-    assert [] == wrong_commands(page)
-
-
-def test_a_wrong_command_is_found(tmp_path):
-    """A module, a subcommand, an option; in a block or in a line."""
-    page = tmp_path / "page.md"
-    page.write_text(
-        "`packplan trian`, `packplan plan build run.yaml --list-failures`, `packplan plan biuld run.yaml`\n"
-        "`python -m benchmarks train --width 512`, `python -m benchmarks loss`, `python3 -m tools.size`\n"
-        "```bash\ntorchrun --nproc-per-node 4 -m packplan.app.sft run.yaml\npython -m app.gone\n"
-        "packplan check x.yaml --jsn\ntorchrun -m packplan.app.gone run.yaml\npython -m benchmarks gone\n```\n"
-    )
-
-    assert [
-        "python -m app.gone",
-        "packplan check x.yaml --jsn",
-        "torchrun -m packplan.app.gone run.yaml",
-        "python -m benchmarks gone",
-        "packplan trian",
-        "packplan plan biuld run.yaml",
-        "python -m benchmarks loss",
-    ] == (wrong_commands(page))
 
 
 @cache
@@ -192,39 +157,62 @@ def is_defined(name: str) -> bool:
     Return whether a dotted name is a module, or a name that the module's source has; nothing is
     imported.
     """
-    path, names = ROOT, name.split(".")
-    while names and (path / names[0]).is_dir():
-        path /= names.pop(0)
-    if names and (path / f"{names[0]}.py").exists():
-        path /= f"{names.pop(0)}.py"
-    source = text_of(path if path.suffix else path / "__init__.py")
-    return all(re.search(rf"\b{one}\b", source) for one in names[:1])
+    module, rest = "", name.split(".")
+    while rest and source_of(f"{module}.{rest[0]}".lstrip(".")):
+        module = f"{module}.{rest.pop(0)}".lstrip(".")
+    path = source_of(module)
+    return all(re.search(rf"\b{one}\b", text_of(path / "__init__.py" if path.is_dir() else path)) for one in rest[:1])
 
 
-@every_page
-def test_files_modules_and_tests_that_are_named_exist(page):
-    """Paths and folders, dotted names of modules and of what they define, test functions."""
-    assert [] == lost_names(page)
+@pytest.mark.parametrize("wrong", [broken_links, wrong_commands, lost_names])
+def test_what_pages_name_exists(wrong):
+    """
+    Links and anchors inside the project; commands with their subcommands and options; paths, dotted
+    names of modules and of what they define, test functions.
+    """
+    assert {} == {page: found for page in PAGES if (found := wrong(page))}
 
 
-def test_a_lost_name_is_found(tmp_path):
+@pytest.mark.parametrize(
+    ("wrong", "text", "expected"),
+    [
+        (
+            broken_links,
+            ("# A `b.` c-d, e\n[1](gone.md) [2](#gone) [3](page.md#a-b-c-d-e) [4](https://x.org/y) `[5](gone)`\n"
+            "```text\n# no heading\n[6](gone)\n```\n## A\n## A\n[7](#a-1) [8](page.md#no-heading)\n"),
+            ["gone.md", "#gone", "page.md#no-heading"],
+        ),
+        (
+            wrong_commands,
+            ("`packplan trian`, `packplan plan build run.yaml --list-failures`, `packplan plan biuld run.yaml`\n"
+            "`python -m benchmarks train --width 512`, `python -m benchmarks loss`, `python3 -m tools.size`\n"
+            "```bash\ntorchrun --nproc-per-node 4 -m packplan.app.sft run.yaml\npython -m app.gone\n"
+            "packplan check x.yaml --jsn\ntorchrun -m packplan.app.gone run.yaml\npython -m benchmarks gone\n```\n"),
+            ["python -m app.gone", "packplan check x.yaml --jsn", "torchrun -m packplan.app.gone run.yaml",
+             "python -m benchmarks gone", "packplan trian", "packplan plan biuld run.yaml",
+             "python -m benchmarks loss"],
+        ),
+        (
+            lost_names,
+            ("`core/align.py` `core/alin.py` `core/packers/` `core/packer/` `ADR/0001-gone.md` "
+            "`core.plan.build_raw_plan` `packplan.core.plan.build_plan` `packplan.core.gone` "
+            "`core.packers.ALGORITHMS` `test_what_pages_name_exists` `test_that_is_gone`\n"),
+            ["core/alin.py", "core/packer/", "ADR/0001-gone.md", "packplan.core.plan.build_plan",
+             "packplan.core.gone", "test_that_is_gone"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_on_a_page_is_found(tmp_path, wrong, text, expected):
     """Each kind is found, and no other."""
     page = tmp_path / "page.md"
-    page.write_text(
-        "`core/align.py` `core/alin.py` `core/packers/` `core/packer/` `ADR/0001-gone.md` "
-        "`core.plan.build_raw_plan` `packplan.core.plan.build_plan` `packplan.core.gone` "
-        "`core.packers.ALGORITHMS` `test_a_lost_name_is_found` `test_that_is_gone`\n"
-    )
+    page.write_text(text)
 
-    assert [
-        "core/alin.py", "core/packer/", "ADR/0001-gone.md", "packplan.core.plan.build_plan", "packplan.core.gone",
-        "test_that_is_gone",
-    ] == lost_names(page)  # fmt: skip
+    assert expected == wrong(page)
 
 
 def test_contributing_names_every_room():
     """A folder of a layer with a face, in the tables of what each holds; the README leads there."""
-    rooms = [path.parent for layer in ("core", "adapters", "app") for path in (ROOT / layer).glob("*/__init__.py")]
+    rooms = {path.parent for path in MODULES if path.name == "__init__.py" and path.parent.parent.parent == ROOT}
     page = text_of(ROOT / "CONTRIBUTING.md")
 
     assert len(rooms) > 20
@@ -244,10 +232,10 @@ def test_the_hooks_before_a_commit_are_the_linters():
 
 def test_pages_that_the_code_names_exist():
     """In help and messages."""
-    for package in ("core", "adapters", "app"):
-        for path in (ROOT / package).rglob("*.py"):
-            for name in re.findall(r"docs/[\w/-]+\.md", path.read_text(encoding="utf-8")):
-                assert (ROOT / name).exists(), f"{path}: {name}"
+    named = {name for path in MODULES for name in re.findall(r"docs/[\w/-]+\.md", text_of(path))}
+
+    assert named
+    assert [] == [name for name in named if not (ROOT / name).exists()]
 
 
 def test_the_index_names_every_page():
@@ -258,10 +246,9 @@ def test_the_index_names_every_page():
     assert "(docs/README.md)" in text_of(ROOT / "README.md")
 
 
-@every_page
-def test_tables_of_keys_are_those_of_the_classes(page):
+def test_tables_of_keys_are_those_of_the_classes():
     """`make reference` writes them."""
-    assert text_of(page) == rewritten(text_of(page))
+    assert [] == [page for page in PAGES if text_of(page) != rewritten(text_of(page))]
 
 
 def test_every_key_is_on_the_page():
@@ -273,21 +260,18 @@ def test_every_key_is_on_the_page():
         assert stale != page == rewritten(stale)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if fences(page, "yaml")], ids=lambda page: page.stem)
-def test_yaml_that_is_shown_is_a_run(page):
+def test_yaml_that_is_shown_is_a_run():
     """
     Every key is one, every value has its type; what a file that it extends brings may be missing.
     """
-    from packplan.adapters.config.run import RL_SECTIONS, parse_config
-    from packplan.adapters.config.trainer_keys import stored_keys
-
-    for shown in map(yaml.safe_load, fences(page, "yaml")):
+    for name, text in [(page.name, text) for page in PAGES for text in fences(page, "yaml")]:
+        shown = yaml.safe_load(text)
         data = {} if {"fusion_config", "dataset"} & shown.get("custom", {}).keys() else {"train_jsonl": "a"}
         base = {"model": {"model": "m"}, "template": {"max_length": 1}, "custom": data, "training": {"output_dir": "o"}}
-        sections = {name: {**keys, **shown.pop(name, {})} for name, keys in base.items()}
+        sections = {section: {**keys, **shown.pop(section, {})} for section, keys in base.items()}
         shown.pop("extends", None)
         rl = not shown.keys().isdisjoint(RL_SECTIONS)
-        assert parse_config({**shown, **sections}, page.name, stored_keys(), rl=rl)
+        assert parse_config({**shown, **sections}, name, stored_keys(), rl=rl)
 
 
 @pytest.fixture
@@ -305,24 +289,24 @@ def planned(tmp_path, monkeypatch) -> str:
     return plan_split(split, group=ScriptedGroup(), deadline=Deadline(1)).raw_checksum
 
 
-@pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if fences(page, "python") and page.stem != "transformers-trainer"],
-    ids=lambda page: page.stem,
-)
-def test_python_that_is_shown_runs(page, planned):
+HOSTED = ("# train.py", "# see.py", "# read.py")
+"""First lines of files that need a trainer of others: tests/hosts run them."""
+
+
+def test_python_that_is_shown_runs(planned):
     """Block after block; what a comment says a line gives, it gives."""
-    names = {"lengths": [700, 200, 1100, 640, 5, 3000] * 4}
-    for block in fences(page, "python"):
-        exec(block, names)  # noqa: S102  # the page's own code
-        for line, value in re.findall(r"^(\w.*?)  # ([\[(\d][^:\n]*)", block, re.MULTILINE):
-            assert ast.literal_eval(value) == eval(line, names)  # noqa: S307
+    for page in PAGES:
+        names = {"lengths": [700, 200, 1100, 640, 5, 3000] * 4}
+        for block in fences(page, "python"):
+            if block.startswith(HOSTED):
+                continue
+            exec(compile(block, page.name, "exec"), names)  # noqa: S102  # the page's own code
+            for line, value in re.findall(r"^(\w.*?)  # ([\[(\d][^:\n]*)", block, re.MULTILINE):
+                assert ast.literal_eval(value) == eval(line, names), (page, line)  # noqa: S307
 
 
 def test_the_artefacts_page_names_every_file_and_key(planned):
     """The plan was really stored."""
-    import json
-
     page = text_of(ROOT / "docs" / "artefacts.md")
     names = {
         "plan_ws<W>.json" if path.name.startswith("plan_ws") else path.name

@@ -51,17 +51,15 @@ def test_every_sample_is_drawn_padded_and_packed(packs):
 
 
 def test_the_drawing_is_that_of_the_tool():
-    """Its lengths, read off its bars, give the same file again."""
+    """
+    Its lengths, read off its bars, give the same file again. The README has its number of samples
+    and its share of padding, for those who do not see it.
+    """
     packs = drawn_packs(DRAWING)
+    samples, share = re.search(r"Padded: (\d+) samples .*?(\d+)% padding", DRAWING).groups()
 
     assert 12 == len(packs)
     assert picture(packs, packing_length=PACKING_LENGTH) == DRAWING
-
-
-def test_the_readme_says_what_is_drawn():
-    """With its number of samples and its share of padding, for those who do not see it."""
-    samples, share = re.search(r"Padded: (\d+) samples .*?(\d+)% padding", DRAWING).groups()
-
     assert f"![{samples} samples of the demo: padded, {share} %" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 

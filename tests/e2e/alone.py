@@ -44,7 +44,7 @@ def token_losses(model: Any, encoded: dict[str, Any]) -> torch.Tensor:
 
 @attrs.frozen(eq=False)
 class Step:
-    """What a step over several samples is to give."""
+    """Expected loss and gradients of a step over several samples."""
 
     loss: float
     """0 where no token is supervised."""
@@ -60,9 +60,9 @@ def step_alone(model: Any, samples: list[dict[str, Any]], reduction: str = "toke
     Compute a step sample by sample.
 
     Args:
-        model: Its weights stay; gradients are cleared.
-        samples: Encoded, of the whole step.
-        reduction: How samples of unequal length are weighed; a key of `POWERS`. Where tokens have
+        model: Model whose weights stay; its gradients are cleared.
+        samples: Encoded samples of the whole step.
+        reduction: Key of `POWERS`, which weighs samples of unequal length. Where tokens have
             weights of their own, their sum is a sample's length.
     """
     sums = [float(token_weights(encoded).sum()) for encoded in samples]
@@ -86,11 +86,11 @@ def silence(setattr_: Callable[[Any, str, Any], None] = setattr) -> None:
     Let records whose first message is `silent` have no supervised token, when they are measured and
     later.
     """
+    from packplan.adapters.samples.counting.quickly import QuickMeasurer
     from packplan.adapters.samples.encoder import SwiftEncoder
-    from packplan.adapters.samples.measurer import SwiftMeasurer
 
     # Counting texts would not see it.
-    setattr_(SwiftMeasurer, "_quick", None)
+    setattr_(QuickMeasurer, "_counter", None)
     encode = SwiftEncoder.encode_messages
 
     def without_labels(samples: Any, index: int, sample: dict[str, Any]) -> dict[str, Any]:

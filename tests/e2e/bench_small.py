@@ -11,7 +11,10 @@ AT_ONCE = 4
 
 
 def run(*words: str) -> int:
-    """Run a benchmark on photographs of half the width and height, a few samples at once."""
+    """
+    Run a benchmark on photographs of half the width and height, a few samples at once, and a
+    tokenizer that learns soon.
+    """
     from benchmarks import measuring
     from packplan.adapters.samples import measurer
 
@@ -20,6 +23,7 @@ def run(*words: str) -> int:
     with (
         patch.object(measuring, "KINDS", kinds),
         patch.object(measuring, "AT_ONCE", AT_ONCE),
+        patch.object(measuring, "VOCABULARY", 1000),
         patch.object(measurer, "AT_ONCE", AT_ONCE),
     ):
         return main(list(words))

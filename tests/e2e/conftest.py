@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,24 @@ def _stack():
     collector looks at.
     """
     import tests.stack  # noqa: F401
+
+
+@pytest.fixture
+def encodes_elsewhere() -> None:
+    """Let a test that asks for this encode samples again in another process, as runs do."""
+
+
+@pytest.fixture(autouse=True)
+def _light(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """
+    Let runs in this process neither fork it to encode a few samples again nor wait for a disk: no
+    test here takes the power away.
+    """
+    from tests.e2e.rank_main import SwiftMeasurer, measure_here
+
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    if "encodes_elsewhere" not in request.fixturenames:
+        monkeypatch.setattr(SwiftMeasurer, "measure_elsewhere", measure_here)
 
 
 @pytest.fixture(scope="session")

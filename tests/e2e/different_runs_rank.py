@@ -32,12 +32,12 @@ def main(cases: Mapping[str, tuple[str, list[list[str]], int]]) -> int:
 
     Args:
         cases: Name -> command, its words for each rank, and the port that ranks meet at. In the
-            case `versions`, rank 1 has another numpy.
+            case `build`, rank 1 has another numpy.
     """
     rank = int(os.environ["RANK"])
     for name, (command, words, port) in cases.items():
         os.environ["MASTER_PORT"] = str(port)
-        ranks.installed_version = other_numpy if name == "versions" and rank else installed
+        ranks.installed_version = other_numpy if name == "build" and rank else installed
         print(f"<{name}>", file=sys.stderr)
         status = COMMANDS[command](words[rank])
         print(f"</{name}> {status}", file=sys.stderr)

@@ -16,11 +16,21 @@ from packplan.app.planning.split import GatheredSplit, plan_split
 from packplan.app.wiring.stores import open_stores, read_config
 from packplan.core.align import align_plan
 from packplan.core.config import plan_policy
-from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan
-from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile, Measurement, MediaFacts, from_row
+from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile, to_row
+from tests.fakes import ListSource
 
-KEY, DIGEST, ROWS = Fingerprint({}), "data", "rows.npy"
+DIGEST, LENGTHS = "data", "lengths.npy"
+
+
+class StoredSamples(ListSource):
+    """Samples whose lengths are all stored."""
+
+    def data_digest(self, count: int, *, start: int = 0, without: Sequence[int] = ()) -> str:
+        return DIGEST
+
+    def data_files(self) -> tuple[DataFile, ...]:
+        return ()
 
 
 def store(folder: Path, lengths: np.ndarray, *, packing_length: int, world_size: int) -> Path:
@@ -35,14 +45,14 @@ def store(folder: Path, lengths: np.ndarray, *, packing_length: int, world_size:
     path.write_text(json.dumps(sections), encoding="utf-8")  # which is YAML too
     config = read_config(path)
     stores, policy = open_stores(config, "train"), plan_policy(config, "train")
-    rows = np.zeros((lengths.size, len(COLUMNS)), dtype=np.int32)
+    np.save(folder / LENGTHS, lengths)
+    source = StoredSamples(lengths)
+    rows = np.tile(to_row(source.measure(0)), (lengths.size, 1)).astype(np.int32)
     rows[:, COLUMNS.index("length")] = lengths
-    rows[:, COLUMNS.index("images")] = 1
-    np.save(folder / ROWS, rows)
     media = np.zeros((lengths.size, len(MEDIA_COLUMNS)), dtype=np.int64)
-    media[:, :4] = np.column_stack([np.arange(lengths.size), np.full((lengths.size, 2), 28), np.arange(lengths.size)])
+    media[:, :4] = np.column_stack([np.full(lengths.size, 1000), np.full((lengths.size, 2), 28), lengths])
     with stores.lock.held(timeout_s=60, report=lambda _: None):
-        stores.lengths.resume(KEY, lengths.size, str)
+        stores.lengths.resume(source.fingerprint(), lengths.size, str)
         stores.lengths.append(rows, media, DIGEST, in_full=False, repeatability={})
         raw, key = build_raw_plan(lengths, policy), policy.fingerprint(stores.lengths.digest())
         stores.plans.save(key, raw)
@@ -50,40 +60,14 @@ def store(folder: Path, lengths: np.ndarray, *, packing_length: int, world_size:
     return path
 
 
-class StoredSamples:
-    """Samples whose lengths are all stored."""
-
-    def __init__(self, rows: np.ndarray) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def measure(self, index: int) -> Measurement:
-        return from_row(self._rows, index)
-
-    def fingerprint(self) -> Fingerprint:
-        return KEY
-
-    def data_digest(self, _: int, *, without: Sequence[int]) -> str:
-        assert not without
-        return DIGEST
-
-    def data_files(self) -> tuple[DataFile, ...]:
-        return ()
-
-    def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
-        return (MediaFacts(index, 28, 28, index),)
-
-
 def plan_as_rank(path: str, out: str) -> int:
     """Plan stored samples on one rank; write the bytes that this took beyond what the rank held."""
     from packplan.app.wiring import training
 
     config = read_config(Path(path))
-    source: Any = StoredSamples(np.load(Path(path).with_name(ROWS), mmap_mode="r"))
+    source: Any = StoredSamples(np.load(Path(path).with_name(LENGTHS), mmap_mode="r"))
     stores, policy = open_stores(config, "train"), plan_policy(config, "train")
-    with training.joined_ranks(None, use_cpu=True) as group:
+    with training.joined_ranks(config, use_cpu=True) as group:
         before = reset_peak()
         plan_split(GatheredSplit("train", policy, source, stores), group=group, deadline=Deadline(600))
         Path(out, f"bytes{os.environ['RANK']}").write_text(str(peak_bytes() - before))

@@ -1,6 +1,4 @@
-"""
-What ms-swift itself makes of a command line: its settings, losses, and the loss of its first step.
-"""
+"""ms-swift's own settings, losses and first step for a command line."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from PIL import Image
 from packplan.adapters.samples.video import facts
 from packplan.app.demo.videos import MadeVideo
 from packplan.core.errors import RecordError
-from tests.e2e.test_videos import SAMPLING, asked, write
+from tests.e2e.test_videos import SAMPLING, asked, measurer_of, write
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +99,6 @@ def bad_videos(folder: Path) -> dict[str, str]:
     Image.new("RGB", (64, 48)).save(folder / "moving.gif", save_all=True, append_images=[Image.new("RGB", (64, 48), 9)])
     (folder / "playlist.mp4").write_text("#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nhttp://127.0.0.1:9/a.ts\n")
     MadeVideo(num_frames=1).write(folder / "one.mp4")
-    MadeVideo(num_frames=300, rate=Fraction(1, 4)).write(folder / "long.mp4")
     MadeVideo(num_frames=2, size=(1616, 8)).write(folder / "flat.mp4")
     MadeVideo(num_frames=30, size=(640, 480)).write(folder / "large.mp4")
     sound(folder / "sound.mp4")
@@ -124,7 +123,6 @@ def bad_videos(folder: Path) -> dict[str, str]:
         "moving.gif": "is a GIF",
         "playlist.mp4": "playlist.mp4 cannot be read",
         "one.mp4": "one.mp4 cannot be sampled: it has 1 frame, but needs 2",
-        "long.mp4": "may have 600: cut it, or raise custom.max_video_s",
         "flat.mp4": "flat.mp4 cannot be sampled: frames of 1616 x 8: ",
         "large.mp4": "lower template.fps_max_frames, shrink the video, or raise custom.max_video_bytes",
         "sound.mp4": "has no video, but sound alone",
@@ -151,13 +149,10 @@ def sound(path: Path) -> None:
 
 def test_a_bad_video_is_named_by_its_record_and_nothing_takes_its_place(write_run, tmp_path):
     """From its container as by a full encode, with the same words; the others are measured."""
-    from packplan.app.wiring import training
-
     says = bad_videos(tmp_path)
     data = write(tmp_path / "bad.jsonl", [asked(video) for video in [*says, "whole.mp4"]])
     limits = {"max_video_s": 600, "max_video_bytes": 3_000_000}
-    config = training.read_config(write_run(custom={"train_jsonl": str(data), **limits}, template=SAMPLING))
-    samples = training.open_measurer(config, training.open_samples(config)["train"])
+    samples, _ = measurer_of(write_run(custom={"train_jsonl": str(data), **limits}, template=SAMPLING))
 
     for in_full in (False, True):
         *bad, good = samples.measure_many(range(len(says) + 1), in_full=in_full)
@@ -216,8 +211,6 @@ def test_a_container_that_lies_gives_the_length_that_training_has(write_run, tmp
     Of its size, duration, rate or number of frames; and odd sides, and a transparent ground, are as
     others.
     """
-    from packplan.app.wiring import training
-
     whole = {kind: MadeVideo(kind, num_frames=30).write(tmp_path / f"w.{kind}").read_bytes() for kind in ("mp4", "mkv")}
     avi = MadeVideo("avi", "mpeg4", num_frames=30).write(tmp_path / "w.avi").read_bytes()
     lies = {
@@ -237,8 +230,7 @@ def test_a_container_that_lies_gives_the_length_that_training_has(write_run, tmp
     MadeVideo("webm", "libvpx-vp9", pixels="yuva420p").write(tmp_path / "clear.webm")
     names = [*lies, "odd.webm", "clear.webm"]
     data = write(tmp_path / "lies.jsonl", [asked(name) for name in names])
-    config = training.read_config(write_run(custom={"train_jsonl": str(data)}, template=SAMPLING))
-    samples = training.open_measurer(config, training.open_samples(config)["train"])
+    samples, _ = measurer_of(write_run(custom={"train_jsonl": str(data)}, template=SAMPLING))
 
     quick, full = (list(samples.measure_many(range(len(names)), in_full=way)) for way in (False, True))
 
@@ -251,22 +243,13 @@ def test_damage_between_two_frames_is_found_by_decoding_all(write_run, tmp_path)
     Before training by `verify --decode`, else by training: by the record, with what to do. Its
     container is sound.
     """
-    from packplan.app.wiring import training
-
-    whole = MadeVideo(num_frames=60, size=(160, 120)).write(tmp_path / "a.mp4").read_bytes()
-    middle = len(whole) // 2
-    (tmp_path / "bad.mp4").write_bytes(whole[:middle] + bytes(800) + whole[middle + 800 :])
-    (tmp_path / "turned.mp4").write_bytes(
-        MadeVideo(num_frames=60, size=(160, 120), turned=90).write(tmp_path / "b.mp4").read_bytes()
-    )
-    turned = (tmp_path / "turned.mp4").read_bytes()
-    (tmp_path / "turned.mp4").write_bytes(turned[:middle] + bytes(800) + turned[middle + 800 :])
+    for name, bad, turned in (("a.mp4", "bad.mp4", 0), ("b.mp4", "turned.mp4", 90)):
+        whole = MadeVideo(num_frames=60, size=(160, 120), turned=turned).write(tmp_path / name).read_bytes()
+        middle = len(whole) // 2
+        (tmp_path / bad).write_bytes(whole[:middle] + bytes(800) + whole[middle + 800 :])
     data = write(tmp_path / "damaged.jsonl", [asked(name) for name in ("a.mp4", "b.mp4", "bad.mp4", "turned.mp4")])
-    config = training.read_config(
-        write_run(custom={"train_jsonl": str(data)}, template={**SAMPLING, "fps": 12, "max_length": 4096})
-    )
-    encoder = training.open_samples(config)["train"]
-    samples = training.open_measurer(config, encoder)
+    template = {**SAMPLING, "fps": 12, "max_length": 4096}
+    samples, encoder = measurer_of(write_run(custom={"train_jsonl": str(data)}, template=template))
     measured = list(samples.measure_many(range(4), in_full=False))
     assert [1] * 4 == [one.measurement.videos for one in measured]
     for index in (0, 1):

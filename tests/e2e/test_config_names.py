@@ -1,4 +1,4 @@
-"""What a model is opened by is not written out for lines of a log that nobody reads."""
+"""Configurations are not written out for lines of a log that nobody reads."""
 
 from __future__ import annotations
 

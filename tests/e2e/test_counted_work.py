@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.__main__ import main
+from packplan.adapters.probe.families import default_config
+from packplan.adapters.probe.small_model import SmallModels, quiet
 from packplan.core.work import WorkModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers]
@@ -21,21 +26,22 @@ VIDEOS = [(2, 8, 14), (3, 4, 4)]
 
 def inputs(config, num_tokens, grids, of="image"):
     """
-    Return what the model takes: a row of tokens, with the patches of images and their places.
+    Return the inputs of a model: a row of tokens, with the patches of images and their places.
 
     Args:
-        config: Of the model.
-        num_tokens: Of the row.
+        config: Configuration of the model.
+        num_tokens: Length of the row.
         grids: Patches of each image or video before merging.
         of: `image` or `video`.
     """
-    import torch
-
     ids = torch.full((1, num_tokens), 5)
     if not grids:
         return {"input_ids": ids}
+    parts = grids
+    if config["model_type"].startswith("qwen3_vl"):  # frames of a video stand apart in the text
+        parts = [(1, rows, columns) for frames, rows, columns in grids for _ in range(frames)]
     kinds, start = torch.zeros_like(ids), 0
-    for frames, rows, columns in parts_of(config, grids):
+    for frames, rows, columns in parts:
         ids[0, start] = config["vision_start_token_id"]
         stop = start + 1 + frames * rows * columns // 4
         ids[0, start + 1 : stop] = config[f"{of}_token_id"]
@@ -47,31 +53,25 @@ def inputs(config, num_tokens, grids, of="image"):
     return {"input_ids": ids, name: pixels, f"{of}_grid_thw": torch.tensor(grids), "mm_token_type_ids": kinds}
 
 
-def parts_of(config, grids):
-    """Return the grids of what stands together in the text: a video, or for Qwen3-VL its layers."""
-    if not config["model_type"].startswith("qwen3_vl"):
-        return grids
-    return [(1, rows, columns) for frames, rows, columns in grids for _ in range(frames)]
-
-
-def counted(model, config, num_tokens, grids, of="image") -> int:
-    """
-    Return the operations that torch counts in a forward pass.
-
-    Args:
-        model: The model.
-        config: Of the model.
-        num_tokens: Of the row.
-        grids: Patches of each image or video before merging.
-        of: `image` or `video`.
-    """
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
+def counted(call, **given) -> int:
+    """Return the operations that torch counts in a call without gradients."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(**inputs(config, num_tokens, grids, of), use_cache=False)
+        call(**given)
     total: int = counter.get_total_flops()
     return total
+
+
+def flops(work, num_tokens, grids):
+    """Return the operations that a row of one sample and its images take."""
+    return work.position_flops(num_tokens, num_tokens**2) + work.image_flops(grids).sum()
+
+
+def open_shipped(demo, model_type):
+    """Return a model of the demo with its configuration; eager, as torch's counter sees it."""
+    folder = demo / "models" / model_type
+    config = json.loads((folder / "config.json").read_text())
+    auto = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    return auto.from_pretrained(folder, attn_implementation="eager"), config
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"])
@@ -79,25 +79,18 @@ def test_torch_counts_the_same_operations(demo, model_type):
     """
     Exactly, in one forward pass: of one sample or a longer row, with images, videos and without.
 
-    Under eager attention, whose products torch's counter sees: it computes whole squares, where
-    causal attention needs the pairs up to the diagonal.
+    Under eager attention, which computes whole squares, where causal attention needs the pairs up
+    to the diagonal.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    folder = demo / "models" / model_type
-    config = json.loads((folder / "config.json").read_text())
-    sees_images = "vision_config" in config
-    auto = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
-    model = auto.from_pretrained(folder, attn_implementation="eager")
+    model, config = open_shipped(demo, model_type)
     work = WorkModel.from_config(config)
 
-    with_images = [(90, GRIDS), (400, GRIDS[:1]), (60 * 4, GRIDS * 4)] if sees_images else []
-    for num_tokens, grids in [(1, []), (60, []), (60 * 12, []), *with_images]:
-        mine = work.position_flops(num_tokens, num_tokens**2) + work.image_flops(grids).sum()
-        assert counted(model, config, num_tokens, grids) == mine
-    if sees_images:
-        mine = work.position_flops(90, 90**2) + work.image_flops(VIDEOS).sum()
-        assert counted(model, config, 90, VIDEOS, "video") == mine
+    cases = [(1, []), (60, []), (60 * 12, [])]
+    if "vision_config" in config:
+        cases += [(90, GRIDS), (400, GRIDS[:1]), (60 * 4, GRIDS * 4), (90, VIDEOS)]
+    for num_tokens, grids in cases:
+        given = inputs(config, num_tokens, grids, "video" if grids is VIDEOS else "image")
+        assert counted(model, **given, use_cache=False) == flops(work, num_tokens, grids)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +108,7 @@ def test_torch_counts_a_backward_pass_beside_frozen_parts(demo, frozen, passes):
     without: what is frozen has no gradients of its weights, and passes those of others on. Pixels
     are given gradients too, as any layer's input is counted; in a large tower they take 0.2 %.
     """
-    from torch.utils.flop_counter import FlopCounterMode
-    from transformers import AutoModelForImageTextToText
-
-    folder = demo / "models" / "qwen2_5_vl"
-    config = json.loads((folder / "config.json").read_text())
-    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    model, config = open_shipped(demo, "qwen2_5_vl")
     for name, weight in model.named_parameters():
         weight.requires_grad_(not any(part in name for part in frozen))
     work = WorkModel.from_config(config).trained(**passes)
@@ -134,8 +122,7 @@ def test_torch_counts_a_backward_pass_beside_frozen_parts(demo, frozen, passes):
                 given["pixel_values"].requires_grad_("visual" not in frozen)
             model(**given, use_cache=False).logits.sum().backward()
         model.zero_grad()
-        mine = work.position_flops(num_tokens, num_tokens**2) + work.image_flops(grids).sum()
-        assert mine == pytest.approx(counter.get_total_flops(), rel=0.02)
+        assert flops(work, num_tokens, grids) == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
 TEXTS = (
@@ -153,9 +140,6 @@ def test_torch_counts_about_the_same_in_families_that_keys_describe(family):
     """
     Within 2 % in a small copy, by the keys of its configuration alone, of a sample or a longer row.
     """
-    from packplan.adapters.probe.families import default_config
-    from packplan.adapters.probe.small_model import SmallModels, quiet
-
     with quiet():
         model = SmallModels(default_config(family)).build(attention="eager")
     # The kernels that compute experts together are not counted.
@@ -163,10 +147,10 @@ def test_torch_counts_about_the_same_in_families_that_keys_describe(family):
     config = json.loads(json.dumps(model.config.to_dict(), default=str))
     work = WorkModel.from_config(config)
 
-    grids = [] if family in TEXTS else GRIDS
-    for num_tokens, images in ((60, []), (60 * 4, []), *([(90, grids), (60 * 4, grids * 4)] if grids else [])):
-        mine = work.position_flops(num_tokens, num_tokens**2) + work.image_flops(images).sum()
-        assert mine == pytest.approx(counted(model, config, num_tokens, images), rel=0.02)
+    images = [] if family in TEXTS else [(90, GRIDS), (60 * 4, GRIDS * 4)]
+    for num_tokens, grids in ((60, []), (60 * 4, []), *images):
+        found = counted(model, **inputs(config, num_tokens, grids), use_cache=False)
+        assert flops(work, num_tokens, grids) == pytest.approx(found, rel=0.02)
 
 
 def test_families_are_counted_by_name(capsys):
@@ -197,10 +181,6 @@ def test_torch_counts_about_the_same_in_towers_of_tiles_and_of_wide_layers(famil
     Within 2 % of what images add in a tiny model: tiles of one size, or grids, by each grid and by
     the number of images and patches alone.
     """
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
     from tests.made.vision_models import VISION_FAMILIES
 
     sizes = VISION_FAMILIES[family].config
@@ -216,10 +196,8 @@ def test_torch_counts_about_the_same_in_towers_of_tiles_and_of_wide_layers(famil
             pixels = torch.zeros(patches, 3 * 2 * config.vision_config.patch_size**2)
             media = {"pixel_values": pixels, "image_grid_thw": torch.tensor([grid] * number)}
             grids = [grid] * number
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            model.get_image_features(**media)
         mine = vision.image_flops(grids).sum()
-        assert mine == pytest.approx(counter.get_total_flops(), rel=0.02)
+        assert mine == pytest.approx(counted(model.get_image_features, **media), rel=0.02)
         images = 1 if family == "internvl" else number
         by_counts = vision.estimate_image_flops(images, sum(rows * columns for _, rows, columns in grids))
         assert by_counts == pytest.approx(mine, rel=1e-9)

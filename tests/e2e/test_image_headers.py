@@ -13,6 +13,8 @@ import pytest
 from PIL import Image
 
 from packplan.core.errors import RecordError
+from tests.e2e.test_videos import measurer_of
+from tests.records import asked, chat
 
 ORIENTATION = 274
 
@@ -54,27 +56,21 @@ def test_headers_give_the_lengths_of_full_encodes(case, pictures, write_run, tmp
     Every kind of image, one or several in a record, with and without a limit on pixels: zero
     tolerance.
     """
-    from packplan.app.wiring import training
-
     model_type, max_pixels = case
     rng = random.Random(1)  # noqa: S311
     records = [[picture] for picture in pictures] + [rng.sample(pictures, rng.randint(2, 4)) for _ in range(12)]
     lines = [
-        {
-            "messages": [
-                {"role": "user", "content": "<image>" * len(images) + "What is it?" * number},
-                {"role": "assistant", "content": "A thing. " * (1 + number % 7)},
-            ],
-            "images": [str(image) for image in images],
-        }
+        chat(
+            {"role": "user", "content": "<image>" * len(images) + "What is it?" * number},
+            {"role": "assistant", "content": "A thing. " * (1 + number % 7)},
+            images=[str(image) for image in images],
+        )
         for number, images in enumerate(records, start=1)
     ]
     data = tmp_path / "pictures.jsonl"
     data.write_text("\n".join(map(json.dumps, lines)))
-    path = write_run(model_type, custom={"train_jsonl": str(data)}, template={"max_pixels": max_pixels})
-    config = training.read_config(path)
-    encoder = training.open_samples(config)["train"]
-    samples = training.open_measurer(config, encoder)
+    run = write_run(model_type, custom={"train_jsonl": str(data)}, template={"max_pixels": max_pixels})
+    samples, encoder = measurer_of(run)
     pages = []
     original = encoder.template.encode
 
@@ -93,14 +89,10 @@ def test_headers_give_the_lengths_of_full_encodes(case, pictures, write_run, tmp
 
 def test_a_shape_that_the_processor_refuses_is_refused_from_its_header(write_run, tmp_path):
     """With the record's line, as a full encode does."""
-    from packplan.app.wiring import training
-
     Image.new("RGB", (3000, 2)).save(tmp_path / "line.png")
     data = tmp_path / "line.jsonl"
-    record = {"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "no"}]}
-    data.write_text(json.dumps({**record, "images": ["line.png"]}))
-    config = training.read_config(write_run(custom={"train_jsonl": str(data)}))
-    samples = training.open_measurer(config, training.open_samples(config)["train"])
+    data.write_text(json.dumps(asked("<image>?", images=["line.png"])))
+    samples, _ = measurer_of(write_run(custom={"train_jsonl": str(data)}))
 
     for in_full in (False, True):
         (outcome,) = samples.measure_many(range(1), in_full=in_full)

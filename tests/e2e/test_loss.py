@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import chain
 
+import attrs
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from packplan.adapters.loaders.batches import EvalBatches
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.adapters.trainer.packed_dataset import PackedDataset
+from packplan.adapters.samples.encoder import SwiftEncoder
+from packplan.adapters.trainer.loader import TrainBatches
+from packplan.app.sft.prepare import prepare
+from packplan.app.wiring import training
 from packplan.core.errors import MismatchError
-from packplan.core.plan import one_sample_packs
 from packplan.core.samples import to_messages
+from tests.e2e import rank_main
 from tests.e2e.alone import Gradients, silence, step_alone, token_losses, token_weights
 from tests.nearness import FLOAT32, apart
 from tests.processes import finished
@@ -63,8 +70,6 @@ def weigh(record, number):
 @pytest.fixture
 def prepared(write_run, data, tmp_path):
     """Return a function that builds a run without training it."""
-    from packplan.app.sft.prepare import prepare
-    from packplan.app.wiring import training
 
     def build(of: str, *, val: bool = False, weighed: bool = False, **overlay):
         custom = {"train_jsonl": data(of, weighed=weighed)}
@@ -103,213 +108,150 @@ def check_steps(run, schedule, losses, gradients, reduction) -> None:
             assert all(not gradient.any() for gradient in found.values())
 
 
-def evaluated_so(run, size: int) -> tuple[dict[str, float], int]:
-    """
-    Evaluate a run's samples unpacked, in batches of so many, by the trainer that packs; return the
-    number of batches, too.
-    """
-    samples, table = run.samples["eval"], run.planned["eval"].table
-    alone = PackedDataset(samples, one_sample_packs(table[:, 0], packing_length=500).packs, table, grouped=False)
-    run.trainer.args.per_device_eval_batch_size = size
-    try:
-        return run.trainer.evaluate(alone), math.ceil(len(table) / size)
-    finally:
-        run.trainer.args.per_device_eval_batch_size = 1
+def check_training(run, reduction) -> None:
+    """Train, and hold every step against its samples alone."""
+    schedule, gradients = run.schedule, Gradients()
+    run.trainer.add_callback(gradients)
+
+    run.trainer.train()
+
+    check_steps(run, schedule, logged_losses(run.trainer.state.log_history), gradients.steps, reduction)
 
 
-def check_evaluations(run, *evaluated: tuple[dict[str, float], int], weighed: bool) -> None:
-    """
-    Hold evaluations against the samples alone.
-
-    Args:
-        run: Its model has the weights that were evaluated.
-        *evaluated: What each evaluation gave, and its number of batches.
-        weighed: Whether messages have weights.
-    """
-    encode, planned = run.samples["eval"].encode, run.planned["eval"]
-    with torch.no_grad():
-        reference = torch.cat([token_losses(run.trainer.model, encode(index)) for index in range(len(planned.table))])
-    weights = torch.cat([token_weights(encode(index)) for index in range(len(planned.table))])
-    assert weighed == (len(set(weights.tolist())) > 1)
-    assert planned.raw.num_samples == planned.raw.planned_samples
-    mean = float((reference * weights).sum() / weights.sum())
-    for metrics, batches in evaluated:
-        assert batches == pytest.approx(metrics["eval_steps_per_second"] * metrics["eval_runtime"], rel=0.02)
-        assert mean == pytest.approx(metrics["eval_loss"], rel=FLOAT32)
-        assert len(reference) == metrics["eval_tokens"] == planned.table[:, 1].sum()
+def logged_losses(history) -> list[float]:
+    """Return the loss of each step of a log."""
+    return [entry["loss"] for entry in history if "loss" in entry]
 
 
 @pytest.mark.parametrize(
-    ("model", "tuner", "accumulation", "reduction"),
-    [
-        ("qwen2_5_vl", "full", 4, "token"),
-        ("qwen3_vl", "lora", 4, "sample"),
-        ("qwen2", "full", 1, "sqrt"),
-        ("qwen3", "lora", 1, "token"),
-    ],
+    ("model", "tuner", "reduction"), [("qwen2_5_vl", "full", "token"), ("qwen3", "lora", "sample")]
 )
-def test_steps_and_evaluations_are_the_means_over_their_samples(prepared, model, tuner, accumulation, reduction):
+def test_steps_are_the_means_over_their_samples(prepared, model, tuner, reduction):
     """
     Loss and gradients, each step of an epoch with a ragged last window and a sample without
-    supervised tokens; the token mean over all samples once, before any training, packed, padded, in
-    batches of three and of one.
+    supervised tokens.
     """
-    keys = {"tuner_type": tuner, "effective_batch_size": accumulation, "loss_reduction": reduction,
-            "eval_packing": True, "eval_strategy": "no", **QUIET}  # fmt: skip
-    run = prepared(model, val=True, training=keys, template={"max_length": 420 if model == "qwen3_vl" else 400})
-    packed = run.trainer.evaluate(), len(run.planned["eval"].raw.packs)
-    check_evaluations(run, packed, evaluated_so(run, 3), evaluated_so(run, 1), weighed=False)
-    schedule, gradients = run.schedule, Gradients()
-    run.trainer.add_callback(gradients)
-    assert 1 == accumulation or schedule.batches_per_epoch % accumulation, "no ragged window to try"
+    keys = {"tuner_type": tuner, "effective_batch_size": 4, "loss_reduction": reduction, **QUIET}
+    run = prepared(model, training=keys, template={"max_length": 400 if model.endswith("vl") else 300})
+    assert run.schedule.batches_per_epoch % 4, "no ragged window to try"
     table = run.planned["train"].table
     assert any(len(pack) > 1 and 0 in table[pack, 1] for pack in run.planned["train"].raw.packs), "no masked sample"
 
-    run.trainer.train()
-
-    losses = [entry["loss"] for entry in run.trainer.state.log_history if "loss" in entry]
-    check_steps(run, schedule, losses, gradients.steps, reduction)
-
-
-def test_padded_batches_weigh_samples_the_same(prepared):
-    """Without packing, each row is a sample."""
-    keys = {"packing": False, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2,
-            "loss_reduction": "sqrt", **QUIET}  # fmt: skip
-    run = prepared("qwen3_vl", training=keys)
-    gradients = Gradients()
-    run.trainer.add_callback(gradients)
-
-    run.trainer.train()
-
-    losses = [entry["loss"] for entry in run.trainer.state.log_history if "loss" in entry]
-    check_steps(run, run.schedule, losses, gradients.steps, "sqrt")
+    check_training(run, reduction)
 
 
 @pytest.mark.parametrize(
     ("model", "training", "scale"),
     [
-        ("qwen2_5_vl", {"effective_batch_size": 4, "loss_reduction": "token"}, "default"),
-        ("qwen2", {"effective_batch_size": 1, "loss_reduction": "token"}, "all"),
-        ("qwen3", {"effective_batch_size": 2, "loss_reduction": "sample"}, "default"),
-        ("qwen2", {"packing": False, "per_device_train_batch_size": 3, "loss_reduction": "sqrt"}, "default"),
+        ("qwen2_5_vl", {"effective_batch_size": 4, "loss_reduction": "sample"}, "default"),
+        ("qwen2", {"effective_batch_size": 1, "loss_reduction": "token"}, "default"),
+        ("qwen3_vl", {"packing": False, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2,
+                      "loss_reduction": "sqrt"}, "all"),
     ],
-)
+)  # fmt: skip
 def test_a_step_is_the_weighted_mean_where_messages_have_weights(prepared, model, training, scale):
     """
     Their weights are in the loss and in what it is divided by, in packs of samples with and without
-    weights, in steps of less than 1 in all, and in padded batches.
+    weights, and in padded batches.
     """
     template = {"max_length": 500, "loss_scale": scale}
     run = prepared(model, weighed=True, training={**training, **QUIET}, template=template)
-    gradients = Gradients()
-    run.trainer.add_callback(gradients)
     encode = run.samples["train"].encode
     packs = run.planned["train"].raw.packs.tolist()
     weighed = [["loss_scale" in encode(index) for index in pack] for pack in packs]
     assert any(any(pack) for pack in weighed)
-    assert not training.get("packing", True) or any(len({*pack}) == 2 for pack in weighed)
+    assert model != "qwen2_5_vl" or any(len({*pack}) == 2 for pack in weighed)
 
-    run.trainer.train()
-
-    losses = [entry["loss"] for entry in run.trainer.state.log_history if "loss" in entry]
-    check_steps(run, run.schedule, losses, gradients.steps, training["loss_reduction"])
+    check_training(run, training["loss_reduction"])
 
 
 def test_weights_that_are_all_alike_change_nothing(prepared, monkeypatch):
     """However small their sum is that a step is divided by."""
-    from packplan.adapters.samples.encoder import SwiftEncoder
-
     encode = SwiftEncoder.encode_messages
 
     def small(samples, index, sample):
         encoded = encode(samples, index, sample)
         return {**encoded, "loss_scale": [1e-4 if label != -100 else 0.0 for label in encoded["labels"]]}
 
-    keys = {"max_steps": 2, **QUIET}
-    plain = prepared("qwen2", training=keys)
-    plain.trainer.train()
-    monkeypatch.setattr(SwiftEncoder, "encode_messages", small)
-    weighed = prepared("qwen2", training=keys)
-    weighed.trainer.train()
+    losses = []
+    for encoder in (encode, small):
+        monkeypatch.setattr(SwiftEncoder, "encode_messages", encoder)
+        run = prepared("qwen2", training={"max_steps": 2, **QUIET})
+        run.trainer.train()
+        losses.append(logged_losses(run.trainer.state.log_history))
 
-    expected, found = ([e["loss"] for e in run.trainer.state.log_history if "loss" in e] for run in (plain, weighed))
-    assert expected == pytest.approx(found, rel=FLOAT32)
+    assert losses[0] == pytest.approx(losses[1], rel=FLOAT32)
 
 
 def test_a_step_without_a_supervised_token_changes_nothing(write_run, execute, tmp_path):
     """Its loss is 0, not 0 / 0, which would make every weight not a number."""
     path = tmp_path / "cut.jsonl"
-    long = {"role": "user", "content": "a small red circle " * 30}
-    records = [{"messages": [long, {"role": "assistant", "content": "blue"}]} for _ in range(3)]
-    records.append({"messages": [{"role": "user", "content": "say"}, {"role": "assistant", "content": "blue"}]})
+    asked = [{"role": "user", "content": "a small red circle " * 30}] * 3 + [{"role": "user", "content": "say"}]
+    records = [{"messages": [question, {"role": "assistant", "content": "blue"}]} for question in asked]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    keys = {
-        "train_dataloader_shuffle": False,
-        "weight_decay": 0.0,
-        "packing_drop_last": False,
-        "save_strategy": "epoch",
-    }
+    keys = {"train_dataloader_shuffle": False, "packing_drop_last": False, "save_strategy": "epoch"}
+    limit = {"max_length": 64, "truncation_strategy": "right"}
 
-    result = execute(
-        write_run("qwen2", custom={"train_jsonl": str(path)}, training=keys,
-                  template={"max_length": 64, "truncation_strategy": "right"})
-    )  # fmt: skip
+    result = execute(write_run("qwen2", custom={"train_jsonl": str(path)}, training=keys, template=limit))
 
-    losses = [entry["loss"] for entry in result.history if "loss" in entry]
+    losses = logged_losses(result.history)
     assert [0, 0, 0] == losses[:3]
     assert losses[3] > 1
-    from safetensors.torch import load_file
-
     weights = load_file(tmp_path / "run" / "checkpoint-4" / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
 @pytest.mark.parametrize(
-    ("of", "world_size", "accumulation", "reduction", "weighed"),
-    [("qwen2_5_vl", 2, 4, "token", False), ("qwen2", 3, 1, "sqrt", True)],
+    ("of", "world_size", "accumulation", "balance", "reduction", "weighed"),
+    [("qwen2_5_vl", 2, 4, "auto", "token", False), ("qwen2", 3, 2, "microbatch", "sqrt", True)],
 )
 def test_a_step_over_several_ranks_is_the_mean_over_all_of_them(  # noqa: PLR0917  # fixtures
-    start_ranks, write_run, data, prepared, tmp_path, of, world_size, accumulation, reduction, weighed
+    start_ranks, write_run, data, prepared, tmp_path, of, world_size, accumulation, balance, reduction, weighed
 ):
     """
     Loss and gradients equal those of one process that sees each sample alone, also where packs
-    repeat.
+    repeat; packs are assigned to ranks by work.
     """
-    import attrs
-
     keys = {"effective_batch_size": world_size * accumulation, "loss_reduction": reduction, **QUIET}
-    overlay = {"template": {"max_length": 400}, "training": keys}
     out = tmp_path / "out"
-    path = write_run(of, name="ranks", custom={"train_jsonl": data(of, weighed=weighed)}, **overlay)
+    path = write_run(of, name="ranks", custom={"train_jsonl": data(of, weighed=weighed)}, template={"max_length": 400},
+                     training={**keys, "packing_balance": balance})  # fmt: skip
     assert [0] * world_size == finished(start_ranks(world_size, path, out, "gradients"))
-    history = json.loads((out / "rank0.json").read_text())["history"]
+    first = rank_main.seen(out, 1)[0]
     gradients = torch.load(out / "gradients0.pt", weights_only=True)
 
     run = prepared(of, weighed=weighed, training={**keys, "effective_batch_size": accumulation})
-    schedule = attrs.evolve(run.schedule, world_size=world_size)
-    assert schedule.batches_per_epoch % accumulation or schedule.num_packs % world_size, "nothing is ragged"
-    check_steps(run, schedule, [entry["loss"] for entry in history if "loss" in entry], gradients, reduction)
+    plain = attrs.evolve(run.schedule, world_size=world_size, works=None)
+    assert plain.batches_per_epoch % accumulation or plain.num_packs % world_size, "nothing is ragged"
+    assert sorted(first["fetched"]) != sorted(chain.from_iterable(plain.batches(0, rank=0))), "nothing is assigned"
+    check_steps(run, plain, logged_losses(first["history"]), gradients, reduction)
 
 
-def test_evaluation_follows_the_settings(prepared):
+@pytest.mark.parametrize(("model", "weighed"), [("qwen2_5_vl", False), ("qwen2", True)])
+def test_an_evaluation_is_the_token_mean_once(prepared, model, weighed):
     """
-    Packed, padded, in a batch of three, and without packing, by runs of their own; weighted where
-    messages have weights.
+    Packed, padded, in a batch of three, and without packing; before any training, and weighted
+    where messages have weights.
     """
-    keys = ({"eval_packing": True}, {"eval_packing": False, "per_device_eval_batch_size": 3}, {"packing": False})
-    packed, padded, unpacked = (prepared("qwen2", val=True, weighed=True, training=key) for key in keys)
-    table = packed.planned["eval"].table
+    ways = ({"eval_packing": True}, {"eval_packing": False, "per_device_eval_batch_size": 3}, {"packing": False})
+    packed, padded, unpacked = (prepared(model, val=True, weighed=weighed, training=keys) for keys in ways)
+    encode, table = packed.samples["eval"].encode, packed.planned["eval"].table
+    with torch.no_grad():
+        losses = torch.cat([token_losses(packed.trainer.model, encode(index)) for index in range(len(table))])
+    weights = torch.cat([token_weights(encode(index)) for index in range(len(table))])
+    assert weighed == (len(set(weights.tolist())) > 1)
+    mean = float((losses * weights).sum() / weights.sum())
 
-    check_evaluations(
-        packed, (packed.trainer.evaluate(), len(packed.planned["eval"].raw.packs)),
-        (padded.trainer.evaluate(), math.ceil(len(table) / 3)), (unpacked.trainer.evaluate(), len(table)), weighed=True,
-    )  # fmt: skip
+    num_packs = len(packed.planned["eval"].raw.packs)
+    for run, batches in ((packed, num_packs), (padded, math.ceil(len(table) / 3)), (unpacked, len(table))):
+        metrics = run.trainer.evaluate()
+        assert batches == pytest.approx(metrics["eval_steps_per_second"] * metrics["eval_runtime"], rel=0.02)
+        assert mean == pytest.approx(metrics["eval_loss"], rel=FLOAT32)
+        assert len(losses) == metrics["eval_tokens"] == table[:, 1].sum()
 
 
 def test_a_sample_that_evaluation_leaves_out_is_found(prepared, monkeypatch):
     """Or one that counts twice: every pack is counted, over all ranks."""
-    from packplan.adapters.trainer.loader import EvalBatches
-
     run = prepared("qwen2", val=True)
     plain = EvalBatches.counts
     monkeypatch.setattr(EvalBatches, "counts", lambda batches, number: number > 0 and plain(batches, number))
@@ -322,8 +264,6 @@ def test_a_pack_that_training_leaves_out_is_found(prepared, monkeypatch):
     """
     A loader that serves another pack than the schedule says stops the run at the end of the epoch.
     """
-    from packplan.adapters.trainer.loader import TrainBatches
-
     run = prepared("qwen2")
     plain = TrainBatches.__iter__
     monkeypatch.setattr(TrainBatches, "__iter__", lambda batches: iter([[0], *list(plain(batches))[1:]]))

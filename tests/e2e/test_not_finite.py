@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.app.sft.prepare import prepare
+from packplan.app.wiring import training as wiring
 from packplan.core.errors import RunError
 from tests.e2e import rank_main
 from tests.processes import finished
@@ -24,12 +27,9 @@ KEYS = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constan
 @pytest.fixture
 def prepared(write_run, text_jsonl):
     """Return a function that prepares a quick run on text."""
-    from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.app.sft.prepare import prepare
-    from packplan.app.wiring import training as wiring
 
-    def prepare_run(*, of: str = "qwen2", of_validation: bool = False, **training: Any) -> Any:
-        custom = {"train_jsonl": str(text_jsonl)} | ({"val_jsonl": str(text_jsonl)} if of_validation else {})
+    def prepare_run(*, of: str = "qwen2", **training: Any) -> Any:
+        custom = {"val_jsonl": str(text_jsonl)} if "eval_steps" in training else {}
         path = write_run(of, custom=custom, template={"max_length": 128}, training={**KEYS, **training})
         return prepare(wiring.read_config(path), OneRank())
 
@@ -55,21 +55,9 @@ def test_a_learning_rate_that_breaks_the_weights_ends_the_run(prepared, filtered
         run.trainer.train()
 
 
-def test_a_loss_is_found_although_its_gradient_is_finite(prepared, tmp_path, monkeypatch):
-    """As that of a target whose logit is minus infinity."""
-    run = prepared()
-    loss = run.trainer.compute_loss
-    monkeypatch.setattr(run.trainer, "compute_loss", lambda *args, **kwargs: loss(*args, **kwargs) + math.inf)
-
-    with pytest.raises(RunError, match="the loss of optimizer step 1 is inf"):
-        run.trainer.train()
-
-    assert not list((tmp_path / "run").glob("checkpoint-*"))
-
-
 @pytest.mark.parametrize(
     ("model", "learning_rate", "size"),
-    [("qwen2", 1e39, "(nan|inf)"), ("qwen2", 1e30, r"\de\+(29|30)"), ("qwen3", 1e3, r"\d\d\d\.\d+")],
+    [("qwen2", 1e39, "(nan|inf)"), ("qwen3", 1e3, r"\d\d\d\.\d+")],
 )
 def test_weights_that_the_last_step_ruined_are_not_saved(prepared, tmp_path, model, learning_rate, size):
     """Also where they are finite, and no later loss would show it."""
@@ -85,10 +73,9 @@ def test_weights_that_the_last_step_ruined_are_not_saved(prepared, tmp_path, mod
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize("more", [{}, {"tuner_type": "lora"}])
-def test_a_hundred_times_too_high_a_learning_rate_is_the_users(prepared, tmp_path, more):
-    """Its loss tells; the weights are saved."""
-    run = prepared(learning_rate=0.1, max_steps=3, save_strategy="steps", save_steps=3, **more)
+def test_a_hundred_times_too_high_a_learning_rate_is_the_users(prepared, tmp_path):
+    """Its loss tells; the weights are saved, also those of adapters, which start at 0."""
+    run = prepared(learning_rate=0.1, max_steps=3, save_steps=3, tuner_type="lora")
 
     run.trainer.train()
 
@@ -122,7 +109,7 @@ def test_steps_that_a_loss_scaler_skips_are_none(prepared):
 
 def test_an_evaluation_that_is_none_ends_the_run(prepared, tmp_path):
     """Before the save that would follow it."""
-    run = prepared(learning_rate=1e30, max_steps=1, eval_strategy="steps", eval_steps=1, of_validation=True)
+    run = prepared(learning_rate=1e30, max_steps=1, eval_strategy="steps", eval_steps=1)
 
     with pytest.raises(RunError, match=r"eval_loss is (nan|inf), so the run ended"):
         run.trainer.train()
@@ -130,15 +117,13 @@ def test_an_evaluation_that_is_none_ends_the_run(prepared, tmp_path):
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
-def test_all_ranks_end_together(server, write_run, text_jsonl, tmp_path):
+def test_all_ranks_end_together(server, write_run, tmp_path):
     """
     Where the loss of one rank alone is none, and the gradients of all are finite: the same reason
     everywhere.
     """
-    path = write_run(
-        "qwen2", custom={"train_jsonl": str(text_jsonl)}, template={"max_length": 128},
-        training={**KEYS, "effective_batch_size": 2, "packing_drop_last": False},
-    )  # fmt: skip
+    keys = {**KEYS, "effective_batch_size": 2, "packing_drop_last": False}
+    path = write_run("qwen2", template={"max_length": 128}, training=keys)
     ranks = server.ranks(2, rank_main.main, str(asked(path)), str(tmp_path), "infinite", folder=tmp_path)
 
     assert [2, 2] == finished(ranks)

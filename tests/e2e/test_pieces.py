@@ -7,7 +7,11 @@ import random
 
 import pytest
 from PIL import Image
+from swift.template import Template
 
+from packplan.adapters.samples.counting.pieces import PieceCounter, prove_pieces
+from packplan.adapters.samples.counting.quickly import QuickMeasurer
+from packplan.app.wiring import training
 from packplan.core.samples import MeasuredSample, ShortcutError
 
 MARKS = (
@@ -47,7 +51,6 @@ def record(rng: random.Random, num_images: int = 0) -> dict:
 @pytest.fixture
 def samples(write_run, tmp_path):
     """Return a function that writes records and opens what measures them, by a model's template."""
-    from packplan.app.wiring import training
 
     def open_(of, records, **template):
         data = tmp_path / "records.jsonl"
@@ -65,20 +68,16 @@ def samples(write_run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [None, 700])
 @pytest.mark.parametrize("of", ["qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"])
-def test_texts_measure_as_full_encodes_do(of, limit, samples, tmp_path, monkeypatch):
+def test_texts_measure_as_full_encodes_do(of, samples, tmp_path, monkeypatch):
     """Whatever the turns, the marks in them and where images stand, also truncated."""
-    from packplan.adapters.samples.counting.quickly import QuickMeasurer
-
     monkeypatch.setattr(QuickMeasurer, "_audits", lambda *_: False)  # every one is compared here
     rng = random.Random(of)  # noqa: S311
     most = 3 if of.endswith("vl") else 0
     for number in range(most):
         Image.new("RGB", (40 + 90 * number, 100)).save(tmp_path / f"{number}.png")
     records = [record(rng, rng.randint(0, most)) for _ in range(50)]
-    template = {"max_length": limit, "truncation_strategy": "right"} if limit else {}
-    measured = samples(of, records, **template)
+    measured = samples(of, records, max_length=700, truncation_strategy="right")
 
     in_full = list(measured.measure_many(range(50), in_full=True))
     quick = list(measured.measure_many(range(50), in_full=False))
@@ -86,8 +85,7 @@ def test_texts_measure_as_full_encodes_do(of, limit, samples, tmp_path, monkeypa
     assert in_full == quick
     lengths = [one.measurement for one in quick if isinstance(one, MeasuredSample)]
     assert len(lengths) > 40
-    cut = sum(one.cut for one in lengths)
-    assert 5 < cut < 25 if limit else not cut
+    assert 5 < sum(one.cut for one in lengths) < 25
 
 
 def test_few_samples_are_encoded(samples):
@@ -105,8 +103,6 @@ def test_few_samples_are_encoded(samples):
 @pytest.mark.parametrize("number", [0, 70])
 def test_a_count_that_is_wrong_is_found_by_the_audit(number, samples, monkeypatch):
     """The first record of a kind is encoded too, wherever it stands."""
-    from packplan.adapters.samples.counting.pieces import PieceCounter
-
     plain = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     turns = {"messages": plain["messages"] * 3}
     records = [plain] * 100
@@ -122,10 +118,6 @@ def test_a_count_that_is_wrong_is_found_by_the_audit(number, samples, monkeypatc
 
 def test_a_template_with_ways_of_its_own_encodes_each_sample(samples, monkeypatch):
     """And says which way it is."""
-    from swift.template import Template
-
-    from packplan.adapters.samples.counting.pieces import prove_pieces
-
     records = [record(random.Random(n)) for n in range(3)]  # noqa: S311
     measured = samples("qwen2", records)
     template = measured._encoder.template

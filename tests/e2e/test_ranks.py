@@ -21,7 +21,7 @@ from packplan.app.planning.split import plan_split
 from packplan.app.wiring import stores
 from packplan.app.wiring.gather import gather
 from tests.e2e import rank_main
-from tests.network import free_port
+from tests.network import LINK, Host, free_port, two_hosts
 from tests.processes import DEADLINE_S, finished
 
 pytestmark = pytest.mark.slow
@@ -73,69 +73,56 @@ def test_the_loss_of_a_step_and_of_an_evaluation_do_not_depend_on_the_ranks(
     start_ranks, write_run, execute, text_jsonl, tmp_path
 ):
     """
-    One step over the same four packs, whoever holds which; then an evaluation whose repeated packs
-    weigh nothing.
+    One step over the same four packs, whoever holds which; then an evaluation whose repeated pack
+    weighs nothing.
     """
     keys = {"learning_rate": 0.0, "max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "effective_batch_size": 4,
             "train_dataloader_shuffle": False, "packing_max_dropped_share": 1}  # fmt: skip
     overlay = {"custom": {"val_jsonl": str(text_jsonl)}, "training": keys, "template": {"max_length": 100}}
-    result = execute(write_run("qwen2", name="alone", **overlay))
-    assert 1 == len(result.planned["eval"].raw.packs) % 2, "repeats would be even, and weigh nothing in a mean anyway"
-    alone = logged(result.history)
-    for world_size in (2, 4):
-        out = tmp_path / f"out{world_size}"
-        path = write_run("qwen2", name=f"ranks{world_size}", **overlay)
-        assert [0] * world_size == finished(start_ranks(world_size, path, out))
+    alone = execute(write_run("qwen2", name="alone", **overlay))
+    assert 1 == len(alone.planned["eval"].raw.packs) % 2, "no pack is repeated"
 
-        assert alone == pytest.approx(logged(rank_main.seen(out, world_size)[0]["history"]), rel=1e-5)
+    assert [0, 0] == finished(start_ranks(2, write_run("qwen2", name="ranks", **overlay), tmp_path))
+    ranks = rank_main.seen(tmp_path, 2)
+    assert losses(alone.history) == pytest.approx(losses(ranks[0]["history"]), rel=1e-5)
 
 
-def logged(history: list[dict]) -> list[float]:
-    """Return the first loss of training and of evaluation."""
-    return [next(entry[key] for entry in history if key in entry) for key in ("loss", "eval_loss")]
+def losses(history: list[dict]) -> list[float]:
+    """Return all losses, of training and of evaluation."""
+    return [entry[key] for entry in history for key in ("loss", "eval_loss") if key in entry]
 
 
 def test_ranks_leave_out_the_same_records_at_every_start(start_ranks, write_run, text_jsonl, tmp_path):
     """
-    Of training and evaluation: packs and losses are those of files without them, at the first start
-    (rank 0 finds them) and at a later one, which measures nothing.
+    The packs are those of a file without the bad records, at the first start (rank 0 finds them)
+    and at a later one, which measures nothing and has the same losses.
     """
     lines = text_jsonl.read_text().splitlines()
     good_indices = [1, 2, 3, *range(6, len(lines) + 3)]
     bad = ['{"messages": []}', "{", '{"text": "a", "images": ["none.png"]}', "3"]
-    for split, good in {"train": lines, "val": lines[:9]}.items():
-        mixed = [bad[0], *good[:3], bad[1], bad[2], *good[3:], bad[3]]
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(mixed) + "\n")
-        (tmp_path / f"{split}-good.jsonl").write_text("\n".join(good) + "\n")
+    data = {"train_jsonl": lines, "val_jsonl": lines[:9]}
+    for key, good in data.items():
+        (tmp_path / key).write_text("\n".join([bad[0], *good[:3], *bad[1:3], *good[3:], bad[3]]) + "\n")
+    skip = {**{key: str(tmp_path / key) for key in data}, "on_bad_record": "skip", "max_bad_share": "0.5"}
     keys = {**KEYS, "eval_strategy": "epoch", "num_train_epochs": 1}
-    skips = {"on_bad_record": "skip", "max_bad_share": "0.5"}
-    seen = {}
-    for number, (of, more) in enumerate({"": skips, " again": skips, "-good": {}}.items()):
-        suffix, name = of.replace(" again", ""), "good" if of == "-good" else "skipping"
-        custom = {key: str(tmp_path / f"{split}{suffix}.jsonl") for split, key in SPLITS.items()}
-        path = write_run("qwen2", name=name, custom={**custom, **more}, training=keys)
-        out = tmp_path / f"out{number}"
+    path = write_run("qwen2", custom=skip, training=keys)
+    clean = stores.read_config(write_run("qwen2", name="clean", training=keys))
+    expected = plan_split(gather(clean).splits["train"], group=OneRank(), deadline=Deadline(0)).raw.packs.tolist()
+    starts = []
+    for start in ("first", "later"):
+        out = tmp_path / start
         assert [0, 0] == finished(start_ranks(2, path, out))
-        seen[of] = rank_main.seen(out, 2)
-        check_run(seen[of], epochs=1, accumulation=2)
-        logs = [(out / f"rank{rank}.log").read_text() for rank in range(2)]
-        assert (of == " again") == ("train: the lengths of all 30 samples are stored" in logs[0])
-        assert ("train: 4 of 34 records cannot become samples and are left out" in logs[0]) == bool(more)
+        starts.append(rank_main.seen(out, 2))
+        said = (out / "rank0.log").read_text()
+        assert (start == "later") == ("train: the lengths of all 30 samples are stored" in said)
+        assert "train: 4 of 34 records cannot become samples and are left out" in said
 
-    for of, ranks in seen.items():
-        for found, expected in zip(ranks, seen["-good"], strict=True):
-            indices = range(len(lines)) if of == "-good" else good_indices
-            assert [[indices[sample] for sample in pack] for pack in expected["raw_packs"]] == found["raw_packs"], of
-            assert expected["fetched"] == found["fetched"]
-            assert measured(expected["history"]) == measured(found["history"])
-
-
-SPLITS = {"train": "train_jsonl", "val": "val_jsonl"}
-
-
-def measured(history: list[dict]) -> list[float]:
-    """Return all losses, of training and of evaluation."""
-    return [entry[key] for entry in history for key in ("loss", "eval_loss") if key in entry]
+    first, later = starts
+    check_run(first, epochs=1, accumulation=2)
+    assert [[good_indices[sample] for sample in pack] for pack in expected] == first[0]["raw_packs"]
+    for rank, again in zip(first, later, strict=True):
+        assert (rank["raw_packs"], rank["fetched"]) == (again["raw_packs"], again["fetched"])
+        assert losses(rank["history"]) == losses(again["history"])
 
 
 def test_torchrun_starts_two_ranks(write_run, tmp_path):
@@ -171,32 +158,6 @@ def test_a_failure_of_rank_zero_reaches_the_others_with_its_reason(start_ranks, 
     assert "Traceback" not in waiting
 
 
-def test_a_folder_that_rank_zero_cannot_write_is_told_to_all(server, write_run, tmp_path):
-    """The user's fault on every rank, with the key."""
-    out = tmp_path / "out"
-    path = write_run("qwen2", training={"output_dir": "/dev/null/run"})
-    statuses = finished(server.ranks(2, rank_main.main, str(path), str(out), folder=out))
-
-    assert [2, 2] == statuses
-    for rank in range(2):
-        said = (out / f"rank{rank}.log").read_text()
-        assert "/dev/null/run/static_packing/train cannot be written" in said
-        assert "choose a training.output_dir" in said
-
-
-def test_more_ranks_than_packs_may_not_drop(start_ranks, write_run, tmp_path):
-    """An error on every rank, before training, with both numbers."""
-    out = tmp_path / "out"
-    path = write_run(
-        "qwen2", template={"max_length": 16384}, training={"dataloader_drop_last": True, "packing_drop_last": False}
-    )
-    statuses = finished(start_ranks(2, path, out))
-
-    assert [2, 2] == statuses
-    for rank in range(2):
-        assert "1 pack cannot feed 2 ranks" in (out / f"rank{rank}.log").read_text()
-
-
 def test_sigterm_to_one_rank_ends_all_at_the_same_step(start_ranks, write_run, tmp_path):
     """They agree, save one checkpoint, and exit with 0."""
     out = tmp_path / "out"
@@ -213,11 +174,30 @@ def test_sigterm_to_one_rank_ends_all_at_the_same_step(start_ranks, write_run, t
     assert (tmp_path / "run" / f"checkpoint-{first['steps']}" / "model.safetensors").is_file()
 
 
-def test_one_rank_alone_needs_no_group():
-    """The contract of a group, on one rank."""
-    group = OneRank()
+def rank_on(host: Host, *arguments: str) -> int:
+    """Run a rank on a host."""
+    host.enter()
+    return rank_main.main(*arguments)
 
-    assert {"a": 1} == group.from_rank_zero(lambda report: report("") or {"a": 1}, timeout_s=0)
-    assert ("x",) == group.gather("x")
-    assert group.any(True)  # noqa: FBT003
-    assert not group.any(False)  # noqa: FBT003
+
+def test_two_hosts_train_from_one_plan_that_only_the_first_stores(server, write_run, tmp_path):
+    """Two hosts share nothing but a cable: the plan travels, and ranks agree on it and on steps."""
+    keys = {"max_steps": 2, "effective_batch_size": 2}
+    runs = [write_run("qwen2", name=f"host{rank}", training=keys) for rank in range(2)]
+    with two_hosts() as hosts:
+        ranks = [
+            server.start(
+                rank_on, host, str(runs[rank]), str(tmp_path), log=tmp_path / f"rank{rank}.log",
+                env={"RANK": rank, "LOCAL_RANK": 0, "GROUP_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1,
+                     "MASTER_ADDR": hosts[0].address, "MASTER_PORT": 29500, "GLOO_SOCKET_IFNAME": LINK},
+            )
+            for rank, host in enumerate(hosts)
+        ]  # fmt: skip
+        assert [0, 0] == finished(ranks)
+
+    first, second = rank_main.seen(tmp_path, 2)
+    assert first["aligned"] == second["aligned"]
+    assert 2 == first["steps"] == second["steps"]
+    assert sorted(first["fetched"] + second["fetched"]) == sorted({*first["fetched"], *second["fetched"]})
+    assert (tmp_path / "host0" / "static_packing" / "train" / "raw_plan.json").is_file()
+    assert not (tmp_path / "host1" / "static_packing").exists()

@@ -20,6 +20,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import sft
@@ -63,210 +64,218 @@ EPOCH_END = -1
 
 SHORT = {"weight_decay": 0.1, "lr_scheduler_type": "constant", "learning_rate": "5e-3", "logging_steps": 1,
          "report_to": "none", "gradient_checkpointing": False, "dataloader_num_workers": 0}  # fmt: skip
-"""What the run of `trained` says beside `KEYS`."""
+"""Keys of the runs of `trained` and `adapted`, beside `KEYS`."""
 
 LORA = {"tuner_type": "lora", "lora_dropout": 0.2}
 
 
-@pytest.fixture
-def few(few_scenes):
-    """Return a function that gives the sections of a run of three steps an epoch, or four."""
+@pytest.fixture(scope="module")
+def start(demo, tmp_path_factory):
+    """
+    Return a function that trains `qwen2` on a few samples; it returns the run's sections, its
+    folder of checkpoints and its result.
+    """
+    messages = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "blue circle " * 7}]
 
-    def sections(model: str) -> dict[str, dict]:
-        if model.endswith("vl"):
-            return {"custom": {"train_jsonl": str(few_scenes)}, "template": {"max_length": 500}}
-        return {"template": {"max_length": 256}}
+    def run(**keys):
+        folder = tmp_path_factory.mktemp("trained")
+        (folder / "text.jsonl").write_text(f"{json.dumps({'messages': messages})}\n" * 16)
+        sections = {
+            "model": {"model": str(demo / "models" / "qwen2")},
+            "template": {"max_length": 128, "system": "You look at scenes."},
+            "custom": {"train_jsonl": str(folder / "text.jsonl")},
+        }
+        training_keys = {**KEYS, **SHORT, "output_dir": str(folder / "run"), **keys}
+        (folder / "run.yaml").write_text(yaml.safe_dump({**sections, "training": training_keys}))
+        return sections, folder / "run", sft.run(training.read_config(folder / "run.yaml"), OneRank())
 
-    return sections
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(start):
+    """Return what `start` gives of a run with two checkpoints."""
+    return start(max_steps=2)
+
+
+@pytest.fixture(scope="module")
+def adapted(start):
+    """Return the sections of a run of adapters, and its checkpoint."""
+    sections, folder, _ = start(**LORA, max_steps=1)
+    return sections, folder / "checkpoint-1"
 
 
 @pytest.mark.parametrize(
-    ("model", "stops", "saved", "workers", "more"),
+    ("model", "stop", "keys"),
     [
-        ("qwen2", [1, 5], {}, 0, LORA),
-        ("qwen3", [EPOCH_END], {"save_strategy": "epoch"}, 2, {}),
-        ("qwen2_5_vl", [EPOCH_END], {"save_strategy": "epoch"}, 0, LORA),
-        ("qwen3_vl", [2], {"save_steps": 2}, 2, {}),
+        ("qwen2", 5, LORA),
+        ("qwen3", EPOCH_END, {"save_strategy": "epoch", "dataloader_num_workers": 2}),
+        ("qwen3_vl", 2, {"save_steps": 2, "dataloader_num_workers": 2}),
     ],
 )
 def test_a_resume_ends_bit_for_bit_as_one_run_does(  # noqa: PLR0917  # fixtures
-    write_run, execute, few, tmp_path, model, stops, saved, workers, more
+    write_run, execute, few_scenes, tmp_path, model, stop, keys
 ):
     """
     From the middle of an epoch and from its end: the same losses, telemetry and final weights. A
-    checkpoint of adapters holds no whole weights.
+    checkpoint of adapters holds no whole weights. No process of a loader is left; torch waits 5 s
+    for each that the garbage collector ends.
     """
-    overlay = few(model)
-    keys = {**KEYS, **saved, **more, "dataloader_num_workers": workers}
+    overlay = {"custom": {"train_jsonl": str(few_scenes)}, "template": {"max_length": 500}}
+    overlay = overlay if model.endswith("vl") else {"template": {"max_length": 256}}
+    keys = {**KEYS, **keys}
     whole = execute(write_run(model, name="whole", training=keys, **overlay))
     last, per_epoch = whole.num_steps, whole.schedule.steps_per_epoch
     assert per_epoch > 2
 
-    for stop in stops:
-        step = per_epoch if stop == EPOCH_END else stop
-        checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
-        shutil.copytree(tmp_path / "whole" / "static_packing", tmp_path / f"from{step}" / "static_packing")
-        again = {**keys, "resume_from_checkpoint": checkpoint, "save_strategy": "steps", "save_steps": last}
-        resumed = execute(write_run(model, name=f"from{step}", training=again, **overlay))
+    checkpoint = tmp_path / "whole" / f"checkpoint-{per_epoch if stop == EPOCH_END else stop}"
+    shutil.copytree(tmp_path / "whole" / "static_packing", tmp_path / "again" / "static_packing")
+    keys |= {"resume_from_checkpoint": str(checkpoint), "save_strategy": "steps", "save_steps": last}
+    resumed = execute(write_run(model, name="again", training=keys, **overlay))
 
-        assert steps(whole.history) == steps(resumed.history)
-        found = tmp_path / f"from{step}" / f"checkpoint-{last}"
-        assert_equal(found, tmp_path / "whole" / found.name)
-        kept = "adapter_model.safetensors" if more is LORA else "model.safetensors"
-        assert [kept] == [path.name for path in found.glob("*.safetensors")]
+    assert steps(whole.history) == steps(resumed.history)
+    found = tmp_path / "again" / f"checkpoint-{last}"
+    assert_equal(found, tmp_path / "whole" / found.name)
+    kept = "adapter_model.safetensors" if "tuner_type" in keys else "model.safetensors"
+    assert [kept] == [path.name for path in found.glob("*.safetensors")]
+    assert [] == multiprocessing.active_children()
 
 
-def test_a_resumed_run_says_which_settings_are_its_checkpoints(trained, write_run, execute, caplog):
+@pytest.fixture
+def resume(write_run, execute):
+    """Return a function that goes on from a checkpoint, by sections and more keys of training."""
+
+    def run(sections, checkpoint, **keys):
+        keys = {**KEYS, "resume_from_checkpoint": str(checkpoint), **keys}
+        return execute(write_run("qwen2", training=keys, **sections))
+
+    return run
+
+
+def test_a_resumed_run_says_what_differs_from_its_checkpoint(trained, resume, caplog):
     """
     Its optimizer brings learning rate and the like along, whatever the YAML says now: both numbers
-    are in the log.
+    are in the log, and both attentions.
     """
     sections, folder, _ = trained
-    keys = {**KEYS, **SHORT, "save_strategy": "no", "max_steps": 2}
-    resumed = {**keys, "resume_from_checkpoint": str(folder / "checkpoint-1")}
+    keys = {**SHORT, "save_strategy": "no", "max_steps": 2}
 
-    def warned(name, **changes):
+    def resumed(sections, **changes):
         caplog.clear()
-        result = execute(write_run("qwen2", name=name, training={**resumed, **changes}, **sections))
-        lines = [record.getMessage() for record in caplog.records if record.name == "packplan.adapters.trainer.base"]
-        return lines, result.history
+        with caplog.at_level(logging.INFO):
+            result = resume(sections, folder / "checkpoint-1", **{**keys, **changes})
+        return result, re.findall(r"(\S+) is (\S+), but the run goes on with its checkpoint's (\S+): ", caplog.text)
 
-    assert [] == warned("same")[0]
-    lines, history = warned("other", learning_rate="1e-5", adam_epsilon="1e-6")
-    assert lines[0].startswith("training.learning_rate is 1e-05, but the run goes on with its checkpoint's 0.005: ")
-    assert lines[1].startswith("training.adam_epsilon is 1e-06, but the run goes on with its checkpoint's 1e-08: ")
-    assert 2 == len(lines)
-    assert 0.005 == next(entry["learning_rate"] for entry in reversed(history) if "loss" in entry)
+    assert [] == resumed(sections)[1]
+    sections = {**sections, "model": {**sections["model"], "attn_impl": "sdpa"}}
+    result, settings = resumed(sections, learning_rate="1e-5", adam_epsilon="1e-6")
+    expected = [("training.learning_rate", "1e-05", "0.005"), ("training.adam_epsilon", "1e-06", "1e-08")]
+    assert expected == settings
+    assert 0.005 == next(entry["learning_rate"] for entry in reversed(result.history) if "loss" in entry)
+    assert 2 == result.num_steps
+    assert "trained by the attention varlen; the run goes on by sdpa" in caplog.text
 
 
-def test_what_is_skipped_is_not_loaded(trained, write_run, execute, fetched):
-    """Only the packs that are left are fetched, each once."""
+def test_what_is_left_is_trained_by_the_settings_of_the_resumed_run(trained, resume, fetched, tmp_path):
+    """
+    Packs that are left are fetched, each once, and no others. How often it logs and saves is said
+    by its YAML, not by the run before; another tuner is refused.
+    """
     sections, folder, first = trained
 
-    keys = {**KEYS, "save_strategy": "no", "resume_from_checkpoint": str(folder / "checkpoint-2")}
-    execute(write_run(training=keys, **sections))
+    resumed = resume(sections, folder / "checkpoint-2", save_steps=4, logging_steps=3)
 
     assert len(first.schedule.order(0)) > 2 * 2
-    left = [*first.schedule.order(0)[2 * 2 :].tolist(), *first.schedule.order(1).tolist()]
-    assert left == fetched
+    assert [*first.schedule.order(0)[2 * 2 :].tolist(), *first.schedule.order(1).tolist()] == fetched
+    later = range(3, resumed.num_steps + 1)
+    assert [n for n in later if n % 3 == 0] == [e["step"] for e in resumed.history if "loss" in e and e["step"] > 2]
+    saved = {f"checkpoint-{step}" for step in later if step % 4 == 0 or step == resumed.num_steps}
+    assert saved == {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
+    with pytest.raises(StaleError, match="tuner: stored 'full', now 'lora'"):
+        resume(sections, folder / "checkpoint-2", tuner_type="lora")
 
 
-def test_a_checkpoint_names_its_attention_and_the_model_in_it_does_not(trained, write_run, execute, caplog):
-    """It resumes under another one, which is logged; plain transformers loads the model."""
-    from transformers import AutoModelForCausalLM
-
-    sections, folder, _ = trained
-    checkpoint = folder / "checkpoint-1"
+def test_a_checkpoint_names_its_attention_and_the_model_in_it_does_not(trained):
+    """Plain transformers loads the model."""
+    checkpoint = trained[1] / "checkpoint-1"
 
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     assert {"attn_impl": "varlen"} == state["stateful_callbacks"]["packplan_attention"]
     assert not re.search("varlen|packplan", (checkpoint / "config.json").read_text())
     assert "sdpa" == AutoModelForCausalLM.from_pretrained(checkpoint).config._attn_implementation
 
-    keys = {**KEYS, "save_strategy": "no", "max_steps": 2, "resume_from_checkpoint": str(checkpoint)}
-    sections = {**sections, "model": {**sections["model"], "attn_impl": "sdpa"}}
-    with caplog.at_level(logging.INFO):
-        resumed = execute(write_run(training=keys, **sections))
-    assert 2 == resumed.num_steps
-    assert "trained by the attention varlen; the run goes on by sdpa" in caplog.text
-    assert "attention: sdpa: attn_impl names it" in caplog.text
 
-
-def test_a_plan_that_changed_is_refused_with_both_checksums(trained, write_run, execute, tmp_path):
+def test_a_plan_that_changed_is_refused_with_both_checksums(trained, resume, tmp_path):
     """And so are other data, another seed and another version of the order; nothing is trained."""
     sections, folder, first = trained
     checkpoint = tmp_path / "checkpoint-1"
     shutil.copytree(folder / "checkpoint-1", checkpoint)
-    keys = {**KEYS, "resume_from_checkpoint": str(checkpoint)}
 
     other = {**sections, "template": {**sections["template"], "max_length": 200}}
     with pytest.raises(StaleError, match=f"plan: stored '{first.planned['train'].raw_checksum}', now '"):
-        execute(write_run(training=keys, **other))
+        resume(other, checkpoint)
     with pytest.raises(StaleError, match="seed: stored 42, now 7"):
-        execute(write_run(training={**keys, "data_seed": 7}, **sections))
+        resume(sections, checkpoint, data_seed=7)
     with pytest.raises(ConfigError, match="would train packs of the epoch again"):
-        execute(write_run(training={**keys, "ignore_data_skip": True}, **sections))
+        resume(sections, checkpoint, ignore_data_skip=True)
     path = checkpoint / "trainer_state.json"
     state = json.loads(path.read_text())
     assert ORDER_VERSION == state["stateful_callbacks"]["packplan"]["order_version"]
     state["stateful_callbacks"]["packplan"]["order_version"] = ORDER_VERSION + 1
     path.write_text(json.dumps(state))
     with pytest.raises(StaleError, match=f"order_version: stored {ORDER_VERSION + 1}, now {ORDER_VERSION}") as raised:
-        execute(write_run(training=keys, **sections))
+        resume(sections, checkpoint)
     assert "changed_order" == raised.value.kind
 
 
-def tear(folder: Path, part: str) -> None:
-    """Damage a checkpoint as a kill, a full disk or another program may."""
-    state = folder / "trainer_state.json"
-    if part == "state":
-        state.write_text(state.read_text()[:40])
-    elif part == "resume state":
-        content = json.loads(state.read_text())
-        del content["stateful_callbacks"]["packplan"]
-        state.write_text(json.dumps(content))
-    elif part in {"optimizer.pt", "packplan_digests_0.json"}:
-        (folder / part).unlink()
-    elif part.startswith("64 bytes of "):
-        file = folder / part.removeprefix("64 bytes of ")
-        content = bytearray(file.read_bytes())
-        middle = len(content) // 2
-        content[middle : middle + 64] = bytes(255 - byte for byte in content[middle : middle + 64])
-        file.write_bytes(content)
-    else:
-        (folder / part).write_bytes((folder / part).read_bytes()[:-1])
+def cut_off(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def foreign(content: bytes) -> bytes:
+    """Leave out of a trainer's state what this project adds."""
+    state = json.loads(content)
+    del state["stateful_callbacks"]["packplan"]
+    return json.dumps(state).encode()
+
+
+def inverted(content: bytes) -> bytes:
+    """Invert 64 bytes in the middle."""
+    middle = len(content) // 2
+    return content[:middle] + bytes(255 - byte for byte in content[middle : middle + 64]) + content[middle + 64 :]
 
 
 @pytest.mark.parametrize(
-    ("part", "reason"),
+    ("name", "damage", "reason"),
     [
-        ("state", "is damaged"),
-        ("resume state", "was not written by this program"),
-        ("optimizer.pt", "its optimizer.pt is missing: copy it again, or name another checkpoint"),
-        ("model.safetensors", r"its model.safetensors has [\d,]+ bytes instead of [\d,]+: copy it again"),
-        ("rng_state.pth", r"its rng_state.pth has [\d,]+ bytes instead of"),
-        (
-            "64 bytes of model.safetensors",
-            "its model.safetensors is damaged, .*: copy it again, or name another checkpoint",
-        ),
-        ("64 bytes of optimizer.pt", "its optimizer.pt is damaged"),
-        ("64 bytes of packplan_digests_0.json", "its .* damaged"),
-        ("packplan_digests_0.json", "its packplan_digests_0.json is missing"),
+        ("trainer_state.json", cut_off, "is damaged"),
+        ("trainer_state.json", foreign, "was not written by this program"),
+        ("optimizer.pt", None, "its optimizer.pt is missing: copy it again, or name another checkpoint"),
+        ("model.safetensors", cut_off, r"its model.safetensors has [\d,]+ bytes instead of [\d,]+: copy it again"),
+        ("model.safetensors", inverted, "its model.safetensors is damaged, .*: copy it again, or name another checkp"),
+        ("packplan_digests_0.json", inverted, "its .* damaged"),
+        ("packplan_digests_0.json", None, "its packplan_digests_0.json is missing"),
     ],
 )
 def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(  # noqa: PLR0917  # fixtures
-    trained, write_run, execute, tmp_path, part, reason
+    trained, write_run, resume, tmp_path, name, damage, reason
 ):
     """`last` passes over it; named, it is refused with the reason."""
     sections, folder, _ = trained
     whole, torn = tmp_path / "run" / "checkpoint-2", tmp_path / "run" / "checkpoint-3"
     for copy in (whole, torn):
         shutil.copytree(folder / "checkpoint-2", copy)
-    tear(torn, part)
+    content = (torn / name).read_bytes()
+    (torn / name).unlink()
+    if damage:
+        (torn / name).write_bytes(damage(content))
 
     with pytest.raises(ConfigError, match=reason):
-        execute(write_run(training={**KEYS, "resume_from_checkpoint": str(torn)}, **sections))
+        resume(sections, torn)
     last = training.read_config(write_run(training={**KEYS, "resume_from_checkpoint": "last"}, **sections))
     found = training.open_checkpoint(last, OneRank())
 
     assert (str(whole), 2) == (found.folder, found.resume_state.progress.step)
-
-
-@pytest.fixture(scope="module")
-def trained(demo, tmp_path_factory):
-    """The sections of a short run of `qwen2`, its folder with two checkpoints, and its result."""
-    folder = tmp_path_factory.mktemp("trained")
-    messages = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "blue circle " * 7}]
-    (folder / "text.jsonl").write_text(f"{json.dumps({'messages': messages})}\n" * 16)
-    sections = {
-        "model": {"model": str(demo / "models" / "qwen2")},
-        "template": {"max_length": 128, "system": "You look at scenes."},
-        "custom": {"train_jsonl": str(folder / "text.jsonl")},
-    }
-    keys = {**KEYS, **SHORT, "output_dir": str(folder / "run"), "max_steps": 2}
-    (folder / "run.yaml").write_text(yaml.safe_dump({**sections, "training": keys}))
-    result = sft.run(training.read_config(folder / "run.yaml"), OneRank())
-    return sections, folder / "run", result
 
 
 def test_a_checkpoint_without_digests_is_taken_by_its_sizes(trained, write_run, tmp_path, caplog):
@@ -295,12 +304,12 @@ def test_a_checkpoint_without_digests_is_taken_by_its_sizes(trained, write_run, 
         ({"optim": "adafactor"}, "whose optimizer .*: it has no beta1, .* so another training.optim made it; restore"),
     ],
 )
-def test_adapters_of_other_settings_are_nothing_to_go_on_from(adapted, write_run, execute, changed, says):
+def test_adapters_of_other_settings_are_nothing_to_go_on_from(adapted, resume, changed, says):
     """The checkpoint is named with the library's reason, in one line."""
-    keys = {**KEYS, **LORA, "max_steps": 2, "resume_from_checkpoint": str(adapted)}
+    sections, checkpoint = adapted
 
-    with pytest.raises(ConfigError, match=rf"training\.resume_from_checkpoint: is {adapted}, {says}") as raised:
-        execute(write_run("qwen2", training={**keys, **changed}))
+    with pytest.raises(ConfigError, match=rf"training\.resume_from_checkpoint: is {checkpoint}, {says}") as raised:
+        resume(sections, checkpoint, **LORA, max_steps=2, **changed)
 
     assert len(str(raised.value).splitlines()) == 2
 
@@ -308,31 +317,25 @@ def test_adapters_of_other_settings_are_nothing_to_go_on_from(adapted, write_run
 def test_adapters_of_another_base_model_are_told(adapted, write_run, demo, tmp_path, caplog):
     """With both models; those of the same model are not."""
     logging.getLogger("packplan").propagate = True
-    keys = {**KEYS, **LORA, "resume_from_checkpoint": str(adapted)}
-    assert training.open_checkpoint(training.read_config(write_run("qwen2", training=keys)), OneRank())
-    assert "adapters" not in caplog.text
+    sections, checkpoint = adapted
+    keys = {**KEYS, **LORA, "resume_from_checkpoint": str(checkpoint)}
+    model, other = demo / "models" / "qwen2", tmp_path / "other"
+    shutil.copytree(model, other)
 
-    shutil.copytree(demo / "models" / "qwen2", tmp_path / "other")
-    other = write_run("qwen2", model={"model": str(tmp_path / "other")}, training=keys)
-    assert training.open_checkpoint(training.read_config(other), OneRank())
+    for base in (model, other):
+        assert "adapters" not in caplog.text
+        sections = {**sections, "model": {"model": str(base)}}
+        assert training.open_checkpoint(training.read_config(write_run(training=keys, **sections)), OneRank())
 
-    assert f"trained on {demo / 'models' / 'qwen2'}, and goes on with model.model {tmp_path / 'other'}" in caplog.text
-
-
-@pytest.fixture
-def adapted(write_run, execute, tmp_path):
-    """Return a checkpoint of a step of adapters."""
-    execute(write_run("qwen2", training={**KEYS, **LORA, "max_steps": 1}))
-    return tmp_path / "run" / "checkpoint-1"
+    assert f"trained on {model}, and goes on with model.model {other}" in caplog.text
 
 
-def test_weights_alone_are_nothing_to_resume_from(write_run, execute, tmp_path):
+def test_weights_alone_are_nothing_to_resume_from(start, resume):
     """Without the optimizer it would be another run."""
-    execute(write_run("qwen2", training={**KEYS, "max_steps": 1, "save_only_model": True}))
+    sections, folder, _ = start(max_steps=1, save_only_model=True)
 
     with pytest.raises(ConfigError, match="holds weights alone"):
-        keys = {**KEYS, "resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-1")}
-        execute(write_run("qwen2", training=keys))
+        resume(sections, folder / "checkpoint-1")
 
 
 def test_where_what_is_left_fills_no_batch_the_next_epoch_goes_on(write_run, execute, text_jsonl, tmp_path):
@@ -358,84 +361,41 @@ def test_where_what_is_left_fills_no_batch_the_next_epoch_goes_on(write_run, exe
     assert num - 1 == execute(write_run(**run, training={**keys, "num_train_epochs": 1})).num_steps
 
 
-def test_the_settings_of_the_resumed_run_count(trained, write_run, execute, tmp_path):
-    """How often it logs and saves, not how often the run before did; another tuner is refused."""
-    sections, folder, _ = trained
-    keys = {
-        **KEYS,
-        "resume_from_checkpoint": str(folder / "checkpoint-2"),
-        "max_steps": 6,
-        "save_steps": 4,
-        "logging_steps": 3,
-    }
-
-    resumed = execute(write_run(training=keys, **sections))
-
-    assert [3, 6] == [entry["step"] for entry in resumed.history if "loss" in entry and entry["step"] > 2]
-    assert {"checkpoint-4", "checkpoint-6"} == {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
-    with pytest.raises(StaleError, match="tuner: stored 'full', now 'lora'"):
-        execute(write_run(training={**keys, "tuner_type": "lora"}, **sections))
-
-
-def test_a_finished_run_has_nothing_left(trained, write_run, execute, caplog):
+def test_a_finished_run_has_nothing_left(trained, resume, caplog):
     """Resuming it trains no step, and changes nothing."""
     logging.getLogger("packplan").propagate = True
     sections, folder, whole = trained
-    keys = {**KEYS, **SHORT, "output_dir": str(folder), "max_steps": 2, "resume_from_checkpoint": "last"}
 
-    again = execute(write_run(training=keys, **sections))
+    again = resume(sections, "last", **SHORT, output_dir=str(folder), max_steps=2)
 
     assert whole.num_steps == again.num_steps == again.schedule.start.step == 2
     assert steps(whole.history) == steps(again.history)
     assert "nothing is left to train" in caplog.text
 
 
-def test_other_ranks_finish_the_epoch_with_what_it_has_left(  # noqa: PLR0917  # fixtures
-    start_ranks, write_run, execute, fetched, caplog, tmp_path
-):
+def test_other_ranks_finish_the_epoch_with_what_it_has_left(start_ranks, write_run, tmp_path):
     """
     Each pack that was not consumed is trained once, fillers aside; the next epoch is whole; steps
     are as announced.
     """
-    keys = {**KEYS, "per_device_train_batch_size": 1}
+    keys, out = {**KEYS, "per_device_train_batch_size": 1}, tmp_path / "on3"
     path = write_run("qwen3", training={**keys, "max_steps": 1}, template={"max_length": 128})
     assert [0, 0] == finished(start_ranks(2, path, tmp_path / "first"))
-    before = rank_main.seen(tmp_path / "first", 2)
     keys |= {"save_strategy": "no", "resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-1")}
+    path = write_run("qwen3", name="again", training={**keys, "effective_batch_size": 6}, template={"max_length": 128})
 
-    said, out = "the epoch began on 2 ranks and goes on with ", tmp_path / "on3"
-    paths = [
-        write_run("qwen3", name=f"again{now}", training={**keys, "effective_batch_size": 2 * now},
-                  template={"max_length": 128}) for now in (1, 3)
-    ]  # fmt: skip
-    three = start_ranks(3, paths[1], out)
-    with caplog.at_level(logging.INFO):
-        alone = execute(paths[0])
-    check_rest(before, [{"fetched": fetched, "steps": alone.num_steps, "planned_steps": alone.schedule.total_steps,
-                         "history": alone.history}])  # fmt: skip
-    assert f"{said}1" in caplog.text
-
-    assert [0, 0, 0] == finished(three)
-    check_rest(before, rank_main.seen(out, 3))
-    assert f"{said}3" in (out / "rank0.log").read_text()
-
-
-def check_rest(before, after):
-    """Hold what ranks trained after one step of others against the epoch's packs."""
-    now = len(after)
-    consumed = [rank["fetched"][0] for rank in before]
-    num_packs = before[0]["num_raw"]
-    left = set(range(num_packs)) - set(consumed)
-    batches = -(-len(left) // now)
-    here = Counter(chain.from_iterable(rank["fetched"][:batches] for rank in after))
-    assert left == set(here)
-    assert batches * now - len(left) == here.total() - len(here) < now
-    next_epoch = Counter(chain.from_iterable(rank["fetched"][batches:] for rank in after))
-    assert set(range(num_packs)) == set(next_epoch)
-    assert -num_packs % now == next_epoch.total() - num_packs
-    steps_here, steps_next = math.ceil(batches / 2), math.ceil(math.ceil(num_packs / now) / 2)
-    assert 1 + steps_here + steps_next == after[0]["steps"] == after[0]["planned_steps"]
-    assert all(rank["steps"] == after[0]["steps"] for rank in after)
+    assert [0, 0, 0] == finished(start_ranks(3, path, out))
+    assert "the epoch began on 2 ranks and goes on with 3" in (out / "rank0.log").read_text()
+    before, after = rank_main.seen(tmp_path / "first", 2), rank_main.seen(out, 3)
+    every = set(range(before[0]["num_raw"]))
+    left = every - {rank["fetched"][0] for rank in before}
+    batches = math.ceil(len(left) / 3)
+    for part, packs in ((slice(batches), left), (slice(batches, None), every)):
+        trained = Counter(chain.from_iterable(rank["fetched"][part] for rank in after))
+        assert packs == set(trained)
+        assert -len(packs) % 3 == trained.total() - len(packs)
+    num_steps = 1 + math.ceil(batches / 2) + math.ceil(math.ceil(len(every) / 3) / 2)
+    assert [(num_steps, num_steps)] * 3 == [(rank["steps"], rank["planned_steps"]) for rank in after]
     epochs = [entry["epoch"] for entry in after[0]["history"] if "loss" in entry]
     assert sorted(epochs) == epochs
     assert 2 == epochs[-1]
@@ -443,16 +403,16 @@ def check_rest(before, after):
     assert [covered[-1]] * 2 == covered[-2:]
 
 
-def test_a_checkpoint_that_is_written_over_is_whole(trained, write_run, execute, tmp_path, caplog):
+def test_a_checkpoint_that_is_written_over_is_whole(  # noqa: PLR0917  # fixtures
+    trained, write_run, execute, resume, tmp_path, caplog
+):
     """A second run into the same folder says that it starts anew; what it saves is resumed from."""
     sections, folder, _ = trained
-    shutil.copytree(folder, tmp_path / "same")
-    keys = {**KEYS, "max_steps": 2}
-    execute(write_run(name="same", training=keys, **sections))
+    shutil.copytree(folder, tmp_path / "run")
+    execute(write_run(training={**KEYS, "max_steps": 2}, **sections))
     assert "this run starts from the beginning, and writes over the checkpoints that it meets" in caplog.text
 
-    again = {**keys, "resume_from_checkpoint": "last", "max_steps": 3}
-    resumed = execute(write_run(name="same", training=again, **sections))
+    resumed = resume(sections, "last", max_steps=3)
 
     assert "is passed over" not in caplog.text
     assert resumed.schedule.start.step == 2
@@ -481,14 +441,3 @@ def test_two_runs_do_not_train_into_one_folder(write_run, tmp_path, capsys):
         assert 2 == sft.main([str(path)])
     assert "training.output_dir: is " in (said := capsys.readouterr().err)
     assert "which another run trains into" in said
-
-
-def test_the_processes_of_loaders_end_with_training(trained, write_run, execute):
-    """Those of a resumed epoch too; torch waits 5 s for each that the garbage collector ends."""
-    sections, folder, _ = trained
-    keys = {**KEYS, "dataloader_num_workers": 2, "save_strategy": "no", "max_steps": 2}
-    execute(write_run(name="whole", training=keys, **sections))
-    again = {**keys, "resume_from_checkpoint": str(folder / "checkpoint-1")}
-    execute(write_run(name="resumed", training=again, **sections))
-
-    assert [] == multiprocessing.active_children()

@@ -6,12 +6,12 @@ rises.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from packplan.core.errors import ArgumentError
 from tests.nearness import FLOAT32, apart, norm
@@ -178,17 +178,17 @@ def test_answers_are_put_to_their_prompts_and_they_alone_are_trained(write_rl):
     ids = torch.tensor([[n] * n + [0] * (6 - n) for n in lengths])
     asked = BatchedData.from_fields({"input_ids": ids, "answers": [""] * 5, "records": [""] * 5}, lengths=lengths)
 
-    rollouts = loop._roll_out(config, Answering(), asked, shards=2, step=0)
+    batch, rewards = loop._roll_out(config, Answering(), asked, shards=2, step=0)
 
     rows = [(n, g) for n in lengths for g in (0, 1)]
     for place, (n, g) in enumerate(rows):
         size = 2 * n + g
         expected = [n] * n + [100 * n + g] * (n + g)
-        assert size == int(rollouts.batch.lengths[place])
-        assert expected == rollouts.batch.tensor("input_ids")[place, :size].tolist()
-        mask = rollouts.batch.tensor("token_mask")[place]
+        assert size == int(batch.lengths[place])
+        assert expected == batch.tensor("input_ids")[place, :size].tolist()
+        mask = batch.tensor("token_mask")[place]
         assert [0] * n + [1] * (n + g) + [0] * (len(mask) - size) == mask.tolist()
-    assert [(100 * n + g) / 2 for n, g in rows] == rollouts.rewards.tolist()
+    assert [(100 * n + g) / 2 for n, g in rows] == rewards.tolist()
 
 
 def test_prompts_are_answered_from_their_end_and_answers_end_with_their_token(write_rl, monkeypatch):
@@ -352,36 +352,21 @@ def test_a_learning_rate_that_ruins_the_policy_ends_the_run(write_rl, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("policy", "grpo", "says"),
+    ("model", "policy", "grpo", "says"),
     [
-        ({"sequence_packing": {"enabled": True, "sequence_length_round": 4}, "context_parallel_size": 2}, {},
+        ({}, {"sequence_packing": {"enabled": True, "sequence_length_round": 4}, "context_parallel_size": 2}, {},
          "does not divide 1 workers"),
-        ({}, {"reward": "kindness"}, "grpo.reward: is kindness: neither one of"),
-        ({}, {"max_new_tokens": 120}, "repeat.jsonl, line 1: the prompt has .* tokens, and an answer may have 120"),
+        ({}, {}, {"reward": "kindness"}, "grpo.reward: is kindness: neither one of"),
+        ({}, {}, {"max_new_tokens": 120}, "repeat.jsonl, line 1: the prompt has .* tokens, and an answer may have 120"),
+        ({"model": "qwen2_5_vl"}, {}, {}, "packplan rl trains models of text"),
+        ({"model": "qwen2", "attn_impl": "paged|sdpa"}, {"sequence_packing": {"enabled": True}}, {},
+         r"may not pack under attn_impl paged\|sdpa"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_is_refused(write_rl, capsys, policy, grpo, says):
+def test_what_cannot_run_is_refused(write_rl, demo, capsys, model, policy, grpo, says):  # noqa: PLR0917  # fixtures
     """With exit status 2, and what to do."""
-    import re
-
     from packplan.app.rl import __main__ as rl
 
-    assert 2 == rl.main([str(write_rl(policy=policy, grpo=grpo))])
+    overrides = [f"model.{key}={demo / 'models' / value if key == 'model' else value}" for key, value in model.items()]
+    assert 2 == rl.main([str(write_rl(policy=policy, grpo=grpo)), *overrides])
     assert re.search(says, capsys.readouterr().err)
-
-
-def test_only_models_of_text_are_trained(write_rl, demo, capsys):
-    """And packing needs an attention that keeps sequences apart."""
-    from packplan.app.rl import __main__ as rl
-
-    path = write_rl(policy={"sequence_packing": {"enabled": True}})
-    document = yaml.safe_load(path.read_text())
-    document["model"] = {"model": str(demo / "models" / "qwen2_5_vl")}
-    path.write_text(yaml.safe_dump(document))
-    assert 2 == rl.main([str(path)])
-    assert "packplan rl trains models of text" in capsys.readouterr().err
-
-    document["model"] = {"model": str(demo / "models" / "qwen2"), "attn_impl": "paged|sdpa"}
-    path.write_text(yaml.safe_dump(document))
-    assert 2 == rl.main([str(path)])
-    assert "may not pack under attn_impl paged|sdpa" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import re
 import statistics
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,54 +41,46 @@ class Numbers:
             yield f"line {index}", {"number": index, "length": LENGTHS[index]}
 
 
-def items_of(epoch: int, *, world_size: int, workers: int, **options) -> list:
-    """Return what the loaders of all ranks give in an epoch."""
+def packs_of(epoch: int, *, world_size: int, workers: int, **options) -> tuple[list, Any]:
+    """Return the packs that the loaders of all ranks give in an epoch, and their counts."""
     from torch.utils.data import DataLoader
 
-    from packplan.adapters.trainer.dynamic_dataset import DynamicDataset
+    from packplan.adapters.trainer.dynamic_dataset import DynamicDataset, Ended, StreamCounts
     from packplan.core.stream import CarryOptions
 
-    found = []
+    items = []
     for rank in range(world_size):
         chosen = CarryOptions(packing_length=100, packing_buffer=16, **options)
         dataset = DynamicDataset(Numbers(), chosen, rank=rank, world_size=world_size)
         dataset.set_epoch(epoch)
-        found += list(DataLoader(dataset, batch_size=None, num_workers=workers))
-    return found
+        items += list(DataLoader(dataset, batch_size=None, num_workers=workers))
+    packs = [item.samples for item in items if not isinstance(item, Ended)]
+    return packs, sum((item.counts for item in items), StreamCounts())
 
 
 @pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (3, 0), (2, 2)])
 def test_every_sample_goes_to_one_rank_and_one_worker(world_size, workers):
     """Exactly once, or it is counted; the same epoch gives the same packs, another one others."""
-    from packplan.adapters.trainer.dynamic_dataset import Ended, StreamCounts
+    from packplan.adapters.trainer.dynamic_dataset import StreamCounts
 
-    kept = {"drop_last": False, "allow_single_long": True}
-    items = items_of(0, world_size=world_size, workers=workers, **kept)
-    packs = [item.samples for item in items if not isinstance(item, Ended)]
+    kept = {"world_size": world_size, "workers": workers, "drop_last": False, "allow_single_long": True}
+    packs, counts = packs_of(0, **kept)
 
     assert dict.fromkeys(range(300), 1) == Counter(sample["number"] for pack in packs for sample in pack)
     assert all(sum(sample["length"] for sample in pack) <= 100 or len(pack) == 1 for pack in packs)
-    counts = sum((item.counts for item in items), StreamCounts())
     num_long = sum(length >= 100 for length in LENGTHS)
     filled = sum(min(100, sum(sample["length"] for sample in pack)) for pack in packs)
     expected = {"long": num_long, "filled_tokens": filled, "tokens": sum(LENGTHS)}
     assert StreamCounts(samples=300, packs=len(packs), **expected) == counts
+    assert packs_of(0, **kept)[0] == packs != packs_of(1, **kept)[0]
 
-    def numbers(epoch):
-        found = items_of(epoch, world_size=world_size, workers=workers, **kept)
-        return [[sample["number"] for sample in item.samples] for item in found if not isinstance(item, Ended)]
-
-    assert numbers(0) == [[sample["number"] for sample in pack] for pack in packs]
-    assert numbers(0) != numbers(1)
-
-    dropping = items_of(0, world_size=world_size, workers=workers, allow_single_long=False, min_fill_ratio="0.9")
-    counts = sum((item.counts for item in dropping), StreamCounts())
-    kept_samples = [sample for item in dropping if not isinstance(item, Ended) for sample in item.samples]
+    dropping = {"world_size": world_size, "workers": workers, "allow_single_long": False, "min_fill_ratio": "0.9"}
+    packs, counts = packs_of(0, **dropping)
+    trained = [sample["length"] for pack in packs for sample in pack]
     assert num_long == counts.skipped
-    assert 300 == len(kept_samples) + counts.skipped + counts.dropped
+    assert 300 == len(trained) + counts.skipped + counts.dropped
     skipped_tokens = sum(length for length in LENGTHS if length >= 100)
-    trained_tokens = sum(sample["length"] for sample in kept_samples)
-    assert sum(LENGTHS) == trained_tokens + skipped_tokens + counts.dropped_tokens
+    assert sum(LENGTHS) == sum(trained) + skipped_tokens + counts.dropped_tokens
     assert 0 < counts.dropped_packs <= counts.dropped
 
 
@@ -98,27 +91,31 @@ def test_what_was_emitted_is_not_held():
     from packplan.adapters.trainer.dynamic_dataset import DynamicDataset
     from packplan.core.stream import CarryOptions
 
-    class Sample(dict):
-        pass
-
     living: weakref.WeakSet = weakref.WeakSet()
+
+    class Token:
+        """Lives as long as its sample; a set asks for a hash, which a dict has not."""
+
+    def marked(sample):
+        token = Token()
+        living.add(token)
+        return {**sample, "token": token}
 
     class Counted(Numbers):
         def samples(self, shard, num_shards):
-            for record, sample in super().samples(shard, num_shards):
-                kept = Sample(sample)
-                # A set asks for a hash, which a dict has not.
-                living.add(Token(kept))
-                yield record, kept
-
-    class Token:
-        def __init__(self, sample):
-            sample["token"] = self
+            return ((record, marked(sample)) for record, sample in super().samples(shard, num_shards))
 
     dataset = DynamicDataset(Counted(), CarryOptions(packing_length=100, packing_buffer=16), rank=0, world_size=1)
     most = max(len(living) for _ in dataset)
 
     assert most <= 2 * 16 + 1
+
+
+def write_turns(path: Path, *records: list[tuple[str, str]]) -> str:
+    """Write records of turns, each with its role; return the path."""
+    rows = [{"messages": [{"role": role, "content": said} for role, said in turns]} for turns in records]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 @pytest.fixture
@@ -268,10 +265,9 @@ def test_the_last_message_is_what_is_answered(write_rollout, tmp_path):
     """Where there are several turns, all before it are the prompt, word for word as in training."""
     from packplan.app.wiring import training as wiring
 
-    path = tmp_path / "turns.jsonl"
     turns = [("user", "first"), ("assistant", "red"), ("user", "second"), ("assistant", "blue")]
-    path.write_text(json.dumps({"messages": [{"role": role, "content": said} for role, said in turns]}) + "\n")
-    samples = wiring.open_samples(wiring.read_config(write_rollout({"train_jsonl": str(path)})))["train"]
+    path = write_turns(tmp_path / "turns.jsonl", turns)
+    samples = wiring.open_samples(wiring.read_config(write_rollout({"train_jsonl": path})))["train"]
 
     prompt, whole = samples.prompt(0)["input_ids"], samples.encode(0)["input_ids"]
 
@@ -361,11 +357,9 @@ def test_ranks_rewards_are_weighted_by_their_answers(server, write_rollout, tmp_
     """
     from packplan.app import sft
 
-    path = tmp_path / "prompts.jsonl"
-    turns = [[("user", "say"), ("assistant", "a " * number)] for number in (1, 2, 8)]
-    records = [{"messages": [{"role": role, "content": said} for role, said in one]} for one in turns]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    custom = {"train_jsonl": str(path), "rollout_reward": "tests.fakes:words_of_answer", "rollout_keep": 4,
+    turns = ([("user", "say"), ("assistant", "a " * number)] for number in (1, 2, 8))
+    custom = {"train_jsonl": write_turns(tmp_path / "prompts.jsonl", *turns),
+              "rollout_reward": "tests.fakes:words_of_answer", "rollout_keep": 4,
               "rollout_max_new_tokens": 4}  # fmt: skip
     run_yaml = write_rollout(custom, name="long", max_steps=2, packing_buffer=99, packing_drop_last=False)
 
@@ -393,19 +387,11 @@ def test_two_ranks_with_unequal_data_end_together(server, write_rollout, tmp_pat
     """
     One rank's samples are short, the other's long: it has more packs; both run the same steps.
     """
-    path = tmp_path / "unequal.jsonl"
-    records = [
-        {
-            "messages": [
-                {"role": "user", "content": "say"},
-                {"role": "assistant", "content": "blue " * (3 + 20 * (n % 3 == 0))},
-            ]
-        }
-        for n in range(60)
-    ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    run_yaml = write_rollout({"train_jsonl": str(path)}, max_steps=25, use_cpu=True)
     from packplan.app import sft
+
+    turns = ([("user", "say"), ("assistant", "blue " * (3 + 20 * (n % 3 == 0)))] for n in range(60))
+    path = write_turns(tmp_path / "unequal.jsonl", *turns)
+    run_yaml = write_rollout({"train_jsonl": path}, max_steps=25, use_cpu=True)
 
     assert [0, 0] == finished(server.ranks(2, sft.main, [str(asked(run_yaml))], folder=tmp_path / "logs"))
     lines = [json.loads(line) for line in (tmp_path / "run" / "logging.jsonl").read_text().splitlines()]

@@ -5,30 +5,28 @@ for each other.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from functools import partial
 from unittest.mock import Mock
 
 import pytest
-import torch
 from PIL import Image
 
-from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer import arguments as swift_arguments
+from packplan.app.demo.videos import MadeVideo
 from packplan.app.plan import __main__ as plan
+from packplan.app.wiring import training as wiring
 from packplan.core.errors import ConfigError
-from tests.processes import finished, train_under_torchrun
+from tests.e2e import sharded_main
+from tests.e2e.test_videos import SAMPLING, asked, write
+from tests.processes import finished
 
 pytestmark = pytest.mark.slow
-
-SEEING = ["qwen2_5_vl", "qwen3_vl"]
 
 
 @pytest.fixture
 def arguments(write_run):
     """Return a function that builds the training arguments of a run with more settings."""
-    from packplan.app.wiring import training as wiring
 
     def build(**training):
         config = wiring.read_config(write_run(training=training))
@@ -58,8 +56,6 @@ def test_fsdp_reaches_ms_swift_as_it_was_written(arguments, monkeypatch):
 
 def test_deepspeed_reaches_ms_swift_as_it_was_written(write_run, monkeypatch):
     """Whether it is installed here or not: key for key."""
-    from packplan.app.wiring import training as wiring
-
     written = {"zero_optimization": {"stage": 3, "overlap_comm": True}, "bf16": {"enabled": "auto"}}
     config = wiring.read_config(write_run(training={"deepspeed": written}))
     taken = {}
@@ -77,8 +73,8 @@ def test_deepspeed_reaches_ms_swift_as_it_was_written(write_run, monkeypatch):
     ("settings", "says"),
     [
         ({"fsdp": "full_shard"}, "training.fsdp: would be dropped on a CPU, silently"),
-        ({"fsdp": True}, "training.fsdp: would be dropped on a CPU, silently"),
         ({"fp16": True}, "training.fp16: computes in float32 on a CPU"),
+        ({"fsdp": True}, "training.fsdp: would be dropped on a CPU, silently"),
         ({"fsdp_config": {"fsdp_version": 2}}, "has no effect without training.fsdp"),
         ({"deepspeed": {"tensor_parallel": {"autotp_size": 2}}}, "plans count every rank: remove tensor_parallel"),
         ({"deepspeed": "zero2"}, "training"),
@@ -101,49 +97,12 @@ def test_tensor_parallelism_in_a_file_is_found_too(arguments, tmp_path):
         arguments(deepspeed=str(path))
 
 
-@pytest.mark.parametrize("model", SEEING)
-def test_a_batch_without_images_uses_every_weight(write_run, few_scenes, model):
-    """
-    So that no rank waits; the loss is the same. Without it, Qwen3-VL leaves its vision tower out.
-    """
-    from packplan.adapters.trainer.packed_dataset import EncodedPack
-    from packplan.adapters.trainer.vision import DummyImage
-    from packplan.app.sft.prepare import prepare
-    from packplan.app.wiring import training as wiring
-
-    prepared = prepare(wiring.read_config(write_run(model, custom={"train_jsonl": str(few_scenes)})), OneRank())
-    trainer, train = prepared.trainer, prepared.planned["train"]
-    index = int((train.table[:, 2] == 0).argmax())
-
-    def loss_and_unused() -> tuple[float, set[str]]:
-        batch = trainer.data_collator([EncodedPack(0, [prepared.samples["train"].encode(index)])])
-        trainer.model.zero_grad()
-        with trainer.media_hook():
-            loss = trainer.compute_loss(
-                trainer.model, trainer._prepare_inputs(batch), num_items_in_batch=torch.tensor(9.0)
-            )
-            loss.backward()
-        return loss.item(), {name for name, p in trainer.model.named_parameters() if p.grad is None}
-
-    before, unused = loss_and_unused()
-    DummyImage.from_model(trainer.model, trainer.template).ensure_seen()
-    after, still = loss_and_unused()
-
-    assert before == after
-    assert bool(unused) == (model == "qwen3_vl")
-    assert not still
-
-
-@pytest.mark.parametrize("model", SEEING)
+@pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
 def test_sharded_ranks_with_and_without_media_stay_in_step(server, write_run, tmp_path, model):
     """
     Real FSDP over gloo: each rank needs the other's part of the vision tower, whether its pack has
     images, videos, both or none; Qwen3-VL's tower sees images and videos in a pass each.
     """
-    from packplan.app.demo.videos import MadeVideo
-    from tests.e2e import sharded_main
-    from tests.e2e.test_videos import SAMPLING, asked, write
-
     MadeVideo().write(tmp_path / "a.mp4")
     Image.new("RGB", (90, 60), (40, 10, 200)).save(tmp_path / "a.png")
     media = ([], []), ([], ["a.png"]), (["a.mp4"], []), (["a.mp4"], ["a.png"])
@@ -154,32 +113,3 @@ def test_sharded_ranks_with_and_without_media_stay_in_step(server, write_run, tm
     ranks = server.ranks(2, partial(sharded_main.main, videos=True), path, str(tmp_path), folder=tmp_path)
     assert [0, 0] == finished(ranks)
     assert all(float((tmp_path / f"loss{rank}").read_text()) > 1 for rank in range(2))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed; it is an extra")
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("model", SEEING)
-def test_deepspeed_trains_the_same(write_run, execute, demo, tmp_path, model, stage):  # noqa: PLR0917  # fixtures
-    """
-    ZeRO over two ranks on a CPU, packs with and without images: the losses of one process on the
-    same packs.
-    """
-    keys = {"effective_batch_size": 2, "max_steps": 4, "learning_rate": 0.0, "train_dataloader_shuffle": False,
-            "eval_strategy": "steps", "eval_steps": 4, "packing_drop_last": False}  # fmt: skip
-    overlay = {
-        "custom": {"val_jsonl": str(demo / "data" / "val.jsonl")},
-        "template": {"max_length": 60},
-    }  # packs of one
-    alone = execute(write_run(model, name="alone", training=keys, **overlay))
-    packs, table = alone.planned["train"].raw.packs, alone.planned["train"].table
-    assert {False, True} == {bool(table[packs[p], 2].sum()) for p in alone.schedule.order(0)[:8].tolist()}
-    zero = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"}
-    path = write_run(model, name="ranks", training={**keys, "deepspeed": zero, "use_cpu": True}, **overlay)
-
-    run = train_under_torchrun(path, tmp_path)
-
-    assert 0 == run.returncode, run.stderr[-4000:]
-    found = json.loads((tmp_path / "rank0.json").read_text())["history"]
-    for key in ("loss", "eval_loss"):
-        expected = [entry[key] for entry in alone.history if key in entry]
-        assert expected == pytest.approx([entry[key] for entry in found if key in entry], rel=1e-5)

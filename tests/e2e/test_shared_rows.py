@@ -5,27 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
+from packplan.adapters.context_parallel import ATTENTION, context_parallel
+from packplan.core.context_parallel import PackedLayout
+from tests.e2e import context_parallel_rank
+from tests.e2e.context_parallel_rank import load, sequences, token_loss
 from tests.nearness import FLOAT32, apart, norm
 from tests.processes import finished
 
 MODELS = ["qwen2", "qwen3"]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Return a folder with the text models."""
-    from packplan.app.demo.tiny_models import write_model
-
-    folder = tmp_path_factory.mktemp("models")
-    for model in MODELS:
-        write_model(folder / model, model, ["the sea, seen from a hill " * 3] * 9, seed=0)
-    return folder
+@pytest.fixture
+def models(demo):
+    """Return the folder of the demo's models."""
+    return demo / "models"
 
 
 @pytest.fixture
 def shared(server, tmp_path):
     """Return a function that runs cases on ranks, and returns what each gave."""
-    from tests.e2e import context_parallel_rank
 
     def run(world_size, cases):
         ranks = server.ranks(world_size, context_parallel_rank.main, str(tmp_path), cases, folder=tmp_path)
@@ -37,8 +35,6 @@ def shared(server, tmp_path):
 
 def alone(folder, dtype="float32") -> dict:
     """Return what the plain model gives each sequence by itself."""
-    from tests.e2e.context_parallel_rank import load, sequences, token_loss
-
     model = load(str(folder), dtype)
     logits, loss, scale, gradients = [], torch.zeros(()), 0.0, {}
     for tokens in sequences():
@@ -118,16 +114,11 @@ def group_of_one():
 @pytest.fixture
 def qwen3(models):
     """Return a model, with a sequence of eight tokens."""
-    from tests.e2e.context_parallel_rank import load
-
     return load(str(models / "qwen3")), torch.arange(8)[None]
 
 
 def test_a_row_that_nobody_shares_is_the_row(group_of_one, qwen3):
     """Two sequences, without position ids being given; afterwards the model is as it was."""
-    from packplan.adapters.context_parallel import context_parallel
-    from packplan.core.context_parallel import PackedLayout
-
     model, tokens = qwen3
     plain = model(tokens).logits
     expected = torch.cat([model(tokens[:, :3]).logits, model(tokens[:, 3:]).logits], dim=1)
@@ -143,9 +134,6 @@ def test_a_row_that_nobody_shares_is_the_row(group_of_one, qwen3):
 
 def test_what_cannot_be_computed_is_refused(group_of_one, qwen3):
     """Another number of ranks or positions, a mask, a window, a model outside of its context."""
-    from packplan.adapters.context_parallel import ATTENTION, context_parallel
-    from packplan.core.context_parallel import PackedLayout
-
     model, tokens = qwen3
     with (
         pytest.raises(ValueError, match="for 2 ranks, but the group has 1"),

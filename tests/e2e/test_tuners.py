@@ -16,6 +16,7 @@ from packplan.app.wiring import stores
 from packplan.app.wiring import training as wiring
 from packplan.core.errors import ConfigError
 from tests.e2e import swift_run
+from tests.e2e.test_resume import assert_equal, weights
 from tests.processes import finished
 
 LORA = {"tuner_type": "lora", "lora_rank": 2}
@@ -42,10 +43,13 @@ TUNERS = {
 """Name -> model, keys of `training.`, and what some trained weight is called."""
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint."""
-    (path,) = folder.glob("*model.safetensors")
-    return load_file(path)
+FREEZES = {
+    "tower": ("qwen2_5_vl", {"freeze_vit": True}, "language_model"),
+    "text": ("qwen2_5_vl", {"freeze_llm": True}, "visual"),
+    "adapters everywhere": ("qwen2_5_vl", LORA, "visual"),
+    "adapters of the text": ("qwen2_5_vl", {**LORA, "freeze_vit": True, "freeze_aligner": True}, "language_model"),
+}
+"""Settings that name parts of a model; which weights they train is asked of ms-swift."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +72,7 @@ def test_a_tuner_trains_saves_resumes_and_passes_the_check(  # noqa: PLR0917  # 
     """
     The resumed run has the weights of one run; in it, packed samples are equal to samples alone.
     """
-    model, keys, trained = TUNERS[name]
+    model, keys, _ = TUNERS[name]
     several = {**keys, "max_steps": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": "1e-2",
                "packing_drop_last": False}  # fmt: skip
     small = {"template": {"max_length": 128}}
@@ -86,14 +90,9 @@ def test_a_tuner_trains_saves_resumes_and_passes_the_check(  # noqa: PLR0917  # 
     again = {**several, "resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-1"), "save_steps": 2}
     execute(write_run(model, name="resumed", training=again, **small))
 
-    names = {name for name, parameter in prepared[0].trainer.model.named_parameters() if parameter.requires_grad}
-    assert any(trained in name for name in names)
-    expected, found = (weights(tmp_path / run / "checkpoint-2") for run in ("whole", "resumed"))
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[key], found[key]) for key in expected)
-    before = weights(tmp_path / "whole" / "checkpoint-1")
-    moved = {key for key in expected if not torch.equal(expected[key], before[key])}
-    assert moved
+    assert_equal(*(tmp_path / run / "checkpoint-2" for run in ("resumed", "whole")))
+    before, after = (weights(tmp_path / "whole" / f"checkpoint-{step}") for step in (1, 2))
+    assert any(not torch.equal(after[key], before[key]) for key in after)
     report = check.compare(stores.read_config(whole), prepared[1], num_packs=1)
     assert report.passed, [verdict for verdict in report.verdicts if not verdict.passed]
 
@@ -101,12 +100,13 @@ def test_a_tuner_trains_saves_resumes_and_passes_the_check(  # noqa: PLR0917  # 
 def test_weights_that_ms_swift_would_train_are_those_that_train(server, write_run, tmp_path):
     """For adapters and freezes alike, by name; asked of ms-swift itself."""
     asked = []
-    for number, (model, keys, _) in enumerate(TUNERS.values()):
+    for number, (model, keys, trained) in enumerate([*TUNERS.values(), *FREEZES.values()]):
         path = write_run(model, name=f"run{number}", training=keys)
         config = stores.read_config(path)
         attention = wiring.decide_attention(config, isolated=False)
         opened = open_model(config.model, config.training, attention=attention, device=torch.device("cpu"))
         mine = sorted(name for name, parameter in opened.named_parameters() if parameter.requires_grad)
+        assert any(trained in name for name in mine)
         unfrozen = {"tuner_type": "full", "freeze_vit": False, "freeze_aligner": False}
         asked.append((config.model.model, model, unfrozen | keys, mine))
     out = tmp_path / "trained.json"
@@ -123,6 +123,7 @@ def test_weights_that_ms_swift_would_train_are_those_that_train(server, write_ru
         ({"freeze_parameters": ["zigzag"]}, "training.freeze_parameters: has zigzag, with which no weight"),
         ({"freeze_parameters_regex": "zigzag"}, "training.freeze_parameters_regex: is zigzag, which matches no weight"),
         ({**LORA, "modules_to_save": ["zigzag"]}, "training.modules_to_save: has zigzag"),
+        ({**LORA, "target_modules": ["gone"]}, "training.target_modules"),
         ({**LORA, "target_regex": "zigzag"}, "training.target_regex: cannot get adapters"),
         (
             {"freeze_parameters": ["model", "lm_head"]},

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 MODELS = ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"]
 
-PACKS = {"one": [33], "two": [1, 40], "sixty": [1 + 7 * n % 31 for n in range(60)]}
+PACKS = {"one": [33], "two": [1, 40], "many": [1 + 7 * n % 31 for n in range(24)]}
 
 EQUAL = 1e-6
 """Largest difference in float32, as a share of the largest value."""
@@ -140,17 +140,15 @@ def difference(model, lengths):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)
 def test_a_row_is_its_samples_alone(opened, name, lengths):
-    """Logits, each sample's loss and gradients; of 1, 2 and 60 samples, some of 1 token."""
+    """
+    Logits, each sample's loss and gradients; of 1, 2 and 24 samples, some of 1 token. In float64,
+    next to nothing is left of the difference.
+    """
     model = opened(name)
 
     assert attention.NAME == model.config.get_text_config()._attn_implementation
     assert difference(model, lengths) < EQUAL
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_only_rounding_is_between_them(opened, name):
-    """In float64, next to nothing is left of the difference."""
-    assert difference(opened(name).double(), [1, 23, 40, 2]) < EQUAL_IN_FLOAT64
+    assert difference(model.double(), lengths) < EQUAL_IN_FLOAT64
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2"])
@@ -161,26 +159,8 @@ def test_recomputed_layers_and_adapters_are_equal_too(opened, name):
     """
     assert difference(opened(name, checkpointing="reentrant"), PACKS["two"]) < EQUAL
     assert difference(opened(name, checkpointing="by saved tensors"), PACKS["two"]) < EQUAL
-    assert difference(opened(name, lora=True), PACKS["sixty"]) < EQUAL
+    assert difference(opened(name, lora=True), PACKS["many"]) < EQUAL
     assert difference(opened(name, lora=True, checkpointing="reentrant"), PACKS["two"]) < EQUAL
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_no_sample_reaches_another(opened, name):
-    """
-    The gradient of a sample's logits is exactly 0 at all other samples' embeddings, in both
-    directions.
-    """
-    model, lengths = opened(name), [5, 1, 9, 30]
-    inputs = row_of(model, lengths)
-    embedded = model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
-    logits = model(inputs_embeds=embedded, **inputs, use_cache=False).logits[0].split(lengths)
-
-    for number, own in enumerate(logits):
-        (reached,) = torch.autograd.grad(own.square().sum(), embedded, retain_graph=True)
-        moved = [float(part.abs().max()) for part in reached[0].split(lengths)]
-        assert moved[number] > 0
-        assert [0] * (len(lengths) - 1) == moved[:number] + moved[number + 1 :]
 
 
 WINDOW = 8
@@ -242,100 +222,6 @@ def test_no_tensor_grows_with_the_square_of_the_row(windowed):
     assert largest() <= 64 * length < length**2 // 30
     model.set_attn_implementation("sdpa")
     assert largest() >= length**2
-
-
-def corrupt(change):
-    """Return a reader of layouts that changes what it read."""
-
-    def read(*arguments, **options):
-        return change(read_layout(*arguments, **options))
-
-    return read
-
-
-def moved_boundary(found):
-    """Let the second sample begin one token late."""
-    cu = found.cu_seqlens.clone()
-    cu[1] += 1
-    return Layout(cu, is_causal=True, window=found.window)
-
-
-def joined_samples(found):
-    """Let the first two samples be one block."""
-    return Layout(torch.cat([found.cu_seqlens[:1], found.cu_seqlens[2:]]), is_causal=True, window=found.window)
-
-
-def lost_window(found):
-    """Let every token attend to all before it."""
-    return Layout(found.cu_seqlens, is_causal=True)
-
-
-class Stale:
-    """The layout of the row before, its end cut to the row's own."""
-
-    def __init__(self):
-        self._last = Layout.from_boundaries(torch.tensor([0, 3, 9, 10**9]), is_causal=True)
-
-    def __call__(self, found):
-        last, self._last = self._last, found
-        total = int(found.cu_seqlens[-1])
-        kept = last.cu_seqlens[last.cu_seqlens < total]
-        return Layout(torch.cat([kept, kept.new_tensor([total])]), is_causal=True, window=found.window)
-
-
-def computed_twice(arguments):
-    """Let the second block's output be the first one's too."""
-    layout = arguments[-1]
-    out = by_blocks(*arguments, dropout=0.0, scaling=None)
-    first, second = layout.lengths[:2]
-    size = min(first, second)
-    return torch.cat([out[:, first : first + size], out[:, size:]], 1)
-
-
-by_blocks = varlen._by_blocks
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [moved_boundary, joined_samples, lost_window, Stale()],
-    ids=["moved boundary", "joined samples", "lost window", "stale"],
-)
-def test_a_wrong_layout_is_found(monkeypatch, fault):
-    """
-    A boundary moved by one, two samples in one block, a window lost, the layout of the row before.
-    """
-    model = windowed_model()
-    monkeypatch.setattr(varlen, "read_layout", corrupt(fault))
-
-    assert difference(model, [12, 20, 31]) > 1e-3
-
-
-def test_a_block_computed_twice_is_found(monkeypatch):
-    """In place of its neighbour."""
-    monkeypatch.setattr(varlen, "_by_blocks", lambda *arguments, **_: computed_twice(arguments))
-
-    assert difference(windowed_model(), [12, 20, 31]) > 1e-3
-
-
-def test_recomputing_layers_without_their_layout_is_found(opened, monkeypatch):
-    """The forward pass is right then, and so are the losses; the gradients are not."""
-    model = opened("qwen2", checkpointing="reentrant")
-    inputs, lengths = row([12, 20, 31]), [12, 20, 31]
-    expected = alone(model, inputs, lengths)
-    plain, calls = varlen.attend_within, []
-
-    def forgetful(query, key, value, layout, **options):
-        calls.append(layout)
-        if len(calls) > 2:  # two layers, forward; then recomputed
-            layout = Layout.from_boundaries(layout.cu_seqlens[[0, -1]], is_causal=True)
-        return plain(query, key, value, layout, **options)
-
-    monkeypatch.setattr(varlen, "attend_within", forgetful)
-    logits, losses, found = apart(packed(model, inputs, lengths), expected)
-
-    assert 4 == len(calls)
-    assert max(logits, losses) < EQUAL
-    assert found > 1e-3
 
 
 lengths_of_rows = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -626,10 +512,9 @@ def test_native_attention_is_for_a_while(opened):
     assert [attention.NAME, attention.NAME, attention.PATCHES_NAME] == before == names()
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2"])
-def test_a_saved_model_knows_nothing_of_it(opened, name, tmp_path):
-    """Plain transformers loads it, and no name of ours is in its config.json."""
-    model = opened(name)
+def test_a_saved_model_knows_nothing_of_it(opened, tmp_path):
+    """Plain transformers loads it, and no name of ours is in its config.json, nor in its parts."""
+    model = opened("qwen2_5_vl")
     model.save_pretrained(tmp_path)
 
     assert "packplan" not in (tmp_path / "config.json").read_text()

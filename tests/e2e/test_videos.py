@@ -41,6 +41,15 @@ def write(path: Path, records) -> Path:
     return path
 
 
+def measurer_of(path: Path):
+    """Return what measures the training samples of a run, and the encoder that gives them."""
+    from packplan.app.wiring import training
+
+    config = training.read_config(path)
+    encoder = training.open_samples(config)["train"]
+    return training.open_measurer(config, encoder), encoder
+
+
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory) -> Path:
     """A folder of a few videos, and of frames of one."""
@@ -165,8 +174,9 @@ def test_a_template_that_fails_on_a_stand_in_leaves_videos_to_full_encodes(measu
         raise KeyError("planted")
 
     monkeypatch.setattr(quickly, "prove_stand_in", fail)
-    assert samples._quick
-    monkeypatch.delitem(samples.__dict__, "_quick")  # what was proven before
+    monkeypatch.setattr(samples.quick, "__dict__", {**samples.quick.__dict__})
+    for proven in ("_counter", "_counts_videos"):
+        samples.quick.__dict__.pop(proven, None)
     caplog.set_level("INFO", "packplan")
     assert full == list(samples.measure_many(range(1, 6), in_full=False))
     assert "measured one by one: KeyError: 'planted'" in caplog.text
@@ -405,10 +415,7 @@ def test_a_run_with_videos_resumes_to_the_same_weights(execute, write_run, few, 
 
 def test_a_model_of_text_refuses_videos(write_run, mixed):
     """By the record."""
-    from packplan.app.wiring import training
-
-    config = training.read_config(write_run("qwen2", custom={"train_jsonl": str(mixed)}))
-    samples = training.open_measurer(config, training.open_samples(config)["train"])
+    samples, _ = measurer_of(write_run("qwen2", custom={"train_jsonl": str(mixed)}))
     (outcome,) = samples.measure_many(range(1), in_full=False)
 
     assert "the record has videos, but the model reads text only" in str(outcome)

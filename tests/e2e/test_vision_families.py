@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import sys
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,22 +18,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-import yaml
-from safetensors.torch import load_file
 from swift.model import MODEL_MAPPING
 from swift.model.models.qwen import Qwen2_5OmniLoader
+from swift.template.templates.glm import GLM4VTemplate
 from torch.utils._pytree import tree_map
 from transformers import AutoModelForMultimodalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.adapters.samples import measurer as measuring
+from packplan.adapters.samples.counting import quickly
 from packplan.adapters.samples.measurer import SwiftMeasurer
+from packplan.adapters.trainer import vision
 from packplan.adapters.trainer.equality import PackComparison
 from packplan.adapters.trainer.packed_dataset import EncodedPack
+from packplan.adapters.trainer.tuners import _refuse_sound
 from packplan.adapters.trainer.vision import DummyImage
+from packplan.app.check import compare
+from packplan.app.sft.prepare import prepare
+from packplan.app.wiring import training as wiring
 from packplan.core.errors import ConfigError, RecordError
 from tests.e2e import rank_main, sharded_main
+from tests.e2e.test_resume import assert_equal
 from tests.made import pictures as made_pictures
 from tests.made.pictures import IMAGES_OF, record, texts, write_scenes, write_sizes
 from tests.made.vision_models import VISION_FAMILIES, write_vision_model
@@ -64,54 +70,46 @@ OMNI = pytest.param(
     ),
 )
 
-NAMES = ["internvl", "glm4v", "qwen3_5", "minicpmv4_6", "paddleocr_vl"]
+MEASURED = ["internvl", "glm4v", "qwen3_5", "minicpmv4_6", "paddleocr_vl", OMNI]
 
-CHECKED = ["internvl", "glm4v", "minicpmv4_6", "paddleocr_vl", OMNI]
-"""Those outside of Qwen; `python -m tools.models vision` compares all."""
+CHECKED = ["qwen3_vl", "internvl", "glm4v", "minicpmv4_6", "paddleocr_vl", OMNI]
+"""One of Qwen and those beside it; `python -m tools.models vision` compares all."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Records with no, one and three images, and a model of each family."""
+    """Records with no, one and three images."""
     folder = tmp_path_factory.mktemp("vision")
     scenes = write_scenes(folder, count=8)
     (folder / "few.jsonl").write_text("".join(scenes.read_text().splitlines(keepends=True)[:4]))
-    for name in [*NAMES, "qwen2_5_omni"]:
-        write_vision_model(folder / name, name, texts(scenes), seed=0)
     return folder
 
 
-def test_the_weights_of_a_model_follow_from_its_seed_alone(folder, tmp_path):
-    """Whatever was drawn before."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        write_vision_model(tmp_path / "again", "internvl", texts(folder / "scenes.jsonl"), seed=0)
+@pytest.fixture(scope="module")
+def model_of(folder):
+    """Return a function that gives the folder of a family's model, which it writes once."""
 
-    first, again = ((path / "model.safetensors").read_bytes() for path in (folder / "internvl", tmp_path / "again"))
-    assert first == again
+    @cache
+    def write(family: str) -> Path:
+        write_vision_model(folder / family, family, texts(folder / "scenes.jsonl"), seed=0)
+        return folder / family
+
+    return write
 
 
 @pytest.fixture
-def vision_run(folder, tmp_path):
+def vision_run(folder, model_of, write_run):
     """Return a function that writes the YAML of a run of a family."""
 
     def write(family: str, name: str = "run", **overlay):
         model_type, template = VISION_FAMILIES[family].swift
         sections = {
-            "model": {"model": str(folder / family), "model_type": model_type},
-            "template": {"max_length": 400, "template": template},
+            "model": {"model": str(model_of(family)), "model_type": model_type},
+            "template": {"max_length": 400, "template": template, "system": None},
             "custom": {"train_jsonl": str(folder / "scenes.jsonl")},
-            "training": {
-                "output_dir": str(tmp_path / name), "num_train_epochs": 1, "learning_rate": "1e-2", "report_to": [],
-                "save_strategy": "no", "logging_steps": 1, "gradient_checkpointing": False,
-                "dataloader_num_workers": 0, "packing_drop_last": False,
-            },
-        }  # fmt: skip
-        for section, keys in overlay.items():
-            sections[section] |= keys
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(sections))
-        return path
+            "training": {"learning_rate": "1e-2", "packing_drop_last": False},
+        }
+        return write_run(name=name, **{key: {**keys, **overlay.get(key, {})} for key, keys in sections.items()})
 
     return write
 
@@ -133,20 +131,18 @@ def few_pictures(pictures):
 
 def measurer(path) -> SwiftMeasurer:
     """What measures the samples of a run."""
-    from packplan.app.wiring import training
-
-    config = training.read_config(path)
-    return training.open_measurer(config, training.open_samples(config)["train"])
+    config = wiring.read_config(path)
+    return wiring.open_measurer(config, wiring.open_samples(config)["train"])
 
 
-@pytest.mark.parametrize("family", [*NAMES, OMNI])
+@pytest.mark.parametrize("family", MEASURED)
 def test_lengths_are_those_of_full_encodes(vision_run, pictures, few_pictures, caplog, family):
     """
     Of 45 sizes and of several images: from headers where the processor can say it, and told. Where
     it cannot, few sizes show that each is encoded.
     """
     caplog.set_level("INFO", "packplan")
-    measuring._say_once.cache_clear()  # another test of this process may have heard it
+    quickly._log_once.cache_clear()  # another test of this process may have heard it
     data, sizes = (pictures, 45) if family in HEADERS else (few_pictures, 5)
     samples = measurer(vision_run(family, custom={"train_jsonl": str(data)}))
     in_full = list(samples.measure_many(range(len(samples)), in_full=True))
@@ -166,13 +162,15 @@ def test_lengths_are_those_of_full_encodes(vision_run, pictures, few_pictures, c
         assert "does not say what an image of some size takes" in caplog.text
 
 
-def test_internvl_in_its_chat_form_is_counted_and_encoded_in_full(vision_run, folder, pictures, tmp_path, monkeypatch):
+def test_internvl_in_its_chat_form_is_counted_and_encoded_in_full(
+    vision_run, model_of, pictures, tmp_path, monkeypatch
+):
     """Its model brings its own code, which measuring does not run; its processor is a tokenizer."""
     form = type("InternVLChatConfig", (PretrainedConfig,), {"model_type": "internvl_chat"})
     monkeypatch.setitem(CONFIG_MAPPING._extra_content, "internvl_chat", form)
     monkeypatch.setenv("INPUT_SIZE", "56")
     chat = tmp_path / "chat"
-    shutil.copytree(folder / "internvl", chat, ignore=shutil.ignore_patterns("*.safetensors", "processor_config.json"))
+    shutil.copytree(model_of("internvl"), chat, ignore=shutil.ignore_patterns("*.safetensors", "processor_config.json"))
     keys = {"model_type": "internvl_chat", "architectures": ["InternVLChatModel"], "vision_config": {"patch_size": 14}}
     (chat / "config.json").write_text(json.dumps({**keys, "max_position_embeddings": 4096}))
     path = vision_run(
@@ -187,7 +185,7 @@ def test_internvl_in_its_chat_form_is_counted_and_encoded_in_full(vision_run, fo
     assert [one.images for one in measured] == [1] * 45 + [2, 3, 4, 0]
     assert all(one.patches % 16 == 0 for one in measured), "a tile has 4 times 4"
     assert 1 == len({one.length - one.patches // 4 for one in measured[:45]}), "a token has 4 patches"
-    assert samples.image_lengths[0] is None
+    assert samples.quick.image_lengths[0] is None
 
 
 def swap(trainer) -> None:
@@ -237,10 +235,6 @@ def test_a_family_is_shown_to_pack(vision_run, folder, monkeypatch, family):
     that see each other. With the dummy image, a batch without images uses every weight, and no
     loss changes.
     """
-    from packplan.app.check import compare
-    from packplan.app.sft.prepare import prepare
-    from packplan.app.wiring import training as wiring
-
     few = {"train_jsonl": str(folder / "few.jsonl")}
     config = wiring.read_config(vision_run(family, custom=few, template={"max_length": 1024}))
     prepared = prepare(config, OneRank())
@@ -268,26 +262,36 @@ def test_a_family_is_shown_to_pack(vision_run, folder, monkeypatch, family):
     assert "isolation" in failed()
 
 
-@pytest.mark.parametrize("family", ["internvl", OMNI])
+def logged(history, key) -> list[float]:
+    return [entry[key] for entry in history if key in entry]
+
+
+losses = partial(logged, key="loss")
+
+
+def history_apart(folder) -> list[dict]:
+    """Return what two ranks logged, of which in some step only one has images."""
+    ranks = rank_main.seen(folder, 2)
+    images = [[IMAGES_OF[ranks[0]["raw_packs"][pack][0] % 4] for pack in rank["fetched"]] for rank in ranks]
+    assert any((first > 0) != (second > 0) for first, second in zip(*images, strict=True))
+    histories = [rank["history"] for rank in ranks]
+    assert losses(histories[0]) == losses(histories[1])
+    assert 4 == len(losses(histories[0]))
+    return histories[0]
+
+
+@pytest.mark.parametrize("family", [OMNI])
 def test_ranks_of_which_one_has_no_images_end_together(server, vision_run, tmp_path, family):
-    """On two ranks, in packs of one: in some steps one has text alone, one images."""
+    """On two ranks, in packs of one."""
     path = vision_run(family, template={"max_length": 60}, training={"max_steps": 4, "effective_batch_size": 2})
 
     assert [0, 0] == finished(server.ranks(2, rank_main.main, str(asked(path)), str(tmp_path), folder=tmp_path))
-    ranks = rank_main.seen(tmp_path, 2)
-    images = [[IMAGES_OF[ranks[0]["raw_packs"][pack][0] % 4] for pack in rank["fetched"]] for rank in ranks]
-    assert any((first > 0) != (second > 0) for first, second in zip(*images, strict=True))
-    losses = [[entry["loss"] for entry in rank["history"] if "loss" in entry] for rank in ranks]
-    assert 4 == len(losses[0])
-    assert losses[0] == losses[1]
+    assert history_apart(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["internvl", OMNI])
 def test_sharded_ranks_of_which_one_has_no_images_stay_in_step(server, vision_run, tmp_path, family):
     """Over real FSDP: each needs the other's part of the vision tower."""
-    from packplan.app.sft.prepare import prepare
-    from packplan.app.wiring import training as wiring
-
     path = vision_run(family, training={"max_steps": 1})
     prepare(wiring.read_config(path), OneRank())  # the ranks find the plan
 
@@ -296,26 +300,26 @@ def test_sharded_ranks_of_which_one_has_no_images_stay_in_step(server, vision_ru
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed; it is an extra")
-@pytest.mark.parametrize("family", ["internvl", OMNI])
-def test_zero_3_trains_a_family_the_same(vision_run, execute, tmp_path, family):
-    """On two ranks, packs of one with and without images: the losses of one process."""
-    keys = {"effective_batch_size": 2, "max_steps": 4, "learning_rate": 0.0, "train_dataloader_shuffle": False}
-    limit = {"max_length": 60}
-    alone = execute(vision_run(family, "alone", template=limit, training=keys))
-    zero = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
-    path = vision_run(family, template=limit, training={**keys, "deepspeed": zero, "use_cpu": True})
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed; it is an extra")
+@pytest.mark.parametrize(
+    ("family", "stage"),
+    [("qwen2_5_vl", 2), ("qwen3_vl", 3), ("internvl", 3), pytest.param("qwen2_5_omni", 3, marks=OMNI.marks)],
+)
+def test_deepspeed_trains_a_family_the_same(vision_run, execute, folder, tmp_path, family, stage):  # noqa: PLR0917  # fixtures
+    """ZeRO on two ranks, packs of one with and without images: the losses of one process."""
+    keys = {"effective_batch_size": 2, "max_steps": 4, "learning_rate": 0.0, "train_dataloader_shuffle": False,
+            "eval_strategy": "steps", "eval_steps": 4}  # fmt: skip
+    overlay = {"custom": {"val_jsonl": str(folder / "few.jsonl")}, "template": {"max_length": 60}}
+    alone = execute(vision_run(family, "alone", training=keys, **overlay)).history
+    zero = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"}
+    path = vision_run(family, training={**keys, "deepspeed": zero, "use_cpu": True}, **overlay)
 
     run = train_under_torchrun(path, tmp_path)
 
     assert 0 == run.returncode, run.stderr[-4000:]
-    ranks = rank_main.seen(tmp_path, 2)
-    images = [[IMAGES_OF[ranks[0]["raw_packs"][pack][0] % 4] for pack in rank["fetched"]] for rank in ranks]
-    assert any((first > 0) != (second > 0) for first, second in zip(*images, strict=True))
-    losses = [
-        [entry["loss"] for entry in history if "loss" in entry] for history in (alone.history, ranks[0]["history"])
-    ]
-    assert 4 == len(losses[0])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    found = history_apart(tmp_path)
+    for key in ("loss", "eval_loss"):
+        assert logged(alone, key) == pytest.approx(logged(found, key), rel=1e-5)
 
 
 KEYS = {"learning_rate": "2e-2", "lr_scheduler_type": "constant", "save_strategy": "steps",
@@ -328,25 +332,16 @@ STEPS = {"glm4v": 10, "qwen2_5_omni": 16}
 @pytest.mark.parametrize("family", ["glm4v", OMNI])
 def test_a_family_learns_resumes_and_evaluates_packed_as_padded(vision_run, execute, folder, tmp_path, family):
     """Its loss falls by half; resumed, it is the same bit for bit; padding evaluates alike."""
-    from packplan.app.sft.prepare import prepare
-    from packplan.app.wiring import training as wiring
-
     steps = STEPS[family]
     keys = {**KEYS, "max_steps": steps, "save_steps": steps - 1}
     custom = {"val_jsonl": str(folder / "few.jsonl")}
-    whole = execute(vision_run(family, "whole", custom=custom, training=keys))
-    losses = [entry["loss"] for entry in whole.history if "loss" in entry]
-    assert losses[-1] < losses[0] / 2
+    found = losses(execute(vision_run(family, "whole", custom=custom, training=keys)).history)
+    assert found[-1] < found[0] / 2
 
     measured = {"packing_lengths_from": str(tmp_path / "whole")}
     again = {**keys, **measured, "resume_from_checkpoint": str(tmp_path / "whole" / f"checkpoint-{steps - 1}")}
-    resumed = execute(vision_run(family, "resumed", custom=custom, training=again))
-    assert losses == [entry["loss"] for entry in resumed.history if "loss" in entry]
-    left, right = (
-        load_file(tmp_path / run / f"checkpoint-{steps}" / "model.safetensors") for run in ("whole", "resumed")
-    )
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert found == losses(execute(vision_run(family, "resumed", custom=custom, training=again)).history)
+    assert_equal(*(tmp_path / run / f"checkpoint-{steps}" for run in ("whole", "resumed")))
 
     evaluated = []
     for name, keys in (("packed", {}), ("padded", {"packing": False, "per_device_eval_batch_size": 3})):
@@ -375,59 +370,58 @@ def test_what_cannot_be_counted_is_refused_by_record(vision_run, folder, tmp_pat
         assert 1 == said[2].measurement.images
 
 
-def test_a_template_that_cannot_encode_an_image_is_refused_by_key(vision_run, folder, tmp_path):
-    """Half of its processor's sizes are gone: before anything is measured, with the reason."""
-    from packplan.app.wiring import training as wiring
+def refused(path) -> str:
+    """Return why a run is refused before anything is measured."""
+    with pytest.raises(ConfigError) as caught:
+        wiring.open_samples(wiring.read_config(path))
+    return str(caught.value)
 
+
+def test_a_template_that_cannot_see_here_is_refused_by_key(vision_run, write_run, model_of, tmp_path):
+    """Half of its processor's sizes are gone; its model reads text only."""
     broken = tmp_path / "broken"
-    shutil.copytree(folder / "glm4v", broken)
+    shutil.copytree(model_of("glm4v"), broken)
     path = broken / "processor_config.json"
     sizes = json.loads(path.read_text())
     sizes["image_processor"]["size"] = {"shortest_edge": 12544}
     path.write_text(json.dumps(sizes))
-    config = wiring.read_config(vision_run("glm4v", model={"model": str(broken)}))
+    of_text = write_run("qwen2", "text", template={"template": "qwen2_5_vl"}, model={"model_type": "qwen2"})
 
-    with pytest.raises(ConfigError, match=r"template\.template: is glm4v, which cannot encode an image here \(.*edge"):
-        wiring.open_samples(config)
-
-
-def test_a_template_that_sees_is_refused_for_a_model_of_text(write_run, demo):
-    """By key, before anything is measured."""
-    from packplan.app.wiring import training as wiring
-
-    config = wiring.read_config(write_run("qwen2", template={"template": "qwen2_5_vl"}, model={"model_type": "qwen2"}))
-    with pytest.raises(ConfigError, match=r"template\.template: is qwen2_5_vl, .* the model reads text only: name one"):
-        wiring.open_samples(config)
+    says = refused(vision_run("glm4v", model={"model": str(broken)}))
+    assert re.search(r"template\.template: is glm4v, which cannot encode an image here \(.*edge", says)
+    assert re.search(r"template\.template: is qwen2_5_vl, .* the model reads text only: name one", refused(of_text))
 
 
 def test_a_missing_package_is_named_before_anything_is_measured(vision_run, monkeypatch):
-    """That a processor's class asks for, or that its template imports when it meets an image."""
-    from swift.template.templates.glm import GLM4VTemplate
+    """
+    One that a processor's class asks for, that its template imports when it meets an image, or that
+    an extra of this project has.
+    """
 
-    from packplan.app.wiring import training as wiring
+    def lacks_package(name):
+        def fail(*_, **__):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    config = wiring.read_config(vision_run("glm4v"))
+        return fail
 
-    def lacks_package(*_, **__):
-        raise ModuleNotFoundError("No module named 'pixels'", name="pixels")
+    def lacks_distribution(_):
+        raise PackageNotFoundError("qwen_omni_utils")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(GLM4VTemplate, "replace_tag", lacks_package)
-        with pytest.raises(ConfigError, match=r"template\.template: is glm4v, .*: install pixels"):
-            wiring.open_samples(config)
+    monkeypatch.setattr(GLM4VTemplate, "replace_tag", lacks_package("pixels"))
+    monkeypatch.setattr(Qwen2_5OmniLoader, "_check_qwen_omni_utils", lacks_distribution)
+    assert re.search(r"template\.template: is glm4v, .*: install pixels", refused(vision_run("glm4v")))
+    assert re.search(r"model\.model: .*: pip install 'packplan\[omni\]'", refused(vision_run("qwen2_5_omni")))
     monkeypatch.setitem(sys.modules, "qwen_vl_utils", None)
-    with pytest.raises(ConfigError, match=r"model\.model: .* cannot be opened by ms-swift: .*qwen_vl_utils"):
-        wiring.open_samples(wiring.read_config(vision_run("qwen3_5")))
+    says = refused(vision_run("qwen3_5"))
+    assert re.search(r"model\.model: .* cannot be opened by ms-swift: .*qwen_vl_utils", says)
 
 
-def test_what_was_not_shown_to_pack_is_refused_by_name(vision_run):
+@pytest.mark.parametrize(("model_type", "named"), [("qwen3_omni", "qwen3_omni"), ("qwen3_omni_moe", None)])
+def test_what_was_not_shown_to_pack_is_refused_by_name(vision_run, model_type, named):
     """Whether the packages of its template are installed or not; and by its model type alone."""
-    from packplan.app.wiring import training as wiring
+    says = refused(vision_run("internvl", model={"model_type": model_type}, template={"template": named}))
 
-    for model_type, named in (("qwen3_omni", "qwen3_omni"), ("qwen3_omni_moe", None)):
-        path = vision_run("internvl", model={"model_type": model_type}, template={"template": named})
-        with pytest.raises(ConfigError, match=r"template\.template: is qwen3_omni, .* not shown to pack: set training"):
-            wiring.open_samples(wiring.read_config(path))
+    assert re.search(r"template\.template: is qwen3_omni, .* not shown to pack: set training", says)
 
 
 def test_the_page_of_models_shows_a_family_that_sees(tmp_path, monkeypatch, capsys):
@@ -482,12 +476,9 @@ def test_text_that_is_frozen_trains_images_alone(vision_run, execute):
     assert {True, False} == {number > 0 for number in images}
 
 
-def test_sound_is_refused_by_key_and_record(vision_run, folder, tmp_path):
+def test_sound_is_refused_by_key_and_record(vision_run, model_of):
     """What says to train what hears or speaks; a record with sound; one with a video."""
-    from packplan.adapters.trainer.tuners import _refuse_sound
-    from packplan.app.wiring import training as wiring
-
-    model = AutoModelForMultimodalLM.from_pretrained(folder / "qwen2_5_omni")
+    model = AutoModelForMultimodalLM.from_pretrained(model_of("qwen2_5_omni"))
     for key, value in {
         "trainable_parameters": ["talker"], "trainable_parameters_regex": "audio_tower",
         "target_modules": ["thinker.audio_tower.proj"], "target_regex": "^token2wav", "modules_to_save": ["talker"],
@@ -513,19 +504,6 @@ def test_records_that_only_ears_and_eyes_take_are_refused(vision_run, tmp_path, 
     assert "line 2: the record has videos, which are not read for the template qwen2_5_omni here" in said[1]
 
 
-def test_the_extra_that_a_template_needs_is_named(vision_run, monkeypatch):
-    """Before anything is measured."""
-    from packplan.app.wiring import training as wiring
-
-    def lacks_package(_):
-        raise PackageNotFoundError("qwen_omni_utils")
-
-    monkeypatch.setattr(Qwen2_5OmniLoader, "_check_qwen_omni_utils", lacks_package)
-    config = wiring.read_config(vision_run("qwen2_5_omni"))
-    with pytest.raises(ConfigError, match=r"model\.model: .*: pip install 'packplan\[omni\]'"):
-        wiring.open_samples(config)
-
-
 class Seeing(torch.nn.Module):
     """A model with a tower, of which no image reaches one weight."""
 
@@ -543,10 +521,7 @@ def test_what_would_let_ranks_wait_is_refused_by_name(monkeypatch):
     Weights that no image reaches, unless DDP looks for them or they are frozen; and a model that
     has no function for image features.
     """
-    from packplan.adapters.trainer import vision as module
-    from packplan.app.wiring import training as wiring
-
-    monkeypatch.setattr(module, "encode_image", lambda *_: {"pixel_values": torch.ones(2, 3), "input_ids": [1]})
+    monkeypatch.setattr(vision, "encode_image", lambda *_: {"pixel_values": torch.ones(2, 3), "input_ids": [1]})
     plain = SimpleNamespace(fsdp=None, ddp_find_unused_parameters=False)
 
     model = Seeing()

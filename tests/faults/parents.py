@@ -109,7 +109,7 @@ class Idle:
 
 
 KEPT: list[object] = []
-"""What holds the processes."""
+"""Objects that hold the processes."""
 
 
 class _Endless:
@@ -124,7 +124,7 @@ class _Endless:
     def __getitem__(self, _: int) -> None:
         _note_and_wait(self._folder)
 
-    def outcome(self, _: int, **__: Any) -> None:
+    def encoded(self, _: int) -> None:
         _note_and_wait(self._folder)
 
 

@@ -122,8 +122,8 @@ STARTERS = {
     "benchmarks/child.py": {"multiprocessing"},
 }
 """
-What starts processes, each of a kind that the tests above kill the parent of, or that is waited for
-at once.
+Modules that start processes, each of a kind that the tests above kill the parent of, or that is
+waited for at once.
 """
 
 

@@ -11,14 +11,12 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.app.plan.building import list_failures
-from packplan.app.planning.deadline import Deadline
+from packplan.app.plan.build import list_failures
 from packplan.app.planning.measure import REPEATED_SAMPLES, measure
-from packplan.app.planning.split import GatheredSplit, Stores, plan_split
 from packplan.core.errors import DataSetError, PlanError, RecordError
-from packplan.core.policy import PlanPolicy
 from packplan.core.samples import BAD, column, from_row
-from tests.fakes import FreeLock, ListSource, MemoryLengthStore, MemoryPlanStore, ScriptedGroup
+from tests.fakes import ListSource, MemoryLengthStore
+from tests.flows.desk import Desk
 
 
 class FaultySource(ListSource):
@@ -59,10 +57,8 @@ def test_every_record_has_a_row_and_bad_ones_are_flagged(lengths):
 
 def planned(source, store, **changes):
     """Plan a split of a source, bad records flagged."""
-    policy = PlanPolicy(**{"packing_length": 9, "min_fill_ratio": "0.4", "max_dropped_share": 1, **changes})
-    stores = Stores(store, MemoryPlanStore(), FreeLock())
-    split = GatheredSplit("train", policy, source, stores, max_bad_share=Decimal(1), flush_every=3)
-    return plan_split(split, group=ScriptedGroup(), deadline=Deadline(1))
+    options = {"packing_length": 9, "min_fill_ratio": "0.4", "max_dropped_share": 1, **changes}
+    return Desk(source, lengths=store).plan(max_bad_share=Decimal(1), flush_every=3, **options)
 
 
 @given(
@@ -128,7 +124,7 @@ def test_more_than_the_share_stop_the_run():
 def test_a_million_failures_are_a_page(capsys):
     """The first hundred, then counts by reason, which add up; where asked, each is written once."""
     sources = {"train": FaultySource([-1] * 60 + [5] * 40 + [-1] * 100_000), "eval": ManyReasons([1] * 5000)}
-    splits = [split_of(name, source) for name, source in sources.items()]
+    splits = [Desk(source).split(name) for name, source in sources.items()]
     written = []
 
     with pytest.raises(DataSetError, match=r"105,060 of 105,100 records .* \(--write-failures FILE names all\)$"):
@@ -147,7 +143,7 @@ def test_a_million_failures_are_a_page(capsys):
 def test_up_to_a_hundred_failures_are_lines_alone(capsys):
     """Nothing is counted that is named."""
     with pytest.raises(DataSetError, match=r"100 of 101 records cannot .*: fix or remove what is named above$"):
-        list_failures([split_of("train", FaultySource([-1] * 100 + [1]))])
+        list_failures([Desk(FaultySource([-1] * 100 + [1])).split()])
 
     assert [f"data, line {n}: is bad" for n in range(1, 101)] == capsys.readouterr().out.splitlines()
 
@@ -158,12 +154,6 @@ class ManyReasons(ListSource):
     def measure(self, index):
         letters = "".join(chr(ord("a") + int(digit)) for digit in str(index))
         raise RecordError(f"more, line {index + 1}", f"looks like {letters}")
-
-
-def split_of(name, source):
-    """Return a split of which nothing is stored."""
-    stores = Stores(MemoryLengthStore(), MemoryPlanStore(), FreeLock())
-    return GatheredSplit(name, PlanPolicy(packing_length=80), source, stores)
 
 
 class UnreadSource(ListSource):
@@ -188,8 +178,6 @@ def test_a_record_that_is_good_for_another_run_has_that_as_its_remedy():
 def test_a_run_that_stops_at_bad_records_takes_over_none():
     """What an earlier start left out is named again."""
     store = MemoryLengthStore()
-    with pytest.raises(RecordError, match="line 2: is bad"):
-        measured(FaultySource([5, -1, 6]), MemoryLengthStore(), None)
     measured(FaultySource([5, -1, 6]), store)
 
     with pytest.raises(RecordError, match="line 2: is bad"):

@@ -12,7 +12,7 @@ import yaml
 
 from packplan.adapters.samples.files import rebased
 from packplan.app.wiring.mixes import materialise
-from packplan.core.errors import ConfigError, DataSetError
+from packplan.core.errors import ConfigError
 from packplan.core.stream import quotas
 
 
@@ -105,15 +105,6 @@ def test_a_source_is_never_overwritten(write_mix, tmp_path):
 
     assert (tmp_path / "pipe").is_fifo()
     assert before == (tmp_path / "a" / "data.jsonl").read_bytes()
-
-
-def test_a_source_that_is_not_there_is_named(write_mix, tmp_path):
-    """Before anything is written."""
-    path = write_mix({"of": "a", "ratio": 1})
-    (tmp_path / "a" / "data.jsonl").unlink()
-
-    with pytest.raises(DataSetError, match=r"data\.jsonl cannot be read"):
-        materialise(path, tmp_path / "mix.jsonl", seed=0, epoch=0)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 
 from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.log_lines import describe
-from packplan.app.planning.measure import REPEATED_SAMPLES, failures
-from packplan.app.planning.split import Alignment, GatheredSplit, Stores, plan_split
+from packplan.app.planning.measure import REPEATED_SAMPLES
+from packplan.app.planning.split import Alignment
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig, plan_policy
 from packplan.core.errors import (
     CorruptArtefactError,
@@ -22,49 +23,23 @@ from packplan.core.errors import (
     StaleError,
 )
 from packplan.core.plan import build_raw_plan
-from packplan.core.policy import PlanPolicy
 from packplan.core.samples import column
 from packplan.core.work import SampleWorks, VisionWork, WorkModel
 from tests.fakes import (
     AuditedSource,
     ElsewhereSource,
     FailingSource,
-    FreeLock,
     GuessingSource,
     ListSource,
-    MemoryLengthStore,
-    MemoryPlanStore,
     OrderedSource,
     RestlessSource,
     ScriptedGroup,
     Terminal,
     TornPlanStore,
 )
+from tests.flows.desk import LENGTHS, Desk, policy
 
 pytestmark = pytest.mark.covers
-
-LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7]
-
-
-def policy(**changes) -> PlanPolicy:
-    return PlanPolicy(**({"packing_length": 80} | changes))
-
-
-class Desk:
-    """A source, its stores, and a group: what a run has."""
-
-    def __init__(self, source=None, plans=None, group=None) -> None:
-        self.source = ListSource(LENGTHS) if source is None else source
-        self.lengths, self.plans = MemoryLengthStore(), plans or MemoryPlanStore()
-        self.group = group or ScriptedGroup()
-        self.lock = FreeLock()
-
-    def plan(self, flush_every=None, deadline=None, alignment=None, **changes):
-        stores = Stores(self.lengths, self.plans, self.lock)
-        split = GatheredSplit(
-            "train", policy(**changes), self.source, stores, alignment or Alignment(), flush_every=flush_every
-        )
-        return plan_split(split, group=self.group, deadline=deadline or Deadline(1))
 
 
 def test_a_second_run_measures_and_plans_nothing():
@@ -79,17 +54,7 @@ def test_a_second_run_measures_and_plans_nothing():
     assert [8] == desk.lengths.flushes
     assert 1 == desk.plans.saves
     assert (first.raw, first.checksum) == (second.raw, second.checksum)
-    assert build_raw_plan(LENGTHS, packing_length=80) == first.raw
-
-
-def test_a_changed_policy_plans_anew_and_measures_nothing():
-    """Lengths do not depend on the budget."""
-    desk = Desk()
-    desk.plan()
-
-    assert 90 == desk.plan(packing_length=90).raw.packing_length
-    assert [8] == desk.lengths.flushes
-    assert 2 == desk.plans.saves
+    assert build_raw_plan(LENGTHS, packing_length=80, min_fill_ratio="0.65") == first.raw
 
 
 def test_packs_of_equal_work_are_planned_from_what_was_measured():
@@ -123,13 +88,18 @@ def test_another_world_size_never_plans_anew():
     assert 0 == len(four.aligned.packs) % 4
 
 
-def test_other_data_in_the_same_folder_is_refused():
-    """Before anything is measured."""
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [(ListSource(LENGTHS, name="other"), "name: stored 'data', now 'other'"), (ListSource([61, *LENGTHS[1:]]), "data")],
+    ids=["another source", "a changed row"],
+)
+def test_other_data_in_the_same_folder_are_refused(source, says):
+    """Before anything is measured: no stale length is trusted."""
     desk = Desk()
     desk.plan()
-    desk.source = ListSource(LENGTHS, name="other")
+    desk.source = source
 
-    with pytest.raises(StaleError, match="name: stored 'data', now 'other'"):
+    with pytest.raises(StaleError, match=says):
         desk.plan()
     assert [] == desk.source.measured
 
@@ -143,17 +113,7 @@ def test_appended_rows_alone_are_measured():
     planned = desk.plan()
 
     assert [8, 9] == desk.source.measured[:2]
-    assert build_raw_plan([*LENGTHS, 33, 44], packing_length=80) == planned.raw
-
-
-def test_a_row_changed_before_the_end_is_refused():
-    """No stale length is trusted."""
-    desk = Desk()
-    desk.plan()
-    desk.source = ListSource([61, *LENGTHS[1:]])
-
-    with pytest.raises(StaleError, match="data"):
-        desk.plan()
+    assert build_raw_plan([*LENGTHS, 33, 44], packing_length=80, min_fill_ratio="0.65") == planned.raw
 
 
 @given(st.integers(0, 7), st.integers(1, 9))
@@ -173,29 +133,22 @@ def test_what_was_measured_before_a_failure_is_kept(bad, flush_every):
     assert all(0 < size <= flush_every for size in desk.lengths.flushes)
 
 
-def test_all_records_that_fail_are_listed_in_one_go():
-    """With their lines, in order; measuring itself stops at the first."""
-    source = FailingSource(LENGTHS, bad={5, 1, 7})
-
-    assert ["data, line 2", "data, line 6", "data, line 8"] == [error.where for _, error in failures("train", source)]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        RestlessSource(LENGTHS),
-        OrderedSource(LENGTHS),
-        ElsewhereSource(LENGTHS, epoch_matters=True),
-        ElsewhereSource(LENGTHS, epoch_matters=False),
-    ],
+UNSTEADY = pytest.mark.parametrize(
+    "unsteady",
+    [RestlessSource, OrderedSource, partial(ElsewhereSource, epoch_matters=True),
+     partial(ElsewhereSource, epoch_matters=False)],
     ids=["each call", "order", "epoch", "process"],
-)
-def test_samples_that_measure_differently_are_refused(source):
+)  # fmt: skip
+"""Sources whose samples measure differently, made from lengths."""
+
+
+@UNSTEADY
+def test_samples_that_measure_differently_are_refused(unsteady):
     """
     A static plan would be wrong the moment training fetches them; the next run does not trust them
     either.
     """
-    desk = Desk(source)
+    desk = Desk(unsteady(LENGTHS))
 
     for flush_every in (1, 3, 8, 100):
         with pytest.raises(DataSetError, match="encode the same every time: make the preprocessing deterministic"):
@@ -231,30 +184,18 @@ def test_an_image_replaced_after_measuring_is_found_at_the_next_start():
     assert REPEATED_SAMPLES == len(desk.lengths.repeatability["samples"])
 
 
-@given(st.integers(0, 7), st.integers(1, 9))
-def test_a_shortcut_that_is_wrong_is_given_up(wrong, flush_every):
-    """All samples are encoded in full then, and nothing that the shortcut gave stays."""
-    desk = Desk(GuessingSource(LENGTHS, wrong=wrong))
+@given(st.sampled_from([GuessingSource, AuditedSource]), st.integers(0, 7), st.integers(1, 9))
+def test_a_shortcut_that_is_wrong_is_given_up(kind, wrong, flush_every):
+    """
+    After all were measured, or at once where it is found on the way: all samples are encoded in
+    full then, and nothing that the shortcut gave stays.
+    """
+    desk = Desk(kind(LENGTHS, wrong=wrong))
 
     table = desk.plan(flush_every=flush_every).table
 
     assert [False, True] == desk.source.ways
-    assert (
-        LENGTHS
-        == table[:, 0].tolist()
-        == desk.lengths.resume(desk.source.fingerprint(), 8, desk.source.data_digest).table[:, 0].tolist()
-    )
-
-
-@given(st.integers(0, 7), st.integers(1, 9))
-def test_a_shortcut_that_proves_wrong_on_the_way_is_given_up(wrong, flush_every):
-    """At once, with what it gave before."""
-    desk = Desk(AuditedSource(LENGTHS, wrong=wrong))
-
-    table = desk.plan(flush_every=flush_every).table
-
-    assert [False, True] == desk.source.ways
-    assert LENGTHS == table[:, 0].tolist()
+    assert LENGTHS == table[:, 0].tolist() == desk.lengths.inspect().tokens.tolist()
     assert desk.lengths.in_full
 
 
@@ -412,11 +353,6 @@ def test_a_sample_over_the_limit_is_refused_though_a_plan_is_stored():
         desk.plan(refuse_longer=True)
 
 
-def test_without_packing_every_sample_is_planned_alone():
-    """Padded batches go through the same planning."""
-    assert [[i] for i in range(8)] == Desk().plan(packing=False).raw.packs.tolist()
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -470,12 +406,11 @@ def test_a_run_says_how_its_splits_are_aligned(packing, eval_packing):
         training=training,
     )  # fmt: skip
 
-    assert Alignment(dataloader_drop_last=True, batch_size=1 if packing else 2) == Alignment.from_config(
-        config, "train"
-    )
     packs_eval = packing and eval_packing
-    assert Alignment(dataloader_drop_last=False, batch_size=1 if packs_eval else 3) == Alignment.from_config(
-        config, "eval"
-    )
-    assert (packing, packs_eval) == (plan_policy(config, "train").packing, plan_policy(config, "eval").packing)
-    assert (True, False) == (plan_policy(config, "train").drop_last, plan_policy(config, "eval").drop_last)
+    assert [
+        (Alignment(dataloader_drop_last=True, batch_size=1 if packing else 2), packing, True),
+        (Alignment(dataloader_drop_last=False, batch_size=1 if packs_eval else 3), packs_eval, False),
+    ] == [
+        (Alignment.from_config(config, split), plan_policy(config, split).packing, plan_policy(config, split).drop_last)
+        for split in ("train", "eval")
+    ]

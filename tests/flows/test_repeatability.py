@@ -6,26 +6,14 @@ import pytest
 
 from packplan.app.planning.measure import REPEATED_FIRST_ABOVE, REPEATED_SAMPLES
 from packplan.core.errors import DataSetError
-from tests.fakes import (
-    DriftedSource,
-    ElsewhereSource,
-    FilmSource,
-    ListSource,
-    OrderedSource,
-    RestlessSource,
-    ScriptedGroup,
-)
-from tests.flows.test_planning import LENGTHS, Desk
+from tests.fakes import DriftedSource, FilmSource, ListSource, ScriptedGroup
+from tests.flows.desk import LENGTHS, Desk
+from tests.flows.test_planning import UNSTEADY
 
 
 @pytest.mark.parametrize("known", [0, 8])
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [(RestlessSource, {}), (OrderedSource, {}),
-     (ElsewhereSource, {"epoch_matters": True}), (ElsewhereSource, {"epoch_matters": False})],
-    ids=["each call", "order", "epoch", "process"],
-)  # fmt: skip
-def test_many_samples_are_not_measured_when_a_few_measure_differently(kind, options, known):
+@UNSTEADY
+def test_many_samples_are_not_measured_when_a_few_measure_differently(unsteady, known):
     """
     No hours are lost: the few that are encoded first are all that is encoded; nothing more is
     stored.
@@ -34,7 +22,7 @@ def test_many_samples_are_not_measured_when_a_few_measure_differently(kind, opti
     desk = Desk(ListSource(lengths[:known]))
     if known:
         desk.plan()
-    desk.source = kind(lengths, **options)
+    desk.source = unsteady(lengths)
     desk.source.differs = known
 
     with pytest.raises(DataSetError, match="encode the same every time"):

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.measure import REPEATED_SAMPLES, measure
 from packplan.app.planning.measure_slices import measure_slices
-from packplan.app.planning.split import GatheredSplit, Stores
 from packplan.core.errors import DataSetError
-from packplan.core.policy import PlanPolicy
 from packplan.core.samples import MeasuredSample, to_tables
 from tests.fakes import (
     AuditedSource,
@@ -25,12 +23,10 @@ from tests.fakes import (
     GuessingSource,
     ListSource,
     MemoryLengthStore,
-    MemoryPlanStore,
     RestlessSource,
     ScriptedGroup,
 )
-
-LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7]
+from tests.flows.desk import LENGTHS, Desk
 
 
 class Slices:
@@ -45,9 +41,16 @@ class Slices:
 
     def measure(self, source, *, world_size: int, others, deadline=None) -> None:
         self.group = ScriptedGroup(world_size=world_size, others=others)
-        stores = Stores(self.whole, MemoryPlanStore(), self.lock)
-        split = GatheredSplit("train", PlanPolicy(packing_length=80), source, stores)
-        measure_slices(split, self.open, group=self.group, flush_every=2, deadline=deadline or Deadline(1))
+        desk = Desk(source, lengths=self.whole)
+        desk.lock = self.lock
+        measure_slices(desk.split(flush_every=2), self.open, group=self.group, deadline=deadline or Deadline(1))
+
+
+def measured(source, store=None):
+    """Measure a source into a store, as one process does; return the store."""
+    store = store or MemoryLengthStore()
+    measure("train", source, store, flush_every=None, report=print)
+    return store
 
 
 def bounds(known: int, world_size: int) -> list[tuple[int, int]]:
@@ -60,24 +63,17 @@ def test_slices_are_put_together_as_one_process_would_have_measured(known, world
     """No stored sample is measured again, and repeatability is checked over all."""
     source, slices = ListSource(LENGTHS), Slices()
     slices.whole.resume(source.fingerprint(), 8, source.data_digest)
-    alone = MemoryLengthStore()
-    measure("train", ListSource(LENGTHS[:known]), slices.whole, flush_every=None, report=print) if known else None
-    digests = []
-    for start, stop in bounds(known, world_size)[1:]:
-        part, store = ListSource(LENGTHS[start:stop]), slices.open(start, stop)[0]
-        measure("train", part, store, flush_every=None, report=print)
-        digests.append(store.digest())
-    said = iter(digests)
+    if known:
+        measured(ListSource(LENGTHS[:known]), slices.whole)
+    others = bounds(known, world_size)[1:]
+    digests = iter([measured(ListSource(LENGTHS[slice(*one)]), slices.open(*one)[0]).digest() for one in others])
 
-    slices.measure(source, world_size=world_size, others=lambda _: next(said))
+    slices.measure(source, world_size=world_size, others=lambda _: next(digests))
     assert source.measured == list(range(*bounds(known, world_size)[0]))
-    source.measured.clear()
-    table = measure("train", source, slices.whole, flush_every=None, report=print)
 
-    assert LENGTHS == table[:, 0].tolist()
-    measure("train", ListSource(LENGTHS), alone, flush_every=None, report=print)
-    assert alone.digest() == slices.whole.digest()
-    assert alone.repeatability == slices.whole.repeatability
+    whole, alone = measured(source, slices.whole), measured(ListSource(LENGTHS))
+    assert LENGTHS == whole.inspect().tokens.tolist()
+    assert (alone.digest(), alone.repeatability) == (whole.digest(), whole.repeatability)
 
 
 def test_slices_take_no_shortcut_where_it_proved_wrong():
@@ -86,23 +82,21 @@ def test_slices_take_no_shortcut_where_it_proved_wrong():
     rows = to_tables(MeasuredSample(source.measure(index), source.media_facts(index)) for index in range(4))
     slices.whole.resume(source.fingerprint(), 8, source.data_digest)
     slices.whole.append(*rows, source.data_digest(4), in_full=True)
-    own, other = slices.open(4, 6)[0], slices.open(6, 8)[0]
-    measure("train", ListSource([1, 2]), own, flush_every=None, report=print)
+    own = measured(ListSource([1, 2]), slices.open(4, 6)[0])
     own.data = str(LENGTHS[4:6])
-    measure("train", ListSource(LENGTHS[6:]), other, flush_every=None, report=print)
+    other = measured(ListSource(LENGTHS[6:]), slices.open(6, 8)[0])
 
     slices.measure(source, world_size=2, others=lambda _: other.digest())
 
     assert [True] == source.ways
-    assert LENGTHS == slices.whole.read(source.fingerprint(), 8, source.data_digest).table[:, 0].tolist()
+    assert LENGTHS == slices.whole.inspect().tokens.tolist()
     assert slices.whole.in_full
 
 
 def test_a_slice_whose_shortcut_proves_wrong_is_measured_in_full():
     """By the rank that finds it, at once; what the others measured stays."""
     source, slices = AuditedSource(LENGTHS, wrong=2), Slices()
-    other = slices.open(4, 8)[0]
-    measure("train", ListSource(LENGTHS[4:]), other, flush_every=None, report=print)
+    other = measured(ListSource(LENGTHS[4:]), slices.open(4, 8)[0])
 
     slices.measure(source, world_size=2, others=lambda _: other.digest())
 
@@ -128,7 +122,7 @@ def test_what_another_job_measured_meanwhile_stays():
     source, slices = ListSource(LENGTHS), Slices()
 
     def measured_by_another(_: str) -> str:
-        measure("train", ListSource(LENGTHS), slices.whole, flush_every=None, report=print)
+        measured(ListSource(LENGTHS), slices.whole)
         return "digest"
 
     with pytest.raises(DataSetError, match="another job measured train at the same time: run this again"):
@@ -139,8 +133,7 @@ def test_what_another_job_measured_meanwhile_stays():
 def test_waits_for_slices_share_one_deadline():
     """Rank 0, its lock, the lock of a slice, the other ranks, and rank 0 again."""
     source, slices, now = ListSource(LENGTHS), Slices(), iter(range(100))
-    other = slices.open(4, 8)[0]
-    measure("train", ListSource(LENGTHS[4:]), other, flush_every=None, report=print)
+    other = measured(ListSource(LENGTHS[4:]), slices.open(4, 8)[0])
 
     slices.measure(
         source, world_size=2, others=lambda _: other.digest(), deadline=Deadline(50, clock=lambda: next(now))
@@ -171,7 +164,7 @@ def test_ranks_do_not_measure_many_samples_when_a_few_measure_differently():
 def test_nothing_is_opened_when_all_is_stored():
     """No slice of nothing."""
     source, slices = ListSource(LENGTHS), Slices()
-    measure("train", source, slices.whole, flush_every=None, report=print)
+    measured(source, slices.whole)
 
     slices.measure(source, world_size=2, others=lambda value: value)
     assert {} == slices.stores

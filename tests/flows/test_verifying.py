@@ -8,13 +8,12 @@ import pytest
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.plan.verification import verify
-from packplan.app.planning.deadline import Deadline
-from packplan.app.planning.split import GatheredSplit, Stores, plan_split
 from packplan.core.errors import NotBuiltError, RecordError
 from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan
-from tests.fakes import EditedSource, FailingSource, FreeLock, ListSource, RestlessSource, ScriptedGroup
-from tests.flows.test_planning import LENGTHS, UNMATCHED, policy
+from tests.fakes import EditedSource, FailingSource, ListSource, RestlessSource
+from tests.flows.desk import LENGTHS, Desk, policy
+from tests.flows.test_planning import UNMATCHED
 
 
 @pytest.fixture
@@ -24,18 +23,21 @@ def built(tmp_path):
     return tmp_path
 
 
-def split_in(folder, source, **changes) -> GatheredSplit:
-    stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FreeLock())
-    return GatheredSplit("train", policy(**changes), source, stores)
+def desk_in(folder, source) -> Desk:
+    return Desk(source, lengths=DiskLengthStore(folder), plans=DiskPlanStore(folder))
 
 
 def build(folder, source, **changes):
-    plan_split(split_in(folder, source, **changes), group=ScriptedGroup(), deadline=Deadline(1))
+    desk_in(folder, source).plan(**changes)
 
 
 def found(folder, source, *, num_samples=8, decode=False, **changes) -> list[str]:
-    split = split_in(folder, source, **changes)
+    split = desk_in(folder, source).split(**changes)
     return [str(one) for one in verify(split, num_samples=num_samples, decode=decode)]
+
+
+def kinds(findings) -> list[str]:
+    return [one.split(":")[0] for one in findings]
 
 
 def test_what_is_whole_has_no_findings(built):
@@ -49,12 +51,35 @@ def test_what_is_whole_has_no_findings(built):
     assert [] == found(built, source, num_samples=99, decode=True)
 
 
-def test_copies_that_are_not_what_their_files_hold_are_found(built):
-    """Each is named."""
+def faulty_copies():
     source = ListSource(LENGTHS)
     source.faulty_copies = [("a.gz", "line 3 of its copy is another one"), ("b.parquet", "x")]
+    return source
 
-    assert ["copies: a.gz: line 3 of its copy is another one", "copies: b.parquet: x"] == found(built, source)
+
+@pytest.mark.parametrize(
+    ("source", "changes", "expected"),
+    [
+        (faulty_copies(), {}, ["copies: a.gz: line 3 of its copy is another one", "copies: b.parquet: x"]),
+        (ListSource(LENGTHS), {"min_fill_ratio": "0.9"},
+         ["plan: min_fill_ratio: planned with '0.65', now '0.9': build plans again"]),
+        (ListSource([*LENGTHS, 9]), {}, ["8 of 9 records are measured"]),
+        (ListSource(LENGTHS[:5]), {}, ["inputs: data.records: measured with 8, now 5"]),
+        (ListSource([5, *LENGTHS]), {}, ["inputs: data.sha256 of the first 8"]),
+        (ListSource(LENGTHS), {"packing_length": 50, "refuse_longer": True},
+         ["plan: packing_length: ", "training refuses the data: sample"]),
+    ],
+    ids=["copies", "policy", "grown", "shrunk", "inserted", "too long"],
+)  # fmt: skip
+def test_what_changed_since_is_found(built, source, changes, expected):
+    """
+    Each copy and input by name; where a record came in before others, one finding, not one for each
+    image.
+    """
+    findings = found(built, source, **changes)
+
+    assert len(expected) == len(findings)
+    assert all(words in one for words, one in zip(expected, findings, strict=True)), findings
 
 
 def test_a_record_that_is_another_one_hides_no_other_fault(built):
@@ -65,7 +90,7 @@ def test_a_record_that_is_another_one_hides_no_other_fault(built):
     findings = found(built, source)
 
     assert ["images: sample 3", "images: image 0 of sample 5", "samples: sample 3"] == [
-        finding.split(":")[0] + ":" + finding.split(":")[1] for finding in findings
+        ":".join(finding.split(":")[:2]) for finding in findings
     ]
     assert all("content planned ad, fetched 8b" in finding for finding in (findings[0], findings[2]))
 
@@ -93,65 +118,23 @@ def test_several_faults_are_found_at_once(built):
     assert 6 == len(findings)
 
 
-def test_damaged_lengths_hide_no_other_input(built):
-    """Their manifest still says what they were measured from."""
-    content = (built / "lengths.bin").read_bytes()
-    (built / "lengths.bin").write_bytes(b"\1" + content[1:])
+@pytest.mark.parametrize(
+    ("file", "content", "expected"),
+    [
+        ("lengths.bin", b"\1", ["artefacts", "inputs"]),  # the manifest says what they were measured from
+        ("lengths.json", b"{}", ["artefacts"]),
+        ("plan_ws1.json", b"{}", ["artefacts", "inputs"]),  # and no word of a plan that were missing
+        ("raw_plan.json", None, ["inputs", "plan"]),
+    ],
+)
+def test_damage_hides_no_other_input(built, file, content, expected):
+    """What is damaged is named once, and compared with nothing."""
+    if content is None:
+        (built / file).unlink()
+    else:
+        (built / file).write_bytes(content)
 
-    findings = found(built, ListSource(LENGTHS, name="other"))
-
-    assert ["artefacts", "inputs"] == [one.split(":")[0] for one in findings]
-    (built / "lengths.json").write_text("{}")
-    assert ["artefacts"] == [one.split(":")[0] for one in found(built, ListSource(LENGTHS))]
-
-
-def test_a_policy_that_plans_otherwise_is_found(built):
-    """Training would plan again; the stored plan is still held against its own laws."""
-    findings = found(built, ListSource(LENGTHS), min_fill_ratio="0.9")
-
-    assert ["plan: min_fill_ratio: planned with '0.65', now '0.9': build plans again"] == findings
-
-
-def test_data_that_grew_or_shrank_are_found(built):
-    """Rows that are not measured, and rows that are gone."""
-    grown, shrunk = found(built, ListSource([*LENGTHS, 9])), found(built, ListSource(LENGTHS[:5]))
-
-    assert 1 == len(grown)
-    assert "8 of 9 records are measured" in grown[0]
-    assert ["inputs: data.records: measured with 8, now 5"] == shrunk
-
-
-def test_images_are_not_compared_with_other_samples(built):
-    """
-    Where a record came in before others, these are one further on: one finding, not one for each.
-    """
-    (finding,) = found(built, ListSource([5, *LENGTHS]))
-
-    assert finding.startswith("inputs: data.sha256 of the first 8")
-
-
-def test_a_damaged_alignment_leaves_the_plan_alone(built):
-    """Named once, and no word of a plan that were missing."""
-    aligned = built / "plan_ws1.json"
-    aligned.write_bytes(aligned.read_bytes().replace(b"1", b"2", 1))
-
-    (finding,) = found(built, ListSource(LENGTHS))
-    assert finding.startswith(f"artefacts: {aligned}")
-
-
-def test_samples_that_training_would_refuse_are_found(built):
-    """Too long, where the template is to raise."""
-    findings = found(built, ListSource(LENGTHS), packing_length=50, refuse_longer=True)
-
-    assert any("training refuses the data: sample" in one for one in findings)
-
-
-def test_a_plan_that_is_missing_is_found(built):
-    """Lengths alone are not what training uses."""
-    (built / "raw_plan.json").unlink()
-
-    (finding,) = found(built, ListSource(LENGTHS))
-    assert "no plan is stored" in finding
+    assert expected == kinds(found(built, ListSource(LENGTHS, name="other")))
 
 
 def test_a_plan_of_other_lengths_is_found(tmp_path, built):
@@ -173,12 +156,8 @@ def store_plan(folder, plan):
 
 def test_a_plan_that_breaks_a_law_is_found(built):
     """Though every digest is right: whoever wrote it planned wrongly."""
-    plan = DiskPlanStore(built).inspect().plan
     store_plan(built, build_raw_plan([*LENGTHS[:7], 8], packing_length=80))
     assert any("num_tokens" in one for one in found(built, ListSource(LENGTHS)))
-
-    store_plan(built, plan)
-    assert [] == found(built, ListSource(LENGTHS))
 
 
 def test_another_plan_under_the_same_name_is_found(tmp_path):
@@ -203,19 +182,16 @@ def test_samples_and_images_that_cannot_be_read_are_findings(built):
                 raise RecordError(f"{self.name}, line 6", "the image is gone")
             return super().media_facts(index) * (2 if index == 6 else 1)
 
-    source = Gone(LENGTHS, bad={2})
-    findings = found(built, source)
-
-    assert 3 == len(findings)
-    assert "images: sample 5: data, line 6: the image is gone" in findings
-    assert "images: sample 6: measured with 1 image, now 2" in findings
-    assert "samples: sample 2: data, line 3: cannot be measured" in findings
+    assert [
+        "images: sample 5: data, line 6: the image is gone",
+        "images: sample 6: measured with 1 image, now 2",
+        "samples: sample 2: data, line 3: cannot be measured",
+    ] == found(built, Gone(LENGTHS, bad={2}))
 
 
 def test_samples_that_measure_otherwise_each_time_are_findings(built):
     """As training would meet them."""
-    assert all(one.startswith("samples: ") for one in found(built, RestlessSource(LENGTHS)))
-    assert 8 == len(found(built, RestlessSource(LENGTHS)))
+    assert ["samples"] * 8 == kinds(found(built, RestlessSource(LENGTHS)))
 
 
 def test_padded_batches_are_verified_by_their_own_laws(tmp_path):

@@ -21,10 +21,7 @@ MODEL = WorkModel(per_position=14 * 10**9, per_pair=4 * 28 * 3584)
 
 
 def made_samples(num: int, capacity: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """
-    Return lengths below the capacity and works of a made mix: short texts, and images whose tokens
-    cost a third more.
-    """
+    """Return lengths below the capacity, and works in which image tokens cost a third more."""
     rng = np.random.default_rng(seed)
     text = np.clip(rng.lognormal(5.2, 0.9, num), 16, 8000).astype(np.int64)
     images = rng.choice([0, 256, 576, 1280, 2560], num)
@@ -53,10 +50,7 @@ def test_works_of_every_kind_are_packed_under_the_limit(case, data):
     [(4096, 1.01, 1.02, 0.007), (8192, 1.005, 1.01, 0.0015), (16384, 1.005, 1.01, 0.0015)],
 )
 def test_random_steps_of_balanced_packs_are_even(capacity, eight, many, above):
-    """
-    Steps of eight ranks and of 64, of one pack each: even but for packs of one sample, and with
-    those near the floor that they set; packs of best fit are not. Packs are 0.5 % more.
-    """
+    """Ranks of one pack each have nearly equal work, but for samples heavier than a pack."""
     samples = made_mix(12_000, seed=10)
     samples = samples.take(np.flatnonzero(samples.tokens < capacity))
     packs = pack(samples.tokens, capacity=capacity, algorithm="balanced", works=samples.works)
@@ -128,8 +122,7 @@ def test_what_exchanges_do_not_make_fit_is_still_packed(lengths):
     ("works", "message"),
     [
         ([1.0], r"works and samples differ in number \(1 and 3\)"),
-        ([1.0, float("nan"), 2.0], "work 1 is nan, but the work of samples"),
-        ([1.0, 2.0, -1.0], "work 2 is -1.0"),
+        ([1.0, 2.0, -1.0], "work 2 is -1.0, but the work of samples"),
         ([[1.0, 2.0, 3.0]], "works and samples differ in number"),
     ],
 )
@@ -141,19 +134,10 @@ def test_works_that_are_none_are_refused(works, message):
         build_raw_plan([5, 5, 12], packing_length=10, algorithm="balanced", works=works)
 
 
-def test_a_sample_that_no_pack_holds_is_named():
-    """With its place and its length: no assignment meets the limit."""
-    with pytest.raises(ArgumentError, match="length 1 is 12: a pack holds 10 tokens"):
-        pack([5, 12, 3], capacity=10, algorithm="balanced", works=[1, 2, 3])
-
-
 @pytest.mark.parametrize("capacity", [8192, 16384])
 @pytest.mark.untraced
 def test_packs_with_a_rare_long_sample_are_level_too(capacity):
-    """
-    Chats, of which few are long: on 64 ranks the busiest is within 0.2 % of what whole samples
-    allow, though one may be heavier than a pack.
-    """
+    """On 64 ranks, the busiest is within 0.2 % of the floor that whole samples set."""
     lengths = np.random.default_rng(2).choice(trace("chat"), 40_000).astype(np.int64)
     lengths = lengths[lengths < capacity]
     works = MODEL.trained().sample_flops(lengths)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from decimal import Decimal
 
-import attrs
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.core.packers import pack
 from packplan.core.stream import Carry, CarryOptions, advance, finish
 
 
@@ -96,10 +94,7 @@ def test_a_saved_buffer_goes_on_as_it_would_have(stream):
 
 @given(streams())
 def test_the_buffer_stays_bounded(stream):
-    """
-    Below its size between samples; a packing leaves at most half of it, so that each takes in as
-    many new ones.
-    """
+    """It stays below its size between samples, and a packing leaves at most half of it."""
     lengths, options = stream
     carry = Carry()
     for index, length in enumerate(lengths):
@@ -119,18 +114,6 @@ def test_the_ratio_is_the_decimal_that_was_written(length, full):
     assert full == bool(len(advance(Carry(), [0], [length], options=options)[1].packs))
 
 
-def test_samples_that_can_never_fill_are_let_go_and_counted():
-    """41 of 80 tokens, and a ratio of 0.6: no two fit, and one is too few."""
-    options = CarryOptions(packing_length=80, packing_buffer=8, min_fill_ratio="0.6")
-    carry, emitted = advance(Carry(), range(200), [41] * 200, options=options)
-
-    assert 0 == len(emitted.packs)
-    assert 4 == carry.indices.size
-    assert list(range(196)) == sorted(index for pack in emitted.underfilled for index in pack)
-    kept = attrs.evolve(options, drop_last=False)
-    assert 196 == len(advance(Carry(), range(200), [41] * 200, options=kept)[1].packs)
-
-
 def test_those_that_were_carried_longest_are_let_go_first():
     """Newer ones stay: 4 of 8 after each packing."""
     options = CarryOptions(packing_length=80, packing_buffer=8, min_fill_ratio="0.6")
@@ -140,33 +123,6 @@ def test_those_that_were_carried_longest_are_let_go_first():
     carry, _ = advance(carry, range(8, 12), [41] * 4, options=options)
 
     assert [8, 9, 10, 11] == carry.indices.tolist()
-
-
-@pytest.mark.parametrize(
-    ("lengths", "buffer", "expected"),
-    [([30, 30, 20, 60, 50, 10], 6, None), ([20, 15], 2, []), ([90], 6, [[0]])],
-)
-def test_worked_cases(lengths, buffer, expected):
-    """Budget 80, ratio 0.6, dropping: every pack holds 48 to 80 tokens, but for a long one."""
-    options = CarryOptions(packing_length=80, packing_buffer=buffer, min_fill_ratio=0.6)
-    _, emitted = run(lengths, options)
-
-    packs = packs_of(emitted)
-
-    assert expected is None or expected == packs
-    if expected is None:
-        assert list(range(6)) == sorted(index for pack in packs for index in pack)
-        assert all(48 <= sum(lengths[index] for index in pack) <= 80 for pack in packs)
-    skipping = attrs.evolve(options, allow_single_long=False)
-    assert (expected == [[0]]) == bool([one for one in run(lengths, skipping)[1] if one.skipped_long])
-
-
-def test_a_full_buffer_is_packed_by_constant_volume():
-    """As the binpacking library would; see the packers' own laws."""
-    lengths = [30, 30, 20, 60, 50, 10]
-    options = CarryOptions(packing_length=80, packing_buffer=6, min_fill_ratio=0)
-
-    assert pack(lengths, capacity=80) == advance(Carry(), range(6), lengths, options=options)[1].packs
 
 
 @pytest.mark.parametrize(

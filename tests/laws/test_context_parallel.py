@@ -1,7 +1,4 @@
-"""
-Context parallelism: every position is one rank's, work is equal, and nothing is lost between
-chunks.
-"""
+"""Context parallelism: each position is on one rank, work is equal, and no target is lost."""
 
 from __future__ import annotations
 
@@ -17,9 +14,7 @@ from packplan.core.context_parallel import PackedLayout, chunk_positions, cu_seq
 
 @st.composite
 def layouts(draw) -> PackedLayout:
-    """
-    Rows of up to eight sequences, shared by up to five ranks; also rows that are padded otherwise.
-    """
+    """Rows of up to eight sequences on up to five ranks, some with more padding than needed."""
     lengths = draw(st.lists(st.integers(1, 40), max_size=8))
     cp_size, tp_size = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     layout = PackedLayout.from_lengths(lengths, cp_size=cp_size, tp_size=tp_size)
@@ -72,10 +67,7 @@ def test_the_ranks_rows_give_the_row_back(layout):
 
 @given(layouts())
 def test_targets_are_those_of_each_sequence_rolled_alone(layout):
-    """
-    On every rank, also across the ends of its chunks; the last token of a sequence and padding have
-    none.
-    """
+    """Targets cross the ends of chunks; last tokens and padding have none."""
     tokens = list(range(100, 100 + layout.cu_seqlens[-1]))
     row, expected = [], []
     for start, end, room in zip(
@@ -125,21 +117,6 @@ def test_chunks_of_one_sequence():
     assert [[0, 1, 6, 7], [2, 3, 4, 5]] == [chunk_positions(8, cp_size=2, cp_rank=r) for r in range(2)]
     assert [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]] == [chunk_positions(12, cp_size=3, cp_rank=r) for r in range(3)]
     assert [0, 1, 2] == chunk_positions(3, cp_size=1, cp_rank=0)
-
-
-def test_cumulative_lengths():
-    """True, and padded; none of no sequence."""
-    assert [0, 8, 13, 20] == cu_seqlens([8, 5, 7])
-    assert [0, 8, 16, 24] == cu_seqlens([8, 5, 7], pad_to_multiple_of=4)
-    assert [0] == cu_seqlens([])
-
-
-def test_a_sequence_of_six_over_two_ranks():
-    """Padded to eight; 18 pairs each, where halves would have 10 and 26."""
-    layout = PackedLayout.from_lengths([6], cp_size=2)
-
-    assert ["01pp", "2345"] == ["".join(row) for row in ranks_rows(layout, "012345pp")]
-    assert (18, 18) == layout.causal_work()
 
 
 def test_four_sequences_over_two_ranks():

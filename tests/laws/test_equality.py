@@ -19,8 +19,8 @@ from packplan.core.equality import (
     loaded_limit,
     loss_difference,
 )
+from packplan.core.packs import Packs
 from packplan.core.samples import COLUMNS
-from tests.strategies import as_packs
 
 PRECISIONS = ["float32", "float16", "bfloat16"]
 
@@ -46,12 +46,9 @@ def kind_of(pack: list[Media]) -> tuple[str, bool]:
 
 @given(st.lists(st.lists(MEDIA, min_size=1, max_size=5), min_size=1, max_size=20), st.integers(1, 9))
 def test_packs_of_every_kind_are_looked_at(held, count):
-    """
-    Only packs of several samples, each once, as many as asked for; of each kind the one of the most
-    samples. With videos and without are two kinds.
-    """
+    """Of each kind, with and without videos, the pack of the most samples is chosen."""
     ends = np.cumsum([len(pack) for pack in held])
-    packs = as_packs([list(range(end - len(pack), end)) for pack, end in zip(held, ends, strict=True)])
+    packs = Packs.from_lists([list(range(end - len(pack), end)) for pack, end in zip(held, ends, strict=True)])
     several = [position for position, pack in enumerate(held) if len(pack) > 1]
     kinds = {kind_of(held[position]) for position in several}
     event(f"kinds: {len(kinds)}, with videos: {any(shows for _, shows in kinds)}")
@@ -74,7 +71,7 @@ def test_the_only_pack_with_a_video_is_looked_at(place):
     media = [(0, 0), (1, 0)] * 20
     media[2 * place + 1] = (0, 1)
 
-    assert place in choose_packs(as_packs([[2 * n, 2 * n + 1] for n in range(20)]), table_of(media), count=2)
+    assert place in choose_packs(Packs.from_lists([[2 * n, 2 * n + 1] for n in range(20)]), table_of(media), count=2)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -96,10 +93,7 @@ def test_the_worst_finding_decides(precision, values):
 
 @given(st.floats(0, 50), st.floats(0, 50), st.floats(0, 1e4))
 def test_a_loss_is_compared_with_itself_or_with_the_logits_it_comes_from(found, expected, terms):
-    """
-    Never with less than a tenth of them, so that what cancels is no fault; without either, any
-    difference is one.
-    """
+    """The scale is at least a tenth of the terms, so that cancellation is no fault."""
     terms = max(terms, expected)
 
     value = loss_difference(found, expected, terms=terms)

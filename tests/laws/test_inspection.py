@@ -1,7 +1,4 @@
-"""
-Where samples are, what two plans differ in, what else a plan could be, and whether it keeps its
-laws.
-"""
+"""Inspection: places of samples, differences of plans, alternatives, and broken invariants."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ from hypothesis import event, given, reject
 from hypothesis import strategies as st
 
 from packplan.core.errors import ArgumentError, Difference, UserError
+from packplan.core.fingerprint import field_differences
 from packplan.core.inspection import (
     Alternative,
     best_of,
-    figure_differences,
     place_of,
     plan_difference,
     plan_faults,
@@ -28,16 +25,13 @@ from packplan.core.inspection import (
 )
 from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan, one_sample_packs
-from packplan.core.schedule import EpochSchedule
 from tests.laws.test_summary import plans, schedules
-from tests.strategies import raw_lengths
+from tests.strategies import plain_schedule, raw_lengths
 
 
 @given(plans())
 def test_every_sample_has_its_place(of):
-    """
-    In a pack, dropped or skipped, as the plan's own lists say; a sample beyond the data has none.
-    """
+    """A sample is in a pack, dropped or skipped; one beyond the data has no place."""
     plan, lengths = of
     for sample in range(len(lengths)):
         place = place_of(plan, sample)
@@ -100,14 +94,11 @@ def test_differences_are_those_found_sample_by_sample(one, other, appended):
 
 def test_figures_differ_by_name():
     """With both values; equal ones are not named."""
-    lengths = [60, 20, 50]
-    first = summarise(build_raw_plan(lengths, packing_length=80), lengths)
+    first = Alternative(80, 1, problem="none")
 
-    assert () == figure_differences(first, first)
-    changed = attrs.evolve(first, num_packs=9, fill_mean=None)
-    assert (Difference("num_packs", 2, 9), Difference("fill_mean", first.fill_mean, None)) == figure_differences(
-        first, changed
-    )
+    assert () == field_differences(first, first)
+    changed = attrs.evolve(first, world_size=2, problem=None)
+    assert (Difference("world_size", 1, 2), Difference("problem", "none", None)) == field_differences(first, changed)
 
 
 @given(
@@ -116,10 +107,7 @@ def test_figures_differ_by_name():
     st.sets(st.integers(1, 5), min_size=1),
 )
 def test_whatif_plans_every_combination_as_planning_does(of, packing_lengths, world_sizes):
-    """
-    Each with the figures of its own plan; where there is none, the reason; the best has the highest
-    score of its ranks.
-    """
+    """Each has the figures of its own plan, or the reason why there is none."""
     lengths, _ = of
 
     def plan(packing_length):
@@ -128,10 +116,7 @@ def test_whatif_plans_every_combination_as_planning_does(of, packing_lengths, wo
     def schedule(raw, world_size):
         if world_size == 3:
             raise ArgumentError("batch_size", "4 is not divisible by 3 ranks")
-        return EpochSchedule(
-            num_packs=len(raw.packs), world_size=world_size, dataloader_drop_last=world_size == 2,
-            gradient_accumulation_steps=1, num_train_epochs=1,
-        )  # fmt: skip
+        return plain_schedule(len(raw.packs), world_size, dataloader_drop_last=world_size == 2)
 
     found = list(
         what_if(lengths, packing_lengths=packing_lengths, world_sizes=sorted(world_sizes), plan=plan, schedule=schedule)
@@ -159,63 +144,40 @@ def test_whatif_plans_every_combination_as_planning_does(of, packing_lengths, wo
     event(f"problems: {any(one.problem for one in found)}")
 
 
+def alternatives(lengths, packing_lengths, world_size=1, *, drop_last=False):
+    """Return what else plans of these lengths could be."""
+    return list(
+        what_if(
+            lengths, packing_lengths=packing_lengths, world_sizes=[world_size],
+            plan=lambda n: build_raw_plan(lengths, packing_length=n, min_fill_ratio="0.65"),
+            schedule=lambda raw, w: plain_schedule(len(raw.packs), w, dataloader_drop_last=drop_last),
+        )
+    )  # fmt: skip
+
+
 def test_the_score_counts_what_it_says():
-    """
-    Coverage x fill / imbalance, repeats empty, dropped packs not covered; equal scores prefer
-    shorter packs.
-    """
+    """The score is coverage x fill / imbalance; of equal scores, the shorter packs win."""
     lengths = [40, 40, 40, 40, 40, 40]
+    ((one,), (two,), (dropping,)) = (
+        alternatives(lengths, [100], ranks, drop_last=drop) for ranks, drop in ((1, False), (2, False), (2, True))
+    )
 
-    def one(world_size, drop_last):
-        (found,) = what_if(
-            lengths, packing_lengths=[100], world_sizes=[world_size],
-            plan=lambda n: build_raw_plan(lengths, packing_length=n),
-            schedule=lambda raw, w: EpochSchedule(
-                num_packs=len(raw.packs), world_size=w, dataloader_drop_last=drop_last, gradient_accumulation_steps=1,
-                num_train_epochs=1,
-            ),
-        )  # fmt: skip
-        return found
-
-    assert one(1, drop_last=False).score == pytest.approx(0.8)
-    assert one(2, drop_last=False).score == pytest.approx(0.8 * 3 / 4)
-    assert one(2, drop_last=True).score == pytest.approx(0.8 * 2 / 3)
-    shorter = attrs.evolve(one(1, drop_last=False), packing_length=90)
-    assert shorter is best_of([one(1, drop_last=False), shorter, Alternative(50, 1, problem="none")])[1]
+    assert [0.8, 0.8 * 3 / 4, 0.8 * 2 / 3] == pytest.approx([one.score, two.score, dropping.score])
+    shorter = attrs.evolve(one, packing_length=90)
+    assert shorter is best_of([one, shorter, Alternative(50, 1, problem="none")])[1]
+    # The busiest rank has one sample of the mean length of the other's two.
+    (uneven,) = alternatives([90, 45, 45], [91], 2)
+    assert uneven.schedule.work_imbalance == pytest.approx(8100 / ((8100 + 4050) / 2))
+    assert uneven.score == pytest.approx(180 / 182 * 6075 / 8100)
 
 
 def test_what_breaks_the_length_that_is_asked_about_is_not_covered():
     """Where every sample is long, nothing is packed within the length, and nothing is best."""
-    lengths = [40, 40, 40]
-    found = list(
-        what_if(
-            lengths, packing_lengths=[1, 100], world_sizes=[1],
-            plan=lambda n: build_raw_plan(lengths, packing_length=n),
-            schedule=lambda raw, w: EpochSchedule(
-                num_packs=len(raw.packs), world_size=w, dataloader_drop_last=False, gradient_accumulation_steps=1,
-                num_train_epochs=1,
-            ),
-        )
-    )  # fmt: skip
+    found = alternatives([40, 40, 40], [1, 100])
 
     assert [0, pytest.approx(0.8 * 2 / 3)] == [one.score for one in found]
     assert {1: found[1]} == best_of(found)
     assert {} == best_of(found[:1])
-
-
-def test_the_score_falls_with_the_imbalance():
-    """The busiest rank has one sample of the mean length of the other's two."""
-    lengths = [90, 45, 45]
-    (one,) = what_if(
-        lengths, packing_lengths=[91], world_sizes=[2], plan=lambda n: build_raw_plan(lengths, packing_length=n),
-        schedule=lambda raw, w: EpochSchedule(
-            num_packs=len(raw.packs), world_size=w, dataloader_drop_last=False, gradient_accumulation_steps=1,
-            num_train_epochs=1,
-        ),
-    )  # fmt: skip
-
-    assert one.schedule.work_imbalance == pytest.approx(8100 / ((8100 + 4050) / 2))
-    assert one.score == pytest.approx(180 / 182 * 6075 / 8100)
 
 
 def test_a_pack_at_the_ratio_is_not_underfilled():
@@ -266,7 +228,7 @@ def test_figures_are_those_of_the_samples_whatever_records_lie_between(drawn, da
 
 PLANNED = [60, 20, 50, 30, 40, 40, 90, 10, 85]
 
-SOUND = build_raw_plan(PLANNED, packing_length=80, allow_single_long=False)
+SOUND = build_raw_plan(PLANNED, packing_length=80, allow_single_long=False, min_fill_ratio="0.65")
 
 
 def packs(*lists):
@@ -276,6 +238,7 @@ def packs(*lists):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"packs": Packs(np.array([0, 2]), np.array([-1, 1]))}, "sample -1 is in the plan, but has no length"),
         ({"num_samples": 8}, "the plan is of 8 samples, but there are 9 lengths"),
         ({"packs": packs([0, 1], [2, 3], [4, 99])}, "sample 99 is in the plan, but has no length"),
         ({"packs": packs([0, 1], [2, 3])}, "2 samples are not in the plan exactly once: sample 4 is 0 times"),
@@ -300,23 +263,10 @@ def test_a_plan_that_breaks_a_law_is_found(changes, said):
     assert any(said in fault for fault in found), found
 
 
-def test_a_pack_of_several_breaks_the_law_of_padded_batches():
-    """There each sample is alone."""
+def test_packs_of_other_samples_break_a_law_too():
+    """One of length 0 is no sample; in padded batches each sample is alone."""
+    assert "1 sample is not in the plan exactly once: sample 0 is 1 times" in plan_faults(SOUND, [0, *PLANNED[1:]])
     assert any("share no packs" in fault for fault in plan_faults(SOUND, PLANNED, packed=False))
-
-
-def test_a_record_that_is_no_sample_is_in_no_pack():
-    """Its length is 0."""
-    found = list(plan_faults(SOUND, [0, *PLANNED[1:]]))
-
-    assert "1 sample is not in the plan exactly once: sample 0 is 1 times" in found
-
-
-def test_a_negative_sample_is_named():
-    """It would be read from the data's end."""
-    broken = attrs.evolve(SOUND, packs=Packs(np.array([0, 2]), np.array([-1, 1])))
-
-    assert ["sample -1 is in the plan, but has no length"] == list(plan_faults(broken, PLANNED))
 
 
 def _summary_or_reason(plan, packing_length, lengths):

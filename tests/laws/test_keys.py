@@ -149,10 +149,7 @@ def test_every_key_of_planning_and_measuring_declares_its_effect(path):
 
 @pytest.mark.parametrize("path", PLANNING)
 def test_fingerprints_depend_on_exactly_the_keys_that_declare_it(path, bases):
-    """
-    Another value changes the fingerprint of some run, or that of none. A key that enters lengths
-    otherwise is no input by its own name.
-    """
+    """Another value changes the fingerprint of some run, or of none."""
     facts, others = key_of(DECLARED[path]), [changed(config, path) for config, _, _ in bases]
     by_length = any(inputs != length_inputs(other) for (_, inputs, _), other in zip(bases, others, strict=True))
     by_plan = any(digests != digests_of_plans(other) for (_, _, digests), other in zip(bases, others, strict=True))

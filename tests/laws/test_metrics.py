@@ -63,12 +63,6 @@ def test_a_plan_with_long_samples_can_be_measured(case):
     assert packing_metrics(lengths, plan.packs, capacity=packing_length).gap >= 0
 
 
-def test_no_pack_has_no_metrics():
-    """There is nothing to divide by."""
-    with pytest.raises(ValueError, match="no pack"):
-        packing_metrics([], Packs.from_lists([]), capacity=8)
-
-
 def test_what_cannot_be_measured_is_refused():
     """No pack, a sample without a length, a bound below one, no call."""
     with pytest.raises(ValueError, match="no pack to measure"):

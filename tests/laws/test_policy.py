@@ -1,7 +1,4 @@
-"""
-What decides a raw plan is one value: checked when it is made, and fingerprinted by all that can
-change the packs.
-"""
+"""A plan policy is checked when it is made; all fields that change packs are fingerprinted."""
 
 from __future__ import annotations
 
@@ -13,9 +10,6 @@ import scipy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.adapters.config.run import parse_config
-from packplan.adapters.config.trainer_keys import stored_keys
-from packplan.core.config import plan_policy
 from packplan.core.packers import ALGORITHMS
 from packplan.core.plan import build_raw_plan, one_sample_packs
 from packplan.core.policy import PlanPolicy
@@ -23,7 +17,7 @@ from packplan.core.work import WorkModel
 from tests.strategies import raw_lengths
 
 POLICY = PlanPolicy(packing_length=80, algorithm="first_fit_shuffle", seed=42)
-"""Its algorithm draws, so that every field that decides packs does, but for the work."""
+"""The algorithm draws, so that every field that decides packs does, but for the work."""
 
 WEIGHED = attrs.evolve(POLICY, algorithm="balanced")
 
@@ -66,18 +60,6 @@ def test_without_packing_too_what_decides_a_plan_enters_the_fingerprint(name):
     assert attrs.evolve(policy, **{name: OTHERS[name]}).fingerprint("d") != policy.fingerprint("d")
 
 
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_run_says_what_becomes_of_long_samples(packing, keeps):
-    """Whether others share packs or not."""
-    training = {"output_dir": "o", "packing": packing, "packing_allow_single_long": keeps}
-    document = {
-        "model": {"model": "m"}, "template": {"max_length": 8}, "custom": {"train_jsonl": "a"}, "training": training,
-    }  # fmt: skip
-
-    assert keeps == plan_policy(parse_config(document, "run.yaml", stored_keys()), "train").allow_single_long
-
-
 def test_two_models_of_work_have_two_plans():
     """Plans of one are never taken for plans of the other, or of none."""
     one, other = (attrs.evolve(WEIGHED, work=WorkModel(per_position=5, per_pair=pair)) for pair in (3, 4))
@@ -95,10 +77,7 @@ def test_what_only_refuses_plans_stays_out_of_the_fingerprint(name, value):
 
 
 def test_a_field_without_effect_stays_out_of_the_fingerprint():
-    """
-    The ratio, where nothing is dropped; the seed, where nothing is drawn; all but the length and
-    long samples, where nothing is packed.
-    """
+    """For example, the ratio where nothing is dropped, or the seed where nothing is drawn."""
     for fixed, name in (
         ({"drop_last": False}, "min_fill_ratio"),
         ({"algorithm": "constant_volume"}, "seed"),
@@ -120,7 +99,10 @@ def test_a_field_without_effect_stays_out_of_the_fingerprint():
 )
 def test_golden_fingerprints(changes, digest):
     """The defaults are meant: a change would plan every stored data set again."""
-    assert digest == PlanPolicy(**{"packing_length": 80, "seed": 42} | changes).fingerprint("d").digest
+    assert (
+        digest
+        == PlanPolicy(**{"packing_length": 80, "min_fill_ratio": "0.65", "seed": 42} | changes).fingerprint("d").digest
+    )
 
 
 def test_every_algorithm_has_its_own_fingerprint():
@@ -133,10 +115,7 @@ def test_every_algorithm_has_its_own_fingerprint():
 
 @given(raw_lengths(), st.decimals(0, 1, places=2), st.booleans(), st.sampled_from(list(ALGORITHMS)))
 def test_a_policy_plans_what_its_fields_by_keyword_plan(case, ratio, allow, algorithm):
-    """
-    Whole, in keywords, or in part by each; a ratio is the same decimal as a number, a text or a
-    Decimal.
-    """
+    """A ratio is the same decimal as a number, a text or a Decimal."""
     lengths, packing_length = case
     lengths = [*lengths, packing_length, max(1, packing_length - 1)]
     fields = {"allow_single_long": allow, "algorithm": algorithm, "drop_last": ratio < Decimal("0.5")}

@@ -1,7 +1,4 @@
-"""
-Ranks agree on a run exactly where each key that decides what is trained has one value on all of
-them.
-"""
+"""Ranks agree on a run exactly if each key that decides training has one value on all."""
 
 from __future__ import annotations
 
@@ -43,10 +40,7 @@ RUN = RunConfig(
 
 @given(runs_of_ranks)
 def test_the_keys_that_differ_are_named_each_with_the_value_of_every_rank(runs):
-    """
-    No other key is; a rank that lacks a key differs from one that has it. Digests are the same
-    where nothing differs, and nowhere else.
-    """
+    """A missing key differs too, and digests are equal exactly where nothing differs."""
     found = rank_differences(runs)
 
     event(f"a key is missing somewhere: {any(None in one.values for one in found)}")
@@ -149,10 +143,7 @@ def with_trainer(**keys: object) -> RunConfig:
 
 
 def test_keys_of_the_trainer_are_compared_too():
-    """
-    All that are not a rank's own, their sections key by key, and files of settings by their
-    content.
-    """
+    """Sections are compared key by key, and files of settings by their content."""
     plain = run_values(RUN, {})
     for name in json.loads(TABLE.read_text())["keys"]:
         if name in {field.name for field in attrs.fields(TrainingConfig)}:

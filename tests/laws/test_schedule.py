@@ -1,6 +1,4 @@
-"""
-What is trained, in which order: every pack once an epoch, also when a run resumes on other ranks.
-"""
+"""Order of training: every pack once an epoch, also when a run resumes on other ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +17,14 @@ from packplan.core.checksum import plan_checksum
 from packplan.core.errors import PlanError, StaleError
 from packplan.core.plan import build_raw_plan
 from packplan.core.schedule import ORDER_VERSION, EpochSchedule, Progress, ResumeState
-from tests.strategies import raw_plans
+from tests.strategies import plain_schedule, raw_plans
 
 ranks = st.integers(1, 5)
 
 
 @st.composite
 def schedules(draw) -> EpochSchedule:
-    """
-    Schedules from the beginning: with padded batches too, and with steps whose packs are assigned
-    by work.
-    """
+    """Schedules from the beginning, with padded batches and with packs assigned by work."""
     world_size = draw(ranks)
     batch_size = draw(st.sampled_from([1, 1, 1, 2, 3]))
     drop_last = draw(st.booleans())
@@ -76,22 +71,16 @@ def packs_of(steps) -> list[int]:
 @example(1, 5, 4, False)  # noqa: FBT003  # repeated for every rank
 @example(0, 1, 1, False)  # noqa: FBT003  # nothing to repeat
 def test_a_schedule_gives_every_rank_a_batch_or_is_none(num_packs, world_size, batch_size, drop_last):
-    """
-    Whole batches for all ranks where the remainder is dropped, else one pack; the error has all
-    numbers.
-    """
+    """Without a batch for each rank, the error has all numbers."""
     event(f"dropped, and too few: {drop_last and num_packs < world_size * batch_size}")
-    options = {
-        "num_packs": num_packs, "world_size": world_size, "dataloader_drop_last": drop_last, "batch_size": batch_size,
-        "gradient_accumulation_steps": 2, "num_train_epochs": 2,
-    }  # fmt: skip
+    options = {"dataloader_drop_last": drop_last, "batch_size": batch_size, "num_train_epochs": 2}
     if num_packs < (world_size * batch_size if drop_last else 1):
         with pytest.raises(PlanError) as caught:
-            EpochSchedule(**options)
+            plain_schedule(num_packs, world_size, **options)
         assert (num_packs, world_size, batch_size) == tuple(caught.value.details.values())
         return
 
-    steps = trained(EpochSchedule(**options))
+    steps = trained(plain_schedule(num_packs, world_size, **options, gradient_accumulation_steps=2))
 
     assert {0, 1} == {epoch for epoch, _ in steps}
     assert all(mine and all(mine) for _, ranks_batches in steps for mine in ranks_batches)
@@ -100,10 +89,8 @@ def test_a_schedule_gives_every_rank_a_batch_or_is_none(num_packs, world_size, b
 @pytest.mark.parametrize("name", ["world_size", "gradient_accumulation_steps", "batch_size"])
 def test_a_schedule_counts_from_one(name):
     """Nothing divides by 0."""
-    options = {"num_packs": 8, "world_size": 1, "gradient_accumulation_steps": 1, "batch_size": 1}
-
     with pytest.raises(ValueError, match=f"{name} is 0, but has to be a whole number of at least 1"):
-        EpochSchedule(**options | {name: 0}, dataloader_drop_last=False, num_train_epochs=1)
+        plain_schedule(8, **{name: 0})
 
 
 @given(schedules())
@@ -144,10 +131,7 @@ def test_another_epoch_and_another_seed_have_another_order(schedule, epoch):
 
 @given(schedules(), ranks, st.data())
 def test_works_decide_who_trains_a_pack_and_never_in_which_step(schedule, world_size, data):
-    """
-    Every step has the packs that it has without works, also after a resume on other ranks: losses,
-    gradients and checkpoints are of the same packs.
-    """
+    """Steps keep their packs, also after a resume on other ranks."""
     schedule = attrs.evolve(schedule, group_by_work=0)
     plain = attrs.evolve(schedule, works=None)
 
@@ -166,10 +150,8 @@ def test_works_decide_who_trains_a_pack_and_never_in_which_step(schedule, world_
 @pytest.mark.parametrize("meeting", ["step", "microbatch"])
 def test_works_that_divide_evenly_are_at_the_bound(meeting):
     """Where ranks meet once a step, and where they meet in each microbatch."""
-    schedule = EpochSchedule(
-        num_packs=8, world_size=2, dataloader_drop_last=False, gradient_accumulation_steps=2, num_train_epochs=1,
-        works=np.array([4, 1, 4, 1, 3, 3, 2, 2]), meeting=meeting, shuffle=False,
-    )  # fmt: skip
+    works = np.array([4, 1, 4, 1, 3, 3, 2, 2])
+    schedule = plain_schedule(8, 2, gradient_accumulation_steps=2, works=works, meeting=meeting, shuffle=False)
 
     assert 0 == schedule.above_bound(0)
 
@@ -186,17 +168,11 @@ def test_the_time_of_an_epoch_is_told_beside_its_bound(schedule):
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 9), st.data())
 def test_steps_grouped_by_work_hold_neighbours_of_their_window(world_size, accumulation, window, seed, data):
-    """
-    Each pack of a window once, a step's packs next to each other by work; on other ranks each pack
-    that is left is trained once.
-    """
+    """A window keeps its packs; on other ranks, each pack that is left is trained once."""
     per_step = world_size * accumulation
     num_packs = per_step * data.draw(st.integers(1, 7))
     works = np.array(data.draw(st.lists(st.integers(0, 99), min_size=num_packs, max_size=num_packs)))
-    plain = EpochSchedule(
-        num_packs=num_packs, world_size=world_size, dataloader_drop_last=False, num_train_epochs=1, seed=seed,
-        gradient_accumulation_steps=accumulation, works=works,
-    )  # fmt: skip
+    plain = plain_schedule(num_packs, world_size, seed=seed, gradient_accumulation_steps=accumulation, works=works)
     schedule = attrs.evolve(plain, group_by_work=window)
     event(f"several windows: {num_packs > window * per_step}")
 
@@ -231,10 +207,7 @@ def test_steps_and_epochs_are_counted_as_transformers_counts_them(schedule):
 
 @given(schedules(), st.data())
 def test_a_resume_on_as_many_ranks_goes_on_where_it_stopped(schedule, data):
-    """
-    From any step: the rest of an uninterrupted run, batch for batch, rank for rank, and the same
-    resume states.
-    """
+    """The rest equals that of an uninterrupted run, batch for batch."""
     whole = trained(schedule)
     stop = data.draw(st.integers(0, len(whole)))
     event(f"mid-epoch: {schedule.at(stop).epoch_step > 0}")
@@ -250,10 +223,7 @@ def test_a_resume_on_as_many_ranks_goes_on_where_it_stopped(schedule, data):
 
 @given(schedules(), st.lists(st.tuples(ranks, st.integers(1, 3)), min_size=1, max_size=3), st.data())
 def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(schedule, changes, data):
-    """
-    However often the ranks change: each pack once, fillers or what is cut aside, fewer than ranks
-    each time.
-    """
+    """Each pack is trained once, but for fewer fillers or cut packs than ranks a change."""
     schedule = attrs.evolve(schedule, batch_size=1, num_train_epochs=2, group_by_work=0)
     consumed = []
     cut, fillers = schedule.num_packs % schedule.world_size, -schedule.num_packs % schedule.world_size
@@ -300,10 +270,7 @@ def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(s
 
 @given(schedules(), ranks, st.data())
 def test_one_change_of_ranks_trains_each_pack_left_exactly_once(schedule, world_size, data):
-    """
-    The packs of the old order that were not consumed, once each, then filled from their own front,
-    or cut.
-    """
+    """The packs left keep their order, and are cut or filled from their own front."""
     schedule = attrs.evolve(schedule, batch_size=1, works=None, group_by_work=0)
     assume(schedule.world_size != world_size)
     assume(schedule.num_steps(0) > 1)
@@ -331,15 +298,9 @@ def test_one_change_of_ranks_trains_each_pack_left_exactly_once(schedule, world_
 def test_an_epoch_whose_rest_gives_no_batch_takes_no_further_step(  # noqa: PLR0917  # examples are by position
     num_packs, before, after, batch_size, stop, drop_last
 ):
-    """
-    After a resume on other ranks, or with another batch: the next epoch goes on, and steps are
-    counted so.
-    """
+    """The next epoch goes on, and the total of steps counts so."""
     assume(not drop_last or num_packs >= max(before, after * batch_size))
-    schedule = EpochSchedule(
-        num_packs=num_packs, world_size=before, dataloader_drop_last=drop_last, gradient_accumulation_steps=1,
-        num_train_epochs=2,
-    )  # fmt: skip
+    schedule = plain_schedule(num_packs, before, dataloader_drop_last=drop_last, num_train_epochs=2)
     assume(stop < schedule.steps_per_epoch)
     order = schedule.order(0).tolist()
     left = len(set(order) - set(order[: stop * before]))
@@ -374,19 +335,12 @@ def test_an_epoch_whose_rest_gives_no_batch_takes_no_further_step(  # noqa: PLR0
 def test_works_that_cannot_be_balanced_are_refused(works, options, message):
     """One finite number for each pack, from 0; index, value and number are named."""
     with pytest.raises(ValueError, match=message):
-        EpochSchedule(
-            num_packs=8, world_size=2, dataloader_drop_last=False, gradient_accumulation_steps=2,
-            num_train_epochs=1, works=np.array(works), **options,
-        )  # fmt: skip
+        plain_schedule(8, 2, works=np.array(works), **options)
 
 
 def test_part_of_an_epoch_that_other_ranks_began():
-    """
-    12 packs on 3 ranks are 4 steps; after one, 9 packs on 1 rank are 9: of the 10, 60 % are 6.
-    """
-    schedule = EpochSchedule(
-        num_packs=12, world_size=3, dataloader_drop_last=False, gradient_accumulation_steps=1, num_train_epochs=0.6
-    )
+    """One step on 3 ranks and 9 on 1 rank are an epoch of 10 steps; 60 % of it are 6."""
+    schedule = plain_schedule(12, 3, num_train_epochs=0.6)
     assert 3 == schedule.total_steps
 
     resumed = attrs.evolve(schedule, world_size=1, start=schedule.at(1))
@@ -402,15 +356,16 @@ def test_a_resume_state_names_what_has_changed():
     then = ResumeState("a1", "d", 1, True, "full", 1, Progress())  # noqa: FBT003
 
     assert () == then.differences(attrs.evolve(then, progress=Progress(step=5)))
-    (order,) = then.differences(attrs.evolve(then, order_version=2))
-    assert "order_version: stored 1, now 2" == str(order)
-    assert "changed_order" == StaleError.plan("checkpoint-1", (order,)).kind
-    (grouped,) = then.differences(attrs.evolve(then, grouping="3 steps by the works a1"))
-    assert "grouping: stored '', now '3 steps by the works a1'" == str(grouped)
-    (difference,) = then.differences(attrs.evolve(then, plan="b2"))
-    assert "plan: stored 'a1', now 'b2'" == str(difference)
-    assert "changed_plan" == StaleError.plan("checkpoint-1", (difference,)).kind
-    assert "changed_order" == StaleError.plan("checkpoint-1", (difference, order)).kind
+    for name, now, says, kind in (
+        ("order_version", 2, "order_version: stored 1, now 2", "changed_order"),
+        ("grouping", "3 steps by the works a1", "grouping: stored '', now '3 steps by the works a1'", None),
+        ("plan", "b2", "plan: stored 'a1', now 'b2'", "changed_plan"),
+    ):
+        differences = then.differences(attrs.evolve(then, **{name: now}))
+        assert [says] == list(map(str, differences))
+        assert kind in {None, StaleError.plan("checkpoint-1", differences).kind}
+    both = then.differences(attrs.evolve(then, order_version=2, plan="b2"))
+    assert "changed_order" == StaleError.plan("checkpoint-1", both).kind
 
 
 GOLDEN_ORDERS = {
@@ -433,60 +388,50 @@ GOLDEN_ORDERS = {
     },
 }
 """
-What each `ORDER_VERSION` gave: a changed order is a new version, and a new entry here; old ones
+Orders of each `ORDER_VERSION`: a changed order is a new version, and a new entry here; old ones
 stay as they are. Version 2 assigns by work, where works are given.
 """
 
 
 def test_the_golden_order():
-    """
-    Checkpoints say which version they were trained in; under one version the order never changes.
-    """
-    schedule = EpochSchedule(
-        num_packs=10, world_size=4, dataloader_drop_last=False, gradient_accumulation_steps=2, num_train_epochs=2,
-        seed=42
-    )  # fmt: skip
+    """Under one version, which checkpoints name, the order never changes."""
+    schedule = plain_schedule(10, 4, gradient_accumulation_steps=2, num_train_epochs=2, seed=42)
     padded = attrs.evolve(schedule, batch_size=2, dataloader_drop_last=True, seed=7)
     many = attrs.evolve(schedule, num_packs=1000, seed=1)
     works = np.arange(1000) ** 2 % 997
     step = attrs.evolve(many, works=works, world_size=8, gradient_accumulation_steps=4)
-    microbatch = attrs.evolve(step, meeting="microbatch")
 
     assert GOLDEN_ORDERS[ORDER_VERSION] == {
         "ranks": [schedule.batches(0, rank=rank) for rank in range(4)],
         "second epoch": schedule.order(1).tolist(),
         "resumed on other ranks": attrs.evolve(schedule, world_size=3, start=schedule.at(1)).order(0).tolist(),
         "padded batches": [padded.batches(3, rank=rank) for rank in range(4)],
-        "many packs": plan_checksum([many.order(epoch).tolist() for epoch in range(3)]),
-        "equal work a step": plan_checksum([step.order(epoch).tolist() for epoch in range(3)]),
-        "grouped by work": plan_checksum(
-            [attrs.evolve(step, group_by_work=5).order(epoch).tolist() for epoch in range(3)]
-        ),
-        "equal work a microbatch": plan_checksum([microbatch.order(epoch).tolist() for epoch in range(3)]),
+        **{
+            name: plan_checksum([one.order(epoch).tolist() for epoch in range(3)])
+            for name, one in {
+                "many packs": many,
+                "equal work a step": step,
+                "grouped by work": attrs.evolve(step, group_by_work=5),
+                "equal work a microbatch": attrs.evolve(step, meeting="microbatch"),
+            }.items()
+        },
     }
 
 
 @given(raw_plans(), ranks, st.integers(1, 3), st.booleans(), st.booleans())
 def test_a_schedule_of_an_aligned_plan_trains_that_plan(plan, world_size, batch_size, drop_last, shuffle):
-    """
-    Its order names the aligned plan's packs, in their order unless it shuffles; it has the plan's
-    ranks and batches.
-    """
+    """It trains the aligned plan's packs, in their order unless it shuffles."""
     assume(not drop_last or len(plan.packs) >= world_size * batch_size)
     aligned = align_plan(plan, world_size=world_size, dataloader_drop_last=drop_last, batch_size=batch_size)
     event(f"repeated: {aligned.pad_needed > 0}, dropped: {aligned.num_dropped > 0}")
 
-    schedule = EpochSchedule.from_plan(
-        aligned, gradient_accumulation_steps=2, num_train_epochs=1.5, max_steps=9, seed=3, shuffle=shuffle
-    )  # fmt: skip
+    options = {"gradient_accumulation_steps": 2, "num_train_epochs": 1.5, "max_steps": 9, "seed": 3, "shuffle": shuffle}
+    schedule = EpochSchedule.from_plan(aligned, **options)
 
     trained_packs = plan.packs.take(schedule.order(0)).tolist()
     assert shuffle or aligned.packs.tolist() == trained_packs
     assert Counter(map(tuple, aligned.packs)) == Counter(map(tuple, trained_packs))
-    assert (len(aligned.packs), world_size, batch_size, drop_last) == (
-        schedule.packs_per_epoch, schedule.world_size, schedule.batch_size, schedule.dataloader_drop_last
-    )  # fmt: skip
-    assert (2, 1.5, 9, 3, shuffle) == (
-        schedule.gradient_accumulation_steps, schedule.num_train_epochs, schedule.max_steps, schedule.seed,
-        schedule.shuffle
-    )  # fmt: skip
+    assert len(aligned.packs) == schedule.packs_per_epoch
+    assert schedule == plain_schedule(
+        len(plan.packs), world_size, batch_size=batch_size, dataloader_drop_last=drop_last, **options
+    )

@@ -16,7 +16,7 @@ from packplan.core.errors import PlanError
 from packplan.core.inspection import summarise, summarise_schedule, summarise_sources
 from packplan.core.metrics import padded_positions
 from packplan.core.plan import build_raw_plan, one_sample_packs
-from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile
+from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile, video_totals
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from tests.strategies import packable_arrays, raw_lengths
 
@@ -34,10 +34,7 @@ def plans(draw):
 
 @given(plans())
 def test_a_summary_counts_what_the_packs_hold(of):
-    """
-    Samples and tokens in packs, dropped and skipped are all there are; fill is counted pack by
-    pack.
-    """
+    """Planned, dropped and skipped samples are all samples; fill is counted by pack."""
     plan, lengths = of
     summary = summarise(plan, lengths, supervised=[length // 2 for length in lengths])
     packs = plan.packs.tolist()
@@ -80,10 +77,7 @@ def test_padding_is_the_mean_over_all_batches(lengths, batch_size):
 @pytest.mark.slow
 @pytest.mark.untraced
 def test_padding_is_exact_for_many_samples():
-    """
-    Binomials of 200,000 do not fit a float; the longest of all is certain, and one alone is not
-    padded.
-    """
+    """Binomials of 200,000 do not fit a float, but the mean is known."""
     lengths = np.arange(1, 200_001)
 
     assert padded_positions(lengths, batch_size=1) == pytest.approx(lengths.sum())
@@ -94,10 +88,7 @@ def test_padding_is_exact_for_many_samples():
 
 @given(plans(), st.data())
 def test_sources_divide_a_plan_between_them(of, data):
-    """
-    Each source has what counting its own samples by hand gives, whatever its files and whichever
-    records are bad; a pack counts for each source that it has.
-    """
+    """Each source has the counts of its own samples, and a pack counts for each source."""
     plan, lengths = of
     of_record = data.draw(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=3 * len(lengths)))
     while sum(not bad for _, bad in of_record) < len(lengths):
@@ -120,15 +111,17 @@ def test_sources_divide_a_plan_between_them(of, data):
     media = [milliseconds for n, videos in zip(lengths, held, strict=True) for milliseconds in (0, *[7 * n] * videos)]
     images = np.zeros((len(media), len(MEDIA_COLUMNS)), np.int64)
     images[:, MEDIA_COLUMNS.index("milliseconds")] = media
-    bad = [number for number in range(len(of_record)) if of_record[number][1]]
 
     sources = summarise_sources(plan.with_indices(np.array(good)), table, files, media=images)
 
     assert list(dict.fromkeys(name for name, _ in of_record)) == [one.name for one in sources]
+    dropped, skipped = {i for pack in plan.dropped_packs for i in pack}, set(plan.skipped_long)
     for one in sources:
         own = {index for index, number in enumerate(good) if of_record[number][0] == one.name}
-        dropped, skipped = {i for pack in plan.dropped_packs for i in pack}, set(plan.skipped_long)
-        assert (len(own), sum(lengths[i] for i in own)) == (one.num_samples, one.num_tokens)
+        parts = {"num": own, "planned": own - dropped - skipped, "dropped": own & dropped, "skipped": own & skipped}
+        for part, held_by in parts.items():
+            assert len(held_by) == getattr(one, f"{part}_samples")
+            assert sum(lengths[i] for i in held_by) == getattr(one, f"{part}_tokens")
         assert (sum(lengths[i] // 2 for i in own), len(own)) == (one.supervised_tokens, one.images)
         assert max((lengths[i] for i in own), default=0) == one.longest_sample
         videos = sum(held[i] for i in own)
@@ -140,14 +133,12 @@ def test_sources_divide_a_plan_between_them(of, data):
         for percent, quantile in zip((5, 50, 95), one.length_quantiles, strict=bool(own)):
             assert sum(lengths[i] <= quantile for i in own) * 100 >= percent * len(own)
             assert sum(lengths[i] < quantile for i in own) * 100 < percent * len(own)
-        assert (len(own & dropped), sum(lengths[i] for i in own & dropped)) == (one.dropped_samples, one.dropped_tokens)
-        assert (len(own & skipped), sum(lengths[i] for i in own & skipped)) == (one.skipped_samples, one.skipped_tokens)
-        planned = own - dropped - skipped
-        assert (len(planned), sum(lengths[i] for i in planned)) == (one.planned_samples, one.planned_tokens)
         assert sum(not own.isdisjoint(pack) for pack in plan.packs) == one.num_packs
         assert [file for file in files if file.source == one.name] == list(one.files)
-        assert sum(of_record[number][0] == one.name for number in bad) == one.bad_records
-    event(f"sources: {len(sources)}, bad records: {bool(bad)}, dropped: {plan.dropped_samples > 0}")
+        assert sum(bad and name == one.name for name, bad in of_record) == one.bad_records
+    event(
+        f"sources: {len(sources)}, bad records: {any(bad for _, bad in of_record)}, dropped: {plan.dropped_samples > 0}"
+    )
 
 
 def test_files_of_another_number_of_records_are_no_sources():
@@ -160,10 +151,7 @@ def test_files_of_another_number_of_records_are_no_sources():
 
 @st.composite
 def schedules(draw):
-    """
-    Plans, and schedules over them that give every rank something; packed, or each sample alone and
-    padded.
-    """
+    """Plans and schedules over them, packed, or each sample alone and padded."""
     packed = draw(st.booleans())
     plan, lengths = draw(plans())
     if not packed:
@@ -184,10 +172,7 @@ def schedules(draw):
 
 @given(schedules())
 def test_a_schedule_is_summed_up_as_it_is_trained(drawn):
-    """
-    Its packs are the aligned ones, its steps and its work those that each rank's batches give, one
-    by one.
-    """
+    """Steps and work are those of the batches of each rank."""
     plan, lengths, schedule, packed = drawn
     summary = summarise_schedule(plan, lengths, schedule, packed=packed)
     aligned = align_plan(plan, world_size=schedule.world_size, dataloader_drop_last=schedule.dataloader_drop_last)
@@ -233,9 +218,7 @@ def test_the_log_of_an_epoch_says_what_the_summary_said(drawn):
 
 @given(packable_arrays())
 def test_a_quick_bound_is_a_bound_of_the_same_packs(of):
-    """
-    Never above the one that is proven at length; the plan is the same but for it and its name.
-    """
+    """It is never above the proven one, and the packs are the same."""
     lengths, capacity = of
     quick = build_raw_plan(lengths, packing_length=capacity + 1, drop_last=False, quick_bound=True)
     proven = build_raw_plan(lengths, packing_length=capacity + 1, drop_last=False)
@@ -254,3 +237,34 @@ def test_padded_batches_have_no_fill_and_no_gap():
         summary.gap, summary.fill_mean, summary.fill_p5, summary.fill_worst, summary.padding_saved
     )  # fmt: skip
     assert (3, 3, 1.0) == (summary.num_packs, summary.planned_samples, summary.token_coverage)
+
+
+VIDEO = st.tuples(st.integers(2, 768), st.integers(4, 2**20), st.integers(0, 7_200_000), st.booleans())
+"""Frames that are sampled, patches, milliseconds, and whether it was decoded."""
+
+
+@given(st.lists(st.lists(VIDEO, max_size=3), max_size=8), st.integers(0, 4))
+def test_totals_are_the_sums_of_all_videos(samples, images):
+    """Images add nothing."""
+    table = np.zeros((len(samples), len(COLUMNS)), dtype=np.int32)
+    for row, held in zip(table, samples, strict=True):
+        row[[COLUMNS.index(name) for name in ("images", "patches", "videos", "frames", "video_patches")]] = (
+            images, 64 * images, len(held), sum(one[0] for one in held), sum(one[1] for one in held),
+        )  # fmt: skip
+    videos = [one for held in samples for one in held]
+    media = np.zeros((len(videos) + images, len(MEDIA_COLUMNS)), dtype=np.int64)
+    for row, (_, _, milliseconds, decoded) in zip(media, videos, strict=False):
+        row[[MEDIA_COLUMNS.index(name) for name in ("milliseconds", "decoded")]] = milliseconds, decoded
+
+    totals = video_totals(table, media)
+
+    assert (len(videos), sum(one[0] for one in videos)) == (totals.videos, totals.frames)
+    assert (sum(one[1] for one in videos), sum(one[3] for one in videos)) == (totals.patches, totals.decoded)
+    assert sum(one[2] for one in videos) / 1000 == totals.seconds
+
+
+def test_many_patches_do_not_overflow():
+    """A sum is wider than what is stored of a sample."""
+    table = np.full((4, len(COLUMNS)), 2**31 - 1, dtype=np.int32)
+
+    assert 4 * (2**31 - 1) == video_totals(table, np.zeros((0, len(MEDIA_COLUMNS)), dtype=np.int64)).patches

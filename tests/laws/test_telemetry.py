@@ -9,37 +9,20 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.core.inspection import fills, summarise_schedule
-from packplan.core.plan import PlanError, build_raw_plan, one_sample_packs
+from packplan.core.plan import build_raw_plan, one_sample_packs
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from packplan.core.work import SampleWorks, VisionWork, WorkModel
-from tests.strategies import raw_lengths
+from tests.laws.test_summary import schedules
+from tests.strategies import plain_schedule
 
 MODEL = WorkModel(per_position=4, per_pair=2, vision=VisionWork(5, 1, 0, 0))
 
 
 @st.composite
 def trainings(draw):
-    """Lengths, a plan over them, and a schedule over that."""
-    lengths, packing_length = draw(raw_lengths(max_size=40))
-    packed = draw(st.booleans())
-    keep_long = draw(st.booleans())
-    try:
-        if packed:
-            plan = build_raw_plan(lengths, packing_length=packing_length, allow_single_long=keep_long)
-        else:
-            plan = one_sample_packs(lengths, packing_length=packing_length, allow_single_long=keep_long)
-    except PlanError:
-        plan = one_sample_packs(lengths, packing_length=packing_length, allow_single_long=True)
-        packed = False
-    schedule = EpochSchedule(
-        num_packs=len(plan.packs),
-        world_size=draw(st.integers(1, 4)),
-        dataloader_drop_last=False,
-        gradient_accumulation_steps=draw(st.integers(1, 3)),
-        num_train_epochs=1,
-        batch_size=1 if packed else draw(st.integers(1, 3)),
-        seed=draw(st.integers(0, 9)),
-    )
+    """Lengths, a plan over them, and a schedule over that, which drops no pack."""
+    plan, lengths, schedule, packed = draw(schedules())
+    schedule = attrs.evolve(schedule, dataloader_drop_last=False)
     works = None
     if draw(st.booleans()):
         images = np.array(draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths))))
@@ -77,7 +60,7 @@ def test_a_window_is_what_its_batches_add_up_to(training, data):
     stop = data.draw(st.integers(start + 1, schedule.num_steps(0)))
     event(f"packed: {pack_stats.packed}")
 
-    works, total, packs, seen_before, seen = [], 0, [], set(), set()
+    works, rows, total, packs, seen_before, seen = [], [], 0, [], set(), set()
     for step in range(stop):
         ranks = step_batches(schedule, step)
         # Ranks take turns: whether a pack is a repetition does not depend on which of the two is
@@ -88,23 +71,20 @@ def test_a_window_is_what_its_batches_add_up_to(training, data):
             packs += here
             measured = [[works_and_widths(lengths, plan, batch, pack_stats) for batch in mine] for mine in ranks]
             works.append([sum(work for work, _ in mine) for mine in measured])
+            rows += zip(*([work for work, _ in mine] for mine in measured), strict=True)
             total += sum(width for mine in measured for _, width in mine)
     useful = sum(lengths[index] for pack in seen - seen_before for index in plan.packs[pack])
     samples = [index for pack in packs for index in plan.packs[pack]]
     long = set(plan.single_long)
     fills = [min(1, sum(lengths[i] for i in plan.packs[pack]) / plan.packing_length) for pack in packs]
 
-    size = schedule.gradient_accumulation_steps
-    ranks = [schedule.batches(0, rank=rank)[start * size : stop * size] for rank in range(schedule.world_size)]
-    batches = [[[works_and_widths(lengths, plan, batch, pack_stats)[0] for batch in mine] for mine in ranks]]
     tokens, statistics = stats.tokens(start, stop), stats.statistics(start, stop)
 
     assert (total, useful) == (tokens.total, tokens.useful)
     assert sum(map(sum, works)) / len(works) == pytest.approx(statistics["work"])
     imbalances = [max(work) / (sum(work) / len(work)) for work in works]
     assert sum(imbalances) / len(imbalances) == pytest.approx(statistics["work_imbalance"])
-    together = [list(zip(*mine, strict=True)) for mine in batches]
-    waited = sum(max(works) for works in together[0]) / (sum(map(sum, together[0])) / schedule.world_size)
+    waited = sum(map(max, rows)) / (sum(map(sum, rows)) / schedule.world_size)
     assert waited == pytest.approx(stats.microbatch_imbalance(start, stop))
     assert sum(index in long for index in samples) / len(samples) == statistics["long_share"]
     covered = {index for pack in seen | seen_before for index in plan.packs[pack]}
@@ -146,10 +126,7 @@ def test_work_beyond_64_bits_is_counted(packed, model):
     of_sample = [length**2 if model is None else model.sample_flops([length])[0] for length in lengths.tolist()]
     plan = build_raw_plan(lengths, packing_length=8 * 10**9) if packed else one_sample_packs(lengths, packing_length=1)
     works = None if model is None else SampleWorks.from_lengths(model, lengths)
-    schedule = EpochSchedule(
-        num_packs=len(plan.packs), world_size=1, dataloader_drop_last=False, gradient_accumulation_steps=1,
-        num_train_epochs=1,
-    )  # fmt: skip
+    schedule = plain_schedule(len(plan.packs))
     stats = EpochStats.from_schedule(PackStats.from_plan(plan, lengths, packed=packed, works=works), schedule, 0)
     summary = summarise_schedule(plan, lengths, schedule, packed=packed, works=works)
 

@@ -6,6 +6,7 @@ ms-swift's template of it expects; made without a network.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,13 @@ _VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 6
 _TOWER = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
 
 _QWEN_MEDIA = {
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
+    "<|image_pad|>": ("image_token_id", ""),
+    "<|video_pad|>": ("video_token_id", ""),
+    "<|vision_start|>": ("vision_start_token_id", ""),
+    "<|vision_end|>": ("vision_end_token_id", ""),
 }
+
+_TURNS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 @attrs.frozen
@@ -68,14 +71,14 @@ class VisionFamily:
     processor: Callable[[Any], Any]
     """Makes the processor of a tokenizer."""
 
-    ids: Mapping[str, str]
-    """Key of the configuration -> token whose id is its value."""
+    media: Mapping[str, tuple[str, str]]
+    """
+    Special token -> key of the configuration whose value is its id, and name by which the processor
+    asks its tokenizer for it; empty where there is none.
+    """
 
-    tokens: tuple[str, ...] = SPECIAL_TOKENS
-    """Special tokens."""
-
-    named: Mapping[str, str] = {}
-    """Names by which the processor asks its tokenizer for tokens."""
+    tokens: tuple[str, ...] = _TURNS
+    """Further special tokens."""
 
     ends: tuple[str, str] = ("<|im_end|>", "<|endoftext|>")
     """Tokens that end a turn, and that pad."""
@@ -100,8 +103,14 @@ def write_vision_model(folder: Path, name: str, text: Iterable[str], *, seed: in
     folder.mkdir(parents=True, exist_ok=True)
     family = VISION_FAMILIES[name]
     ends, pads = family.ends
-    tokenizer = learned_tokenizer(text, tokens=family.tokens, eos_token=ends, pad_token=pads, named=dict(family.named))
-    ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in family.ids.items()}
+    tokenizer = learned_tokenizer(
+        text,
+        tokens=[*dict.fromkeys([*family.tokens, *family.media])],
+        eos_token=ends,
+        pad_token=pads,
+        named={name: token for token, (_, name) in family.media.items() if name},
+    )
+    ids = {key: tokenizer.convert_tokens_to_ids(token) for token, (key, _) in family.media.items() if key}
     special = {"eos_token_id": ends, "pad_token_id": pads, "bos_token_id": pads}
     own = {key: tokenizer.convert_tokens_to_ids(token) for key, token in special.items()}
     sizes = {**family.config, "text_config": {**family.config["text_config"], "vocab_size": len(tokenizer), **own}}
@@ -122,62 +131,21 @@ def _model_of(family: VisionFamily, sizes: Sizes) -> Any:
     return AutoModelForMultimodalLM.from_config(config)
 
 
-def _internvl(tokenizer: Any) -> Any:
-    """Return a processor of tiles of 56 pixels, each 4 tokens."""
-    size = {"height": 56, "width": 56}
-    return transformers.InternVLProcessor(
-        GotOcr2ImageProcessor(size=size, crop_to_patches=True, max_patches=6),
-        tokenizer,
-        InternVLVideoProcessor(size=size),
-        image_seq_length=4,
-        chat_template=tokenizer.chat_template,
-    )
+def _processor(kind: Any, *, options: Sizes | None = None, **parts: Callable[[], Any]) -> Callable[[Any], Any]:
+    """
+    Return a function that makes the processor of a tokenizer.
 
+    Args:
+        kind: Class of the processor.
+        options: Further arguments.
+        parts: Makers of the arguments that are processors themselves.
+    """
 
-def _glm4v(tokenizer: Any) -> Any:
-    return transformers.Glm4vProcessor(
-        transformers.Glm4vImageProcessor(),
-        tokenizer,
-        transformers.Glm4vVideoProcessor(),
-        chat_template=tokenizer.chat_template,
-    )
-
-
-def _qwen_processor(patch_size: int, kind: Any, videos: Any) -> Callable[[Any], Any]:
     def build(tokenizer: Any) -> Any:
-        sides = {"patch_size": patch_size, "merge_size": 2}
-        return kind(Qwen2VLImageProcessor(**sides), tokenizer, videos(**sides), chat_template=tokenizer.chat_template)
+        made = {name: make() for name, make in parts.items()}
+        return kind(**made, tokenizer=tokenizer, chat_template=tokenizer.chat_template, **(options or {}))
 
     return build
-
-
-def _omni(tokenizer: Any) -> Any:
-    sides = {"patch_size": 14, "merge_size": 2}
-    return transformers.Qwen2_5OmniProcessor(
-        Qwen2VLImageProcessor(**sides),
-        Qwen2VLVideoProcessor(**sides),
-        transformers.WhisperFeatureExtractor(feature_size=_MEL_BINS),
-        tokenizer,
-        chat_template=tokenizer.chat_template,
-    )
-
-
-def _minicpm(tokenizer: Any) -> Any:
-    """Return a processor of slices of at most 112 pixels."""
-    return transformers.MiniCPMV4_6Processor(
-        MiniCPMV4_6ImageProcessor(scale_resolution=112, max_slice_nums=4),
-        MiniCPMV4_6VideoProcessor(scale_resolution=112),
-        tokenizer,
-        chat_template=tokenizer.chat_template,
-    )
-
-
-def _paddleocr(tokenizer: Any) -> Any:
-    """Return a processor of images from 56 to 280 pixels a side."""
-    sides = {"shortest_edge": 56 * 56, "longest_edge": 280 * 280}
-    return transformers.PaddleOCRVLProcessor(
-        PaddleOCRVLImageProcessor(size=sides), tokenizer, chat_template=tokenizer.chat_template
-    )
 
 
 def _mrope(*sections: int, **others: Any) -> Sizes:
@@ -220,6 +188,35 @@ _SPEECH = {
 
 _QWEN3_VISION = {**_VISION, "patch_size": 16, "num_position_embeddings": 256}
 
+_TILE = {"height": 56, "width": 56}
+
+
+def _qwen(
+    model_type: str, kind: Any, *, text: Sizes, vision: Sizes, videos: Any = Qwen2VLVideoProcessor
+) -> VisionFamily:
+    """
+    Return a family of Qwen.
+
+    Args:
+        model_type: Name that transformers and ms-swift have for it.
+        kind: Class of its processor.
+        text: Configuration of the text model, beyond the sizes that all have.
+        vision: Configuration of the tower.
+        videos: Class of the processor of videos.
+    """
+    sides = {"patch_size": vision["patch_size"], "merge_size": 2}
+    return VisionFamily(
+        model_type=model_type,
+        swift=(model_type, model_type),
+        config={"text_config": {**_TEXT, **text}, "vision_config": vision},
+        processor=_processor(
+            kind, image_processor=partial(Qwen2VLImageProcessor, **sides), video_processor=partial(videos, **sides)
+        ),
+        media=_QWEN_MEDIA,
+        tokens=SPECIAL_TOKENS,
+    )
+
+
 _FAMILIES = {
     "internvl": VisionFamily(
         model_type="internvl",
@@ -229,72 +226,69 @@ _FAMILIES = {
             "vision_config": {**_TOWER, "image_size": 56, "patch_size": 14},
             "image_seq_length": 4,
         },
-        processor=_internvl,
-        ids={"image_token_id": "<IMG_CONTEXT>"},
-        tokens=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
-        named={
-            "start_image_token": "<img>",
-            "end_image_token": "</img>",
-            "context_image_token": "<IMG_CONTEXT>",
-            "video_token": "<video>",
+        processor=_processor(
+            transformers.InternVLProcessor,
+            image_processor=partial(GotOcr2ImageProcessor, size=_TILE, crop_to_patches=True, max_patches=6),
+            video_processor=partial(InternVLVideoProcessor, size=_TILE),
+            options={"image_seq_length": 4},
+        ),
+        media={
+            "<img>": ("", "start_image_token"),
+            "</img>": ("", "end_image_token"),
+            "<IMG_CONTEXT>": ("image_token_id", "context_image_token"),
+            "<video>": ("", "video_token"),
         },
     ),
     "glm4v": VisionFamily(
         model_type="glm4v",
         swift=("glm4v", "glm4v"),
         config={
-            "text_config": {
-                **_TEXT,
-                "rope_parameters": _mrope(2, 1, 1, partial_rotary_factor=0.5),
-            },
+            "text_config": {**_TEXT, "rope_parameters": _mrope(2, 1, 1, partial_rotary_factor=0.5)},
             "vision_config": {**_VISION, "patch_size": 14, "image_size": 56},
         },
-        processor=_glm4v,
-        ids={
-            "image_token_id": "<|image|>",
-            "video_token_id": "<|video|>",
-            "image_start_token_id": "<|begin_of_image|>",
-            "image_end_token_id": "<|end_of_image|>",
-            "video_start_token_id": "<|begin_of_video|>",
-            "video_end_token_id": "<|end_of_video|>",
+        processor=_processor(
+            transformers.Glm4vProcessor,
+            image_processor=transformers.Glm4vImageProcessor,
+            video_processor=transformers.Glm4vVideoProcessor,
+        ),
+        media={
+            "<|begin_of_image|>": ("image_start_token_id", ""),
+            "<|end_of_image|>": ("image_end_token_id", ""),
+            "<|begin_of_video|>": ("video_start_token_id", ""),
+            "<|end_of_video|>": ("video_end_token_id", ""),
+            "<|image|>": ("image_token_id", ""),
+            "<|video|>": ("video_token_id", ""),
         },
-        tokens=("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
-                "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|image|>",
-                "<|video|>"),
+        tokens=("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
         ends=("<|user|>", "<|endoftext|>"),
     ),
-    "qwen2_vl": VisionFamily(
-        model_type="qwen2_vl",
-        swift=("qwen2_vl", "qwen2_vl"),
-        config={
-            "text_config": {**_TEXT, "rope_parameters": _mrope(2, 3, 3)},
-            "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 14},
-        },
-        processor=_qwen_processor(14, transformers.Qwen2VLProcessor, Qwen2VLVideoProcessor),
-        ids=_QWEN_MEDIA,
+    "qwen2_vl": _qwen(
+        "qwen2_vl",
+        transformers.Qwen2VLProcessor,
+        text={"rope_parameters": _mrope(2, 3, 3)},
+        vision={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 14},
     ),
-    "qwen3_vl_moe": VisionFamily(
-        model_type="qwen3_vl_moe",
-        swift=("qwen3_vl_moe", "qwen3_vl"),
-        config={
-            "text_config": {
-                **_TEXT,
+    "qwen3_vl_moe": attrs.evolve(
+        _qwen(
+            "qwen3_vl_moe",
+            transformers.Qwen3VLProcessor,
+            text={
                 "num_experts": 4,
                 "num_experts_per_tok": 2,
                 "moe_intermediate_size": 32,
                 "rope_parameters": _mrope(4, 2, 2, mrope_interleaved=True),
             },
-            "vision_config": {**_QWEN3_VISION, "deepstack_visual_indexes": [0, 1]},
-        },
-        processor=_qwen_processor(16, transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor),
-        ids=_QWEN_MEDIA,
+            vision={**_QWEN3_VISION, "deepstack_visual_indexes": [0, 1]},
+            videos=transformers.Qwen3VLVideoProcessor,
+        ),
+        swift=("qwen3_vl_moe", "qwen3_vl"),
     ),
-    "qwen3_5": VisionFamily(
-        model_type="qwen3_5",
-        swift=("qwen3_5", "qwen3_5"),
-        config={"text_config": _LINEAR, "vision_config": _QWEN3_VISION},
-        processor=_qwen_processor(16, transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor),
-        ids=_QWEN_MEDIA,
+    "qwen3_5": _qwen(
+        "qwen3_5",
+        transformers.Qwen3VLProcessor,
+        text=_LINEAR,
+        vision=_QWEN3_VISION,
+        videos=transformers.Qwen3VLVideoProcessor,
     ),
     "minicpmv4_6": VisionFamily(
         model_type="minicpmv4_6",
@@ -305,19 +299,20 @@ _FAMILIES = {
             "insert_layer_id": 0,
             "image_size": 112,
         },
-        processor=_minicpm,
-        ids={"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
-        tokens=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "</image>", "<slice>", "</slice>",
-                "<image_id>", "</image_id>", "<|image_pad|>", "<|video_pad|>"),
-        named={
-            "image_token": "<|image_pad|>",
-            "video_token": "<|video_pad|>",
-            "image_start_token": "<image>",
-            "image_end_token": "</image>",
-            "slice_start_token": "<slice>",
-            "slice_end_token": "</slice>",
-            "image_id_start_token": "<image_id>",
-            "image_id_end_token": "</image_id>",
+        processor=_processor(
+            transformers.MiniCPMV4_6Processor,
+            image_processor=partial(MiniCPMV4_6ImageProcessor, scale_resolution=112, max_slice_nums=4),
+            video_processor=partial(MiniCPMV4_6VideoProcessor, scale_resolution=112),
+        ),
+        media={
+            "<image>": ("", "image_start_token"),
+            "</image>": ("", "image_end_token"),
+            "<slice>": ("", "slice_start_token"),
+            "</slice>": ("", "slice_end_token"),
+            "<image_id>": ("", "image_id_start_token"),
+            "</image_id>": ("", "image_id_end_token"),
+            "<|image_pad|>": ("image_token_id", "image_token"),
+            "<|video_pad|>": ("video_token_id", "video_token"),
         },
     ),
     "paddleocr_vl": VisionFamily(
@@ -327,16 +322,19 @@ _FAMILIES = {
             "text_config": {**_TEXT, "rope_parameters": _mrope(2, 3, 3)},
             "vision_config": {**_TOWER, "image_size": 56, "patch_size": 14},
         },
-        processor=_paddleocr,
-        ids={
-            "image_token_id": "<|IMAGE_PLACEHOLDER|>",
-            "video_token_id": "<|video_pad|>",
-            "vision_start_token_id": "<|IMAGE_START|>",
-            "vision_end_token_id": "<|IMAGE_END|>",
+        processor=_processor(
+            transformers.PaddleOCRVLProcessor,
+            image_processor=partial(
+                PaddleOCRVLImageProcessor, size={"shortest_edge": 56 * 56, "longest_edge": 280 * 280}
+            ),
+        ),
+        media={
+            "<|IMAGE_START|>": ("vision_start_token_id", ""),
+            "<|IMAGE_END|>": ("vision_end_token_id", ""),
+            "<|IMAGE_PLACEHOLDER|>": ("image_token_id", "image_token"),
+            "<|video_pad|>": ("video_token_id", ""),
         },
-        tokens=("<unk>", "<|begin_of_sentence|>", "<|end_of_sentence|>", "</s>", "<|IMAGE_START|>", "<|IMAGE_END|>",
-                "<|IMAGE_PLACEHOLDER|>", "<|video_pad|>"),
-        named={"image_token": "<|IMAGE_PLACEHOLDER|>"},
+        tokens=("<unk>", "<|begin_of_sentence|>", "<|end_of_sentence|>", "</s>"),
         ends=("</s>", "<unk>"),
     ),
     "qwen2_5_omni": VisionFamily(
@@ -350,49 +348,36 @@ _FAMILIES = {
                 "d_model": 32, "output_dim": 64,
             },
         },
-        processor=_omni,
-        ids={
-            "image_token_index": "<|IMAGE|>",
-            "video_token_index": "<|VIDEO|>",
-            "audio_token_index": "<|AUDIO|>",
-            "vision_start_token_id": "<|vision_bos|>",
-            "vision_end_token_id": "<|vision_eos|>",
-            "audio_start_token_id": "<|audio_bos|>",
-            "audio_end_token_id": "<|audio_eos|>",
-        },
-        tokens=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>",
-                "<|IMAGE|>", "<|VIDEO|>", "<|vision_bos|>", "<|vision_eos|>"),
-        named={
-            "image_token": "<|IMAGE|>",
-            "audio_token": "<|AUDIO|>",
-            "video_token": "<|VIDEO|>",
-            "vision_bos_token": "<|vision_bos|>",
-            "vision_eos_token": "<|vision_eos|>",
-            "audio_bos_token": "<|audio_bos|>",
-            "audio_eos_token": "<|audio_eos|>",
+        processor=_processor(
+            transformers.Qwen2_5OmniProcessor,
+            image_processor=partial(Qwen2VLImageProcessor, patch_size=14, merge_size=2),
+            video_processor=partial(Qwen2VLVideoProcessor, patch_size=14, merge_size=2),
+            feature_extractor=partial(transformers.WhisperFeatureExtractor, feature_size=_MEL_BINS),
+        ),
+        media={
+            "<|AUDIO|>": ("audio_token_index", "audio_token"),
+            "<|audio_bos|>": ("audio_start_token_id", "audio_bos_token"),
+            "<|audio_eos|>": ("audio_end_token_id", "audio_eos_token"),
+            "<|IMAGE|>": ("image_token_index", "image_token"),
+            "<|VIDEO|>": ("video_token_index", "video_token"),
+            "<|vision_bos|>": ("vision_start_token_id", "vision_bos_token"),
+            "<|vision_eos|>": ("vision_end_token_id", "vision_eos_token"),
         },
         around=_SPEECH,
         needs=("qwen_omni_utils", "omni"),
     ),
-    "qwen2_5_vl": VisionFamily(
-        model_type="qwen2_5_vl",
-        swift=("qwen2_5_vl", "qwen2_5_vl"),
-        config={
-            "text_config": {**_TEXT, "rope_parameters": _mrope(2, 3, 3)},
-            "vision_config": {**_VISION, "patch_size": 14, "fullatt_block_indexes": [1]},
-        },
-        processor=_qwen_processor(14, transformers.Qwen2_5_VLProcessor, Qwen2VLVideoProcessor),
-        ids=_QWEN_MEDIA,
+    "qwen2_5_vl": _qwen(
+        "qwen2_5_vl",
+        transformers.Qwen2_5_VLProcessor,
+        text={"rope_parameters": _mrope(2, 3, 3)},
+        vision={**_VISION, "patch_size": 14, "fullatt_block_indexes": [1]},
     ),
-    "qwen3_vl": VisionFamily(
-        model_type="qwen3_vl",
-        swift=("qwen3_vl", "qwen3_vl"),
-        config={
-            "text_config": {**_TEXT, "rope_parameters": _mrope(4, 2, 2, mrope_interleaved=True)},
-            "vision_config": {**_QWEN3_VISION, "deepstack_visual_indexes": [0, 1]},
-        },
-        processor=_qwen_processor(16, transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor),
-        ids=_QWEN_MEDIA,
+    "qwen3_vl": _qwen(
+        "qwen3_vl",
+        transformers.Qwen3VLProcessor,
+        text={"rope_parameters": _mrope(4, 2, 2, mrope_interleaved=True)},
+        vision={**_QWEN3_VISION, "deepstack_visual_indexes": [0, 1]},
+        videos=transformers.Qwen3VLVideoProcessor,
     ),
 }  # fmt: skip
 

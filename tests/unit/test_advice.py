@@ -7,38 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packplan.adapters.config.run import RL_SECTIONS, load_mix, parse_config
-from packplan.adapters.config.trainer_keys import stored_keys
 from packplan.adapters.config.values import known_keys
 from packplan.core.config import REFUSED_TRAINING_KEYS, RunConfig, closest, unknown_key
 from packplan.core.errors import ConfigError
-
-TRAINER_KEYS = stored_keys()
+from tests.documents import KEYS, faults_of
 
 OWN = dict(known_keys(RunConfig))
 """Every key of the project with its sections -> whether it is a section."""
 
-PATHS = sorted({*OWN, *(f"training.{key}" for key in set(TRAINER_KEYS) - set(REFUSED_TRAINING_KEYS))})
+PATHS = sorted({*OWN, *(f"training.{key}" for key in set(KEYS) - set(REFUSED_TRAINING_KEYS))})
 
 LEVELS = ["", *(path for path, section in OWN.items() if section)]
 
 NAMES = [path.rpartition(".")[2] for path in PATHS]
-
-
-def faults_of(*keys: tuple[str, object]) -> dict[str, str]:
-    """Return the faults of a run that is good but for some keys."""
-    document: dict = {
-        "model": {"model": "m"}, "template": {"max_length": 80}, "custom": {"train_jsonl": "t"},
-        "training": {"output_dir": "o"},
-    }  # fmt: skip
-    for path, value in keys:
-        section = document
-        *levels, name = path.split(".")
-        for level in levels:
-            section = section.setdefault(level, {})
-        section[name] = value
-    with pytest.raises(ConfigError) as raised:
-        parse_config(document, "run.yaml", TRAINER_KEYS, rl=True)
-    return {fault.path: fault.reason for fault in raised.value.faults}
 
 
 @pytest.mark.parametrize(("value", "least"), [(1, 50), ({"a": 1}, 1)], ids=["key", "section"])
@@ -53,7 +34,7 @@ def test_every_key_at_every_wrong_level_is_told_its_right_one(level, value, leas
     wrong = {path: place for path, place in wrong.items() if place not in PATHS}
     assert len(wrong) >= least
 
-    found = faults_of(*((place, value) for place in wrong.values()))
+    found = faults_of(dict.fromkeys(wrong.values(), value), rl=True)
 
     for path, place in wrong.items():
         said, _, advice = found[place].partition(": write ")
@@ -64,34 +45,21 @@ def test_every_key_at_every_wrong_level_is_told_its_right_one(level, value, leas
 @pytest.mark.parametrize("key", sorted(REFUSED_TRAINING_KEYS))
 def test_a_refused_key_at_a_wrong_level_is_told_why(key):
     """And not to be written where it is refused as well; a misspelling of it neither."""
-    assert REFUSED_TRAINING_KEYS[key] == faults_of((key, 1))[key]
+    assert REFUSED_TRAINING_KEYS[key] == faults_of({key: 1}, rl=True)[key]
     typo = key.replace("e", "ee", 1)
-    reason = faults_of((f"training.{typo}", 1))[f"training.{typo}"]
+    reason = faults_of({f"training.{typo}": 1}, rl=True)[f"training.{typo}"]
     assert f"is no known key; {key}, which it resembles, {REFUSED_TRAINING_KEYS[key]}" == reason
 
 
 @pytest.mark.parametrize(
     "key",
-    [
-        "streaming",
-        "min_patches",
-        "min_pixels",
-        "padding",
-        "top_k",
-        "fp8",
-        "adam_beta3",
-        "min_steps",
-        "pre_devcie_trian_batch_size",
-        "lr",
-        "x",
-        "é",
-        3,
-    ],
-)
+    ["streaming", "min_patches", "min_pixels", "padding", "top_k", "fp8", "adam_beta3", "min_steps",
+     "pre_devcie_trian_batch_size", "lr", "x", "é", 3],
+)  # fmt: skip
 def test_no_key_of_another_meaning_is_suggested(key):
     """Its words are others, or its numbers are."""
     places = [f"{level}{key}" for level in ("", "training.", "template.")]
-    found = faults_of(*((place, 1) for place in places))
+    found = faults_of(dict.fromkeys(places, 1), rl=True)
 
     assert ["is no known key: remove it"] * 3 == [found[place] for place in places]
 
@@ -112,24 +80,23 @@ def test_no_key_of_another_meaning_is_suggested(key):
 )
 def test_a_misspelling_names_what_it_misspells(path, advice):
     """Keys of this section come before those of others; all that are as close."""
-    assert f"is no known key: {advice}" == faults_of((path, {} if path == "traning" else 1))[path]
+    assert f"is no known key: {advice}" == faults_of({path: {} if path == "traning" else 1}, rl=True)[path]
 
 
 def test_a_key_with_its_section_before_a_dot_is_told_to_be_written_inside():
     """YAML knows no such dots."""
     with pytest.raises(ConfigError, match="is written with a dot: write learning_rate in the section training"):
-        parse_config({"training.learning_rate": 1}, "run.yaml", TRAINER_KEYS)
+        parse_config({"training.learning_rate": 1}, "run.yaml", KEYS)
     reason = unknown_key("sequence_packing.enabled", "policy", ["policy.sequence_packing.enabled"], refused={})
     assert "is written with a dot: write enabled in the section policy.sequence_packing" == reason
 
 
 def test_keys_of_reinforcement_learning_are_suggested_to_it_alone():
     """Another command does not have their sections."""
-    document = {"num_generations_per_prompt": 4}
-    with pytest.raises(ConfigError, match=r"num_generations_per_prompt: is no known key: remove it"):
-        parse_config(document, "run.yaml", TRAINER_KEYS)
-    with pytest.raises(ConfigError, match=r"write grpo\.num_generations_per_prompt"):
-        parse_config(document, "run.yaml", TRAINER_KEYS, rl=True)
+    key = "num_generations_per_prompt"
+
+    assert {key: "is no known key: remove it"} == faults_of({key: 4})
+    assert {key: f"is no key of the top level: write grpo.{key}"} == faults_of({key: 4}, rl=True)
     assert {"policy", "grpo"} == set(RL_SECTIONS)
 
 
@@ -156,15 +123,9 @@ def test_one_letter_off_is_found(name, data):
     if not starts:
         return
     at = data.draw(st.sampled_from(starts)) + 1
-    wrong = data.draw(
-        st.sampled_from(
-            [
-                name[:at] + name[at + 1 :],
-                name[:at] + name[at] + name[at:],
-                name[:at] + name[at + 1] + name[at] + name[at + 2 :],
-            ]
-        )
-    )
+    left_out, doubled = name[:at] + name[at + 1 :], name[:at] + name[at] + name[at:]
+    swapped = name[:at] + name[at + 1] + name[at] + name[at + 2 :]
+    wrong = data.draw(st.sampled_from([left_out, doubled, swapped]))
 
     assert wrong in NAMES or name in closest(wrong, NAMES)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import product
 
 import attrs
 import pytest
@@ -15,7 +16,6 @@ from hypothesis import strategies as st
 from packplan.adapters.config.run import parse_config
 from packplan.adapters.config.trainer_keys import stored_keys
 from packplan.adapters.conversion.table import stored_arguments
-from packplan.core.config import REFUSED_TRAINING_KEYS
 from packplan.core.conversion import (
     Given,
     ModelFacts,
@@ -27,6 +27,7 @@ from packplan.core.conversion import (
     read_resolved,
     read_script,
     read_words,
+    require_consistent,
     with_packs,
     without_packs,
 )
@@ -39,23 +40,35 @@ KEYS = stored_keys()
 TEXT = ModelFacts(is_multimodal=False, max_length=4096, torch_dtype="bfloat16")
 
 
+FLOAT32 = attrs.evolve(TEXT, torch_dtype="float32")
+
+UNKNOWN = ModelFacts()
+
+
 def launched(script, environment=()):
     """Return the launch of a script."""
     return find_launch(read_script(script, dict(environment), source="train.sh"), source="train.sh")
 
 
+def arguments_of(script):
+    """Return the arguments of a script, if they go together."""
+    given = read_words(launched(script).arguments, TABLE, source="train.sh")
+    require_consistent(given, source="train.sh")
+    return given
+
+
 def world(model=TEXT, **others):
     """Return what is known beside the arguments."""
-    passed = frozenset(KEYS) - set(REFUSED_TRAINING_KEYS)
     sections = {"zero2": {"zero_optimization": {"stage": 2}}, "fsdp2": {"fsdp": "full_shard", "fsdp_config": {"a": 1}}}
-    return World(passed, model, lambda _: False, sections, **others)
+    return World(model, lambda _: False, sections, **others)
 
 
 def converted(arguments, *, model=TEXT, **others):
-    """Return the run of a command's arguments."""
-    words = launched(f"swift sft {arguments}").arguments
-    given = read_words(words, TABLE, source="train.sh")
-    return convert(given, TABLE, world(model, **others), source="train.sh")
+    """Return the run of a command's arguments, beside those that every command needs."""
+    for needed in ("--dataset a.jsonl", "--model m"):
+        if needed.split()[0] not in arguments.split():
+            arguments = f"{needed} {arguments}"
+    return convert(arguments_of(f"swift sft {arguments}"), TABLE, world(model, **others))
 
 
 def verdicts(conversion):
@@ -133,16 +146,37 @@ def test_a_shell_would_hand_over_the_same_words(script, words):
         ("megatron sft --a 1", "megatron sft trains with Megatron-LM"),
         ("accelerate launch --config_file x.yaml swift/cli/sft.py --a 1", "accelerate starts ranks by a configuration"),
         ("swift sft --a 1\nswift sft --a 2", "2 commands of swift sft, in the lines 1, 2"),
+        ("swift sft --lerning_rate 1", "--lerning_rate: is no argument of ms-swift: did you mean --learning_rate?"),
+        ("swift sft --zigzag 1", "--zigzag: is no argument of ms-swift: remove it"),
+        ("swift sft x --seed 1", "x: stands before any argument"),
+        ("swift sft --seed 1 --seed 2", "--seed: is given 2 times, as 1 and 2, of which ms-swift would take the last"),
+        ("swift sft --seed x", "--seed: is x, but has to be a whole number"),
+        ("swift sft --seed", "--seed: has no value"),
+        ("swift sft --seed 1 2", "--seed: takes one value, but has 2 (1 2): put quotes around it"),
+        ("swift sft --packing maybe", "--packing: is maybe, but has to be true or false"),
+        ("swift sft --seed $(date)", "--seed: is computed by the script ($(date) in line 1)"),
+        ("swift sft --seed `date`", "is computed by the script (`date` in line 1)"),
+        ("swift sft --seed $1 --model ${A%b}", "--model: is computed by the script (${A%b} in line 1)"),
+        ("swift sft \\\n--seed $((1 / 0))", "--seed: is computed by the script ($((1 / 0)) in line 2: only whole"),
+        ("swift sft --rlhf_type dpo --beta 1", "rlhf_type: is of swift rlhf, which trains on preferences or rewards"),
+        ("swift sft --dataset a", "--model: is not given"),
+        ("swift sft --model m", "--dataset: is not given"),
+        ("swift sft --model m --dataset a --task_type embedding", "--task_type: is embedding"),
+        ("swift sft --model m --dataset a --tuner_type vera", "--tuner_type: is vera, but has to be full or lora"),
+        ("swift sft --bf16 true --fp16 true", "--bf16: and --fp16 are both true"),
+        ("swift sft --packing true --lazy_tokenize true", "--packing: and --lazy_tokenize exclude"),
+        ("swift sft --tuner_type full --quant_method bnb", "--quant_method: quantises"),
+        ("swift sft --quant_method bnb", "--quant_method: needs --quant_bits"),
+        ("swift sft --tuner_type full --use_dora true", "--tuner_type: is full, but --use_dora"),
     ],
 )
-def test_what_cannot_be_read_says_so_once(script, says):
+def test_what_is_no_command_of_ms_swift_says_so(script, says):
     """
-    Quotes that do not close, scripts that decide or compute, other tasks: the line, and what to do.
+    Scripts that decide or compute, other tasks, arguments that are none, or contradict each other:
+    the line or the argument, and what to do.
     """
-    with pytest.raises(ConfigError) as error:
-        launched(script)
-
-    assert says in str(error.value)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        arguments_of(script)
 
 
 @pytest.mark.parametrize(
@@ -170,41 +204,16 @@ def test_whole_numbers_of_the_script_are_computed(written, value):
 
 @pytest.mark.parametrize(
     "written",
-    [
-        "$(expr 16 / $gone)",
-        "$(expr 2 * 3)",
-        "$(expr 4 / 2 | wc -c)",
-        "$(expr 1; date)",
-        "$(expr 1\ndate)",
-        "$(expr ( 1 ))",
-        "$(expr 16/2)",
-        "$(expr length abc)",
-        "$(date +%s)",
-        "$((2 ** 3))",
-        "$((n++))",
-        "$((n > 2))",
-        '$((2" "3))',
-        "$((010))",
-        "$((gone))",
-        "$((1 +))",
-        "$(((1 + 2) * (3))",
-        "$(( (1 2) ))",
-        "$(( $((2 * 3)) + 1 ))",
-        "$((--n))",
-        "${n-1}",
-        "${n:+1}",
-        "$?",
-        "$((5 % 0))",
-        "$((9223372036854775807 * 2))",
-        "$((99999999999999999999))",
-    ],
-)
+    ["$(expr 16 / $gone)", "$(expr 2 * 3)", "$(expr 4 / 2 | wc -c)", "$(expr 1; date)", "$(expr 1\ndate)",
+     "$(expr ( 1 ))", "$(expr 16/2)", "$(expr length abc)", "$(date +%s)", "$((2 ** 3))", "$((n++))", "$((n > 2))",
+     '$((2" "3))', "$((010))", "$((gone))", "$((1 +))", "$(((1 + 2) * (3))", "$(( (1 2) ))", "$(( $((2 * 3)) + 1 ))",
+     "$((--n))", "${n-1}", "${n:+1}", "$?", "$((5 % 0))", "$((9223372036854775807 * 2))", "$((99999999999999999999))",
+     "$(())", "$(expr )"],
+)  # fmt: skip
 def test_what_else_a_shell_would_compute_is_refused_by_its_line(written):
     """Nothing is run, and nothing is guessed."""
-    with pytest.raises(ConfigError) as error:
-        read_words(launched(f"n=3\n\nswift sft --seed {written}").arguments, TABLE, source="train.sh")
-
-    assert re.search(r"line 3(:|\))", str(error.value))
+    with pytest.raises(ConfigError, match=r"line 3(:|\))"):
+        arguments_of(f"n=3\n\nswift sft --seed {written}")
 
 
 def test_ranks_and_variables_are_those_of_the_command():
@@ -215,35 +224,6 @@ def test_ranks_and_variables_are_those_of_the_command():
     assert ("4", ["MAX_PIXELS"]) == (launch.ranks_per_node.text, list(launch.environment))
     assert ["--master-port", "29"] == [word.text for word in launch.torchrun]
     assert ("line 4: swift infer",) == launch.left
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("--lerning_rate 1", "--lerning_rate: is no argument of ms-swift: did you mean --learning_rate?"),
-        ("--zigzag 1", "--zigzag: is no argument of ms-swift: remove it"),
-        ("x --seed 1", "x: stands before any argument"),
-        ("--seed 1 --seed 2", "--seed: is given 2 times, as 1 and 2, of which ms-swift would take the last"),
-        ("--seed x", "--seed: is x, but has to be a whole number"),
-        ("--seed", "--seed: has no value"),
-        ("--seed 1 2", "--seed: takes one value, but has 2 (1 2): put quotes around it"),
-        ("--packing maybe", "--packing: is maybe, but has to be true or false"),
-        ("--seed $(date)", "--seed: is computed by the script ($(date) in line 1)"),
-        ("--seed `date`", "is computed by the script (`date` in line 1)"),
-        (
-            "--seed $1 --learning_rate $((1 + 2)) --model ${A%b}",
-            "--model: is computed by the script (${A%b} in line 1)",
-        ),
-        ("\\\n--seed $((1 / 0))", "--seed: is computed by the script ($((1 / 0)) in line 2: only whole numbers"),
-        ("--rlhf_type dpo --beta 1", "rlhf_type: is of swift rlhf, which trains on preferences or rewards"),
-    ],
-)
-def test_arguments_that_are_none_are_refused_together(arguments, says):
-    """Unknown, contradictory, without a value, computed: one message each."""
-    with pytest.raises(ConfigError) as error:
-        read_words(launched(f"swift sft {arguments}").arguments, TABLE, source="train.sh")
-
-    assert says in str(error.value)
 
 
 def test_values_have_the_types_of_their_arguments():
@@ -281,6 +261,17 @@ def test_a_yaml_and_an_args_json_hold_the_same_arguments():
     assert ["rlhf_type"] == [fault.path for fault in error.value.faults]
 
 
+VALUES = {"bool": True, "int": 3, "float": 0.5, "dict": {"a": 1}, "list": ["x"], "str": "x"}
+"""Kind of a value -> one of that kind."""
+
+
+def given_with(name, **others):
+    """Return the arguments of a command that gives an argument beside others."""
+    value = VALUES[next(kind for kind in TABLE[name].types if kind != "null")]
+    values = {"model": "m", "dataset": ["a.jsonl"], **others, name: value}
+    return [Given(key, held, "x", key) for key, held in values.items()]
+
+
 def test_every_argument_of_ms_swift_becomes_something():
     """
     Taken over, not needed or not supported, with a reason, or refused with another; what is wrong
@@ -288,76 +279,69 @@ def test_every_argument_of_ms_swift_becomes_something():
     """
     refused: list[tuple] = []
     counts = dict.fromkeys(["taken over", "not needed here", "not supported", "refused"], 0)
-    for tuner in ("lora", "full"):
-        for name, argument in TABLE.items():
-            values = {
-                "bool": [True], "int": [3], "float": [0.5], "dict": [{"a": 1}], "list": [["x"]], "str": ["x"],
-            }  # fmt: skip
-            kinds = [kind for kind in argument.types if kind != "null"]
-            for value in values[kinds[0]]:
-                needed = {"model": "m", "dataset": ["a.jsonl"], "tuner_type": tuner, "max_length": 8, "output_dir": "o"}
-                given = [Given(key, held, "x", key) for key, held in {**needed, name: value}.items()]
-                try:
-                    conversion = convert(given, TABLE, world(), source="")
-                except ConfigError as error:
-                    refused.append(error.faults)
-                    continue
-                assert faults_of(conversion) <= set(conversion.written)
-                line = next(line for line in conversion.lines if line.argument == f"--{name} x")
-                counts[line.verdict] += 1
-                assert line.reason
-                assert not line.reason.endswith(".")
-    assert min(counts[verdict] for verdict in counts if verdict != "refused") > 50
-    assert 2 == counts["refused"]  # three ranks to a learner, with both tuners
+    for tuner, name in product(("lora", "full"), TABLE):
+        given = given_with(name, tuner_type=tuner, max_length=8, output_dir="o")
+        try:
+            require_consistent(given, source="")
+        except ConfigError as error:
+            refused.append(error.faults)
+            continue
+        conversion = convert(given, TABLE, world())
+        faults = faults_of(conversion)
+        assert set(faults) <= set(conversion.written)
+        assert not any("no known key" in reason for reason in faults.values())
+        verdict, reason = verdicts(conversion)[f"--{name} x"]
+        counts[verdict] += 1
+        assert reason
+        assert not reason.endswith(".")
+    assert 2 == counts.pop("refused")  # three ranks to a learner, with both tuners
+    assert min(counts.values()) > 50
     assert all(refused)
 
 
 def faults_of(conversion):
-    """Return the keys that the run's YAML would be refused for."""
+    """Return the keys that the run's YAML would be refused for, and why."""
     try:
         parse_config(conversion.document, "run.yaml", KEYS)
     except ConfigError as error:
-        return {fault.path for fault in error.faults}
-    return set()
+        return {fault.path: fault.reason for fault in error.faults}
+    return {}
 
 
 @pytest.mark.parametrize(
     ("arguments", "line", "says"),
     [
-        ("--dataset a.jsonl --quant_method hqq --quant_bits 4 --hqq_axis 1", "quant_bits 4", "not supported"),
-        ("--dataset a.jsonl --quant_bits 4", "quant_bits 4", "not needed here"),
-        ("--dataset a.jsonl --cached_dataset c", "cached_dataset c", "not supported"),
-        ("--dataset a.jsonl --cached_dataset", "cached_dataset", "not needed here"),
-        ("--cached_dataset c", "cached_dataset c", "refused"),
+        ("--quant_method hqq --quant_bits 4 --hqq_axis 1", "quant_bits 4", "not supported"),
+        ("--quant_bits 4", "quant_bits 4", "not needed here"),
+        ("--cached_dataset c", "cached_dataset c", "not supported"),
+        ("--cached_dataset", "cached_dataset", "not needed here"),
+        ("--dataset --cached_dataset c", "cached_dataset c", "refused"),
     ],
 )
 def test_no_fault_is_of_a_key_that_nobody_wrote(arguments, line, says):
     """It is the line of the argument that says it; where data are missing, there is no run."""
-    conversion = converted(f"--model m {arguments}")
+    conversion = converted(arguments)
 
     assert says == verdicts(conversion)[f"--{line}"][0]
-    assert (set() if says != "refused" else {"custom.train_jsonl"}) == faults_of(conversion)
+    assert (set() if says != "refused" else {"custom.train_jsonl"}) == set(faults_of(conversion))
 
 
 UNREAD = """accelerator_config batch_eval_metrics bf16_full_eval bnb_4bit_compute_dtype bnb_4bit_quant_type
-bnb_4bit_use_double_quant dataloader_in_order dataset_shuffle do_eval do_predict do_train ds3_gather_for_generation
-early_stop_interval eval_accumulation_steps eval_dataset eval_dataset_args eval_delay eval_do_concat_batches
-eval_generation_config eval_limit eval_metric eval_on_start eval_use_gather_object extra_eval_args fp16_full_eval
-fsdp_config greater_is_better hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy
-include_for_metrics label_names length_column_name liger_kernel_config lisa_step_interval load_best_model_at_end
-local_rank max_model_len max_pixels metric_for_best_model model_author model_name mrl_dims packing_length
-packing_strategy per_device_eval_batch_size prediction_loss_only project quant_bits sortish_sampler
-trackio_bucket_id trackio_space_id trackio_static_space_id train_sampling_strategy vit_gradient_checkpointing""".split()  # noqa: SIM905
+bnb_4bit_use_double_quant dataloader_in_order dataset_shuffle disable_ignore_empty_think do_eval do_predict do_train
+ds3_gather_for_generation early_stop_interval eval_accumulation_steps eval_dataset eval_dataset_args eval_delay
+eval_do_concat_batches eval_generation_config eval_limit eval_metric eval_on_start eval_use_gather_object
+extra_eval_args fp16_full_eval freeze_aligner freeze_llm fsdp_config greater_is_better hub_always_push hub_model_id
+hub_private_repo hub_revision hub_strategy include_for_metrics label_names length_column_name liger_kernel_config
+lisa_step_interval load_best_model_at_end local_rank max_model_len max_pixels metric_for_best_model model_author
+model_name mrl_dims packing_length packing_strategy per_device_eval_batch_size prediction_loss_only project
+quant_bits sortish_sampler task_type temperature trackio_bucket_id trackio_space_id trackio_static_space_id
+train_sampling_strategy vit_gradient_checkpointing""".split()  # noqa: SIM905
 
 
 @pytest.mark.parametrize("name", UNREAD)
 def test_nothing_is_taken_over_that_nothing_reads(name):
     """Without evaluation data, images, and the argument that another one is a part of."""
-    values = {"bool": True, "int": 3, "float": 0.5, "dict": {"a": 1}, "list": ["x"], "str": "x"}
-    value = values[next(kind for kind in TABLE[name].types if kind != "null")]
-    given = [Given(key, held, "x", key) for key, held in {"model": "m", "dataset": ["a.jsonl"], name: value}.items()]
-
-    assert verdicts(convert(given, TABLE, world(), source=""))[f"--{name} x"][0] in {"not needed here", "not supported"}
+    assert verdicts(convert(given_with(name), TABLE, world()))[f"--{name} x"][0] in {"not needed here", "not supported"}
 
 
 def test_what_something_reads_is_taken_over():
@@ -373,22 +357,50 @@ def test_what_something_reads_is_taken_over():
     given = [line for line in lines if line.argument.startswith("--")]
 
     assert ["taken over"] * len(given) == [line.verdict for line in given]
-    assert (
-        "an evaluation always" in verdicts(converted("--model m --dataset a --eval_metric acc"))["--eval_metric acc"][1]
-    )
 
 
-def test_settings_that_nothing_reads_stay_those_of_ms_swift():
-    """They are written, though no line says that they are taken over."""
-    training = converted(
-        "--model m --dataset a.jsonl --per_device_eval_batch_size 4 --metric_for_best_model acc "
-        "--vit_gradient_checkpointing false"
-    ).document["training"]
+@pytest.mark.parametrize(
+    ("arguments", "others", "keys"),
+    [
+        ("--tuner_type full", {}, {"training.learning_rate": 1e-5, "training.packing_drop_last": False}),
+        ("", {"model": ModelFacts(is_multimodal=True, max_length=99), "world_size": 2},
+         {"training.tuner_type": "lora", "training.learning_rate": 1e-4, "training.gradient_accumulation_steps": 8,
+          "training.freeze_vit": True, "training.freeze_aligner": True, "template.max_length": 99}),
+        ("--max_model_len 7", {"model": ModelFacts()}, {"template.max_length": 7}),
+        ("--max_length None --max_model_len None", {}, {"template.max_length": 4096}),
+        ("", {"model": ModelFacts(loss_scale="default+ignore_empty_think")},
+         {"template.loss_scale": "default+ignore_empty_think"}),
+        ("--bf16 true --fp16 false --metric_for_best_model acc --greater_is_better true", {},
+         {"training.bf16": True, "training.fp16": False, "training.metric_for_best_model": "acc",
+          "training.greater_is_better": True}),
+        ("--val_dataset b --eval_strategy epoch", {}, {"training.eval_strategy": "epoch", "training.eval_steps": None}),
+        # Nothing reads these, but they stay ms-swift's.
+        ("--per_device_eval_batch_size 4 --metric_for_best_model acc --vit_gradient_checkpointing false", {},
+         {"training.per_device_eval_batch_size": 4, "training.metric_for_best_model": "acc",
+          "training.vit_gradient_checkpointing": False}),
+        # Counts and splits go with the names of data; under streaming, the first records are drawn.
+        ("", {}, {"custom.train_jsonl": ["a.jsonl"], "custom.dataset": None}),
+        ("--dataset a.jsonl#3", {}, {"custom.dataset": ["a.jsonl#3"], "custom.train_jsonl": None}),
+        ("--dataset a.jsonl#0", {}, {"custom.dataset": ["a.jsonl#0"]}),
+        ("--dataset org/name", {}, {"custom.dataset": ["org/name"]}),
+        ("--split_dataset_ratio 0.5", {}, {"custom.dataset": ["a.jsonl"], "custom.train_jsonl": None}),
+        ("--dataset a.jsonl#3 --streaming true", {}, {"custom.dataset_shuffle": False}),
+        # ms-swift divides the ranks by the sequence's; here each rank trains its own.
+        ("--sequence_parallel_size 4 --gradient_accumulation_steps 16", {"world_size": 4},
+         {"training.per_device_train_batch_size": None, "training.gradient_accumulation_steps": 4}),
+        ("--sequence_parallel_size 4 --gradient_accumulation_steps 1 --per_device_train_batch_size 4",
+         {"world_size": 4}, {"training.per_device_train_batch_size": 1, "training.gradient_accumulation_steps": 1}),
+        ("--sequence_parallel_size 4 --gradient_accumulation_steps 4 --per_device_train_batch_size 2",
+         {"world_size": 4}, {"training.per_device_train_batch_size": 2, "training.gradient_accumulation_steps": 1}),
+        ("--sequence_parallel_size 4 --per_device_train_batch_size 2", {"world_size": 4},
+         {"training.per_device_train_batch_size": 1, "training.gradient_accumulation_steps": 1}),
+    ],
+)  # fmt: skip
+def test_a_run_has_the_keys_that_ms_swift_would_resolve(arguments, others, keys):
+    """Defaults, data, batches of ranks that are one learner; None is a key that is not written."""
+    document = converted(arguments, **others).document
 
-    assert (4, "acc", False) == (
-        training["per_device_eval_batch_size"], training["metric_for_best_model"],
-        training["vit_gradient_checkpointing"],
-    )  # fmt: skip
+    assert keys == {key: document[key.partition(".")[0]].get(key.partition(".")[2]) for key in keys}
 
 
 @pytest.mark.parametrize(
@@ -397,18 +409,17 @@ def test_settings_that_nothing_reads_stay_those_of_ms_swift():
 )
 def test_samples_share_packs_where_the_command_says_so(arguments, packing, may_pack):
     """Else a step keeps the samples that it has, and nothing is changed."""
-    conversion = converted(f"--model m --dataset a.jsonl --gradient_accumulation_steps 3 {arguments}")
+    conversion = converted(f"--gradient_accumulation_steps 3 {arguments}")
+    training = conversion.document["training"]
 
-    assert (packing, 3) == tuple(
-        conversion.document["training"][key] for key in ("packing", "gradient_accumulation_steps")
-    )
+    assert (packing, 3) == (training["packing"], training["gradient_accumulation_steps"])
     assert (may_pack, ()) == (conversion.may_pack, conversion.different)
 
 
 def test_a_model_that_does_not_pack_is_said_to():
     """By its family; a command that packs it asks for what is not done."""
     model = attrs.evolve(TEXT, unpacked="llama4")
-    asked, unasked = (converted(f"--model m --dataset a {more}", model=model) for more in ("--packing true", ""))
+    asked, unasked = (converted(more, model=model) for more in ("--packing true", ""))
 
     for conversion in (asked, unasked):
         assert "llama4 does not pack (docs/models.md)" in verdicts(conversion)["(this project) packing"][1]
@@ -434,9 +445,7 @@ def test_a_step_of_packs_holds_the_samples_that_it_had(samples, samples_per_pack
 
 def test_packs_in_place_of_samples_are_a_change():
     """Both numbers of steps are told, with each argument whose key has another value then."""
-    given = converted(
-        "--model m --dataset a.jsonl --per_device_train_batch_size 8 --gradient_accumulation_steps 4", world_size=2
-    )
+    given = converted("--per_device_train_batch_size 8 --gradient_accumulation_steps 4", world_size=2)
     conversion = with_packs(given, 3, samples_per_pack=9.5, steps=(94, 105), world_size=2)
     said = verdicts(conversion)
     training = conversion.document["training"]
@@ -455,70 +464,16 @@ def test_packs_in_place_of_samples_are_a_change():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "batch", "lines"),
-    [
-        ("--gradient_accumulation_steps 16", (None, 4), 2),
-        ("--gradient_accumulation_steps 1 --per_device_train_batch_size 4", (1, 1), 3),
-        ("--gradient_accumulation_steps 4 --per_device_train_batch_size 2", (2, 1), 2),
-        ("--per_device_train_batch_size 2", (1, 1), 3),
-    ],
+    ("steps", "ranks", "verdict"), [(1, 8, "refused"), (8, 6, "refused"), (8, 1, "refused"), (8, 8, "changed")]
 )
-def test_ranks_that_are_one_learner_are_as_many_samples(arguments, batch, lines):
-    """ms-swift divides the ranks by the sequence's; here each rank trains its own."""
-    conversion = converted(f"--model m --dataset a.jsonl --sequence_parallel_size 4 {arguments}", world_size=4)
-    training = conversion.document["training"]
+def test_ranks_that_are_one_learner_are_as_many_samples_or_refused(steps, ranks, verdict):
+    """By the argument, where no batch of these ranks is as large."""
+    conversion = converted(f"--sequence_parallel_size 8 --gradient_accumulation_steps {steps}", world_size=ranks)
 
-    assert batch == (training.get("per_device_train_batch_size"), training["gradient_accumulation_steps"])
-    assert "changed" == verdicts(conversion)["--sequence_parallel_size 4"][0]
-    assert lines == len(conversion.different)
-
-
-@pytest.mark.parametrize(("steps", "ranks"), [(1, 8), (8, 6), (8, 1)])
-def test_ranks_that_are_one_learner_of_too_few_samples_are_refused(steps, ranks):
-    """By the argument, for no batch of these ranks is as large."""
-    conversion = converted(
-        f"--model m --dataset a --sequence_parallel_size 8 --gradient_accumulation_steps {steps}", world_size=ranks
-    )
-
-    assert ["--sequence_parallel_size 8"] == [line.argument for line in conversion.different]
-    assert "refused" == conversion.different[0].verdict
-
-
-def test_defaults_are_those_of_ms_swift():
-    """Adapters, their learning rate, 16 samples a step, the model's length, frozen towers."""
-    conversion = converted(
-        "--model m --dataset a.jsonl", model=ModelFacts(is_multimodal=True, max_length=99), world_size=2
-    )
-    training = conversion.document["training"]
-
-    assert ("lora", 1e-4, 8, True, True) == (
-        training["tuner_type"], training["learning_rate"], training["gradient_accumulation_steps"],
-        training["freeze_vit"], training["freeze_aligner"],
-    )  # fmt: skip
-    assert 99 == conversion.document["template"]["max_length"]
-    assert 1e-5 == converted("--model m --dataset a --tuner_type full").document["training"]["learning_rate"]
-    unknown = verdicts(converted("--model m --dataset a", model=ModelFacts()))
-    for default in ("max_length", "bf16, fp16", "freeze_vit and freeze_aligner"):
-        assert "not supported" == unknown[f"(default) {default}"][0]
-    longer = converted("--model m --dataset a --max_model_len 7", model=ModelFacts()).document
-    assert 7 == longer["template"]["max_length"]
-    scaled = converted("--model m --dataset a", model=ModelFacts(loss_scale="default+ignore_empty_think")).document
-    assert "default+ignore_empty_think" == scaled["template"]["loss_scale"]
-    mixed = converted("--model m --dataset a --bf16 true --fp16 false --learning_rate 1 --output_dir o --ddp_timeout 1 "
-                      "--metric_for_best_model acc --greater_is_better true").document["training"]  # fmt: skip
-    assert (True, "acc", True) == (mixed["bf16"], mixed["metric_for_best_model"], mixed["greater_is_better"])
-
-
-def test_half_precision_that_ms_swift_takes_by_default_says_where_it_cannot_be():
-    """ms-swift trains weights of float32 in float16; a CPU does not."""
-    line = "(default) mixed precision of float32 weights"
-    facts = attrs.evolve(TEXT, torch_dtype="float32")
-
-    said = verdicts(converted("--model m --dataset a", model=facts))[line]
-    assert ("taken over", True) == (said[0], said[1].endswith("remove it to train without a GPU"))
-    assert "CPU" not in verdicts(converted("--model m --dataset a"))["(default) mixed precision of bfloat16 weights"][1]
-    given = verdicts(converted("--model m --dataset a --fp16 false", model=facts))[line]
-    assert ("taken over", "training.bf16: false") == given
+    changed = {f"--gradient_accumulation_steps {steps}": "changed"} if verdict == "changed" else {}
+    assert {"--sequence_parallel_size 8": verdict, **changed} == {
+        line.argument: line.verdict for line in conversion.different
+    }
 
 
 @pytest.mark.parametrize(
@@ -528,15 +483,11 @@ def test_half_precision_that_ms_swift_takes_by_default_says_where_it_cannot_be()
         ("--attn_impl sdpa", "attn_impl sdpa", "taken over", "model.attn_impl: sdpa"),
         ("--attn_impl flash_attention_3", "attn_impl flash_attention_3", "not supported", "model.attn_impl takes"),
         ("--streaming true", "streaming true", "not needed here", "planned once"),
-        ("--streaming false", "streaming false", "not needed here", "planned once"),
         ("--use_galore true", "use_galore true", "not supported", "gradients"),
-        ("--use_galore false", "use_galore false", "not needed here", "ms-swift's default"),
+        ("--eval_metric acc", "eval_metric acc", "not needed here", "an evaluation always"),
         ("--sequence_parallel_size 1", "sequence_parallel_size 1", "not needed here", "default"),
         ("--auto_find_batch_size true", "auto_find_batch_size true", "not supported", "change the batch"),
-        ("--temperature 1", "temperature 1", "not needed here", "of answers"),
         ("--swanlab_project x", "swanlab_project x", "not supported", "SwanLab"),
-        ("--packing true", "packing true", "taken over", "training.packing: true"),
-        ("--packing false", "packing false", "taken over", "training.packing: false"),
         ("--packing true --packing_strategy sequential", "packing_strategy sequential", "taken over", "concatenative"),
         ("--packing true --packing_strategy binpack", "packing_strategy binpack", "not needed here", "best_fit"),
         ("--packing_strategy sequential", "packing_strategy sequential", "not needed here", "of packing"),
@@ -565,74 +516,51 @@ def test_half_precision_that_ms_swift_takes_by_default_says_where_it_cannot_be()
         ("--val_dataset", "val_dataset", "not needed here", "names no data"),
         ("--eval_steps 5", "eval_steps 5", "not needed here", "no evaluation data"),
         ("--eval_steps 5 --val_dataset b.jsonl", "eval_steps 5", "taken over", "training.eval_steps: 5"),
-        ("--eval_strategy epoch --val_dataset b.jsonl", "eval_strategy epoch", "taken over", "epoch"),
         ("--lora_rank 4 --tuner_type full", "lora_rank 4", "not needed here", "no adapters"),
         ("--freeze_parameters_ratio 0.5", "freeze_parameters_ratio 0.5", "not needed here", "only adapters"),
         ("--freeze_vit false", "freeze_vit false", "taken over", "training.freeze_vit: false"),
         ("--freeze_vit true", "freeze_vit true", "not needed here", "no such part"),
-        ("--freeze_llm true", "freeze_llm true", "not needed here", "no such part"),
-        ("--freeze_aligner true", "freeze_aligner true", "not needed here", "no such part"),
         ("--loss_scale last_round", "loss_scale last_round", "taken over", "template.loss_scale"),
-        ("--disable_ignore_empty_think true", "disable_ignore_empty_think true", "not needed here", "loss_scale"),
         ("--warmup_ratio 0", "warmup_ratio 0", "not needed here", "0 warms"),
-        ("--warmup_ratio 0.1", "warmup_ratio 0.1", "taken over", "training.warmup_ratio"),
         ("--quant_method bnb --quant_bits 4", "quant_method bnb", "taken over", "on a GPU alone"),
         ("--quant_method hqq --quant_bits 4", "quant_method hqq", "not supported", "takes bnb"),
         ("--resume_from_checkpoint x", "resume_from_checkpoint x", "not supported", "how far a plan was trained"),
-        ("--report_to none", "report_to none", "taken over", "training.report_to: none"),
         ("--data_seed 1", "data_seed 1", "taken over", "custom.data_seed: 1"),
-        ("--task_type causal_lm", "task_type causal_lm", "not needed here", "trained here"),
         ("--deepspeed '{\"a\": 1}'", 'deepspeed {"a": 1}', "taken over", "{…}"),
     ],
 )  # fmt: skip
 def test_each_argument_says_what_becomes_of_it(arguments, line, verdict, says):
     """The key that it is, or why it is none."""
-    found = verdicts(converted(f"--model m --dataset a.jsonl {arguments}"))[f"--{line}"]
+    found = verdicts(converted(arguments))[f"--{line}"]
 
     assert verdict == found[0]
     assert says in found[1]
 
 
-def test_counts_and_splits_go_with_the_names_of_data():
-    """Plain files stay files; under streaming, the first records are drawn."""
-    assert ["a.jsonl"] == converted("--model m --dataset a.jsonl").document["custom"]["train_jsonl"]
-    for data in ("a.jsonl#3", "org/name", "a.jsonl --split_dataset_ratio 0.5"):
-        custom = converted(f"--model m --dataset {data}").document["custom"]
-        assert [data.split()[0]] == custom["dataset"]
-        assert "train_jsonl" not in custom
-    assert not converted("--model m --dataset a.jsonl").different
-    drawn = converted("--model m --dataset a.jsonl#3 --streaming true --max_steps 1").document["custom"]
-    assert drawn["dataset_shuffle"] is False
-
-
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "model", "default", "verdict", "says"),
     [
-        ("--dataset a", "--model: is not given"),
-        ("--model m", "--dataset: is not given"),
-        ("--model m --dataset a --task_type embedding", "--task_type: is embedding"),
-        ("--model m --dataset a --tuner_type vera", "--tuner_type: is vera, but has to be full or lora"),
-        ("--model m --dataset a --bf16 true --fp16 true", "--bf16: and --fp16 are both true"),
-        ("--model m --dataset a --packing true --lazy_tokenize true", "--packing: and --lazy_tokenize exclude"),
-        ("--model m --dataset a --tuner_type full --quant_method bnb --quant_bits 4", "--quant_method: quantises"),
-        ("--model m --dataset a --quant_method bnb", "--quant_method: needs --quant_bits"),
-        ("--model m --dataset a --tuner_type full --use_dora true", "--tuner_type: is full, but --use_dora"),
+        ("", UNKNOWN, "max_length", "not supported", "set template.max_length"),
+        ("", UNKNOWN, "bf16, fp16", "not supported", "set training.bf16"),
+        ("", UNKNOWN, "freeze_vit and freeze_aligner", "not supported", "set them to true if it does"),
+        ("", FLOAT32, "mixed precision of float32 weights", "taken over", "remove it to train without a GPU"),
+        ("", TEXT, "mixed precision of bfloat16 weights", "taken over", "training.fp16: false"),
+        ("--fp16 false", FLOAT32, "mixed precision of float32 weights", "taken over", "training.bf16: false"),
     ],
 )
-def test_contradictions_are_refused(arguments, says):
-    """Before anything is looked up or written."""
-    with pytest.raises(ConfigError) as error:
-        converted(arguments)
+def test_each_default_says_what_is_taken(arguments, model, default, verdict, says):
+    """Or what to set, where ms-swift would ask the model; no CPU trains in float16."""
+    found = verdicts(converted(arguments, model=model))[f"(default) {default}"]
 
-    assert says in str(error.value)
+    assert verdict == found[0]
+    assert found[1].endswith(says)
 
 
 def test_what_is_taken_over_is_a_run():
     """With everything that tuners and data take, the document is a good YAML."""
     document = converted(
-        "--model m --dataset a#3 --max_length 8 --lorap_lr_ratio 16 --use_dora true --use_rslora true "
-        "--target_regex x.* "
-        "--modules_to_save embed_tokens --target_parameters w --quant_method bnb --quant_bits 4 "
+        "--dataset a#3 --max_length 8 --lorap_lr_ratio 16 --use_dora true --use_rslora true "
+        "--target_regex x.* --modules_to_save embed_tokens --target_parameters w --quant_method bnb --quant_bits 4 "
         "--agent_template hermes "
         "--model_name a b --columns '{\"q\": \"query\"}' --system 'a\\nb' --save_steps 5 --split_dataset_ratio 0.5"
     ).document

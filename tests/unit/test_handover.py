@@ -1,6 +1,4 @@
-"""
-A process that hands tensors to one that is gone says nothing of it; everything else is shown.
-"""
+"""A tensor that is offered to a process that is gone shows no error; other errors are shown."""
 
 from __future__ import annotations
 

@@ -12,39 +12,25 @@ SECTION = "## Models that see\n\nTiny models.\n\n| model |\n|---|\n| glm4v |\n"
 FOUND = PackingVerdict("llama", "own", "sdpa", "sdpa", (), follows_rows=False, measured=ProbeResult(0, 1e-7), reason="")
 
 
-@pytest.fixture
-def page(monkeypatch, tmp_path):
-    """Return a function that writes a family on a page; its verdict is given."""
-    monkeypatch.setattr(models, "probe_families", lambda _: [FOUND])
-
-    def write(before: str | None) -> str:
-        path = tmp_path / "models.md"
-        if before is not None:
-            path.write_text(before)
-        assert 0 == models.main(["families", str(path)])
-        return path.read_text()
-
-    return write
-
-
-def test_the_table_of_families_keeps_the_models_that_see(page):
+@pytest.mark.parametrize("before", [None, "", "# Which models pack\n\n| family |\n|---|\n| old |\n"])
+@pytest.mark.parametrize("section", ["", f"\n{SECTION}"])
+def test_the_table_of_families_keeps_the_models_that_see(monkeypatch, tmp_path, before, section):
     """Its own rows are new, and the section after them is the same, however often it is written."""
-    first = page(f"# Which models pack\n\n| family |\n|---|\n| old |\n\n{SECTION}")
+    monkeypatch.setattr(models, "probe_families", lambda _: [FOUND])
+    path = tmp_path / "models.md"
+    if before is not None:
+        path.write_text(before + section)
+    written = []
+    for _ in range(2):
+        assert 0 == models.main(["families", str(path)])
+        written.append(path.read_text())
 
+    first, again = written
+    assert first == again
     assert "| `own` | llama |" in first
     assert "| old |" not in first
-    assert first.endswith(f"\n\n{SECTION}")
-    assert 1 == first.count(models.HEADING)
-    assert first == page(first)
-
-
-@pytest.mark.parametrize("before", [None, "", "# Which models pack\n\n| old |\n"])
-def test_a_page_without_models_that_see_gets_none(page, before):
-    """A page that is not there yet, an empty one, one of families alone."""
-    written = page(before)
-
-    assert "| `own` | llama |" in written
-    assert models.HEADING not in written
+    has_section = bool(section) and before is not None
+    assert has_section == (models.HEADING in first) == first.endswith(SECTION)
 
 
 def test_another_section_of_models_that_see_leaves_the_families():

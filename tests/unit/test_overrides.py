@@ -6,7 +6,6 @@ does so silently.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -18,14 +17,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.adapters.config.run import load_config, load_mix, parse_config
-from packplan.adapters.config.trainer_keys import stored_keys
+from packplan.adapters.config.run import load_config, load_mix
 from packplan.adapters.config.values import known_keys
 from packplan.app.cli.command import add_config_arguments, add_logging_options, parse_arguments
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError
-
-KEYS = stored_keys()
+from tests.documents import KEYS, document, parsed
 
 PATHS = {
     "model.model", "custom.train_jsonl", "custom.val_jsonl", "custom.fusion_config", "training.output_dir",
@@ -35,47 +32,28 @@ PATHS = {
 """Keys that name a file or a folder."""
 
 
-def document(**training) -> dict:
-    return {
-        "model": {"model": "m"}, "template": {"max_length": 80}, "custom": {"train_jsonl": "a.jsonl"},
-        "training": {"output_dir": "out", **training},
-    }  # fmt: skip
-
-
-def overridden(*overrides: str, **training) -> RunConfig:
-    return parse_config(document(**training), "run.yaml", KEYS, overrides=overrides)
-
-
 def faults_of(*overrides: str, **training) -> list[str]:
+    """Return the faults of a run under overrides, each with its place."""
     with pytest.raises(ConfigError) as raised:
-        overridden(*overrides, **training)
+        parsed({}, *overrides, **training)
     return [str(fault) for fault in raised.value.faults]
 
 
-@given(
-    seed=st.integers(0, 2**32 - 1), rate=st.floats(0, 1), packing=st.booleans(),
-    report=st.sampled_from(["none", "tensorboard"])
-)  # fmt: skip
+@given(st.integers(0, 2**32 - 1), st.floats(0, 1), st.booleans(), st.sampled_from(["none", "tensorboard"]))
 def test_an_override_is_what_the_yaml_would_be_with_it(seed, rate, packing, report):
     """Values of each type, in the run's own keys and in the trainer's."""
     values = {
-        "seed": seed,
-        "learning_rate": rate,
-        "packing": packing,
-        "report_to": [report],
+        "seed": seed, "learning_rate": rate, "packing": packing, "report_to": [report],
         "lr_scheduler_kwargs": {"a": rate},
-    }
+    }  # fmt: skip
+    written = {key: yaml.safe_dump(value, default_flow_style=True) for key, value in values.items()}
 
-    config = overridden(
-        *(f"training.{key}={yaml.safe_dump(value, default_flow_style=True)}" for key, value in values.items())
-    )
-
-    assert parse_config(document(**values), "run.yaml", KEYS) == config
+    assert parsed(**values) == parsed({}, *(f"training.{key}={text}" for key, text in written.items()))
 
 
-def test_numbers_that_yaml_reads_as_text_are_numbers_in_an_override_too():
+def test_numbers_that_yaml_reads_as_text_are_numbers():
     """1e-4 has no dot."""
-    config = overridden("training.learning_rate=1e-4", "training.num_train_epochs=2e0", "training.lora_dropout=0")
+    config = parsed({}, "training.learning_rate=1e-4", "training.num_train_epochs=2e0", "training.lora_dropout=0")
 
     assert 1e-4 == config.training.trainer["learning_rate"]
     assert (2.0, 0.0) == (config.training.num_train_epochs, config.training.lora_dropout)
@@ -83,13 +61,11 @@ def test_numbers_that_yaml_reads_as_text_are_numbers_in_an_override_too():
 
 def test_a_section_that_the_yaml_lacks_and_a_key_inside_a_setting():
     """Both are made; what else the setting has stays."""
-    config = overridden(
-        "training.lr_scheduler_kwargs.num_cycles=2", lr_scheduler_kwargs={"min_lr": 0.5, "num_cycles": 1}
-    )
-    assert {"min_lr": 0.5, "num_cycles": 2} == config.training.trainer["lr_scheduler_kwargs"]
+    setting = {"min_lr": 0.5, "num_cycles": 1}
+    config = parsed({}, "training.lr_scheduler_kwargs.num_cycles=2", lr_scheduler_kwargs=setting)
 
-    rl = parse_config(document(), "run.yaml", KEYS, overrides=["policy.dynamic_batching.enabled=true"], rl=True)
-    assert rl.policy.dynamic_batching.enabled
+    assert {**setting, "num_cycles": 2} == config.training.trainer["lr_scheduler_kwargs"]
+    assert parsed({}, "policy.dynamic_batching.enabled=true", rl=True).policy.dynamic_batching.enabled
 
 
 def test_null_unsets_what_the_yaml_or_its_base_sets(tmp_path: Path):
@@ -100,52 +76,44 @@ def test_null_unsets_what_the_yaml_or_its_base_sets(tmp_path: Path):
     config = load_config(tmp_path / "run.yaml", KEYS, overrides=["training.seed=null", "training.learning_rate="])
 
     assert (42, 512, {}) == (config.training.seed, config.training.packing_buffer, dict(config.training.trainer))
-    assert ["model.model: is not set, and has no default: set it"] == [
-        fault.partition(" (")[0] + fault.partition(")")[2] for fault in faults_of("model.model=null")
-    ]
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "key", "reason"),
     [
-        ("training.learning_rate=fast",
-         ("training.learning_rate (command line: training.learning_rate=fast): is 'fast', but has to be a number of "
-          "at least 0")),
-        ("training.seed=1.5", "training.seed (command line: training.seed=1.5): is 1.5, but has to be a whole number"),
-        ("training.seed=-1",
-         "training.seed (command line: training.seed=-1): is -1, but has to be from 0 to 2**32 - 1"),
-        ("training.lerning_rate=1",
-         "training.lerning_rate (command line: training.lerning_rate=1): is no known key: did you mean learning_rate?"),
-        ("learning_rate=1",
-         "learning_rate (command line: learning_rate=1): is no key of the top level: write training.learning_rate"),
-        ("training.seed.x=1",
-         "training.seed (command line: training.seed.x=1): is {'x': 1}, but has to be a whole number"),
-        ("training={seed: x, output_dir: o}",
-         "training.seed (command line: training={seed: x, output_dir: o}): is 'x', but has to be a whole number"),
-        ("training.seed=[", "training.seed (command line: training.seed=[): is no valid YAML behind the =: "),
-        ("training.seed=!!python/name:os.getcwd",
-         "training.seed (command line: training.seed=!!python/name:os.getcwd): is no valid YAML"),
-        ("training.seed", "training.seed: is no override: write section.key=value"),
-        ("=1", "=1: is no override"),
-        ("training..seed=1", "training..seed=1: is no override"),
+        ("training.learning_rate=fast", "training.learning_rate", "is 'fast', but has to be a number of at least 0"),
+        ("training.seed=1.5", "training.seed", "is 1.5, but has to be a whole number"),
+        ("training.seed=-1", "training.seed", "is -1, but has to be from 0 to 2**32 - 1"),
+        ("training.lerning_rate=1", "training.lerning_rate", "is no known key: did you mean learning_rate?"),
+        ("learning_rate=1", "learning_rate", "is no key of the top level: write training.learning_rate"),
+        ("training.seed.x=1", "training.seed", "is {'x': 1}, but has to be a whole number"),
+        ("training={seed: x, output_dir: o}", "training.seed", "is 'x', but has to be a whole number"),
+        ("training.seed=[", "training.seed", "is no valid YAML behind the =: "),
+        ("training.seed=!!python/name:os.getcwd", "training.seed", "is no valid YAML"),
+        ("model.model=null", "model.model", "is not set, and has no default: set it"),
     ],
-)  # fmt: skip
-def test_a_fault_of_an_override_names_it_as_its_place(override, says):
+)
+def test_a_fault_of_an_override_names_it_as_its_place(override, key, reason):
     """With the reason that the YAML would get."""
     (fault,) = faults_of(override)
 
-    assert fault.startswith(says)
+    assert fault.startswith(f"{key} (command line: {override}): {reason}")
 
 
 def test_faults_of_the_yaml_keep_its_place():
-    """Beside those of overrides, all at once; a key that is overridden twice is one."""
+    """Beside those of overrides, all at once."""
     assert [
         "training.bf16: is 3, but has to be true or false",
         "training.seed (command line: training.seed=x): is 'x', but has to be a whole number",
     ] == faults_of("training.seed=x", bf16=3)
-    assert ["training.seed: is overridden twice, by training.seed=1 and training.seed=2: keep one"] == faults_of(
-        "training.seed=1", "training.seed=2"
-    )
+
+
+def test_what_is_no_override_is_refused():
+    """So is a key that is overridden twice."""
+    assert [
+        *(f"{text}: is no override: write section.key=value" for text in ("training.seed", "=1", "training..seed=1")),
+        "training.seed: is overridden twice, by training.seed=1 and training.seed=2: keep one",
+    ] == faults_of("training.seed", "=1", "training..seed=1", "training.seed=1", "training.seed=2")
 
 
 def test_a_mix_takes_overrides(tmp_path: Path):
@@ -183,17 +151,11 @@ def test_paths_expand(path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("PACKPLAN_RUNS", "/scratch/runs")
     section, key = path.split(".")
+    rollout = {"custom.train_jsonl": None, "custom.trainer_variant": "rollout", "training.packing_mode": "dynamic"}
+    beside = {**rollout, "training.max_steps": 1} if key == "fusion_config" else {}
 
     def value(text: str) -> object:
-        rl = key == "fusion_config"
-        more = [
-            "custom.train_jsonl=null",
-            "custom.trainer_variant=rollout",
-            "training.max_steps=1",
-            "training.packing_mode=dynamic",
-        ]
-        config = parse_config(document(), "run.yaml", KEYS, overrides=[f"{path}={text}", *(more if rl else ())])
-        values = getattr(config, section)
+        values = getattr(parsed(beside, f"{path}={text}"), section)
         found = getattr(values, key) if hasattr(values, key) else values.trainer[key]
         return found[0] if isinstance(found, tuple) else found
 
@@ -212,7 +174,7 @@ def test_paths_expand(path, monkeypatch):
 def test_which_keys_are_paths_follows_from_their_types():
     """Every other key keeps what is written."""
     prompt = "~ costs ${PRICE}"
-    config = overridden(f'template.system="{prompt}"', f'training.run_name="{prompt}"')
+    config = parsed({}, f'template.system="{prompt}"', f'training.run_name="{prompt}"')
 
     assert (prompt, prompt) == (config.template.system, config.training.trainer["run_name"])
     assert {path for path, _ in known_keys(RunConfig)} > {path for path in PATHS if not KEYS.get(path[9:])}
@@ -254,7 +216,7 @@ def test_no_key_takes_a_number_that_is_not_finite(text):
     for path in sorted(own | {f"training.{key}" for key in KEYS}):
         is_rl = path.startswith(("policy", "grpo"))
         try:
-            config = parse_config(document(), "run.yaml", KEYS, overrides=[f"{path}={text}"], rl=is_rl)
+            config = parsed({}, f"{path}={text}", rl=is_rl)
         except ConfigError as error:
             named = path in str(error)
         else:
@@ -276,11 +238,11 @@ def test_a_mix_takes_finite_numbers_alone(tmp_path, key, text):
     assert len(str(raised.value)) < 2000
 
 
-def test_numbers_that_python_cannot_write_are_faults_of_their_place(tmp_path):
+@pytest.mark.parametrize("text", ["9" * 5000, f"0x{'f' * 5000}", "2001-99-99"])
+def test_numbers_that_python_cannot_write_are_faults_of_their_place(tmp_path, text):
     """By line in a file, by key on the command line."""
-    for text in ("9" * 5000, f"0x{'f' * 5000}", "2001-99-99"):
-        (tmp_path / "run.yaml").write_text(f"model:\n  max_model_len: {text}\n")
-        with pytest.raises(ConfigError, match=r"line 2, column 18: .*: correct it, or quote it"):
-            load_config(tmp_path / "run.yaml", KEYS)
-        assert all("training.seed" in fault for fault in faults_of(f"training.seed={text}"))
-    assert math.isfinite(overridden("training.learning_rate=1e-4").training.trainer["learning_rate"])
+    (tmp_path / "run.yaml").write_text(f"model:\n  max_model_len: {text}\n")
+
+    with pytest.raises(ConfigError, match=r"line 2, column 18: .*: correct it, or quote it"):
+        load_config(tmp_path / "run.yaml", KEYS)
+    assert all("training.seed" in fault for fault in faults_of(f"training.seed={text}"))

@@ -1,6 +1,4 @@
-"""
-The variables of a launcher are complete and agree, or each that is wrong is named with its bounds.
-"""
+"""Variables of a launcher are complete and agree, or each wrong one is named with its bounds."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.adapters.ranks.environment import meeting, named_world_size, require_ranks
+from packplan.adapters.ranks.environment import meeting, require_ranks
 from packplan.core.errors import ConfigError, RunError
 
 RANKS = {
@@ -82,13 +80,6 @@ def test_variables_of_other_programs_are_left_alone():
     """A cluster may set where its own service listens; a lone WORLD_SIZE of 1 is one rank."""
     assert 1 == require_ranks({"MASTER_PORT": "tcp://10.0.0.1:6379", "MASTER_ADDR": "10.0.0.1"})
     assert 1 == require_ranks({"WORLD_SIZE": "1"})
-
-
-def test_a_number_of_ranks_to_convert_for_needs_no_launcher():
-    """WORLD_SIZE alone says it."""
-    assert (1, 8) == (named_world_size({}), named_world_size({"WORLD_SIZE": "8"}))
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE: is '8\.5'"):
-        named_world_size({"WORLD_SIZE": "8.5"})
 
 
 def test_ranks_that_cannot_meet_say_where():

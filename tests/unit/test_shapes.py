@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packplan.core.samples import shaped, to_messages
+from tests.records import ANSWER, QUESTION, asked, chat
 
-ASKED = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}]
+ASKED = [QUESTION, ANSWER]
 
 TOLD = [{"role": "system", "content": "be"}, *ASKED]
 
@@ -21,7 +22,7 @@ SHAPES = {
         {"messages": repr(ASKED)},
         {"conversations": ASKED},
         {"messages": [{"role": "human", "content": "why?"}, {"role": "gpt", "content": "so."}]},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "why?"}]}, ASKED[1]]},
+        asked([{"type": "text", "text": "why?"}]),
         {"Messages": ASKED, "prompt": "why?"},
     ],
     "conversations of from and value": [
@@ -76,10 +77,12 @@ def test_a_history_comes_before_its_question(history):
     assert ["a", "b", "c", "why?", "so."] == [message["content"] for message in said]
 
 
-def test_text_alone_is_an_answer_without_a_question():
-    """And a question that is null is none."""
-    for record in ({"text": "so."}, {"query": None, "response": "so."}):
-        assert ASKED[1:] == to_messages(record)["messages"]
+@pytest.mark.parametrize(
+    "record", [{"text": "so."}, {"query": None, "response": "so."}, {"query": None, "response": [ANSWER]}]
+)
+def test_text_alone_is_an_answer_without_a_question(record):
+    """And a question that is null is none, as ms-swift trains it."""
+    assert [ANSWER] == to_messages(record)["messages"]
 
 
 @pytest.mark.parametrize(
@@ -95,12 +98,9 @@ def test_text_alone_is_an_answer_without_a_question():
 )
 def test_an_image_between_texts_is_a_tag_there(part, image):
     """Its file is the part's own, or the next of the record."""
-    said = [
-        {"role": "user", "content": [{"type": "text", "text": "see "}, part, {"type": "text", "text": "?"}]},
-        ASKED[1],
-    ]
+    said = [{"type": "text", "text": "see "}, part, {"type": "text", "text": "?"}]
 
-    sample = to_messages({"messages": said, **({"images": ["top.png"]} if image == "top.png" else {})})
+    sample = to_messages(asked(said, **({"images": ["top.png"]} if image == "top.png" else {})))
 
     assert "see <image>?" == sample["messages"][0]["content"]
     assert [image] == sample["images"]
@@ -118,9 +118,7 @@ def test_an_image_between_texts_is_a_tag_there(part, image):
 )
 def test_a_video_between_texts_is_a_tag_there(part, video):
     """Beside an image; a file, or its frames."""
-    said = [{"role": "user", "content": [{"type": "image", "image": "c.png"}, part]}, ASKED[1]]
-
-    sample = to_messages({"messages": said})
+    sample = to_messages(asked([{"type": "image", "image": "c.png"}, part]))
 
     assert "<image><video>" == sample["messages"][0]["content"]
     assert (["c.png"], [video]) == (sample["images"], sample["videos"])
@@ -143,6 +141,10 @@ def test_images_that_no_tag_places_come_before_what_the_user_says_first(number, 
     assert "<image>" * number + "why?" == to_messages(record)["messages"][told]["content"]
 
 
+def answered(**more):
+    return {"query": "a", "response": "b", **more}
+
+
 @pytest.mark.parametrize(
     ("record", "says"),
     [
@@ -151,63 +153,41 @@ def test_images_that_no_tag_places_come_before_what_the_user_says_first(number, 
         ({f"{n}{'x' * 99}": "a" for n in range(99)}, r"7x+', …; .* as {0x{39}: query}"),
         ({"conversations": [{"speaker": "x", "text": "y"}]}, "neither a role nor one question and one answer"),
         ({"conversations": [{"human": "x", "gpt": "y", "score": 3}]}, "with 'score', which would be ignored"),
+        ({"conversations": [{"from": None, "value": None}]}, "not an object with a text 'content'"),
+        ({"conversations": ["x"]}, "not an object with a role and a content"),
         ({"messages": "[]"}, "no message"),
         ({"messages": 3}, "has 'messages' that are no list, but a number"),
         ({"messages": {"a": 1}}, "has 'messages' that are no list, but an object"),
-        ({"messages": [None]}, "not an object with a role and a content"),
-        ({"messages": [{"role": "user", "content": [None]}, ASKED[1]]}, "not an object with a type"),
-        ({"messages": [{"role": "user", "content": None}, ASKED[1]]}, "not an object with a text 'content'"),
-        ({"conversations": [{"from": None, "value": None}]}, "not an object with a text 'content'"),
-        ({"query": "a", "response": "b", "history": [None]}, r"\[question, answer\] each"),
-        ({"query": "a", "response": "b", "images": [None]}, "not a list of paths"),
-        ({"query": "a", "response": "b", "images": [{"bytes": None, "path": None}]}, "not a list of paths"),
-        (
-            {
-                "messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}, ASKED[1]],
-                "videos": ["b.mp4"],
-            },
-            "has videos in its messages and in 'videos'",
-        ),
-        ({"query": "a", "response": [None]}, "'response' that is no text"),
+        (chat(None), "not an object with a role and a content"),
+        (chat({"role": 3, "content": "x"}), "has a message with the role 3"),
+        (chat({**QUESTION, "from": "gpt"}, ANSWER), "'role' and 'from', of which one would be ignored"),
+        (chat(conversations=ASKED), "'messages' and 'conversations', which mean the same"),
+        (chat(query="x"), "'messages' and 'query', of which one would be ignored"),
+        (asked(None), "not an object with a text 'content'"),
+        (asked([None]), "not an object with a type"),
+        (asked(["x"]), "not an object with a type"),
+        (asked([{"type": "audio", "audio": "a"}]), "type 'audio'; known"),
+        (asked([{"type": "text"}]), "of the type text without a 'text'"),
+        (asked([{"type": "image", "source": {"type": "file"}}]), "source is neither base64 nor a url"),
+        (asked([{"type": "image", "source": {"url": "http://a"}}]), "only files are read"),
+        (asked([{"type": "image", "image": "a"}], images=["b"]), "images in its messages and in 'images'"),
+        (asked([{"type": "video", "video": "a"}], videos=["b"]), "has videos in its messages and in 'videos'"),
         ({"objects": [None]}, "no text 'desc' in object 0"),
-        ({"query": "a", "response": "b", "tools": [None]}, "has a tool that is not an object"),
-        ({"messages": [{"role": 3, "content": "x"}]}, "has a message with the role 3"),
-        ({"Messages": ASKED, "messages": ASKED}, "has 'messages' twice"),
-        ({"conversations": ["x"]}, "not an object with a role and a content"),
-        ({"messages": [{**ASKED[0], "from": "gpt"}, ASKED[1]]}, "'role' and 'from', of which one would be ignored"),
-        ({"messages": ASKED, "conversations": ASKED}, "'messages' and 'conversations', which mean the same"),
-        ({"messages": ASKED, "query": "x"}, "'messages' and 'query', of which one would be ignored"),
         ({"objects": [{}], "instruction": "x"}, "'objects' and 'instruction', of which one would be ignored"),
         ({"prompt": "a", "question": "b", "answer": "c"}, "'prompt' and 'question', .*{prompt: query}"),
         ({"question": "a", "answer": "b", "solution": "c"}, "'answer' and 'solution', .*{answer: response}"),
         ({"instruction": "a", "query": "b", "output": "c"}, "'instruction' and 'query', of which one"),
         ({"instruction": 3, "output": "c"}, "'instruction' that is no text"),
-        ({"query": "a", "response": ["b", "c"]}, "'response' that is no text: write one text"),
-        ({"query": "a", "response": 3}, "'response' that is no text"),
-        ({"query": "a", "response": "b", "history": "x"}, "'history' as a text that is neither JSON nor Python"),
-        ({"query": "a", "response": "b", "history": {"a": 1}}, "not a list of questions with their answers"),
-        ({"query": "a", "response": "b", "history": [["a"]]}, r"\[question, answer\] each"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "audio", "audio": "a"}]}, ASKED[1]]},
-            "type 'audio'; known",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text"}]}, ASKED[1]]},
-            "of the type text without a 'text'",
-        ),
-        ({"messages": [{"role": "user", "content": ["x"]}, ASKED[1]]}, "not an object with a type"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}, ASKED[1]]},
-            "source is neither base64 nor a url",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"url": "http://a"}}]}, ASKED[1]]},
-            "only files are read",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image", "image": "a"}]}, ASKED[1]], "images": ["b"]},
-            "images in its messages and in 'images'",
-        ),
+        (answered(response=3), "'response' that is no text"),
+        (answered(response=[None]), "'response' that is no text"),
+        (answered(response=["b", "c"]), "'response' that is no text: write one text"),
+        (answered(images=[None]), "not a list of paths"),
+        (answered(images=[{"bytes": None, "path": None}]), "not a list of paths"),
+        (answered(tools=[None]), "has a tool that is not an object"),
+        (answered(history=[None]), r"\[question, answer\] each"),
+        (answered(history=[["a"]]), r"\[question, answer\] each"),
+        (answered(history="x"), "'history' as a text that is neither JSON nor Python"),
+        (answered(history={"a": 1}), "not a list of questions with their answers"),
     ],
 )
 def test_a_record_that_would_lose_something_is_refused(record, says):
@@ -218,12 +198,7 @@ def test_a_record_that_would_lose_something_is_refused(record, says):
 
 def test_a_column_that_is_empty_is_none():
     """In capitals, beside one that says something."""
-    assert to_messages({"messages": ASKED, "Messages": []}) == to_messages({"messages": ASKED})
-
-
-def test_a_question_that_is_none_leaves_the_answer():
-    """As ms-swift trains it."""
-    assert [ASKED[1]] == to_messages({"query": None, "response": [ASKED[1]]})["messages"]
+    assert to_messages(chat()) == to_messages(chat(Messages=[]))
 
 
 def test_keys_have_the_names_that_the_user_gives_them():

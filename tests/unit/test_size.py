@@ -7,35 +7,6 @@ from pathlib import Path
 
 from tools import size
 
-SOURCE = '''"""A module."""
-
-# a comment
-TEXT = """one
-
-two"""  # three lines, of which one is blank
-
-
-class Kind:
-    """A class."""
-
-    field: int
-    """A field."""
-
-
-def call(first, second):
-    return (
-        first +
-
-        second
-    )
-'''
-
-
-def test_docstrings_comments_and_blank_lines_are_no_code():
-    """Lines of a text are code, but for blank ones."""
-    assert 2 + 2 + 5 == size.code_lines(SOURCE)
-    assert len(SOURCE.splitlines()) == size.all_lines(SOURCE)
-
 
 def test_each_part_has_a_line(capsys):
     """The product is the sum of its layers; the program imports the standard library alone."""

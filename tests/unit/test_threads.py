@@ -1,7 +1,4 @@
-"""
-Threads of a command wait asleep, and ranks share the cores: read from the environment when torch is
-loaded.
-"""
+"""Threads of a command wait asleep, and ranks share the cores, once torch is loaded."""
 
 from __future__ import annotations
 
@@ -50,10 +47,7 @@ def test_what_the_user_says_stays(monkeypatch):
 
 @pytest.mark.slow
 def test_openmp_hears_of_it():
-    """
-    Commands load torch after they have said so. What reads the environment is its OpenMP: one that
-    was loaded before has read it.
-    """
+    """The OpenMP of torch reads the environment, and is loaded after it is set."""
     (torch,) = importlib.util.find_spec("torch").submodule_search_locations
     openmp = [*Path(torch).glob("lib/libgomp*"), *Path(torch).with_name("torch.libs").glob("libgomp*")]
     load = f"__import__('ctypes').CDLL({str(openmp[0])!r})" if openmp else "__import__('torch')"

@@ -8,6 +8,7 @@ from itertools import permutations
 import pytest
 
 from packplan.core.samples import to_messages
+from tests.records import chat
 
 ASKED = {"role": "user", "content": "1 and 2?"}
 CALL = {"name": "add", "arguments": {"b": 2, "a": 1}}
@@ -52,14 +53,14 @@ NOTATIONS = [
 @pytest.mark.parametrize("messages", NOTATIONS)
 def test_calls_in_every_notation_become_the_same_messages(messages):
     """The arguments in the order that they have."""
-    assert TOLD == to_messages({"messages": messages})["messages"]
+    assert TOLD == to_messages(chat(*messages))["messages"]
 
 
 @pytest.mark.parametrize("tools", [[{"name": "add"}], '[{"name": "add"}]', {"name": "add"}, ['{"name": "add"}']])
 def test_tools_may_be_texts_of_json(tools):
     """As tables have them; one may stand alone."""
-    assert [{"name": "add"}] == to_messages({"messages": TOLD, "tools": tools})["tools"]
-    assert "tools" not in to_messages({"messages": TOLD, "tools": []})
+    assert [{"name": "add"}] == to_messages(chat(*TOLD, tools=tools))["tools"]
+    assert "tools" not in to_messages(chat(*TOLD, tools=[]))
     wrapped = {"type": "function", "function": {"name_for_model": "add"}}
     assert [wrapped] == to_messages({"query": "a", "response": "b", "tools": [wrapped]})["tools"]
 
@@ -83,9 +84,9 @@ def test_answers_stand_in_the_order_of_their_calls(order):
     ]
 
     said = [openai(*calls, content="wait"), *answers]
-    assert expected == to_messages({"messages": [ASKED, *said, SAID]})["messages"]
+    assert expected == to_messages(chat(ASKED, *said, SAID))["messages"]
     said = [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
-    assert expected == to_messages({"messages": [ASKED, *said, SAID]})["messages"]
+    assert expected == to_messages(chat(ASKED, *said, SAID))["messages"]
 
 
 def test_answers_that_lack_a_call_stay_where_they_are():
@@ -93,7 +94,7 @@ def test_answers_that_lack_a_call_stay_where_they_are():
     calls = [{"name": "f", "arguments": {}}] * 2
     for ids in (("1",), ("1", "7"), (None, None), ([1], "0")):
         answers = [{"role": "tool", "tool_call_id": one, "content": str(n)} for n, one in enumerate(ids)]
-        said = to_messages({"messages": [ASKED, openai(*calls), *answers, SAID]})["messages"]
+        said = to_messages(chat(ASKED, openai(*calls), *answers, SAID))["messages"]
         assert [str(n) for n in range(len(ids))] == [one["content"] for one in said if one["role"] == "tool"]
 
 
@@ -101,8 +102,8 @@ def test_texts_and_images_stand_between_answers():
     """What the user says with an answer comes behind it, a text after a call behind that."""
     told = [{"type": "tool_result", "content": [{"type": "image", "image": "a.png"}]}]
     said = [{"type": "tool_use", "name": "f"}, {"type": "text", "text": "wait"}]
-    sample = to_messages({"messages": [ASKED, {"role": "assistant", "content": said}, {"role": "user", "content": told},
-                                       SAID]})  # fmt: skip
+    sample = to_messages(chat(ASKED, {"role": "assistant", "content": said}, {"role": "user", "content": told},
+                                       SAID))  # fmt: skip
 
     assert ["user", "tool_call", "assistant", "tool", "assistant"] == [one["role"] for one in sample["messages"]]
     assert "<image>" == sample["messages"][3]["content"]
@@ -113,7 +114,7 @@ def test_an_answer_of_json_is_its_text():
     """Its keys stay in order, and null stays; its name reaches the notation that reads it."""
     answer = {"role": "tool", "name": "add", "content": {"z": None, "a": "é"}}
 
-    (found,) = [one for one in to_messages({"messages": [ASKED, CALLED, answer, SAID]})["messages"] if "name" in one]
+    (found,) = [one for one in to_messages(chat(ASKED, CALLED, answer, SAID))["messages"] if "name" in one]
 
     assert {**answer, "content": '{"z": null, "a": "é"}'} == found
 
@@ -121,10 +122,10 @@ def test_an_answer_of_json_is_its_text():
 def test_what_weighs_a_message_goes_with_its_calls():
     """Of all messages that it becomes."""
     for content, number in (("wait", 2), (None, 1)):
-        said = to_messages({"messages": [ASKED, openai(CALL, content=content, loss_scale=0.5), GIVEN, SAID]})
+        said = to_messages(chat(ASKED, openai(CALL, content=content, loss_scale=0.5), GIVEN, SAID))
         assert number == sum(message.get("loss_scale") == 0.5 for message in said["messages"])
     parts = [{"type": "text", "text": "wait"}, {"type": "tool_use", "name": "f"}]
-    said = to_messages({"messages": [ASKED, {"role": "assistant", "content": parts, "loss": False}, GIVEN, SAID]})
+    said = to_messages(chat(ASKED, {"role": "assistant", "content": parts, "loss": False}, GIVEN, SAID))
     assert 2 == sum(message.get("loss") is False for message in said["messages"])
 
 
@@ -134,7 +135,6 @@ def test_what_weighs_a_message_goes_with_its_calls():
         ([ASKED, {**openai(), "tool_calls": ["x"]}, SAID], "'tool_calls' that are not a list of objects"),
         ([ASKED, openai({"arguments": {}}), SAID], "without a 'name' of its function"),
         ([ASKED, openai({"name": "f", "arguments": "x"}), SAID], "call of 'f' with arguments that are no JSON"),
-        ([ASKED, openai(CALL, reasoning_content="x"), GIVEN, SAID], "'reasoning_content', which would be ignored"),
         ([ASKED, {**CALLED, "content": "x"}, SAID], "a call of a tool as a text that is neither JSON nor Python"),
         ([ASKED, {**CALLED, "content": {"name": 3}}, SAID], "a call of a tool without a 'name'"),
         ([ASKED, {**CALLED, "content": {"name": "f"}}, SAID], "a call of 'f' without 'arguments'"),
@@ -151,25 +151,25 @@ def test_what_weighs_a_message_goes_with_its_calls():
 def test_calls_that_would_lose_something_are_refused(messages, says):
     """With what to do."""
     with pytest.raises(ValueError, match=says):
-        to_messages({"messages": messages})
+        to_messages(chat(*messages))
 
 
-@pytest.mark.parametrize("tools", ["add", [3], ["x"], [{}], [{"function": {"name": 3}}]])
+@pytest.mark.parametrize("tools", ["add", [3], [{}], [{"function": {"name": 3}}]])
 def test_tools_without_a_name_are_refused(tools):
     """Of any notation."""
     with pytest.raises(ValueError, match="tool"):
-        to_messages({"messages": TOLD, "tools": tools})
+        to_messages(chat(*TOLD, tools=tools))
 
 
 def test_a_call_may_end_a_record():
     """The model learns to call."""
-    assert [ASKED, CALLED] == to_messages({"messages": [ASKED, CALLED]})["messages"]
+    assert [ASKED, CALLED] == to_messages(chat(ASKED, CALLED))["messages"]
 
 
 @pytest.mark.parametrize("weight", [0, 0.25, 3, 10**6])
 def test_a_message_of_the_model_may_have_a_weight(weight):
     """A number; in the last one, above 0."""
-    said = to_messages({"messages": [ASKED, {**SAID, "loss_scale": weight}, ASKED, SAID]})["messages"]
+    said = to_messages(chat(ASKED, {**SAID, "loss_scale": weight}, ASKED, SAID))["messages"]
 
     assert weight == said[1]["loss_scale"]
 
@@ -181,7 +181,6 @@ def test_a_message_of_the_model_may_have_a_weight(weight):
         ([ASKED, {**SAID, "loss_scale": float("nan")}], "the loss_scale nan"),
         ([ASKED, {**SAID, "loss_scale": [1, 2]}], "the loss_scale .1, 2."),
         ([ASKED, {**SAID, "loss_scale": 0}], "'loss_scale': 0 in its last message"),
-        ([ASKED, {**SAID, "loss": 0.5}], "the loss 0.5, which would be ignored"),
         ([ASKED, {**SAID, "loss": False, "loss_scale": 2}, ASKED, SAID], "'loss': false and a loss_scale"),
         ([{**ASKED, "loss": True}, SAID], "a user message with 'loss', but only what the model says is weighed"),
         ([{**ASKED, "loss_scale": 0}, SAID], "a user message with 'loss_scale'"),
@@ -190,5 +189,5 @@ def test_a_message_of_the_model_may_have_a_weight(weight):
 def test_weights_that_would_be_ignored_are_refused(messages, says):
     """Each by what it says."""
     with pytest.raises(ValueError, match=says):
-        to_messages({"messages": messages})
-    assert to_messages({"messages": [{**ASKED, "loss": False}, SAID]})
+        to_messages(chat(*messages))
+    assert to_messages(chat({**ASKED, "loss": False}, SAID))

@@ -12,6 +12,7 @@ import attrs
 import numpy as np
 import pytest
 
+from packplan.adapters.loaders.batches import PackBatches
 from packplan.core import errors
 from packplan.core.align import align_plan
 from packplan.core.batch import resolve_accumulation
@@ -24,6 +25,7 @@ from packplan.core.plan import build_raw_plan, refuse_dropped, refuse_longer
 from packplan.core.policy import PlanPolicy
 from packplan.core.samples import COLUMNS, Measurement, column, from_row, to_row
 from packplan.core.shard import shard_packed, shard_plain
+from packplan.core.surface import plan
 
 DISAGREES = re.compile(
     r"(?<![\d.,])1 (?:[a-z]+ )?(?:samples|packs|ranks|tokens|sequences|workers|findings|faults|batches)\b.{0,40}"
@@ -52,6 +54,7 @@ def test_there_is_an_example_of_every_class():
     """Only the three that are never raised have none; the package's docstring draws them all."""
     assert CLASSES - {type(error) for error in ERRORS} == {PackplanError, errors.UserError, errors.VerificationError}
     assert all(cls.__name__ in errors.__doc__ for cls in CLASSES)
+    assert "there is no sample" == str(PackplanError("there is no sample"))
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -87,6 +90,7 @@ def test_no_error_prints_at_length_what_it_quotes(error):
 ARGUMENTS = {
     "length": lambda: pack([9], capacity=8, algorithm="best_fit_decreasing"),
     "works": lambda: checked_works([1.0, -1.0], 2),
+    "ranks": lambda: PackBatches(plan([9], 16).schedule(), 0, 2),
     "too_few_samples": lambda: pack([1], capacity=8, algorithm="best_fit_decreasing", min_bin_count=2),
     "over_budget": lambda: shard_packed([9], shards=1, batch_size=1, max_tokens_per_microbatch=8),
     "uneven_shards": lambda: shard_plain([1, 2, 3], shards=2, batch_size=3),
@@ -96,7 +100,7 @@ ARGUMENTS = {
     ),
     "empty": lambda: build_raw_plan([], packing_length=8),
     "all_skipped": lambda: build_raw_plan([9], packing_length=8, allow_single_long=False),
-    "all_dropped": lambda: build_raw_plan([1], packing_length=8),
+    "all_dropped": lambda: build_raw_plan([1], packing_length=8, min_fill_ratio="0.65"),
     "dropped_tokens": lambda: refuse_dropped(
         build_raw_plan([51, 51, 90], packing_length=100, min_fill_ratio="0.6"),
         [51, 51, 90],
@@ -126,8 +130,8 @@ def test_errors_about_arguments_are_value_errors(kind, call):
 
 
 def test_every_kind_of_argument_has_a_call():
-    """But for a loss that needs the whole batch."""
-    assert {*ARGUMENTS, "whole_batch_loss"} == set(get_args(get_type_hints(errors.ArgumentError)["kind"]))
+    """But for a loss that needs the whole batch, and trainers of tests/hosts."""
+    assert {*ARGUMENTS, "whole_batch_loss", "host"} == set(get_args(get_type_hints(errors.ArgumentError)["kind"]))
     assert {errors.ArgumentError, errors.PlanError} == {cls for cls in CLASSES if issubclass(cls, ValueError)}
 
 
@@ -151,11 +155,6 @@ def test_a_remedy_names_a_key_with_its_value():
     assert "1 finding" == with_remedy(errors.MismatchError("unsound", "1 finding"))
 
 
-def test_an_error_of_one_text_says_it():
-    """Those that have no fields."""
-    assert "there is no sample" == str(errors.PackplanError("there is no sample"))
-
-
 def test_a_shortened_text_says_how_much_is_left_out():
     """Its beginning and its end are there; what is short is as it was."""
     found = errors.shortened("the image " + "x" * 75_852 + " does not exist: name another")
@@ -171,6 +170,9 @@ def test_a_shortened_text_says_how_much_is_left_out():
     assert errors.MAX_LINES == len(lines)
 
 
+PASSED = ProbeResult(0, 3e-7)
+
+
 def test_measurements_survive_the_table():
     """Row by row; columns by name."""
     rows = [Measurement(9, 4, 2, 64), Measurement(5, 5, 0, 0, cut=True)]
@@ -182,69 +184,51 @@ def test_measurements_survive_the_table():
     assert ("images", 2, 1) == attrs.astuple(rows[0].differences(attrs.evolve(rows[0], images=1))[0])
 
 
-def verdict(strategy="varlen", attention="varlen", **fields):
+def verdict(strategy="varlen", attention="varlen", native="sdpa", split=(), measured=PASSED, **fields):
     """A verdict that passes, unless its strategy is None."""
-    plain = {
-        "native": "sdpa",
-        "split": (),
-        "follows_rows": False,
-        "measured": ProbeResult(0, 3e-7),
-        "reason": "it says so",
-    }
-    return PackingVerdict("llama", strategy, attention, **{**plain, **fields})
+    plain = {"native": native, "split": split, "follows_rows": False, "measured": measured, "reason": "it says so"}
+    return PackingVerdict("llama", strategy, attention, **plain, **fields)
 
 
-def test_a_model_that_passes_packs_and_one_that_does_not_is_refused_with_the_reason():
-    """Whatever its name; ranks that share rows cannot share layers that know the whole row."""
-    assert choose_attention("auto", verdict()).leak is None
-    assert choose_attention("auto", verdict(split=("Mixer",))).leak is None
-    assert "it says so" == choose_attention("sdpa", verdict(None)).leak
-    leak = choose_attention("auto", verdict(split=("Mixer",)), context_parallel_size=2).leak
-    assert "context_parallel_size" in leak
-    error = ModelError.isolation("llama", "sdpa", "it says so")
-    assert "llama may not pack under attn_impl sdpa: it says so" == str(error)
+TWO = {"context_parallel_size": 2}
+
+FLASH = {"flash_installed": True}
+
+ON_CPU = {"on_cpu": True}
 
 
 @pytest.mark.parametrize(
-    ("attn_impl", "flash_installed", "on_cpu", "says"),
+    ("attn_impl", "verdict", "options", "name", "why", "leak"),
     [
-        ("flash_attention_2", False, False, "flash-attn is not installed"),
-        ("flash_attention_2", True, True, "on a GPU alone"),
-        ("flash_attention_2", True, False, None),
-        ("flex_attention", False, True, "no backward pass on a CPU"),
-        ("flex_attention", False, False, None),
-        ("auto", False, True, None),
+        ("auto", verdict(), {}, "varlen", "llama was shown to pack by it", None),
+        ("auto", verdict(split=("Mixer",)), {}, "varlen", "llama was shown to pack by it", None),
+        ("auto", None, ON_CPU, "sdpa", "is auto", None),
+        ("auto", verdict(None, native="eager"), {}, "eager", "may not share packs: it says so", "it says so"),
+        ("auto", verdict("own", "sdpa"), TWO, "context_parallel", "context_parallel_size is 2", None),
+        ("auto", verdict(split=("Mixer",)), TWO, "context_parallel", "size is 2", "context_parallel_size shares"),
+        ("varlen", verdict(), {}, "varlen", "names it", None),
+        ("sdpa", verdict("own", "sdpa"), {}, "sdpa", "names it", None),
+        ("sdpa", verdict(None), {}, "sdpa", "may not share packs: it says so", "it says so"),
+        ("eager", None, TWO, "eager", "names it", None),
+        ("flash_attention_2", None, {}, "flash_attention_2", "names it", "flash-attn is not installed"),
+        ("flash_attention_2", None, FLASH | ON_CPU, "flash_attention_2", "names it", "on a GPU alone"),
+        ("flash_attention_2", None, FLASH, "flash_attention_2", "names it", None),
+        ("flex_attention", None, ON_CPU, "flex_attention", "names it", "no backward pass on a CPU"),
+        ("flex_attention", None, {}, "flex_attention", "names it", None),
     ],
 )
-def test_what_does_not_train_here_is_refused_before_the_model_is_asked(attn_impl, flash_installed, on_cpu, says):
-    """Never silently."""
-    found = choose_attention(attn_impl, None, flash_installed=flash_installed, on_cpu=on_cpu).leak
+def test_auto_takes_what_the_model_was_shown_to_pack_by(*, attn_impl, verdict, options, name, why, leak):
+    """
+    What is named is taken as it is; the reason says why. What cannot train here, or may not pack,
+    says so.
+    """
+    found = choose_attention(attn_impl, verdict, **{"flash_installed": False, "on_cpu": False, **options})
 
-    assert (says is None) == (found is None)
-    assert says is None or says in found
-
-
-@pytest.mark.parametrize(
-    ("attn_impl", "verdict", "context_parallel_size", "name", "says"),
-    [
-        ("auto", verdict(), 1, "varlen", "llama was shown to pack by it"),
-        ("varlen", verdict(), 1, "varlen", "names it"),
-        ("sdpa", verdict("own", "sdpa"), 1, "sdpa", "names it"),
-        ("eager", None, 2, "eager", "names it"),
-        ("auto", None, 1, "sdpa", "is auto"),
-        ("auto", verdict(None, native="eager"), 1, "eager", "may not share packs: it says so"),
-        ("auto", verdict("own", "sdpa"), 2, "context_parallel", "context_parallel_size is 2"),
-    ],
-)
-def test_auto_takes_what_the_model_was_shown_to_pack_by(attn_impl, verdict, context_parallel_size, name, says):
-    """What is named is taken as it is; the reason says why."""
-    found = choose_attention(attn_impl, verdict, context_parallel_size=context_parallel_size)
-
-    assert name == found.name
-    assert says in found.why
+    assert (name, verdict) == (found.name, found.verdict)
+    assert why in found.why
     assert f"{name}: {found.why}" == str(found)
     assert (found.native if name in {"varlen", "context_parallel"} else name) == found.backend
-    assert verdict is found.verdict
+    assert found.leak is None if leak is None else leak in found.leak
 
 
 @pytest.mark.parametrize(
@@ -256,24 +240,18 @@ def test_varlen_by_name_is_refused_where_it_does_not_run(verdict, context_parall
     with pytest.raises(errors.ModelError, match=f"attn_impl varlen .*{says}") as raised:
         choose_attention("varlen", verdict, context_parallel_size=context_parallel_size)
     assert "attention" == raised.value.kind
+    assert "llama may not pack under attn_impl sdpa: why" == str(ModelError.isolation("llama", "sdpa", "why"))
 
 
-@pytest.mark.parametrize("number", [0.25, float("inf")])
-def test_a_verdict_survives_json(number):
-    """Numbers that are none too; people read them."""
-    one = verdict(None, split=("Mixer", "Other"), measured=ProbeResult(number, 1e-7), not_exercised=("vision",))
-
-    assert one == PackingVerdict.from_dict(json.loads(json.dumps(one.to_dict(), allow_nan=False)))
-    assert f"(isolation {number} (must be 0), equality 1e-07); not asked: vision" in str(one)
-
-
-def test_a_verdict_without_numbers_survives_json():
-    """Nothing could be measured: it has none, and says so."""
-    one = verdict(None, measured=None)
+@pytest.mark.parametrize("measured", [ProbeResult(0.25, 1e-7), ProbeResult(float("inf"), 1e-7), None])
+def test_a_verdict_survives_json(measured):
+    """Numbers that are none too; people read them, or that nothing could be measured."""
+    one = verdict(None, split=("Mixer", "Other"), measured=measured, not_exercised=("vision",))
+    numbers = measured and f" (isolation {measured.isolation} (must be 0), equality 1e-07)"
 
     assert one == PackingVerdict.from_dict(json.loads(json.dumps(one.to_dict(), allow_nan=False)))
-    assert one.isolation is one.equality is None
-    assert str(one) == one.reason
+    assert str(one).endswith(f"sample by sample{numbers or ''}; not asked: vision")
+    assert measured or one.isolation is one.equality is None
 
 
 def test_a_blind_probe_says_nothing():

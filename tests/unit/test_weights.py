@@ -1,6 +1,4 @@
-"""
-Weights that are cut off, missing or none are named with their sizes, before libraries are imported.
-"""
+"""Weights that are cut off, missing or invalid are named before libraries are imported."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ BINS = {
 
 @pytest.fixture
 def faults_of(tmp_path):
-    """
-    Return a function that writes a model's folder, and returns what is wrong with its weights.
-    """
+    """Return a function that writes a model's folder and returns the faults of its weights."""
     (tmp_path / "data.jsonl").write_text('{"query": "say", "response": "blue"}\n')
     sections = {
         "model": {"model": str(tmp_path / "model")},

@@ -1,4 +1,4 @@
-"""What samples of a run cost, and where its ranks meet, as its YAML and its model say."""
+"""Work of a run's samples, and the point where its ranks meet, as its YAML and its model say."""
 
 from __future__ import annotations
 

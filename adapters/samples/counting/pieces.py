@@ -24,8 +24,7 @@ from PIL import Image
 from swift.template import StdTemplateInputs, Template
 from transformers import PreTrainedTokenizerFast
 
-from packplan.adapters.samples.media import DUMMY_SIZE, IMAGES, VIDEOS, patch_size_of
-from packplan.adapters.samples.video import FRAMES_OF_LAYER
+from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_OF_LAYER, measured, untruncated
 from packplan.core.samples import Measurement
 
 _REDONE = (
@@ -33,7 +32,7 @@ _REDONE = (
     "_split_special_tokens",
 )  # fmt: skip
 """
-What this does in the template's place: one that does it otherwise encodes each sample in full.
+Methods that this replaces: a template with one of its own encodes each sample in full.
 """
 
 _ANSWER = {"role": "assistant", "content": "So."}
@@ -44,14 +43,17 @@ _PROOFS: tuple[dict[str, Any], ...] = (
 )
 """Samples that are compared before a template's texts are trusted."""
 
-_STAND_INS: Mapping[str, Any] = {
+STAND_INS: Mapping[str, Any] = {
     "image": Image.new("RGB", DUMMY_SIZE),
     "video": [Image.new("RGB", DUMMY_SIZE)] * FRAMES_OF_LAYER,
 }
 """Kinds of media -> what stands in a sample for each of them."""
 
-_PLAIN = {"messages", "images", "videos", "channel"}
-_PLAIN_MESSAGE = {"role", "content"}
+_PLAIN, _PLAIN_MESSAGE = {"messages", "images", "videos", "channel"}, {"role", "content"}
+"""
+Keys of samples and messages that are texts alone. ms-swift's own way for all keys takes a tenth of
+a sample's time.
+"""
 
 
 @attrs.frozen
@@ -75,7 +77,7 @@ class Pieces:
 
 @attrs.frozen
 class StandIn:
-    """What an image of `DUMMY_SIZE`, or a video of two such frames, is in a sample."""
+    """An image of `DUMMY_SIZE`, or a video of two such frames, in a sample."""
 
     tokens: int
     """Tokens of it, beyond those of the texts that the template writes for it."""
@@ -118,13 +120,13 @@ class PieceCounter:
 
         Args:
             sample: As `SwiftEncoder.read` gives it.
-            **counts: How many it has of each kind of media, `image` and `video`.
+            **counts: Number of each kind of media, `image` and `video`.
         """
         template = self._template
         inputs = _plain_inputs(sample) or StdTemplateInputs.from_dict({**sample, "images": [], "videos": []})
         template._preprocess_inputs(inputs)
         for kind, number in counts.items():
-            setattr(inputs, f"{kind}s", [_STAND_INS[kind]] * number)
+            setattr(inputs, f"{kind}s", [STAND_INS[kind]] * number)
         template._swift_prepare_inputs(inputs)
         contexts, weights, _ = template._swift_encode(inputs)
         contexts, weights = template._simplify_context_list(contexts, weights, inputs)
@@ -133,7 +135,7 @@ class PieceCounter:
 
     def _tag_of(self, media_type: str, index: int, inputs: StdTemplateInputs) -> list[Any]:
         """
-        Return what the template writes for an image or a video at a position; asked once for all.
+        Return the template's text for an image or a video at a position; asked once for all.
         """
         place = (media_type, index)
         if place not in self._tags:
@@ -150,7 +152,7 @@ class PieceCounter:
         return [self._measurement(sample, tokens) for sample in samples]
 
     def _tokenized(self, texts: list[str]) -> Sequence[Any]:
-        """Return what has the length, and as `ids` the tokens, of each text."""
+        """Return the tokens of each text, as objects with a length and `ids`."""
         if self._in_batches:
             encoded: Sequence[Any] = self._tokenizer.backend_tokenizer.encode_batch_fast(
                 texts, add_special_tokens=False
@@ -181,12 +183,12 @@ class PieceCounter:
         )
 
     def said(self, sample: Pieces) -> Counter[str]:
-        """Return how often the texts of a sample say the token of each kind of media."""
+        """Return the number of tokens of each kind of media in the texts of a sample."""
         texts = [part.content for part in sample.parts if isinstance(part.content, str)]
         return Counter({kind: sum(text.count(token) for text in texts) for kind, token in self._said.items()})
 
     def _trained_ends(self, parts: list[tuple[Piece, Any]]) -> int:
-        """Return how many tokens that end an answer are trained though their text is not."""
+        """Return the number of trained tokens that end answers whose end is not trained as text."""
         found, answered, size = 0, False, len(self._suffix)
         for trained, run in groupby(parts, key=lambda one: one[0].trained):
             if not trained and answered:
@@ -282,7 +284,7 @@ def prove_stand_in(template: Template, counter: PieceCounter, medium: str) -> bo
     that is the same each time, and beside the media that it knows.
 
     Args:
-        template: Of a model that sees.
+        template: Template of a model that sees.
         counter: Measures its texts.
         medium: `image` or `video`.
     """
@@ -310,22 +312,7 @@ def prove_stand_in(template: Template, counter: PieceCounter, medium: str) -> bo
 
 def _encoded(template: Template, sample: dict[str, Any], **counts: int) -> Measurement:
     """Return the measurement of a full encode."""
-    limit, template.max_length = template.max_length, None
-    try:
-        media = {f"{kind}s": [_STAND_INS[kind]] * number for kind, number in counts.items()}
+    media = {f"{kind}s": [STAND_INS[kind]] * number for kind, number in counts.items()}
+    with untruncated(template):
         encoded = template.encode({**sample, **media}, return_length=True)
-    finally:
-        template.max_length = limit
-    supervised = sum(label >= 0 for label in encoded["labels"][1:])
-    side = patch_size_of(template.config)
-    of_images, of_videos = (medium.patches(encoded, patch_size=side) for medium in (IMAGES, VIDEOS))
-    layers = encoded["video_grid_thw"][:, 0].sum() if of_videos else 0
-    return Measurement(
-        encoded["length"],
-        supervised,
-        counts.get("image", 0),
-        of_images,
-        videos=counts.get("video", 0),
-        frames=FRAMES_OF_LAYER * int(layers),
-        video_patches=of_videos,
-    )
+    return measured(template, encoded, images=counts.get("image", 0), videos=counts.get("video", 0))

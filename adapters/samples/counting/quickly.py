@@ -11,33 +11,26 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
-from functools import cached_property
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
+from typing import Any
 
 import attrs
-import numpy as np
-from numpy.typing import NDArray
 
-from packplan.adapters.samples.counting.pieces import PieceCounter, Pieces, prove_stand_in
+from packplan.adapters.samples.counting.pieces import STAND_INS, PieceCounter, Pieces, prove_pieces, prove_stand_in
 from packplan.adapters.samples.encoder import SwiftEncoder
-from packplan.adapters.samples.image_headers import image_facts
-from packplan.adapters.samples.image_lengths import ImageCost, ImageLengths
-from packplan.adapters.samples.video import VideoCost, VideoFacts, VideoLengths
+from packplan.adapters.samples.image_lengths import ImageLengths, prove_lengths
+from packplan.adapters.samples.media import MediaCost
+from packplan.adapters.samples.video.reading import reads_videos
 from packplan.core.errors import RecordError
 from packplan.core.samples import (
     DIGEST_BYTES,
-    Image,
     MeasuredSample,
     Measurement,
     MediaFacts,
-    MediaTable,
     Outcome,
     ShortcutError,
-    Table,
-    from_tables,
     to_row,
-    to_tables,
 )
 
 log = logging.getLogger(__name__)
@@ -52,13 +45,6 @@ _SAYS_MORE = re.compile(r"<\|\w+\|>|</?think>|<(?:image|video|audio|bbox|ref-obj
 """A text that a template may treat otherwise than others: tokens, thoughts, tags."""
 
 
-class MeasureOne(Protocol):
-    """Measures a sample by itself; RecordError if it cannot become one."""
-
-    def __call__(self, index: int, /) -> Measurement:
-        """Return the measurement of sample *index*."""
-
-
 @attrs.frozen
 class _Read:
     """A sample that was read, and the texts that it becomes."""
@@ -66,96 +52,81 @@ class _Read:
     index: int
     sample: dict[str, Any]
     facts: tuple[MediaFacts, ...]
-    beyond: list[ImageCost]
-    """What its images cost beyond stand-ins."""
 
-    shown: list[VideoCost]
-    """What its videos cost beyond stand-ins."""
+    images: MediaCost | None
+    """Cost of its images beyond stand-ins; None if a header does not tell that of all its media."""
+
+    videos: MediaCost
+    """Cost of its videos beyond stand-ins."""
 
     pieces: Pieces | None
     """None if it has to be measured by itself."""
 
-
-@attrs.frozen(eq=False)
-class MeasuredBatch:
-    """What was measured of some records, small to send from one process to another."""
-
-    indices: range
-    """Records, one behind the other."""
-
-    digests: NDArray[np.uint8]
-    """Digest of each record, all zero where it is not known; shape (num_records, DIGEST_BYTES)."""
-
-    table: Table
-    media: MediaTable
-
-    errors: dict[int, RecordError]
-    """Row -> why that record cannot become a sample."""
-
-    @classmethod
-    def from_outcomes(cls, indices: range, outcomes: Sequence[Outcome], digests: Sequence[bytes] = ()) -> MeasuredBatch:
-        """
-        Put outcomes into arrays.
-
-        Args:
-            indices: Records, one behind the other.
-            outcomes: Measurement or error of each record.
-            digests: Digest of each record, empty where it is not known.
-        """
-        known = np.zeros((len(indices), DIGEST_BYTES), np.uint8)
-        for row, digest in enumerate(digests):
-            if digest:
-                known[row] = np.frombuffer(digest, np.uint8)
-        errors = {row: one for row, one in enumerate(outcomes) if isinstance(one, RecordError)}
-        return cls(indices, known, *to_tables(outcomes), errors)
-
-    def outcomes(self) -> Iterator[Outcome]:
-        """Yield the measurement or error of each record, in their order."""
-        for row, measured in enumerate(from_tables(self.table, self.media, range(len(self.table)))):
-            yield self.errors.get(row, measured)
+    def with_media(self, measured: Measurement) -> Measurement:
+        """Return a measurement, of stand-ins, with the cost of what they stand for."""
+        images = self.images or MediaCost()
+        return attrs.evolve(
+            measured,
+            length=measured.length + images.tokens + self.videos.tokens,
+            patches=measured.patches + images.patches,
+            frames=measured.frames + self.videos.frames,
+            video_patches=measured.video_patches + self.videos.patches,
+        )
 
 
 class QuickMeasurer:
-    """Measures samples of an encoder without encoding each."""
+    """Measures samples of an encoder without encoding each as it is."""
 
-    def __init__(
-        self,
-        encoder: SwiftEncoder,
-        counter: PieceCounter,
-        lengths: ImageLengths | None,
-        *,
-        alone: MeasureOne,
-        in_full: MeasureOne,
-    ) -> None:
+    def __init__(self, encoder: SwiftEncoder, *, in_full: Callable[[int], Measurement]) -> None:
         """
         Measure what an encoder encodes.
 
         Args:
             encoder: Gives the samples.
-            counter: Counts the texts of its template.
-            lengths: What images cost; None measures those samples by themselves.
-            alone: Measures one that cannot be measured with others.
             in_full: Measures one by encoding it.
         """
-        self._encoder, self._alone, self._in_full = encoder, alone, in_full
-        self._counter, self._of_images = counter, lengths
+        self._encoder, self._in_full = encoder, in_full
         self._kinds: set[object] = set()
 
     @cached_property
-    def _of_videos(self) -> VideoLengths | None:
-        """What videos cost; None measures those samples by themselves."""
-        lengths = self._encoder.video_lengths
+    def _counter(self) -> PieceCounter | None:
+        """Counter of many samples at once; None if each is to be encoded."""
+        template, tokens = self._encoder.template, self._encoder.image_tokens
+        media = {} if tokens is None else {"image": tokens.token}
+        if tokens is not None and reads_videos(template):
+            media["video"] = template.video_token_id
+        counter, why_not = prove_pieces(template, tokens=media)
+        if counter is None:
+            self._log_once(f"every sample is encoded by itself to be measured: {why_not}")
+        return counter
+
+    @cached_property
+    def image_lengths(self) -> tuple[ImageLengths | None, str]:
+        """Lengths of images by their headers, and how; or None, and why there are none."""
+        lengths, why = prove_lengths(self._encoder.template)
+        if lengths is None:
+            self._log_once(f"every sample with images is encoded in full: {why}")
+        else:
+            self._log_once(f"lengths of images come from their headers, by {why}")
+        return lengths, why
+
+    @cached_property
+    def _counts_videos(self) -> bool:
+        """Whether samples with videos are counted with others."""
+        assert self._counter is not None  # noqa: S101  # it counts all others
         try:
-            if lengths is not None and prove_stand_in(self._encoder.template, self._counter, "video"):
-                return lengths
+            return prove_stand_in(self._encoder.template, self._counter, "video")
         except Exception as error:  # noqa: BLE001  # a full encode says with the record's place what else is wrong
             self._counter.stand_ins.pop("video", None)
             log.info("samples with videos are measured one by one: %s: %s", type(error).__name__, error)
-        return None
+        return False
 
-    def measure(self, indices: Sequence[int]) -> tuple[list[Outcome], list[bytes]]:
+    def _log_once(self, text: str) -> None:
+        _log_once(f"{self._encoder.template.template_meta.template_type}: {text}")
+
+    def measure(self, indices: Sequence[int]) -> tuple[list[Outcome], bytes]:
         """
-        Measure samples, and return the digests of their records too, empty where they are not
+        Measure samples, and return the digests of their records too, all zero where they are not
         known; ShortcutError if one of those that are encoded too is measured otherwise then.
         """
         digests = [b""] * len(indices)
@@ -167,73 +138,72 @@ class QuickMeasurer:
             except RecordError as error:
                 read.append(error)
         ready = [one.pieces for one in read if isinstance(one, _Read) and one.pieces is not None]
-        counted = iter(self._counter.measure(ready))
-        return [one if isinstance(one, RecordError) else self._outcome(one, counted) for one in read], digests
+        counted = iter(self._counter.measure(ready) if self._counter is not None else ())
+        outcomes = [one if isinstance(one, RecordError) else self._outcome(one, counted) for one in read]
+        return outcomes, b"".join(digest or bytes(DIGEST_BYTES) for digest in digests)
+
+    def by_headers(self, index: int) -> Measurement:
+        """
+        Measure sample *index* with others in place of its images and videos, and add what these
+        cost by their headers, where that is proven to be exact; else in full.
+        """
+        return self._by_stand_ins(self._read(index, self._encoder.records.read(index)[0]))
 
     def _read(self, index: int, record: object) -> _Read:
         """
         Return a record as a sample, with what its images' headers and its videos' containers say;
         RecordError if it is none.
         """
-        sample, images = self._encoder.sample_of(index, record)
-        facts = self.facts(index, images)
-        videos = [self._encoder.video_facts(index, video) for video in sample.get("videos", ())]
-        kept = (*facts, *(self._encoder.stored_facts(one) for one in videos))
-        if (
-            (images and self._of_images is None)
-            or (videos and self._of_videos is None)
-            or any(one.doubt for one in videos)
-        ):
-            return _Read(index, sample, kept, [], [], None)
-        beyond, shown = self._costs(index, facts, videos)
+        encoder = self._encoder
+        sample = encoder.sample_of(index, record)
+        images = sample.get("images", ())
+        facts = encoder.image_facts(index, images)
+        videos = [encoder.video_facts(index, video) for video in sample.get("videos", ())]
+        kept = (*facts, *map(encoder.stored_facts, videos))
+        of_images = self.image_lengths[0] if images else None
+        of_videos = encoder.video_lengths if videos else None
+        if (images and of_images is None) or (videos and of_videos is None) or any(one.doubt for one in videos):
+            return _Read(index, sample, kept, None, MediaCost(), None)
+        with encoder.named(index, "an image cannot be encoded: "):
+            costs = [of_images.beyond_stand_in(one.width, one.height) for one in facts] if of_images else []
+        shown = [of_videos.beyond_stand_in(one) for one in videos] if of_videos else []
+        pieces = self._pieces(sample, image=len(images), video=len(videos))
+        return _Read(index, sample, kept, sum(costs, MediaCost()), sum(shown, MediaCost()), pieces)
+
+    def _pieces(self, sample: dict[str, Any], **counts: int) -> Pieces | None:
+        """Return the texts of a sample; None if it has to be measured by itself."""
+        counter = self._counter
+        if counter is None or (counts["video"] and not self._counts_videos):
+            return None
+        if counts["image"] and "image" not in counter.stand_ins:
+            return None
         try:
-            pieces = self._counter.pieces(sample, image=len(images), video=len(videos))
+            return counter.pieces(sample, **counts)
         except Exception:  # noqa: BLE001  # whatever the template raises, a full encode says with the record's place
-            pieces = None
-        return _Read(index, sample, kept, beyond, shown, pieces)
+            return None
 
-    def _costs(
-        self, index: int, images: Sequence[MediaFacts], videos: Sequence[VideoFacts]
-    ) -> tuple[list[ImageCost], list[VideoCost]]:
-        """
-        Return what the media of a sample cost beyond stand-ins; RecordError if one is refused.
-        """
-        try:
-            seen = [self._of_images.beyond_stand_in(one.width, one.height) for one in images] if self._of_images else []
-        except ValueError as error:
-            raise self._encoder.fault(index, f"an image cannot be encoded: {error}") from None
-        return seen, [self._of_videos.beyond_stand_in(one) for one in videos] if videos and self._of_videos else []
-
-    def facts(self, index: int, images: Sequence[Image]) -> tuple[MediaFacts, ...]:
-        """
-        Return what the images of a sample are now; RecordError if one cannot be read.
-
-        Args:
-            index: Of the sample.
-            images: Paths of its images, or what their files would hold.
-        """
-        try:
-            return tuple(image_facts(image) for image in images)
-        except ValueError as error:
-            raise self._encoder.fault(index, str(error)) from None
+    def _by_stand_ins(self, one: _Read) -> Measurement:
+        """Encode and measure a sample, with stand-ins for its media if their cost is known."""
+        encoder, images, videos = self._encoder, one.sample.get("images", ()), one.sample.get("videos", ())
+        # Where the template truncates, what goes depends on where the images stand.
+        if not (images or videos) or one.images is None or encoder.template.max_length is not None:
+            return self._in_full(one.index)
+        standing = {
+            **one.sample,
+            "images": [STAND_INS["image"]] * len(images),
+            "videos": [STAND_INS["video"]] * len(videos),
+        }
+        return one.with_media(encoder.measured(one.index, encoder.encode_messages(one.index, standing)))
 
     def _outcome(self, one: _Read, counted: Iterator[Measurement | None]) -> Outcome:
         """Return the measurement of a sample that was read."""
         quick = None if one.pieces is None else next(counted)
         limit = self._encoder.template.max_length
-        if quick is not None:
-            tokens = sum(more.tokens for more in one.beyond) + sum(more.tokens for more in one.shown)
-            quick = attrs.evolve(
-                quick,
-                length=quick.length + tokens,
-                patches=quick.patches + sum(more.patches for more in one.beyond),
-                frames=quick.frames + sum(more.frames for more in one.shown),
-                video_patches=quick.video_patches + sum(more.patches for more in one.shown),
-            )
+        quick = None if quick is None else one.with_media(quick)
         try:
             # Which tokens a truncated sample keeps is the template's to say.
             if quick is None or (limit is not None and quick.length > limit):
-                return MeasuredSample(self._alone(one.index), one.facts)
+                return MeasuredSample(self._by_stand_ins(one), one.facts)
         except RecordError as error:
             return error
         if self._audits(one):
@@ -256,7 +226,7 @@ class QuickMeasurer:
             ShortcutError: They are not the same.
         """
         try:
-            encoded = (self._alone if one.shown else self._in_full)(one.index)
+            encoded = self._by_stand_ins(one) if quick.videos else self._in_full(one.index)
         except RecordError:
             # As a damaged image behind a sound header: which of them are found must not depend on
             # which are encoded.
@@ -265,8 +235,13 @@ class QuickMeasurer:
             raise ShortcutError(str(self._encoder.records.where(one.index)), to_row(quick), to_row(encoded))
 
 
+@cache
+def _log_once(text: str) -> None:
+    log.info("%s", text)
+
+
 def _kind(sample: dict[str, Any]) -> object:
-    """Return what decides how a template treats a sample: roles, keys, tags."""
+    """Return the roles, keys and tags by which a template treats a sample."""
     messages = sample["messages"]
     texts = [text for message in messages if isinstance(text := message["content"], str)]
     said = {tag for text in texts if "<" in text for tag in _SAYS_MORE.findall(text)[:8]}

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.json_value import without_nulls
-from packplan.adapters.samples.formats.kept import KeptFacts, audited
+from packplan.adapters.samples.formats.kept import KeptFacts
 from packplan.adapters.samples.formats.mapped import MappedFile
-from packplan.adapters.samples.formats.spans import Named, has_media_tag
+from packplan.adapters.samples.formats.record_file import DIGESTS, Named, RecordFile
+from packplan.adapters.samples.formats.spans import has_media_tag
 from packplan.core.errors import DataSetError, RecordError, counted
-from packplan.core.samples import DIGEST_BYTES, Where, digest_of, unreadable_digest
-
-log = logging.getLogger(__name__)
+from packplan.core.samples import DIGEST_BYTES, digest_of, unreadable_digest
 
 MAX_UNPACKED = 2**26
 """Bytes that opening Arrow files may take in memory: mapped ones take none."""
@@ -55,93 +51,59 @@ def parts_of_folder(path: Path) -> list[Path]:
     return parts
 
 
-class ArrowFile:
+class ArrowFile(RecordFile):
     """Rows of Arrow files that follow each other; they are counted from 1."""
 
-    unit = "row"
-
     def __init__(
-        self,
-        parts: list[Path],
-        *,
-        named: Named,
-        max_bytes: int | None = None,
-        digests: Path | None = None,
-        cache: Path | None = None,
+        self, parts: list[Path], *, named: Named, max_bytes: int | None = None, cache: Path | None = None
     ) -> None:
         """
         Map the files.
 
         Args:
             parts: The files.
-            named: How they are spoken of.
+            named: Name and folder of the files.
             max_bytes: A row with a text longer than that is refused; None reads all.
-            digests: Digest of each row, one after the other, if they are known.
             cache: Folder where what was found is kept; None keeps nothing.
 
         Raises:
             DataSetError: A file is damaged, or compressed.
         """
-        self.parts, self.named, self.max_bytes, self._digest_file, self._cache = parts, named, max_bytes, digests, cache
+        self.parts, self.named, self.max_bytes, self._cache = parts, named, max_bytes, cache
         self._open()
 
     def _open(self) -> None:
         import pyarrow as pa
 
         self._batches: list[_Mapped] = []
-        self.num_with_media_tags = 0
         before, part = pa.total_allocated_bytes(), self.parts[0]
         try:
             # Digests of a copy stand beside it.
-            self._kept = KeptFacts(None if self._digest_file else self._cache, self.parts, kind=type(self).__name__)
+            self._kept = KeptFacts(None if self.named.copy else self._cache, self.parts, kind=type(self).__name__)
             found = self._kept.load()
             for part in self.parts:
-                self._open_part(part, before, count_tags=found is None)
+                self._open_part(part, before)
         except (OSError, ValueError, pa.ArrowException) as error:
             message = f"{self.named.name}: {part.name} is damaged, or no Arrow file ({_short(error)})"
             raise DataSetError(message) from None
         self._ends = np.cumsum([0, *(one.batch.num_rows for one in self._batches)])
         self._sound = np.zeros(len(self._batches), dtype=bool)
         """Batches whose offsets and texts were found to be sound, before a row of them was read."""
-        if self._digest_file is not None and self._digest_file.stat().st_size != len(self) * DIGEST_BYTES:
-            message = f"{self._digest_file.parent} is damaged: delete it, and it is made again"
-            raise DataSetError(message)
-        self._digests: NDArray[np.uint8] | None = None
-        if self._digest_file is not None and len(self):
-            self._digests = np.asarray(np.memmap(self._digest_file, np.uint8, "r")).reshape(-1, DIGEST_BYTES)
-        if found is not None:
-            self._restore(*found)
-
-    def _restore(self, facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Take what an earlier start found, if some rows are still those; else look again."""
-        digests = arrays["digests"].reshape(-1, DIGEST_BYTES)
-        if len(digests) == len(self) and all(self._digest(row) == digests[row].tobytes() for row in audited(len(self))):
-            self._digests, self.num_with_media_tags = digests, facts["num_with_media_tags"]
-            return
-        log.warning("%s is another file than its size and times say: it is read again", self.named.name)
-        self._kept.discard()
-        self.num_with_media_tags = sum(_num_with_tags(one.batch) for one in self._batches)
-
-    @property
-    def knows_digests(self) -> bool:
-        """Whether no row has to be read for its digest."""
-        return self._digests is not None
-
-    def keep(self, digests: NDArray[np.uint8]) -> None:
-        """Keep the digests of all rows for later starts."""
-        if self._kept.save({"num_with_media_tags": self.num_with_media_tags}, {"digests": digests.reshape(-1)}):
-            self._digests = digests
+        if found is None or not self._restore(*found):
+            self.facts = {"num_with_media_tags": sum(one.num_with_tags() for one in self._batches)}
+        if self.named.copy is not None:
+            digests = Path(self.named.copy, DIGESTS)
+            if digests.stat().st_size != len(self) * DIGEST_BYTES:
+                message = f"{self.named.copy} is damaged: delete it, and it is made again"
+                raise DataSetError(message)
+            if len(self):
+                self._digests = np.asarray(np.memmap(digests, np.uint8, "r")).reshape(-1, DIGEST_BYTES)
 
     def kept_fault(self) -> str | None:
-        """Return in what the file is another one than was kept of it; all of it is read."""
-        if self._digests is None or self.copy is not None:
-            return None
-        for row in progress(range(len(self)), desc=f"comparing {self.named.name}", leave=False, delay=BRIEF_S):
-            if self._digest(row) != self._digests[row].tobytes():
-                return f"row {row + 1:,} is another one than {self._kept.where} says: delete that, and build again"
-        return None
+        """Return the difference from the kept facts; a copy has digests of its own."""
+        return super().kept_fault() if self.named.copy is None else None
 
-    def _open_part(self, part: Path, before: int, *, count_tags: bool) -> None:
+    def _open_part(self, part: Path, before: int) -> None:
         """Map a file; DataSetError if it is compressed, or names a column twice."""
         import pyarrow as pa
 
@@ -153,12 +115,11 @@ class ArrowFile:
                 message = f"{self.named.name}: {part.name} is compressed, which has to be unpacked: save it as Parquet"
                 raise DataSetError(message)
             batch.validate()
-            self.num_with_media_tags += _num_with_tags(batch) if count_tags else 0
             self._batches.append(_Mapped(number, batch, mapped))
             mapped.pass_by(batch.nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("parts", "named", "max_bytes", "_digest_file", "_cache")
+        kept = ("parts", "named", "max_bytes", "_cache")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -194,25 +155,6 @@ class ArrowFile:
         except (pa.ArrowException, UnicodeDecodeError, ValueError, OverflowError) as error:
             raise RecordError(str(self.where(row)), f"is damaged: {_short(error)}") from None
 
-    def where(self, row: int) -> Where:
-        """Return where a row stands."""
-        return Where(self.named.name, row + 1, self.unit)
-
-    def digests(self, start: int, stop: int) -> bytes:
-        """Return the digests of the records from *start* to before *stop*, one behind the other."""
-        if self._digests is not None:
-            return self._digests[start:stop].tobytes()
-        return b"".join(map(self._digest, range(start, stop)))
-
-    def digest_of(self, _: int, value: Any) -> bytes:
-        """Return the digest of a record that was read."""
-        return digest_of(value)
-
-    @property
-    def copy(self) -> str | None:
-        """Folder of the copy that is read in the file's place; None if the file itself is read."""
-        return None if self._digest_file is None else str(self._digest_file.parent)
-
     def _digest(self, row: int) -> bytes:
         try:
             return digest_of(self._read(row))
@@ -231,6 +173,14 @@ class _Mapped:
         """Check all offsets and texts; ArrowException if one is damaged."""
         self.batch.validate(full=True)
         self._mapped.pass_by(self._size)
+
+    def num_with_tags(self) -> int:
+        """Return the number of rows that say <video> or <audio>; rows are only made if one does."""
+        self._mapped.pass_by(self._size)
+        if not any(_WORDS.search(text) for column in self.batch.columns for text in _texts(column)):
+            return 0
+        rows = (json.dumps(row, ensure_ascii=False, default=str) for row in self.batch.to_pylist())
+        return sum(has_media_tag(row.encode("utf-8", "surrogatepass")) for row in rows)
 
     def row(self, number: int) -> Any:
         """Return a row as Python values."""
@@ -268,14 +218,6 @@ def _text_size(value: Any) -> int:
     if isinstance(value, list):
         return sum(_text_size(held) + 1 for held in value)
     return 0 if isinstance(value, bytes) else len(str(value))
-
-
-def _num_with_tags(batch: Any) -> int:
-    """Return how many rows of a batch say <video> or <audio>; none is made before its text does."""
-    if not any(_WORDS.search(text) for column in batch.columns for text in _texts(column)):
-        return 0
-    rows = (json.dumps(row, ensure_ascii=False, default=str) for row in batch.to_pylist())
-    return sum(has_media_tag(row.encode("utf-8", "surrogatepass")) for row in rows)
 
 
 def _texts(column: Any) -> Iterator[Any]:

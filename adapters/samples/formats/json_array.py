@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
-import numpy as np
-from numpy.typing import NDArray
-
-from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.mapped import MappedFile
-from packplan.adapters.samples.formats.spans import CHUNK, SpanFile, Spans, has_media_tag
+from packplan.adapters.samples.formats.spans import CHUNK, SpanFile, has_media_tag
 from packplan.core.errors import DataSetError
 
 _START = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*+\[[ \t\r\n]*+")
@@ -22,7 +19,7 @@ _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _SCALAR = re.compile(_STRING + rb"|[^\s,\[\]{}\"]++", re.DOTALL)
 
 _NESTING = re.compile(_STRING + rb'|[\[\]{}"]', re.DOTALL)
-"""What opens or closes; a quote by itself is that of a string that does not end."""
+"""Marks that open or close; a quote by itself is that of a string that does not end."""
 
 _OPENING = frozenset(b"[{")
 
@@ -32,31 +29,27 @@ class ArrayFile(SpanFile):
 
     unit = "row"
 
-    def _scan(self) -> tuple[NDArray[np.int64], int]:
-        """Return the spans of the array's values; DataSetError if it is no whole array."""
-        mapped, rows, num_with_tags = MappedFile(self.path), Spans(), 0
+    def _find(self) -> Iterator[tuple[int, int, int, bool]]:
+        """Yield the places of the array's values; DataSetError if it is no whole array."""
+        mapped, row = MappedFile(self.path), 0
         held = mapped.bytes
         opening = _START.match(held)
         if opening is None:
             self._fail(1, "is no JSON array: it has to begin with [")
         place = opening.end()
-        bar = progress(total=len(held), desc=f"reading {self.path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
-        with bar:
-            ended = held[place : place + 1] == b"]"
-            place += ended
-            while not ended:
-                end = self._end_of_value(held, place, len(rows) + 1)
-                rows.add(place, end, len(rows) + 1)
-                num_with_tags += _is_tagged(held, place, end)
-                bar.update(end - place)
-                mapped.pass_by(end - place)
-                following = _NEXT.match(held, end)
-                if following is None:
-                    self._fail(len(rows), "is not followed by a comma or the end of the array: the file may be cut off")
-                place, ended = following.end(), following[1] is None
+        ended = held[place : place + 1] == b"]"
+        place += ended
+        while not ended:
+            row += 1
+            end = self._end_of_value(held, place, row)
+            yield place, end, row, _is_tagged(held, place, end)
+            mapped.pass_by(end - place)
+            following = _NEXT.match(held, end)
+            if following is None:
+                self._fail(row, "is not followed by a comma or the end of the array: the file may be cut off")
+            place, ended = following.end(), following[1] is None
         if held[place:].strip():
-            self._fail(len(rows), "is the last of the array, but more follows it in the file")
-        return rows.as_array(), num_with_tags
+            self._fail(row, "is the last of the array, but more follows it in the file")
 
     def _end_of_value(self, held: Any, start: int, row: int) -> int:
         """Return the byte behind the value at *start*; DataSetError if *row* has no end."""

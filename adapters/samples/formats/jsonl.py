@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Iterator
 
-from packplan.adapters.progress import BRIEF_S, progress
-from packplan.adapters.samples.formats.spans import CHUNK, SpanFile, Spans, has_media_tag
+from packplan.adapters.samples.formats.spans import CHUNK, SpanFile, has_media_tag
 
 
 class LinesFile(SpanFile):
     """Records of one JSON Lines file."""
 
-    def _scan(self) -> tuple[NDArray[np.int64], int]:
+    def _find(self) -> Iterator[tuple[int, int, int, bool]]:
         """
-        Return first byte, end and line of every record, and how many say <video> or <audio>; no
-        line is read whole.
+        Yield each record's first byte, its end, its line, and whether it says <video> or <audio>;
+        no line is read whole.
         """
-        rows = Spans()
-        num_with_tags = 0
-        size = self.path.stat().st_size
-        bar = progress(total=size, desc=f"reading {self.path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
-        with self.path.open("rb") as file, bar:
+        with self.path.open("rb") as file:
             start, line = 0, 0
             while text := file.readline(CHUNK):
                 line, end = line + 1, start + len(text)
@@ -30,8 +24,5 @@ class LinesFile(SpanFile):
                     text = file.readline(CHUNK)
                     end, says, tagged = end + len(text), says or bool(text.strip()), tagged or has_media_tag(text)
                 if says:
-                    rows.add(start, end, line)
-                    num_with_tags += tagged
-                bar.update(end - start)
+                    yield start, end, line, tagged
                 start = end
-        return rows.as_array(), num_with_tags

@@ -1,6 +1,6 @@
 """
-What was found out about a data file, kept from one start to the next: where its records stand, and
-the digest of each, so that a start need not read it again.
+Facts of a data file, kept from one start to the next: the places of its records, and the digest of
+each, so that a start need not read it again.
 
 A file is known again by its size, times and inode, as version control does, unless it changed just
 before it was read; some of its records are compared, too. Only verification reads all of it.
@@ -38,25 +38,27 @@ SETTLED_NS = 2 * 10**9
 
 
 class KeptFacts:
-    """What is kept about a data file of one or more parts."""
+    """Kept facts of a data file of one or more parts."""
 
-    def __init__(self, cache: Path | None, parts: Sequence[Path], *, kind: str) -> None:
+    def __init__(self, cache: Path | None, parts: Sequence[Path], *, kind: str, is_copy: bool = False) -> None:
         """
         Look at how the file stands, before anything reads it.
 
         Args:
             cache: Folder that facts are kept in; None keeps nothing.
             parts: The file, or its parts.
-            kind: What it is read as.
+            kind: Format that the file is read as.
+            is_copy: True for a file that was published whole, and never changes.
         """
-        self._started, self._parts = time.time_ns(), tuple(parts)
-        self._standing = [standing(part) for part in parts]
+        self._parts, self._standing = tuple(parts), [standing(part) for part in parts]
+        written = max(max(one["mtime_ns"], one["ctime_ns"]) for one in self._standing)
+        self._is_settled = is_copy or time.time_ns() - written > SETTLED_NS
         name = "\n".join([kind, *(str(part.resolve()) for part in parts)])
         key = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:32]
         is_small = sum(one["size"] for one in self._standing) < LEAST_BYTES
         self._manifest = None if cache is None or is_small else cache / f"{key}-records.json"
 
-    def load(self) -> tuple[Mapping[str, Any], dict[str, NDArray[Any]]] | None:
+    def load(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]] | None:
         """Return the facts and the arrays that were kept; None where the file is another one."""
         if self._manifest is None:
             return None
@@ -75,10 +77,7 @@ class KeptFacts:
         Keep facts and arrays, where there is room, and the file is certain to be what was read;
         return whether they are kept.
         """
-        changed = max(max(one["mtime_ns"], one["ctime_ns"]) for one in self._standing)
-        if self._manifest is None or self._started - changed <= SETTLED_NS:
-            return False
-        if self._standing != [standing(part) for part in self._parts]:
+        if self._manifest is None or not self._is_settled or self.changed():
             return False
         folder, stem = self._manifest.parent, self._manifest.stem
         try:
@@ -91,6 +90,10 @@ class KeptFacts:
             log.warning("%s: the next start reads %s again", error, self._parts[0])
             return False
         return True
+
+    def changed(self) -> bool:
+        """Return whether the file stands otherwise on disk than before anything read it."""
+        return self._standing != [standing(part) for part in self._parts]
 
     @property
     def where(self) -> str:
@@ -107,7 +110,7 @@ class KeptFacts:
 
 
 def standing(path: Path) -> dict[str, int]:
-    """Return how a file stands on disk: any write, rename or change of its times changes this."""
+    """Return a file's size, times and inode: any write, rename or change of times changes them."""
     stat = path.stat()
     return {
         "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino,

@@ -30,7 +30,7 @@ class MappedFile:
         self._parts: dict[int, int] = {}
 
     def pass_by(self, num_bytes: int) -> None:
-        """Hear that so many bytes more were read, in their order."""
+        """Count bytes that were read, in their order."""
         self._held += num_bytes
         if self._held > MOST_HELD:
             self.bytes.madvise(mmap.MADV_DONTNEED)
@@ -39,13 +39,13 @@ class MappedFile:
 
     def read_part(self, part: int, num_bytes: int, *, num_places: int, most: int) -> None:
         """
-        Hear that bytes of a part of the file were read.
+        Count bytes of a part of the file that were read.
 
         Args:
-            part: Its number.
+            part: Number of the part.
             num_bytes: Bytes that were read.
             num_places: Separate places of the part that they lie in.
-            most: Bytes of all the part.
+            most: Bytes of the whole part.
         """
         before = self._parts.get(part, 0)
         held = min(before + num_bytes + num_places * READ_AROUND, most + 2 * READ_AROUND)

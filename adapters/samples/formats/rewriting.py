@@ -1,5 +1,5 @@
 """
-What cannot be read in any order, and so is rewritten once: compressed text, and Parquet.
+Copies of files that cannot be read in any order: compressed text, and Parquet.
 
 The copy stands in a folder named by the content of its file, beside other copies, and is published
 by a rename: a reader sees the whole of it or none. A file that was read whole once is known again
@@ -8,75 +8,92 @@ by its size, times and inode, as version control does, so that a start need not 
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import hashlib
 import logging
 import os
 import shutil
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from packplan.adapters import files
-from packplan.adapters.copies import held
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.json_value import without_nulls
-from packplan.adapters.samples.formats.kept import SETTLED_NS, standing
-from packplan.core.errors import CorruptArtefactError, DataSetError, counted
-from packplan.core.samples import digest_of
+from packplan.adapters.samples.formats.kept import KeptFacts
+from packplan.adapters.samples.formats.record_file import DIGESTS, RecordFile
+from packplan.core.errors import DataSetError
+from packplan.core.samples import DIGEST_BYTES, digest_of
 
 log = logging.getLogger(__name__)
 
 VERSION = 2
 """Version of the copies; a change of what they hold raises it."""
 
-TEXT, ROWS, DIGESTS = "text", "rows.arrow", "digests.bin"
+TEXT, ROWS = "text", "rows.arrow"
 
-GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-"""What archives begin with."""
-
-_SOURCE = "packplan.source/1"
-
-_LEAST_LIMIT, _MOST_RATIO = 2**30, 200
-"""A copy may always have so many bytes; beyond, so many times those of its file."""
+GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
+"""First bytes of what is rewritten."""
 
 _FEED = 1024
 """Compressed bytes that are unpacked at once: zstd may make 32 MB of them."""
 
 _CHUNK = 2**20
 
-_MOST_BATCH, _MOST_ROWS = 2**29, 1000
-"""Bytes and rows of a batch of Parquet."""
+_HEAD = 4096
+
+_MOST_ROWS = 1000
+"""Rows of a batch of Parquet."""
 
 _AIM = 2**23
 
 
-def copy_of(path: Path, cache: Path | None, write: Callable[[Path, Path], None]) -> Path:
+def copy_of(path: Path, cache: Path | None) -> Path | None:
     """
-    Return the folder of a file's copy, made if there is none.
+    Return the folder of a file's copy, made if there is none; None for a file that needs no copy.
 
     Args:
         path: The file.
-        cache: Where copies are kept; None refuses to make one.
-        write: Writes the copy of a file into a folder.
+        cache: Folder of copies; None refuses to make one.
 
     Raises:
         DataSetError: The file is damaged, or may not be rewritten.
         OutputError: There is no room for the copy.
     """
+    head = head_of(path)
+    if not head.startswith((GZIP, ZSTD, PARQUET)):
+        return None
     if cache is None:
         message = f"{path} cannot be read in any order as it is: unpack or convert it to JSON Lines first"
         raise DataSetError(message)
     with files.writing(cache):
         cache.mkdir(parents=True, exist_ok=True)
-    with held(cache / f"{_key(path)}.lock", path):
+    with files.held(cache / f"{_key(path)}.lock", f"for a copy of {path.name}"):
         folder = cache / f"{_content(path, cache)[:32]}-{VERSION}"
         if not folder.is_dir():
-            _publish(path, folder, write)
+            _publish(path, folder, rewrite_parquet if head.startswith(PARQUET) else unpack)
     return folder
+
+
+def copy_fault(path: Path, folder: Path, rows: RecordFile | None) -> str | None:
+    """
+    Return the difference between a copy and its file, by reading all of both, or None.
+
+    Args:
+        path: The file.
+        folder: Folder of its copy.
+        rows: Rows of the copy, without digests that are known; None for a copy of text.
+    """
+    if folder.name != f"{_read_whole(path)[:32]}-{VERSION}":
+        return "the file is another one than its copy was made of, although its size and times are the same"
+    return _text_fault(path, folder) if rows is None else _rows_fault(path, folder, rows)
+
+
+def head_of(path: Path) -> bytes:
+    """Return the first bytes of a file."""
+    with path.open("rb") as file:
+        return file.read(_HEAD)
 
 
 def _publish(path: Path, folder: Path, write: Callable[[Path, Path], None]) -> None:
@@ -103,27 +120,16 @@ def _key(path: Path) -> str:
     return hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
-def is_of(path: Path, folder: Path) -> bool:
-    """Return whether a copy is of a file as it is now; all of the file is read."""
-    return folder.name == f"{_read_whole(path)[:32]}-{VERSION}"
-
-
 def _content(path: Path, cache: Path) -> str:
     """Return the SHA-256 of a file, read where it is not known by how it stands on disk."""
-    known = cache / f"{_key(path)}.json"
-    found = standing(path)
-    with contextlib.suppress(CorruptArtefactError):
-        manifest = files.read_manifest(known, _SOURCE)
-        if manifest is not None and manifest["standing"] == found:
-            return str(manifest["sha256"])
-    started = time.time_ns()
+    kept = KeptFacts(cache, [path], kind="source")
+    if (found := kept.load()) is not None:
+        return str(found[0]["sha256"])
     sha256 = _read_whole(path)
-    if found != standing(path):
+    if kept.changed():
         message = f"{path} changed while it was read: start again when it is complete"
         raise DataSetError(message)
-    if started - max(found["mtime_ns"], found["ctime_ns"]) > SETTLED_NS:
-        manifest = {"schema": _SOURCE, "path": str(path), "standing": found, "sha256": sha256}
-        files.write_manifest(known, manifest)
+    kept.save({"sha256": sha256}, {})
     return sha256
 
 
@@ -138,33 +144,12 @@ def _read_whole(path: Path) -> str:
     return digest.hexdigest()
 
 
-class _Bound:
-    """Bytes that a copy may have, so that an archive that is an attack ends soon."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._size = path, path.stat().st_size
-        self._most = max(_LEAST_LIMIT, _MOST_RATIO * self._size)
-        self._written = 0
-
-    def add(self, number: int) -> None:
-        """Count bytes; DataSetError if they are too many."""
-        self._written += number
-        if self._written > self._most:
-            message = (
-                f"{self._path} has {counted(self._size, 'byte')} but unpacks to more than {self._most:,}, which may be "
-                "an attack: unpack it yourself, and name what comes out"
-            )
-            raise DataSetError(message)
-
-
 def unpack(path: Path, folder: Path) -> None:
     """Write the text of a .gz or .zst into a folder; DataSetError if it is damaged."""
-    bound = _Bound(path)
     bar = progress(desc=f"unpacking {path.name}", unit=" bytes", delay=BRIEF_S, leave=False)
     with (folder / TEXT).open("wb") as target, bar:
         try:
             for part in _parts(path):
-                bound.add(len(part))
                 target.write(part)
                 bar.update(len(part))
         except _DamagedError as error:
@@ -173,8 +158,8 @@ def unpack(path: Path, folder: Path) -> None:
             raise DataSetError(message) from None
 
 
-def text_fault(path: Path, folder: Path) -> str | None:
-    """Return in what a copy of packed text differs from its file; all of both is read."""
+def _text_fault(path: Path, folder: Path) -> str | None:
+    """Return the difference between packed text and its copy, or None."""
     line = 1
     bar = progress(desc=f"comparing {path.name}", unit=" bytes", delay=BRIEF_S, leave=False)
     with (folder / TEXT).open("rb") as copy, bar:
@@ -194,9 +179,7 @@ def text_fault(path: Path, folder: Path) -> str | None:
 
 def _parts(path: Path) -> Iterator[bytes]:
     """Yield the text of a .gz or .zst; _DamagedError if it is damaged."""
-    with path.open("rb") as file:
-        unpacked = _gzip_parts if file.read(len(GZIP)) == GZIP else _zstd_parts
-    return unpacked(path)
+    return _gzip_parts(path) if head_of(path).startswith(GZIP) else _zstd_parts(path)
 
 
 class _DamagedError(Exception):
@@ -245,11 +228,10 @@ def rewrite_parquet(path: Path, folder: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    bound, done = _Bound(path), 0
+    done = 0
     try:
         source = pq.ParquetFile(path, memory_map=False, buffer_size=_CHUNK, pre_buffer=False)
         total = source.metadata.num_rows
-        bound.add(32 * total)
         size = sum(source.metadata.row_group(number).total_byte_size for number in range(source.num_row_groups))
         rows = max(1, min(_MOST_ROWS, _AIM * total // max(size, 1)))
         bar = progress(total=total, desc=f"rewriting {path.name}", unit=" rows", delay=BRIEF_S, leave=False)
@@ -258,10 +240,6 @@ def rewrite_parquet(path: Path, folder: Path) -> None:
             with pa.ipc.new_stream(sink, schema) as writer:
                 for batch in source.iter_batches(batch_size=rows, use_threads=False):
                     batch.validate(full=True)
-                    if (num_bytes := batch.nbytes + sum(map(_unshared, batch.columns))) > _MOST_BATCH:
-                        message = f"{path}, row {done + 1}: {counted(batch.num_rows, 'row')} take {num_bytes:,} bytes"
-                        raise DataSetError(f"{message}, which may be an attack: split them")
-                    bound.add(num_bytes)
                     writer.write_batch(batch.cast(schema))
                     digests.writelines(_digests(batch))
                     done += batch.num_rows
@@ -273,31 +251,26 @@ def rewrite_parquet(path: Path, folder: Path) -> None:
         raise DataSetError(message) from None
 
 
-def rows_fault(path: Path, folder: Path, copied: Iterator[bytes]) -> str | None:
-    """
-    Return in what a copy of a Parquet file differs from its file; all of both is read.
-
-    Args:
-        path: The file.
-        folder: Its copy.
-        copied: Digest of each row of the copy, from what stands there.
-    """
+def _rows_fault(path: Path, folder: Path, copy: RecordFile) -> str | None:
+    """Return the difference between a Parquet file and its copy, or None."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    row = 0
+    row, stored = 0, (folder / DIGESTS).read_bytes()
     try:
         source = pq.ParquetFile(path, memory_map=False, buffer_size=_CHUNK, pre_buffer=False)
         total = source.metadata.num_rows
         bar = progress(total=total, desc=f"comparing {path.name}", unit=" rows", delay=BRIEF_S, leave=False)
-        with (folder / DIGESTS).open("rb") as stored, bar:
+        with bar:
             for batch in source.iter_batches(batch_size=_MOST_ROWS // 10, use_threads=False):
                 for digest in _digests(batch):
-                    row += 1
-                    if digest != next(copied, None) or digest != stored.read(len(digest)):
+                    first, row = row, row + 1
+                    written = stored[first * DIGEST_BYTES : row * DIGEST_BYTES]
+                    if row > len(copy) or not digest == written == copy.digests(first, row):
                         return f"row {row:,} of its copy is another one"
                     bar.update()
-            return f"its copy has more than {row:,} rows" if stored.read(1) or next(copied, None) else None
+            has_more = len(copy) > row or len(stored) > row * DIGEST_BYTES
+            return f"its copy has more than {row:,} rows" if has_more else None
     except (pa.ArrowException, UnicodeDecodeError) as error:
         return f"row {row + 1:,}: the file is damaged ({str(error).splitlines()[0][:200]})"
 
@@ -323,28 +296,6 @@ def _plain(kind: Any) -> Any:
     if pa.types.is_large_list(kind):
         return pa.large_list(plain(kind.value_field))
     return pa.list_(plain(kind.value_field)) if pa.types.is_list(kind) else kind
-
-
-def _unshared(column: Any) -> int:
-    """
-    Return the bytes of the texts that a column has by numbers of a dictionary, at any depth: a
-    dictionary has each once, a row each time.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if pa.types.is_dictionary(column.type):
-        if column.type.value_type not in {pa.string(), pa.large_string(), pa.binary(), pa.large_binary()}:
-            return 0
-        lengths = pc.binary_length(column.dictionary).cast(pa.int64())
-        return pc.sum(lengths.take(column.indices)).as_py() or 0
-    if pa.types.is_struct(column.type):
-        return sum(map(_unshared, column.flatten()))
-    if pa.types.is_map(column.type):
-        first, end = column.offsets[0].as_py(), column.offsets[-1].as_py()
-        return sum(_unshared(part.slice(first, end - first)) for part in (column.keys, column.items))
-    is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    return _unshared(column.flatten()) if is_list or pa.types.is_fixed_size_list(column.type) else 0
 
 
 def _digests(batch: Any) -> Iterator[bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import weakref
@@ -11,18 +10,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy as np
 from numpy.typing import NDArray
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.json_value import read_value
-from packplan.adapters.samples.formats.kept import KeptFacts, audited
+from packplan.adapters.samples.formats.kept import KeptFacts
 from packplan.adapters.samples.formats.mapped import MappedFile
+from packplan.adapters.samples.formats.record_file import Named, RecordFile
 from packplan.core.errors import DataSetError, RecordError, counted
-from packplan.core.samples import DIGEST_BYTES, Where, digest_of, unreadable_digest
-
-log = logging.getLogger(__name__)
+from packplan.core.samples import Where, digest_of, unreadable_digest
 
 CHUNK = 2**20
 """Bytes of a long record that are in memory at once."""
@@ -47,41 +44,23 @@ _MEDIA_TAG = re.compile(rb"(?:<|\\u003[cC])(?:video|audio)(?:>|\\u003[eE])")
 """`<video>` or `<audio>`, as JSON may write it."""
 
 
-@attrs.frozen
-class Named:
-    """How a file is spoken of: under the name that the user gave it, wherever its text is."""
-
-    name: str
-
-    folder: str
-    """Where relative media of its records start."""
-
-    @classmethod
-    def from_path(cls, path: Path) -> Named:
-        """Return how a file is spoken of that is read where it is."""
-        return cls(str(path), str(path.parent))
-
-
-class SpanFile:
+class SpanFile(RecordFile):
     """
     Records of one file by their bytes; a format says where they are, and what their text means.
 
     Attributes:
         spans: First byte, end, and number in *unit*, of each record; shape (num_records, 3).
-        num_with_media_tags: Records that say <video> or <audio>.
     """
 
     unit = "line"
 
-    def __init__(
-        self, path: Path, *, named: Named | None = None, max_bytes: int | None = None, cache: Path | None = None
-    ) -> None:
+    def __init__(self, path: Path, *, named: Named, max_bytes: int | None, cache: Path | None) -> None:
         """
         Find every record's place, in one pass, unless that is kept from an earlier start.
 
         Args:
-            path: Where the text is.
-            named: How the file is spoken of; None by its own path.
+            path: File of the text.
+            named: Name and folder of the file.
             max_bytes: A longer record is refused when it is asked for, and never read; None reads
                 all.
             cache: Folder where what was found is kept; None keeps nothing.
@@ -89,65 +68,48 @@ class SpanFile:
         Raises:
             DataSetError: The file cannot be read as what it is.
         """
-        self.path, self.named, self.max_bytes = path, named or Named.from_path(path), max_bytes
+        self.path, self.named, self.max_bytes = path, named, max_bytes
         self._descriptor: int | None = None
-        self._digests: NDArray[np.uint8] | None = None
         try:
-            self._kept = KeptFacts(cache, [path], kind=type(self).__name__)
-            if not self._restore():
-                self.spans, self.num_with_media_tags = self._scan()
+            self._kept = KeptFacts(cache, [path], kind=type(self).__name__, is_copy=named.copy is not None)
+            found = self._kept.load()
+            if found is None or not self._restore(*found):
+                self.spans = self._scan()
         except OSError as error:
             message = f"{self.named.name} cannot be read ({error.strerror}): name an existing data file"
             raise DataSetError(message) from None
 
-    def _restore(self) -> bool:
-        """Take what an earlier start found, if some records are still those; return whether."""
-        found = self._kept.load()
-        if found is None:
-            return False
-        facts, arrays = found
-        self.spans, self._digests = arrays["spans"].reshape(-1, 3), arrays["digests"].reshape(-1, DIGEST_BYTES)
-        self.num_with_media_tags = facts["num_with_media_tags"]
-        self._take_facts(facts)
-        if all(self._digest(row) == self._digests[row].tobytes() for row in audited(len(self))):
-            return True
-        log.warning("%s is another file than its size and times say: it is read again", self.named.name)
-        self._kept.discard()
-        self._digests = None
-        return False
+    def _restore(self, facts: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bool:
+        self.spans = arrays["spans"].reshape(-1, 3)
+        return super()._restore(facts, arrays)
 
-    def _facts(self) -> dict[str, Any]:
-        """Return what the scan found beside the spans, as JSON has it."""
-        return {"num_with_media_tags": self.num_with_media_tags}
-
-    def _take_facts(self, facts: Mapping[str, Any]) -> None:
-        """Take what the scan of an earlier start found beside the spans."""
-
-    @property
-    def knows_digests(self) -> bool:
-        """Whether no record has to be read for its digest."""
-        return self._digests is not None
-
-    def keep(self, digests: NDArray[np.uint8]) -> None:
-        """Keep the digests of all records, and their places, for later starts."""
-        if self._kept.save(self._facts(), {"spans": self.spans.reshape(-1), "digests": digests.reshape(-1)}):
-            self._digests = digests
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        return {"spans": self.spans.reshape(-1)}
 
     def kept_fault(self) -> str | None:
-        """Return in what the file is another one than was kept of it; all of it is read."""
-        if self._digests is None:
-            return None
-        spans, _ = self._scan()
-        if not np.array_equal(spans, self.spans):
+        """Return the difference of all of the file from the kept facts; None if there is none."""
+        if self.knows_digests and not np.array_equal(self._scan(), self.spans):
             return f"its records stand in other places than {self._kept.where} says: delete that, and build again"
-        for row in progress(range(len(self)), desc=f"comparing {self.path.name}", leave=False, delay=BRIEF_S):
-            if self._digest(row) != self._digests[row].tobytes():
-                place = f"{self.unit} {self.where(row).number:,}"
-                return f"{place} is another one than {self._kept.where} says: delete that, and build again"
-        return None
+        return super().kept_fault()
 
-    def _scan(self) -> tuple[NDArray[np.int64], int]:
-        """Return the spans, and how many records say <video> or <audio>."""
+    def _scan(self) -> NDArray[np.int64]:
+        """Return the spans, and note the facts beside them."""
+        found, num_with_tags = array("q"), 0
+        self.facts = {}
+        size = self.path.stat().st_size
+        with progress(total=size, desc=f"reading {self.path.name}", unit=" bytes", leave=False, delay=BRIEF_S) as bar:
+            for start, end, number, is_tagged in self._find():
+                # 24 bytes each, where tuples of numbers take 170.
+                found.extend((start, end, number))
+                num_with_tags += is_tagged
+                bar.update(end - bar.n)
+        self.facts["num_with_media_tags"] = num_with_tags
+        return np.array(found, dtype=np.int64).reshape(-1, 3)
+
+    def _find(self) -> Iterator[tuple[int, int, int, bool]]:
+        """
+        Yield each record's first byte, its end, its number, and whether it says <video> or <audio>.
+        """
         raise NotImplementedError
 
     def _value(self, text: bytes, where: str) -> Any:
@@ -185,14 +147,8 @@ class SpanFile:
             raise RecordError(str(self.where(row)), reason)
 
     def where(self, row: int) -> Where:
-        """Return where a record stands."""
+        """Return the place of a record."""
         return Where(self.named.name, int(self.spans[row, 2]), self.unit)
-
-    def digests(self, start: int, stop: int) -> bytes:
-        """Return the digests of the records from *start* to before *stop*, one behind the other."""
-        if self._digests is not None:
-            return self._digests[start:stop].tobytes()
-        return b"".join(map(self._digest, range(start, stop)))
 
     def _digest(self, row: int) -> bytes:
         if self._size(row) > LONGEST_PARSED:
@@ -206,11 +162,6 @@ class SpanFile:
     def digest_of(self, row: int, value: Any) -> bytes:
         """Return the digest of a record that was read."""
         return self._digest(row) if self._size(row) > LONGEST_PARSED else digest_of(value)
-
-    @property
-    def copy(self) -> str | None:
-        """Folder of the copy that is read in the file's place; None if the file itself is read."""
-        return None if str(self.path) == self.named.name else str(self.path.parent)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_descriptor": None}
@@ -241,7 +192,7 @@ class SpanFile:
         return os.pread(self._descriptor, end - start, start)
 
     def _bounds(self, held: Any, start: int, end: int) -> tuple[int, int]:
-        """Return where a record's text begins and ends: without the blanks around it."""
+        """Return the start and the end of a record's text, without the blanks around it."""
         while held[start : start + 1].isspace():
             start += 1
         while held[end - 1 : end].isspace():
@@ -255,34 +206,9 @@ def has_media_tag(text: bytes, *, has_videos: bool = False) -> bool:
 
     Args:
         text: The part, as its file has it.
-        has_videos: Whether its record is known to have videos; else it is seen by JSON's notation.
+        has_videos: True if its record has videos; else JSON's notation tells.
     """
     if b"video" not in text and b"audio" not in text:
         return False
     found = _AUDIO_TAG if has_videos or _HAS_VIDEOS.search(text) else _MEDIA_TAG
     return found.search(text) is not None
-
-
-class Spans:
-    """Spans of records while they are found: 24 bytes each, where tuples of numbers take 170."""
-
-    def __init__(self) -> None:
-        self._numbers = array("q")
-
-    def __len__(self) -> int:
-        return len(self._numbers) // 3
-
-    def add(self, start: int, end: int, number: int) -> None:
-        """
-        Add a record.
-
-        Args:
-            start: Its first byte.
-            end: The byte behind its last.
-            number: Its line or row.
-        """
-        self._numbers.extend((start, end, number))
-
-    def as_array(self) -> NDArray[np.int64]:
-        """Return the spans; int64, shape (num_records, 3)."""
-        return np.array(self._numbers, dtype=np.int64).reshape(-1, 3)

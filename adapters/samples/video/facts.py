@@ -1,6 +1,5 @@
 """
-What a video says of itself without being decoded: its container's frames and their rate, and its
-first frame.
+Facts of a video that need no decoding: its container's frames and their rate, and its first frame.
 
 Frames are counted by the container's index, or by its packets where it has none (mkv, webm). What a
 container does not promise (a constant rate, that all frames are shown) is its `doubt`: such a video
@@ -13,6 +12,7 @@ import hashlib
 import stat
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ read.
 """
 
 FRAMES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
-"""What the names of a folder's frames end with; others are no frames."""
+"""Endings of the names of a folder's frames; others are no frames."""
 
 MAX_PIXELS = 2**26
 """Pixels of the largest frame, 8,192 x 8,192: beyond, a header is more likely a lie."""
@@ -69,10 +69,10 @@ class VideoFacts:
     """Quarter turns, counter-clockwise, by which its frames are turned to be shown."""
 
     doubt: str | None = None
-    """What its container does not promise; None where it need not be decoded to be measured."""
+    """Promise that its container lacks; None where it need not be decoded to be measured."""
 
     def stored(self, seconds: float) -> MediaFacts:
-        """Return what is kept of it, which is *seconds* long."""
+        """Return the facts to store of a video that is *seconds* long."""
         doubted = int(self.doubt is not None)
         return MediaFacts(
             self.num_bytes, self.width, self.height, self.head, self.num_frames, round(1000 * seconds), doubted
@@ -98,7 +98,7 @@ def frames_of(video: Video) -> tuple[str, ...] | None:
 
 def video_facts(video: Video, *, max_seconds: float) -> VideoFacts:
     """
-    Return what is known of a video without decoding more than its first frame.
+    Return the facts of a video, of which only the first frame is decoded.
 
     Args:
         video: Path of a file or of a folder of frames, or the paths of frames.
@@ -173,11 +173,13 @@ class _Container:
     max_seconds: float
 
     def read(self) -> VideoFacts:
-        """Return what it says; ValueError if it is no video that can be trained."""
+        """Return the facts of the video; ValueError if it cannot be trained."""
+        import av
+
         kind = self._kind()
         stream = self.opened.streams.best("video")
         codec = None if stream is None else stream.codec_context
-        if stream is None or int(stream.disposition) & _cover():
+        if stream is None or stream.disposition & av.stream.Disposition.attached_pic:  # the cover of an album
             raise self._refused("has no video, but sound alone" if self.opened.streams.audio else "has no video")
         if codec is None:
             raise self._refused("is of a codec that is not known here: encode it again, as H.264")
@@ -235,11 +237,11 @@ class _Container:
             read.append(packet)
             if frames := packet.decode():
                 self._refuse_size(frames[0].width, frames[0].height)
-                return frames[0], _chained(read, packets)
+                return frames[0], chain(read, packets)
         raise self._refused("has no frame that can be decoded")
 
     def _by_index(self, stream: Any) -> tuple[int, str | None]:
-        """Return how many frames a container's own index names, and what it does not promise."""
+        """Return the number of frames in a container's index, and the reason for doubt, or None."""
         entries = stream.index_entries
         shown = [entry for entry in entries if not entry.is_discard]
         if any(entry.pos + entry.size > self.size for entry in shown):
@@ -250,53 +252,35 @@ class _Container:
         return len(entries), self._rate_doubt(stream, times)
 
     def _by_packets(self, stream: Any, packets: Iterator[Any], seconds: float) -> tuple[int, str | None]:
-        """Return how many packets of video a container has, and what it does not promise."""
-        times, limit = [], self.max_seconds
+        """Return the number of packets of video, and the reason for doubt, or None."""
+        times = []
         for packet in packets:
             if not packet.size:
                 continue
             if packet.pts is None:
                 return 0, None
             times.append(packet.pts)
-            if float(packet.pts * stream.time_base) > limit:
-                self._refuse_seconds(float(packet.pts * stream.time_base))
+            self._refuse_seconds(float(packet.pts * stream.time_base))
         if not times:
             return 0, None
         times.sort()
         end = float(times[-1] * stream.time_base) + (1 / float(stream.average_rate) if stream.average_rate else 0)
-        if end < seconds - _LOST_S and not self._has_sound_behind(end, seconds):
+        if end < seconds - _LOST_S and not self._has_sound_until(seconds):
             raise self._refused(f"is truncated: it says {seconds:,.1f} s, but its frames end after {end:,.1f} s")
         return len(times), self._rate_doubt(stream, times) or (None if seconds else "it does not say how long it is")
 
-    def _has_sound_behind(self, end: float, seconds: float) -> bool:
-        """Return whether sound goes on behind the frames."""
+    def _has_sound_until(self, seconds: float) -> bool:
+        """Return whether sound goes on to the end that the container names."""
         with open_video(self.path) as again:
             sound = again.demux(audio=0) if again.streams.audio else ()
-            last = max(
-                (float(packet.pts * packet.time_base) for packet in sound if packet.pts is not None), default=end
-            )
-        return last > seconds - _LOST_S
+            times = (packet.pts * packet.time_base for packet in sound if packet.pts is not None)
+            return any(float(time) > seconds - _LOST_S for time in times)
 
     def _rate_doubt(self, stream: Any, times: list[int]) -> str | None:
         """Return why frames are not promised to come at one rate; None if they are."""
         distances = np.diff(times)
-        if stream.average_rate != stream.base_rate or (
-            distances.size and int(distances.max() - distances.min()) > _JITTER
-        ):
-            return "its rate of frames varies"
-        return None
-
-
-def _chained(read: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
-    yield from read
-    yield from rest
-
-
-def _cover() -> int:
-    """Return the mark of a picture that comes with sound, as the cover of an album."""
-    import av
-
-    return int(av.stream.Disposition.attached_pic)
+        is_even = stream.average_rate == stream.base_rate and (not distances.size or np.ptp(distances) <= _JITTER)
+        return None if is_even else "its rate of frames varies"
 
 
 def quarter_turns(path: str) -> int:

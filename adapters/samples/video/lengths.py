@@ -1,5 +1,5 @@
 """
-What a video costs in tokens and patches, by the number, rate and size of its frames.
+The tokens and patches of a video, by the number, rate and size of its frames.
 
 The arithmetic is that of qwen_vl_utils: how many frames are sampled, to which size each is scaled.
 Two frames make one layer of patches. Qwen3-VL writes the time of each layer before it, as text
@@ -19,36 +19,19 @@ from PIL import Image
 from qwen_vl_utils import vision_process
 from swift.template import Template
 
-from packplan.adapters.samples.media import DUMMY_SIZE
+from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_OF_LAYER, MediaCost, encode_media
 from packplan.adapters.samples.video.facts import VideoFacts
 from packplan.adapters.samples.video.reading import Sampling, reads_videos, sampling_of
 from packplan.core.config import TemplateConfig
 from packplan.core.errors import counted
-
-FRAMES_OF_LAYER = 2
-"""Frames that become one layer of patches."""
 
 _LARGE = (150, 70)
 """Width and height of the frames that the arithmetic is tried on."""
 
 
 @attrs.frozen
-class VideoCost:
-    """What a video costs, but for what all videos have in common."""
-
-    tokens: int
-    patches: int
-
-    frames: int
-    """Frames that are sampled."""
-
-    def __sub__(self, other: VideoCost) -> VideoCost:
-        return VideoCost(self.tokens - other.tokens, self.patches - other.patches, self.frames - other.frames)
-
-
-@attrs.frozen
 class VideoLengths:
-    """What videos cost in a template."""
+    """Costs of videos in a template."""
 
     patch_size: int
     merge_size: int
@@ -60,11 +43,11 @@ class VideoLengths:
     @classmethod
     def from_template(cls, template: Template, config: TemplateConfig) -> VideoLengths | None:
         """
-        Return what videos cost in a template; None if encoding shows that it is something else.
+        Return the costs of videos in a template; None if encoding shows others.
 
         Args:
-            template: Of a model that sees.
-            config: How it samples videos.
+            template: Template of a model that sees.
+            config: Section that says how videos are sampled.
         """
         if not reads_videos(template):
             return None
@@ -87,13 +70,8 @@ class VideoLengths:
             return False
         return True
 
-    @property
-    def stand_in(self) -> list[Image.Image]:
-        """Frames that are encoded in place of a video."""
-        return _frames(DUMMY_SIZE, 2)
-
-    def beyond_stand_in(self, facts: VideoFacts) -> VideoCost:
-        """Return what a video costs beyond the stand-in; ValueError if its shape is refused."""
+    def beyond_stand_in(self, facts: VideoFacts) -> MediaCost:
+        """Return the cost of a video beyond the stand-in; ValueError if its shape is refused."""
         return self.cost(facts) - self.cost(_listed(DUMMY_SIZE, 2))
 
     def num_bytes(self, facts: VideoFacts) -> int:
@@ -106,11 +84,11 @@ class VideoLengths:
         return len(frames) * facts.width * facts.height * 3
 
     def seconds(self, facts: VideoFacts) -> float:
-        """Return how long a video is; frames that are listed come at the rate of sampling."""
+        """Return the duration of a video; frames that are listed come at the rate of sampling."""
         return facts.num_frames / float(facts.rate or self._rate())
 
-    def cost(self, facts: VideoFacts) -> VideoCost:
-        """Return what a video costs; ValueError if number or size of its frames is refused."""
+    def cost(self, facts: VideoFacts) -> MediaCost:
+        """Return the cost of a video; ValueError if number or size of its frames is refused."""
         frames, rate = self._sampled(facts)
         rows, columns = self._scaled(facts, len(frames))
         layers = len(frames) // FRAMES_OF_LAYER
@@ -121,7 +99,7 @@ class VideoLengths:
             times = ((first / rate + last / rate) / 2 for first, last in pairs)
             # A layer is between two tokens of its own, behind its time.
             tokens += sum(_num_tokens(self.tokenizer, f"<{time:.1f} seconds>") + 2 for time in times)
-        return VideoCost(tokens, patches, len(frames))
+        return MediaCost(tokens, patches, len(frames))
 
     def _rate(self) -> float:
         return float(self.sampling.get("fps", vision_process.FPS))
@@ -187,17 +165,10 @@ def _frames(size: tuple[int, int], number: int) -> list[Image.Image]:
 
 
 def _listed(size: tuple[int, int], number: int) -> VideoFacts:
-    """Return what is known of black frames of a size."""
+    """Return the facts of a video of black frames of a size."""
     return VideoFacts(0, *size, number, Fraction(0), 0)
 
 
-def _encoded(template: Template, frames: list[Image.Image]) -> VideoCost:
-    """Return what a sample with a video of these frames costs, whatever the template truncates."""
-    messages = [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "."}]
-    limit, template.max_length = template.max_length, None
-    try:
-        encoded = template.encode({"messages": messages, "videos": [frames]}, return_length=True)
-    finally:
-        template.max_length = limit
-    grid = encoded["video_grid_thw"]
-    return VideoCost(encoded["length"], int(grid.prod(-1).sum()), FRAMES_OF_LAYER * int(grid[:, 0].sum()))
+def _encoded(template: Template, frames: list[Image.Image]) -> MediaCost:
+    """Return the cost of a sample with a video of these frames."""
+    return MediaCost.from_encoded(template, encode_media(template, videos=[frames]), videos=1)

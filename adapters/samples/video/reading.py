@@ -66,7 +66,7 @@ def why_no_reader() -> str | None:
 
 
 def sampling_of(config: TemplateConfig) -> Sampling:
-    """Return how videos are sampled, as far as the run says."""
+    """Return the arguments of sampling that the run names."""
     named = {argument: getattr(config, key) for argument, key in _SAMPLING.items()}
     return {argument: value for argument, value in named.items() if value is not None}
 
@@ -96,7 +96,7 @@ def _refuse_no_size(template: Template, sampling: Sampling) -> None:
 
 
 def _replaced(replace: Callable[..., Any], sampling: Sampling, media_type: str, index: int, inputs: Any) -> Any:
-    """Return what stands for an image or a video in the text, once it is read."""
+    """Read an image or a video, and return the text that stands for it."""
     if media_type != "video":
         return replace(media_type, index, inputs)
     # Arguments of the template are those of images too; frames that are listed come at FPS.
@@ -114,7 +114,7 @@ def unread_reason(path: str, sampling: Sampling | None = None) -> str | None:
     Return why frames of a video cannot be decoded; None if they can.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         sampling: Decode the frames that training samples; None decodes all, one after the other.
     """
     try:

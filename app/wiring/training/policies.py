@@ -19,9 +19,7 @@ from packplan.adapters.trainer.model import open_model
 from packplan.adapters.workers.policy import PolicySettings, PolicyWorker
 from packplan.adapters.workers.ranks import RankWorkers
 from packplan.app.wiring.functions import named_function
-from packplan.app.wiring.stores import (
-    read_config,
-)
+from packplan.app.wiring.stores import read_config
 from packplan.app.wiring.training.ranks import join_ranks, joined_ranks, require_same_weights
 from packplan.app.wiring.training.samples import open_samples
 from packplan.app.wiring.training.verdicts import decide_attention
@@ -54,8 +52,7 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder, atte
     grpo, trainer, policy = config.grpo, config.training.trainer, config.policy
     cuda = torch.cuda.is_available() and not runs_on_cpu(trainer)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    if group.rank == 0:
-        log.info("attention: %s", attention)
+    log.info("attention: %s", attention)
     open_one = partial(open_model, config.model, config.training, attention=attention, device=device)
     model = open_one()
     require_same_weights(group, model)

@@ -11,6 +11,7 @@ import os
 import platform
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -40,13 +41,13 @@ _SETTINGS = ("accelerator_config", "deepspeed", "fsdp_config")
 
 @contextlib.contextmanager
 def joined_ranks(
-    config: RunConfig | None, *, use_cpu: bool = False, options: Mapping[str, Any] | None = None
+    config: RunConfig, *, use_cpu: bool = False, options: Mapping[str, Any] = MappingProxyType({})
 ) -> Iterator[RankGroup]:
     """
     Join the ranks of a run as `join_ranks` does, and leave them at the end.
 
     Args:
-        config: The run; None where processes that were forked from one join.
+        config: The run.
         use_cpu: See `join_ranks`.
         options: See `join_ranks`.
     """
@@ -59,14 +60,14 @@ def joined_ranks(
 
 
 def join_ranks(
-    config: RunConfig | None, *, use_cpu: bool = False, options: Mapping[str, Any] | None = None
+    config: RunConfig, *, use_cpu: bool = False, options: Mapping[str, Any] = MappingProxyType({})
 ) -> RankGroup:
     """
     Join the ranks that torchrun's environment describes, or be the only one; before anything else
     depends on it, compare what each of them was given.
 
     Args:
-        config: The run; None where processes that were forked from one join.
+        config: The run.
         use_cpu: Meet on the CPU, wherever the run trains.
         options: Options of the command line that decide what ranks do together.
 
@@ -77,17 +78,16 @@ def join_ranks(
     """
     if require_ranks() == 1:
         return OneRank()
-    settings = {} if config is None else config.training.trainer
-    values = {} if config is None else _given(config, options or {})
-    on_cpu = use_cpu or runs_on_cpu(settings)
+    settings = config.training.trainer
     with meeting():
-        group = TorchGroup(use_cpu=on_cpu, timeout_s=float(settings.get("ddp_timeout", 1800)))
-    require_same(group, values)
+        timeout_s = float(settings.get("ddp_timeout", 1800))
+        group = TorchGroup(use_cpu=use_cpu or runs_on_cpu(settings), timeout_s=timeout_s)
+    require_same(group, _given(config, options))
     return group
 
 
 def _given(config: RunConfig, options: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a rank was given, by key: its run, its options, and its versions."""
+    """Return the run, the options and the versions of a rank, by key."""
     versions = {"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}}
     ours = {f"version of {name}": version for name, version in versions.items()}
     return run_values(config, _files(config)) | flat_values({**options, **ours})
@@ -95,8 +95,8 @@ def _given(config: RunConfig, options: Mapping[str, Any]) -> dict[str, str]:
 
 def _files(config: RunConfig) -> dict[str, Any]:
     """
-    Return what is in the files of settings that a run names; what is no such file, the trainer
-    refuses.
+    Return the content of the files of settings that a run names; the trainer refuses those that
+    cannot be read.
     """
     found: dict[str, Any] = {}
     for key in _SETTINGS:
@@ -152,7 +152,7 @@ def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
 
 
 def local_ranks() -> int:
-    """Return how many ranks share this machine's cores."""
+    """Return the number of ranks that share this machine's cores."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

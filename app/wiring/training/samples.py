@@ -1,4 +1,4 @@
-"""A run's samples, and what measures them."""
+"""A run's samples, and their measurer."""
 
 from __future__ import annotations
 
@@ -15,20 +15,14 @@ from packplan.core.errors import agree, counted
 log = logging.getLogger(__name__)
 
 
-def open_samples(config: RunConfig, *, train_paths: tuple[str, ...] | None = None) -> dict[str, SwiftEncoder]:
-    """
-    Open the data of each split, `train` and perhaps `eval`, on one template.
-
-    Args:
-        config: The run.
-        train_paths: Data files of `train`, if not those of `custom.train_jsonl`.
-    """
+def open_samples(config: RunConfig) -> dict[str, SwiftEncoder]:
+    """Open the data of each split, `train` and perhaps `eval`, on one template."""
     packs = config.training.packing
     template = open_template(config.model, config.template, packing_length=config.packing_length, packs=packs)
     if packs:
         refuse_packing(template)
     opened: dict[str, SwiftEncoder] = {}
-    paths = {"train": train_paths or config.custom.train_jsonl, "eval": config.custom.val_jsonl}
+    paths = {"train": config.custom.train_jsonl, "eval": config.custom.val_jsonl}
     for split, files in paths.items():
         if not files:
             continue
@@ -37,9 +31,8 @@ def open_samples(config: RunConfig, *, train_paths: tuple[str, ...] | None = Non
         )
         opened[split] = SwiftEncoder(spec, template=template)
         opened[split].require_images()
-        if os.environ.get("RANK", "0") == "0":
-            for one in opened[split].data_files():
-                log.info("%s: %s has records of the shape %s", split, one.file, one.shape)
+        for one in opened[split].data_files():
+            log.info("%s: %s has records of the shape %s", split, one.file, one.shape)
         with_tags = opened[split].records.num_with_media_tags
         if with_tags and os.environ.get("RANK", "0") == "0":
             log.warning(
@@ -56,7 +49,7 @@ def open_measurer(
     config: RunConfig, encoder: SwiftEncoder, *, measuring_ranks: int = 1, pool_start_s: float = POOL_START_S
 ) -> SwiftMeasurer:
     """
-    Return what measures the samples of a split; see `SwiftMeasurer`.
+    Return the measurer of a split's samples.
 
     Args:
         config: The run.

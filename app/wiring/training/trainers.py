@@ -1,6 +1,4 @@
-"""
-What trains: the model that is ready for it, the settings, the trainer over a plan or a stream.
-"""
+"""Model, settings and trainer of a run, over a plan or a stream."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import attrs
 import numpy as np
 
 from packplan.adapters.samples.encoder import SwiftEncoder
-from packplan.adapters.samples.video import sees_videos_apart
+from packplan.adapters.samples.video.reading import sees_videos_apart
 from packplan.adapters.trainer.arguments import TrainingArguments, shards_weights, training_arguments
 from packplan.adapters.trainer.checkpoints import Checkpoint, find_checkpoint, newest_checkpoint, read_base_model
 from packplan.adapters.trainer.dynamic_dataset import DynamicDataset
@@ -110,8 +108,7 @@ def _open_model(
     Load the model, and tell the template of it; RunError if ranks have other weights.
     """
     template = samples.template
-    if group.rank == 0:
-        log.info("attention: %s", attention)
+    log.info("attention: %s", attention)
     model: Any = open_model(
         config.model,
         config.training,
@@ -138,8 +135,8 @@ def keep_in_step(model: Any, template: Any, arguments: TrainingArguments) -> Non
 
     Args:
         model: Ready to train.
-        template: Of the model.
-        arguments: Of the trainer.
+        template: Template of the model.
+        arguments: Settings of the trainer.
 
     Raises:
         ConfigError: The model does not say how it sees, or no image reaches a part of its tower.
@@ -174,12 +171,12 @@ def build_trainer(
     Args:
         config: The run.
         arguments: The trainer's settings.
-        schedule: What is trained when.
+        schedule: Schedule of the plan of `train`.
         attention: Attention of the run.
         group: The ranks.
         samples: Samples of `train`, and perhaps `eval`.
         planned: Plan of each split.
-        works: What the samples of `train` cost.
+        works: Work of the samples of `train`.
     """
     template, model = _open_model(config, arguments, samples["train"], group, attention)
     grouped = {"train": config.training.packing, "eval": config.eval_packing}
@@ -221,13 +218,13 @@ def build_stream_trainer(
 
     Args:
         config: The run.
-        arguments: Of the trainer.
+        arguments: Settings of the trainer.
         attention: Attention of the run.
         group: The ranks.
-        samples: Of `train` and perhaps `eval`.
-        planned: The evaluation's plan.
-        order: Of the samples of `train` in an epoch.
-        rollout: How prompts are answered and answers scored; None trains the data as they are.
+        samples: Samples of `train`, and perhaps `eval`.
+        planned: Plan of the evaluation.
+        order: Order of the samples of `train` in an epoch.
+        rollout: Reward and sampling of answers; None trains the data as they are.
     """
     training = config.training
     template, model = _open_model(config, arguments, samples["train"], group, attention)
@@ -237,9 +234,7 @@ def build_stream_trainer(
             reason = "answers prompts on each rank alone, which weights sharded over ranks do not allow: remove it"
             raise ConfigError.at("custom.rollout_reward", reason)
         reward, sampling = rollout
-        stream = RolloutStream(
-            samples["train"], order, model=model, reward=reward, sampling=sampling, device=arguments.device
-        )
+        stream = RolloutStream(samples["train"], order, model=model, reward=reward, sampling=sampling)
     options = CarryOptions(
         packing_length=config.packing_length,
         packing_buffer=training.packing_buffer,
@@ -265,5 +260,5 @@ def build_stream_trainer(
 
 
 def open_comparison(trainer: PackTrainer, samples: SwiftEncoder) -> PackComparison:
-    """Return what compares packs with their samples alone, on a trainer that is ready to train."""
+    """Return the comparison of packs with their samples alone, by a trainer that is ready."""
     return PackComparison(trainer, samples.encode)

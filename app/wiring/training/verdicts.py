@@ -105,11 +105,11 @@ def ask_loaded(config: RunConfig, model: Any, verdict: PackingVerdict, *, whole:
         config: The run.
         model: Ready to train.
         verdict: Verdict on its small copy.
-        whole: Whether this rank holds all of it.
+        whole: Whether this rank holds all weights.
         keep: Whether this rank keeps the verdict.
 
     Raises:
-        ModelError: Its samples are not apart, or not equal to themselves alone.
+        ModelError: Samples are not apart, or not equal to themselves alone.
     """
     place = place_of(model)
     if not whole:

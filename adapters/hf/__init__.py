@@ -1,0 +1,28 @@
+"""
+A plan in a trainer of transformers or TRL.
+
+`use_plan` makes a `Trainer` or `SFTTrainer` train the packs of a plan, in the order of its
+schedule. Importing this module registers our attention, for
+`from_pretrained(…, attn_implementation="packplan")`.
+"""
+
+from __future__ import annotations
+
+from packplan.adapters.hf.attention import separate_samples
+from packplan.adapters.hf.training import token_mean, use_plan
+from packplan.adapters.loaders.batches import PackBatches
+from packplan.adapters.loaders.positions import positions_of
+from packplan.adapters.loaders.rows import PACK, PackInputs, RowsOfPacks, flatten, learned
+
+__all__ = [
+    "PACK",
+    "PackBatches",
+    "PackInputs",
+    "RowsOfPacks",
+    "flatten",
+    "learned",
+    "positions_of",
+    "separate_samples",
+    "token_mean",
+    "use_plan",
+]

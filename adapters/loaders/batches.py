@@ -1,0 +1,167 @@
+"""
+Batch samplers that serve a schedule to torch's loaders.
+
+    batches = PackBatches(schedule, rank, world_size)
+    loader = DataLoader(RowsOfPacks(rows, plan), batch_sampler=batches, collate_fn=PackInputs())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from packplan.core.errors import ArgumentError, StaleError, counted
+from packplan.core.schedule import ORDER_VERSION, EpochSchedule, EpochSegment, Progress, ResumeState
+
+
+class PackBatches:
+    """
+    Batches of pack indices of one rank, in the order of a schedule, epoch by epoch.
+
+    Each iteration serves what is left of `epoch`, and then moves on to the next. `set_epoch` serves
+    an epoch again, or another one. `state_dict` has the progress at any batch. `load_state_dict`
+    goes on from it, also on another number of ranks.
+    """
+
+    def __init__(self, schedule: EpochSchedule, rank: int = 0, world_size: int = 1, *, plan: str = "") -> None:
+        """
+        Serve *schedule*.
+
+        Args:
+            schedule: Order of packs.
+            rank: This rank, from 0.
+            world_size: Ranks that take part, which have to be those of the schedule.
+            plan: Checksum of the plan, kept in states and compared when one is loaded.
+
+        Raises:
+            ArgumentError: The schedule is of another number of ranks, or there is no such rank.
+        """
+        if world_size != schedule.world_size or not 0 <= rank < world_size:
+            fact = f"the schedule is of {counted(schedule.world_size, 'rank')}, but this is rank {rank} of {world_size}"
+            raise ArgumentError("ranks", fact, {"planned": schedule.world_size, "world_size": world_size, "rank": rank})
+        self._whole, self._rank, self._plan = schedule, rank, plan
+        self.restart()
+
+    def restart(self) -> None:
+        """Serve the schedule from its start."""
+        self._serve(self._whole.start)
+
+    def _serve(self, start: Progress) -> None:
+        """Serve from *start* on."""
+        self.schedule = attrs.evolve(self._whole, start=start)
+        self.epoch, self._served = start.epoch, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Serve *epoch* from its start, or from the loaded progress if that lies in it."""
+        if epoch != self.epoch:
+            self.epoch, self._served = epoch, 0
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch on these ranks; a resumed epoch may have fewer."""
+        return self.schedule.batches_per_epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left = self.schedule.batches(self.epoch, rank=self._rank)[self._served :]
+        if not left:
+            self._end_epoch()
+        for number, batch in enumerate(left, start=1):
+            self._served += 1
+            if number == len(left):  # before it is served: who counts batches asks for no more
+                self._end_epoch()
+            yield batch
+
+    def _end_epoch(self) -> None:
+        self.epoch, self._served = self.epoch + 1, 0
+
+    def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
+        """
+        Return the progress, as plain values that JSON can hold.
+
+        Args:
+            step: Optimizer steps done, where a loader reads ahead of training. None takes the
+                batches that were served.
+        """
+        progress = self.schedule.after(self.epoch, self._served) if step is None else self.schedule.at(step)
+        return state_of(self.schedule, progress, plan=self._plan)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """
+        Go on from a state, perhaps of another number of ranks.
+
+        Raises:
+            StaleError: The state is of another plan, seed or order.
+        """
+        self._serve(resumed(self._whole, state, plan=self._plan))
+
+
+def state_of(schedule: EpochSchedule, progress: Progress, *, plan: str) -> dict[str, Any]:
+    """
+    Return a progress with what identifies its schedule, as plain values.
+
+    Args:
+        schedule: Order of packs.
+        progress: Progress of training over it.
+        plan: Checksum of the plan.
+    """
+    return attrs.asdict(_resume_state(schedule, progress, plan=plan))
+
+
+def resumed(schedule: EpochSchedule, state: Mapping[str, Any], *, plan: str) -> Progress:
+    """
+    Return the progress of a state of `state_of`.
+
+    Args:
+        schedule: Order of packs, perhaps on another number of ranks.
+        state: Plain values.
+        plan: Checksum of the plan.
+
+    Raises:
+        StaleError: The state is of another plan, seed or order.
+    """
+    values = dict(state["progress"])
+    segments = tuple(EpochSegment(**segment) for segment in values.pop("segments"))
+    progress = Progress(**values, segments=segments)
+    then = ResumeState(**{**state, "progress": progress})
+    if differences := then.differences(_resume_state(schedule, progress, plan=plan)):
+        raise StaleError.plan("the saved progress", differences)
+    return progress
+
+
+def _resume_state(schedule: EpochSchedule, progress: Progress, *, plan: str) -> ResumeState:
+    return ResumeState(
+        plan=plan,
+        data="",
+        seed=schedule.seed,
+        shuffle=schedule.shuffle,
+        tuner="",
+        order_version=ORDER_VERSION,
+        progress=progress,
+        grouping=schedule.grouping,
+    )
+
+
+class EvalBatches:
+    """
+    Batches of packs in the order of the plan: batch b is on rank b % world_size.
+
+    Every rank has the same number of batches; missing ones at the end repeat the first.
+    """
+
+    def __init__(self, num_packs: int, batch_size: int, *, rank: int, world_size: int) -> None:
+        self._num_packs, self._size = num_packs, batch_size
+        self.num_different = -(-num_packs // batch_size)
+        self._own = range(rank, -(-self.num_different // world_size) * world_size, world_size)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def counts(self, number: int) -> bool:
+        """Return whether this rank's batch *number* is no repetition."""
+        return self._own[number] < self.num_different
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._own:
+            start = batch % self.num_different * self._size
+            yield list(range(start, min(start + self._size, self._num_packs)))

@@ -1,0 +1,95 @@
+"""
+Evaluation mode of a model, norms of gradients, and a check of weights before they are saved.
+
+The check goes by the root mean square of the trained weights. A step with a learning rate of 1e30
+leaves finite weights that hold nothing of the model. The loss of another forward pass may be finite
+too, since norms divide by the overflow. The root mean square shows the fault, for one pass over the
+weights. Weights a thousand times their size before the first step are ruined: a thousandth of them
+is the old model. Normal runs stay far below. A step of AdamW moves a weight by about the learning
+rate, and runs from random weights end at a few times their first size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+Gradients = dict[str, torch.Tensor]
+"""Gradients of a model's weights, by name."""
+
+_MAX_GROWTH = 1000.0
+"""Growth since before the first step from which weights count as ruined."""
+
+_MIN_SIZE = 0.01
+"""Smallest size before the first step, since adapters and biases may begin at 0."""
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Turn off dropout until the block ends."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+@torch.no_grad()
+def mean_size(weights: Iterable[torch.Tensor], *, sharded: bool = False) -> float:
+    """
+    Return the root mean square of the trained weights; nan or inf if one of them is not finite.
+
+    Args:
+        weights: Weights of the model, or this rank's part of them.
+        sharded: Sum over all ranks, which all call this.
+    """
+    sums = torch.zeros(2, dtype=torch.float64)
+    for weight in weights:
+        if weight.requires_grad:
+            part = weight.to_local() if isinstance(weight, DTensor) else weight
+            norm = torch.linalg.vector_norm(part, dtype=torch.float64).cpu()
+            sums += torch.stack([norm**2, torch.tensor(part.numel(), dtype=torch.float64)])
+    if sharded:
+        dist.all_reduce(sums)
+    squares, number = sums.tolist()
+    return math.sqrt(squares / max(1.0, number))
+
+
+def is_ruined(size: float, *, before: float) -> bool:
+    """
+    Return whether weights have lost their values, by their root mean square.
+
+    Args:
+        size: Root mean square of the trained weights now.
+        before: Root mean square before the first step.
+
+    >>> [is_ruined(size, before=0.02) for size in (0.5, 1e30, float("nan"))]
+    [False, True, True]
+    """
+    return not size <= _MAX_GROWTH * max(before, _MIN_SIZE)
+
+
+def add_gradients(total: Gradients, gradients: Gradients) -> float:
+    """Add gradients to a total in place, and return their norm, computed in float64."""
+    for name, one in gradients.items():
+        total[name] = total[name] + one if name in total else one
+    return math.sqrt(sum(map(_square, gradients.values())))
+
+
+def difference_norms(found: Gradients, expected: Gradients) -> Mapping[str, float]:
+    """Return the norm of each weight's difference; a missing gradient counts as 0."""
+    norms = {}
+    for name in {**found, **expected}:
+        mine, own = (part[name].double() if name in part else 0.0 for part in (found, expected))
+        norms[name] = math.sqrt(_square(torch.as_tensor(mine - own)))
+    return norms
+
+
+def _square(gradient: torch.Tensor) -> float:
+    return float(gradient.double().square().sum())

@@ -1,0 +1,50 @@
+"""Options that several benchmarks declare in one form."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Collection, Sequence
+
+from packplan.app.cli.command import positive_number
+
+
+def add_number(
+    parser: argparse.ArgumentParser, name: str, default: int | Sequence[int], about: str, *, metavar: str = "N"
+) -> None:
+    """
+    Declare a positive whole number, or several where the default is several.
+
+    Args:
+        parser: Parser of the benchmark.
+        name: Name of the option, with its dashes.
+        default: Value if the option is not given.
+        about: Help, which the default follows.
+        metavar: Name of a number in the help.
+    """
+    several = isinstance(default, Sequence)
+    shown = " ".join(map(str, default)) if isinstance(default, Sequence) else default
+    parser.add_argument(
+        name, type=positive_number, nargs="+" if several else None, default=default, metavar=metavar,
+        help=f"{about} (default: {shown})",
+    )  # fmt: skip
+
+
+def add_names(
+    parser: argparse.ArgumentParser, name: str, choices: Collection[str], default: Collection[str], about: str = ""
+) -> None:
+    """
+    Declare an option of several names.
+
+    Args:
+        parser: Parser of the benchmark.
+        name: Name of the option, with its dashes.
+        choices: All names.
+        default: Names if the option is not given.
+        about: Help behind the names.
+    """
+    shown = "all" if list(default) == list(choices) else " ".join(default)
+    parser.add_argument(
+        name, nargs="+", choices=list(choices), default=list(default), metavar="NAME",
+        help=f"any of {', '.join(map(shlex.quote, choices))}{about} (default: {shown})",
+    )  # fmt: skip

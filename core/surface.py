@@ -1,0 +1,202 @@
+"""
+Plans for scripts and notebooks: lengths in, packs, figures and a schedule out.
+
+>>> from packplan.core.surface import plan
+>>> found = plan([60, 20, 50, 30, 40, 40], 80)
+>>> found.packs.tolist()
+[[0, 1], [2, 3], [4, 5]]
+>>> [step.batches for step in found.schedule(packs_per_step=2, shuffle=False).steps()]
+[((0,), (1,)), ((2,),)]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from packplan.core.align import align_plan
+from packplan.core.checksum import plan_checksum
+from packplan.core.errors import counted
+from packplan.core.inspection import PlanSummary, summarise
+from packplan.core.lengths import IntArray, Lengths, as_lengths, positive
+from packplan.core.packs import Packs
+from packplan.core.plan import RawPlan, build_raw_plan
+from packplan.core.schedule import EpochSchedule
+
+_DRAWN_PACKS, _WIDTH, _BAR = 24, 640, 9
+"""Packs in a drawing; its width, and the height of a pack, in pixels."""
+
+_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
+
+
+@attrs.frozen(eq=False, repr=False)
+class Plan:
+    """Packs of a list of lengths, with their figures and the schedules that train them."""
+
+    raw: RawPlan
+    """The packs, with every count that planning gives."""
+
+    lengths: IntArray
+    """Tokens of each sample; int64, shape (num_samples,)."""
+
+    @property
+    def packs(self) -> Packs:
+        """Sample indices of each pack; reads like a list of lists."""
+        return self.raw.packs
+
+    @cached_property
+    def checksum(self) -> str:
+        """SHA-256 of the packs. Equal lengths and options give an equal checksum anywhere."""
+        return plan_checksum(self.raw.packs)
+
+    @cached_property
+    def summary(self) -> PlanSummary:
+        """Figures of the plan."""
+        return summarise(self.raw, self.lengths)
+
+    def schedule(
+        self,
+        *,
+        world_size: int = 1,
+        packs_per_step: int | None = None,
+        epochs: float = 1,
+        drop_last: bool = False,
+        max_steps: int = -1,
+        seed: int = 0,
+        shuffle: bool = True,
+        works: NDArray[np.number] | None = None,
+    ) -> EpochSchedule:
+        """
+        Return the schedule that trains this plan.
+
+        Args:
+            world_size: Data-parallel ranks, >= 1.
+            packs_per_step: Packs of one optimizer step over all ranks, a multiple of *world_size*.
+                None takes one pack a rank.
+            epochs: Number of epochs, perhaps fractional.
+            drop_last: Drop packs that do not fill all ranks, instead of repeating packs from the
+                front.
+            max_steps: Optimizer steps in total, if positive; overrides *epochs*.
+            seed: Seed of the order of packs, from 0.
+            shuffle: Draw an order for each epoch; otherwise packs keep the order of the plan.
+            works: Work of each pack in any unit; shape (num_packs,). The packs of each step are
+                then assigned to ranks by work.
+
+        Raises:
+            ValueError: *packs_per_step* is no multiple of *world_size*, or an argument is invalid.
+            PlanError: The packs that *drop_last* leaves do not fill the ranks.
+        """
+        world_size = positive("world_size", world_size)
+        packs_per_step = world_size if packs_per_step is None else positive("packs_per_step", packs_per_step)
+        accumulation, rest = divmod(packs_per_step, world_size)
+        if rest:
+            message = f"packs_per_step is {packs_per_step}, but has to be a multiple of world_size {world_size}"
+            raise ValueError(message)
+        return EpochSchedule.from_plan(
+            align_plan(self.raw, world_size=world_size, dataloader_drop_last=drop_last),
+            gradient_accumulation_steps=accumulation,
+            num_train_epochs=epochs,
+            max_steps=max_steps,
+            seed=seed,
+            shuffle=shuffle,
+            works=works,
+        )
+
+    def show(self) -> PlanTable:
+        """Return a table of the figures, with a drawing of the first packs in a notebook."""
+        return PlanTable(self)
+
+    def __repr__(self) -> str:
+        return f"Plan({counted(len(self.packs), 'pack')} of {counted(self.raw.num_samples, 'sample')})"
+
+
+def plan(lengths: Lengths, packing_length: int, **options: Any) -> Plan:
+    """
+    Group samples into packs; every sample is in one, unless an option says otherwise.
+
+    Args:
+        lengths: Tokens of each sample, >= 1.
+        packing_length: Tokens that a pack of several samples may hold, >= 1.
+        options: Further fields of `PlanPolicy`, such as `algorithm`, `seed` or `min_fill_ratio`.
+
+    Raises:
+        ArgumentError: A length is not a positive whole number.
+        PlanError: No pack remains.
+        ValueError: An option has an invalid value. TypeError: There is no such option.
+    """
+    array = as_lengths(lengths)
+    return Plan(build_raw_plan(array, packing_length=packing_length, **options), array)
+
+
+@attrs.frozen(repr=False)
+class PlanTable:
+    """Figures of a plan as text, and as a page with a drawing where a notebook shows it."""
+
+    plan: Plan
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """Names and values of the figures."""
+        raw, summary = self.plan.raw, self.plan.summary
+        beyond = len(raw.packs) + len(raw.dropped_packs) - raw.lower_bound
+        bound = "no plan has fewer" if not beyond else f"at least {raw.lower_bound:,} in any plan"
+        rows = [
+            ("samples", f"{raw.num_samples:,}"),
+            ("tokens", f"{raw.num_tokens:,}"),
+            ("packing length", counted(raw.packing_length, "token")),
+            ("packs", f"{len(raw.packs):,} ({bound})"),
+            ("fill", f"{raw.fill:.2%}"),
+            ("samples in a pack", f"{summary.samples_per_pack:.1f}"),
+            ("long samples, packed alone", f"{len(raw.single_long):,}"),
+            ("long samples, skipped", f"{len(raw.skipped_long):,}"),
+            ("samples dropped", f"{raw.dropped_samples:,}"),
+            ("checksum", self.plan.checksum[:12]),
+        ]
+        return [row for row in rows if row[1] != "0"]
+
+    def __repr__(self) -> str:
+        width = max(len(name) for name, _ in self.rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in self.rows)
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f'<tr><th style="text-align:left">{name}</th><td style="text-align:left">{value}</td></tr>'
+            for name, value in self.rows
+        )
+        packs = self.plan.packs[:_DRAWN_PACKS]
+        lengths = [self.plan.lengths[pack].tolist() for pack in packs]
+        return f"<table>{cells}</table>{draw_packs(lengths, packing_length=self.plan.raw.packing_length)}"
+
+
+def draw_packs(packs: Sequence[Sequence[int]], *, packing_length: int) -> str:
+    """
+    Return an SVG drawing in which each pack is a bar of its samples on grey of the packing length.
+
+    Args:
+        packs: Tokens of each sample of each pack.
+        packing_length: Tokens of a whole bar, >= 1. The bar of a longer pack ends there.
+
+    >>> draw_packs([[30, 50], [80]], packing_length=80).count("<rect")
+    5
+    """
+    height = len(packs) * (_BAR + 2)
+    bars = []
+    for number, pack in enumerate(packs):
+        top = number * (_BAR + 2)
+        bars.append(_bar(0, top, _WIDTH, "#b8bec6"))
+        for place, end in enumerate(accumulate(pack)):
+            left, right = ((min(at, packing_length) * _WIDTH / packing_length) for at in (end - pack[place], end))
+            bars.append(_bar(left, top, right - left, _COLOURS[(number + place) % len(_COLOURS)]))
+    title = f"The first {counted(len(packs), 'pack')}, each a bar of its samples; grey is empty"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img">'
+    return f"{head}<title>{title}</title>{''.join(bars)}</svg>"
+
+
+def _bar(x: float, y: float, width: float, colour: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y}" width="{max(width - 0.5, 0.5):.1f}" height="{_BAR}" fill="{colour}"/>'

@@ -1,0 +1,327 @@
+"""Exports of packs: every sample once, learned as its row says, in files that tell their plan."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+import packplan as pp
+from packplan.adapters.exports import (
+    export_llama_factory,
+    export_megatron_bridge,
+    export_parquet,
+    exported_plan,
+    packs,
+)
+from packplan.core.errors import ArgumentError, OutputError, StaleError
+
+EXPORTS = (export_parquet, export_megatron_bridge, export_llama_factory)
+
+PACKING_LENGTH = 20
+
+each_export = pytest.mark.parametrize("export", EXPORTS, ids=lambda export: export.__name__)
+
+
+WORDS = {"text": "a", "messages": [{"role": "user"}], "turns": [["user", "a"]], "revision": "a"}
+"""Columns of a data set of texts that no model is given."""
+
+
+@st.composite
+def rows_of_text(draw):
+    """Draw rows of 2 to 24 tokens: with labels, with a mask, or with neither."""
+    rows = []
+    for number, length in enumerate(draw(st.lists(st.integers(2, 24), min_size=1, max_size=30))):
+        ids = [100 * number + place for place in range(length)]
+        learned = draw(st.lists(st.booleans(), min_size=length, max_size=length))
+        kind = draw(st.sampled_from(["labels", "completion_mask", "neither"]))
+        row = {"input_ids": ids, "images": draw(st.sampled_from([None, []])), **WORDS}
+        if kind == "labels":
+            row["labels"] = [token if one else -100 for token, one in zip(ids, learned, strict=True)]
+        elif kind == "completion_mask":
+            row["completion_mask"] = [int(one) for one in learned]
+        rows.append(row)
+    return rows
+
+
+def plan_of(rows):
+    return pp.plan([len(row["input_ids"]) for row in rows], PACKING_LENGTH)
+
+
+def labels_of(row):
+    """Return the labels of a row whose first token is not learned, as plain Python has them."""
+    labels = row.get("labels", row["input_ids"])
+    mask = row.get("completion_mask", [1] * len(labels))
+    return [-100, *(label if one else -100 for label, one in zip(labels[1:], mask[1:], strict=True))]
+
+
+def joined(parts):
+    return [value for part in parts for value in part]
+
+
+@given(rows_of_text(), st.data())
+def test_a_parquet_file_has_the_packs_of_the_plan(tmp_path_factory, rows, data):
+    """Each pack is a row: its samples in order, their lengths, tokens, labels and positions."""
+    plan = plan_of(rows)
+    event(f"a sample longer than a pack: {bool(len(plan.raw.single_long))}")
+    order = data.draw(st.none() | st.permutations(range(len(plan.packs))))
+    path = tmp_path_factory.mktemp("export") / "packs.parquet"
+
+    export_parquet(rows, plan, path, order=order)
+
+    expected = []
+    for pack in range(len(plan.packs)) if order is None else order:
+        members = [rows[sample] for sample in plan.packs[pack]]
+        expected.append(
+            {
+                "pack": pack,
+                "samples": plan.packs[pack],
+                "lengths": [len(row["input_ids"]) for row in members],
+                "input_ids": joined(row["input_ids"] for row in members),
+                "labels": joined(map(labels_of, members)),
+                "position_ids": joined(range(len(row["input_ids"])) for row in members),
+            }
+        )
+    assert expected == pq.read_table(path).to_pylist()
+    assert sorted(range(len(rows))) == sorted(joined(pack["samples"] for pack in expected))
+
+
+@given(rows_of_text())
+def test_a_megatron_bridge_file_foretells_what_the_rows_do(tmp_path_factory, rows):
+    """
+    Cut as its reader cuts it: tokens without the last of each sample, the next ones as labels, and
+    the mask beside the former.
+    """
+    plan = plan_of(rows)
+    path = tmp_path_factory.mktemp("export") / "packs.idx.parquet"
+
+    export_megatron_bridge(rows, plan, path)
+
+    table = pq.read_table(path)
+    assert ["input_ids", "seq_start_id", "loss_mask"] == table.column_names
+    assert ["int32", "int32", "int8"] == [str(field.type.value_type) for field in table.schema]
+    found = {}
+    for pack, row in zip(plan.packs, table.to_pylist(), strict=True):
+        ids, mask, starts = row["input_ids"], row["loss_mask"], row["seq_start_id"]
+        assert len(mask) == len(ids) <= max(PACKING_LENGTH, len(rows[pack[0]]["input_ids"]))
+        for sample, start, end in zip(pack, starts, [*starts[1:], len(ids)], strict=True):
+            assert sample not in found
+            assert 0 == mask[end - 1]
+            found[sample] = list(zip(ids[start : end - 1], ids[start + 1 : end], mask[start : end - 1], strict=True))
+    for sample, row in enumerate(rows):
+        ids, learned = row["input_ids"], [label != -100 for label in labels_of(row)]
+        assert list(zip(ids[:-1], ids[1:], learned[1:], strict=True)) == found.pop(sample)
+    assert {} == found
+
+
+@given(rows_of_text(), st.integers(0, 9))
+def test_a_llama_factory_folder_has_rows_that_its_collators_keep(tmp_path_factory, rows, pad):
+    """
+    The mask numbers the samples of a row; padding follows, at least one token and to a multiple of
+    8; without it, each row is its pack.
+    """
+    datasets = pytest.importorskip("datasets")
+    plan = plan_of(rows)
+    folder = tmp_path_factory.mktemp("export") / "packs"
+
+    export_llama_factory(rows, plan, folder, pad_token_id=pad)
+
+    loaded = datasets.load_from_disk(str(folder))
+    assert ["train"] == list(loaded)
+    assert {"input_ids", "attention_mask", "position_ids", "labels"} == set(loaded["train"].column_names)
+    for pack, row in zip(plan.packs, loaded["train"], strict=True):
+        members = [rows[sample] for sample in pack]
+        num_tokens = sum(len(member["input_ids"]) for member in members)
+        width = len(row["input_ids"])
+        assert 0 == width % 8
+        assert max(num_tokens, PACKING_LENGTH) < width <= max(num_tokens, PACKING_LENGTH) + 8
+        padding = width - num_tokens
+        assert joined(member["input_ids"] for member in members) + [pad] * padding == row["input_ids"]
+        assert joined(map(labels_of, members)) + [-100] * padding == row["labels"]
+        assert joined(range(len(member["input_ids"])) for member in members) + [0] * padding == row["position_ids"]
+        numbers = joined([number] * len(member["input_ids"]) for number, member in enumerate(members, 1))
+        assert numbers + [0] * padding == row["attention_mask"]
+
+
+ROWS = [{"input_ids": list(range(1, length + 1))} for length in (12, 8, 11, 9, 20, 3)]
+
+
+@each_export
+def test_an_export_tells_its_plan(export, tmp_path):
+    """The checksum and the packing length; a file of another writer has neither."""
+    plan = plan_of(ROWS)
+    target = tmp_path / "packs.idx.parquet"
+
+    export(ROWS, plan, target)
+
+    found = exported_plan(target)
+    assert (plan.checksum, PACKING_LENGTH) == (found.checksum, found.packing_length)
+    pq.write_table(pa.table({"a": [1]}), other := tmp_path / "other")
+    for path in (other, tmp_path, tmp_path / "gone"):
+        with pytest.raises(ArgumentError, match="no export of a plan"):
+            exported_plan(path)
+
+
+def test_the_mark_is_where_other_readers_find_it(tmp_path):
+    """In the schema of Parquet, and in the description of a `datasets` folder."""
+    datasets = pytest.importorskip("datasets")
+    plan = plan_of(ROWS)
+    export_parquet(ROWS, plan, tmp_path / "packs.parquet")
+    export_llama_factory(ROWS, plan, tmp_path / "packs")
+
+    schema = pq.read_schema(tmp_path / "packs.parquet")
+    described = json.loads(datasets.load_from_disk(str(tmp_path / "packs"))["train"].info.description)
+
+    assert plan.checksum == schema.metadata[b"packplan_checksum"].decode() == described["packplan_checksum"]
+    assert (b"20", 20) == (schema.metadata[b"packplan_packing_length"], described["packplan_packing_length"])
+
+
+@each_export
+def test_batches_divide_at_any_pack(export, tmp_path, monkeypatch):
+    """By packs and by tokens: the rows are those of one batch; Parquet has a row group for each."""
+    rows = [{"input_ids": list(range(length))} for length in np.random.default_rng(1).integers(2, 20, 200)]
+    plan = plan_of(rows)
+    export(rows, plan, tmp_path / "whole")
+
+    for name, most in (("BATCH_PACKS", 7), ("BATCH_TOKENS", 100)):
+        with monkeypatch.context() as small:
+            small.setattr(packs, name, most)
+            export(rows, plan, tmp_path / name)
+        assert content(tmp_path / "whole") == content(tmp_path / name)
+        if export is not export_llama_factory:
+            assert 1 < pq.ParquetFile(tmp_path / name).num_row_groups <= len(plan.packs) / 5 + 1
+    if export is not export_llama_factory:
+        assert 1 == pq.ParquetFile(tmp_path / "whole").num_row_groups
+
+
+def content(path):
+    if path.is_file():
+        return pq.read_table(path).to_pylist()
+    return pytest.importorskip("datasets").load_from_disk(str(path))["train"].to_list()
+
+
+@each_export
+def test_an_epoch_of_a_schedule_is_exported_in_its_order(export, tmp_path):
+    """With the packs that fill the last ranks repeated."""
+    plan = plan_of(ROWS)
+    order = plan.schedule(world_size=4, seed=3).order(0)
+    assert 0 == len(order) % 4 > len(plan.packs) % 4 - 4
+    export(ROWS, plan, tmp_path / "plan")
+    export(ROWS, plan, tmp_path / "epoch", order=order)
+
+    in_plan, in_epoch = content(tmp_path / "plan"), content(tmp_path / "epoch")
+
+    assert [in_plan[pack] for pack in order] == in_epoch
+
+
+WRONG_ORDERS = ([], [0, 99], [-1], [0.5], [[0]], ["0"])
+
+
+@each_export
+@pytest.mark.parametrize("order", WRONG_ORDERS, ids=str)
+def test_an_order_of_other_packs_is_refused(export, order, tmp_path):
+    """Nothing is written."""
+    with pytest.raises(ArgumentError, match="pack indices from 0 to 3"):
+        export(ROWS, plan_of(ROWS), tmp_path / "packs", order=order)
+
+    assert [] == list(tmp_path.iterdir())
+
+
+@each_export
+def test_rows_that_are_not_the_plans_are_refused(export, tmp_path, monkeypatch):
+    """Another number, another length; of what was written until then, nothing is left."""
+    monkeypatch.setattr(packs, "BATCH_PACKS", 1)
+    plan = plan_of(ROWS)
+    longer = [*ROWS[:-1], {"input_ids": [1, 2, 3, 4]}]
+
+    with pytest.raises(ArgumentError, match="6 samples, but the data set 5 rows"):
+        export(ROWS[:-1], plan, tmp_path / "packs")
+    with pytest.raises(StaleError, match="row 5"):
+        export(longer, plan, tmp_path / "packs")
+    with pytest.raises(ArgumentError, match="one after the other"):
+        export(iter(ROWS), plan, tmp_path / "packs")
+
+    assert [] == list(tmp_path.iterdir())
+
+
+@each_export
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("images", ["a.png"]), ("pixel_values", np.ones((4, 3))), ("image_grid_thw", [[1, 2, 2]]), ("mels", np.ones(3))],
+    ids=str,
+)
+def test_rows_with_media_are_refused_by_name(export, column, value, tmp_path):
+    """Paths as well as tensors, and tensors of any name; the column is named."""
+    with pytest.raises(ArgumentError, match=f"has {column}, but this format holds text only"):
+        export([*ROWS[:-1], ROWS[-1] | {column: value}], plan_of(ROWS), tmp_path / "packs")
+
+    assert [] == list(tmp_path.iterdir())
+
+
+@each_export
+def test_nothing_is_replaced(export, tmp_path):
+    """A file, a folder, a dangling link: each stays, and is named."""
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+
+    for name in ("file", "folder", "link"):
+        with pytest.raises(ArgumentError, match=f"{name} exists"):
+            export(ROWS, plan_of(ROWS), tmp_path / name)
+
+    assert "kept" == (tmp_path / "file").read_text()
+    assert ["file", "folder", "link"] == sorted(path.name for path in tmp_path.iterdir())
+
+
+@each_export
+def test_a_folder_that_is_missing_is_named(export, tmp_path):
+    """It is not made."""
+    with pytest.raises(OutputError, match="gone"):
+        export(ROWS, plan_of(ROWS), tmp_path / "gone" / "packs")
+
+    assert [] == list(tmp_path.iterdir())
+
+
+@each_export
+def test_without_pyarrow_one_line_names_the_extra(export, tmp_path, monkeypatch):
+    """Before anything is read or written."""
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+
+    with pytest.raises(ArgumentError, match=r"pip install 'packplan\[hf\]'"):
+        export(ROWS, plan_of(ROWS), tmp_path / "packs")
+
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_megatron_bridge_refuses_what_its_columns_cannot_say(tmp_path):
+    """Labels that are other tokens, since it has a mask; a pack of which it would train nothing."""
+    with pytest.raises(ArgumentError, match="pack 0 has labels that are not its tokens"):
+        rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 4]}]
+        export_megatron_bridge(rows, plan_of(rows), tmp_path / "packs")
+    with pytest.raises(ArgumentError, match="pack 0 has samples of one token only"):
+        rows = [{"input_ids": [1]}, {"input_ids": [2]}]
+        export_megatron_bridge(rows, plan_of(rows), tmp_path / "packs")
+
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_pandas_and_datasets_read_the_plain_file(tmp_path):
+    """With the columns that pyarrow has."""
+    datasets, pandas = pytest.importorskip("datasets"), pytest.importorskip("pandas")
+    path = tmp_path / "packs.parquet"
+    export_parquet(ROWS, plan_of(ROWS), path)
+
+    loaded = datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "cache"))
+
+    assert pq.read_table(path).to_pylist() == loaded.to_list()
+    frame = pandas.read_parquet(path)
+    assert content(path) == [
+        {name: value if name == "pack" else value.tolist() for name, value in row.items()}
+        for row in frame.to_dict("records")
+    ]

@@ -1,0 +1,177 @@
+"""
+Gives trainers what they would not train as planned: `python -m tests.hosts.refused OUT` writes what
+each was told to a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import packplan as pp
+from packplan.adapters.hf import use_plan
+from tests.hosts.law import PACKING_LENGTH, cell_of, model_of, rows_of, trainer_of
+
+# isort: split
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+ROWS = rows_of("qwen2")
+
+PLAN = pp.plan([len(row["input_ids"]) for row in ROWS], PACKING_LENGTH)
+
+
+class Streamed(IterableDataset):
+    """Rows one after the other, without a number."""
+
+    def __iter__(self):
+        return iter(ROWS)
+
+
+def given(out: Path, rows: Any = None, **settings: Any) -> Any:
+    """Return a trainer with these rows and settings."""
+    return trainer_of(cell_of("transformers", "qwen2"), model_of("qwen2", "packplan"), rows or ROWS, out, **settings)
+
+
+def changed(out: Path) -> None:
+    """Train from rows one of which became longer after the plan was made."""
+    rows = [dict(row) for row in ROWS]
+    rows[3] = {"input_ids": [*rows[3]["input_ids"], 25], "labels": [*rows[3]["labels"], 25]}
+    trainer = given(out, rows)
+    use_plan(trainer, PLAN)
+    trainer.train()
+
+
+def shuffled(out: Path) -> None:
+    """Train by a loader that somebody put in the place of the plan's."""
+    trainer = given(out)
+    use_plan(trainer, PLAN)
+    planned = trainer.get_train_dataloader
+
+    def in_order() -> DataLoader:
+        loader = planned()
+        return DataLoader(loader.dataset, sampler=SequentialSampler(loader.dataset), collate_fn=loader.collate_fn)
+
+    trainer.get_train_dataloader = in_order
+    trainer.train()
+
+
+def dropping(out: Path) -> None:
+    """Train by a loader that leaves the last batches out."""
+    trainer = given(out, num_train_epochs=1)
+    use_plan(trainer, PLAN)
+    loader = trainer.get_train_dataloader()
+    kept = loader.batch_sampler.schedule.batches(0, rank=0)[:-2]
+    trainer.get_train_dataloader = lambda: DataLoader(loader.dataset, batch_sampler=kept, collate_fn=loader.collate_fn)
+    trainer.train()
+
+
+def without_plan(out: Path) -> None:
+    """Resume a plan from a checkpoint that was trained without one."""
+    trainer = given(out, max_steps=1, save_strategy="steps", save_steps=1, per_device_train_batch_size=1)
+    trainer.data_collator = one_row
+    trainer.train()
+    again = given(out)
+    use_plan(again, PLAN)
+    again.train(resume_from_checkpoint=True)
+
+
+def one_row(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a batch of one sample of two tokens."""
+    import torch
+
+    return {"input_ids": torch.tensor([[20, 21]]), "labels": torch.tensor([[20, 21]])}
+
+
+def other_plan(out: Path) -> None:
+    """Resume from a checkpoint of another plan."""
+    trainer = given(out, max_steps=1, save_strategy="steps", save_steps=1)
+    use_plan(trainer, PLAN)
+    trainer.train()
+    again = given(out)
+    use_plan(again, pp.plan(PLAN.lengths, 2 * PACKING_LENGTH))
+    again.train(resume_from_checkpoint=True)
+
+
+def leaking(out: Path) -> None:
+    """Train a model of a family whose attention ignores where samples begin."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("bloom", vocab_size=300, hidden_size=32, n_layer=2, n_head=4)
+    model = AutoModelForCausalLM.from_config(config)
+    use_plan(trainer_of(cell_of("transformers", "bloom"), model, ROWS, out), PLAN)
+
+
+def packed_by_trl(out: Path) -> None:
+    """Let TRL pack the rows before the plan."""
+    use_plan(trainer_of(cell_of("trl", "qwen2"), model_of("qwen2", "packplan"), ROWS, out, packing=True), PLAN)
+
+
+def launched(out: Path) -> None:
+    """Train in one of two processes, neither of which knows of the other."""
+    trainer = given(out)
+    os.environ["WORLD_SIZE"] = "2"
+    try:
+        use_plan(trainer, PLAN)
+    finally:
+        del os.environ["WORLD_SIZE"]
+
+
+def twice(out: Path) -> None:
+    """Give a trainer two plans."""
+    trainer = given(out)
+    use_plan(trainer, PLAN)
+    use_plan(trainer, PLAN)
+
+
+CASES = {
+    "train_dataset is a Streamed": lambda out: use_plan(given(out, Streamed(), max_steps=1), PLAN),
+    "accelerator_config.dispatch_batches": lambda out: use_plan(
+        given(out, accelerator_config={"dispatch_batches": True}), PLAN
+    ),
+    "accelerator_config.split_batches": lambda out: use_plan(
+        given(out, accelerator_config={"split_batches": True}), PLAN
+    ),
+    "train_sampling_strategy is 'group_by_length'": lambda out: use_plan(
+        given(out, train_sampling_strategy="group_by_length"), PLAN
+    ),
+    "train_sampling_strategy is 'sequential'": lambda out: use_plan(
+        given(out, train_sampling_strategy="sequential"), PLAN
+    ),
+    "auto_find_batch_size": lambda out: use_plan(given(out, auto_find_batch_size=True), PLAN),
+    "ignore_data_skip": lambda out: use_plan(given(out, ignore_data_skip=True), PLAN),
+    "2 processes were started": launched,
+    "follows a plan already": twice,
+    "the plan has 26 samples, but the data set 27 rows": lambda out: use_plan(
+        given(out), pp.plan(PLAN.lengths[1:], 64)
+    ),
+    "eval_plan is of one eval_dataset": lambda out: use_plan(
+        given(out, eval_dataset={"a": ROWS}), PLAN, eval_plan=PLAN
+    ),
+    "sample 3 (row 3) is not the one that was planned": changed,
+    "the trainer's batch is pack": shuffled,
+    "it drops packs": dropping,
+    "has no progress of a plan": without_plan,
+    "was trained from another plan": other_plan,
+    "bloom may not pack": leaking,
+    "packing is set": packed_by_trl,
+}
+"""Words of what is told -> what is done."""
+
+
+def main(out: str) -> None:
+    """Do all, and write down what was told."""
+    told = {}
+    for number, (words, case) in enumerate(CASES.items()):
+        told[words] = "nothing"
+        try:
+            case(Path(out) / str(number))
+        except (pp.core.errors.PackplanError, ValueError, RuntimeError) as error:
+            told[words] = f"{type(error).__name__}: {error}"
+    (Path(out) / "told.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

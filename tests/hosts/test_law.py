@@ -1,0 +1,149 @@
+"""
+Plans in trainers of transformers and TRL: what reaches the model is the schedule, and every step is
+that of its samples alone. `make test-hosts` runs all cells in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.nearness import FLOAT32
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+PYTHON = os.environ.get("HOST_PYTHON", sys.executable)
+"""Interpreter with the hosts; without one, the pinned ones of this environment take a few cells."""
+
+DEADLINE_S = 240
+
+
+def cell(trainer: str, model: str, ranks: int, accumulation: int, workers: int) -> dict[str, Any]:
+    names = ("trainer", "model", "ranks", "accumulation", "workers")
+    return dict(zip(names, (trainer, model, ranks, accumulation, workers), strict=True))
+
+
+SMOKE = (cell("transformers", "qwen2_5_vl", 2, 3, 2), cell("trl", "qwen2", 1, 3, 0))
+
+SEEING = tuple(
+    cell("transformers", model, *rest) for model in ("qwen2_5_vl", "qwen3_vl") for rest in ((1, 3, 0), (2, 1, 2))
+)
+
+EVERY = tuple(
+    cell(trainer, "qwen2", ranks, accumulation, workers)
+    for trainer in ("transformers", "trl")
+    for ranks in (1, 2)
+    for accumulation in (1, 3)
+    for workers in (0, 2)
+)
+
+CELLS = (*EVERY, *SEEING) if "HOST_PYTHON" in os.environ else SMOKE
+
+RESUMED = (
+    tuple((trainer, *ranks) for trainer in ("transformers", "trl") for ranks in ((1, 1), (1, 2), (2, 1), (2, 2)))
+    if "HOST_PYTHON" in os.environ
+    else (("transformers", 2, 1),)
+)
+"""Trainer, and ranks before and after a kill."""
+
+
+def name_of(cell: dict[str, Any]) -> str:
+    return "-".join(map(str, cell.values()))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+    """Run all cells, and return what each rank of each found, by the cell's name."""
+    folder = tmp_path_factory.mktemp("cells")
+    cells = [{"out": str(folder / name_of(one)), **one} for one in CELLS]
+    for trainer, before, after in RESUMED:
+        out = {"out": str(folder / f"{trainer} {before} to {after}")}
+        cells.append(out | cell(trainer, "qwen2", before, 2, 0) | {"kill_after": 2})
+        cells.append(out | cell(trainer, "qwen2", after, 2, 0) | {"resume": True})
+    (folder / "cells.json").write_text(json.dumps(cells))
+    command = [PYTHON, "-m", "tests.hosts.law", str(folder / "cells.json")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=DEADLINE_S)
+    assert 0 == run.returncode, run.stderr[-3000:]
+    return {
+        path.name: [json.loads(rank.read_text()) for rank in sorted(path.glob("found*.json"))]
+        for path in folder.iterdir()
+        if path.is_dir()
+    }
+
+
+def of(found: dict[str, list[dict[str, Any]]], name: str, ranks: int) -> list[dict[str, Any]]:
+    assert ranks == len(found[name]), f"a rank of {name} wrote nothing"
+    return found[name]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=name_of)
+def test_what_reaches_the_model_is_the_schedule(found, cell):
+    """Microbatch by microbatch on each rank, to the last of the steps that were counted before."""
+    for rank in of(found, name_of(cell), cell["ranks"]):
+        assert rank["batches"]
+        assert 1 == len(set(rank["steps"])), rank["steps"]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=name_of)
+def test_every_step_is_that_of_its_samples_alone(found, cell):
+    """In loss and gradients, each the mean over the learned tokens of all ranks and batches."""
+    first = of(found, name_of(cell), cell["ranks"])[0]
+
+    assert first["loss"] < FLOAT32
+    assert first["gradients"] < FLOAT32
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=name_of)
+def test_packed_evaluation_is_the_token_mean_of_the_samples_alone(found, cell):
+    """Though packs teach different numbers of tokens, and one is repeated on two ranks."""
+    ranks = of(found, name_of(cell), cell["ranks"])
+
+    assert {ranks[0]["num_packs"] % 2} == {1}, "no pack is repeated on two ranks"
+    for rank in ranks:
+        assert rank["evaluated"] == pytest.approx(ranks[0]["alone"], rel=FLOAT32)
+
+
+@pytest.mark.parametrize(("trainer", "before", "after"), RESUMED)
+def test_a_killed_run_goes_on_with_what_is_left(found, trainer, before, after):
+    """On as many ranks or others: of the epoch, each pack that was not trained, and every step."""
+    resumed = of(found, f"{trainer} {before} to {after}", after)
+
+    first = resumed[0]
+    consumed, epoch = Counter(first["consumed"]), first["epoch"]
+    trained = Counter(pack for rank in resumed for at, pack in rank["packs"] if at == epoch)
+    assert 2 * 2 * before == consumed.total(), "two steps of two batches were done"
+    assert set(range(first["num_packs"])) == set(consumed) | set(trained)
+    assert trained == Counter(first["order"])
+    assert sorted(first["logged"]) == first["logged"]
+    assert 2 == first["logged"][-1], "the last epoch is whole"
+    assert trained.keys().isdisjoint(consumed) or (before, after) == (2, 2)
+    for rank in resumed:
+        assert rank["batches"]
+        taken, left, last = rank["steps"]
+        assert (taken, last) == (left, 2 + left)
+    assert first["loss"] < FLOAT32
+    assert first["gradients"] < FLOAT32
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> dict[str, str]:
+    """Give trainers what they would not train as planned, and return what each was told."""
+    folder = tmp_path_factory.mktemp("refused")
+    command = [PYTHON, "-m", "tests.hosts.refused", str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=DEADLINE_S)
+    assert 0 == run.returncode, run.stderr[-3000:]
+    return json.loads((folder / "told.json").read_text())
+
+
+def test_what_a_trainer_would_not_train_as_planned_is_refused_by_name(told):
+    """Settings, rows, ranks, plans, checkpoints, loaders and models: none is trained."""
+    assert {} == {words: text for words, text in told.items() if words not in text}

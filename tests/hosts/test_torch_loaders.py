@@ -1,0 +1,167 @@
+"""Batches of packs in torch's loaders: the schedule's, and after a state those that are left."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+import packplan as pp
+from packplan.adapters.loaders.batches import EvalBatches, PackBatches
+from packplan.core.errors import ArgumentError, StaleError
+from packplan.core.schedule import EpochSchedule
+
+PLAN = pp.plan([5, 40, 33, 60, 12, 29, 51, 8, 47, 20, 36], 64)
+
+PACKS = len(PLAN.packs)
+
+
+def schedule(world_size: int, accumulation: int = 2, *, drop_last: bool = False) -> EpochSchedule:
+    packs = world_size * accumulation
+    return PLAN.schedule(world_size=world_size, packs_per_step=packs, epochs=3, drop_last=drop_last)
+
+
+def batches_of(world_size: int, rank: int, accumulation: int = 2) -> PackBatches:
+    return PackBatches(schedule(world_size, accumulation), rank, world_size, plan=PLAN.checksum)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.data())
+def test_an_iteration_is_an_epoch_and_the_next_one_follows(world_size, accumulation, data):
+    """Of each rank; an epoch that is set is served again."""
+    rank = data.draw(st.integers(0, world_size - 1))
+    batches = batches_of(world_size, rank, accumulation)
+    planned = schedule(world_size, accumulation)
+
+    for epoch in range(3):
+        assert len(planned.batches(epoch, rank=rank)) == len(batches)
+        assert planned.batches(epoch, rank=rank) == list(batches)
+    batches.set_epoch(1)
+    assert planned.batches(1, rank=rank) == [batch for batch, _ in zip(batches, range(len(batches)), strict=False)]
+    assert 2 == batches.epoch, "who counts its batches asks for none behind the last"
+    batches.set_epoch(1)
+    assert planned.batches(1, rank=rank) == list(batches)
+    batches.restart()
+    assert planned.batches(0, rank=rank) == list(batches)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.data())
+def test_a_state_leaves_what_was_not_served(before, after, accumulation, data):
+    """At any batch, kept as JSON, on any number of ranks."""
+    ranks = [batches_of(before, rank, accumulation) for rank in range(before)]
+    served = data.draw(st.integers(0, len(ranks[0])))
+    epoch = [iter(rank) for rank in ranks]
+    first = [next(one)[0] for _ in range(served) for one in epoch]
+    event(f"other ranks: {before != after}, in the middle: {0 < served < len(ranks[0])}")
+
+    state = json.loads(json.dumps(ranks[0].state_dict()))
+    resumed = [batches_of(after, rank, accumulation) for rank in range(after)]
+    for rank in resumed:
+        rank.load_state_dict(state)
+    rest = [pack for rank in resumed for (pack,) in rank]
+
+    if served == len(ranks[0]):
+        assert set(range(PACKS)) == set(rest), "the next epoch"
+    else:
+        assert set(range(PACKS)) == set(first) | set(rest)
+        assert before == after or set(first).isdisjoint(rest)
+
+
+@given(st.integers(1, 3), st.integers(0, 12))
+def test_a_state_of_a_step_is_that_of_its_batches(world_size, step):
+    """Whatever was served since."""
+    ahead, exact = batches_of(world_size, 0), batches_of(world_size, 0)
+    list(ahead)
+    step = min(step, ahead.schedule.steps_per_epoch)
+    epoch = iter(exact)
+    for _ in range(min(2 * step, len(exact))):
+        next(epoch)
+
+    assert ahead.state_dict(step=step) == exact.state_dict()
+
+
+@given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 4))
+def test_evaluation_counts_each_pack_once(num_packs, batch_size, world_size):
+    """Over all ranks, in as few batches of each as possible; those that repeat do not count."""
+    ranks = [EvalBatches(num_packs, batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
+
+    counted = [pack for rank in ranks for number, batch in enumerate(rank) if rank.counts(number) for pack in batch]
+
+    assert list(range(num_packs)) == sorted(counted)
+    assert {-(-num_packs // (batch_size * world_size))} == {len(rank) for rank in ranks}
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 2), (1, 1), (-1, 1)])
+def test_other_ranks_than_the_schedules_are_refused(rank, world_size):
+    """By their numbers."""
+    with pytest.raises(ArgumentError, match=f"rank {rank} of {world_size}") as raised:
+        PackBatches(schedule(1), rank, world_size)
+
+    assert "ranks" == raised.value.kind
+
+
+def test_a_state_of_another_plan_is_refused():
+    """By the names of what differs."""
+    state = batches_of(1, 0).state_dict()
+    other = PackBatches(attrs.evolve(schedule(1), seed=9), plan="another")
+
+    with pytest.raises(StaleError) as raised:
+        other.load_state_dict(state)
+
+    assert {"plan", "seed"} == {one.key for one in raised.value.details["differences"]}
+
+
+def loader_of(kind: Any, batches: PackBatches, workers: int) -> Any:
+    from packplan.adapters.loaders.rows import PackInputs, RowsOfPacks
+
+    rows = [{"input_ids": list(range(length))} for length in PLAN.lengths.tolist()]
+    return kind(RowsOfPacks(rows, PLAN), batch_sampler=batches, collate_fn=PackInputs(), num_workers=workers)
+
+
+def packs_of(loader: Any) -> list[int]:
+    return [batch["packplan_pack"] for batch in loader]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_of_torch_serves_the_schedule(workers):
+    """With the rows of each pack, joined, and resumed by the state of a step on other ranks."""
+    from torch.utils.data import DataLoader
+
+    batches = batches_of(2, 1)
+    loader = loader_of(DataLoader, batches, workers)
+    for epoch in range(2):
+        assert [pack for (pack,) in schedule(2).batches(epoch, rank=1)] == packs_of(loader)
+
+    state = batches_of(2, 0).state_dict(step=1)
+    alone = batches_of(1, 0)
+    alone.load_state_dict(state)
+    first = {pack for rank in range(2) for (pack,) in schedule(2).batches(0, rank=rank)[:2]}
+    assert Counter(set(range(PACKS)) - first) == Counter(packs_of(loader_of(DataLoader, alone, workers)))
+    for batch in loader:
+        assert PLAN.lengths[PLAN.packs[batch["packplan_pack"]]].sum() == batch["input_ids"].numel()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata calls it
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("taken", [1, 3])
+def test_a_stateful_loader_goes_on_where_it_was(workers, taken):
+    """At any batch, whatever its workers have read ahead; then follows the next epoch."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is in the hosts' environment")
+    planned = [[pack for (pack,) in schedule(1).batches(epoch, rank=0)] for epoch in range(2)]
+    loader = loader_of(torchdata.StatefulDataLoader, batches_of(1, 0), workers)
+    epoch = iter(loader)
+    first = [next(epoch)["packplan_pack"] for _ in range(taken)]
+    state = loader.state_dict()
+    del epoch
+
+    resumed = loader_of(torchdata.StatefulDataLoader, batches_of(1, 0), workers)
+    resumed.load_state_dict(state)
+
+    assert planned[0] == first + packs_of(resumed)
+    assert planned[1] == packs_of(resumed)

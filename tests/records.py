@@ -1,0 +1,28 @@
+"""Records that several tests begin with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.text(alphabet='[]{}",\\ a', max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+"""Values of JSON, with texts that look like its own notation."""
+
+QUESTION = {"role": "user", "content": "why?"}
+
+ANSWER = {"role": "assistant", "content": "so."}
+
+
+def chat(*messages: Any, **more: Any) -> dict[str, Any]:
+    """Return a record of these messages, else of a question and its answer, and of more keys."""
+    return {"messages": [*(messages or (QUESTION, ANSWER))], **more}
+
+
+def asked(content: Any, **more: Any) -> dict[str, Any]:
+    """Return a record whose user says this, and of more keys."""
+    return chat({"role": "user", "content": content}, ANSWER, **more)
