@@ -188,9 +188,12 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(reader, made):
     first = trained_packs(at.run_until(at.commands[0], "rank 0 step 5 "))
     rest = trained_packs(at.run(at.commands[1]))
 
-    planned = planned_packs(plan_of(made).schedule(packs_per_step=2, epochs=2))
+    schedule = plan_of(made).schedule(packs_per_step=2, epochs=2)
+    planned = planned_packs(schedule)
     start = min(step for _, step, _ in rest) - 1
-    assert 3 == start, "the checkpoint is of step 3"
+    # The process may save once more before it is killed.
+    assert start in range(3, schedule.total_steps, 3), "a checkpoint of every third step"
+    assert start % schedule.steps_per_epoch, "in the middle of an epoch"
     assert first <= planned
     assert {key: times for key, times in planned.items() if key[1] > start} == rest
 
