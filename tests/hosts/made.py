@@ -15,7 +15,7 @@ def main(folder: str) -> None:
     """Write `model` and `rows`, as a page's reader has them."""
     model_of("qwen2", "sdpa").save_pretrained(Path(folder) / "model")
     tokenizer().save_pretrained(Path(folder) / "model")
-    rows = [row for row in rows_of("qwen2") for _ in range(18)]  # a killed run is far from its end
+    rows = [row for row in rows_of("qwen2") for _ in range(12)]  # a killed run is far from its end
     Dataset.from_list(rows).save_to_disk(Path(folder) / "rows")
 
 
