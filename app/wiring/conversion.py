@@ -13,13 +13,12 @@ from pathlib import Path
 import attrs
 import yaml
 
-from packplan.adapters import files
 from packplan.adapters.config.run import parse_config
 from packplan.adapters.conversion.source import Source, read_source
 from packplan.adapters.conversion.table import stored_arguments
 from packplan.adapters.hub_caches import cached
 from packplan.adapters.progress import loading_libraries
-from packplan.app.wiring.stores import trainer_keys, writing_for
+from packplan.app.wiring.stores import trainer_keys
 from packplan.core.conversion import (
     Argument,
     Conversion,
@@ -107,14 +106,6 @@ def run_faults(converted: Converted) -> tuple[Fault, ...]:
         faults = [fault for fault in faults if not refused or fault.path in written]
         return (*refused, *(Fault(written.get(fault.path, fault.path), fault.reason) for fault in faults))
     return refused
-
-
-def write_run(path: Path, text: str) -> None:
-    """Write a run's YAML; ConfigError if another file is there, or it cannot be written."""
-    if path.exists() and (not path.is_file() or path.read_text(encoding="utf-8") != text):
-        raise ConfigError.at("--output", f"{path} exists and holds something else: name another file, or remove it")
-    with writing_for("--output", path):
-        files.write_bytes(path, text.encode())
 
 
 def _arguments() -> Mapping[str, Argument]:

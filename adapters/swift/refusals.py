@@ -1,0 +1,74 @@
+"""Arguments of ms-swift under which it would not train a plan as it stands: refused by flag."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from packplan.core.errors import ConfigError, Fault
+
+SHOWN_VERSIONS = ("4.6.0",)
+"""Versions of ms-swift with which the plugin was shown to train plans exactly."""
+
+_TYPES = ("dpo",)
+"""Types of `swift rlhf` whose packs were shown to train as their samples alone do."""
+
+_OFF: Mapping[str, str] = MappingProxyType(
+    {
+        "streaming": "gives no lengths before training, and a plan needs all of them",
+        "group_by_length": "draws batches by itself, and packs are already of like length",
+        "ignore_data_skip": "lets a resumed run train packs twice",
+        "auto_find_batch_size": "changes the batch size, which decides the steps",
+        "use_ray": "starts processes that were not shown to follow a plan",
+        "padding_free": "joins the samples of a batch instead of planned packs",
+    }
+)
+"""Arguments that have to be off -> their effect."""
+
+_ALONE = ("sequence_parallel_size", "deepspeed_autotp_size")
+"""Arguments that let ranks share rows."""
+
+
+def refuse_version(version: str) -> None:
+    """
+    Refuse a version of ms-swift that the plugin was not shown with.
+
+    Raises:
+        ConfigError: It is another one.
+    """
+    if version not in SHOWN_VERSIONS:
+        reason = (
+            f"{version} is not a version that this plugin was shown with ({', '.join(SHOWN_VERSIONS)}): install that "
+            "one, or write the plugin with packplan plugin swift --any-version"
+        )
+        raise ConfigError("the plugin", (Fault("ms-swift", reason),))
+
+
+def refuse_arguments(arguments: Any) -> None:
+    """
+    Refuse arguments that stand against a plan; all at once.
+
+    Args:
+        arguments: Arguments of a command of ms-swift.
+
+    Raises:
+        ConfigError: There are some.
+    """
+    if faults := tuple(_faults(arguments)):
+        raise ConfigError("the command", faults)
+
+
+def _faults(arguments: Any) -> Iterator[Fault]:
+    if not arguments.packing:
+        yield Fault("--packing", "is not set: a plan needs --packing true")
+        return
+    for name, effect in _OFF.items():
+        if getattr(arguments, name, False):
+            yield Fault(f"--{name}", f"{effect}: remove it")
+    for name in _ALONE:
+        if (getattr(arguments, name, None) or 1) > 1:
+            yield Fault(f"--{name}", "lets ranks share rows, for which no plan is made yet: set it to 1")
+    kind = getattr(arguments, "rlhf_type", None)
+    if kind not in (None, *_TYPES):
+        yield Fault("--rlhf_type", f"is {kind}, but plans are made for {', '.join(_TYPES)} alone: remove the plugin")

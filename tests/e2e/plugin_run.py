@@ -1,0 +1,88 @@
+"""
+Runs a command of ms-swift with the plugin, as one rank, and writes down what the rank trained.
+
+What it needs for tiny models is done here: their tokens of images have other ids than the released
+vocabularies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def main(command: str, words: list[str], out: str) -> int:
+    """
+    Train, and write the sequences of each row, those of each microbatch, and the log.
+
+    Args:
+        command: `sft`, `pt` or `rlhf`.
+        words: Words behind it.
+        out: Folder for `rank<R>.json`.
+    """
+    from swift.pipelines import pretrain_main, rlhf_main, sft_main
+    from swift.pipelines.train.sft import SwiftSft
+    from transformers import Trainer
+
+    rows: list[list[list[int]]] = []
+    trained: list[tuple[int, list[list[int]]]] = []
+    encode, step = SwiftSft._encode_dataset, Trainer.training_step
+
+    def encode_dataset(self: Any, train: Any, *args: Any, **kwargs: Any) -> Any:
+        for name in ("image_token_id", "video_token_id"):
+            if hasattr(self.template, name) and hasattr(self.processor, name):
+                setattr(self.template, name, getattr(self.processor, name))
+        encoded = encode(self, train, *args, **kwargs)
+        rows.extend(sequences_of(self.template.encode(dict(row), return_length=True)) for row in encoded[0])
+        return encoded
+
+    def training_step(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        trained.append((self.state.global_step + 1, list(samples_of(inputs))))
+        return step(self, model, inputs, *args, **kwargs)
+
+    SwiftSft._encode_dataset, Trainer.training_step = encode_dataset, training_step
+    start_adapters_alike()
+    result = {"sft": sft_main, "pt": pretrain_main, "rlhf": rlhf_main}[command](words)
+    path = Path(out) / f"rank{os.environ.get('RANK', 0)}.json"
+    path.write_text(json.dumps({"rows": rows, "trained": trained, "history": result["log_history"]}))
+    return 0
+
+
+def ours(config: str, out: str) -> int:
+    """Train a run of `packplan sft`, and write what `rank_main` writes."""
+    from tests.e2e import rank_main
+
+    start_adapters_alike()
+    return rank_main.main(config, out)
+
+
+def start_adapters_alike() -> None:
+    """Draw the first weights of adapters by their shape alone, whatever was drawn before."""
+    import torch
+    from peft.tuners.lora.layer import LoraLayer
+
+    reset = LoraLayer.reset_lora_parameters
+
+    def reset_alike(self: Any, *args: Any, **kwargs: Any) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(self.in_features * self.out_features)
+            reset(self, *args, **kwargs)
+
+    LoraLayer.reset_lora_parameters = reset_alike
+
+
+def sequences_of(encoded: dict[str, Any]) -> list[list[int]]:
+    """Return the tokens of a sample, or of the chosen and the rejected half of a pair."""
+    return [list(tokens) for key, tokens in encoded.items() if key.endswith("input_ids") and tokens is not None]
+
+
+def samples_of(inputs: dict[str, Any]) -> Iterator[list[int]]:
+    """Yield the sequences of a packed row."""
+    positions = inputs.get("text_position_ids", inputs["position_ids"])
+    tokens = inputs["input_ids"][0].tolist()
+    starts = [at for at, position in enumerate(positions.reshape(-1, len(tokens))[0].tolist()) if position == 0]
+    for start, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
+        yield tokens[start:stop]
