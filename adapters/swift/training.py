@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from swift.trainers import mixin
-from swift.utils import HfConfigFactory, get_logger
+from swift.utils import HfConfigFactory
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from packplan.adapters.attention import NAME, with_text_row
@@ -20,8 +20,6 @@ from packplan.core.align import align_plan
 from packplan.core.errors import MismatchError, counted
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
-
-log = get_logger()
 
 
 def follow(trainer: Any, *, attn_impl: str | None) -> EpochSchedule:
@@ -61,7 +59,7 @@ def follow(trainer: Any, *, attn_impl: str | None) -> EpochSchedule:
         eval_packs=_weighed_by_tokens(trainer),
     )
     if trainer.args.process_index == 0:
-        log.info(steps_line(packs.plan, schedule))
+        print(steps_line(packs.plan, schedule), flush=True)  # noqa: T201  # shown whatever ms-swift logs
     return schedule
 
 

@@ -1,5 +1,5 @@
 """
-Runs a command of ms-swift with the plugin, as one rank, and writes down what the rank trained.
+Runs a command of ms-swift as one rank, and writes down what the rank trains.
 
 What it needs for tiny models is done here: their tokens of images have other ids than the released
 vocabularies.
@@ -16,19 +16,32 @@ from typing import Any
 
 def main(command: str, words: list[str], out: str) -> int:
     """
-    Train, and write the sequences of each row, those of each microbatch, and the log.
+    Train, and write what `record` writes, and the log.
 
     Args:
         command: `sft`, `pt` or `rlhf`.
         words: Words behind it.
-        out: Folder for `rank<R>.json`.
+        out: Folder of the files.
     """
     from swift.pipelines import pretrain_main, rlhf_main, sft_main
+
+    record(out)
+    result = {"sft": sft_main, "pt": pretrain_main, "rlhf": rlhf_main}[command](words)
+    (Path(out) / "history.json").write_text(json.dumps(result["log_history"]))
+    return 0
+
+
+def record(out: str) -> None:
+    """
+    Write from now on, by rank, the sequences of each row and those of each microbatch with its step.
+
+    Args:
+        out: Folder for `rows<R>.json` and `trained<R>.jsonl`, which grows.
+    """
     from swift.pipelines.train.sft import SwiftSft
     from transformers import Trainer
 
-    rows: list[list[list[int]]] = []
-    trained: list[tuple[int, list[list[int]]]] = []
+    rank = os.environ.get("RANK", "0")
     encode, step = SwiftSft._encode_dataset, Trainer.training_step
 
     def encode_dataset(self: Any, train: Any, *args: Any, **kwargs: Any) -> Any:
@@ -36,19 +49,17 @@ def main(command: str, words: list[str], out: str) -> int:
             if hasattr(self.template, name) and hasattr(self.processor, name):
                 setattr(self.template, name, getattr(self.processor, name))
         encoded = encode(self, train, *args, **kwargs)
-        rows.extend(sequences_of(self.template.encode(dict(row), return_length=True)) for row in encoded[0])
+        rows = [sequences_of(self.template.encode(dict(row), return_length=True)) for row in encoded[0]]
+        (Path(out) / f"rows{rank}.json").write_text(json.dumps(rows))
         return encoded
 
     def training_step(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        trained.append((self.state.global_step + 1, list(samples_of(inputs))))
+        with (Path(out) / f"trained{rank}.jsonl").open("a") as file:
+            file.write(json.dumps([self.state.global_step + 1, list(samples_of(inputs))]) + "\n")
         return step(self, model, inputs, *args, **kwargs)
 
     SwiftSft._encode_dataset, Trainer.training_step = encode_dataset, training_step
     start_adapters_alike()
-    result = {"sft": sft_main, "pt": pretrain_main, "rlhf": rlhf_main}[command](words)
-    path = Path(out) / f"rank{os.environ.get('RANK', 0)}.json"
-    path.write_text(json.dumps({"rows": rows, "trained": trained, "history": result["log_history"]}))
-    return 0
 
 
 def ours(config: str, out: str) -> int:
@@ -80,8 +91,11 @@ def sequences_of(encoded: dict[str, Any]) -> list[list[int]]:
 
 
 def samples_of(inputs: dict[str, Any]) -> Iterator[list[int]]:
-    """Yield the sequences of a packed row."""
-    positions = inputs.get("text_position_ids", inputs["position_ids"])
+    """Yield the sequences of a packed row; those of padded rows with their padding."""
+    positions = inputs.get("text_position_ids", inputs.get("position_ids"))
+    if positions is None:
+        yield from inputs["input_ids"].tolist()
+        return
     tokens = inputs["input_ids"][0].tolist()
     starts = [at for at, position in enumerate(positions.reshape(-1, len(tokens))[0].tolist()) if position == 0]
     for start, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):

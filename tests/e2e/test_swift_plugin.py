@@ -1,11 +1,19 @@
-"""Planned packs inside ms-swift's own commands: the plan's packs, its steps, the losses of `packplan sft`."""
+"""
+Planned packs inside ms-swift's own commands: the packs and steps of the plan, the losses of
+`packplan sft`, and resumed runs.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import attrs
 import pytest
 import yaml
 
@@ -13,19 +21,24 @@ import packplan as pp
 from packplan.app import plugin
 from packplan.app.wiring.conversion import convert_source, run_text
 from tests.e2e import plugin_run, rank_main
-from tests.processes import finished
+from tests.network import free_port
+from tests.processes import DEADLINE_S, Started, descendants, end, finished, wait_for
 
 pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
 
 LENGTH = {"qwen2": 256, "qwen2_5_vl": 512}
 """Model -> packing length."""
 
 PLAIN = (
-    "--torch_dtype float32 --fp16 false --bf16 false --report_to none --check_model false --use_cpu true --dataset_shuffle false "
-    "--add_version false --split_dataset_ratio 0 --dataset_num_proc 1 --dataloader_num_workers 0 "
-    "--gradient_checkpointing false --logging_steps 1 --learning_rate 1e-3 --packing true "
+    "--torch_dtype float32 --fp16 false --bf16 false --report_to none --check_model false --use_cpu true "
+    "--dataset_shuffle false --add_version false --split_dataset_ratio 0 --dataset_num_proc 1 "
+    "--dataloader_num_workers 0 --gradient_checkpointing false --logging_steps 1 --learning_rate 1e-3 "
     "--per_device_train_batch_size 1 --lora_dropout 0"
 )
+
+ONE = "--save_strategy no --gradient_accumulation_steps 1 --num_train_epochs 1"
 
 
 @pytest.fixture(scope="module")
@@ -33,114 +46,240 @@ def records(demo, tmp_path_factory) -> Path:
     """A folder with records for each model, and pairs."""
     folder = tmp_path_factory.mktemp("records")
     images = sorted((demo / "data" / "images").glob("train_*"), key=lambda image: image.stat().st_size)[:3]
-    kinds = {name: (folder / f"{name}.jsonl").open("w") for name in (*LENGTH, "pairs")}
+    lines: dict[str, list[str]] = {name: [] for name in (*LENGTH, "pairs")}
     for number in range(23):
-        record = {
-            "messages": [
-                {"role": "user", "content": f"what is {number}?"},
-                {"role": "assistant", "content": "blue circle " * (1 + number % 7)},
-            ]
-        }
-        kinds["qwen2"].write(json.dumps(record) + "\n")
-        rejected = {"rejected_response": "red square " * (1 + number % 3)}
-        kinds["pairs"].write(json.dumps(record | rejected) + "\n")
+        question = {"role": "user", "content": f"what is {number}?"}
+        record = {"messages": [question, {"role": "assistant", "content": "blue circle " * (1 + number % 7)}]}
+        lines["qwen2"].append(json.dumps(record))
+        lines["pairs"].append(json.dumps(record | {"rejected_response": "red square " * (1 + number % 3)}))
         if number % 2:
-            record["messages"][0]["content"] = f"<image>what is {number}?"
+            question["content"] = f"<image>what is {number}?"
             record["images"] = [str(images[number % len(images)])]
-        kinds["qwen2_5_vl"].write(json.dumps(record) + "\n")
-    for file in kinds.values():
-        file.close()
+        lines["qwen2_5_vl"].append(json.dumps(record))
+    for name, texts in lines.items():
+        (folder / f"{name}.jsonl").write_text("".join(f"{text}\n" for text in texts))
     return folder
 
 
 @pytest.fixture
 def words(demo, records, tmp_path):
     """Return a function that gives the words of a command for a tiny model."""
-    assert 0 == plugin.main(["swift", "-o", str(tmp_path / "plugin.py")])
+    path = tmp_path / "plugin.py"
+    assert 0 == plugin.main(["swift", "-o", str(path)])
 
-    def make(of: str, more: str, *, data: str = "", plugged: bool = True) -> list[str]:
+    def make(of: str, more: str, *, data: str = "", plugins: tuple[Path, ...] = (path,)) -> list[str]:
         template = "qwen2_5" if of == "qwen2" else of
         given = f"--model {demo / 'models' / of} --model_type {of} --template {template} --max_length {LENGTH[of]} "
         given += f"--dataset {records / f'{data or of}.jsonl'} --output_dir {tmp_path / 'out'} {PLAIN} {more}"
-        return given.split() + (["--external_plugins", str(tmp_path / "plugin.py")] if plugged else [])
+        return [*given.split(), *(["--packing", "true", "--external_plugins", *map(str, plugins)] if plugins else [])]
 
     return make
 
 
-@pytest.fixture
-def train(server, tmp_path):
-    """Return a function that trains a command on some ranks, and returns what each rank did."""
+class Ran:
+    """A run of a command of ms-swift, perhaps of several processes after one another."""
 
-    def run(words: list[str], *, command: str = "sft", ranks: int = 1) -> list[dict]:
-        if ranks == 1:
-            started = [server.start(plugin_run.main, command, words, str(tmp_path), log=tmp_path / "rank0.log")]
-        else:
-            started = server.ranks(ranks, plugin_run.main, command, words, str(tmp_path), folder=tmp_path)
-        assert [0] * ranks == finished(started)
-        return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
-    return run
+    def rows(self, rank: int = 0) -> list[list[list[int]]]:
+        """Sequences of each row of the data set."""
+        return json.loads((self.folder / f"rows{rank}.json").read_text())
 
+    def trained(self, rank: int = 0) -> list[tuple[int, list[list[int]]]]:
+        """Step and sequences of each microbatch of a rank, in order."""
+        lines = (self.folder / f"trained{rank}.jsonl").read_text().splitlines()
+        return [(step, sorted(sequences)) for step, sequences in map(json.loads, lines)]
 
-def schedule_of(rank: dict, of: str, **options) -> tuple[pp.Plan, pp.EpochSchedule]:
-    """Return the plan of the rows that ms-swift has, and its schedule."""
-    found = pp.plan([sum(map(len, row)) for row in rank["rows"]], LENGTH[of])
-    return found, found.schedule(seed=42, **options)
+    @property
+    def losses(self) -> list[float]:
+        """Loss of each step."""
+        return [entry["loss"] for entry in json.loads((self.folder / "history.json").read_text()) if "loss" in entry]
 
+    def plan(self, length: int) -> pp.Plan:
+        """Plan of the rows that ms-swift has."""
+        return pp.plan([sum(map(len, row)) for row in self.rows()], length)
 
-def assert_planned(did: list[dict], found: pp.Plan, schedule: pp.EpochSchedule) -> None:
-    """Each rank's microbatches are those of the schedule, with all sequences of their rows."""
-    for rank, one in enumerate(did):
-        steps = schedule.steps(rank=rank)
-        planned = [
-            (step.number, sorted(tokens for pack in batch for index in found.packs[pack] for tokens in one["rows"][index]))
-            for step in steps
+    def planned(self, plan: pp.Plan, schedule: pp.EpochSchedule, rank: int = 0) -> list[tuple[int, list[list[int]]]]:
+        """Step and sequences of each microbatch that a schedule gives a rank."""
+        rows = self.rows(rank)
+        return [
+            (step.number, sorted(tokens for pack in batch for index in plan.packs[pack] for tokens in rows[index]))
+            for step in schedule.steps(rank=rank)
             for batch in step.batches
         ]
-        assert planned == [(step, sorted(sequences)) for step, sequences in one["trained"]]
+
+    def assert_planned(self, plan: pp.Plan, schedule: pp.EpochSchedule) -> None:
+        """Each rank's microbatches are those of the schedule, with all sequences of their rows."""
+        for rank in range(schedule.world_size):
+            assert self.planned(plan, schedule, rank) == self.trained(rank)
 
 
-def losses(history: list[dict]) -> list[float]:
-    return [entry["loss"] for entry in history if "loss" in entry]
+Train = Callable[..., Ran]
+
+
+@pytest.fixture
+def start(server, tmp_path) -> Callable[..., tuple[Ran, list[Started]]]:
+    """Return a function that starts a command on some ranks."""
+
+    def begin(words: list[str], *, command: str = "sft", ranks: int = 1, name: str = "ran") -> tuple[Ran, list[Started]]:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        if ranks > 1:
+            return Ran(folder), server.ranks(ranks, plugin_run.main, command, words, str(folder), folder=folder)
+        return Ran(folder), [server.start(plugin_run.main, command, words, str(folder), log=folder / "rank0.log")]
+
+    return begin
+
+
+@pytest.fixture
+def train(start) -> Train:
+    """Return a function that trains a command on some ranks."""
+
+    def run(words: list[str], **options) -> Ran:
+        ran, started = start(words, **options)
+        assert [0] * len(started) == finished(started)
+        return ran
+
+    return run
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("tuner", ["full", "lora"])
 @pytest.mark.parametrize("of", LENGTH)
 def test_packs_and_losses_are_the_plan_s(of, tuner, ranks, words, train, server, tmp_path):  # noqa: PLR0917  # fixtures
-    """On any ranks, every microbatch is the schedule's, and every step's loss that of `packplan sft`."""
+    """Every microbatch is the schedule's, and every step's loss that of `packplan sft`."""
     more = f"--tuner_type {tuner} --num_train_epochs 2 --save_strategy no --gradient_accumulation_steps {2 // ranks}"
-    did = train(words(of, more), ranks=ranks)
+    ran = train(words(of, more), ranks=ranks)
 
-    found, schedule = schedule_of(did[0], of, world_size=ranks, packs_per_step=2, epochs=2)
-    assert_planned(did, found, schedule)
+    found = ran.plan(LENGTH[of])
+    schedule = found.schedule(world_size=ranks, packs_per_step=2, epochs=2, seed=42)
+    ran.assert_planned(found, schedule)
     assert (schedule.packs_per_epoch > len(found.packs)) == (ranks == 2), "a tail that is filled up"
-    told = (tmp_path / "rank0.log").read_text()
+    told = (ran.folder / "rank0.log").read_text()
     assert f"{schedule.total_steps} in all on {ranks} rank" in told
     assert found.checksum[:12] in told
 
     run, out = tmp_path / "run.yaml", tmp_path / "ours"
-    run.write_text(run_text(convert_source(["swift", "sft", *words(of, more, plugged=False)]), output=str(run)))
-    document = yaml.safe_load(run.read_text())
+    source = convert_source(["swift", "sft", *words(of, f"{more} --packing true", plugins=())])
+    document = yaml.safe_load(run_text(source, output=str(run)))
     document["training"] |= {"packing_min_fill_ratio": 0, "packing_balance": "none", "output_dir": str(out)}
     run.write_text(yaml.safe_dump(document))
     assert [0] * ranks == finished(server.ranks(ranks, plugin_run.ours, str(run), str(out), folder=out))
-    expected = losses(rank_main.seen(out, ranks)[0]["history"])
-    assert expected == pytest.approx(losses(did[0]["history"]), abs=1e-5)
+    history = rank_main.seen(out, ranks)[0]["history"]
+    assert [entry["loss"] for entry in history if "loss" in entry] == pytest.approx(ran.losses, abs=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_both_halves_of_a_pair_are_in_one_pack(ranks, words, train):
-    """And the first loss of DPO is that of a model that prefers neither."""
-    did = train(words("qwen2", "--rlhf_type dpo --tuner_type lora --save_strategy no", data="pairs"), command="rlhf", ranks=ranks)
+    """And DPO's losses are those of the pairs alone, padded, as ms-swift trains them."""
+    more = "--rlhf_type dpo --tuner_type lora --num_train_epochs 3 --save_strategy no --packing_length 1024"
+    ran = train(words("qwen2", f"{more} --gradient_accumulation_steps 8", data="pairs"), command="rlhf", ranks=ranks)
 
-    found, schedule = schedule_of(did[0], "qwen2", world_size=ranks)
-    assert_planned(did, found, schedule)
-    assert losses(did[0]["history"])[0] == pytest.approx(math.log(2), abs=1e-5)
+    found = ran.plan(1024)
+    schedule = found.schedule(world_size=ranks, packs_per_step=8 * ranks, epochs=3, seed=42)
+    assert 3 == schedule.total_steps, "all pairs in each step"
+    assert max(map(len, found.packs)) > 2, "packs of several pairs"
+    ran.assert_planned(found, schedule)
+    if ranks == 1:
+        alone = words("qwen2", f"{more} --gradient_accumulation_steps 23", data="pairs", plugins=())
+        losses = train(alone, command="rlhf", name="alone").losses
+        assert losses == pytest.approx(ran.losses, abs=1e-5)
+        assert losses[-1] < math.log(2) - 1e-3, "it has learned"
 
 
 def test_texts_are_planned_too(words, train):
     """`swift pt`, whose rows are learned whole."""
-    did = train(words("qwen2", "--tuner_type full --save_strategy no"), command="pt")
+    ran = train(words("qwen2", f"--tuner_type full {ONE}"), command="pt")
 
-    assert_planned(did, *schedule_of(did[0], "qwen2"))
+    found = ran.plan(LENGTH["qwen2"])
+    ran.assert_planned(found, found.schedule(seed=42))
+
+
+@pytest.mark.parametrize(("of", "before", "after"), [("qwen2_5_vl", 1, 1), ("qwen2", 1, 2), ("qwen2", 2, 1)])
+def test_a_killed_run_goes_on_where_it_was(of, before, after, words, start, train, tmp_path):  # noqa: PLR0917  # fixtures
+    """Also on another number of ranks; on as many, each loss is that of a run that was not killed."""
+    more = "--tuner_type full --num_train_epochs 8 --save_steps 3 --gradient_accumulation_steps"
+    ran, started = start(words(of, f"{more} {2 // before}"), ranks=before)
+    state = tmp_path / "out" / "checkpoint-3" / "trainer_state.json"
+    wait_for(lambda: state.exists() or not started[0].process.is_alive(), "no checkpoint")
+    for process in started:
+        process.process.kill()
+        process.process.join()
+    rest = train(
+        words(of, f"{more} {2 // after} --resume_from_checkpoint {state.parent}"), ranks=after, name="rest"
+    )  # fmt: skip
+
+    found = ran.plan(LENGTH[of])
+    options = {"packs_per_step": 2, "epochs": 8, "seed": 42}
+    whole = found.schedule(world_size=before, **options)
+    rest.assert_planned(found, attrs.evolve(found.schedule(world_size=after, **options), start=whole.at(3)))
+    for rank in range(before):
+        done = [one for one in ran.trained(rank) if one[0] <= 3]
+        assert [one for one in ran.planned(found, whole, rank) if one[0] <= 3] == done
+    if before == after:
+        unbroken = train(words(of, f"{more} 2 --output_dir {tmp_path / 'unbroken'}"), name="unbroken")
+        assert unbroken.losses == rest.losses
+
+
+def test_the_console_command_is_killed_and_goes_on(words, tmp_path):
+    """`swift sft`, unmodified, on two ranks: its number of steps, and each pack as often as planned."""
+    console, out = Console(tmp_path), tmp_path / "out"
+    more = "--tuner_type full --num_train_epochs 30 --save_steps 3 --gradient_accumulation_steps 1 --save_total_limit 2"
+    given = words("qwen2", more, plugins=(tmp_path / "plugin.py", console.spy))
+    first = Ran(tmp_path / "first")
+    process = console.start(given, first.folder)
+    try:
+        wait_for(lambda: any(out.glob("checkpoint-*/trainer_state.json")) or process.poll() is not None, "no checkpoint")
+        wait_for(lambda: "'loss'" in console.told(first) or process.poll() is not None, "no step")
+    finally:
+        console.kill(process)
+    checkpoint = max((state.parent for state in out.glob("checkpoint-*/trainer_state.json")), key=step_of)
+    rest = Ran(tmp_path / "rest")
+    process = console.start([*given, "--resume_from_checkpoint", str(checkpoint)], rest.folder)
+    assert 0 == process.wait(DEADLINE_S), console.told(rest)[-3000:]
+
+    found = first.plan(LENGTH["qwen2"])
+    schedule = found.schedule(world_size=2, packs_per_step=2, epochs=30, seed=42)
+    before, after = console.told(first).split("'loss'", 1)[0], console.told(rest)
+    assert f"{schedule.total_steps} in all on 2 ranks" in before, "told before the first step"
+    assert f"{schedule.total_steps}/{schedule.total_steps}" in after
+    for rank in range(2):
+        done = [one for one in first.trained(rank) if one[0] <= step_of(checkpoint)]
+        assert first.planned(found, schedule, rank) == [*done, *rest.trained(rank)]
+
+
+class Console:
+    """The console command `swift`, in an environment that can import it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.spy = folder, folder / "spy.py"
+        self.spy.write_text("import os\n\nfrom tests.e2e.plugin_run import record\n\nrecord(os.environ['RECORD'])\n")
+        (folder / "start").mkdir()
+        # The published torchvision is no CPU build, and ms-swift imports it first of all.
+        (folder / "start" / "sitecustomize.py").write_text("import packplan.adapters\n")
+
+    def start(self, words: list[str], record: Path) -> subprocess.Popen[bytes]:
+        """Start `swift sft` on two ranks; what it prints goes to `log` in *record*."""
+        record.mkdir()
+        environment = os.environ | {
+            "PYTHONPATH": f"{self.folder / 'start'}{os.pathsep}{ROOT}", "RECORD": str(record), "OMP_NUM_THREADS": "1",
+            "NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port()), "MODELSCOPE_CACHE": str(self.folder / "cache"),
+        }  # fmt: skip
+        command = [str(Path(sys.executable).with_name("swift")), "sft", *words]
+        with (record / "log").open("w") as log:
+            return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+    def told(self, ran: Ran) -> str:
+        return (ran.folder / "log").read_text()
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill the command and all that it started, at once."""
+        started = descendants(process.pid)
+        process.kill()
+        end(started)
+        process.wait()
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
