@@ -84,7 +84,8 @@ class FollowsSchedule:
             schedule: Order of packs.
             plan: Checksum of the plan.
             train_packs: Data set of the training packs, by pack index.
-            collator: Makes a batch of packs the inputs of the model, with its index or their list as `PACK`.
+            collator: Makes a batch of packs the inputs of the model, with the index of the pack, or
+                the list of their indices, as `PACK`.
             eval_packs: Data set of the packs of evaluation, if the loss is to be the mean over
                 their learned tokens.
         """

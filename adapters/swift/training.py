@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from swift.trainers import mixin
+from swift.trainers import Seq2SeqTrainer, mixin
 from swift.utils import HfConfigFactory
 from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -59,7 +59,7 @@ def follow(trainer: Any, *, attn_impl: str | None) -> EpochSchedule:
         eval_packs=_weighed_by_tokens(trainer),
     )
     if trainer.args.process_index == 0:
-        print(steps_line(packs.plan, schedule), flush=True)  # noqa: T201  # shown whatever ms-swift logs
+        print(steps_line(packs.plan, schedule), flush=True)  # shown whatever ms-swift logs
     return schedule
 
 
@@ -99,8 +99,7 @@ def steps_line(plan: Plan, schedule: EpochSchedule) -> str:
 def _weighed_by_tokens(trainer: Any) -> PlannedPacks | None:
     """Return the packs of evaluation whose loss is a mean over tokens, if there are any."""
     packs = trainer.eval_dataset
-    counts_tokens = isinstance(trainer, mixin.SwiftMixin) and type(trainer).__name__ == "Seq2SeqTrainer"
-    return packs if counts_tokens and isinstance(packs, PlannedPacks) else None
+    return packs if isinstance(trainer, Seq2SeqTrainer) and isinstance(packs, PlannedPacks) else None
 
 
 def _bare(model: Any) -> Any:

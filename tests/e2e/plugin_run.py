@@ -33,7 +33,7 @@ def main(command: str, words: list[str], out: str) -> int:
 
 def record(out: str) -> None:
     """
-    Write from now on, by rank, the sequences of each row and those of each microbatch with its step.
+    Write from now on, by rank, the sequences of each row, and those of each microbatch.
 
     Args:
         out: Folder for `rows<R>.json` and `trained<R>.jsonl`, which grows.
@@ -60,6 +60,65 @@ def record(out: str) -> None:
 
     SwiftSft._encode_dataset, Trainer.training_step = encode_dataset, training_step
     start_adapters_alike()
+
+
+def refused(commands: list[tuple[str, list[str]]], out: str) -> int:
+    """
+    Write the message by which each command is refused, or nothing where it is not.
+
+    Args:
+        commands: A command and its words.
+        out: File of the messages, in order.
+    """
+    from swift.pipelines import pretrain_main, rlhf_main, sft_main
+
+    from packplan.core.errors import PackplanError
+
+    record(str(Path(out).parent))
+    messages = []
+    for command, words in commands:
+        try:
+            {"sft": sft_main, "pt": pretrain_main, "rlhf": rlhf_main}[command](words)
+        except PackplanError as error:
+            messages.append(str(error))
+        else:
+            messages.append("")
+    Path(out).write_text(json.dumps(messages))
+    return 0
+
+
+def changed(words: list[str], out: str, fault: str) -> int:
+    """
+    Train data of which a row changes after it was measured.
+
+    Args:
+        words: Words behind `swift sft`.
+        out: Name of a file, not used.
+        fault: `longer` or `gone`: the row has a token more, or cannot be encoded.
+    """
+    from packplan.adapters.swift import packs
+
+    row_of = packs.PlannedPacks._row
+
+    def row(self: Any, index: int) -> Any:
+        if index == 4:
+            encode = self._encode
+
+            def other(row: Any, **options: Any) -> Any:
+                encoded = encode(row, **options)
+                if fault == "gone":
+                    raise ValueError("no such image")
+                return encoded | {"lengths": [encoded["lengths"][0] + 1]}
+
+            self._encode = other
+            try:
+                return row_of(self, index)
+            finally:
+                self._encode = encode
+        return row_of(self, index)
+
+    packs.PlannedPacks._row = row
+    return main("sft", words, str(Path(out).parent))
 
 
 def ours(config: str, out: str) -> int:

@@ -11,7 +11,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
-LENGTH = {"qwen2": 256, "qwen2_5_vl": 512}
+LENGTH = {"qwen2": 256, "qwen2_5_vl": 400}
 """Model -> packing length."""
 
 PLAIN = (
@@ -37,6 +39,9 @@ PLAIN = (
     "--dataloader_num_workers 0 --gradient_checkpointing false --logging_steps 1 --learning_rate 1e-3 "
     "--per_device_train_batch_size 1 --lora_dropout 0"
 )
+
+NUM = 21
+"""Records of each file."""
 
 ONE = "--save_strategy no --gradient_accumulation_steps 1 --num_train_epochs 1"
 
@@ -47,9 +52,9 @@ def records(demo, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("records")
     images = sorted((demo / "data" / "images").glob("train_*"), key=lambda image: image.stat().st_size)[:3]
     lines: dict[str, list[str]] = {name: [] for name in (*LENGTH, "pairs")}
-    for number in range(23):
+    for number in range(NUM):
         question = {"role": "user", "content": f"what is {number}?"}
-        record = {"messages": [question, {"role": "assistant", "content": "blue circle " * (1 + number % 7)}]}
+        record = {"messages": [question, {"role": "assistant", "content": "blue circle " * (1 + 5 * number % 23)}]}
         lines["qwen2"].append(json.dumps(record))
         lines["pairs"].append(json.dumps(record | {"rejected_response": "red square " * (1 + number % 3)}))
         if number % 2:
@@ -122,7 +127,9 @@ Train = Callable[..., Ran]
 def start(server, tmp_path) -> Callable[..., tuple[Ran, list[Started]]]:
     """Return a function that starts a command on some ranks."""
 
-    def begin(words: list[str], *, command: str = "sft", ranks: int = 1, name: str = "ran") -> tuple[Ran, list[Started]]:
+    def begin(
+        words: list[str], *, command: str = "sft", ranks: int = 1, name: str = "ran"
+    ) -> tuple[Ran, list[Started]]:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         if ranks > 1:
@@ -160,13 +167,7 @@ def test_packs_and_losses_are_the_plan_s(of, tuner, ranks, words, train, server,
     assert f"{schedule.total_steps} in all on {ranks} rank" in told
     assert found.checksum[:12] in told
 
-    run, out = tmp_path / "run.yaml", tmp_path / "ours"
-    source = convert_source(["swift", "sft", *words(of, f"{more} --packing true", plugins=())])
-    document = yaml.safe_load(run_text(source, output=str(run)))
-    document["training"] |= {"packing_min_fill_ratio": 0, "packing_balance": "none", "output_dir": str(out)}
-    run.write_text(yaml.safe_dump(document))
-    assert [0] * ranks == finished(server.ranks(ranks, plugin_run.ours, str(run), str(out), folder=out))
-    history = rank_main.seen(out, ranks)[0]["history"]
+    history = trained_by_us(words(of, f"{more} --packing true", plugins=()), server, tmp_path, ranks=ranks)
     assert [entry["loss"] for entry in history if "loss" in entry] == pytest.approx(ran.losses, abs=1e-5)
 
 
@@ -182,7 +183,7 @@ def test_both_halves_of_a_pair_are_in_one_pack(ranks, words, train):
     assert max(map(len, found.packs)) > 2, "packs of several pairs"
     ran.assert_planned(found, schedule)
     if ranks == 1:
-        alone = words("qwen2", f"{more} --gradient_accumulation_steps 23", data="pairs", plugins=())
+        alone = words("qwen2", f"{more} --gradient_accumulation_steps {NUM}", data="pairs", plugins=())
         losses = train(alone, command="rlhf", name="alone").losses
         assert losses == pytest.approx(ran.losses, abs=1e-5)
         assert losses[-1] < math.log(2) - 1e-3, "it has learned"
@@ -222,19 +223,149 @@ def test_a_killed_run_goes_on_where_it_was(of, before, after, words, start, trai
         assert unbroken.losses == rest.losses
 
 
+REFUSED = {
+    "--streaming true --max_steps 3": "--streaming: gives no lengths before training",
+    "--group_by_length true": "--group_by_length: draws batches by itself",
+    "--sequence_parallel_size 2": "--sequence_parallel_size: lets ranks share rows",
+    "--ignore_data_skip true": "--ignore_data_skip: lets a resumed run train packs twice",
+    "--auto_find_batch_size true": "--auto_find_batch_size: changes the batch size",
+    "--padding_free true": "--padding_free: joins the samples of a batch",
+    "--packing false": "--packing: is not set",
+}
+"""Arguments -> the beginning of the message by which they are refused."""
+
+
+def test_what_stands_against_a_plan_is_refused_by_flag(words, server, tmp_path):
+    """Before a model is loaded or a row is read; several at once."""
+    commands = [("sft", [*words("qwen2", f"--tuner_type full {ONE}"), *more.split()]) for more in REFUSED]
+    commands.append(
+        ("sft", words("qwen2", f"--tuner_type full {ONE} --group_by_length true --sequence_parallel_size 2"))
+    )
+    commands.append(("rlhf", words("qwen2", f"--rlhf_type kto {ONE}", data="pairs")))
+
+    assert [0] == finished([
+        server.start(plugin_run.refused, commands, str(tmp_path / "messages.json"), log=tmp_path / "log")
+    ])  # fmt: skip
+    *single, several, kind = json.loads((tmp_path / "messages.json").read_text())
+    for says, message in zip(REFUSED.values(), single, strict=True):
+        assert says in message
+    assert "has 2 faults" in several
+    assert "--rlhf_type: is kto" in kind
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_command_other_than_the_planned_one_is_refused_by_flag(words, train, server, tmp_path, records):
+    """By each argument that decides the plan, by the number of ranks, and by the data."""
+    one = words("qwen2", f"--tuner_type full {ONE}")
+    found = train(one).plan(LENGTH["qwen2"])
+    flags = {"--max_length": 256, "--dataset_shuffle": False, "--template": "qwen2_5"}
+    for name, ranks, checksum in [("planned", 1, found.checksum), ("ranks", 2, found.checksum), ("data", 1, "0" * 64)]:
+        planned = {"flags": flags, "ranks": ranks, "checksum": checksum}
+        text = f"from packplan.adapters.swift import install\n\ninstall(planned={planned})\n"
+        (tmp_path / f"{name}.py").write_text(text)
+    commands = [[*one[:-1], str(tmp_path / f"{name}.py")] for name in ("planned", "ranks", "data")]
+    other = [*commands[0], "--max_length", "300", "--dataset_shuffle", "true"]
+
+    logs = [tmp_path / f"log{number}" for number in range(4)]
+    outs = [tmp_path / f"messages{number}.json" for number in range(4)]
+    assert [0] * 4 == finished([
+        server.start(plugin_run.refused, [("sft", given)], str(out), log=log)
+        for given, out, log in zip([*commands, other], outs, logs, strict=True)
+    ])  # fmt: skip
+    planned, ranks, data, flag = [json.loads(out.read_text())[0] for out in outs]
+    assert not planned
+    assert "ranks: are 1, but the plan was made for 2" in ranks
+    assert "the data have changed since they were planned" in data
+    assert "--max_length: is 300, but the plan was made with 256" in flag
+    assert "--dataset_shuffle: is True" in flag
+
+
+def test_rows_that_ms_swift_leaves_out_are_counted(words, train, records, tmp_path):
+    """And none is trained in their place."""
+    given = words("qwen2", f"--tuner_type full --max_length 100 --packing_length 300 {ONE}")
+    ran = train(given)
+
+    left_out = NUM - len(ran.rows())
+    assert 0 < left_out < NUM
+    assert f"ms-swift left out {left_out} of {NUM} rows of training" in (ran.folder / "rank0.log").read_text()
+    found = ran.plan(300)
+    ran.assert_planned(found, found.schedule(seed=42))
+
+
+def test_a_row_that_changes_is_no_other_row(words, server, tmp_path):
+    """Training stops at a row that is not as it was measured, or cannot be encoded any more."""
+    given = words("qwen2", f"--tuner_type full {ONE}")
+    started = [
+        server.start(plugin_run.changed, given, str(tmp_path / name), fault, log=tmp_path / name)
+        for name, fault in [("longer.log", "longer"), ("gone.log", "gone")]
+    ]
+    longer, gone = [process.wait() for process in started]
+    assert longer
+    assert gone
+    assert "sample 4 (row 4) is not the one that was planned: length planned" in (tmp_path / "longer.log").read_text()
+    assert "row 4 of the data set was measured, but cannot be encoded now" in (tmp_path / "gone.log").read_text()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evaluation_is_the_mean_over_tokens(ranks, words, train, server, records, tmp_path):  # noqa: PLR0917  # fixtures
+    """Of packs of unequal length, each once, as that of `packplan sft`."""
+    more = (
+        f"--tuner_type full --val_dataset {records / 'qwen2.jsonl'} --max_steps 1 --eval_steps 1 --eval_strategy steps"
+    )
+    more += f" --save_strategy no --gradient_accumulation_steps {2 // ranks}"
+    ran = train(words("qwen2", more), ranks=ranks)
+    history = json.loads((ran.folder / "history.json").read_text())
+
+    (theirs,) = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    ours = trained_by_us(words("qwen2", f"{more} --packing true", plugins=()), server, tmp_path, ranks=ranks)
+    (expected,) = [entry["eval_loss"] for entry in ours if "eval_loss" in entry]
+    assert expected == pytest.approx(theirs, abs=1e-5)
+
+
+def trained_by_us(given: list[str], server, tmp_path: Path, *, ranks: int) -> list[dict]:
+    """Convert a command, train it by `packplan sft` on the same packs, and return its log."""
+    run, out = tmp_path / "run.yaml", tmp_path / "ours"
+    document = yaml.safe_load(run_text(convert_source(["swift", "sft", *given]), output=str(run)))
+    document["training"] |= {"packing_min_fill_ratio": 0, "packing_balance": "none", "output_dir": str(out)}
+    run.write_text(yaml.safe_dump(document))
+    assert [0] * ranks == finished(server.ranks(ranks, plugin_run.ours, str(run), str(out), folder=out))
+    return rank_main.seen(out, ranks)[0]["history"]
+
+
+@pytest.mark.parametrize("name", ["chat-8192", "vlm-4096", "uniform-8192"])
+def test_there_are_no_more_packs_than_ms_swift_s(name):
+    """Of the same samples, by its own packing of thousands at a time."""
+    from queue import SimpleQueue
+
+    from swift.dataset.packing import PackingDataset
+
+    from benchmarks.distributions import DISTRIBUTIONS
+
+    drawn = DISTRIBUTIONS[name]
+    lengths = drawn.lengths(5000, seed=1)
+    queue: SimpleQueue = SimpleQueue()
+    PackingDataset.create_packed_idx(0, 0, lengths.tolist(), queue, drawn.capacity, "binpack")
+    theirs = [pack for _, packs, _ in iter(queue.get, (0, [], -1)) for pack in packs]
+
+    found = pp.plan(lengths, drawn.capacity)
+    assert sorted(index for pack in theirs for index, _ in pack) == sorted(found.packs.indices.tolist())
+    assert len(found.packs) <= len(theirs)
+
+
 def test_the_console_command_is_killed_and_goes_on(words, tmp_path):
-    """`swift sft`, unmodified, on two ranks: its number of steps, and each pack as often as planned."""
+    """`swift sft`, unmodified, on two ranks: each pack is trained as often as planned."""
     console, out = Console(tmp_path), tmp_path / "out"
     more = "--tuner_type full --num_train_epochs 30 --save_steps 3 --gradient_accumulation_steps 1 --save_total_limit 2"
     given = words("qwen2", more, plugins=(tmp_path / "plugin.py", console.spy))
     first = Ran(tmp_path / "first")
     process = console.start(given, first.folder)
+    saved = partial(out.glob, "checkpoint-*/trainer_state.json")
     try:
-        wait_for(lambda: any(out.glob("checkpoint-*/trainer_state.json")) or process.poll() is not None, "no checkpoint")
+        wait_for(lambda: any(saved()) or process.poll() is not None, "no checkpoint")
         wait_for(lambda: "'loss'" in console.told(first) or process.poll() is not None, "no step")
     finally:
         console.kill(process)
-    checkpoint = max((state.parent for state in out.glob("checkpoint-*/trainer_state.json")), key=step_of)
+    checkpoint = max((state.parent for state in saved()), key=step_of)
     rest = Ran(tmp_path / "rest")
     process = console.start([*given, "--resume_from_checkpoint", str(checkpoint)], rest.folder)
     assert 0 == process.wait(DEADLINE_S), console.told(rest)[-3000:]
