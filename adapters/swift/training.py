@@ -43,7 +43,8 @@ def follow(trainer: Any, *, attn_impl: str | None) -> EpochSchedule:
         fact = "the ranks planned different packs: give all the same data set and data_seed"
         raise MismatchError("ranks_disagree", fact, {"checksums": tuple(checksums)})
     schedule = schedule_of(packs.plan, trainer.args)
-    whole = not (trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled())
+    # Heads of other tasks pool each sample of a row, so that there are no logits of tokens to compare.
+    whole = trainer.task_type == "causal_lm" and not (trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled())
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         if model is not None:
             # With a cache, samples would attend to each other.

@@ -189,6 +189,22 @@ def test_both_halves_of_a_pair_are_in_one_pack(ranks, words, train):
         assert losses[-1] < math.log(2) - 1e-3, "it has learned"
 
 
+def test_classifiers_learn_from_packs_as_from_samples(words, train, records):
+    """Where packs have equally many samples: ms-swift's loss is a mean over packs of their means."""
+    record = {"messages": [{"role": "user", "content": "is it blue?"}]}
+    lines = [json.dumps(record | {"label": number % 3 % 2}) for number in range(12)]
+    (records / "labels.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    more = "--tuner_type full --task_type seq_cls --num_labels 2 --num_train_epochs 3 --save_strategy no"
+    ran = train(words("qwen2", f"{more} --gradient_accumulation_steps 4", data="labels"))
+    alone = train(words("qwen2", f"{more} --gradient_accumulation_steps 12", data="labels", plugins=()), name="alone")
+
+    found = ran.plan(LENGTH["qwen2"])
+    assert {3} == set(map(len, found.packs))
+    ran.assert_planned(found, found.schedule(packs_per_step=4, epochs=3, seed=42))
+    assert alone.losses == pytest.approx(ran.losses, abs=1e-5)
+    assert ran.losses[-1] < ran.losses[0]
+
+
 def test_texts_are_planned_too(words, train):
     """`swift pt`, whose rows are learned whole."""
     ran = train(words("qwen2", f"--tuner_type full {ONE}"), command="pt")
