@@ -27,8 +27,13 @@ _OFF: Mapping[str, str] = MappingProxyType(
 )
 """Arguments that have to be off -> their effect."""
 
-_ALONE = ("sequence_parallel_size", "deepspeed_autotp_size")
-"""Arguments that let ranks share rows."""
+_ALONE = ("sequence_parallel_size", "context_parallel_size", "deepspeed_autotp_size")
+"""Arguments that let ranks share the tokens of a row."""
+
+
+def is_megatron(arguments: Any) -> bool:
+    """Return whether arguments are those of `megatron sft`."""
+    return hasattr(arguments, "global_batch_size")
 
 
 _DECIDES = (
@@ -105,7 +110,8 @@ def _faults(arguments: Any) -> Iterator[Fault]:
         yield Fault("--packing", "is not set: a plan needs --packing true")
         return
     for name, effect in _OFF.items():
-        if getattr(arguments, name, False):
+        usual = name == "padding_free" and is_megatron(arguments)  # what packs are to Megatron
+        if getattr(arguments, name, False) and not usual:
             yield Fault(f"--{name}", f"{effect}: remove it")
     for name in _ALONE:
         if (getattr(arguments, name, None) or 1) > 1:

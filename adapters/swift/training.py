@@ -17,7 +17,7 @@ from packplan.adapters.hf.refusals import refuse
 from packplan.adapters.models import load_strictly
 from packplan.adapters.swift.packs import PackCollator, PlannedPacks
 from packplan.core.align import align_plan
-from packplan.core.errors import MismatchError, counted
+from packplan.core.errors import MismatchError
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 
@@ -43,7 +43,7 @@ def follow(trainer: Any, *, attn_impl: str | None) -> EpochSchedule:
         fact = "the ranks planned different packs: give all the same data set and data_seed"
         raise MismatchError("ranks_disagree", fact, {"checksums": tuple(checksums)})
     schedule = schedule_of(packs.plan, trainer.args)
-    # Heads of other tasks pool each sample of a row, so that there are no logits of tokens to compare.
+    # Heads of other tasks pool each sample of a row, so no logits of tokens can be compared.
     whole = trainer.task_type == "causal_lm" and not (trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled())
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         if model is not None:
@@ -59,8 +59,6 @@ def follow(trainer: Any, *, attn_impl: str | None) -> EpochSchedule:
         collator=PackCollator(trainer.data_collator),
         eval_packs=_weighed_by_tokens(trainer),
     )
-    if trainer.args.process_index == 0:
-        print(steps_line(packs.plan, schedule), flush=True)  # shown whatever ms-swift logs
     return schedule
 
 
@@ -85,15 +83,6 @@ def schedule_of(plan: Plan, args: Any) -> EpochSchedule:
         max_steps=args.max_steps,
         seed=args.seed if args.data_seed is None else args.data_seed,
         shuffle=args.train_dataloader_shuffle,
-    )
-
-
-def steps_line(plan: Plan, schedule: EpochSchedule) -> str:
-    """Return the line that tells what will be trained, before the first step."""
-    return (
-        f"packplan: {counted(plan.raw.num_samples, 'sample')} in {counted(len(plan.packs), 'pack')} "
-        f"({plan.raw.fill:.2%} full), {counted(schedule.steps_per_epoch, 'step')} an epoch, "
-        f"{schedule.total_steps:,} in all on {counted(schedule.world_size, 'rank')}; plan {plan.checksum[:12]}"
     )
 
 

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
@@ -190,7 +189,7 @@ def test_both_halves_of_a_pair_are_in_one_pack(ranks, words, train):
 
 
 def test_classifiers_learn_from_packs_as_from_samples(words, train, records):
-    """Where packs have equally many samples: ms-swift's loss is a mean over packs of their means."""
+    """Where packs have equally many samples: ms-swift averages the means of packs."""
     record = {"messages": [{"role": "user", "content": "is it blue?"}]}
     lines = [json.dumps(record | {"label": number % 3 % 2}) for number in range(12)]
     (records / "labels.jsonl").write_text("".join(f"{line}\n" for line in lines))
@@ -215,7 +214,7 @@ def test_texts_are_planned_too(words, train):
 
 @pytest.mark.parametrize(("of", "before", "after"), [("qwen2_5_vl", 1, 1), ("qwen2", 1, 2), ("qwen2", 2, 1)])
 def test_a_killed_run_goes_on_where_it_was(of, before, after, words, start, train, tmp_path):  # noqa: PLR0917  # fixtures
-    """Also on another number of ranks; on as many, each loss is that of a run that was not killed."""
+    """Also on other ranks. On as many, each loss is that of a run that was not killed."""
     more = "--tuner_type full --num_train_epochs 8 --save_steps 3 --gradient_accumulation_steps"
     ran, started = start(words(of, f"{more} {2 // before}"), ranks=before)
     state = tmp_path / "out" / "checkpoint-3" / "trainer_state.json"
