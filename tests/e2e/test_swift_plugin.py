@@ -8,22 +8,32 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
 import yaml
+from hypothesis import event, given
+from hypothesis import strategies as st
 
 import packplan as pp
+from packplan.adapters.swift.packs import PlannedPacks
 from packplan.app import plugin
 from packplan.app.wiring.conversion import convert_source, run_text
 from tests.e2e import plugin_run, rank_main
 from tests.network import free_port
 from tests.processes import DEADLINE_S, Started, descendants, end, finished, wait_for
+
+# isort: split
+import swift
 
 pytestmark = pytest.mark.slow
 
@@ -367,22 +377,21 @@ def test_there_are_no_more_packs_than_ms_swift_s(name):
     assert len(found.packs) <= len(theirs)
 
 
-def test_the_console_command_is_killed_and_goes_on(words, tmp_path):
+def test_the_page_s_commands_are_killed_and_go_on(demo, records, tmp_path):
     """`swift sft`, unmodified, on two ranks: each pack is trained as often as planned."""
-    console, out = Console(tmp_path), tmp_path / "out"
-    more = "--tuner_type full --num_train_epochs 30 --save_steps 3 --gradient_accumulation_steps 1 --save_total_limit 2"
-    given = words("qwen2", more, plugins=(tmp_path / "plugin.py", console.spy))
+    console, out = Console(tmp_path, demo, records), tmp_path / "out"
+    write, begin, go_on = console.commands
+    assert 0 == console.start(write, tmp_path / "written").wait(DEADLINE_S)
     first = Ran(tmp_path / "first")
-    process = console.start(given, first.folder)
+    process = console.start(begin, first.folder)
     saved = partial(out.glob, "checkpoint-*/trainer_state.json")
     try:
         wait_for(lambda: any(saved()) or process.poll() is not None, "no checkpoint")
-        wait_for(lambda: "'loss'" in console.told(first) or process.poll() is not None, "no step")
     finally:
         console.kill(process)
     checkpoint = max((state.parent for state in saved()), key=step_of)
     rest = Ran(tmp_path / "rest")
-    process = console.start([*given, "--resume_from_checkpoint", str(checkpoint)], rest.folder)
+    process = console.start([*go_on, "--resume_from_checkpoint", str(checkpoint)], rest.folder)
     assert 0 == process.wait(DEADLINE_S), console.told(rest)[-3000:]
 
     found = first.plan(LENGTH["qwen2"])
@@ -396,23 +405,33 @@ def test_the_console_command_is_killed_and_goes_on(words, tmp_path):
 
 
 class Console:
-    """The console command `swift`, in an environment that can import it."""
+    """The commands of docs/use-it-in/swift.md, typed for a tiny model on a CPU."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.spy = folder, folder / "spy.py"
-        self.spy.write_text("import os\n\nfrom tests.e2e.plugin_run import record\n\nrecord(os.environ['RECORD'])\n")
+    def __init__(self, folder: Path, demo: Path, records: Path) -> None:
+        self.folder, spy = folder, folder / "spy.py"
+        spy.write_text("import os\n\nfrom tests.e2e.plugin_run import record\n\nrecord(os.environ['RECORD'])\n")
         (folder / "start").mkdir()
         # The published torchvision is no CPU build, and ms-swift imports it first of all.
         (folder / "start" / "sitecustomize.py").write_text("import packplan.adapters\n")
+        given = {"path/to/model": demo / "models" / "qwen2", "path/to/data.jsonl": records / "qwen2.jsonl"}
+        page = (ROOT / "docs" / "use-it-in" / "swift.md").read_text(encoding="utf-8")
+        (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+        lines = [[str(given.get(word, word)) for word in shlex.split(line)] for line in block.splitlines()]
+        more = f"--model_type qwen2 --template qwen2_5 --max_length {LENGTH['qwen2']} --save_steps 3 --tuner_type full "
+        more += f"--num_train_epochs 30 --gradient_accumulation_steps 1 {PLAIN} --external_plugins plugin.py {spy}"
+        self.commands = [lines[0], *([*line, *more.split()] for line in lines[1:])]
 
     def start(self, words: list[str], record: Path) -> subprocess.Popen[bytes]:
-        """Start `swift sft` on two ranks; what it prints goes to `log` in *record*."""
+        """Start a command; what it prints goes to `log` in *record*."""
         record.mkdir()
         environment = os.environ | {
             "PYTHONPATH": f"{self.folder / 'start'}{os.pathsep}{ROOT}", "RECORD": str(record), "OMP_NUM_THREADS": "1",
-            "NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port()), "MODELSCOPE_CACHE": str(self.folder / "cache"),
+            "MASTER_PORT": str(free_port()), "MODELSCOPE_CACHE": str(self.folder / "cache"),
         }  # fmt: skip
-        command = [str(Path(sys.executable).with_name("swift")), "sft", *words]
+        while "=" in words[0]:
+            name, _, value = words.pop(0).partition("=")
+            environment[name] = value
+        command = [str(Path(sys.executable).with_name(words[0])), *words[1:]]
         with (record / "log").open("w") as log:
             return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
@@ -429,3 +448,47 @@ class Console:
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+@pytest.fixture(scope="module")
+def megatron_sampler():
+    """The sampler of `megatron sft`, from its file: its package cannot be imported without GPUs."""
+    path = Path(swift.__file__).parent / "megatron" / "trainers" / "batch_sampler.py"
+    spec = spec_from_file_location("megatron_batch_sampler", path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.MegatronPretrainingRandomSampler
+
+
+@given(
+    num_rows=st.integers(1, 60),
+    ranks=st.integers(1, 4),
+    later=st.integers(1, 4),
+    size=st.integers(1, 2),
+    accumulation=st.integers(1, 3),
+    data=st.data(),
+)
+def test_megatron_trains_every_pack(  # noqa: PLR0917  # drawn numbers
+    megatron_sampler, num_rows, ranks, later, size, accumulation, data
+):
+    """As often as planned, in every epoch, also resumed on other ranks: no pack fills no step."""
+    packs_per_step = math.lcm(ranks, later) * size * accumulation
+    rows = {"lengths": data.draw(st.lists(st.integers(1, 9), min_size=num_rows, max_size=num_rows))}
+    packs = PlannedPacks(SimpleNamespace(max_length=10), rows)
+    event(f"packs repeat: {len(packs) % packs_per_step != 0}")
+    packs.fill_steps(packs_per_step)
+
+    def served(ranks: int, consumed: int) -> list[int]:
+        """Items of what is left of an epoch, over all ranks."""
+        samplers = [
+            megatron_sampler(packs, len(packs), consumed, size, rank, ranks, data_sharding=False, seed=3)
+            for rank in range(ranks)
+        ]
+        batches = zip(*map(list, samplers), strict=True)
+        return [item for round_ in batches for batch in round_ for item in batch]
+
+    whole, steps = served(ranks, 0), len(packs) // packs_per_step
+    assert list(range(len(packs))) == sorted(whole)
+    assert set(range(len(packs.plan.packs))) == {item % len(packs.plan.packs) for item in whole}
+    done = data.draw(st.integers(0, steps - 1)) * packs_per_step
+    assert sorted(whole[done:]) == sorted(served(later, done))
