@@ -180,6 +180,14 @@ def test_packs_and_losses_are_the_plan_s(of, tuner, ranks, words, train, server,
     assert [entry["loss"] for entry in history if "loss" in entry] == pytest.approx(ran.losses, abs=1e-5)
 
 
+@pytest.mark.parametrize("attn_impl", ["sdpa", "eager", "packplan"])
+def test_a_named_attention_keeps_samples_apart_too(attn_impl, words, train):
+    """The losses are those under the attention that is taken otherwise."""
+    more = f"--tuner_type full {ONE}"
+    expected = train(words("qwen2_5_vl", more), name="auto").losses
+    assert train(words("qwen2_5_vl", f"{more} --attn_impl {attn_impl}")).losses == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_both_halves_of_a_pair_are_in_one_pack(ranks, words, train):
     """And DPO's losses are those of the pairs alone, padded, as ms-swift trains them."""
