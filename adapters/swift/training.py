@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from swift.trainers import Seq2SeqTrainer, mixin
-from swift.utils import HfConfigFactory
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from packplan.adapters.attention import NAME, with_text_row
@@ -47,8 +46,6 @@ def follow(trainer: Any, *, attn_impl: str | None) -> EpochSchedule:
     whole = trainer.task_type == "causal_lm" and not (trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled())
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         if model is not None:
-            # With a cache, samples would attend to each other.
-            HfConfigFactory.set_config_attr(model.config, "use_cache", False)  # noqa: FBT003  # its signature
             separate_samples(_bare(model), named=NAME if attn_impl is None else None, whole=whole)
     kind = type(trainer)
     trainer.__class__ = type(f"Planned{kind.__name__}", (_PlannedTraining, kind), {})

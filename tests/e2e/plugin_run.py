@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 
-def main(command: str, words: list[str], out: str) -> int:
+def main(command: str, words: list[str], out: str, fault: str = "") -> int:
     """
     Train, and write what `record` writes, and the log.
 
@@ -22,21 +22,23 @@ def main(command: str, words: list[str], out: str) -> int:
         command: `sft`, `pt` or `rlhf`.
         words: Words behind it.
         out: Folder of the files.
+        fault: `fewer` leaves a row out on rank 1.
     """
     from swift.pipelines import pretrain_main, rlhf_main, sft_main
 
-    record(out)
+    record(out, fault)
     result = {"sft": sft_main, "pt": pretrain_main, "rlhf": rlhf_main}[command](words)
     (Path(out) / "history.json").write_text(json.dumps(result["log_history"]))
     return 0
 
 
-def record(out: str) -> None:
+def record(out: str, fault: str = "") -> None:
     """
     Write from now on, by rank, the sequences of each row, and those of each microbatch.
 
     Args:
-        out: Folder for `rows<R>.json` and `trained<R>.jsonl`, which grows.
+        out: Folder for `rows<R>.json`, `trained<R>.jsonl`, which grows, and `attention`, its name.
+        fault: See `main`.
     """
     from swift.pipelines.train.sft import SwiftSft
     from transformers import Trainer
@@ -49,11 +51,18 @@ def record(out: str) -> None:
             if hasattr(self.template, name) and hasattr(self.processor, name):
                 setattr(self.template, name, getattr(self.processor, name))
         encoded = encode(self, train, *args, **kwargs)
-        rows = [sequences_of(self.template.encode(dict(row), return_length=True)) for row in encoded[0]]
+        rows = [
+            sequences_of(row if "input_ids" in row else self.template.encode(dict(row), return_length=True))
+            for row in encoded[0]
+        ]
+        if fault == "fewer" and rank == "1":
+            encoded[0] = encoded[0].select(range(len(rows) - 1))
         (Path(out) / f"rows{rank}.json").write_text(json.dumps(rows))
         return encoded
 
     def training_step(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        attention = self.model.config._attn_implementation
+        (Path(out) / "attention").write_text(attention)
         with (Path(out) / f"trained{rank}.jsonl").open("a") as file:
             file.write(json.dumps([self.state.global_step + 1, list(samples_of(inputs))]) + "\n")
         return step(self, model, inputs, *args, **kwargs)

@@ -26,8 +26,10 @@ from hypothesis import strategies as st
 
 import packplan as pp
 from packplan.adapters.swift.packs import PlannedPacks
+from packplan.adapters.swift.refusals import refuse_version
 from packplan.app import plugin
 from packplan.app.wiring.conversion import convert_source, run_text
+from packplan.core.errors import ConfigError
 from tests.e2e import plugin_run, rank_main
 from tests.network import free_port
 from tests.processes import DEADLINE_S, Started, descendants, end, finished, wait_for
@@ -172,6 +174,7 @@ def test_packs_and_losses_are_the_plan_s(of, tuner, ranks, words, train, server,
     schedule = found.schedule(world_size=ranks, packs_per_step=2, epochs=2, seed=42)
     ran.assert_planned(found, schedule)
     assert (schedule.packs_per_epoch > len(found.packs)) == (ranks == 2), "a tail that is filled up"
+    assert "packplan" == (ran.folder / "attention").read_text(), "the fastest one on a CPU"
     told = (ran.folder / "rank0.log").read_text()
     assert f"{schedule.total_steps} in all on {ranks} rank" in told
     assert found.checksum[:12] in told
@@ -222,12 +225,14 @@ def test_classifiers_learn_from_packs_as_from_samples(words, train, records):
     assert ran.losses[-1] < ran.losses[0]
 
 
-def test_texts_are_planned_too(words, train):
-    """`swift pt`, whose rows are learned whole."""
-    ran = train(words("qwen2", f"--tuner_type full {ONE}"), command="pt")
+@pytest.mark.parametrize("more", ["", "--truncation_strategy split --max_length 30 --packing_length 256"])
+def test_texts_are_planned_too(more, words, train):
+    """`swift pt`, whose rows are learned whole, or split into several."""
+    ran = train(words("qwen2", f"--tuner_type full {ONE} {more}"), command="pt")
 
     found = ran.plan(LENGTH["qwen2"])
     ran.assert_planned(found, found.schedule(seed=42))
+    assert (len(ran.rows()) > NUM) == bool(more)
 
 
 @pytest.mark.parametrize(("of", "before", "after"), [("qwen2_5_vl", 1, 1), ("qwen2", 1, 2), ("qwen2", 2, 1)])
@@ -311,6 +316,24 @@ def test_a_command_other_than_the_planned_one_is_refused_by_flag(words, train, s
     assert "the data have changed since they were planned" in data
     assert "--max_length: is 300, but the plan was made with 256" in flag
     assert "--dataset_shuffle: is True" in flag
+
+
+def test_ranks_with_other_rows_are_refused(words, server, tmp_path):
+    """All of them, before they train."""
+    given = words("qwen2", f"--tuner_type full {ONE}")
+    started = server.ranks(2, plugin_run.main, "sft", given, str(tmp_path), "fewer", folder=tmp_path)
+    assert [1, 1] == [rank.wait() for rank in started]
+    assert all("the ranks planned different packs" in rank.said for rank in started)
+    assert not list(tmp_path.glob("trained*"))
+
+
+def test_another_version_is_refused_unless_asked(tmp_path):
+    """With both versions; the plugin that `--any-version` writes tries it."""
+    with pytest.raises(ConfigError, match=r"ms-swift: 4\.7\.0 is not a version that .* \(4\.6\.0\)"):
+        refuse_version("4.7.0")
+
+    assert 0 == plugin.main(["swift", "--any-version", "-o", str(tmp_path / "any.py")])
+    assert "install(any_version=True)" in (tmp_path / "any.py").read_text()
 
 
 def test_rows_that_ms_swift_leaves_out_are_counted(words, train, records, tmp_path):
