@@ -24,10 +24,11 @@ from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.log_lines import log_plan
 from packplan.app.planning.measure import failures
 from packplan.app.planning.measure_slices import measure_slices
-from packplan.app.planning.schedule import require_static, warn_of_ignored
+from packplan.app.planning.schedule import require_static, split_schedule, warn_of_ignored
 from packplan.app.planning.split import GatheredSplit, plan_split, require_writable
 from packplan.app.wiring import stores
 from packplan.app.wiring.attention import keep_verdict
+from packplan.app.wiring.commands import CommandRun, read_run
 from packplan.app.wiring.mixes import write_records, writing_failures
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, DataSetError, counted
@@ -71,8 +72,12 @@ def run(options: argparse.Namespace) -> None:
         if given := [name for name, value in others.items() if value]:
             raise ConfigError.at(given[0], "goes with --list-failures: add it")
         stores.require_ranks()
-    config = stores.read_config(options.config, options.overrides)
-    stores.require_inputs(config)
+    config = read_run(options.config, options.overrides)
+    world_size = options.world_size
+    if isinstance(config, CommandRun):
+        world_size = world_size or config.command.world_size
+    else:
+        stores.require_inputs(config)
 
     with loading_libraries():
         from packplan.app.wiring.gather import gather
@@ -100,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
         require_static(config)
         verdict = ask_before_measuring(config)
         splits = _chosen(gather(config, measuring_ranks=local_ranks()).splits, options.split)
-        build(config, group, splits=splits, world_size=options.world_size)
+        build(config, group, splits=splits, world_size=world_size)
         if verdict is not None and group.rank == 0:
             keep_verdict(config, verdict)
 
@@ -139,6 +144,14 @@ def build(
         if group.rank == 0:
             stores.remove_slices(config, split.name)
             log_plan(planned, split.policy)
+            if isinstance(config, CommandRun) and split.name == "train":
+                schedule = split_schedule(config, split.name, planned.aligned)
+                log.info(
+                    "train: %s an epoch, %s in all on %s",
+                    counted(schedule.steps_per_epoch, "step"),
+                    f"{schedule.total_steps:,}",
+                    counted(schedule.world_size, "rank"),
+                )
 
 
 def list_failures(

@@ -25,6 +25,7 @@ from packplan.app.planning.schedule import split_schedule
 from packplan.app.planning.split import Alignment, plan_table
 from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
 from packplan.app.wiring import stores
+from packplan.app.wiring.commands import read_run
 from packplan.app.wiring.works import policy_of, work_of
 from packplan.core.config import RunConfig, with_remedy
 from packplan.core.errors import ConfigError, counted
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Plan every combination, then print."""
-    config = stores.read_config(options.config, options.overrides)
+    config = read_run(options.config, options.overrides)
     (split,) = splits_of(config, options.split)
     if not policy_of(config, split).packing:
         raise ConfigError.at(

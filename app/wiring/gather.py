@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import attrs
 
 from packplan.adapters.samples.encoder import SwiftEncoder
+from packplan.adapters.samples.rows import whole
 from packplan.app.planning.split import Alignment, GatheredSplit
 from packplan.app.wiring.stores import open_stores
 from packplan.app.wiring.training import open_measurer, open_samples
@@ -40,7 +41,7 @@ def gather(config: RunConfig, *, measuring_ranks: int = 1) -> Gathered:
         name: GatheredSplit(
             name,
             policy_of(config, name),
-            open_measurer(config, encoder, measuring_ranks=measuring_ranks),
+            whole(open_measurer(config, encoder, measuring_ranks=measuring_ranks)),
             open_stores(config, name),
             Alignment.from_config(config, name),
             config.custom.max_bad_share if config.custom.on_bad_record == "skip" else None,
