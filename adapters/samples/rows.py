@@ -17,6 +17,7 @@ import attrs
 from swift.template import StdTemplateInputs, Template, TemplateInputs
 from swift.template.vision_utils import _check_path, load_file
 
+from packplan.adapters.progress import progress
 from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.encoder import SampleSpec, SwiftEncoder
 from packplan.adapters.samples.formats.record_file import Named, RecordFile
@@ -24,6 +25,7 @@ from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.samples.media import IMAGES, VIDEOS, measured
 from packplan.core.errors import RecordError
 from packplan.core.fingerprint import Fingerprint
+from packplan.core.lengths import IntArray
 from packplan.core.ports import LengthSource
 from packplan.core.samples import DataFile, MeasuredSample, Measurement, MediaFacts, Outcome, Where, digest_of
 
@@ -49,15 +51,15 @@ class RowsFile(RecordFile):
             name: Name of the data set in messages.
             num_parts: Sequences of each row.
         """
-        self._rows, self.num_parts = rows, num_parts
+        self.rows, self.num_parts = rows, num_parts
         self.named, self.facts = Named(name, ""), {"num_with_media_tags": 0}
 
     def __len__(self) -> int:
-        return len(self._rows) * self.num_parts
+        return len(self.rows) * self.num_parts
 
     def __getitem__(self, row: int) -> Any:
         """Return the row of a sequence."""
-        return self._rows[row // self.num_parts]
+        return self.rows[row // self.num_parts]
 
     def _digest(self, row: int) -> bytes:
         return digest_of(self[row])
@@ -83,7 +85,7 @@ class RowsEncoder(SwiftEncoder):
             rows: The sequences.
         """
         self.spec, self.template, self.records = spec, template, FileRecords([rows])
-        self._media, self.num_parts = None, rows.num_parts
+        self._media, self.num_parts, self.rows = None, rows.num_parts, rows.rows
 
     def data_files(self) -> tuple[DataFile, ...]:
         """Return the data set, as one file."""
@@ -212,6 +214,10 @@ class PairSource:
         """Measure both without decoding their images; see `core.ports`."""
         return _sum(map(self._parts.measure_by_headers, _parts_of([index])))
 
+    def chosen_length(self, index: int) -> int:
+        """Return the tokens of the chosen half of a pair; RecordError if it cannot be encoded."""
+        return self._parts.measure_by_headers(2 * index).length
+
     def measure_many(self, indices: range, *, in_full: bool) -> Generator[Outcome, None, None]:
         """Measure several rows; see `core.ports`."""
         with contextlib.closing(
@@ -233,6 +239,22 @@ class PairSource:
 def whole(measurer: SwiftMeasurer) -> LengthSource:
     """Return the source of whole samples: of pairs, where a measurer's are their halves."""
     return PairSource(measurer) if measurer.num_parts > 1 else measurer
+
+
+def sequence_lengths(source: LengthSource, indices: IntArray, tokens: IntArray) -> list[list[int]]:
+    """
+    Return the tokens of each sequence of some rows.
+
+    Args:
+        source: As `whole` returns it.
+        indices: The rows, which are samples; int64, shape (num_rows,).
+        tokens: Tokens of each of them; int64, shape (num_rows,).
+    """
+    if not isinstance(source, PairSource):
+        return [[length] for length in tokens.tolist()]
+    rows = progress(indices.tolist(), desc="measuring halves", unit=" pairs")
+    chosen = map(source.chosen_length, rows)
+    return [[length, total - length] for length, total in zip(chosen, tokens.tolist(), strict=True)]
 
 
 def _parts_of(indices: Sequence[int]) -> list[int]:

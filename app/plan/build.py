@@ -25,7 +25,7 @@ from packplan.app.planning.log_lines import log_plan
 from packplan.app.planning.measure import failures
 from packplan.app.planning.measure_slices import measure_slices
 from packplan.app.planning.schedule import require_static, split_schedule, warn_of_ignored
-from packplan.app.planning.split import GatheredSplit, plan_split, require_writable
+from packplan.app.planning.split import GatheredSplit, PlannedSplit, plan_split, require_writable
 from packplan.app.wiring import stores
 from packplan.app.wiring.attention import keep_verdict
 from packplan.app.wiring.commands import CommandRun, read_run
@@ -119,9 +119,9 @@ def _chosen(splits: Mapping[str, GatheredSplit], wanted: str | None) -> list[Gat
 
 def build(
     config: RunConfig, group: RankGroup, *, splits: Sequence[GatheredSplit], world_size: int | None = None
-) -> None:
+) -> list[PlannedSplit]:
     """
-    Measure and plan as training would.
+    Measure and plan as training would, and return the planned splits.
 
     Args:
         config: The run.
@@ -136,11 +136,13 @@ def build(
         warn_of_ignored(config)
     deadline = Deadline(config.training.packing_wait_timeout_s)
     require_writable(splits, group=group, deadline=deadline)
+    built = []
     for split in splits:
         # One process counts how many records are bad, and stops at too many.
         if group.world_size > 1 and split.max_bad_share is None:
             measure_slices(split, partial(stores.open_slice, config, split.name), group=group, deadline=deadline)
         planned = plan_split(split, group=group, deadline=deadline, world_size=world_size)
+        built.append(planned)
         if group.rank == 0:
             stores.remove_slices(config, split.name)
             log_plan(planned, split.policy)
@@ -152,6 +154,7 @@ def build(
                     f"{schedule.total_steps:,}",
                     counted(schedule.world_size, "rank"),
                 )
+    return built
 
 
 def list_failures(

@@ -16,9 +16,9 @@ import attrs
 
 from packplan.adapters.conversion.source import is_command, read_launch
 from packplan.adapters.progress import loading_libraries
-from packplan.app.wiring.conversion import ranks_of
 from packplan.app.wiring.stores import read_config, require_ranks
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.conversion import ranks_of
 from packplan.core.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
@@ -57,16 +57,33 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
     if Path(path).exists() and overrides:
         raise ConfigError(path, (Fault(overrides[0], "is no key of a command: change the command"),))
     name, launch = read_launch([path, *overrides])
-    world_size = ranks_of(launch, name)
+    per_node, nodes = ranks_of(launch, source=name)
     # Read by ms-swift as the command's own would be, some of them when it is imported.
     os.environ.update({name: word.text for name, word in launch.environment.items()})
     with loading_libraries():
         from packplan.adapters.swift.command import read_arguments
     words = [word.text for word in launch.arguments]
-    command = read_arguments(launch.task, words, world_size=world_size, source=name)
+    command = read_arguments(launch.task, words, world_size=per_node * nodes, source=name)
     if not command.names_packing:
         log.warning("%s does not say --packing true, without which ms-swift trains no packs: add it", name)
     return _as_run(command)
+
+
+def require_command(path: str, overrides: Sequence[str] = ()) -> CommandRun:
+    """
+    Read a command of ms-swift, as `read_run` does.
+
+    Args:
+        path: A script, a YAML for ms-swift, or the first word of a command.
+        overrides: The other words of the command.
+
+    Raises:
+        ConfigError: It is none, or has faults.
+    """
+    config = read_run(path, overrides)
+    if not isinstance(config, CommandRun):
+        raise ConfigError(path, (Fault("", "is a run of packplan sft: name a command of ms-swift"),))
+    return config
 
 
 def _as_run(command: SwiftCommand) -> CommandRun:

@@ -104,6 +104,31 @@ def find_launch(commands: Iterable[Command], *, source: str, tasks: Sequence[str
     raise ConfigError(source, tuple(Fault(f"line {line}", f"{name} {why}") for line, name, why in others))
 
 
+def ranks_of(launch: Launch, *, source: str) -> tuple[int, int]:
+    """
+    Return the ranks on each machine and the number of machines of a command, 1 where it is silent.
+
+    Args:
+        launch: The command.
+        source: Name of its script, for errors.
+
+    Raises:
+        ConfigError: The script computes one, or it is no number.
+    """
+    return _number(launch.ranks_per_node, "NPROC_PER_NODE", source), _number(launch.nodes, "NNODES", source)
+
+
+def _number(word: Word | None, name: str, source: str) -> int:
+    if word is None or (not word.text and not word.computed):
+        return 1
+    if word.computed:
+        reason = f"is computed by the script ({word.computed[0]}), and nothing is run here: write its value out"
+        raise ConfigError(source, (Fault(name, reason),))
+    if not word.text.isdecimal() or not int(word.text):
+        raise ConfigError(source, (Fault(name, f"is {word.text}, but has to be a number of ranks"),))
+    return int(word.text)
+
+
 def _read(command: Command, tasks: Sequence[str]) -> Launch | tuple[str, str] | None:
     """
     Return the launch of a command of one of some tasks; the name of another command of ms-swift

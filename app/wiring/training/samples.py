@@ -56,9 +56,7 @@ def _open_rows(config: CommandRun) -> dict[str, SwiftEncoder]:
     inputs = config.command.inputs()
     opened: dict[str, SwiftEncoder] = {}
     for split, rows in config.command.open_rows().items():
-        spec = SampleSpec(
-            config.model, config.template, config.custom, names[split], config.packing_length, inputs=inputs
-        )
+        spec = SampleSpec(config.model, config.template, config.custom, (), config.packing_length, inputs=inputs)
         file = RowsFile(rows, name=" ".join(names[split]), num_parts=config.command.num_parts)
         opened[split] = RowsEncoder(spec, template=template, rows=file)
     return opened
