@@ -101,7 +101,7 @@ def is_command(path: str | Path) -> bool:
     """Return whether a name is a script, a YAML for ms-swift or a command, and no YAML of a run."""
     file = Path(path)
     if file.suffix.lower() not in {".yaml", ".yml"}:
-        return file.suffix.lower() == ".sh" or file.name in _PROGRAMS or "=" in file.name
+        return file.suffix.lower() == ".sh" or file.name in _PROGRAMS or "=" in file.name or file.is_file()
     return file.is_file() and isinstance(read_document(file).get("model"), str)
 
 

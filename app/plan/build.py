@@ -28,7 +28,7 @@ from packplan.app.planning.schedule import require_static, split_schedule, warn_
 from packplan.app.planning.split import GatheredSplit, PlannedSplit, plan_split, require_writable
 from packplan.app.wiring import stores
 from packplan.app.wiring.attention import keep_verdict
-from packplan.app.wiring.commands import CommandRun, read_run
+from packplan.app.wiring.commands import ranks_of, read_run
 from packplan.app.wiring.mixes import write_records, writing_failures
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, DataSetError, counted
@@ -73,10 +73,8 @@ def run(options: argparse.Namespace) -> None:
             raise ConfigError.at(given[0], "goes with --list-failures: add it")
         stores.require_ranks()
     config = read_run(options.config, options.overrides)
-    world_size = options.world_size
-    if isinstance(config, CommandRun):
-        world_size = world_size or config.command.world_size
-    else:
+    ranks = ranks_of(config)
+    if ranks is None:  # ms-swift has looked for the model of its own command
         stores.require_inputs(config)
 
     with loading_libraries():
@@ -89,6 +87,8 @@ def run(options: argparse.Namespace) -> None:
         write_good = None
         open_file: Callable[[], AbstractContextManager[WriteFailure | None]] = nullcontext
         if options.write_good:
+            if ranks is not None:
+                raise ConfigError.at("--write-good", "is for files: ms-swift leaves rows of a command out by itself")
             if len(chosen) > 1:
                 raise ConfigError.at("--write-good", "writes one split: add --split train or --split eval")
             name = chosen[0].name
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
         require_static(config)
         verdict = ask_before_measuring(config)
         splits = _chosen(gather(config, measuring_ranks=local_ranks()).splits, options.split)
-        build(config, group, splits=splits, world_size=world_size)
+        build(config, group, splits=splits, world_size=options.world_size or ranks)
         if verdict is not None and group.rank == 0:
             keep_verdict(config, verdict)
 
@@ -146,7 +146,7 @@ def build(
         if group.rank == 0:
             stores.remove_slices(config, split.name)
             log_plan(planned, split.policy)
-            if isinstance(config, CommandRun) and split.name == "train":
+            if ranks_of(config) and split.name == "train":
                 schedule = split_schedule(config, split.name, planned.aligned)
                 log.info(
                     "train: %s an epoch, %s in all on %s",

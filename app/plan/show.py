@@ -78,11 +78,14 @@ def _text_of(config: RunConfig, view: PlanView, sample: int) -> list[dict[str, A
     from packplan.app.wiring.training import open_samples
 
     encoder = open_samples(config)[view.stored.name]
-    measured = view.stored.lengths.origin.num_records
-    if len(encoder) != measured:
-        message = f"the data have {counted(len(encoder), 'record')} now, but {measured:,} were measured: build again"
+    measured, parts = view.stored.lengths.origin.num_records, encoder.num_parts
+    if len(encoder) != measured * parts:
+        message = (
+            f"the data have {counted(len(encoder) // parts, 'record')} now, but {measured:,} were measured: build again"
+        )
         raise DataSetError(message)
-    return [{"trained": trained, "text": text} for trained, text in encoder.decoded(sample)]
+    runs = (run for part in range(parts) for run in encoder.decoded(sample * parts + part))
+    return [{"trained": trained, "text": text} for trained, text in runs]
 
 
 def _print(view: PlanView, *, everything: bool) -> None:

@@ -18,7 +18,7 @@ from packplan.adapters.conversion.source import is_command, read_launch
 from packplan.adapters.progress import loading_libraries
 from packplan.app.wiring.stores import read_config, require_ranks
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from packplan.core.conversion import ranks_of
+from packplan.core.conversion import ranks_and_nodes
 from packplan.core.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
     if Path(path).exists() and overrides:
         raise ConfigError(path, (Fault(overrides[0], "is no key of a command: change the command"),))
     name, launch = read_launch([path, *overrides])
-    per_node, nodes = ranks_of(launch, source=name)
+    per_node, nodes = ranks_and_nodes(launch, source=name)
     # Read by ms-swift as the command's own would be, some of them when it is imported.
     os.environ.update({name: word.text for name, word in launch.environment.items()})
     with loading_libraries():
@@ -67,6 +67,11 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
     if not command.names_packing:
         log.warning("%s does not say --packing true, without which ms-swift trains no packs: add it", name)
     return _as_run(command)
+
+
+def ranks_of(config: RunConfig) -> int | None:
+    """Return the ranks that train a run, where its command says them; a YAML does not."""
+    return config.command.world_size if isinstance(config, CommandRun) else None
 
 
 def require_command(path: str, overrides: Sequence[str] = ()) -> CommandRun:

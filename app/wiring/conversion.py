@@ -25,7 +25,7 @@ from packplan.core.conversion import (
     Line,
     World,
     convert,
-    ranks_of,
+    ranks_and_nodes,
     require_consistent,
 )
 from packplan.core.errors import ConfigError, Fault
@@ -136,7 +136,7 @@ def _ranks(source: Source) -> tuple[int, str]:
     Return the number of ranks of a command, and the command that starts as many of this project's.
     """
     launch = source.launch
-    per_node, nodes = ranks_of(launch, source=source.name)
+    per_node, nodes = ranks_and_nodes(launch, source=source.name)
     variables = [f"{name}={shlex.quote(word.text)}" for name, word in launch.environment.items() if not word.computed]
     world_size = per_node * nodes
     if world_size == 1:

@@ -14,7 +14,7 @@ from packplan.core.conversion.conversion import (
     samples_of_step,
 )
 from packplan.core.conversion.convert import convert
-from packplan.core.conversion.launch import CONVERTED, PLANNED, Launch, find_launch, ranks_of
+from packplan.core.conversion.launch import CONVERTED, PLANNED, Launch, find_launch, ranks_and_nodes
 from packplan.core.conversion.packs import packs_of_step, with_packs, without_packs
 from packplan.core.conversion.shell import Command, Word, read_script
 
@@ -35,7 +35,7 @@ __all__ = [
     "convert",
     "find_launch",
     "packs_of_step",
-    "ranks_of",
+    "ranks_and_nodes",
     "read_keys",
     "read_resolved",
     "read_script",

@@ -104,7 +104,7 @@ def find_launch(commands: Iterable[Command], *, source: str, tasks: Sequence[str
     raise ConfigError(source, tuple(Fault(f"line {line}", f"{name} {why}") for line, name, why in others))
 
 
-def ranks_of(launch: Launch, *, source: str) -> tuple[int, int]:
+def ranks_and_nodes(launch: Launch, *, source: str) -> tuple[int, int]:
     """
     Return the ranks on each machine and the number of machines of a command, 1 where it is silent.
 
