@@ -13,7 +13,7 @@ from packplan.core.align import aligned_positions
 from packplan.core.errors import DataSetError, Difference, StaleError
 from packplan.core.surface import Plan, plan
 
-_ALGORITHMS = {"binpack": "constant_volume", "sequential": "concatenative"}
+ALGORITHMS = {"binpack": "constant_volume", "sequential": "concatenative"}
 """`--packing_strategy` -> name of the algorithm of a plan."""
 
 Row = dict[str, Any]
@@ -62,7 +62,7 @@ class PlannedPacks(Dataset[PackRows]):
             self._encode, dataset = template.encode, dataset.dataset
         self._rows = dataset
         lengths = [sum_of(length) for length in dataset["lengths"]]
-        self.plan: Plan = plan(lengths, packing_length or template.max_length, algorithm=_ALGORITHMS[packing_strategy])
+        self.plan: Plan = plan(lengths, packing_length or template.max_length, algorithm=ALGORITHMS[packing_strategy])
         self.packed_idx: list[list[int]] = self.plan.packs.tolist()
         starts = self.plan.packs.offsets[:-1]
         tokens = np.add.reduceat(self.plan.lengths[self.plan.packs.indices], starts)

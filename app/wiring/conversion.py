@@ -23,9 +23,9 @@ from packplan.core.conversion import (
     Argument,
     Conversion,
     Line,
-    Word,
     World,
     convert,
+    ranks_and_nodes,
     require_consistent,
 )
 from packplan.core.errors import ConfigError, Fault
@@ -136,8 +136,7 @@ def _ranks(source: Source) -> tuple[int, str]:
     Return the number of ranks of a command, and the command that starts as many of this project's.
     """
     launch = source.launch
-    per_node = _number(launch.ranks_per_node, "NPROC_PER_NODE", source)
-    nodes = _number(launch.nodes, "NNODES", source)
+    per_node, nodes = ranks_and_nodes(launch, source=source.name)
     variables = [f"{name}={shlex.quote(word.text)}" for name, word in launch.environment.items() if not word.computed]
     world_size = per_node * nodes
     if world_size == 1:
@@ -145,17 +144,6 @@ def _ranks(source: Source) -> tuple[int, str]:
     options = [f"--nproc-per-node {per_node}", *([f"--nnodes {nodes}"] if nodes > 1 else [])]
     options += [shlex.quote(word.text) for word in launch.torchrun if not word.computed]
     return world_size, " ".join([*variables, "torchrun", *options, "-m packplan.app.sft"])
-
-
-def _number(word: Word | None, name: str, source: Source) -> int:
-    if word is None or (not word.text and not word.computed):
-        return 1
-    if word.computed:
-        reason = f"is computed by the script ({word.computed[0]}), and nothing is run here: write its value out"
-        raise ConfigError(source.name, (Fault(name, reason),))
-    if not word.text.isdecimal() or not int(word.text):
-        raise ConfigError(source.name, (Fault(name, f"is {word.text}, but has to be a number of ranks"),))
-    return int(word.text)
 
 
 def _variables(source: Source) -> list[Line]:

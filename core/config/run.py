@@ -550,6 +550,11 @@ class RunConfig:
         return length
 
     @property
+    def batch_size(self) -> int:
+        """Packs, or samples if not packing, of a rank in one forward pass of training."""
+        return 1 if self.training.packing else self.training.per_device_train_batch_size
+
+    @property
     def eval_packing(self) -> bool:
         """Whether evaluation is packed."""
         asked = self.training.eval_packing

@@ -14,12 +14,14 @@ from packplan.core.conversion.conversion import (
     samples_of_step,
 )
 from packplan.core.conversion.convert import convert
-from packplan.core.conversion.launch import Launch, find_launch
+from packplan.core.conversion.launch import CONVERTED, PLANNED, Launch, find_launch, ranks_and_nodes
 from packplan.core.conversion.packs import packs_of_step, with_packs, without_packs
 from packplan.core.conversion.shell import Command, Word, read_script
 
 __all__ = [
+    "CONVERTED",
     "DIFFERENT",
+    "PLANNED",
     "Argument",
     "Command",
     "Conversion",
@@ -33,6 +35,7 @@ __all__ = [
     "convert",
     "find_launch",
     "packs_of_step",
+    "ranks_and_nodes",
     "read_keys",
     "read_resolved",
     "read_script",

@@ -33,10 +33,16 @@ OTHER_TASKS: Mapping[str, str] = {
 }
 """Command of ms-swift that is not converted -> why."""
 
+CONVERTED = ("sft",)
+"""Commands of ms-swift that are converted."""
+
+PLANNED = ("sft", "pt", "rlhf")
+"""Commands of ms-swift whose samples are planned."""
+
 
 @attrs.frozen
 class Launch:
-    """A command that trains with `swift sft`."""
+    """A command that trains with ms-swift."""
 
     arguments: tuple[Word, ...]
     """Words behind `swift sft`."""
@@ -54,17 +60,21 @@ class Launch:
 
     line: int = 1
 
+    task: str = "sft"
+    """Command of ms-swift: `sft`, `pt` or `rlhf`."""
+
     left: tuple[str, ...] = ()
     """Other commands of ms-swift in the same script, as `line 4: swift infer`."""
 
 
-def find_launch(commands: Iterable[Command], *, source: str) -> Launch:
+def find_launch(commands: Iterable[Command], *, source: str, tasks: Sequence[str] = CONVERTED) -> Launch:
     """
-    Return the one command of a script that trains with `swift sft`.
+    Return the one command of a script that trains with ms-swift.
 
     Args:
         commands: Commands of the script, in order.
         source: Name of the script, for errors.
+        tasks: Commands of ms-swift that are looked for.
 
     Raises:
         ConfigError: There is none, or several, or it is of another task or program.
@@ -73,7 +83,7 @@ def find_launch(commands: Iterable[Command], *, source: str) -> Launch:
     others: list[tuple[int, str, str]] = []
     computed: list[str] = []
     for command in commands:
-        read = _read(command)
+        read = _read(command, tasks)
         if isinstance(read, Launch):
             launches.append(read)
         elif read is not None:
@@ -84,9 +94,8 @@ def find_launch(commands: Iterable[Command], *, source: str) -> Launch:
         return attrs.evolve(launches[0], left=tuple(f"line {line}: {name}" for line, name, _ in others))
     if launches:
         lines = ", ".join(str(launch.line) for launch in launches)
-        reason = (
-            f"{len(launches)} commands of swift sft, in the lines {lines}: put the one to convert into its own file"
-        )
+        names = " or ".join(f"swift {task}" for task in dict.fromkeys(launch.task for launch in launches))
+        reason = f"{len(launches)} commands of {names}, in the lines {lines}: put the one to read into its own file"
         raise ConfigError(source, (Fault("", reason),))
     if not others:
         reason = "holds no command of ms-swift: give one that begins with swift sft, or torchrun … swift/cli/sft.py"
@@ -95,10 +104,35 @@ def find_launch(commands: Iterable[Command], *, source: str) -> Launch:
     raise ConfigError(source, tuple(Fault(f"line {line}", f"{name} {why}") for line, name, why in others))
 
 
-def _read(command: Command) -> Launch | tuple[str, str] | None:
+def ranks_and_nodes(launch: Launch, *, source: str) -> tuple[int, int]:
     """
-    Return the launch of a command of `swift sft`; the name of another command of ms-swift with the
-    reason against it; None for another program.
+    Return the ranks on each machine and the number of machines of a command, 1 where it is silent.
+
+    Args:
+        launch: The command.
+        source: Name of its script, for errors.
+
+    Raises:
+        ConfigError: The script computes one, or it is no number.
+    """
+    return _number(launch.ranks_per_node, "NPROC_PER_NODE", source), _number(launch.nodes, "NNODES", source)
+
+
+def _number(word: Word | None, name: str, source: str) -> int:
+    if word is None or (not word.text and not word.computed):
+        return 1
+    if word.computed:
+        reason = f"is computed by the script ({word.computed[0]}), and nothing is run here: write its value out"
+        raise ConfigError(source, (Fault(name, reason),))
+    if not word.text.isdecimal() or not int(word.text):
+        raise ConfigError(source, (Fault(name, f"is {word.text}, but has to be a number of ranks"),))
+    return int(word.text)
+
+
+def _read(command: Command, tasks: Sequence[str]) -> Launch | tuple[str, str] | None:
+    """
+    Return the launch of a command of one of some tasks; the name of another command of ms-swift
+    with the reason against it; None for another program.
     """
     words, environment = _started(command)
     if not words:
@@ -121,9 +155,9 @@ def _read(command: Command) -> Launch | tuple[str, str] | None:
         if not rest:
             return None
     name = _task(rest)
-    if name != "sft":
+    if name not in tasks:
         return f"swift {name}", OTHER_TASKS.get(name, "is no command of ms-swift: write swift sft")
-    return _launch(command.line, rest[1:], environment, options)
+    return attrs.evolve(_launch(command.line, rest[1:], environment, options), task=name)
 
 
 def _task(words: Sequence[Word]) -> str:
