@@ -25,7 +25,7 @@ from packplan.adapters.ranks.weight_digests import weight_digests
 from packplan.adapters.trainer.arguments import runs_on_cpu
 from packplan.adapters.versions import installed_version
 from packplan.core.config import RunConfig, flat_values, rank_differences, run_values
-from packplan.core.errors import ConfigError, OutputError, RunError, UserError, in_lines
+from packplan.core.errors import ConfigError, OutputError, RunError, UserError, counted, in_lines
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import RankGroup
 
@@ -120,7 +120,7 @@ def require_same(group: RankGroup, values: Mapping[str, str]) -> None:
         values: Text by key, of this rank.
 
     Raises:
-        RunError: A rank has others; on all of them.
+        RunError: A rank has others; on all of them. The text of rank 0 lists the differences.
     """
     if group.world_size == 1:
         return
@@ -133,6 +133,8 @@ def require_same(group: RankGroup, values: Mapping[str, str]) -> None:
     group.any(False)  # noqa: FBT003  # all have read it: now a rank may end, and its store with it
     differences = rank_differences([json.loads(told[digests.index(digest)]) for digest in digests])
     fact = in_lines("ranks were given different runs", differences)
+    if group.rank:  # one report is enough
+        fact = f"ranks were given different runs: rank 0 lists {counted(len(differences), 'difference')}"
     raise RunError("different_runs", fact, {"differences": differences})
 
 
