@@ -31,6 +31,9 @@ _REFUSED = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container")
 Errors of Rust writers about the operating system, and of torch's writer, which hides the cause.
 """
 
+_NO_MEMORY = re.compile(r"out of memory|can(?:'t|not) allocate memory", re.IGNORECASE)
+"""Errors of the operating system, of torch and of CUDA where memory runs out."""
+
 _UNPUBLISHED = ".tmp"
 """Suffix of files that are not published yet."""
 
@@ -42,11 +45,13 @@ POLL_S = 0.5
 def writing(path: Path) -> Iterator[None]:
     """
     Raise OutputError where the operating system refuses to write below *path*, such as on a full
-    disk.
+    disk. Errors of memory that runs out stay as they are, here and below.
     """
     try:
         yield
     except OSError as error:
+        if _lacks_memory(error):
+            raise
         raise OutputError(str(path), error.strerror or str(error)) from error
 
 
@@ -60,7 +65,7 @@ def saving(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         text = " ".join(str(error).split())
-        if not _REFUSED.search(text):
+        if not _REFUSED.search(text) or _lacks_memory(error):
             raise
         raise OutputError(str(folder), text[:200]) from error
 
@@ -80,12 +85,18 @@ def loading(key: str, fact: str, remedy: str = "") -> Iterator[None]:
     except PackplanError:
         raise
     except Exception as error:  # these errors have no common base class
+        if _lacks_memory(error):
+            raise
         reason = textwrap.shorten(str(error), _MAX_REASON, placeholder=" …") or type(error).__name__
         raise ConfigError.at(key, f"{fact}: {reason}{remedy and f'; {remedy}'}") from error
 
 
 _MAX_REASON = 250
 """Characters of a library's reason that an error quotes."""
+
+
+def _lacks_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) is not None
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import types
+import typing
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,7 +40,8 @@ WORDS = {
 }
 """Type of a value -> what a message calls it."""
 
-_TYPES = {type(None): "null", bool: "bool", int: "int", float: "float", str: "str", list: "list", dict: "dict"}
+TYPES = {type(None): "null", bool: "bool", int: "int", float: "float", str: "str", list: "list", dict: "dict"}
+"""Type -> its name, a key of `WORDS`."""
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "all": (),
@@ -78,7 +81,7 @@ class TrainerKey:
 
     def checked(self, value: Any) -> Any:
         """Return *value* as the trainer takes it; ValueError if it takes none such."""
-        given, kind = value, _TYPES.get(type(value), "")
+        given, kind = value, TYPES.get(type(value), "")
         if value is False and "no" in self.choices:  # YAML reads no as false
             value, kind = "no", "str"
         if "float" in self.types and kind in {"int", "str"}:
@@ -114,6 +117,18 @@ class TrainerKey:
             bound = "" if self.below == float("inf") else f" and below {self.below:g}"
             wanted += f" of at least {self.least:g}{bound}"
         return wanted
+
+
+def flat_types(annotation: Any) -> Iterator[Any]:
+    """Yield the types and literal texts of an annotation, without type parameters."""
+    origin = typing.get_origin(annotation)
+    if origin in {types.UnionType, typing.Union}:
+        for argument in typing.get_args(annotation):
+            yield from flat_types(argument)
+    elif origin is typing.Literal:
+        yield from (choice if isinstance(choice, str) else type(choice) for choice in typing.get_args(annotation))
+    else:
+        yield origin or annotation
 
 
 def stored_keys() -> dict[str, TrainerKey] | None:

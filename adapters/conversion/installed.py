@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,15 +17,12 @@ from swift.model import MODEL_MAPPING, get_matched_model_meta, get_model_info_me
 from swift.template import TEMPLATE_MAPPING, get_template_meta
 from transformers.models.auto import modeling_auto
 
+from packplan.adapters.config.trainer_keys import TYPES, WORDS, flat_types
 from packplan.adapters.families import is_shown, is_unpacked
 from packplan.adapters.model_folder import config_architecture, model_sizes
 from packplan.core.config import ModelConfig
 from packplan.core.conversion import Argument, ModelFacts
 from packplan.core.errors import ConfigError, Fault
-
-_TYPES = {type(None): "null", bool: "bool", int: "int", float: "float", str: "str", list: "list", dict: "dict"}
-
-_ORDER = ("null", "bool", "int", "float", "str", "list", "dict")
 
 _DERIVED = frozenset({"fsdp", "report_to"})
 """Arguments whose annotations are narrower than what ms-swift takes."""
@@ -139,25 +135,13 @@ def _argument(field: Any, annotation: Any) -> Argument:
     default = field.default
     if default is dataclasses.MISSING:
         default = None if field.default_factory is dataclasses.MISSING else field.default_factory()
-    kinds = {_TYPES.get(kind, "str") for kind in _flat(annotation)}
+    kinds = {TYPES.get(kind, "str") for kind in flat_types(annotation)}
     if field.name in _DERIVED:
         kinds |= {"str"}
-    return Argument(tuple(kind for kind in _ORDER if kind in kinds), _plain(default))
+    return Argument(tuple(kind for kind in WORDS if kind in kinds), _plain(default))
 
 
 def _plain(value: Any) -> Any:
     """Return a default as JSON has it."""
     value = getattr(value, "value", value)
     return value if isinstance(value, (type(None), bool, int, float, str, list, dict)) else str(value)
-
-
-def _flat(annotation: Any) -> Iterator[Any]:
-    """Yield the types and the types of literal values that an annotation allows."""
-    origin = typing.get_origin(annotation)
-    if origin in {types.UnionType, typing.Union}:
-        for argument in typing.get_args(annotation):
-            yield from _flat(argument)
-    elif origin is typing.Literal:
-        yield from map(type, typing.get_args(annotation))
-    else:
-        yield origin or annotation

@@ -15,13 +15,12 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import attrs
-from filelock import FileLock
 
 from packplan.adapters import files
 from packplan.adapters.progress import BRIEF_S, progress
@@ -93,7 +92,11 @@ class MediaCache:
             OutputError: There is no room for it.
         """
         if (found := self._file(url)) is None:
-            with self._held(url):
+            lock = self._note_file(url).with_name("lock")
+            with files.writing(lock):
+                lock.parent.mkdir(parents=True, exist_ok=True)
+            # One thread of one process fetches; those of other images seldom wait.
+            with files.held(lock, "for an image of another process"):
                 found = self._file(url) or self._fetched(url)
         return found
 
@@ -130,19 +133,6 @@ class MediaCache:
             return None
         path = self._content(note["sha256"])
         return str(path) if path.is_file() and path.stat().st_size == int(note["bytes"]) else None
-
-    @contextlib.contextmanager
-    def _held(self, url: str) -> Iterator[None]:
-        """Let one thread of one process fetch; those of other images seldom wait."""
-        path = self._note_file(url).with_name("lock")
-        with files.writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(path)
-            lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
 
     def _fetched(self, url: str) -> str:
         """Fetch an image, keep it and return its file; ValueError if it cannot be had."""

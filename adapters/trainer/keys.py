@@ -5,9 +5,8 @@ Types and choices of the installed ms-swift's training arguments, the source of 
 
 from __future__ import annotations
 
-import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -17,9 +16,7 @@ from swift.callbacks.mapping import callbacks_map
 from swift.optimizers import optimizers_map
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
-from packplan.adapters.config.trainer_keys import WORDS, TrainerKey
-
-_TYPES = {type(None): "null", bool: "bool", int: "int", float: "float", str: "str", list: "list", dict: "dict"}
+from packplan.adapters.config.trainer_keys import TYPES, WORDS, TrainerKey, flat_types
 
 _ANNOTATIONS = {"fsdp": bool | str | None, "report_to": list[str] | str}
 """Types of keys whose annotations are incomplete."""
@@ -48,13 +45,13 @@ def installed_keys() -> dict[str, TrainerKey]:
 def _key(name: str, annotation: Any) -> TrainerKey:
     field = TrainingArguments.__dataclass_fields__[name]
     # ms-swift declares some of transformers' keys again, as plain strings.
-    kinds = [*_flat(annotation), *_flat(_first_annotation(name))]
+    kinds = [*flat_types(annotation), *flat_types(_first_annotation(name))]
     choices = [*_CHOICES.get(name, ()), *(field.metadata.get("choices") or ())]
     choices += [
         str(member.value) for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum) for member in kind
     ]
     choices += [kind for kind in kinds if isinstance(kind, str)]
-    types = {"str" if isinstance(kind, str) else _TYPES.get(kind) for kind in _flat(annotation)}
+    types = {"str" if isinstance(kind, str) else TYPES.get(kind) for kind in flat_types(annotation)}
     return TrainerKey(
         types=tuple(kind for kind in WORDS if kind in types),
         choices=tuple(dict.fromkeys(choices)),
@@ -70,15 +67,3 @@ def _first_annotation(name: str) -> Any:
         if name in vars(kind).get("__annotations__", {}):
             return typing.get_type_hints(kind)[name]
     raise AssertionError(name)
-
-
-def _flat(annotation: Any) -> Iterator[Any]:
-    """Yield the types and literal values of an annotation, without type parameters."""
-    origin = typing.get_origin(annotation)
-    if origin in {types.UnionType, typing.Union}:
-        for argument in typing.get_args(annotation):
-            yield from _flat(argument)
-    elif origin is typing.Literal:
-        yield from (choice if isinstance(choice, str) else type(choice) for choice in typing.get_args(annotation))
-    else:
-        yield origin or annotation

@@ -1,4 +1,4 @@
-"""From packs to batches of tensors: packs of each rank, collation, and weights of tokens."""
+"""From packs to batches of tensors: collation, weights of tokens, and loaders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from packplan.adapters.trainer.dynamic_dataset import Ended, StreamCounts, Strea
 from packplan.adapters.trainer.packed_dataset import EncodedPack, Sample
 from packplan.adapters.trainer.vision import complete
 from packplan.core.errors import PackplanError
-from packplan.core.schedule import EpochSchedule
 
 Batch = dict[str, Any]
 
@@ -34,24 +33,6 @@ _COUNTS = "stream_counts"
 
 _POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
 """Power of n as the weight of a token, in a sample of n supervised tokens."""
-
-
-class TrainBatches:
-    """Batches of a rank, in the schedule's order of the current epoch."""
-
-    def __init__(self, schedule: EpochSchedule, *, rank: int) -> None:
-        self._schedule, self._rank = schedule, rank
-        self.epoch = schedule.at(schedule.start.step).epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Serve *epoch* from now on."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self._schedule.num_batches(self.epoch)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._schedule.batches(self.epoch, rank=self._rank))
 
 
 @attrs.frozen

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.samples.encoder import VIDEO_SECONDS
 from packplan.adapters.trainer.base import PackingTrainer, require_packs
 from packplan.adapters.trainer.checkpoints import files_to_state, remove_digests, to_state, write_digests
-from packplan.adapters.trainer.loader import PACK_INDICES, PackLoader, TrainBatches
+from packplan.adapters.trainer.loader import PACK_INDICES, PackLoader
 from packplan.core.equality import AttentionChoice
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats, Progress, ResumeState
 
@@ -61,7 +62,7 @@ class PackTrainer(PackingTrainer):
         loader = PackLoader(
             self.train_dataset,
             device=self.accelerator.device,
-            batch_sampler=TrainBatches(self.schedule, rank=self.group.rank),
+            batch_sampler=PackBatches(self.schedule, self.group.rank, self.group.world_size),
             collate_fn=self.data_collator,
             **self._worker_options(),
         )

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 
 from packplan.app.plan.stored import PlanView
 from packplan.core.errors import counted
-from packplan.core.inspection import fills, works_per_step
+from packplan.core.inspection import fills
 from packplan.core.lengths import IntArray
 from packplan.core.packers import pack
 from packplan.core.plan import RawPlan
-from packplan.core.schedule import EpochSchedule
+from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 
 INK, GRID, FIRST, SECOND, THIRD = "#010101", "#020202", "#030303", "#040404", "#050505"
 
@@ -247,10 +247,11 @@ def _gap(view: PlanView) -> Chart:
 
 
 def _work(view: PlanView) -> Chart:
+    tokens, packed = view.stored.lengths.tokens, view.stored.packed
+    stats = PackStats.from_plan(view.planned.raw, tokens, packed=packed, works=view.work.samples)
+
     def per_step(schedule: EpochSchedule) -> NDArray[np.float64]:
-        return works_per_step(
-            view.planned.raw, view.stored.lengths.tokens, schedule, packed=view.stored.packed, works=view.work.samples
-        )
+        return EpochStats.from_schedule(stats, schedule, 0).works(0, schedule.steps_per_epoch)
 
     works, schedule, before = per_step(view.schedule), view.schedule_summary, ""
     ranks = {"busiest": works.max(axis=1), "mean": works.mean(axis=1), "idlest": works.min(axis=1)}

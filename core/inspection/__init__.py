@@ -15,7 +15,6 @@ from packplan.core.inspection.summary import (
     fills,
     summarise,
     summarise_schedule,
-    works_per_step,
 )
 from packplan.core.inspection.whatif import Alternative, best_of, what_if
 
@@ -39,5 +38,4 @@ __all__ = [
     "summarise_schedule",
     "summarise_sources",
     "what_if",
-    "works_per_step",
 ]

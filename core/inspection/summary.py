@@ -308,26 +308,3 @@ def _spread(works: NDArray[np.float64]) -> float:
     """
     steps = works[:-1].sum(axis=1) if len(works) > 1 else works.sum(axis=1)
     return float(steps.std() / steps.mean())
-
-
-def works_per_step(
-    plan: RawPlan,
-    lengths: IntArray,
-    schedule: EpochSchedule,
-    *,
-    packed: bool = True,
-    works: SampleWorks | None = None,
-) -> NDArray[np.float64]:
-    """
-    Return the work of each step of the first epoch, on each rank; shape (steps, world_size).
-
-    Args:
-        plan: The raw plan.
-        lengths: Tokens of each sample; int64, shape (num_samples,).
-        schedule: Schedule of the plan's packs from the beginning.
-        packed: Whether samples share packs. Otherwise they are padded to the longest of their
-            batch.
-        works: Work of samples; None counts the squares of their lengths.
-    """
-    stats = EpochStats.from_schedule(PackStats.from_plan(plan, lengths, packed=packed, works=works), schedule, 0)
-    return stats.works(0, schedule.steps_per_epoch)

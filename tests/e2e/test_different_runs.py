@@ -36,10 +36,11 @@ def other_model(folder: Path, to: Path) -> Path:
     return to
 
 
-def test_ranks_that_were_given_different_runs_all_end_with_the_same_words(server, write_run, write_rl, demo, tmp_path):
+def test_ranks_that_were_given_different_runs_all_end_and_one_says_how(server, write_run, write_rl, demo, tmp_path):
     """
     Status 2, in time, whatever would have parted them: keys, options, versions, and the weights of
-    each command that trains. Each key is named with its values and ranks.
+    each command that trains. Rank 0 names each key with its values and ranks, and the others their
+    number.
     """
     other = other_model(demo / "models" / "qwen2", tmp_path / "other" / "qwen2")
     keys = {"learning_rate": 1e-3, "packing": False, "disable_tqdm": True}
@@ -64,10 +65,13 @@ def test_ranks_that_were_given_different_runs_all_end_with_the_same_words(server
     said = {}
     for name in cases:
         logs = [re.search(rf"<{name}>\n(.*)</{name}> 2\n", rank.said, re.DOTALL).group(1) for rank in both]
-        first, second = (re.search(r"error \(rank (.)\): (.*)", log, re.DOTALL).groups() for log in logs)
-        assert ("0", "1", first[1]) == (first[0], second[0], second[1])
-        head, *said[name], _ = first[1].strip().split("\n  ")
+        first, second = (
+            re.search(rf"error \(rank {rank}\): (.*)", log, re.DOTALL).group(1) for rank, log in enumerate(logs)
+        )
+        head, *said[name], remedy = first.strip().split("\n  ")
         assert "ranks were given different runs:" == head
+        counted = f"{len(said[name])} difference{'s' if len(said[name]) > 1 else ''}"
+        assert f"ranks were given different runs: rank 0 lists {counted}; {remedy}" == second.strip()
     assert [
         'custom.val_jsonl: absent on rank 0; "a path" on rank 1',
         "template.max_length: 256 on rank 0; 200 on rank 1",

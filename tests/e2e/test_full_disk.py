@@ -1,12 +1,19 @@
 """
 A disk that is full when a checkpoint or a policy is to be saved: the fact, the folder and a remedy,
-and no traceback.
+and no traceback. Memory that runs out is no such fault.
 """
 
 from __future__ import annotations
 
-import pytest
+import errno
+import os
+from functools import partial
+from pathlib import Path
 
+import pytest
+import torch
+
+from packplan.adapters.files import loading, saving, writing
 from packplan.app import sft
 from packplan.core.errors import OutputError
 
@@ -46,3 +53,26 @@ def test_a_policy_that_does_not_fit_names_its_folder(small_disk, demo):
 
     with pytest.raises(OutputError, match=f"{disk}/policy cannot be written: .*os error 28"):
         worker.save(str(disk / "policy"))
+
+
+def fork_beyond_memory():
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [partial(writing, Path("run")), partial(saving, Path("run")), partial(loading, "model.model", "is damaged")],
+    ids=["writing", "saving", "loading"],
+)
+@pytest.mark.parametrize(
+    ("use", "kind"),
+    [
+        (lambda: torch.empty(2**58), RuntimeError),
+        (lambda: bytearray(2**60), MemoryError),
+        (fork_beyond_memory, OSError),
+    ],
+)
+def test_memory_that_runs_out_is_no_fault_of_a_file(guard, use, kind):
+    """The error stays as it was raised, so that no message names a folder or a key."""
+    with pytest.raises(kind), guard():
+        use()

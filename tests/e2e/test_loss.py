@@ -14,10 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from packplan.adapters.loaders.batches import EvalBatches
+from packplan.adapters.loaders.batches import EvalBatches, PackBatches
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.encoder import SwiftEncoder
-from packplan.adapters.trainer.loader import TrainBatches
 from packplan.app.sft.prepare import prepare
 from packplan.app.wiring import training
 from packplan.core.errors import MismatchError
@@ -265,8 +264,8 @@ def test_a_pack_that_training_leaves_out_is_found(prepared, monkeypatch):
     A loader that serves another pack than the schedule says stops the run at the end of the epoch.
     """
     run = prepared("qwen2")
-    plain = TrainBatches.__iter__
-    monkeypatch.setattr(TrainBatches, "__iter__", lambda batches: iter([[0], *list(plain(batches))[1:]]))
+    plain = PackBatches.__iter__
+    monkeypatch.setattr(PackBatches, "__iter__", lambda batches: iter([[0], *list(plain(batches))[1:]]))
 
     with pytest.raises(MismatchError, match="epoch 0 on rank 0"):
         run.trainer.train()

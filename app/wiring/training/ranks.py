@@ -16,17 +16,16 @@ from typing import Any
 
 import attrs
 import torch
-from filelock import FileLock, Timeout
 
 from packplan.adapters.config.run import load_mix
-from packplan.adapters.files import writing
+from packplan.adapters.files import held, writing
 from packplan.adapters.ranks.environment import meeting, require_ranks
 from packplan.adapters.ranks.torch_group import OneRank, TorchGroup
 from packplan.adapters.ranks.weight_digests import weight_digests
 from packplan.adapters.trainer.arguments import runs_on_cpu
 from packplan.adapters.versions import installed_version
 from packplan.core.config import RunConfig, flat_values, rank_differences, run_values
-from packplan.core.errors import ConfigError, OutputError, RunError, in_lines
+from packplan.core.errors import ConfigError, OutputError, RunError, UserError, counted, in_lines
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import RankGroup
 
@@ -121,7 +120,7 @@ def require_same(group: RankGroup, values: Mapping[str, str]) -> None:
         values: Text by key, of this rank.
 
     Raises:
-        RunError: A rank has others; on all of them.
+        RunError: A rank has others; on all of them. The text of rank 0 lists the differences.
     """
     if group.world_size == 1:
         return
@@ -134,6 +133,8 @@ def require_same(group: RankGroup, values: Mapping[str, str]) -> None:
     group.any(False)  # noqa: FBT003  # all have read it: now a rank may end, and its store with it
     differences = rank_differences([json.loads(told[digests.index(digest)]) for digest in digests])
     fact = in_lines("ranks were given different runs", differences)
+    if group.rank:  # one report is enough
+        fact = f"ranks were given different runs: rank 0 lists {counted(len(differences), 'difference')}"
     raise RunError("different_runs", fact, {"differences": differences})
 
 
@@ -163,25 +164,23 @@ def alone_in_output(config: RunConfig, group: RankGroup) -> Iterator[None]:
 
     Raises:
         ConfigError: Another run does so now, and both would write the same checkpoints.
-        OutputError: The folder cannot be written; ConfigError on the ranks beside the first.
+        OutputError: The folder cannot be written. Ranks beside the first raise ConfigError.
     """
     folder = Path(config.training.output_dir)
-    lock = FileLock(folder / "train.lock")
-    taken, failure = False, None
-    if group.rank == 0:
-        try:
-            with writing(folder), contextlib.suppress(Timeout):
-                folder.mkdir(parents=True, exist_ok=True)
-                lock.acquire(timeout=0)
-                taken = True
-        except OutputError as error:  # raised once the others know
-            failure = error
-    if group.any(failure is not None):
-        raise failure or ConfigError.at("training.output_dir", f"is {folder}, which rank 0 cannot write")
-    if group.any(group.rank == 0 and not taken):
+    failure: UserError | None = None
+
+    def refuse() -> str:
         reason = f"is {folder}, which another run trains into: both would write its checkpoints; name another folder"
         raise ConfigError.at("training.output_dir", reason)
-    try:
+
+    with contextlib.ExitStack() as lock:
+        if group.rank == 0:
+            try:
+                with writing(folder):
+                    folder.mkdir(parents=True, exist_ok=True)
+                lock.enter_context(held(folder / "train.lock", f"to train into {folder}", wait=refuse))
+            except (ConfigError, OutputError) as error:  # raised once the others know
+                failure = error
+        if group.any(failure is not None):
+            raise failure or ConfigError.at("training.output_dir", f"is {folder}, which rank 0 cannot train into")
         yield
-    finally:
-        lock.release()
