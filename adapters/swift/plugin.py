@@ -14,6 +14,7 @@ from swift.utils import is_master
 from packplan.adapters.swift.packs import PlannedPacks
 from packplan.adapters.swift.refusals import is_megatron, refuse_arguments, refuse_others, refuse_version
 from packplan.adapters.swift.training import follow
+from packplan.core.checksum import plan_checksum
 from packplan.core.errors import DataSetError, counted
 from packplan.core.surface import Plan
 
@@ -93,12 +94,9 @@ class _Planning:
             self.check(arguments)
         packed = self._pack(pipeline, data_sets)
         packs: PlannedPacks = packed[0]
-        found = packs.plan.checksum
+        found = plan_checksum(packs.plan.packs, lengths=packs.plan.lengths)
         if self.planned is not None and found != self.planned["checksum"]:
-            fact = (
-                f"the data have changed since they were planned: their plan is {found[:12]} instead of "
-                f"{self.planned['checksum'][:12]}, though all arguments are the same"
-            )
+            fact = "the data have changed since they were planned: all arguments are the same, but not the lengths"
             raise DataSetError(fact)
         if is_megatron(arguments):  # its sampler drops what fills no step
             packs.fill_steps(arguments.global_batch_size)

@@ -29,6 +29,7 @@ from packplan.adapters.swift.packs import PlannedPacks
 from packplan.adapters.swift.refusals import refuse_version
 from packplan.app import plugin
 from packplan.app.wiring.conversion import convert_source, run_text
+from packplan.core.align import align_plan
 from packplan.core.errors import ConfigError
 from tests.e2e import plugin_run, rank_main
 from tests.network import free_port
@@ -235,6 +236,19 @@ def test_texts_are_planned_too(more, words, train):
     assert (len(ran.rows()) > NUM) == bool(more)
 
 
+def test_a_batch_may_hold_several_packs(words, train):
+    """On two ranks; the last batch of an epoch has fewer."""
+    ran = train(words("qwen2", f"--tuner_type full --per_device_train_batch_size 4 {ONE}"), ranks=2)
+
+    found = ran.plan(LENGTH["qwen2"])
+    aligned = align_plan(found.raw, world_size=2, batch_size=4)
+    schedule = pp.EpochSchedule.from_plan(aligned, gradient_accumulation_steps=1, num_train_epochs=1, seed=42)
+    rows = [[tokens for pack in batch for index in found.packs[pack] for tokens in ran.rows()[index]]
+            for batch in schedule.batches(0, rank=0)]  # fmt: skip
+    assert [(step, sorted(row)) for step, row in enumerate(rows, start=1)] == ran.trained(0)
+    assert len({len(batch) for batch in schedule.batches(0, rank=0)}) == 2
+
+
 @pytest.mark.parametrize(("of", "before", "after"), [("qwen2_5_vl", 1, 1), ("qwen2", 1, 2), ("qwen2", 2, 1)])
 def test_a_killed_run_goes_on_where_it_was(of, before, after, words, start, train, tmp_path):  # noqa: PLR0917  # fixtures
     """Also on other ranks. On as many, each loss is that of a run that was not killed."""
@@ -292,30 +306,38 @@ def test_what_stands_against_a_plan_is_refused_by_flag(words, server, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_command_other_than_the_planned_one_is_refused_by_flag(words, train, server, tmp_path, records):
-    """By each argument that decides the plan, by the number of ranks, and by the data."""
-    one = words("qwen2", f"--tuner_type full {ONE}")
-    found = train(one).plan(LENGTH["qwen2"])
-    flags = {"--max_length": 256, "--dataset_shuffle": False, "--template": "qwen2_5"}
-    for name, ranks, checksum in [("planned", 1, found.checksum), ("ranks", 2, found.checksum), ("data", 1, "0" * 64)]:
-        planned = {"flags": flags, "ranks": ranks, "checksum": checksum}
-        text = f"from packplan.adapters.swift import install\n\ninstall(planned={planned})\n"
-        (tmp_path / f"{name}.py").write_text(text)
-    commands = [[*one[:-1], str(tmp_path / f"{name}.py")] for name in ("planned", "ranks", "data")]
-    other = [*commands[0], "--max_length", "300", "--dataset_shuffle", "true"]
+def test_a_command_other_than_the_planned_one_is_refused_by_flag(words, server, tmp_path):
+    """By each argument that decides the plan, the number of ranks, and the data themselves."""
+    data = tmp_path / "data.jsonl"
+    given = words("qwen2", f"--tuner_type full --max_length 100 --packing_length 300 {ONE}", plugins=())
+    data.write_bytes(Path(given[given.index("--dataset") + 1]).read_bytes())
+    given[given.index("--dataset") + 1] = str(data)
+    script, path = tmp_path / "train.sh", tmp_path / "planned.py"
+    script.write_text(shlex.join(["swift", "sft", *given, "--packing", "true"]))
+    written = server.packplan("plugin", "swift", script, "-o", path)
+    assert 0 == written.wait(), written.said
+    (tmp_path / "ranks.py").write_text(path.read_text().replace("'ranks': 1", "'ranks': 2"))
 
-    logs = [tmp_path / f"log{number}" for number in range(4)]
+    plugged = [*given, "--packing", "true", "--external_plugins"]
+    other = ["--max_length", "90", "--dataset_shuffle", "true"]
+    commands = [[*plugged, str(path)], [*plugged, str(tmp_path / "ranks.py")], [*plugged, str(path), *other]]
     outs = [tmp_path / f"messages{number}.json" for number in range(4)]
-    assert [0] * 4 == finished([
-        server.start(plugin_run.refused, [("sft", given)], str(out), log=log)
-        for given, out, log in zip([*commands, other], outs, logs, strict=True)
+    started = [
+        server.start(plugin_run.refused, [("sft", words)], str(out), log=out.with_suffix(".log"))
+        for words, out in zip(commands, outs, strict=False)
+    ]
+    assert [0] * 3 == finished(started)
+    data.write_text(data.read_text().replace("what is 0?", "what is, if anything, 0?"))
+    assert [0] == finished([
+        server.start(plugin_run.refused, [("sft", commands[0])], str(outs[3]), log=tmp_path / "log")
     ])  # fmt: skip
-    planned, ranks, data, flag = [json.loads(out.read_text())[0] for out in outs]
-    assert not planned
+    planned, ranks, flags, changed = [json.loads(out.read_text())[0] for out in outs]
+    assert not planned, "trained, without the rows that ms-swift leaves out"
+    assert "ms-swift left out" in started[0].said
     assert "ranks: are 1, but the plan was made for 2" in ranks
-    assert "the data have changed since they were planned" in data
-    assert "--max_length: is 300, but the plan was made with 256" in flag
-    assert "--dataset_shuffle: is True" in flag
+    assert "--max_length: is 90, but the plan was made with 100" in flags
+    assert "--dataset_shuffle: is True" in flags
+    assert "the data have changed since they were planned" in changed
 
 
 def test_ranks_with_other_rows_are_refused(words, server, tmp_path):
