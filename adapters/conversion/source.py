@@ -19,12 +19,15 @@ from packplan.core.conversion import (
     Given,
     Launch,
     Word,
+    as_torchrun,
     find_launch,
+    read_hosts,
     read_keys,
     read_resolved,
     read_script,
     read_words,
     refuse_rlhf,
+    with_exported_data,
 )
 
 ARGS = "args.json"
@@ -32,6 +35,13 @@ ARGS = "args.json"
 COMMAND_LINE = "the command"
 
 _CONFIGS = (".yaml", ".yml", ".json")
+
+
+_OF_PT = (
+    Given("use_chat_template", False, "false (of swift pt)", "use_chat_template"),  # noqa: FBT003  # a value
+    Given("loss_scale", "all", "all (of swift pt)", "loss_scale"),
+)
+"""Defaults of `swift pt` that are not those of `swift sft`."""
 
 
 @attrs.frozen
@@ -88,9 +98,11 @@ def _of_launch(launch: Launch, name: str, table: Mapping[str, Argument]) -> Sour
     """Return the arguments of a command, and of the file that it names first."""
     words = launch.arguments
     below: tuple[Given, ...] = ()
+    if launch.launcher is not None:
+        launch, below = as_torchrun(launch, _launcher_file(launch.launcher.file), source=name)
     if words and words[0].text.lower().endswith(_CONFIGS) and not words[0].computed:
         document, asked = _config(Path(words[0].text))
-        below = read_keys(document, table, source=words[0].text)
+        below += read_keys(document, table, source=words[0].text)
         launch = attrs.evolve(
             launch,
             ranks_per_node=launch.ranks_per_node or asked.ranks_per_node,
@@ -100,7 +112,24 @@ def _of_launch(launch: Launch, name: str, table: Mapping[str, Argument]) -> Sour
         words = words[1:]
     above = read_words(words, table, source=name)
     named = {argument.name for argument in above}
-    return Source(name, (*(argument for argument in below if argument.name not in named), *above), launch)
+    given = (*(argument for argument in below if argument.name not in named), *above)
+    given = with_exported_data(given, launch.exports, table, source=name)
+    if launch.task == "pt":
+        named = {argument.name for argument in given}
+        given += tuple(one for one in _OF_PT if one.name not in named)
+    return Source(name, given, launch)
+
+
+def _launcher_file(word: Word | None) -> dict[str, Any]:
+    """Return what the file of a launcher says; nothing without one."""
+    if word is None:
+        return {}
+    path = Path(word.text)
+    if not path.is_file():
+        raise refusal(path, "is no file, and the launcher reads its ranks there: convert where it is")
+    if path.suffix.lower() not in _CONFIGS:
+        return read_hosts(read_text(path, "file"))
+    return read_document(path)
 
 
 def _of_config(path: Path, table: Mapping[str, Argument]) -> Source:

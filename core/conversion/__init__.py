@@ -13,8 +13,10 @@ from packplan.core.conversion.conversion import (
     World,
     samples_of_step,
 )
-from packplan.core.conversion.convert import convert
+from packplan.core.conversion.convert import convert, ranks_of_devices
+from packplan.core.conversion.exported import with_exported_data
 from packplan.core.conversion.launch import Launch, find_launch
+from packplan.core.conversion.launchers import as_torchrun, read_hosts
 from packplan.core.conversion.packs import packs_of_step, with_packs, without_packs
 from packplan.core.conversion.shell import Command, Word, read_script
 
@@ -30,9 +32,12 @@ __all__ = [
     "Verdict",
     "Word",
     "World",
+    "as_torchrun",
     "convert",
     "find_launch",
     "packs_of_step",
+    "ranks_of_devices",
+    "read_hosts",
     "read_keys",
     "read_resolved",
     "read_script",
@@ -40,6 +45,7 @@ __all__ = [
     "refuse_rlhf",
     "require_consistent",
     "samples_of_step",
+    "with_exported_data",
     "with_packs",
     "without_packs",
 ]
