@@ -7,6 +7,7 @@ from typing import Any
 
 from packplan.core.config import TUNERS
 from packplan.core.conversion.arguments import Given
+from packplan.core.conversion.launch import INSIDE
 from packplan.core.errors import ConfigError, Fault
 
 
@@ -24,14 +25,10 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Fault]:
         yield Fault("--dataset", "is not given: name the data")
     task = values.get("task_type", "causal_lm")
     if task != "causal_lm":
-        reason = (
-            f"is {task}, but only causal_lm is trained here; to train it in packs by ms-swift itself: "
-            "packplan plugin swift -o plugin.py, then swift sft … --packing true --external_plugins plugin.py"
-        )
-        yield Fault("--task_type", reason)
+        yield Fault("--task_type", f"is {task}, but only causal_lm is trained here: {INSIDE}")
     tuner = values.get("tuner_type", "lora")
     if tuner not in TUNERS:
-        why = _UNTRIED.get(str(tuner), "it is Python code of its own")
+        why = _UNTRIED.get(str(tuner), f"the command's own code makes it, and {INSIDE}")
         yield Fault("--tuner_type", f"is {tuner}, but has to be one of {', '.join(TUNERS)}: {why}")
     for first, second, why in _EXCLUSIVE:
         if values.get(first) and values.get(second):
@@ -46,7 +43,7 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Fault]:
 
 _UNTRIED = {
     "adalora": "its ranks change with the steps, which a resumed run does not know",
-    "bone": "peft no longer has it",
+    "bone": "the peft that ms-swift takes no longer has it",
     "longlora": "it attends over the borders of packed samples",
     "lora_llm": "a resumed run does not get all of its weights back",
     "reft": "its interventions are not tried with packs",

@@ -38,7 +38,8 @@ def with_exported_data(
     for words in exports if len(folders) == 1 else ():
         known = {**table, "to_cached_dataset": Argument(("bool",))}
         exported = {one.name: one for one in read_words(_known(words, known), known, source=source)}
-        if not exported.get("to_cached_dataset") or _plain(exported["output_dir"].value) not in folders:
+        named = {name: one.value for name, one in exported.items()}
+        if not named.get("to_cached_dataset") or _plain(named.get("output_dir", "")) not in folders:
             continue
         for name, one in exported.items():
             if name in values and name not in _NOT_OF_DATA and values[name].value != one.value:

@@ -27,8 +27,15 @@ _LAUNCHER_FLAGS = frozenset(
     {"multi_gpu", "same_network", "use_deepspeed", "use_fsdp", "use_megatron_lm", "cpu", "no_ssh"}
 )
 
+INSIDE = (
+    "ms-swift itself trains it in planned packs, with --packing true --external_plugins plugin.py "
+    "(packplan plugin swift -o plugin.py)"
+)
+"""Way that remains for what only ms-swift trains."""
+
 OTHER_TASKS: Mapping[str, str] = {
-    "rlhf": "trains on preferences or rewards: only swift sft and swift pt are converted (for GRPO, see docs/rl.md)",
+    "rlhf": "trains on preferences or rewards: only swift sft and swift pt are converted (for GRPO, see "
+    "docs/rl.md; for DPO, docs/use-it-in/swift.md)",
     "infer": "answers prompts, and trains nothing: only swift sft and swift pt are converted",
     **dict.fromkeys(
         ("app", "deploy", "eval", "export", "merge-lora", "rollout", "sample", "web-ui"),
@@ -133,7 +140,7 @@ def _read(command: Command) -> Launch | tuple[str, str] | None:
         return None
     program, rest = _base(words[0]), words[1:]
     if program == "megatron":
-        reason = "trains with Megatron-LM, whose arguments and parallel layouts are others: only swift sft is converted"
+        reason = f"trains with Megatron-LM, whose arguments and parallel layouts are others: {INSIDE}"
         return f"megatron {_task(rest)}", reason
     options: dict[str, Word] = {}
     launcher: Launcher | None = None

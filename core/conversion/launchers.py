@@ -125,7 +125,10 @@ def _devices(launch: Launch) -> int | None:
 
 
 def _arguments(values: Mapping[str, Any], found: list[Fault]) -> Iterator[Given]:
-    """Yield arguments of ms-swift for what accelerate's configuration sets up."""
+    """
+    Yield arguments of ms-swift for what accelerate's configuration sets up. Its `mixed_precision`
+    is none of it, since ms-swift sets that from its own arguments.
+    """
     kind = str(values.get("distributed_type", "NO")).upper()
     if kind == "DEEPSPEED":
         yield from _deepspeed(values.get("deepspeed_config") or {}, found)
@@ -133,9 +136,6 @@ def _arguments(values: Mapping[str, Any], found: list[Fault]) -> Iterator[Given]
         yield _given("fsdp", _fsdp(values.get("fsdp_config") or {}), "{…}")
     elif kind not in {"NO", "MULTI_GPU", "MULTI_NPU"}:
         found.append(Fault("distributed_type", f"is {kind}, which is not trained here: use torchrun"))
-    precision = values.get("mixed_precision")
-    if precision in {"bf16", "fp16"}:
-        yield _given(str(precision), value=True, text="true")
 
 
 def _given(name: str, value: Any, text: str) -> Given:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from packplan.core.conversion.launch import INSIDE
+
 SECTIONS: Mapping[str, str] = {
     **dict.fromkeys(
         ("model", "model_type", "torch_dtype", "experts_impl", "bnb_4bit_compute_dtype", "bnb_4bit_quant_type",
@@ -99,7 +101,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "custom_dataset_info": "name the data files in dataset",
     "hqq_axis": "quantisation by hqq is not offered: use bnb",
     "adapters": "training does not begin from adapters: merge them first (swift export --merge_lora true)",
-    **dict.fromkeys(("external_plugins", "custom_register_path"), "it runs Python code of its own"),
+    **dict.fromkeys(("external_plugins", "custom_register_path"), f"it runs Python code of its own; with it, {INSIDE}"),
     "model_kwargs": "set them as variables of the environment, in capitals",
     "deepspeed_autotp_size": "several ranks would be one learner: remove it",
     **dict.fromkeys(("use_ray", "ray_exp_name", "device_groups"), "start the ranks with torchrun"),
