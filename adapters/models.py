@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,6 +87,10 @@ def load_strictly(model: Any, checkpoint: str) -> bool:
     """
     if hasattr(model, "peft_config"):
         return False
+    if hasattr(model, "adapters"):  # a `SwiftModel`, which transformers does not know
+        for name in model.adapters:
+            model.load_state_dict(model.load_state_file(str(Path(checkpoint, name))), adapter_name=name)
+        return True
     saved = type(model).from_pretrained(checkpoint, dtype=model.dtype)
     model.load_state_dict(saved.state_dict(), strict=True)
     return True

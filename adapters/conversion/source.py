@@ -21,12 +21,15 @@ from packplan.core.conversion import (
     Given,
     Launch,
     Word,
+    as_torchrun,
     find_launch,
+    read_hosts,
     read_keys,
     read_resolved,
     read_script,
     read_words,
     refuse_rlhf,
+    with_exported_data,
 )
 
 ARGS = "args.json"
@@ -34,6 +37,13 @@ ARGS = "args.json"
 COMMAND_LINE = "the command"
 
 _CONFIGS = (".yaml", ".yml", ".json")
+
+
+_OF_PT = (
+    Given("use_chat_template", False, "false (of swift pt)", "use_chat_template"),  # noqa: FBT003  # a value
+    Given("loss_scale", "all", "all (of swift pt)", "loss_scale"),
+)
+"""Defaults of `swift pt` that are not those of `swift sft`."""
 
 
 @attrs.frozen
@@ -89,6 +99,8 @@ def read_launch(words: Sequence[str]) -> tuple[str, Launch]:
         name, launch = str(first), attrs.evolve(launch, task="rlhf" if "rlhf_type" in document else "sft")
     else:
         name, launch = _find(words, PLANNED)
+        if launch.launcher is not None:
+            launch, _ = as_torchrun(launch, _launcher_file(launch.launcher.file), source=name)
         document, launch = _with_config(launch)
     launch = attrs.evolve(launch, arguments=(*_as_words(document), *launch.arguments))
     named = [*launch.arguments, *launch.environment.values()]
@@ -149,11 +161,32 @@ def _with_config(launch: Launch) -> tuple[dict[str, Any], Launch]:
 
 def _of_launch(name: str, launch: Launch, table: Mapping[str, Argument]) -> Source:
     """Return the arguments of a command, and of the file that it names first."""
+    below: tuple[Given, ...] = ()
+    if launch.launcher is not None:
+        launch, below = as_torchrun(launch, _launcher_file(launch.launcher.file), source=name)
     document, plain = _with_config(launch)
-    below = read_keys(document, table, source=launch.arguments[0].text) if document else ()
+    if document:
+        below += read_keys(document, table, source=launch.arguments[0].text)
     above = read_words(plain.arguments, table, source=name)
     named = {argument.name for argument in above}
-    return Source(name, (*(argument for argument in below if argument.name not in named), *above), plain)
+    given = (*(argument for argument in below if argument.name not in named), *above)
+    given = with_exported_data(given, plain.exports, table, source=name)
+    if plain.task == "pt":
+        named = {argument.name for argument in given}
+        given += tuple(one for one in _OF_PT if one.name not in named)
+    return Source(name, given, plain)
+
+
+def _launcher_file(word: Word | None) -> dict[str, Any]:
+    """Return what the file of a launcher says; nothing without one."""
+    if word is None:
+        return {}
+    path = Path(word.text)
+    if not path.is_file():
+        raise refusal(path, "is no file, and the launcher reads its ranks there: convert where it is")
+    if path.suffix.lower() not in _CONFIGS:
+        return read_hosts(read_text(path, "file"))
+    return read_document(path)
 
 
 def _of_config(path: Path, table: Mapping[str, Argument]) -> Source:
