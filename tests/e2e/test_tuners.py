@@ -37,10 +37,23 @@ TUNERS = {
         "qwen3", {"freeze_parameters": ["model.layers.0"], "freeze_parameters_regex": "norm",
                   "trainable_parameters": ["model.norm"]}, "model.norm",
     ),
+    "a start from the weights": ("qwen3", {**LORA, "init_weights": "pissa"}, "lora_A"),
+    "boft": ("qwen2", {"tuner_type": "boft", "boft_block_size": 8}, "boft_R"),
+    "adapter": ("qwen3", {"tuner_type": "adapter", "adapter_length": 8}, "linear1"),
+    "llamapro": ("qwen3", {"tuner_type": "llamapro", "llamapro_num_new_blocks": 1}, "layers.2"),
     "rates": ("qwen2_5_vl", {"vit_lr": "1e-3", "aligner_lr": "1e-4"}, "visual"),
     "rates of adapters": ("qwen2_5_vl", {**LORA, "vit_lr": "1e-3", "freeze_aligner": True}, "visual"),
 }  # fmt: skip
 """Name -> model, keys of `training.`, and what some trained weight is called."""
+
+
+OTHERS = {
+    "vera": ("qwen3", {"tuner_type": "vera", "vera_rank": 8}, "vera_lambda"),
+    "fourierft": ("qwen3", {"tuner_type": "fourierft", "fourier_n_frequency": 50}, "fourierft_spectrum"),
+    "ia3": ("qwen2_5_vl", {"tuner_type": "ia3"}, "ia3_l"),
+    "dummy": ("qwen2", {"tuner_type": "dummy"}, "embed"),
+}
+"""The same of tuners that add weights as others do, or none."""
 
 
 FREEZES = {
@@ -100,7 +113,7 @@ def test_a_tuner_trains_saves_resumes_and_passes_the_check(  # noqa: PLR0917  # 
 def test_weights_that_ms_swift_would_train_are_those_that_train(server, write_run, tmp_path):
     """For adapters and freezes alike, by name; asked of ms-swift itself."""
     asked = []
-    for number, (model, keys, trained) in enumerate([*TUNERS.values(), *FREEZES.values()]):
+    for number, (model, keys, trained) in enumerate([*TUNERS.values(), *OTHERS.values(), *FREEZES.values()]):
         path = write_run(model, name=f"run{number}", training=keys)
         config = stores.read_config(path)
         attention = wiring.decide_attention(config, isolated=False)
