@@ -19,6 +19,12 @@ from tests.e2e import swift_run
 from tests.e2e.test_resume import assert_equal, weights
 from tests.processes import finished
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:PiSSA changes the base weights:UserWarning"),  # to save adapters without it
+    pytest.mark.filterwarnings("ignore:Setting boft_n_butterfly_factor:UserWarning"),  # to its default
+    pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension:UserWarning"),  # of BOFT, which needs none
+]
+
 LORA = {"tuner_type": "lora", "lora_rank": 2}
 
 TUNERS = {
@@ -63,6 +69,12 @@ FREEZES = {
     "adapters of the text": ("qwen2_5_vl", {**LORA, "freeze_vit": True, "freeze_aligner": True}, "language_model"),
 }
 """Settings that name parts of a model; which weights they train is asked of ms-swift."""
+
+
+@pytest.fixture(autouse=True)
+def _builds_here(monkeypatch, tmp_path):
+    """Let peft try to build BOFT's extension in a folder of the test."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
 
 
 @pytest.fixture(scope="module")
