@@ -58,6 +58,9 @@ class Source:
     num_found_out: int = 0
     """Values of an args.json that are no arguments."""
 
+    exports: bool = False
+    """Whether the script's `swift export` makes the cached data of the command."""
+
 
 def read_source(words: Sequence[str], table: Mapping[str, Argument]) -> Source:
     """
@@ -113,11 +116,13 @@ def _of_launch(launch: Launch, name: str, table: Mapping[str, Argument]) -> Sour
     above = read_words(words, table, source=name)
     named = {argument.name for argument in above}
     given = (*(argument for argument in below if argument.name not in named), *above)
-    given = with_exported_data(given, launch.exports, table, source=name)
+    loaded = given
+    given = with_exported_data(loaded, launch.exports, table, source=name)
+    exports = given != loaded
     if launch.task == "pt":
         named = {argument.name for argument in given}
         given += tuple(one for one in _OF_PT if one.name not in named)
-    return Source(name, given, launch)
+    return Source(name, given, launch, exports=exports)
 
 
 def _launcher_file(word: Word | None) -> dict[str, Any]:

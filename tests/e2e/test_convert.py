@@ -391,6 +391,25 @@ def test_files_beside_a_script_are_read(tmp_path, monkeypatch, script, start, ke
         assert [program] == [line.argument.split()[0] for line in made.conversion.lines if program in line.argument]
 
 
+def test_data_that_the_script_exports_are_trained(tmp_path, monkeypatch):
+    """In place of the cached ones, which are not read."""
+    monkeypatch.chdir(tmp_path)
+    export = (
+        "swift export --model m --dataset a.jsonl --split_dataset_ratio 0.1 --to_cached_dataset true --output_dir c"
+    )
+    train = "swift sft --model m --cached_dataset c/train --cached_val_dataset c/val --max_length 8"
+    (tmp_path / "x.sh").write_text(f"{export}\n{train}")
+    (tmp_path / "y.sh").write_text(f"{export}\n{train} --dataset a.jsonl --cached_dataset d/train")
+
+    made = convert_source(["x.sh"])
+
+    assert {"dataset": ["a.jsonl"], "split_dataset_ratio": 0.1} == made.conversion.document["custom"]
+    told = {line.argument.split()[0]: line.verdict for line in made.conversion.lines}
+    assert ("not needed here", "not needed here") == (told["--cached_dataset"], told["--cached_val_dataset"])
+    with pytest.raises(ConfigError, match="is given 2 times"):
+        convert_source(["y.sh"])
+
+
 def test_pretraining_encodes_plain_texts_as_ms_swift_does(demo, tmp_path):
     """Without a chat, and every token of them is trained."""
     from swift import get_model_processor, get_template

@@ -142,6 +142,49 @@ def test_weights_that_ms_swift_would_train_are_those_that_train(server, write_ru
     assert [one[3] for one in asked] == json.loads(out.read_text())
 
 
+def opened(path):
+    """Return the model of a run, with its tuner."""
+    config = stores.read_config(path)
+    attention = wiring.decide_attention(config, isolated=False)
+    return open_model(config.model, config.training, attention=attention, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("start", "second", "base"),
+    [(None, False, False), ("gaussian", False, False), ("false", True, False), ("pissa", True, True),
+     ("pissa_niter_2", True, True), ("olora", True, True)],
+)  # fmt: skip
+def test_adapters_start_as_the_run_says(write_run, start, second, base):
+    """Whether their second matrix is not 0, and whether the model's weights give them theirs."""
+    model = opened(write_run("qwen3", training={**LORA, "init_weights": start}))
+    plain = opened(write_run("qwen3", name="plain", training=LORA))
+
+    matrices = [weight for name, weight in model.named_parameters() if "lora_B" in name]
+    others = dict(plain.named_parameters())
+    changed = [
+        name for name, weight in model.named_parameters() if "base_layer" in name and (weight != others[name]).any()
+    ]
+    assert second == all(weight.any() for weight in matrices)
+    assert second == any(weight.any() for weight in matrices)
+    assert base == bool(changed)
+
+
+def test_keys_of_tuners_reach_them(write_run):
+    """Those that ms-swift's tuners have of their own."""
+    runs = {
+        "boft_block_size": {"tuner_type": "boft", "boft_block_size": 8},
+        "r": {"tuner_type": "vera", "vera_rank": 7},
+        "n_frequency": {"tuner_type": "fourierft", "fourier_n_frequency": 50},
+        "bias": {**LORA, "lora_bias": "all"},
+    }
+    values = (8, 7, 50, "all")
+    for (name, keys), value in zip(runs.items(), values, strict=True):
+        model = opened(write_run("qwen2", name=name, training=keys))
+        assert value == getattr(model.peft_config["default"], name)
+    adapter = opened(write_run("qwen2", training={"tuner_type": "adapter", "adapter_length": 5}))
+    assert {5} == {weight.shape[0] for name, weight in adapter.named_parameters() if name.endswith("linear1.weight")}
+
+
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
