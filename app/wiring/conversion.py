@@ -160,7 +160,7 @@ def _world(source: Source, world_size: int, spread: str) -> World:
         sections,
         world_size,
         spread,
-        exports="dataset" in values and "cached_dataset" in values and bool(source.launch.exports),
+        exports=source.exports,
     )
 
 

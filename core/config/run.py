@@ -526,6 +526,11 @@ class TrainingConfig:
     (`boft_block_size`), passed unchanged; its type is checked.
     """
 
+    @property
+    def adds_weights(self) -> bool:
+        """Whether the tuner trains weights that it adds, and none of the model's."""
+        return self.tuner_type not in {"full", "dummy"}
+
 
 TUNERS: tuple[str, ...] = get_args(Tuner)
 """Values of `training.tuner_type`."""
