@@ -1,5 +1,6 @@
 """
-Evaluation mode of a model, norms of gradients, and a check of weights before they are saved.
+Evaluation mode of a model, its weights from a checkpoint, norms of gradients, and a check of
+weights before they are saved.
 
 The check goes by the root mean square of the trained weights. A step with a learning rate of 1e30
 leaves finite weights that hold nothing of the model. The loss of another forward pass may be finite
@@ -14,6 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,6 +76,24 @@ def is_ruined(size: float, *, before: float) -> bool:
     [False, True, True]
     """
     return not size <= _MAX_GROWTH * max(before, _MIN_SIZE)
+
+
+def load_strictly(model: Any, checkpoint: str) -> bool:
+    """
+    Load whole weights through the model's own class, and return whether it was done.
+
+    The class knows the names in the checkpoint. Loaded otherwise, weights under legacy names are
+    skipped, with a warning alone. Models with adapters are left as they are.
+    """
+    if hasattr(model, "peft_config"):
+        return False
+    if hasattr(model, "adapters"):  # a `SwiftModel`, which transformers does not know
+        for name in model.adapters:
+            model.load_state_dict(model.load_state_file(str(Path(checkpoint, name))), adapter_name=name)
+        return True
+    saved = type(model).from_pretrained(checkpoint, dtype=model.dtype)
+    model.load_state_dict(saved.state_dict(), strict=True)
+    return True
 
 
 def add_gradients(total: Gradients, gradients: Gradients) -> float:

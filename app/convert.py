@@ -17,7 +17,8 @@ from typing import get_args
 import attrs
 
 from packplan.app.cli.command import add_logging_options, command_parser, run_command, run_program
-from packplan.app.wiring.conversion import Converted, convert_source, run_faults, run_text, write_run
+from packplan.app.wiring.conversion import Converted, convert_source, run_faults, run_text
+from packplan.app.wiring.stores import write_new
 from packplan.core.conversion import Verdict
 from packplan.core.errors import ConfigError, Fault
 
@@ -54,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.strict and not faults:
             faults = tuple(Fault(line.argument, line.reason) for line in converted.conversion.different)
         if not faults:
-            write_run(output, run_text(converted, output=str(output)))
+            write_new(output, run_text(converted, output=str(output)))
         written = None if faults else output
         print(as_json(converted, written) if options.json else as_lines(converted, written))
         if faults:

@@ -5,22 +5,28 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+from packplan.core.lengths import IntArray
 from packplan.core.packs import Packs
 
 _FORMAT = b"packplan packs 1\n"
 
 
-def plan_checksum(packs: Packs | Sequence[Sequence[int]]) -> str:
+def plan_checksum(packs: Packs | Sequence[Sequence[int]], *, lengths: IntArray | None = None) -> str:
     """
     Return the SHA-256 hex digest of *packs*: their samples, grouping and both orders.
 
-    The bytes are a format line, then the offsets and indices of `Packs` as little-endian int64. The
-    digest depends on no machine, process or hash seed.
+    The bytes are a format line, then the offsets and indices of `Packs` as little-endian int64, and
+    *lengths* if they are given. The digest depends on no machine, process or hash seed.
+
+    Args:
+        packs: The packs.
+        lengths: Tokens of each sample, where plans of other lengths are to differ; shape
+            (num_samples,).
     """
     if not isinstance(packs, Packs):
         packs = Packs.from_lists(packs)
     digest = hashlib.sha256(_FORMAT)
-    for array in (packs.offsets, packs.indices):
+    for array in (packs.offsets, packs.indices, *([] if lengths is None else [lengths])):
         digest.update(array.size.to_bytes(8, "little"))
         digest.update(array.astype("<i8", copy=False).data)
     return digest.hexdigest()

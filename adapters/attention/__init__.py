@@ -17,7 +17,7 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from packplan.adapters.attention.rows import follow_rows
+from packplan.adapters.attention.rows import follow_rows, with_text_row
 from packplan.adapters.attention.states import split_states
 from packplan.adapters.attention.varlen import attend, attend_to_patches, row_mask, sample_mask, told_row_mask
 from packplan.adapters.attention.vision import project_patches
@@ -36,6 +36,7 @@ __all__ = [
     "project_patches",
     "split_states",
     "takes_grids",
+    "with_text_row",
 ]
 
 NAME = "packplan"

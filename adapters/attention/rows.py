@@ -88,6 +88,20 @@ def row_of(position_ids: torch.Tensor | None) -> PackedRow | None:
     return PackedRow(torch.cat([text.new_zeros(1), (text.diff() != 1).cumsum(0)]).long())
 
 
+def with_text_row(inputs: dict[str, Any]) -> dict[str, Any]:
+    """
+    Return the inputs of ms-swift's trainer with the positions of the text as their first row.
+
+    transformers separates packed samples only by that row, which ms-swift's collator takes off as
+    `text_position_ids`: without it samples attend to each other. Inputs with a mask, and those of
+    models that count tokens alone, are returned as they are.
+    """
+    positions, text = inputs.get("position_ids"), inputs.get("text_position_ids")
+    if positions is None or text is None or "attention_mask" in inputs or len(positions) != 3:
+        return inputs
+    return {**inputs, "position_ids": torch.cat([text[None], positions])}
+
+
 def _row_of_call(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None) -> PackedRow | None:
     """Return the row of a call; PackplanError if it is one whose samples cannot be told."""
     if position_ids is not None and tuple(position_ids.shape[:2]) == (3, 1) and attention_mask is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,22 @@ import attrs
 
 from packplan.adapters.config.layers import read_document, read_text, refusal
 from packplan.core.conversion import (
+    CONVERTED,
+    PLANNED,
     Argument,
     Command,
     Given,
     Launch,
     Word,
+    as_torchrun,
     find_launch,
+    read_hosts,
     read_keys,
     read_resolved,
     read_script,
     read_words,
     refuse_rlhf,
+    with_exported_data,
 )
 
 ARGS = "args.json"
@@ -32,6 +37,13 @@ ARGS = "args.json"
 COMMAND_LINE = "the command"
 
 _CONFIGS = (".yaml", ".yml", ".json")
+
+
+_OF_PT = (
+    Given("use_chat_template", False, "false (of swift pt)", "use_chat_template"),  # noqa: FBT003  # a value
+    Given("loss_scale", "all", "all (of swift pt)", "loss_scale"),
+)
+"""Defaults of `swift pt` that are not those of `swift sft`."""
 
 
 @attrs.frozen
@@ -61,46 +73,120 @@ def read_source(words: Sequence[str], table: Mapping[str, Argument]) -> Source:
         ConfigError: All that is wrong with it.
     """
     first = Path(words[0])
-    if len(words) > 1 or not first.exists():
-        return _of_command(words, table)
-    if first.is_dir():
+    if len(words) == 1 and first.is_dir():
         first = _args_json(first)
-    if first.suffix.lower() in _CONFIGS:
+    if len(words) == 1 and first.is_file() and first.suffix.lower() in _CONFIGS:
         return _of_config(first, table)
-    return _of_script(read_text(first, "file"), str(first), table)
+    return _of_launch(*_find(words, CONVERTED), table)
 
 
-def _of_command(words: Sequence[str], table: Mapping[str, Argument]) -> Source:
-    if len(words) == 1 and not words[0].split()[1:]:
+def read_launch(words: Sequence[str]) -> tuple[str, Launch]:
+    """
+    Read a command whose samples are to be planned; nothing is executed.
+
+    Args:
+        words: The name of a script or of a YAML; or the words of a command.
+
+    Returns:
+        The name of its source, and the command, whose words are all arguments of ms-swift.
+
+    Raises:
+        ConfigError: There is no such command, or the script computes a word of it.
+    """
+    first = Path(words[0])
+    if len(words) == 1 and first.is_file() and first.suffix.lower() in _CONFIGS:
+        document, launch = _config(first)
+        name, launch = str(first), attrs.evolve(launch, task="rlhf" if "rlhf_type" in document else "sft")
+    else:
+        name, launch = _find(words, PLANNED)
+        if launch.launcher is not None:
+            launch, _ = as_torchrun(launch, _launcher_file(launch.launcher.file), source=name)
+        document, launch = _with_config(launch)
+    launch = attrs.evolve(launch, arguments=(*_as_words(document), *launch.arguments))
+    named = [*launch.arguments, *launch.environment.values()]
+    if computed := [text for word in named for text in word.computed]:
+        raise refusal(name, f"computes {computed[0]}, and nothing is run here: write its value out")
+    return name, launch
+
+
+def is_command(path: str | Path) -> bool:
+    """Return whether a name is a script, a YAML for ms-swift or a command, and no YAML of a run."""
+    file = Path(path)
+    if file.suffix.lower() not in {".yaml", ".yml"}:
+        return file.suffix.lower() == ".sh" or file.name in _PROGRAMS or "=" in file.name or file.is_file()
+    return file.is_file() and isinstance(read_document(file).get("model"), str)
+
+
+_PROGRAMS = frozenset({"swift", "torchrun", "python", "python3", "env"})
+"""First words of commands of ms-swift."""
+
+
+def _find(words: Sequence[str], tasks: Sequence[str]) -> tuple[str, Launch]:
+    """Return the name and the command of a script, or of words."""
+    if len(words) > 1:
+        command = Command(1, {}, tuple(map(Word, ["env", *words])))  # variables may stand before the program
+        return COMMAND_LINE, find_launch([command], source=COMMAND_LINE, tasks=tasks)
+    first, name = Path(words[0]), words[0]
+    if first.exists():
+        text = read_text(first, "file")
+    elif words[0].split()[1:]:
+        text, name = words[0], COMMAND_LINE
+    else:
         raise refusal(words[0], "is no file, and no command of ms-swift: name a script, a YAML or an args.json")
-    if len(words) == 1:
-        return _of_script(words[0], COMMAND_LINE, table)
-    command = Command(1, {}, tuple(map(Word, ["env", *words])))  # variables may stand before the program
-    return _of_launch(find_launch([command], source=COMMAND_LINE), COMMAND_LINE, table)
+    return name, find_launch(read_script(text, os.environ, source=name), source=name, tasks=tasks)
 
 
-def _of_script(text: str, name: str, table: Mapping[str, Argument]) -> Source:
-    commands = read_script(text, os.environ, source=name)
-    return _of_launch(find_launch(commands, source=name), name, table)
+def _as_words(document: Mapping[str, Any]) -> Iterator[Word]:
+    """Yield the words of a YAML's arguments, as ms-swift makes them."""
+    for name, value in document.items():
+        yield Word(f"--{name}")
+        for item in value if isinstance(value, list) else [value]:
+            yield Word(json.dumps(item, ensure_ascii=False) if isinstance(item, dict) else str(item))
 
 
-def _of_launch(launch: Launch, name: str, table: Mapping[str, Argument]) -> Source:
-    """Return the arguments of a command, and of the file that it names first."""
+def _with_config(launch: Launch) -> tuple[dict[str, Any], Launch]:
+    """Return the keys of the file that a command names first, and the command without it."""
     words = launch.arguments
+    if not words or words[0].computed or not words[0].text.lower().endswith(_CONFIGS):
+        return {}, launch
+    document, asked = _config(Path(words[0].text))
+    return document, attrs.evolve(
+        launch,
+        arguments=words[1:],
+        ranks_per_node=launch.ranks_per_node or asked.ranks_per_node,
+        nodes=launch.nodes or asked.nodes,
+        environment={**asked.environment, **launch.environment},
+    )
+
+
+def _of_launch(name: str, launch: Launch, table: Mapping[str, Argument]) -> Source:
+    """Return the arguments of a command, and of the file that it names first."""
     below: tuple[Given, ...] = ()
-    if words and words[0].text.lower().endswith(_CONFIGS) and not words[0].computed:
-        document, asked = _config(Path(words[0].text))
-        below = read_keys(document, table, source=words[0].text)
-        launch = attrs.evolve(
-            launch,
-            ranks_per_node=launch.ranks_per_node or asked.ranks_per_node,
-            nodes=launch.nodes or asked.nodes,
-            environment={**asked.environment, **launch.environment},
-        )
-        words = words[1:]
-    above = read_words(words, table, source=name)
+    if launch.launcher is not None:
+        launch, below = as_torchrun(launch, _launcher_file(launch.launcher.file), source=name)
+    document, plain = _with_config(launch)
+    if document:
+        below += read_keys(document, table, source=launch.arguments[0].text)
+    above = read_words(plain.arguments, table, source=name)
     named = {argument.name for argument in above}
-    return Source(name, (*(argument for argument in below if argument.name not in named), *above), launch)
+    given = (*(argument for argument in below if argument.name not in named), *above)
+    given = with_exported_data(given, plain.exports, table, source=name)
+    if plain.task == "pt":
+        named = {argument.name for argument in given}
+        given += tuple(one for one in _OF_PT if one.name not in named)
+    return Source(name, given, plain)
+
+
+def _launcher_file(word: Word | None) -> dict[str, Any]:
+    """Return what the file of a launcher says; nothing without one."""
+    if word is None:
+        return {}
+    path = Path(word.text)
+    if not path.is_file():
+        raise refusal(path, "is no file, and the launcher reads its ranks there: convert where it is")
+    if path.suffix.lower() not in _CONFIGS:
+        return read_hosts(read_text(path, "file"))
+    return read_document(path)
 
 
 def _of_config(path: Path, table: Mapping[str, Argument]) -> Source:

@@ -84,7 +84,7 @@ def export_llama_factory(
         values = {name: getattr(pack, name) for name in ids} | {"attention_mask": numbers}
         return {name: _padded(array, width, padding[name]) for name, array in values.items()}
 
-    with _making(packs.target) as unfinished:
+    with making(packs.target) as unfinished:
         (unfinished / INFO).parent.mkdir()
         with (unfinished / INFO).with_name(_DATA).open("wb") as file:
             with pyarrow.ipc.new_stream(file, schema) as writer:
@@ -106,7 +106,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _making(folder: Path) -> Iterator[Path]:
+def making(folder: Path) -> Iterator[Path]:
     """Yield a folder under another name, renamed to *folder* at the end; removed on an error."""
     with writing(folder):
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))

@@ -12,7 +12,7 @@ from packplan.core.equality import AUTO, AttentionChoice, choose_attention
 from packplan.core.errors import ModelError
 
 
-def separate_samples(model: Any) -> AttentionChoice:
+def separate_samples(model: Any, *, named: str | None = None, whole: bool = True) -> AttentionChoice:
     """
     Let a model attend within the samples of a packed row, and return how.
 
@@ -23,12 +23,15 @@ def separate_samples(model: Any) -> AttentionChoice:
 
     Args:
         model: Model of transformers, perhaps with adapters.
+        named: Attention that was asked for; None takes the one that the model was loaded with.
+        whole: Whether this process holds all weights. Otherwise only the small copy is probed.
 
     Raises:
         ModelError: It cannot be shown.
     """
     config = trained_config(model.config)
-    named = config._attn_implementation  # noqa: SLF001  # has no public name
+    loaded = config._attn_implementation  # noqa: SLF001  # has no public name
+    named = named or loaded
     attn_impl = AUTO if named == NAME else named
     on_cpu = next(model.parameters()).device.type == "cpu"
     verdict = probe_config(config, attn_impl=attn_impl, on_cpu=on_cpu)
@@ -36,9 +39,11 @@ def separate_samples(model: Any) -> AttentionChoice:
     choice = choose_attention(attn_impl, verdict, flash_installed=flash, on_cpu=on_cpu)
     if choice.leak is not None:
         raise ModelError.isolation(verdict.model_type, named, choice.leak)
-    if attn_impl == AUTO and choice.backend != named:
+    if attn_impl == AUTO and choice.backend != loaded:
         model.set_attn_implementation(choice.backend)
     attend_as(model, choice)
+    if not whole:
+        return choice
     why_not = probe_loaded(model, native=choice.native).why_not(limit=limit_of(model))
     if why_not is not None:
         reason = f"the loaded model ({place_of(model)}) was asked, and {why_not}"

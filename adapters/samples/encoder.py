@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -30,6 +30,7 @@ from packplan.adapters.samples.video.reading import (
 )
 from packplan.core.config import CustomConfig, ModelConfig, TemplateConfig
 from packplan.core.errors import RecordError, StaleError, counted
+from packplan.core.fingerprint import Value
 from packplan.core.samples import (
     CALL,
     MIXABLE,
@@ -76,9 +77,19 @@ class SampleSpec:
     cache: Path | None = None
     """Where copies of packed data files are kept."""
 
+    inputs: Mapping[str, Value] = attrs.field(factory=dict)
+    """Further inputs of lengths: what a command of ms-swift says."""
+
 
 class SwiftEncoder:
-    """Encodes samples for training, where `adapters.samples.measurer` measured them."""
+    """
+    Encodes samples for training, where `adapters.samples.measurer` measured them.
+
+    Attributes:
+        num_parts: Samples that belong together: 2 where they are halves of pairs.
+    """
+
+    num_parts = 1
 
     def __init__(self, spec: SampleSpec, *, template: Template | None = None) -> None:
         """
@@ -233,6 +244,10 @@ class SwiftEncoder:
         """Fetch the images of these samples that are URLs; those that fail say so when read."""
         if self._media is not None:
             self._media.prefetch(url for index in indices for url in self._urls(index))
+
+    def by_texts(self, _: dict[str, Any]) -> bool:
+        """Return whether texts and headers of media tell the length of a sample."""
+        return True
 
     def _urls(self, index: int) -> list[str]:
         """Return the URLs of a record's images; none of one that cannot become a sample."""

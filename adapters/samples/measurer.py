@@ -116,6 +116,7 @@ class SwiftMeasurer:
                 that in this process.
         """
         self._encoder = encoder
+        self.num_parts = encoder.num_parts
         self._pool_start_s = pool_start_s
         self.quick = QuickMeasurer(encoder, in_full=self.measure)
         self._workers = min(workers, max(1, (os.cpu_count() or 1) // sharers))
@@ -131,6 +132,7 @@ class SwiftMeasurer:
             **configured_inputs(spec.template, spec.custom, packing_length=spec.packing_length),
             "model.model_type": model_type,
             "template.template": template_type,
+            **spec.inputs,
         }
         folder = Path(spec.model.model)
         for file in sorted({file for pattern in _PROCESSING_FILES for file in folder.glob(pattern)}):

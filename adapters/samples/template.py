@@ -169,6 +169,7 @@ def open_template(
             max_pixels=template.max_pixels,
             agent_template=template.agent_template,
             loss_scale=template.loss_scale,
+            use_chat_template=template.use_chat_template is not False,
             # Else weights of single messages would be ignored; those that are all 1 are dropped
             # behind the template.
             is_binary_loss_scale=False,

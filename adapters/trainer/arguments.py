@@ -75,8 +75,10 @@ def training_arguments(
         defaults["use_cpu"] = True
     if torch.distributed.is_initialized():
         defaults["ddp_backend"] = "gloo" if on_cpu else "nccl"
+    known = TrainingArguments.__dataclass_fields__
+    passed = {name: value for name, value in training.trainer.items() if name in known}  # the rest is of tuners
     try:
-        arguments = TrainingArguments(**(defaults | dict(training.trainer) | fixed))
+        arguments = TrainingArguments(**(defaults | passed | fixed))
     except (ValueError, ImportError, TypeError, AssertionError, OSError) as error:
         raise ConfigError.at("training", f"is refused by ms-swift's training arguments: {error}") from error
     if arguments.n_gpu > 1:

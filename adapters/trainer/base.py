@@ -33,10 +33,11 @@ from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
 from transformers import TrainerControl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
+from packplan.adapters.attention import with_text_row
 from packplan.adapters.files import loading, saving
 from packplan.adapters.lifeline import lost_processes_named
 from packplan.adapters.loaders.batches import EvalBatches
-from packplan.adapters.models import evaluating, is_ruined, mean_size
+from packplan.adapters.models import evaluating, is_ruined, load_strictly, mean_size
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
 from packplan.adapters.trainer.callbacks import SaveOnSigterm, SkipDuplicateFinalEval
@@ -317,14 +318,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         rest = {key: value for key, value in inputs.items() if key not in _NO_INPUTS}
-        prepared: dict[str, Any] = super()._prepare_inputs(rest)
-        positions, text = prepared.get("position_ids"), prepared.get("text_position_ids")
-        # transformers separates packed samples only if the text positions are a fourth row, put
-        # first. ms-swift strips it, and samples would attend to each other. Padded batches have a
-        # mask instead.
-        if positions is not None and text is not None and "attention_mask" not in prepared and len(positions) == 3:
-            prepared["position_ids"] = torch.cat([text[None], positions])
-        return prepared
+        return with_text_row(super()._prepare_inputs(rest))
 
     def evaluation_loop(
         self, dataloader: PackLoader, *_: Any, metric_key_prefix: str = "eval", **__: Any
@@ -426,12 +420,9 @@ class PackingTrainer(Seq2SeqTrainer):
         """
         Load whole weights through the model's own class, which knows the names in the checkpoint.
         """
-        plain = self.accelerator.unwrap_model(model)
-        if checkpoint is None or hasattr(plain, "peft_config") or self.is_sharded:
+        if checkpoint is None or self.is_sharded:
             return False
-        saved = type(plain).from_pretrained(checkpoint, dtype=plain.dtype)
-        plain.load_state_dict(saved.state_dict(), strict=True)
-        return True
+        return load_strictly(self.accelerator.unwrap_model(model), checkpoint)
 
 
 def model_inputs(prepared: dict[str, Any]) -> dict[str, Any]:

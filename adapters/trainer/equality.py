@@ -9,8 +9,9 @@ alone, positions by the model itself, no mask but the causal one.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -222,7 +223,12 @@ class PackComparison:
             terms += float((_terms(logits.detach(), labels) * share).sum().double())
             norms += add_gradients(reference, _gradients_of(model))
         model.zero_grad()
-        with trainer.media_hook(), trainer.template.forward_context(model, dict(collated)):
+        plain = {"router_aux_loss_coef": 0.0, "enable_dft_loss": False}  # what the reference computes
+        with (
+            _changed(trainer.args, plain),
+            trainer.media_hook(),
+            trainer.template.forward_context(model, dict(collated)),
+        ):
             inputs = trainer._prepare_inputs(dict(collated))  # noqa: SLF001  # what training does, and no less
             items = torch.tensor(collated[NORMALISER] or 1.0, device=trainer.accelerator.device)
             with trainer.accelerator.autocast():
@@ -250,6 +256,19 @@ class PackComparison:
                 counted *= torch.tensor(sample["loss_scale"], dtype=torch.float64)
             weights.append(counted * (float(counted.sum()) or 1.0) ** powers[self.trainer.reduction])
         return weights
+
+
+@contextlib.contextmanager
+def _changed(arguments: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Set attributes of *arguments* until the block ends."""
+    before = {name: getattr(arguments, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(arguments, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(arguments, name, value)
 
 
 def _spans(indices: list[int], encoded: list[dict[str, Any]], collated: dict[str, Any]) -> Iterator[_Span]:

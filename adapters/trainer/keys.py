@@ -12,11 +12,14 @@ from typing import Any
 
 from packplan.adapters.trainer.arguments import TrainingArguments  # before swift, which it makes importable  # isort: skip
 
+import attrs
+from swift.arguments.tuner_args import TunerArguments
 from swift.callbacks.mapping import callbacks_map
 from swift.optimizers import optimizers_map
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from packplan.adapters.config.trainer_keys import TYPES, WORDS, TrainerKey, flat_types
+from packplan.core.config import TrainingConfig, tuners_of
 
 _ANNOTATIONS = {"fsdp": bool | str | None, "report_to": list[str] | str}
 """Types of keys whose annotations are incomplete."""
@@ -37,15 +40,21 @@ _BELOW_ONE = frozenset({"adam_beta1", "adam_beta2", "warmup_ratio"})
 
 
 def installed_keys() -> dict[str, TrainerKey]:
-    """Return the training arguments of the installed ms-swift, by key."""
-    hints = typing.get_type_hints(TrainingArguments) | _ANNOTATIONS
-    return {name: _key(name, hints[name]) for name in TrainingArguments.__dataclass_fields__ if name in hints}
+    """Return the arguments of the installed ms-swift for training and for tuners, by key."""
+    own = attrs.fields_dict(TrainingConfig)
+    tuners = {name: key for name, key in _keys_of(TunerArguments).items() if tuners_of(name) and name not in own}
+    return tuners | _keys_of(TrainingArguments)
 
 
-def _key(name: str, annotation: Any) -> TrainerKey:
-    field = TrainingArguments.__dataclass_fields__[name]
+def _keys_of(kind: Any) -> dict[str, TrainerKey]:
+    hints = typing.get_type_hints(kind) | _ANNOTATIONS
+    return {name: _key(kind, name, hints[name]) for name in kind.__dataclass_fields__ if name in hints}
+
+
+def _key(owner: Any, name: str, annotation: Any) -> TrainerKey:
+    field = owner.__dataclass_fields__[name]
     # ms-swift declares some of transformers' keys again, as plain strings.
-    kinds = [*flat_types(annotation), *flat_types(_first_annotation(name))]
+    kinds = [*flat_types(annotation), *flat_types(_first_annotation(owner, name))]
     choices = [*_CHOICES.get(name, ()), *(field.metadata.get("choices") or ())]
     choices += [
         str(member.value) for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum) for member in kind
@@ -61,9 +70,9 @@ def _key(name: str, annotation: Any) -> TrainerKey:
     )
 
 
-def _first_annotation(name: str) -> Any:
+def _first_annotation(owner: Any, name: str) -> Any:
     """Return a key's annotation in the class that declares it first, such as transformers' own."""
-    for kind in reversed(TrainingArguments.__mro__):
+    for kind in reversed(owner.__mro__):
         if name in vars(kind).get("__annotations__", {}):
             return typing.get_type_hints(kind)[name]
     raise AssertionError(name)

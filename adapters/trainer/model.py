@@ -54,6 +54,7 @@ def open_model(
                 model_type=model_type,
                 attn_impl=attention.backend,
                 torch_dtype=dtype,
+                experts_impl=model.experts_impl,
                 device_map=None if device is None else str(device),
                 quantization_config=quantisation,
             )

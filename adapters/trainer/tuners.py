@@ -115,7 +115,9 @@ def _arguments(model: Any, training: TrainingConfig) -> Any:
         for field in fields
     }
     chosen = {key: getattr(training, key) for key in _SHARED} | {key: list(getattr(training, key)) for key in _LISTS}
+    chosen |= {name: value for name, value in training.trainer.items() if name in defaults}
     others = {
+        "init_weights": training.init_weights or defaults["init_weights"],
         "target_parameters": list(training.target_parameters) or None,
         "tuner_backend": "peft",
         "use_swift_lora": False,

@@ -24,10 +24,11 @@ from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.log_lines import log_plan
 from packplan.app.planning.measure import failures
 from packplan.app.planning.measure_slices import measure_slices
-from packplan.app.planning.schedule import require_static, warn_of_ignored
-from packplan.app.planning.split import GatheredSplit, plan_split, require_writable
+from packplan.app.planning.schedule import require_static, split_schedule, warn_of_ignored
+from packplan.app.planning.split import GatheredSplit, PlannedSplit, plan_split, require_writable
 from packplan.app.wiring import stores
 from packplan.app.wiring.attention import keep_verdict
+from packplan.app.wiring.commands import ranks_of, read_run
 from packplan.app.wiring.mixes import write_records, writing_failures
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, DataSetError, counted
@@ -71,8 +72,10 @@ def run(options: argparse.Namespace) -> None:
         if given := [name for name, value in others.items() if value]:
             raise ConfigError.at(given[0], "goes with --list-failures: add it")
         stores.require_ranks()
-    config = stores.read_config(options.config, options.overrides)
-    stores.require_inputs(config)
+    config = read_run(options.config, options.overrides)
+    ranks = ranks_of(config)
+    if ranks is None:  # ms-swift has looked for the model of its own command
+        stores.require_inputs(config)
 
     with loading_libraries():
         from packplan.app.wiring.gather import gather
@@ -84,6 +87,8 @@ def run(options: argparse.Namespace) -> None:
         write_good = None
         open_file: Callable[[], AbstractContextManager[WriteFailure | None]] = nullcontext
         if options.write_good:
+            if ranks is not None:
+                raise ConfigError.at("--write-good", "is for files: ms-swift leaves rows of a command out by itself")
             if len(chosen) > 1:
                 raise ConfigError.at("--write-good", "writes one split: add --split train or --split eval")
             name = chosen[0].name
@@ -100,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
         require_static(config)
         verdict = ask_before_measuring(config)
         splits = _chosen(gather(config, measuring_ranks=local_ranks()).splits, options.split)
-        build(config, group, splits=splits, world_size=options.world_size)
+        build(config, group, splits=splits, world_size=options.world_size or ranks)
         if verdict is not None and group.rank == 0:
             keep_verdict(config, verdict)
 
@@ -114,9 +119,9 @@ def _chosen(splits: Mapping[str, GatheredSplit], wanted: str | None) -> list[Gat
 
 def build(
     config: RunConfig, group: RankGroup, *, splits: Sequence[GatheredSplit], world_size: int | None = None
-) -> None:
+) -> list[PlannedSplit]:
     """
-    Measure and plan as training would.
+    Measure and plan as training would, and return the planned splits.
 
     Args:
         config: The run.
@@ -131,14 +136,25 @@ def build(
         warn_of_ignored(config)
     deadline = Deadline(config.training.packing_wait_timeout_s)
     require_writable(splits, group=group, deadline=deadline)
+    built = []
     for split in splits:
         # One process counts how many records are bad, and stops at too many.
         if group.world_size > 1 and split.max_bad_share is None:
             measure_slices(split, partial(stores.open_slice, config, split.name), group=group, deadline=deadline)
         planned = plan_split(split, group=group, deadline=deadline, world_size=world_size)
+        built.append(planned)
         if group.rank == 0:
             stores.remove_slices(config, split.name)
             log_plan(planned, split.policy)
+            if ranks_of(config) and split.name == "train":
+                schedule = split_schedule(config, split.name, planned.aligned)
+                log.info(
+                    "train: %s an epoch, %s in all on %s",
+                    counted(schedule.steps_per_epoch, "step"),
+                    f"{schedule.total_steps:,}",
+                    counted(schedule.world_size, "rank"),
+                )
+    return built
 
 
 def list_failures(

@@ -18,6 +18,7 @@ from packplan.app.cli.command import add_config_arguments, world_size
 from packplan.app.plan.figures import figures
 from packplan.app.plan.stored import PlanView, as_document, inspect_plan, splits_of
 from packplan.app.wiring import stores
+from packplan.app.wiring.commands import read_run
 from packplan.core.errors import counted
 
 log = logging.getLogger("packplan.app.plan.report")
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Open the plans, draw them, and write the page."""
     stores.page_target(options.output)  # before it takes seconds
-    config = stores.read_config(options.config, options.overrides)
+    config = read_run(options.config, options.overrides)
     views = [inspect_plan(config, split, world_size=options.world_size) for split in splits_of(config, options.split)]
     # Seconds to load, which no other look at a plan needs.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined

@@ -21,7 +21,7 @@ from packplan.app.cli.console import plain_console
 from packplan.app.plan.explain import Explainer, as_text
 from packplan.app.plan.figures import deciding, figures
 from packplan.app.plan.stored import PlanView, as_document, inspect_plan, splits_of
-from packplan.app.wiring import stores
+from packplan.app.wiring.commands import read_run
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, DataSetError, counted
 
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
     """Open the plans, then print."""
     if options.text and options.sample is None:
         raise ConfigError.at("--text", "is of one sample: name it by --sample")
-    config = stores.read_config(options.config, options.overrides)
+    config = read_run(options.config, options.overrides)
     explained = options.pack is not None or options.sample is not None
     splits = splits_of(config, options.split or ("train" if explained else None))
     views = [inspect_plan(config, split, world_size=options.world_size) for split in splits]
@@ -78,11 +78,14 @@ def _text_of(config: RunConfig, view: PlanView, sample: int) -> list[dict[str, A
     from packplan.app.wiring.training import open_samples
 
     encoder = open_samples(config)[view.stored.name]
-    measured = view.stored.lengths.origin.num_records
-    if len(encoder) != measured:
-        message = f"the data have {counted(len(encoder), 'record')} now, but {measured:,} were measured: build again"
+    measured, parts = view.stored.lengths.origin.num_records, encoder.num_parts
+    if len(encoder) != measured * parts:
+        message = (
+            f"the data have {counted(len(encoder) // parts, 'record')} now, but {measured:,} were measured: build again"
+        )
         raise DataSetError(message)
-    return [{"trained": trained, "text": text} for trained, text in encoder.decoded(sample)]
+    runs = (run for part in range(parts) for run in encoder.decoded(sample * parts + part))
+    return [{"trained": trained, "text": text} for trained, text in runs]
 
 
 def _print(view: PlanView, *, everything: bool) -> None:

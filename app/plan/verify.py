@@ -19,7 +19,7 @@ from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, whole_number
 from packplan.app.plan.stored import splits_of
 from packplan.app.plan.verification import Finding, verify
-from packplan.app.wiring import stores
+from packplan.app.wiring.commands import read_run
 from packplan.core.errors import MismatchError, NotBuiltError, counted
 
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Verify, print, and fail if anything is wrong."""
-    config = stores.read_config(options.config, options.overrides)
+    config = read_run(options.config, options.overrides)
     splits = splits_of(config, options.split)
 
     with loading_libraries():

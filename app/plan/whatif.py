@@ -25,6 +25,7 @@ from packplan.app.planning.schedule import split_schedule
 from packplan.app.planning.split import Alignment, plan_table
 from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
 from packplan.app.wiring import stores
+from packplan.app.wiring.commands import ranks_of, read_run
 from packplan.app.wiring.works import policy_of, work_of
 from packplan.core.config import RunConfig, with_remedy
 from packplan.core.errors import ConfigError, counted
@@ -58,14 +59,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-length", type=positive_numbers, metavar="N,N", help="template.max_length (default: the run's)"
     )
-    parser.add_argument("--world-size", type=world_sizes, default=[1], metavar="N,N", help="ranks (default: 1)")
+    parser.add_argument(
+        "--world-size", type=world_sizes, metavar="N,N", help="ranks (default: 1, or those of a command)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Plan every combination, then print."""
-    config = stores.read_config(options.config, options.overrides)
+    config = read_run(options.config, options.overrides)
     (split,) = splits_of(config, options.split)
     if not policy_of(config, split).packing:
         raise ConfigError.at(
@@ -74,12 +77,13 @@ def run(options: argparse.Namespace) -> None:
     lengths = open_lengths(stores.open_stores(config, split).lengths)
     for line in stale_inputs(config, lengths):
         print(f"warning: {split}: {line}", file=sys.stderr)
+    ranks = options.world_size or [ranks_of(config) or 1]
     packing_lengths = options.max_length or [config.packing_length]
     _refuse_other_cuts(lengths, packing_lengths)
     alternatives = list(
         progress(
-            _alternatives(config, split, lengths, packing_lengths, options.world_size),
-            total=len(packing_lengths) * len(options.world_size), desc="planning", unit=" combinations",
+            _alternatives(config, split, lengths, packing_lengths, ranks),
+            total=len(packing_lengths) * len(ranks), desc="planning", unit=" combinations",
         )
     )  # fmt: skip
     best = best_of(alternatives)

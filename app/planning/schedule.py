@@ -54,8 +54,7 @@ def warn_of_ignored(config: RunConfig) -> None:
 
 def batch_of(config: RunConfig, *, world_size: int) -> BatchSizes:
     """Return the batch of a run; ArgumentError if the ranks cannot realise it."""
-    training = config.training
-    size = 1 if training.packing else training.per_device_train_batch_size
+    training, size = config.training, config.batch_size
     accumulation = resolve_accumulation(
         effective_batch_size=training.effective_batch_size,
         per_device_train_batch_size=training.per_device_train_batch_size,

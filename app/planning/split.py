@@ -93,7 +93,7 @@ class Alignment:
         training = config.training
         if split == "eval":
             return cls(batch_size=1 if config.eval_packing else training.per_device_eval_batch_size)
-        return cls(training.dataloader_drop_last, 1 if training.packing else training.per_device_train_batch_size)
+        return cls(training.dataloader_drop_last, config.batch_size)
 
     def align(self, raw: RawPlan, *, world_size: int) -> AlignedPlan:
         """

@@ -11,6 +11,7 @@ from pathlib import Path
 from packplan.adapters.model_folder import config_digest, config_model_type
 from packplan.adapters.stores.verdicts import DiskVerdictStore
 from packplan.adapters.versions import installed_version
+from packplan.app.wiring.commands import CommandRun
 from packplan.core.config import RunConfig
 from packplan.core.equality import (
     AUTO,
@@ -57,8 +58,9 @@ def refuse_leak(config: RunConfig, attention: AttentionChoice) -> None:
 def needs_verdict(config: RunConfig, *, packed: bool) -> bool:
     """
     Return whether the model has to be asked: samples share packs, or the attention follows from it.
+    ms-swift's own is asked by the plugin.
     """
-    return packed or config.model.attn_impl in (AUTO, VARLEN)
+    return not isinstance(config, CommandRun) and (packed or config.model.attn_impl in (AUTO, VARLEN))
 
 
 def asked_attention(config: RunConfig) -> str:

@@ -13,13 +13,13 @@ from pathlib import Path
 import attrs
 import yaml
 
-from packplan.adapters import files
+from packplan.adapters.config.layers import read_document
 from packplan.adapters.config.run import parse_config
 from packplan.adapters.conversion.source import Source, read_source
 from packplan.adapters.conversion.table import stored_arguments
 from packplan.adapters.hub_caches import cached
 from packplan.adapters.progress import loading_libraries
-from packplan.app.wiring.stores import trainer_keys, writing_for
+from packplan.app.wiring.stores import trainer_keys
 from packplan.core.conversion import (
     Argument,
     Conversion,
@@ -27,11 +27,14 @@ from packplan.core.conversion import (
     Word,
     World,
     convert,
+    ranks_and_nodes,
+    ranks_of_devices,
     require_consistent,
 )
 from packplan.core.errors import ConfigError, Fault
 
-_ONLY_RANKS = "CUDA_VISIBLE_DEVICES"
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+"""Variables that name the devices of a command's processes."""
 
 
 @attrs.frozen
@@ -59,13 +62,14 @@ def convert_source(words: Sequence[str]) -> Converted:
     table = _arguments()
     source = read_source(words, table)
     require_consistent(source.given, source=source.name)
+    source, spread = _one_device_a_rank(source)
     world_size, start = _ranks(source)
-    conversion = convert(source.given, table, _world(source, world_size))
+    conversion = convert(source.given, table, _world(source, world_size, spread))
     if conversion.may_pack and all(line.verdict != "refused" for line in conversion.lines):
         from packplan.app.wiring.packs import packed
 
         conversion = packed(conversion, trainer_keys(), world_size=world_size)
-    lines = [*conversion.lines, *_variables(source)]
+    lines = [*conversion.lines, *_variables(source, spread)]
     if source.launch.left:
         lines += [Line(left, "not needed here", "it is another command of the script") for left in source.launch.left]
     if source.num_found_out:
@@ -109,14 +113,6 @@ def run_faults(converted: Converted) -> tuple[Fault, ...]:
     return refused
 
 
-def write_run(path: Path, text: str) -> None:
-    """Write a run's YAML; ConfigError if another file is there, or it cannot be written."""
-    if path.exists() and (not path.is_file() or path.read_text(encoding="utf-8") != text):
-        raise ConfigError.at("--output", f"{path} exists and holds something else: name another file, or remove it")
-    with writing_for("--output", path):
-        files.write_bytes(path, text.encode())
-
-
 def _arguments() -> Mapping[str, Argument]:
     table = stored_arguments()
     if table is None:
@@ -127,7 +123,26 @@ def _arguments() -> Mapping[str, Argument]:
     return table
 
 
-def _world(source: Source, world_size: int) -> World:
+def _one_device_a_rank(source: Source) -> tuple[Source, str]:
+    """
+    Return a command of one process on several devices with a rank for each, as far as a step's
+    samples are shared evenly, and the variable that names the devices; empty for other commands.
+    """
+    launch = source.launch
+    for name in _DEVICES if launch.ranks_per_node is None and launch.nodes is None else ():
+        word = launch.environment.get(name)
+        if word is None or "," not in word.text or word.computed:
+            continue
+        devices = word.text.split(",")
+        ranks = ranks_of_devices(source.given, len(devices))
+        taken = {**launch.environment, name: Word(",".join(devices[:ranks]))}
+        return attrs.evolve(
+            source, launch=attrs.evolve(launch, environment=taken, ranks_per_node=Word(str(ranks)))
+        ), f"{name}={word.text}"
+    return source, ""
+
+
+def _world(source: Source, world_size: int, spread: str) -> World:
     """Return the facts of the model and the files of a command."""
     with loading_libraries():
         from packplan.adapters.conversion.installed import installed_sections, model_facts
@@ -135,8 +150,17 @@ def _world(source: Source, world_size: int) -> World:
     values = {argument.name: argument.value for argument in source.given}
     name = str(values.get("model", ""))
     folder = name if Path(name).is_dir() else cached(name, "model")
+    sections = dict(installed_sections())
+    fsdp = values.get("fsdp")
+    if isinstance(fsdp, str) and Path(fsdp).is_file():
+        sections[fsdp] = read_document(Path(fsdp))
     return World(
-        model_facts(values, None if folder is None else str(folder)), os.path.exists, installed_sections(), world_size
+        model_facts(values, None if folder is None else str(folder)),
+        os.path.exists,
+        sections,
+        world_size,
+        spread,
+        exports="dataset" in values and "cached_dataset" in values and bool(source.launch.exports),
     )
 
 
@@ -145,8 +169,7 @@ def _ranks(source: Source) -> tuple[int, str]:
     Return the number of ranks of a command, and the command that starts as many of this project's.
     """
     launch = source.launch
-    per_node = _number(launch.ranks_per_node, "NPROC_PER_NODE", source)
-    nodes = _number(launch.nodes, "NNODES", source)
+    per_node, nodes = ranks_and_nodes(launch, source=source.name)
     variables = [f"{name}={shlex.quote(word.text)}" for name, word in launch.environment.items() if not word.computed]
     world_size = per_node * nodes
     if world_size == 1:
@@ -156,32 +179,24 @@ def _ranks(source: Source) -> tuple[int, str]:
     return world_size, " ".join([*variables, "torchrun", *options, "-m packplan.app.sft"])
 
 
-def _number(word: Word | None, name: str, source: Source) -> int:
-    if word is None or (not word.text and not word.computed):
-        return 1
-    if word.computed:
-        reason = f"is computed by the script ({word.computed[0]}), and nothing is run here: write its value out"
-        raise ConfigError(source.name, (Fault(name, reason),))
-    if not word.text.isdecimal() or not int(word.text):
-        raise ConfigError(source.name, (Fault(name, f"is {word.text}, but has to be a number of ranks"),))
-    return int(word.text)
-
-
-def _variables(source: Source) -> list[Line]:
-    """Return a line for each variable that the command is started with."""
+def _variables(source: Source, spread: str) -> list[Line]:
+    """Return a line for each variable that the command is started with, and for its launcher."""
     launch, lines = source.launch, []
+    ranks = 1 if launch.ranks_per_node is None else int(launch.ranks_per_node.text)
+    if launch.launcher is not None:
+        options = " ".join(f"--{name} {word.text}".rstrip() for name, word in launch.launcher.options.items())
+        reason = "torchrun starts as many ranks" + (": on each machine, with its --node-rank" if launch.nodes else "")
+        lines.append(Line(f"{launch.launcher.name} {options}".rstrip(), "taken over", reason))
     for name, word in launch.environment.items():
         shown = f"{name}={word.text or word.computed[0] if word.computed else word.text}"
         if word.computed:
             lines.append(Line(shown, "not supported", "it is computed by the script: set it yourself"))
-        elif name == _ONLY_RANKS and "," in word.text and launch.ranks_per_node is None:
-            reason = (
-                "ms-swift spreads the model over these devices in one process: start a rank for each, with torchrun"
-            )
-            lines.append(Line(shown, "not supported", reason))
-        else:
+        elif name in _DEVICES and word.text.count(",") + 1 >= 2 * ranks:
+            reason = "ms-swift spreads the model of each rank over several of these devices, and here it takes one"
+            lines.append(Line(shown, "changed", reason))
+        elif name not in _DEVICES or not spread:
             lines.append(Line(shown, "taken over", "in the command that starts the run"))
-    for name, ranks in (("ranks per machine", launch.ranks_per_node), ("machines", launch.nodes)):
-        if ranks is not None:
-            lines.append(Line(f"{name} {ranks.text}", "taken over", "in the command that starts the run"))
+    for name, number in (("ranks per machine", launch.ranks_per_node), ("machines", launch.nodes)):
+        if number is not None and not spread:
+            lines.append(Line(f"{name} {number.text}", "taken over", "in the command that starts the run"))
     return lines

@@ -162,6 +162,16 @@ def writing_for(option: str, output: Path) -> Iterator[None]:
         raise ConfigError.at(option, f"{output} cannot be written: {error.reason}") from error
 
 
+def write_new(path: Path, text: str) -> None:
+    """
+    Write the file of --output; ConfigError if another text is there, or it cannot be written.
+    """
+    if path.exists() and (not path.is_file() or path.read_text(encoding="utf-8") != text):
+        raise ConfigError.at("--output", f"{path} exists and holds something else: name another file, or remove it")
+    with writing_for("--output", path):
+        files.write_bytes(path, text.encode())
+
+
 def open_slice(config: RunConfig, split: str, start: int, stop: int) -> tuple[DiskLengthStore, FolderLock]:
     """
     Return the store of the slice that one of several ranks measures, and its lock.

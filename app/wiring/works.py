@@ -46,7 +46,7 @@ def trained_work(config: RunConfig) -> tuple[WorkModel, str | None]:
     """
     model, estimated = _model_of(config)
     training = config.training
-    adapters = training.tuner_type == "lora"
+    adapters = training.tuner_type not in {"full", "dummy"}
     trained = model.trained(
         text=not adapters and not training.freeze_llm,
         vision=not adapters and not training.freeze_vit,

@@ -6,7 +6,7 @@ fingerprints and is compared between ranks.
 from __future__ import annotations
 
 from packplan.core.config.advice import closest, unknown_key
-from packplan.core.config.faults import faults
+from packplan.core.config.faults import faults, tuners_of
 from packplan.core.config.keys import key_of, keys_of
 from packplan.core.config.planning import configured_inputs, plan_policy
 from packplan.core.config.ranks import OWN, PATHS, flat_values, rank_differences, run_values
@@ -15,6 +15,7 @@ from packplan.core.config.rl import GrpoConfig
 from packplan.core.config.rl_faults import rl_faults
 from packplan.core.config.run import (
     REFUSED_TRAINING_KEYS,
+    TUNERS,
     CustomConfig,
     ModelConfig,
     PathText,
@@ -29,6 +30,7 @@ __all__ = [
     "OWN",
     "PATHS",
     "REFUSED_TRAINING_KEYS",
+    "TUNERS",
     "CustomConfig",
     "GrpoConfig",
     "ModelConfig",
@@ -46,6 +48,7 @@ __all__ = [
     "rank_differences",
     "rl_faults",
     "run_values",
+    "tuners_of",
     "unknown_key",
     "with_remedy",
 ]

@@ -5,7 +5,7 @@ are reported at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import attrs
 
@@ -16,12 +16,38 @@ from packplan.core.errors import Fault
 MANY_EPOCHS = 10**6
 """Number of epochs that can only be a typing error; nothing could count its steps."""
 
-_OF_ADAPTERS = ("target_regex", "target_parameters", "modules_to_save", "use_rslora", "use_dora", "lorap_lr_ratio")
+_OF_MODULES = ("lora", "boft", "fourierft", "vera")
+"""Tuners that take modules by their names."""
 
-_OF_ALL_WEIGHTS = (
-    "freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio", "trainable_parameters",
-    "trainable_parameters_regex",
-)  # fmt: skip
+_TUNERS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("lora_rank", "lora_alpha", "lora_dropout", "lora_bias", "lora_dtype", "use_rslora", "use_dora",
+         "lorap_lr_ratio", "target_parameters", "init_weights"), ("lora",),
+    ),
+    **dict.fromkeys(("target_modules", "target_regex", "modules_to_save"), _OF_MODULES),
+    **dict.fromkeys(
+        ("freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio", "trainable_parameters",
+         "trainable_parameters_regex"), ("full",),
+    ),
+}  # fmt: skip
+"""Key of `training.` -> values of `training.tuner_type` that read it."""
+
+_TUNERS_BY_PREFIX: Mapping[str, tuple[str, ...]] = {
+    "adapter_": ("adapter",), "boft_": ("boft",), "fourier_": ("fourierft",), "llamapro_": ("llamapro",),
+    "vera_": ("vera",),
+}  # fmt: skip
+"""Beginning of the keys of one tuner -> that tuner."""
+
+
+def tuners_of(name: str) -> tuple[str, ...]:
+    """
+    Return the values of `training.tuner_type` that read a key of `training.`; empty if all do.
+
+    >>> tuners_of("boft_block_size"), tuners_of("seed")
+    (('boft',), ())
+    """
+    by_prefix = (tuners for prefix, tuners in _TUNERS_BY_PREFIX.items() if name.startswith(prefix))
+    return _TUNERS.get(name) or next(by_prefix, ())
 
 
 def faults(config: RunConfig) -> Iterator[Fault]:
@@ -147,11 +173,12 @@ def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
 
 def _tuner_faults(training: TrainingConfig) -> Iterator[Fault]:
     """Yield faults in the choice of trained weights."""
-    full = training.tuner_type == "full"
-    for key in _OF_ADAPTERS if full else _OF_ALL_WEIGHTS:
-        if getattr(training, key):
-            what, other = ("adapters", "lora") if full else ("training all weights", "full")
-            yield Fault(f"training.{key}", f"is of {what}: set training.tuner_type: {other}, or remove it")
+    unset = [field.name for field in attrs.fields(TrainingConfig) if not field.default]
+    for key in (*(name for name in unset if getattr(training, name)), *training.trainer):
+        tuners = tuners_of(key)
+        if tuners and training.tuner_type not in tuners:
+            reason = f"is of training.tuner_type {' and '.join(tuners)}, which is {training.tuner_type}: remove it"
+            yield Fault(f"training.{key}", reason)
 
 
 def _optimizer_faults(training: TrainingConfig) -> Iterator[Fault]:

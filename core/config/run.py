@@ -8,10 +8,11 @@ reference text below it. Keys of `training.` that belong to ms-swift or transfor
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import attrs
 
@@ -31,6 +32,8 @@ from packplan.core.config.rl import GrpoConfig, PolicyConfig
 from packplan.core.equality import BACKENDS
 from packplan.core.packers import ALGORITHMS
 from packplan.core.samples import READ, parse_entry
+
+Tuner: TypeAlias = Literal["full", "lora", "adapter", "boft", "dummy", "fourierft", "ia3", "llamapro", "vera"]
 
 PathText: TypeAlias = Annotated[str, "path"]
 """Path of a file or folder, in which `~` and `${NAME}` are replaced when the YAML is read."""
@@ -91,6 +94,9 @@ class ModelConfig:
 
     torch_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, neither=_LOADS)
     """Type of the weights; unset, the model's."""
+
+    experts_impl: Literal["eager", "grouped_mm", "batched_mm"] | None = key(None, neither=_LOADS)
+    """Way in which experts of a mixture are computed; unset, transformers' own choice."""
 
     trust_remote_code: bool = key(False, neither=_LOADS)
     """Run Python code from the model's folder."""
@@ -180,6 +186,9 @@ class TemplateConfig:
     `last_round` its last, `all` everything. Names of weights follow or stand alone:
     `last_round+hermes`, `ignore_empty_think`.
     """
+
+    use_chat_template: bool | None = key(None, lengths="value if set")
+    """`false` encodes the texts of records alone, as `swift pt` does; unset, as a chat."""
 
     truncation_strategy: Literal["left", "right", "raise"] | None = key(None, lengths="value")
     """
@@ -436,8 +445,11 @@ class TrainingConfig:
     resume_from_checkpoint: PathText | None = key(None, neither=_TRAINS)
     """Folder of a checkpoint, or `last` for the newest whole one of `output_dir`."""
 
-    tuner_type: Literal["full", "lora"] = key("full", plan=True, rl=True)
-    """Train all weights, or low-rank adapters."""
+    tuner_type: Tuner = key("full", plan=True, rl=True)
+    """
+    Train all weights, low-rank adapters, or what another of ms-swift's tuners adds; `dummy` trains
+    what the model's loader leaves unfrozen.
+    """
 
     lora_rank: int = key(8, neither=_TUNES, rl=True, check=at_least(1))
     """Rank of adapters."""
@@ -465,6 +477,19 @@ class TrainingConfig:
 
     use_dora: bool = key(False, neither=_TUNES)
     """Train the magnitude of each weight beside its adapter (DoRA)."""
+
+    init_weights: str | None = key(
+        None,
+        neither=_TUNES,
+        check=must(
+            lambda name: bool(re.fullmatch(r"false|gaussian|olora|pissa(_niter_\d+)?", name)),
+            "false, gaussian, olora, pissa or pissa_niter_ and a number",
+        ),
+    )
+    """
+    Start of low-rank adapters: `gaussian`, `false` for random ones, or from the weights themselves
+    `pissa`, `pissa_niter_16` or `olora`; unset, a start that changes nothing.
+    """
 
     lorap_lr_ratio: float | None = key(None, neither=_TUNES, check=above_0)
     """Learning rate of an adapter's second matrix over its first's (LoRA+)."""
@@ -497,10 +522,13 @@ class TrainingConfig:
         factory=dict, converter=_read_only, metadata=about(neither=_TRAINS, rl=True)
     )
     """
-    Any other key of ms-swift's `Seq2SeqTrainingArguments`, so of transformers, passed unchanged;
-    its type is checked.
+    Any other key of ms-swift's `Seq2SeqTrainingArguments`, so of transformers, and of its tuners
+    (`boft_block_size`), passed unchanged; its type is checked.
     """
 
+
+TUNERS: tuple[str, ...] = get_args(Tuner)
+"""Values of `training.tuner_type`."""
 
 REFUSED_TRAINING_KEYS = MappingProxyType(
     {
@@ -548,6 +576,11 @@ class RunConfig:
         length = self.template.max_length or self.global_max_length or self.model.max_model_len
         assert length is not None  # noqa: S101  # `faults` refuses a run without one
         return length
+
+    @property
+    def batch_size(self) -> int:
+        """Packs, or samples if not packing, of a rank in one forward pass of training."""
+        return 1 if self.training.packing else self.training.per_device_train_batch_size
 
     @property
     def eval_packing(self) -> bool:

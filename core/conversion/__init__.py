@@ -13,13 +13,17 @@ from packplan.core.conversion.conversion import (
     World,
     samples_of_step,
 )
-from packplan.core.conversion.convert import convert
-from packplan.core.conversion.launch import Launch, find_launch
+from packplan.core.conversion.convert import convert, ranks_of_devices
+from packplan.core.conversion.exported import with_exported_data
+from packplan.core.conversion.launch import CONVERTED, PLANNED, Launch, find_launch, ranks_and_nodes
+from packplan.core.conversion.launchers import as_torchrun, read_hosts
 from packplan.core.conversion.packs import packs_of_step, with_packs, without_packs
 from packplan.core.conversion.shell import Command, Word, read_script
 
 __all__ = [
+    "CONVERTED",
     "DIFFERENT",
+    "PLANNED",
     "Argument",
     "Command",
     "Conversion",
@@ -30,9 +34,13 @@ __all__ = [
     "Verdict",
     "Word",
     "World",
+    "as_torchrun",
     "convert",
     "find_launch",
     "packs_of_step",
+    "ranks_and_nodes",
+    "ranks_of_devices",
+    "read_hosts",
     "read_keys",
     "read_resolved",
     "read_script",
@@ -40,6 +48,7 @@ __all__ = [
     "refuse_rlhf",
     "require_consistent",
     "samples_of_step",
+    "with_exported_data",
     "with_packs",
     "without_packs",
 ]

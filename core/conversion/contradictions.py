@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from packplan.core.config import TUNERS
 from packplan.core.conversion.arguments import Given
+from packplan.core.conversion.launch import INSIDE
 from packplan.core.errors import ConfigError, Fault
 
 
@@ -23,10 +25,11 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Fault]:
         yield Fault("--dataset", "is not given: name the data")
     task = values.get("task_type", "causal_lm")
     if task != "causal_lm":
-        yield Fault("--task_type", f"is {task}, but only causal_lm is trained")
+        yield Fault("--task_type", f"is {task}, but only causal_lm is trained here: {INSIDE}")
     tuner = values.get("tuner_type", "lora")
-    if tuner not in {"full", "lora"}:
-        yield Fault("--tuner_type", f"is {tuner}, but has to be full or lora: the others are not tried with packs")
+    if tuner not in TUNERS:
+        why = _UNTRIED.get(str(tuner), f"the command's own code makes it, and {INSIDE}")
+        yield Fault("--tuner_type", f"is {tuner}, but has to be one of {', '.join(TUNERS)}: {why}")
     for first, second, why in _EXCLUSIVE:
         if values.get(first) and values.get(second):
             yield Fault(f"--{first}", f"and --{second} {why}")
@@ -37,6 +40,15 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Fault]:
     if tuner == "full" and (values.get("use_dora") or values.get("use_rslora") or values.get("lorap_lr_ratio")):
         yield Fault("--tuner_type", "is full, but --use_dora, --use_rslora and --lorap_lr_ratio are of lora: keep one")
 
+
+_UNTRIED = {
+    "adalora": "its ranks change with the steps, which a resumed run does not know",
+    "bone": "the peft that ms-swift takes no longer has it",
+    "longlora": "it attends over the borders of packed samples",
+    "lora_llm": "a resumed run does not get all of its weights back",
+    "reft": "its interventions are not tried with packs",
+}
+"""Tuner of ms-swift that is not offered -> why."""
 
 _EXCLUSIVE = (
     ("bf16", "fp16", "are both true: keep one"),

@@ -64,6 +64,12 @@ class World:
 
     world_size: int = 1
 
+    spread: str = ""
+    """Variable that gives the command's one process several devices; empty if none does."""
+
+    exports: bool = False
+    """Whether the script's `swift export` makes the cached data of the command."""
+
 
 @attrs.frozen
 class Conversion:

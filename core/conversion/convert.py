@@ -68,7 +68,9 @@ class Builder:
         may_pack = self.value("packing") is False and not self.is_given("packing") and not self.world.model.unpacked
         converted = Conversion(self._document, tuple(self._lines), self._written, may_pack)
         size = int(self.value("sequence_parallel_size"))
-        return _with_learners(converted, size, self.world.world_size) if size > 1 else converted
+        if size > 1:
+            return _with_learners(converted, size, self.world.world_size)
+        return _with_devices(converted, self.world) if self.world.spread else converted
 
     def value(self, name: str) -> Any:
         """Return the value of an argument, given or ms-swift's default."""
@@ -162,7 +164,7 @@ class Builder:
         default, model, tuner = self._unless_given, self.world.model, self.value("tuner_type")
         default("tuner_type", tuner, what="tuner_type lora")
         default("learning_rate", 1e-5 if tuner == "full" else 1e-4, what=f"learning_rate of {tuner}")
-        size, ranks = int(self.value("per_device_train_batch_size")), self.world.world_size
+        size, ranks = int(self.value("per_device_train_batch_size")), 1 if self.world.spread else self.world.world_size
         steps, also = max(1, math.ceil(STEP / size / ranks)), f"{STEP} samples of a step over {ranks} ranks of {size}"
         default("gradient_accumulation_steps", steps, also=also)
         longest = self.value("max_model_len") if self.is_given("max_model_len") else model.max_length
@@ -239,6 +241,34 @@ def _with_learners(conversion: Conversion, size: int, ranks: int) -> Conversion:
         return conversion.with_line(shown, "refused", reason)
     reason = f"every rank trains samples of its own, and a step holds {samples * ranks // size} of all, as ms-swift's"
     return conversion.with_line(shown, "changed", reason, batch_keys(samples // size, training))
+
+
+def ranks_of_devices(given: Sequence[Given], devices: int) -> int:
+    """
+    Return the most ranks, at most one for each device, that share the samples of a step evenly.
+
+    Args:
+        given: Arguments of a command that trains in one process.
+        devices: Devices over which that process spreads the model.
+    """
+    values = {argument.name: argument.value for argument in given}
+    size = int(values.get("per_device_train_batch_size") or 1)
+    samples = size * int(values.get("gradient_accumulation_steps") or math.ceil(STEP / size))
+    return max(ranks for ranks in range(1, devices + 1) if not samples % ranks)
+
+
+def _with_devices(conversion: Conversion, world: World) -> Conversion:
+    """
+    Return the run of one process with several devices, with ranks that share its samples instead.
+    """
+    training, ranks = conversion.document["training"], world.world_size
+    reason = (
+        f"ms-swift spreads the model over these devices in one process; here {counted(ranks, 'rank')} hold it whole "
+        "and share a step's samples: where it does not fit, set training.deepspeed or training.fsdp"
+    )
+    return conversion.with_line(
+        world.spread, "changed", reason, batch_keys(samples_of_step(training) // ranks, training) if ranks > 1 else {}
+    )
 
 
 def _why_unsupported(name: str) -> str | None:

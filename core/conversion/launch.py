@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import attrs
 
@@ -22,21 +23,51 @@ _RANK_VARIABLES = frozenset(
 )  # fmt: skip
 """Variables that say which ranks there are; torchrun's options say the same."""
 
+_LAUNCHER_FLAGS = frozenset(
+    {"multi_gpu", "same_network", "use_deepspeed", "use_fsdp", "use_megatron_lm", "cpu", "no_ssh"}
+)
+
+INSIDE = (
+    "ms-swift itself trains it in planned packs, with --packing true --external_plugins plugin.py "
+    "(packplan plugin swift -o plugin.py)"
+)
+"""Way that remains for what only ms-swift trains."""
+
 OTHER_TASKS: Mapping[str, str] = {
-    "pt": "trains on all tokens of plain texts, without a chat template: only swift sft is converted",
-    "rlhf": "trains on preferences or rewards: only swift sft is converted (for GRPO, see docs/rl.md)",
-    "infer": "answers prompts, and trains nothing: only swift sft is converted",
+    "rlhf": "trains on preferences or rewards: only swift sft and swift pt are converted (for GRPO, see "
+    "docs/rl.md; for DPO, docs/use-it-in/swift.md)",
+    "infer": "answers prompts, and trains nothing: only swift sft and swift pt are converted",
     **dict.fromkeys(
         ("app", "deploy", "eval", "export", "merge-lora", "rollout", "sample", "web-ui"),
-        "trains nothing: only swift sft is converted",
+        "trains nothing: only swift sft and swift pt are converted",
     ),
 }
 """Command of ms-swift that is not converted -> why."""
 
+CONVERTED = ("sft", "pt")
+"""Commands of ms-swift that are converted."""
+
+PLANNED = ("sft", "pt", "rlhf")
+"""Commands of ms-swift whose samples are planned."""
+
+
+@attrs.frozen
+class Launcher:
+    """A program other than torchrun that starts ranks."""
+
+    name: Literal["accelerate", "deepspeed"]
+
+    options: Mapping[str, Word]
+
+    @property
+    def file(self) -> Word | None:
+        """File that says more: accelerate's configuration, or DeepSpeed's hosts."""
+        return self.options.get("config_file") or self.options.get("hostfile")
+
 
 @attrs.frozen
 class Launch:
-    """A command that trains with `swift sft`."""
+    """A command that trains with ms-swift."""
 
     arguments: tuple[Word, ...]
     """Words behind `swift sft`."""
@@ -54,39 +85,50 @@ class Launch:
 
     line: int = 1
 
+    task: str = "sft"
+    """Command of ms-swift: `sft`, `pt` or `rlhf`."""
+
+    launcher: Launcher | None = None
+
+    exports: tuple[tuple[Word, ...], ...] = ()
+    """Words behind each `swift export` of the same script."""
+
     left: tuple[str, ...] = ()
     """Other commands of ms-swift in the same script, as `line 4: swift infer`."""
 
 
-def find_launch(commands: Iterable[Command], *, source: str) -> Launch:
+def find_launch(commands: Iterable[Command], *, source: str, tasks: Sequence[str] = CONVERTED) -> Launch:
     """
-    Return the one command of a script that trains with `swift sft`.
+    Return the one command of a script that trains with ms-swift.
 
     Args:
         commands: Commands of the script, in order.
         source: Name of the script, for errors.
+        tasks: Commands of ms-swift that are looked for.
 
     Raises:
         ConfigError: There is none, or several, or it is of another task or program.
     """
     launches: list[Launch] = []
     others: list[tuple[int, str, str]] = []
+    exports: list[tuple[Word, ...]] = []
     computed: list[str] = []
     for command in commands:
-        read = _read(command)
+        read = _read(command, tasks)
         if isinstance(read, Launch):
             launches.append(read)
         elif read is not None:
             others.append((command.line, *read))
+            exports += [command.words[2:]] if read[0] == "swift export" else []
         else:
             computed += [text for word in command.words for text in word.computed]
     if len(launches) == 1:
-        return attrs.evolve(launches[0], left=tuple(f"line {line}: {name}" for line, name, _ in others))
+        left = tuple(f"line {line}: {name}" for line, name, _ in others)
+        return attrs.evolve(launches[0], left=left, exports=tuple(exports))
     if launches:
         lines = ", ".join(str(launch.line) for launch in launches)
-        reason = (
-            f"{len(launches)} commands of swift sft, in the lines {lines}: put the one to convert into its own file"
-        )
+        names = " or ".join(f"swift {task}" for task in dict.fromkeys(launch.task for launch in launches))
+        reason = f"{len(launches)} commands of {names}, in the lines {lines}: put the one to read into its own file"
         raise ConfigError(source, (Fault("", reason),))
     if not others:
         reason = "holds no command of ms-swift: give one that begins with swift sft, or torchrun … swift/cli/sft.py"
@@ -95,35 +137,64 @@ def find_launch(commands: Iterable[Command], *, source: str) -> Launch:
     raise ConfigError(source, tuple(Fault(f"line {line}", f"{name} {why}") for line, name, why in others))
 
 
-def _read(command: Command) -> Launch | tuple[str, str] | None:
+def ranks_and_nodes(launch: Launch, *, source: str) -> tuple[int, int]:
     """
-    Return the launch of a command of `swift sft`; the name of another command of ms-swift with the
-    reason against it; None for another program.
+    Return the ranks on each machine and the number of machines of a command, 1 where it is silent.
+
+    Args:
+        launch: The command.
+        source: Name of its script, for errors.
+
+    Raises:
+        ConfigError: The script computes one, or it is no number.
+    """
+    return _number(launch.ranks_per_node, "NPROC_PER_NODE", source), _number(launch.nodes, "NNODES", source)
+
+
+def _number(word: Word | None, name: str, source: str) -> int:
+    if word is None or (not word.text and not word.computed):
+        return 1
+    if word.computed:
+        reason = f"is computed by the script ({word.computed[0]}), and nothing is run here: write its value out"
+        raise ConfigError(source, (Fault(name, reason),))
+    if not word.text.isdecimal() or not int(word.text):
+        raise ConfigError(source, (Fault(name, f"is {word.text}, but has to be a number of ranks"),))
+    return int(word.text)
+
+
+def _read(command: Command, tasks: Sequence[str]) -> Launch | tuple[str, str] | None:
+    """
+    Return the launch of a command of one of some tasks; the name of another command of ms-swift
+    with the reason against it; None for another program.
     """
     words, environment = _started(command)
     if not words:
         return None
     program, rest = _base(words[0]), words[1:]
     if program == "megatron":
-        reason = "trains with Megatron-LM, whose arguments and parallel layouts are others: only swift sft is converted"
+        reason = f"trains with Megatron-LM, whose arguments and parallel layouts are others: {INSIDE}"
         return f"megatron {_task(rest)}", reason
     options: dict[str, Word] = {}
+    launcher: Launcher | None = None
     if program != "swift":
         if program == "torchrun":
             options, rest = _torchrun_options(rest)
         elif program.startswith("python"):
             options, rest = _python_options(rest)
-        elif program in {"accelerate", "deepspeed"} and any(_script_task(word.text) for word in rest):
-            return program, (
-                "starts ranks by a configuration of its own: start ms-swift with NPROC_PER_NODE or torchrun instead"
-            )
+        elif program == "accelerate" and rest and rest[0].text == "launch":
+            options, rest = _torchrun_options(rest[1:], flags=_LAUNCHER_FLAGS)
+            launcher = Launcher("accelerate", options)
+        elif program == "deepspeed":
+            options, rest = _torchrun_options(rest, flags=_LAUNCHER_FLAGS)
+            launcher = Launcher("deepspeed", options)
         rest = _script(rest)
         if not rest:
             return None
     name = _task(rest)
-    if name != "sft":
+    if name not in tasks:
         return f"swift {name}", OTHER_TASKS.get(name, "is no command of ms-swift: write swift sft")
-    return _launch(command.line, rest[1:], environment, options)
+    launch = _launch(command.line, rest[1:], environment, {} if launcher else options)
+    return attrs.evolve(launch, task=name, launcher=launcher)
 
 
 def _task(words: Sequence[Word]) -> str:
@@ -173,8 +244,10 @@ def _meeting(options: Mapping[str, Word], ranks: Mapping[str, Word]) -> Iterator
             yield value
 
 
-def _torchrun_options(words: Sequence[Word]) -> tuple[dict[str, Word], list[Word]]:
-    """Return the options of torchrun, and what follows them."""
+def _torchrun_options(
+    words: Sequence[Word], *, flags: Collection[str] = _TORCHRUN_FLAGS
+) -> tuple[dict[str, Word], list[Word]]:
+    """Return the options of torchrun or another launcher, and what follows them."""
     options: dict[str, Word] = {}
     rest = list(words)
     while rest and rest[0].text.startswith("-") and rest[0].text != "-m":
@@ -183,7 +256,7 @@ def _torchrun_options(words: Sequence[Word]) -> tuple[dict[str, Word], list[Word
         name = name.replace("-", "_")
         if equals:
             options[name] = attrs.evolve(word, text=value)
-        elif name in _TORCHRUN_FLAGS:
+        elif name in flags:
             options[name] = Word("")
         elif rest:
             options[name] = rest.pop(0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from packplan.core.conversion.tables import ADAPTERS, BNB, EVALUATION, PARTS_OF, SEEING, TRACKIO, UNNEEDED, WHOLE
+from packplan.core.config import tuners_of
+from packplan.core.conversion.tables import BNB, EVALUATION, PARTS_OF, SEEING, TRACKIO, UNNEEDED
 
 if TYPE_CHECKING:
     from packplan.core.conversion.convert import Builder
@@ -19,7 +21,7 @@ _VERSIONED = re.compile(r"(.+)/v\d+-\d{8}-\d{6}/?")
 
 
 def _attention(builder: Builder, value: Any) -> None:
-    if value in {"flash_attn", "flash_attention_2"}:
+    if value in {"flash_attn", "flash_attention_2", "flash_attention_3", "flash_attention_4"}:
         reason = "packs need no flash attention here; model.attn_impl: auto takes the fastest that keeps samples apart"
         builder.unneeded(reason)
     elif value in {"sdpa", "eager", "flex_attention"}:
@@ -92,7 +94,9 @@ def _hpz(builder: Builder, _: Any) -> None:
 
 def _fsdp(builder: Builder, value: Any) -> None:
     section = builder.world.sections.get(value) if isinstance(value, str) else value
-    if isinstance(value, str) and "shard" in value:
+    if isinstance(value, str) and value.startswith("{"):
+        section = json.loads(value)
+    if isinstance(value, str) and "shard" in value and section is None:
         builder.take({"training.fsdp": value})
     elif isinstance(section, Mapping):
         config = dict(section.get("fsdp_config", {}))
@@ -116,8 +120,54 @@ def _quant_bits(builder: Builder, value: Any) -> None:
 
 
 def _cached(builder: Builder, _: Any) -> None:
+    if builder.world.exports:
+        builder.unneeded(
+            "swift export of the script makes it of dataset, whose samples are encoded while training runs"
+        )
+        return
     say = builder.unsupported if builder.value("dataset") else builder.refused
     say("name the data that it was made of in dataset")
+
+
+def _cached_evaluation(builder: Builder, value: Any) -> None:
+    if builder.world.exports:
+        _cached(builder, value)
+    else:
+        builder.unsupported("name the data that it was made of in val_dataset")
+
+
+def _init_weights(builder: Builder, value: Any) -> None:
+    name = str(value).lower()
+    if name == "true":
+        builder.unneeded("adapters start at no effect, unless training.init_weights says otherwise")
+    elif name == "lora-ga":
+        builder.unsupported("it needs gradients of the data before training starts: name pissa or olora")
+    else:
+        builder.take({"training.init_weights": name})
+
+
+def _chat(builder: Builder, value: Any) -> None:
+    if value is False:
+        builder.take({"template.use_chat_template": value})
+    else:
+        builder.unneeded("records are chats, unless template.use_chat_template says otherwise")
+
+
+def _router(builder: Builder, value: Any) -> None:
+    also = "models with experts add it to the loss; an evaluation measures the cross entropy alone"
+    builder.take({"training.router_aux_loss_coef": value}, also if value else "")
+
+
+def _dft(builder: Builder, value: Any) -> None:
+    also = "an evaluation measures the cross entropy" if value else ""
+    builder.take({"training.enable_dft_loss": value}, also)
+
+
+def _save_total_limit(builder: Builder, value: Any) -> None:
+    if value is not None and value < 1:
+        builder.unneeded("all checkpoints are kept, as ms-swift does below 1")
+    else:
+        builder.take({"training.save_total_limit": value})
 
 
 def _eval_metric(builder: Builder, value: Any) -> None:
@@ -155,6 +205,12 @@ SPECIAL: Mapping[str, Callable[[Builder, Any], None]] = {
     "quant_method": _quant_method,
     "quant_bits": _quant_bits,
     "cached_dataset": _cached,
+    "cached_val_dataset": _cached_evaluation,
+    "init_weights": _init_weights,
+    "router_aux_loss_coef": _router,
+    "enable_dft_loss": _dft,
+    "save_total_limit": _save_total_limit,
+    "use_chat_template": _chat,
     "eval_metric": _eval_metric,
     "resume_from_checkpoint": _resume,
     "report_to": lambda builder, value: builder.take(
@@ -176,17 +232,16 @@ def why_unread(builder: Builder, name: str, value: Any) -> str | None:
     """
     if name in PARTS_OF and not builder.value(PARTS_OF[name]):
         return f"it is of {PARTS_OF[name]}, which is not given"
-    full, blind = builder.value("tuner_type") == "full", builder.world.model.is_multimodal is False
+    tuner, tuners, blind = builder.value("tuner_type"), tuners_of(name), builder.world.model.is_multimodal is False
     unevaluated, unquantised = builder.value("eval_strategy") == "no", builder.value("quant_method") is None
     data, split = builder.value("dataset"), ("split_dataset_ratio",)
     draws = any("#" in entry for entry in data) or builder.value("split_dataset_ratio")
     cases: tuple[tuple[Collection[str], object, str], ...] = (
-        (ADAPTERS, full, "tuner_type is full: there are no adapters"),
-        (WHOLE, not full, "tuner_type is lora: only adapters are trained"),
+        ((name,), tuners and tuner not in tuners, f"it is of tuner_type {' and '.join(tuners)}, which is {tuner}"),
         (EVALUATION, not builder.evaluates, "there are no evaluation data"),
         (SEEING, blind, "the model takes no images"),
         (("freeze_llm", "freeze_vit", "freeze_aligner"), value and blind, "the model has no such part"),
-        (("cached_dataset", "val_dataset"), not value, "it names no data"),
+        (("cached_dataset", "cached_val_dataset", "val_dataset"), not value, "it names no data"),
         (("val_dataset",), unevaluated, "eval_strategy is no"),
         (split, not value, "0 splits nothing"),
         (split, builder.value("val_dataset"), "val_dataset is given, and ms-swift splits nothing then"),

@@ -7,27 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from packplan.core.conversion.launch import INSIDE
+
 SECTIONS: Mapping[str, str] = {
     **dict.fromkeys(
-        ("model", "model_type", "torch_dtype", "bnb_4bit_compute_dtype", "bnb_4bit_quant_type",
+        ("model", "model_type", "torch_dtype", "experts_impl", "bnb_4bit_compute_dtype", "bnb_4bit_quant_type",
          "bnb_4bit_use_double_quant"), "model",
     ),
     **dict.fromkeys(("template", "max_length", "max_pixels", "agent_template", "loss_scale"), "template"),
     **dict.fromkeys(("columns", "dataset_shuffle", "split_dataset_ratio", "model_name", "model_author"), "custom"),
 }  # fmt: skip
 """Argument -> section of the key of the same name and meaning, where that is not `training`."""
-
-ADAPTERS = frozenset(
-    {"lora_rank", "lora_alpha", "lora_dropout", "lorap_lr_ratio", "use_rslora", "use_dora", "target_modules",
-     "target_regex", "target_parameters", "modules_to_save", "lora_bias", "lora_dtype", "init_weights"}
-)  # fmt: skip
-"""Arguments that only count where adapters are trained."""
-
-WHOLE = frozenset(
-    {"freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio", "trainable_parameters",
-     "trainable_parameters_regex"}
-)  # fmt: skip
-"""Arguments that only count where all weights are trained."""
 
 UNNEEDED: Mapping[str, str] = {
     "task_type": "it is what is trained here",
@@ -92,7 +82,6 @@ UNNEEDED: Mapping[str, str] = {
 
 UNSUPPORTED: Mapping[str, str] = {
     "model_revision": "name the folder of that revision in model.model",
-    "experts_impl": "the model takes its own",
     "new_special_tokens": "add them to the model's tokenizer first, and name that folder in model.model",
     **dict.fromkeys(("num_labels", "problem_type"), "classification is not trained"),
     "rope_scaling": "write it into the model's config.json",
@@ -103,29 +92,23 @@ UNSUPPORTED: Mapping[str, str] = {
     "local_repo_path": "models that need a repository's code are not loaded",
     "init_strategy": "name a model whose weights are all there",
     "norm_bbox": "boxes stay as the records have them",
-    "use_chat_template": "records always become chats",
     "template_backend": "templates are ms-swift's own",
     "response_prefix": "it is of inference",
     "enable_thinking": "set the variable ENABLE_THINKING instead",
     "preserve_thinking": "set the variable PRESERVE_THINKING instead",
     "add_non_thinking_prefix": "the template's own is used",
-    "cached_val_dataset": "name the data that it was made of in val_dataset",
     "interleave_prob": "write the shares as a mix: see docs/mixing.md",
     "custom_dataset_info": "name the data files in dataset",
     "hqq_axis": "quantisation by hqq is not offered: use bnb",
     "adapters": "training does not begin from adapters: merge them first (swift export --merge_lora true)",
-    **dict.fromkeys(("external_plugins", "custom_register_path"), "it runs Python code of its own"),
+    **dict.fromkeys(("external_plugins", "custom_register_path"), f"it runs Python code of its own; with it, {INSIDE}"),
     "model_kwargs": "set them as variables of the environment, in capitals",
-    "lora_bias": "biases stay as they are",
-    "lora_dtype": "adapters have the type of the model's weights",
-    "init_weights": "adapters start at no effect: other starts (pissa, olora, lora-ga) are not offered",
     "deepspeed_autotp_size": "several ranks would be one learner: remove it",
     **dict.fromkeys(("use_ray", "ray_exp_name", "device_groups"), "start the ranks with torchrun"),
     "sequence_parallel_size": "every rank trains samples of its own",
     "packing_length": "packs are as long as template.max_length: set that",
     "resume_only_model": "name the checkpoint in model.model, and leave resume_from_checkpoint out",
-    **dict.fromkeys(("enable_dft_loss", "loss_type"), "the loss is the cross entropy"),
-    "router_aux_loss_coef": "the loss is the cross entropy alone",
+    "loss_type": "the loss is the cross entropy",
     "use_galore": "its gradients are not tried with packs",
     **dict.fromkeys(
         ("eval_dataset", "eval_dataset_args", "eval_generation_config", "eval_limit", "extra_eval_args"),
@@ -141,7 +124,7 @@ UNSUPPORTED_PREFIXES: Mapping[tuple[str, ...], str] = {
     ("swanlab_",): "set SwanLab up by its own variables",
     ("decision_",): "it is of decision data",
     ("lora_ga_",): "other starts of adapters are not offered",
-    ("fourier_", "boft_", "vera_", "adapter_", "adalora_", "llamapro_", "reft_"): "tuner_type is full or lora",
+    ("adalora_", "reft_"): "it is of a tuner that is not offered",
     ("galore_",): "its gradients are not tried with packs",
 }
 """Beginnings of arguments -> why they are not supported."""

@@ -16,18 +16,22 @@ from hypothesis import strategies as st
 from packplan.adapters.config.run import parse_config
 from packplan.adapters.config.trainer_keys import stored_keys
 from packplan.adapters.conversion.table import stored_arguments
+from packplan.core.config import TUNERS
 from packplan.core.conversion import (
     Given,
     ModelFacts,
     World,
+    as_torchrun,
     convert,
     find_launch,
     packs_of_step,
+    ranks_of_devices,
     read_keys,
     read_resolved,
     read_script,
     read_words,
     require_consistent,
+    with_exported_data,
     with_packs,
     without_packs,
 )
@@ -141,10 +145,8 @@ def test_a_shell_would_hand_over_the_same_words(script, words):
         ("torchrun $(which swift) sft --a 1", "$(which swift) in line 1 is not computed here"),
         ("swift", "line 1: swift  is no command of ms-swift"),
         ("swift rlhf --a 1", "line 1: swift rlhf trains on preferences or rewards"),
-        ("swift pt --a 1", "line 1: swift pt trains on all tokens"),
         ("swift infer --a 1\nswift export --b 1", "line 2: swift export trains nothing"),
         ("megatron sft --a 1", "megatron sft trains with Megatron-LM"),
-        ("accelerate launch --config_file x.yaml swift/cli/sft.py --a 1", "accelerate starts ranks by a configuration"),
         ("swift sft --a 1\nswift sft --a 2", "2 commands of swift sft, in the lines 1, 2"),
         ("swift sft --lerning_rate 1", "--lerning_rate: is no argument of ms-swift: did you mean --learning_rate?"),
         ("swift sft --zigzag 1", "--zigzag: is no argument of ms-swift: remove it"),
@@ -161,8 +163,8 @@ def test_a_shell_would_hand_over_the_same_words(script, words):
         ("swift sft --rlhf_type dpo --beta 1", "rlhf_type: is of swift rlhf, which trains on preferences or rewards"),
         ("swift sft --dataset a", "--model: is not given"),
         ("swift sft --model m", "--dataset: is not given"),
-        ("swift sft --model m --dataset a --task_type embedding", "--task_type: is embedding"),
-        ("swift sft --model m --dataset a --tuner_type vera", "--tuner_type: is vera, but has to be full or lora"),
+        ("swift sft --model m --dataset a --task_type embedding", "packplan plugin swift -o plugin.py"),
+        ("swift sft --model m --dataset a --tuner_type reft", "--tuner_type: is reft, but has to be one of full, lora"),
         ("swift sft --bf16 true --fp16 true", "--bf16: and --fp16 are both true"),
         ("swift sft --packing true --lazy_tokenize true", "--packing: and --lazy_tokenize exclude"),
         ("swift sft --tuner_type full --quant_method bnb", "--quant_method: quantises"),
@@ -224,6 +226,180 @@ def test_ranks_and_variables_are_those_of_the_command():
     assert ("4", ["MAX_PIXELS"]) == (launch.ranks_per_node.text, list(launch.environment))
     assert ["--master-port", "29"] == [word.text for word in launch.torchrun]
     assert ("line 4: swift infer",) == launch.left
+
+
+RANKS = {"num_machines": 2, "num_processes": 8, "main_process_ip": "10.0.0.1", "main_process_port": 29500}
+
+
+@pytest.mark.parametrize(
+    ("command", "document", "ranks", "meeting", "given"),
+    [
+        ("accelerate launch --num_processes 4", {}, ("4", None), "", {}),
+        ("accelerate launch --config_file a.json", {"num_processes": 2, "machine_rank": 0}, ("2", None), "", {}),
+        (
+            "accelerate launch --config_file a.json --machine_rank 1", RANKS, ("4", "2"),
+            "--master-addr 10.0.0.1 --master-port 29500 --node-rank 1", {},
+        ),
+        ("D_VISIBLE_DEVICES=4,7 accelerate launch --multi_gpu", {}, ("2", None), "", {}),
+        (
+            "accelerate launch --config_file a.json",
+            {"num_processes": 2, "distributed_type": "DEEPSPEED", "mixed_precision": "bf16",
+             "deepspeed_config": {"zero_stage": 3, "gradient_clipping": "0.5"}},
+            ("2", None), "", {"deepspeed": "zero3", "max_grad_norm": 0.5},
+        ),
+        (
+            "accelerate launch --config_file a.json",
+            {"num_processes": 2, "distributed_type": "DEEPSPEED",
+             "deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": "cpu"}},
+            ("2", None), "", {"deepspeed": "zero2_offload"},
+        ),
+        (
+            "accelerate launch --config_file a.json",
+            {"num_processes": 2, "distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "z"}},
+            ("2", None), "", {"deepspeed": "z"},
+        ),
+        (
+            "accelerate launch --config_file a.json",
+            {"num_processes": 2, "distributed_type": "FSDP",
+             "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_offload_params": True}},
+            ("2", None), "",
+            {"fsdp": {"fsdp": "shard_grad_op auto_wrap offload",
+                      "fsdp_config": {"fsdp_version": 2, "reshard_after_forward": False}}},
+        ),
+        ("deepspeed --num_gpus=4 --master_port 2", {}, ("4", None), "", {}),
+        ("deepspeed --hostfile h", {"a": 2, "b": 2}, ("2", "2"), "--master-addr a", {}),
+        ("deepspeed --hostfile h --num_gpus 1 --node_rank 1 --master_addr c", {"a": 2, "b": 4}, ("1", "2"),
+         "--master-addr c --node-rank 1", {}),
+    ],
+)  # fmt: skip
+def test_other_launchers_become_ranks_of_torchrun(command, document, ranks, meeting, given):
+    """As many on as many machines, which meet where they met; sharding becomes an argument."""
+    launch, implied = as_torchrun(launched(f"{command} swift/cli/sft.py --a 1"), document, source="train.sh")
+
+    assert ranks == (launch.ranks_per_node.text, launch.nodes and launch.nodes.text)
+    assert meeting == " ".join(word.text for word in launch.torchrun)
+    assert given == {one.name: one.value for one in implied}
+    assert ["--a", "1"] == [word.text for word in launch.arguments]
+
+
+@pytest.mark.parametrize(
+    ("command", "document", "says"),
+    [
+        ("accelerate launch", {}, "accelerate: does not say how many ranks each machine starts: add --num_processes"),
+        ("accelerate launch", {"num_machines": 2, "num_processes": 3}, "does not say how many ranks"),
+        ("deepspeed", {}, "deepspeed: does not say how many ranks each machine starts: add --num_gpus"),
+        ("deepspeed --hostfile h", {"a": 1, "b": 2}, "does not say how many ranks"),
+        ("deepspeed --include a:0,1", {"a": 2}, "deepspeed --include: sets training up by itself"),
+        ("accelerate launch --use_fsdp", {"num_processes": 2}, "accelerate --use_fsdp: sets training up by itself"),
+        ("accelerate launch", {"num_processes": 2, "distributed_type": "TPU"}, "distributed_type: is TPU"),
+        (
+            "accelerate launch",
+            {"num_processes": 2, "distributed_type": "DEEPSPEED",
+             "deepspeed_config": {"zero_stage": 1, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"}},
+            "deepspeed_config: asks for a stage or an offloading",
+        ),
+    ],
+)  # fmt: skip
+def test_launchers_that_set_training_up_themselves_are_refused(command, document, says):
+    """By the option or the key."""
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        as_torchrun(launched(f"{command} swift/cli/sft.py --a 1"), document, source="train.sh")
+
+
+EXPORT = 'swift export --model m --dataset a b --columns \'{"q": "query"}\' --split_dataset_ratio 0.1 --quant_n 4 '
+
+
+def of_export(export, train):
+    """Return the arguments of a script that exports data and trains on them."""
+    launch = launched(f"{EXPORT} {export}\nswift sft --model m {train}")
+    return with_exported_data(read_words(launch.arguments, TABLE, source=""), launch.exports, TABLE, source="train.sh")
+
+
+@pytest.mark.parametrize("folder", ["c", "./c", "c/", "/x/c"])
+def test_cached_data_are_those_that_the_script_exports(folder):
+    """With the columns and the split of the export; other arguments are those of training."""
+    given = of_export(
+        f"--to_cached_dataset true --output_dir {folder}",
+        "--cached_dataset {0}/train --cached_val_dataset {0}/val --output_dir o".format(folder.rstrip("/")),
+    )
+
+    assert {"model": "m", "dataset": ["a", "b"], "columns": {"q": "query"}, "split_dataset_ratio": 0.1} == {
+        one.name: one.value for one in given if one.name not in {"output_dir", "cached_dataset", "cached_val_dataset"}
+    }
+    assert ["o"] == [one.value for one in given if one.name == "output_dir"]
+    lines = verdicts(convert(given, TABLE, world(exports=True)))
+    assert {"not needed here"} == {verdict for line, (verdict, _) in lines.items() if line.startswith("--cached")}
+
+
+@pytest.mark.parametrize(
+    ("export", "train"),
+    [
+        ("--to_cached_dataset true --output_dir c", "--dataset b"),
+        ("--to_cached_dataset true --output_dir d", "--cached_dataset c/train"),
+        ("--to_cached_dataset false --output_dir c", "--cached_dataset c/train"),
+        ("--to_cached_dataset true --output_dir c", "--cached_dataset c/train d/train"),
+    ],
+)
+def test_other_exports_say_nothing_of_the_data(export, train):
+    """Of another folder, or for another purpose."""
+    launch = launched(f"swift sft --model m {train}")
+
+    assert read_words(launch.arguments, TABLE, source="") == of_export(export, train)
+
+
+def test_an_export_that_encodes_otherwise_than_training_is_refused():
+    """By the argument that has two values."""
+    with pytest.raises(ConfigError, match="--max_length: is 8 for swift export, and 9 for training: keep one"):
+        of_export("--to_cached_dataset true --output_dir c --max_length 8", "--cached_dataset c/train --max_length 9")
+
+
+@given(st.integers(1, 9), st.integers(1, 64), st.integers(1, 8))
+def test_ranks_in_place_of_devices_share_the_samples_of_a_step(size, steps, devices):
+    """A step of one process that spreads a model holds as many on the ranks that divide them."""
+    words = f"--per_device_train_batch_size {size} --gradient_accumulation_steps {steps}"
+    ranks = ranks_of_devices(arguments_of(f"swift sft --model m --dataset a.jsonl {words}"), devices)
+    conversion = converted(words, world_size=ranks, spread="D=0,1")
+    training = conversion.document["training"]
+
+    assert 1 <= ranks <= devices
+    assert size * steps == ranks * training["per_device_train_batch_size"] * training["gradient_accumulation_steps"]
+    assert all(size * steps % more for more in range(ranks + 1, devices + 1))
+    assert "changed" == verdicts(conversion)["D=0,1"][0]
+
+
+def test_a_step_of_devices_has_ms_swift_s_default():
+    """16 samples, whatever the ranks."""
+    for ranks in (1, 2, 8):
+        training = converted("", world_size=ranks, spread="D=0,1").document["training"]
+        assert 16 == ranks * training["gradient_accumulation_steps"]
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_arguments_of_one_tuner_count_under_it_alone(tuner):
+    """Under another one they are not needed, and their keys are refused."""
+    given = [
+        "--lora_rank 3", "--target_modules q", "--modules_to_save n", "--freeze_parameters f", "--boft_block_size 2",
+        "--vera_rank 2", "--fourier_scaling 2", "--adapter_length 2", "--llamapro_num_new_blocks 2", "--lora_bias all",
+        "--init_weights pissa",
+    ]  # fmt: skip
+    read = {
+        "full": {"freeze_parameters"}, "adapter": {"adapter_length"}, "llamapro": {"llamapro_num_new_blocks"},
+        "lora": {"lora_rank", "lora_bias", "init_weights", "target_modules", "modules_to_save"},
+        "boft": {"boft_block_size", "target_modules", "modules_to_save"},
+        "vera": {"vera_rank", "target_modules", "modules_to_save"},
+        "fourierft": {"fourier_scaling", "target_modules", "modules_to_save"},
+    }.get(tuner, set())  # fmt: skip
+    conversion = converted(f"--tuner_type {tuner} {' '.join(given)} --max_length 8 --output_dir o")
+    said = verdicts(conversion)
+
+    names = {line: line[2:].split()[0] for line in given}
+    assert read == {names[line] for line in given if said[line][0] == "taken over"}
+    assert set(names.values()) - read == {names[line] for line in given if said[line][0] == "not needed here"}
+    assert {} == faults_of(conversion)
+    trained = {**conversion.document["training"], "boft_block_size": 2, "use_dora": True, "freeze_parameters": ["f"]}
+    faults = faults_of(attrs.evolve(conversion, document={**conversion.document, "training": trained}))
+    wrong = {"boft_block_size": "boft", "use_dora": "lora", "freeze_parameters": "full"}
+    assert {f"training.{key}" for key, of in wrong.items() if of != tuner} == set(faults)
 
 
 def test_values_have_the_types_of_their_arguments():
@@ -481,7 +657,8 @@ def test_ranks_that_are_one_learner_are_as_many_samples_or_refused(steps, ranks,
     [
         ("--attn_impl flash_attn", "attn_impl flash_attn", "not needed here", "no flash attention"),
         ("--attn_impl sdpa", "attn_impl sdpa", "taken over", "model.attn_impl: sdpa"),
-        ("--attn_impl flash_attention_3", "attn_impl flash_attention_3", "not supported", "model.attn_impl takes"),
+        ("--attn_impl flash_attention_3", "attn_impl flash_attention_3", "not needed here", "no flash attention"),
+        ("--attn_impl paged", "attn_impl paged", "not supported", "model.attn_impl takes"),
         ("--streaming true", "streaming true", "not needed here", "planned once"),
         ("--use_galore true", "use_galore true", "not supported", "gradients"),
         ("--eval_metric acc", "eval_metric acc", "not needed here", "an evaluation always"),
@@ -516,8 +693,22 @@ def test_ranks_that_are_one_learner_are_as_many_samples_or_refused(steps, ranks,
         ("--val_dataset", "val_dataset", "not needed here", "names no data"),
         ("--eval_steps 5", "eval_steps 5", "not needed here", "no evaluation data"),
         ("--eval_steps 5 --val_dataset b.jsonl", "eval_steps 5", "taken over", "training.eval_steps: 5"),
-        ("--lora_rank 4 --tuner_type full", "lora_rank 4", "not needed here", "no adapters"),
-        ("--freeze_parameters_ratio 0.5", "freeze_parameters_ratio 0.5", "not needed here", "only adapters"),
+        ("--router_aux_loss_coef 1e-3", "router_aux_loss_coef 1e-3", "taken over", "training.router_aux_loss_coef"),
+        ("--router_aux_loss_coef 0", "router_aux_loss_coef 0", "taken over", "training.router_aux_loss_coef: 0"),
+        ("--enable_dft_loss true", "enable_dft_loss true", "taken over", "measures the cross entropy"),
+        ("--experts_impl grouped_mm", "experts_impl grouped_mm", "taken over", "model.experts_impl: grouped_mm"),
+        ("--init_weights True", "init_weights True", "not needed here", "no effect"),
+        ("--init_weights pissa_niter_4", "init_weights pissa_niter_4", "taken over", "training.init_weights: pissa"),
+        ("--init_weights lora-ga", "init_weights lora-ga", "not supported", "needs gradients"),
+        ("--use_chat_template false", "use_chat_template false", "taken over", "template.use_chat_template: false"),
+        ("--use_chat_template true", "use_chat_template true", "not needed here", "records are chats"),
+        ("--save_total_limit -1", "save_total_limit -1", "not needed here", "all checkpoints are kept"),
+        ("--save_total_limit 2", "save_total_limit 2", "taken over", "training.save_total_limit: 2"),
+        ("--cached_val_dataset c", "cached_val_dataset c", "not supported", "val_dataset"),
+        ("--fsdp '{\"fsdp\": \"full_shard\"}'", 'fsdp {"fsdp": "full_shard"}', "taken over", "full_shard"),
+        ("--external_plugins a.py", "external_plugins a.py", "not supported", "packplan plugin swift"),
+        ("--lora_rank 4 --tuner_type full", "lora_rank 4", "not needed here", "lora, which is full"),
+        ("--freeze_parameters_ratio 0.5", "freeze_parameters_ratio 0.5", "not needed here", "full, which is lora"),
         ("--freeze_vit false", "freeze_vit false", "taken over", "training.freeze_vit: false"),
         ("--freeze_vit true", "freeze_vit true", "not needed here", "no such part"),
         ("--loss_scale last_round", "loss_scale last_round", "taken over", "template.loss_scale"),

@@ -20,7 +20,7 @@ import attrs
 from packplan.adapters.samples.counting.pieces import STAND_INS, PieceCounter, Pieces, prove_pieces, prove_stand_in
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.image_lengths import ImageLengths, prove_lengths
-from packplan.adapters.samples.media import MediaCost
+from packplan.adapters.samples.media import MediaCost, untruncated
 from packplan.adapters.samples.video.reading import reads_videos
 from packplan.core.errors import RecordError
 from packplan.core.samples import (
@@ -162,7 +162,8 @@ class QuickMeasurer:
         kept = (*facts, *map(encoder.stored_facts, videos))
         of_images = self.image_lengths[0] if images else None
         of_videos = encoder.video_lengths if videos else None
-        if (images and of_images is None) or (videos and of_videos is None) or any(one.doubt for one in videos):
+        is_known = encoder.by_texts(sample) and not any(one.doubt for one in videos)
+        if not is_known or (images and of_images is None) or (videos and of_videos is None):
             return _Read(index, sample, kept, None, MediaCost(), None)
         with encoder.named(index, "an image cannot be encoded: "):
             costs = [of_images.beyond_stand_in(one.width, one.height) for one in facts] if of_images else []
@@ -185,15 +186,18 @@ class QuickMeasurer:
     def _by_stand_ins(self, one: _Read) -> Measurement:
         """Encode and measure a sample, with stand-ins for its media if their cost is known."""
         encoder, images, videos = self._encoder, one.sample.get("images", ()), one.sample.get("videos", ())
-        # Where the template truncates, what goes depends on where the images stand.
-        if not (images or videos) or one.images is None or encoder.template.max_length is not None:
+        if not (images or videos) or one.images is None:
             return self._in_full(one.index)
         standing = {
             **one.sample,
             "images": [STAND_INS["image"]] * len(images),
             "videos": [STAND_INS["video"]] * len(videos),
         }
-        return one.with_media(encoder.measured(one.index, encoder.encode_messages(one.index, standing)))
+        limit = encoder.template.max_length
+        with untruncated(encoder.template):
+            found = one.with_media(encoder.measured(one.index, encoder.encode_messages(one.index, standing)))
+        # Where the template truncates, what goes depends on where the images stand.
+        return found if limit is None or found.length <= limit else self._in_full(one.index)
 
     def _outcome(self, one: _Read, counted: Iterator[Measurement | None]) -> Outcome:
         """Return the measurement of a sample that was read."""

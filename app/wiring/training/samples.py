@@ -7,7 +7,9 @@ import os
 
 from packplan.adapters.samples.encoder import SampleSpec, SwiftEncoder
 from packplan.adapters.samples.measurer import POOL_START_S, SwiftMeasurer
+from packplan.adapters.samples.rows import RowsEncoder, RowsFile
 from packplan.adapters.samples.template import open_template, refuse_packing
+from packplan.app.wiring.commands import CommandRun
 from packplan.app.wiring.inputs import records_cache
 from packplan.core.config import RunConfig
 from packplan.core.errors import agree, counted
@@ -17,6 +19,8 @@ log = logging.getLogger(__name__)
 
 def open_samples(config: RunConfig) -> dict[str, SwiftEncoder]:
     """Open the data of each split, `train` and perhaps `eval`, on one template."""
+    if isinstance(config, CommandRun):
+        return _open_rows(config)
     packs = config.training.packing
     template = open_template(config.model, config.template, packing_length=config.packing_length, packs=packs)
     if packs:
@@ -42,6 +46,19 @@ def open_samples(config: RunConfig) -> dict[str, SwiftEncoder]:
                 counted(len(opened[split]), "record"),
                 agree(with_tags, "says", "say"),
             )
+    return opened
+
+
+def _open_rows(config: CommandRun) -> dict[str, SwiftEncoder]:
+    """Open the rows that a command of ms-swift trains."""
+    template = config.command.open_template()
+    names = {"train": config.custom.train_jsonl, "eval": config.custom.val_jsonl}
+    inputs = config.command.inputs()
+    opened: dict[str, SwiftEncoder] = {}
+    for split, rows in config.command.open_rows().items():
+        spec = SampleSpec(config.model, config.template, config.custom, (), config.packing_length, inputs=inputs)
+        file = RowsFile(rows, name=" ".join(names[split]), num_parts=config.command.num_parts)
+        opened[split] = RowsEncoder(spec, template=template, rows=file)
     return opened
 
 

@@ -24,6 +24,7 @@ from packplan.app.wiring.attention import (
     stored_verdict,
     verdict_key,
 )
+from packplan.app.wiring.commands import CommandRun
 from packplan.core.config import ModelConfig, RunConfig
 from packplan.core.equality import AttentionChoice, PackingVerdict
 from packplan.core.errors import ModelError
@@ -61,10 +62,15 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
 def ask_before_measuring(config: RunConfig) -> PackingVerdict | None:
     """
     Refuse a model that may not pack before hours of measuring, and return the verdict on it; None
-    where nothing is packed, or the attention runs on other machines alone.
+    where nothing is packed, the attention runs on other machines alone, or ms-swift trains: the
+    plugin asks then.
     """
     on_cpu = runs_on_cpu(config.training.trainer)
-    if not config.training.packing or attention_by(config, None, on_cpu=on_cpu).leak is not None:
+    if (
+        isinstance(config, CommandRun)
+        or not config.training.packing
+        or attention_by(config, None, on_cpu=on_cpu).leak is not None
+    ):
         return None
     return decide_attention(config, isolated=True).verdict
 

@@ -1,0 +1,252 @@
+"""
+Methods of a trainer that serves packs as a schedule orders them.
+
+A trainer of transformers gets them as a base before its own class. Its loader, its numbers of steps
+and epochs, its resumed runs and its evaluation are then those of the schedule.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+from packplan.adapters.loaders.batches import EvalBatches, PackBatches
+from packplan.adapters.loaders.rows import PACK, learned
+from packplan.core.errors import ArgumentError
+from packplan.core.schedule import EpochSchedule
+
+_STATE = "trainer_state.json"
+"""File of a checkpoint with the trainer's state, and the states of its callbacks."""
+
+
+class _PlanSampler(PackBatches, BatchRebalanceSampler):
+    """Batches of a rank: the trainer hands a sampler of this class on as it is, already sharded."""
+
+    def __init__(self, schedule: EpochSchedule, *, rank: int, plan: str) -> None:
+        PackBatches.__init__(self, schedule, rank, schedule.world_size, plan=plan)
+
+
+class PackplanProgress(TrainerCallback, ExportableState):
+    """Keeps the progress of a plan in the trainer's checkpoints, under the name of this class."""
+
+    def __init__(self, sampler: _PlanSampler | None = None) -> None:
+        self.sampler, self.step = sampler, 0
+
+    def state(self) -> dict[str, Any]:
+        """Return the progress after the last step."""
+        assert self.sampler is not None  # noqa: S101  # only a restored copy has none, and is not saved
+        return {"args": {}, "attributes": {"progress": self.sampler.state_dict(step=self.step)}}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002  # transformers passes them
+        """Note the step, and its share of an epoch in whose middle the run was resumed."""
+        assert self.sampler is not None  # noqa: S101  # see `state`
+        self.step, schedule = state.global_step, self.sampler.schedule
+        start = schedule.start
+        if start.epoch_step and self.step <= start.step + schedule.num_steps(start.epoch):
+            done = start.epoch_step + self.step - start.step
+            state.epoch = start.epoch + done / (start.epoch_step + schedule.num_steps(start.epoch))
+
+
+class FollowsSchedule:
+    """Methods of a trainer that follows a schedule; the other base is the trainer's own class."""
+
+    args: Any
+    accelerator: Any
+    model: Any
+    state: Any
+    data_collator: Any
+    train_dataset: Any
+    eval_dataset: Any
+    callback_handler: Any
+
+    def follow(
+        self,
+        schedule: EpochSchedule,
+        plan: str,
+        *,
+        train_packs: Any,
+        collator: Callable[[Any], Any],
+        eval_packs: Any = None,
+    ) -> None:
+        """
+        Serve the packs of a plan from now on.
+
+        Args:
+            schedule: Order of packs.
+            plan: Checksum of the plan.
+            train_packs: Data set of the training packs, by pack index.
+            collator: Makes a batch of packs the inputs of the model, with the index of the pack, or
+                the list of their indices, as `PACK`.
+            eval_packs: Data set of the packs of evaluation, if the loss is to be the mean over
+                their learned tokens.
+        """
+        self._train_packs, self._eval_packs, self._collator = train_packs, eval_packs, collator
+        self._sampler = _PlanSampler(schedule, rank=self.args.process_index, plan=plan)
+        self._progress = PackplanProgress(self._sampler)
+        self._expected: Iterator[list[int]] = iter(())
+        self._evaluated: _TokenMean | None = None
+        self.callback_handler.add_callback(self._progress)
+
+    @property
+    def _schedule(self) -> EpochSchedule:
+        return self._sampler.schedule
+
+    def get_train_dataloader(self, *_: Any, **__: Any) -> Any:
+        """Return the loader of this rank's packs."""
+        with replaced(self, train_dataset=self._train_packs, data_collator=self._collator):
+            return super().get_train_dataloader()  # type: ignore[misc]  # of the trainer's class
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:  # noqa: ARG002  # the trainer passes it
+        return self._sampler
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return the loader of the packs of evaluation, or of another data set as before."""
+        if self._eval_packs is None or (eval_dataset is not None and eval_dataset is not self.eval_dataset):
+            return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+        with replaced(self, eval_dataset=self._eval_packs, data_collator=self._collator):
+            return super().get_eval_dataloader()  # type: ignore[misc]
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        if self._eval_packs is None or eval_dataset is not self._eval_packs:
+            return super()._get_eval_sampler(eval_dataset)  # type: ignore[misc]
+        return _EvalSampler(len(eval_dataset), rank=self.args.process_index, world_size=self.args.world_size)
+
+    def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
+        """Train from the start, or from the progress of a checkpoint."""
+        folder = options.get("resume_from_checkpoint")
+        if folder is None:
+            self._sampler.restart()
+        else:
+            self._sampler.load_state_dict(_saved_progress(Path(folder)))
+        return super()._inner_training_loop(*args, **options)  # type: ignore[misc]
+
+    def set_initial_training_values(self, *args: Any) -> Any:
+        """Return the trainer's counts, with the schedule's steps and epochs in their places."""
+        _, _, num_examples, num_samples, batch_size, _, _ = super().set_initial_training_values(*args)  # type: ignore[misc]
+        schedule = self._schedule
+        return (
+            schedule.num_epochs, schedule.steps_per_epoch, num_examples, num_samples, batch_size,
+            schedule.batches_per_epoch, schedule.total_steps,
+        )  # fmt: skip
+
+    def _init_training_state(self, *args: Any, **options: Any) -> tuple[int, int]:
+        super()._init_training_state(*args, **options)  # type: ignore[misc]
+        self._progress.step = self.state.global_step
+        return self._schedule.start.epoch, 0  # the sampler begins where the checkpoint ended
+
+    def _run_epoch(self, *, epoch: int, **options: Any) -> Any:
+        """Train an epoch, with the number of batches that are left of it."""
+        schedule = self._schedule
+        options |= {
+            "steps_in_epoch": schedule.num_batches(epoch),
+            "num_update_steps_per_epoch": schedule.num_steps(epoch),
+        }
+        self._expected = iter(schedule.batches(epoch, rank=self.args.process_index))
+        return super()._run_epoch(epoch=epoch, **options)  # type: ignore[misc]
+
+    def get_batch_samples(self, batches_left: Any, num_batches: int, *args: Any) -> Any:
+        """Return the batches of a step, checked against the schedule, and their learned tokens."""
+        batches, num_items = super().get_batch_samples(batches_left, num_batches, *args)  # type: ignore[misc]
+        if len(batches) < num_batches:
+            fact = f"the trainer's loader has {len(batches)} of {num_batches} of a step's batches: it drops packs"
+            raise ArgumentError("host", fact, {"found": len(batches), "planned": num_batches})
+        for batch in batches:
+            found, planned = batch.get(PACK), next(self._expected, None)
+            found = found if isinstance(found, list) else [found]
+            if found != planned:
+                fact = f"the trainer's batch is pack {found}, but the schedule's is {planned}: another loader serves it"
+                raise ArgumentError("host", fact, {"found": found, "planned": planned})
+        if num_items is not None:  # a step without learned tokens is no division by zero
+            num_items = torch.as_tensor(num_items).clamp(min=1)
+        return batches, num_items
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
+        """Return the loss of a batch."""
+        inputs = {key: value for key, value in inputs.items() if key != PACK}
+        return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
+        """Evaluate; over packs, the loss is the mean over all learned tokens."""
+        if self._eval_packs is None or dataloader.dataset is not self._eval_packs:
+            return super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]
+        self._evaluated = evaluated = _TokenMean(_EvalSampler(
+            len(dataloader.dataset), rank=self.args.process_index, world_size=self.args.world_size
+        ))  # fmt: skip
+        try:
+            output = super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]
+        finally:
+            self._evaluated = None
+        sums = self.accelerator.reduce(evaluated.sums.to(self.args.device))
+        output.metrics[f"{options.get('metric_key_prefix', 'eval')}_loss"] = (sums[0] / sums[1]).item()
+        return output
+
+    def _get_num_items_in_batch(self, *args: Any, **options: Any) -> Any:
+        """Return the learned tokens of a step; None in evaluation, which averages by batch."""
+        if self._evaluated is not None:
+            return None
+        return super()._get_num_items_in_batch(*args, **options)  # type: ignore[misc]
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
+        """Return loss, logits and labels of a batch, and count a pack once."""
+        tokens = learned(inputs["labels"]) if self._evaluated is not None else 0
+        outputs = super().prediction_step(model, inputs, *args, **options)  # type: ignore[misc]
+        if self._evaluated is not None:
+            self._evaluated.add(outputs[0], tokens)
+        return outputs
+
+
+class _EvalSampler(EvalBatches, BatchRebalanceSampler):
+    """Batches of evaluation, one pack each, already sharded: see `_PlanSampler`."""
+
+    def __init__(self, num_packs: int, *, rank: int, world_size: int) -> None:
+        EvalBatches.__init__(self, num_packs, 1, rank=rank, world_size=world_size)
+
+
+@attrs.define(eq=False)
+class _TokenMean:
+    """Sum of losses and of learned tokens over this rank's batches, without repeated ones."""
+
+    batches: EvalBatches
+    sums: torch.Tensor = attrs.field(factory=lambda: torch.zeros(2, dtype=torch.float64))
+    """Sum of losses, number of tokens; shape (2,)."""
+
+    done: int = 0
+
+    def add(self, loss: torch.Tensor, tokens: int) -> None:
+        """Add the mean loss of a batch's tokens."""
+        if tokens and self.batches.counts(self.done):
+            self.sums += torch.tensor([float(loss) * tokens, tokens], dtype=torch.float64)
+        self.done += 1
+
+
+def _saved_progress(folder: Path) -> Mapping[str, Any]:
+    """Return the progress in a checkpoint; ArgumentError if it was not trained from a plan."""
+    try:
+        states = json.loads((folder / _STATE).read_text(encoding="utf-8"))["stateful_callbacks"]
+        progress: Mapping[str, Any] = states[PackplanProgress.__name__]["attributes"]["progress"]
+    except (OSError, ValueError, KeyError) as error:
+        message = f"{folder} has no progress of a plan ({error!r}): it was trained without one"
+        raise ArgumentError("host", message, {"folder": str(folder)}) from error
+    return progress
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Give an object or a module other values of its attributes, inside."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)

@@ -1,0 +1,280 @@
+"""
+Rows of a data set of ms-swift -> samples and measurements, as its own template encodes them.
+
+A row is one sequence, or a pair of two: chosen and rejected. Sequences are measured as samples of
+files are, from texts and headers of images; a row is as long as its sequences together. Rows with
+boxes, videos or sound are encoded in full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import attrs
+from swift.template import StdTemplateInputs, Template, TemplateInputs
+from swift.template.vision_utils import _check_path, load_file
+
+from packplan.adapters.progress import progress
+from packplan.adapters.samples.data_set import FileRecords
+from packplan.adapters.samples.encoder import SampleSpec, SwiftEncoder
+from packplan.adapters.samples.formats.record_file import Named, RecordFile
+from packplan.adapters.samples.measurer import SwiftMeasurer
+from packplan.adapters.samples.media import IMAGES, VIDEOS, measured
+from packplan.core.errors import RecordError
+from packplan.core.fingerprint import Fingerprint
+from packplan.core.lengths import IntArray
+from packplan.core.ports import LengthSource
+from packplan.core.samples import DataFile, MeasuredSample, Measurement, MediaFacts, Outcome, Where, digest_of
+
+_OTHERS = "others"
+"""Key of the fields of a sequence that only a full encode reads."""
+
+_READ_IN_FULL = ("videos", "audios", "objects", "mm_processor_kwargs")
+"""These fields."""
+
+_IMAGE_PATH = "<img>"
+"""Begins a path in a text that ms-swift reads as an image."""
+
+
+class RowsFile(RecordFile):
+    """Sequences of the rows of a data set; those of a row follow each other."""
+
+    def __init__(self, rows: Any, *, name: str, num_parts: int) -> None:
+        """
+        Look at a data set.
+
+        Args:
+            rows: A `datasets.Dataset`.
+            name: Name of the data set in messages.
+            num_parts: Sequences of each row.
+        """
+        self.rows, self.num_parts = rows, num_parts
+        self.named, self.facts = Named(name, ""), {"num_with_media_tags": 0}
+
+    def __len__(self) -> int:
+        return len(self.rows) * self.num_parts
+
+    def __getitem__(self, row: int) -> Any:
+        """Return the row of a sequence."""
+        return self.rows[row // self.num_parts]
+
+    def _digest(self, row: int) -> bytes:
+        return digest_of(self[row])
+
+    def where(self, row: int) -> Where:
+        """Return the place of a sequence's row."""
+        return Where(self.named.name, row // self.num_parts + 1, self.unit)
+
+    def keep(self, _: Any) -> None:
+        """Keep nothing: the rows are made again at each start."""
+
+
+class RowsEncoder(SwiftEncoder):
+    """Encodes sequences as ms-swift does, under its own template."""
+
+    def __init__(self, spec: SampleSpec, *, template: Template, rows: RowsFile) -> None:
+        """
+        Encode the sequences of rows.
+
+        Args:
+            spec: What decides how rows become samples.
+            template: In training mode, as the command opens it.
+            rows: The sequences.
+        """
+        self.spec, self.template, self.records = spec, template, FileRecords([rows])
+        self._media, self.num_parts, self.rows = None, rows.num_parts, rows.rows
+
+    def data_files(self) -> tuple[DataFile, ...]:
+        """Return the data set, as one file."""
+        return tuple(DataFile(file, file, "messages", number // self.num_parts) for file, number in self.records.files)
+
+    def by_texts(self, sample: dict[str, Any]) -> bool:
+        """Return whether texts and headers of images tell the length of a sequence."""
+        texts = (message["content"] for message in sample["messages"])
+        return _OTHERS not in sample and not any(_IMAGE_PATH in text for text in texts if isinstance(text, str))
+
+    def sample_of(self, index: int, record: object) -> dict[str, Any]:
+        """
+        Return the sequence of a row as messages and media.
+
+        Args:
+            index: Index of the sequence.
+            record: The row.
+
+        Raises:
+            RecordError: ms-swift does not take it.
+        """
+        with self._encoding(index):
+            pair = TemplateInputs.from_dict(record)
+            held = pair.rejected if index % self.num_parts else pair.chosen
+            if held is None:
+                raise self.fault(index, "the row has no rejected answer")
+            if held.images:
+                held.images = [_located(image) for image in held.images]
+            if held.is_multimodal:
+                self.template._add_default_tags(held)  # noqa: SLF001  # no public way
+        return _as_sample(held)
+
+    @contextlib.contextmanager
+    def _encoding(self, index: int) -> Iterator[None]:
+        """Raise whatever ms-swift raises as a RecordError that names the row."""
+        try:
+            yield
+        except RecordError:
+            raise
+        except Exception as error:
+            raise self.fault(index, f"ms-swift cannot encode the row: {type(error).__name__}: {error}") from error
+
+    def encode_messages(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
+        """Encode what `read` gave of a sequence; RecordError if the template cannot."""
+        images = sample.get("images", ())
+        held = [{"bytes": image, "path": None} if isinstance(image, bytes) else image for image in images]
+        row = {key: value for key, value in sample.items() if key != _OTHERS}
+        with self._encoding(index):
+            encoded = dict(self.template.encode({**row, **sample.get(_OTHERS, {}), "images": held}, return_length=True))
+        return {**encoded, IMAGES.counted: len(images), VIDEOS.counted: 0}
+
+    def measured(self, index: int, encoded: dict[str, Any]) -> Measurement:  # noqa: ARG002  # its base names it
+        """Measure an encoded sequence; videos are part of its length alone."""
+        return measured(self.template, encoded, images=encoded[IMAGES.counted], videos=0)
+
+
+def _located(image: Any) -> Any:
+    """Return an image of a row by its path, or as bytes where it is none of this machine."""
+    if isinstance(image, dict):
+        image = image.get("bytes") or image.get("path") or ""
+    if not isinstance(image, str):
+        return image
+    path = None if image.startswith("http") else _check_path(image)
+    return load_file(image).getvalue() if path is None else path
+
+
+def _as_sample(held: StdTemplateInputs) -> dict[str, Any]:
+    """Return a sequence as the template takes it, without the fields that it lacks."""
+    system = [] if held.system is None else [{"role": "system", "content": held.system}]
+    sample: dict[str, Any] = {"messages": [*system, *held.messages]}
+    for name in ("images", "tools", "chat_template_kwargs"):
+        if value := getattr(held, name):
+            sample[name] = value
+    if others := {name: value for name in _READ_IN_FULL if (value := getattr(held, name))}:
+        sample[_OTHERS] = others
+    return sample
+
+
+class PairSource:
+    """A `core.ports.LengthSource` of pairs, each the sum of two sequences that are measured."""
+
+    def __init__(self, parts: SwiftMeasurer) -> None:
+        """
+        Sum sequences.
+
+        Args:
+            parts: Measures them; those of a pair follow each other.
+        """
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return len(self._parts) // 2
+
+    def fingerprint(self) -> Fingerprint:
+        """Return everything that the measurements depend on, the data aside."""
+        return self._parts.fingerprint()
+
+    def data_digest(self, count: int, *, start: int = 0, without: Sequence[int] = ()) -> str:
+        """
+        Return the digest of rows, bad ones aside.
+
+        Args:
+            count: Number of rows.
+            start: The first of them.
+            without: Indices of bad rows.
+        """
+        return self._parts.data_digest(2 * count, start=2 * start, without=_parts_of(without))
+
+    def record_digest(self, index: int) -> str:
+        """Return the digest of row *index* alone."""
+        return self._parts.record_digest(2 * index)
+
+    def copy_faults(self) -> Iterator[tuple[str, str]]:
+        """Yield nothing: rows have no copy."""
+        return self._parts.copy_faults()
+
+    def data_files(self) -> tuple[DataFile, ...]:
+        """Return the data set, as one file."""
+        return self._parts.data_files()
+
+    def measure(self, index: int) -> Measurement:
+        """Encode and measure both sequences; RecordError if one cannot be encoded."""
+        return _sum(map(self._parts.measure, _parts_of([index])))
+
+    def measure_by_headers(self, index: int) -> Measurement:
+        """Measure both without decoding their images; see `core.ports`."""
+        return _sum(map(self._parts.measure_by_headers, _parts_of([index])))
+
+    def chosen_length(self, index: int) -> int:
+        """Return the tokens of the chosen half of a pair; RecordError if it cannot be encoded."""
+        return self._parts.measure_by_headers(2 * index).length
+
+    def measure_many(self, indices: range, *, in_full: bool) -> Generator[Outcome, None, None]:
+        """Measure several rows; see `core.ports`."""
+        with contextlib.closing(
+            self._parts.measure_many(range(2 * indices.start, 2 * indices.stop), in_full=in_full)
+        ) as outcomes:
+            while pair := tuple(islice(outcomes, 2)):
+                yield _joined(pair)
+
+    def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
+        """Encode rows in another process; see `core.ports`."""
+        outcomes = iter(self._parts.measure_elsewhere(_parts_of(indices), epoch=epoch))
+        return [_joined(pair) for pair in zip(outcomes, outcomes, strict=True)]
+
+    def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
+        """Return the current facts of the images of a row; see `core.ports`."""
+        return tuple(fact for part in _parts_of([index]) for fact in self._parts.media_facts(part, decode=decode))
+
+
+def whole(measurer: SwiftMeasurer) -> LengthSource:
+    """Return the source of whole samples: of pairs, where a measurer's are their halves."""
+    return PairSource(measurer) if measurer.num_parts > 1 else measurer
+
+
+def sequence_lengths(source: LengthSource, indices: IntArray, tokens: IntArray) -> list[list[int]]:
+    """
+    Return the tokens of each sequence of some rows.
+
+    Args:
+        source: As `whole` returns it.
+        indices: The rows, which are samples; int64, shape (num_rows,).
+        tokens: Tokens of each of them; int64, shape (num_rows,).
+    """
+    if not isinstance(source, PairSource):
+        return [[length] for length in tokens.tolist()]
+    rows = progress(indices.tolist(), desc="measuring halves", unit=" pairs")
+    chosen = map(source.chosen_length, rows)
+    return [[length, total - length] for length, total in zip(chosen, tokens.tolist(), strict=True)]
+
+
+def _parts_of(indices: Sequence[int]) -> list[int]:
+    """Return the sequences of pairs."""
+    return [part for index in indices for part in (2 * index, 2 * index + 1)]
+
+
+def _joined(pair: Sequence[Outcome]) -> Outcome:
+    """Return the outcome of a pair: bad if a sequence of it is."""
+    for one in pair:
+        if isinstance(one, RecordError):
+            return one
+    samples = [one for one in pair if isinstance(one, MeasuredSample)]
+    return MeasuredSample(
+        _sum(one.measurement for one in samples), tuple(fact for one in samples for fact in one.media)
+    )
+
+
+def _sum(parts: Iterable[Measurement]) -> Measurement:
+    """Return the measurement of sequences together; truncated if one is."""
+    columns = zip(*(attrs.astuple(one) for one in parts), strict=True)
+    total = Measurement(*map(sum, columns))
+    return attrs.evolve(total, cut=bool(total.cut))

@@ -1,0 +1,13 @@
+"""
+Plans inside ms-swift's own commands.
+
+A plugin of two lines calls `install` from the file that `--external_plugins` names. `refusals` has
+the arguments that stand against a plan, `packs` the data set of packs, `training` the trainer that
+follows their schedule.
+"""
+
+from __future__ import annotations
+
+from packplan.adapters.swift.plugin import install
+
+__all__ = ["install"]

@@ -1,0 +1,119 @@
+"""The data set of a plan's packs, in the place of ms-swift's `PackingDataset`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from packplan.adapters.loaders.rows import PACK
+from packplan.core.align import aligned_positions
+from packplan.core.errors import DataSetError, Difference, StaleError
+from packplan.core.surface import Plan, plan
+
+ALGORITHMS = {"binpack": "constant_volume", "sequential": "concatenative"}
+"""`--packing_strategy` -> name of the algorithm of a plan."""
+
+Row = dict[str, Any]
+
+
+class PackRows(list[Row]):
+    """The encoded rows of one pack."""
+
+    def __init__(self, rows: Sequence[Row], pack: int) -> None:
+        super().__init__(rows)
+        self.pack = pack
+        """Pack index in the plan."""
+
+
+class PlannedPacks(Dataset[PackRows]):
+    """
+    Packs of all samples of a data set of ms-swift: item k has the encoded rows of pack k.
+
+    Every process plans by itself, since equal lengths give equal packs. A row that is not as long
+    as it was planned, or that cannot be encoded, is an error: none is replaced by another one.
+    """
+
+    def __init__(
+        self,
+        template: Any,
+        dataset: Any,
+        num_proc: int = 1,  # noqa: ARG002  # ms-swift passes it
+        *,
+        packing_length: int | None = None,
+        packing_strategy: str = "binpack",
+        **_: Any,
+    ) -> None:
+        """
+        Plan the packs.
+
+        Args:
+            template: Template of ms-swift, which encodes rows.
+            dataset: Rows with their `lengths`: of a sample, or of each half of a pair.
+            num_proc: Not used.
+            packing_length: Tokens of a pack; None takes the template's `max_length`.
+            packing_strategy: `--packing_strategy`.
+        """
+        template.packing = template.padding_free = True
+        self._encode: Callable[[Row], Row] | None = None
+        if hasattr(dataset, "encode_func"):  # rows that are encoded when they are served
+            self._encode, dataset = template.encode, dataset.dataset
+        self._rows = dataset
+        lengths = [sum_of(length) for length in dataset["lengths"]]
+        self.plan: Plan = plan(lengths, packing_length or template.max_length, algorithm=ALGORITHMS[packing_strategy])
+        self.packed_idx: list[list[int]] = self.plan.packs.tolist()
+        starts = self.plan.packs.offsets[:-1]
+        tokens = np.add.reduceat(self.plan.lengths[self.plan.packs.indices], starts)
+        self.packed_length: list[int] = tokens.tolist()
+
+    def __len__(self) -> int:
+        return len(self.packed_idx)
+
+    def fill_steps(self, packs_per_step: int) -> None:
+        """
+        Repeat packs from the front until all fill whole steps.
+
+        For loops that drop what fills none, and train items by a sampler of their own.
+
+        Args:
+            packs_per_step: Packs of an optimizer step over all ranks, >= 1.
+        """
+        repeated = aligned_positions(len(self.plan.packs), packs_per_step, False)  # noqa: FBT003  # its signature
+        self.packed_idx = self.plan.packs.take(repeated).tolist()
+        self.packed_length = [self.packed_length[pack] for pack in repeated]
+
+    def __getitem__(self, item: int) -> PackRows:
+        """Return the rows of a pack; an error names a row that is not the planned one."""
+        return PackRows([self._row(index) for index in self.packed_idx[item]], item % len(self.plan.packs))
+
+    def _row(self, index: int) -> Row:
+        row: Row = self._rows[index]
+        if self._encode is not None:
+            try:
+                row = self._encode(row, return_length=True)  # type: ignore[call-arg]  # of ms-swift's template
+            except Exception as error:
+                message = f"row {index:,} of the data set was measured, but cannot be encoded now: {error}"
+                raise DataSetError(message) from error
+        length, planned = sum_of(row["lengths"]), int(self.plan.lengths[index])
+        if length != planned:
+            raise StaleError.sample(index, f"row {index}", (Difference("length", planned, length),))
+        return row
+
+
+def sum_of(length: int | Sequence[int]) -> int:
+    """Return the tokens of a row: those of a sample, or of all halves of a pair."""
+    return length if isinstance(length, int) else sum(length)
+
+
+class PackCollator:
+    """Collator of ms-swift that also gives the indices of a batch's packs, as `PACK`."""
+
+    def __init__(self, collate: Callable[[list[Any]], dict[str, Any]]) -> None:
+        self._collate = collate
+
+    def __call__(self, packs: list[PackRows]) -> dict[str, Any]:
+        """Return the inputs of the model for a batch of packs."""
+        indices = [rows.pack for rows in packs]
+        return {**self._collate(list(packs)), PACK: indices}

@@ -1,0 +1,123 @@
+"""Installs plans into ms-swift, from the file that `--external_plugins` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import swift
+from swift.arguments import SftArguments
+from swift.pipelines.train import sft
+from swift.utils import is_master
+
+from packplan.adapters.swift.packs import PlannedPacks
+from packplan.adapters.swift.refusals import is_megatron, refuse_arguments, refuse_others, refuse_version
+from packplan.adapters.swift.training import follow
+from packplan.core.checksum import plan_checksum
+from packplan.core.errors import DataSetError, counted
+from packplan.core.surface import Plan
+
+
+def install(*, planned: Mapping[str, Any] | None = None, any_version: bool = False) -> None:
+    """
+    Let `swift sft`, `swift pt`, `swift rlhf --rlhf_type dpo` and `megatron sft` train plans.
+
+    Nothing changes for other commands, such as `swift infer`, which read the name of the plugin in
+    a checkpoint.
+
+    Args:
+        planned: Plan that the command has to have, as `packplan plugin swift` writes it: `flags`,
+            `ranks` and `checksum`. None takes the plan of whatever the command has.
+        any_version: Try a version of ms-swift that the plugin was not shown with.
+
+    Raises:
+        ConfigError: ms-swift is of such a version.
+    """
+    if not any_version:
+        refuse_version(swift.__version__)
+    if sft.PackingDataset is PlannedPacks:
+        return
+    pipeline: Any = sft.SwiftSft
+    plan = _Planning(planned, pipeline.train, pipeline._encode_dataset, pipeline._post_process_datasets)  # noqa: SLF001  # no public names
+    sft.PackingDataset = PlannedPacks
+    SftArguments._check_padding_free = _method(plan.check)  # noqa: SLF001  # ms-swift's own demands flash attention
+    pipeline._encode_dataset, pipeline._post_process_datasets = _method(plan.encode), _method(plan.pack)  # noqa: SLF001
+    pipeline.train = _method(plan.train)
+
+
+def _method(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that a class hands its objects to, which it does not do with a method."""
+
+    def method(*given: Any, **options: Any) -> Any:
+        return step(*given, **options)
+
+    return method
+
+
+@attrs.frozen
+class _Planning:
+    """Steps of ms-swift's pipeline, with a plan."""
+
+    planned: Mapping[str, Any] | None
+    """See `install`."""
+
+    _train: Callable[[Any, Any], Any]
+    """ms-swift's own steps."""
+
+    _encode: Callable[..., Any]
+
+    _pack: Callable[[Any, list[Any]], list[Any]]
+
+    def check(self, arguments: Any) -> None:
+        """Refuse arguments that stand against the plan."""
+        refuse_arguments(arguments)
+        if self.planned is not None:
+            refuse_others(arguments, flags=self.planned["flags"], ranks=self.planned["ranks"])
+        arguments.padding_free = True
+
+    def encode(self, pipeline: Any, *data_sets: Any, **options: Any) -> Any:
+        """Measure the rows, and tell how many ms-swift leaves out."""
+        before = [0 if rows is None else len(rows) for rows in data_sets]
+        encoded = self._encode(pipeline, *data_sets, **options)
+        after = [0 if rows is None else len(rows) for rows in encoded]
+        for name, num, kept in zip(("training", "evaluation"), before, after, strict=True):
+            if kept < num:
+                of = f"{num - kept:,} of {counted(num, 'row')} of {name}"
+                tell(f"ms-swift left out {of}: longer than --max_length, or not to be encoded")
+        return encoded
+
+    def pack(self, pipeline: Any, data_sets: list[Any]) -> list[Any]:
+        """Plan the packs of each data set; DataSetError if they are not those that were planned."""
+        arguments = pipeline.args
+        if is_megatron(arguments):
+            self.check(arguments)
+        packed = self._pack(pipeline, data_sets)
+        packs: PlannedPacks = packed[0]
+        found = plan_checksum(packs.plan.packs, lengths=packs.plan.lengths)
+        if self.planned is not None and found != self.planned["checksum"]:
+            fact = "the data have changed since they were planned: all arguments are the same, but not the lengths"
+            raise DataSetError(fact)
+        if is_megatron(arguments):  # its sampler drops what fills no step
+            packs.fill_steps(arguments.global_batch_size)
+            tell(f"{plan_line(packs.plan)}; {len(packs) // arguments.global_batch_size:,} steps an epoch")
+        return packed
+
+    def train(self, pipeline: Any, trainer: Any) -> Any:
+        """Train the packs by their schedule, and tell its steps before the first."""
+        schedule = follow(trainer, attn_impl=pipeline.args.attn_impl)
+        steps = f"{counted(schedule.steps_per_epoch, 'step')} an epoch, {schedule.total_steps:,} in all"
+        tell(f"{plan_line(trainer.train_dataset.plan)}; {steps} on {counted(schedule.world_size, 'rank')}")
+        return self._train(pipeline, trainer)
+
+
+def plan_line(plan: Plan) -> str:
+    """Return what a plan is, in a line."""
+    packs, fill = counted(len(plan.packs), "pack"), f"{plan.raw.fill:.2%} full"
+    return f"{counted(plan.raw.num_samples, 'sample')} in {packs} ({fill}, plan {plan.checksum[:12]})"
+
+
+def tell(text: str) -> None:
+    """Print a line on one rank, whatever ms-swift logs."""
+    if is_master():
+        print(f"packplan: {text}", flush=True)

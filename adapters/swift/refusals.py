@@ -1,0 +1,121 @@
+"""Arguments of ms-swift under which it would not train a plan as it stands: refused by flag."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from packplan.core.errors import ConfigError, Fault
+
+SHOWN_VERSIONS = ("4.6.0",)
+"""Versions of ms-swift with which the plugin was shown to train plans exactly."""
+
+_TYPES = ("dpo",)
+"""Types of `swift rlhf` whose packs were shown to train as their samples alone do."""
+
+_OFF: Mapping[str, str] = MappingProxyType(
+    {
+        "streaming": "gives no lengths before training, and a plan needs all of them",
+        "group_by_length": "draws batches by itself, and packs are already of like length",
+        "ignore_data_skip": "lets a resumed run train packs twice",
+        "auto_find_batch_size": "changes the batch size, which decides the steps",
+        "use_ray": "starts processes that were not shown to follow a plan",
+        "padding_free": "joins the samples of a batch instead of planned packs",
+    }
+)
+"""Arguments that have to be off -> their effect."""
+
+_ALONE = ("sequence_parallel_size", "context_parallel_size", "deepspeed_autotp_size")
+"""Arguments that let ranks share the tokens of a row."""
+
+
+def is_megatron(arguments: Any) -> bool:
+    """Return whether arguments are those of `megatron sft`."""
+    return hasattr(arguments, "global_batch_size")
+
+
+_DECIDES = (
+    "model", "model_type", "template", "system", "agent_template", "use_chat_template", "response_prefix", "norm_bbox",
+    "max_length", "max_pixels", "truncation_strategy", "packing_length", "packing_strategy", "task_type", "rlhf_type",
+    "dataset", "cached_dataset", "columns", "dataset_shuffle", "data_seed", "split_dataset_ratio", "strict",
+)  # fmt: skip
+"""Arguments that decide the lengths of the rows, or their order."""
+
+
+def planned_flags(arguments: Any) -> dict[str, Any]:
+    """Return the arguments that decide a plan, by flag, as values that JSON can hold."""
+    found = {f"--{name}": getattr(arguments, name, None) for name in _DECIDES}
+    values: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    return values
+
+
+def refuse_others(arguments: Any, *, flags: Mapping[str, Any], ranks: int) -> None:
+    """
+    Refuse a command whose arguments are not those that were planned for; all at once.
+
+    Args:
+        arguments: Arguments of a command of ms-swift.
+        flags: Result of `planned_flags` when it was planned.
+        ranks: Ranks that it was planned for.
+
+    Raises:
+        ConfigError: They differ.
+    """
+    now = planned_flags(arguments)
+    faults = [
+        Fault(flag, f"is {now.get(flag)}, but the plan was made with {then}: plan again, or set it back")
+        for flag, then in flags.items()
+        if now.get(flag) != then
+    ]
+    if ranks != arguments.global_world_size:
+        reason = f"are {arguments.global_world_size}, but the plan was made for {ranks}: plan again, or start {ranks}"
+        faults.append(Fault("ranks", reason))
+    if faults:
+        raise ConfigError("the command", tuple(faults))
+
+
+def refuse_version(version: str) -> None:
+    """
+    Refuse a version of ms-swift that the plugin was not shown with.
+
+    Raises:
+        ConfigError: It is another one.
+    """
+    if version not in SHOWN_VERSIONS:
+        reason = (
+            f"{version} is not a version that this plugin was shown with ({', '.join(SHOWN_VERSIONS)}): install that "
+            "one, or write the plugin with packplan plugin swift --any-version"
+        )
+        raise ConfigError("the plugin", (Fault("ms-swift", reason),))
+
+
+def refuse_arguments(arguments: Any) -> None:
+    """
+    Refuse arguments that stand against a plan; all at once.
+
+    Args:
+        arguments: Arguments of a command of ms-swift.
+
+    Raises:
+        ConfigError: There are some.
+    """
+    if faults := tuple(_faults(arguments)):
+        raise ConfigError("the command", faults)
+
+
+def _faults(arguments: Any) -> Iterator[Fault]:
+    if not arguments.packing:
+        yield Fault("--packing", "is not set: a plan needs --packing true")
+        return
+    for name, effect in _OFF.items():
+        usual = name == "padding_free" and is_megatron(arguments)  # what packs are to Megatron
+        if getattr(arguments, name, False) and not usual:
+            yield Fault(f"--{name}", f"{effect}: remove it")
+    for name in _ALONE:
+        if (getattr(arguments, name, None) or 1) > 1:
+            yield Fault(f"--{name}", "lets ranks share rows, for which no plan is made yet: set it to 1")
+    kind = getattr(arguments, "rlhf_type", None)
+    if kind not in (None, *_TYPES):
+        yield Fault("--rlhf_type", f"is {kind}, but plans are made for {', '.join(_TYPES)} alone: remove the plugin")

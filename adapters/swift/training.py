@@ -1,0 +1,115 @@
+"""ms-swift's trainers that follow the schedule of a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from swift.trainers import Seq2SeqTrainer, mixin
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from packplan.adapters.attention import NAME, with_text_row
+from packplan.adapters.hf.attention import separate_samples
+from packplan.adapters.hf.following import FollowsSchedule, replaced
+from packplan.adapters.hf.refusals import refuse
+from packplan.adapters.models import load_strictly
+from packplan.adapters.swift.packs import PackCollator, PlannedPacks
+from packplan.core.align import align_plan
+from packplan.core.errors import MismatchError
+from packplan.core.schedule import EpochSchedule
+from packplan.core.surface import Plan
+
+
+def follow(trainer: Any, *, attn_impl: str | None) -> EpochSchedule:
+    """
+    Let a trainer of ms-swift train the packs of its data set as their schedule orders them.
+
+    Args:
+        trainer: Trainer whose training data are `PlannedPacks`.
+        attn_impl: `--attn_impl` of the command. None takes the fastest attention that is shown to
+            keep samples apart.
+
+    Raises:
+        ArgumentError: A setting stands against it.
+        MismatchError: Ranks have different plans.
+        ModelError: The model cannot be shown to keep samples apart.
+    """
+    refuse(trainer)
+    packs: PlannedPacks = trainer.train_dataset
+    checksums = gather_object([packs.plan.checksum])
+    if len(set(checksums)) > 1:
+        fact = "the ranks planned different packs: give all the same data set and data_seed"
+        raise MismatchError("ranks_disagree", fact, {"checksums": tuple(checksums)})
+    schedule = schedule_of(packs.plan, trainer.args)
+    # Heads of other tasks pool each sample of a row, so no logits of tokens can be compared.
+    whole = trainer.task_type == "causal_lm" and not (trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled())
+    for model in (trainer.model, getattr(trainer, "ref_model", None)):
+        if model is not None:
+            separate_samples(_bare(model), named=NAME if attn_impl is None else None, whole=whole)
+    kind = type(trainer)
+    trainer.__class__ = type(f"Planned{kind.__name__}", (_PlannedTraining, kind), {})
+    trainer.follow(
+        schedule,
+        packs.plan.checksum,
+        train_packs=packs,
+        collator=PackCollator(trainer.data_collator),
+        eval_packs=_weighed_by_tokens(trainer),
+    )
+    return schedule
+
+
+def schedule_of(plan: Plan, args: Any) -> EpochSchedule:
+    """
+    Return the schedule that ms-swift's training arguments ask for.
+
+    Args:
+        plan: The packs.
+        args: Training arguments, of any of its trainers.
+    """
+    aligned = align_plan(
+        plan.raw,
+        world_size=args.world_size,
+        dataloader_drop_last=args.dataloader_drop_last,
+        batch_size=args.per_device_train_batch_size,
+    )
+    return EpochSchedule.from_plan(
+        aligned,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        num_train_epochs=args.num_train_epochs,
+        max_steps=args.max_steps,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        shuffle=args.train_dataloader_shuffle,
+    )
+
+
+def _weighed_by_tokens(trainer: Any) -> PlannedPacks | None:
+    """Return the packs of evaluation whose loss is a mean over tokens, if there are any."""
+    packs = trainer.eval_dataset
+    return packs if isinstance(trainer, Seq2SeqTrainer) and isinstance(packs, PlannedPacks) else None
+
+
+def _bare(model: Any) -> Any:
+    """Return a model without the wrapper of its ranks."""
+    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+
+
+class _PlannedTraining(FollowsSchedule):
+    """A trainer of ms-swift; see `FollowsSchedule`."""
+
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
+
+    def get_train_dataloader(self, *_: Any, **__: Any) -> Any:
+        """Return the loader of this rank's packs."""
+        with replaced(mixin, BatchSamplerShard=lambda *_, **__: self._sampler):
+            return super().get_train_dataloader()
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return with_text_row(super()._prepare_inputs(inputs))  # type: ignore[misc]  # of the trainer's class
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        plain = self.accelerator.unwrap_model(model or self.model)
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if sharded or not load_strictly(plain, resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]

@@ -1,0 +1,52 @@
+"""
+Write the rows of a command of ms-swift with their lengths: `packplan export train.sh
+--cached-dataset FOLDER`.
+
+Then `swift sft --cached_dataset FOLDER`, instead of `--dataset`, encodes no row before it trains.
+The lengths are those of `packplan plan build`, which this does first; rows that ms-swift leaves out
+are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from packplan.adapters.progress import loading_libraries
+from packplan.app.cli.command import (
+    add_config_arguments,
+    add_logging_options,
+    command_parser,
+    parse_arguments,
+    run_command,
+)
+from packplan.app.wiring.commands import require_command
+from packplan.core.errors import counted
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = command_parser("export", __doc__)
+    add_config_arguments(parser, metavar="train.sh", about="a script, a YAML for ms-swift, or a command, after --")
+    parser.add_argument("--cached-dataset", type=Path, required=True, metavar="FOLDER", help="what to write")
+    add_logging_options(parser)
+    options = parse_arguments(parser, arguments)
+    return run_command(lambda: run(options), verbose=options.verbose, quiet=options.quiet)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, plan and write."""
+    config = require_command(options.config, options.overrides)
+    with loading_libraries():
+        from packplan.app.plan.build import build
+        from packplan.app.wiring.gather import export_rows, gather
+        from packplan.app.wiring.training import joined_ranks
+
+    gathered = gather(config)
+    with joined_ranks(config) as group:
+        planned = build(config, group, splits=list(gathered.splits.values()), world_size=config.command.world_size)
+    folder: Path = options.cached_dataset
+    numbers = export_rows(gathered, planned, folder)
+    flags = [f"--cached_dataset {folder}", *([f"--cached_val_dataset {folder / 'val'}"] if "eval" in numbers else [])]
+    rows = counted(numbers["train"], "row")
+    print(f"{folder}: {rows} with their lengths; say {' '.join(flags)} instead of --dataset")

@@ -1,0 +1,80 @@
+"""
+Write the plugin that trains planned packs inside another tool's own command.
+
+`packplan plugin swift -o plugin.py`, then `swift sft ... --packing true --external_plugins
+plugin.py`: see docs/use-it-in/swift.md. With a command, as in `packplan plugin swift train.sh`, the
+command is planned first, and the plugin takes this plan alone: other data, arguments or ranks are
+refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from pprint import pformat
+from typing import Any
+
+import numpy as np
+
+from packplan.adapters.progress import loading_libraries
+from packplan.app.cli.command import add_logging_options, command_parser, run_command
+from packplan.app.wiring.commands import CommandRun, require_command
+from packplan.app.wiring.stores import write_new
+from packplan.core.checksum import plan_checksum
+from packplan.core.packs import Packs
+from packplan.core.samples import column, sample_indices
+
+_TEXT = '''"""Trains the packs of a plan inside ms-swift: swift sft ... --packing true --external_plugins {name}"""
+
+from packplan.adapters.swift import install
+
+install({options})
+'''
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = command_parser("plugin", __doc__)
+    parser.add_argument("tool", choices=["swift"], help="the tool that trains: swift is ms-swift")
+    parser.add_argument(
+        "source", nargs="*", metavar="train.sh",
+        help="a script, a YAML for ms-swift, or a command, after --, whose plan is to be trained alone",
+    )  # fmt: skip
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="plugin.py", default=Path("plugin.py"),
+        help="name of the file to write (default: plugin.py)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--any-version", action="store_true", help="let it try versions of the tool that it was not shown with"
+    )
+    add_logging_options(parser)
+    options = parser.parse_args(arguments)
+
+    def command() -> None:
+        output: Path = options.output
+        given: dict[str, Any] = {}
+        if options.source:
+            given["planned"] = planned_of(require_command(options.source[0], options.source[1:]))
+        if options.any_version:
+            given["any_version"] = True
+        called = ", ".join(f"{name}={pformat(value, width=100, sort_dicts=False)}" for name, value in given.items())
+        write_new(output, _TEXT.format(name=output.name, options=called))
+        print(f"{output}: add --packing true --external_plugins {output} to a command of swift sft, pt, or rlhf (dpo)")
+
+    return run_command(command, verbose=options.verbose, quiet=options.quiet)
+
+
+def planned_of(config: CommandRun) -> dict[str, Any]:
+    """Plan a command of ms-swift, and return what the plugin compares: see its `install`."""
+    with loading_libraries():
+        from packplan.app.plan.build import build
+        from packplan.app.wiring.gather import gather
+        from packplan.app.wiring.training import joined_ranks
+
+    splits = gather(config).splits
+    with joined_ranks(config) as group:
+        (train,) = build(config, group, splits=[splits["train"]], world_size=config.command.world_size)
+    # The rows that ms-swift leaves out have no number there.
+    kept = sample_indices(train.table)
+    packs = Packs(train.raw.packs.offsets, np.searchsorted(kept, train.raw.packs.indices))
+    checksum = plan_checksum(packs, lengths=column(train.table, "length")[kept].astype(np.int64))
+    return {"flags": config.command.flags(), "ranks": config.command.world_size, "checksum": checksum}

@@ -1,0 +1,170 @@
+"""
+Runs a command of ms-swift as one rank, and writes down what the rank trains.
+
+What it needs for tiny models is done here: their tokens of images have other ids than the released
+vocabularies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def main(command: str, words: list[str], out: str, fault: str = "") -> int:
+    """
+    Train, and write what `record` writes, and the log.
+
+    Args:
+        command: `sft`, `pt` or `rlhf`.
+        words: Words behind it.
+        out: Folder of the files.
+        fault: `fewer` leaves a row out on rank 1.
+    """
+    from swift.pipelines import pretrain_main, rlhf_main, sft_main
+
+    record(out, fault)
+    result = {"sft": sft_main, "pt": pretrain_main, "rlhf": rlhf_main}[command](words)
+    (Path(out) / "history.json").write_text(json.dumps(result["log_history"]))
+    return 0
+
+
+def record(out: str, fault: str = "") -> None:
+    """
+    Write from now on, by rank, the sequences of each row, and those of each microbatch.
+
+    Args:
+        out: Folder for `rows<R>.json`, `trained<R>.jsonl`, which grows, and `attention`, its name.
+        fault: See `main`.
+    """
+    from swift.pipelines.train.sft import SwiftSft
+    from transformers import Trainer
+
+    rank = os.environ.get("RANK", "0")
+    encode, step = SwiftSft._encode_dataset, Trainer.training_step
+
+    def encode_dataset(self: Any, train: Any, *args: Any, **kwargs: Any) -> Any:
+        for name in ("image_token_id", "video_token_id"):
+            if hasattr(self.template, name) and hasattr(self.processor, name):
+                setattr(self.template, name, getattr(self.processor, name))
+        encoded = encode(self, train, *args, **kwargs)
+        rows = [
+            sequences_of(row if "input_ids" in row else self.template.encode(dict(row), return_length=True))
+            for row in encoded[0]
+        ]
+        if fault == "fewer" and rank == "1":
+            encoded[0] = encoded[0].select(range(len(rows) - 1))
+        (Path(out) / f"rows{rank}.json").write_text(json.dumps(rows))
+        return encoded
+
+    def training_step(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        attention = self.model.config._attn_implementation
+        (Path(out) / "attention").write_text(attention)
+        with (Path(out) / f"trained{rank}.jsonl").open("a") as file:
+            file.write(json.dumps([self.state.global_step + 1, list(samples_of(inputs))]) + "\n")
+        return step(self, model, inputs, *args, **kwargs)
+
+    SwiftSft._encode_dataset, Trainer.training_step = encode_dataset, training_step
+    start_adapters_alike()
+
+
+def refused(commands: list[tuple[str, list[str]]], out: str) -> int:
+    """
+    Write the message by which each command is refused, or nothing where it is not.
+
+    Args:
+        commands: A command and its words.
+        out: File of the messages, in order.
+    """
+    from swift.pipelines import pretrain_main, rlhf_main, sft_main
+
+    from packplan.core.errors import PackplanError
+
+    record(str(Path(out).parent))
+    messages = []
+    for command, words in commands:
+        try:
+            {"sft": sft_main, "pt": pretrain_main, "rlhf": rlhf_main}[command](words)
+        except PackplanError as error:
+            messages.append(str(error))
+        else:
+            messages.append("")
+    Path(out).write_text(json.dumps(messages))
+    return 0
+
+
+def changed(words: list[str], out: str, fault: str) -> int:
+    """
+    Train data of which a row changes after it was measured.
+
+    Args:
+        words: Words behind `swift sft`.
+        out: Name of a file, not used.
+        fault: `longer` or `gone`: the row has a token more, or cannot be encoded.
+    """
+    from packplan.adapters.swift import packs
+
+    row_of = packs.PlannedPacks._row
+
+    def row(self: Any, index: int) -> Any:
+        if index == 4:
+            encode = self._encode
+
+            def other(row: Any, **options: Any) -> Any:
+                encoded = encode(row, **options)
+                if fault == "gone":
+                    raise ValueError("no such image")
+                return encoded | {"lengths": [encoded["lengths"][0] + 1]}
+
+            self._encode = other
+            try:
+                return row_of(self, index)
+            finally:
+                self._encode = encode
+        return row_of(self, index)
+
+    packs.PlannedPacks._row = row
+    return main("sft", words, str(Path(out).parent))
+
+
+def ours(config: str, out: str) -> int:
+    """Train a run of `packplan sft`, and write what `rank_main` writes."""
+    from tests.e2e import rank_main
+
+    start_adapters_alike()
+    return rank_main.main(config, out)
+
+
+def start_adapters_alike() -> None:
+    """Draw the first weights of adapters by their shape alone, whatever was drawn before."""
+    import torch
+    from peft.tuners.lora.layer import LoraLayer
+
+    reset = LoraLayer.reset_lora_parameters
+
+    def reset_alike(self: Any, *args: Any, **kwargs: Any) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(self.in_features * self.out_features)
+            reset(self, *args, **kwargs)
+
+    LoraLayer.reset_lora_parameters = reset_alike
+
+
+def sequences_of(encoded: dict[str, Any]) -> list[list[int]]:
+    """Return the tokens of a sample, or of the chosen and the rejected half of a pair."""
+    return [list(tokens) for key, tokens in encoded.items() if key.endswith("input_ids") and tokens is not None]
+
+
+def samples_of(inputs: dict[str, Any]) -> Iterator[list[int]]:
+    """Yield the sequences of a packed row; those of padded rows with their padding."""
+    positions = inputs.get("text_position_ids", inputs.get("position_ids"))
+    if positions is None:
+        yield from inputs["input_ids"].tolist()
+        return
+    tokens = inputs["input_ids"][0].tolist()
+    starts = [at for at, position in enumerate(positions.reshape(-1, len(tokens))[0].tolist()) if position == 0]
+    for start, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
+        yield tokens[start:stop]

@@ -1,0 +1,225 @@
+"""
+A plan for a command of ms-swift, and its cached data set: ms-swift's own rows and lengths, and the
+packs and steps that the plugin trains.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset
+from swift.pipelines import export_main
+from swift.pipelines.utils import get_cached_dataset
+from swift.template.templates.qwen import Qwen2VLTemplate
+from transformers import AutoTokenizer
+
+from packplan.adapters.swift.packs import PlannedPacks
+from packplan.adapters.swift.training import schedule_of
+from packplan.app import export
+from packplan.app.plan.__main__ import main as plan
+
+NUM_ROWS = 40
+
+MAX_LENGTH, PACKING_LENGTH = 800, 200
+
+LONGER = 3
+"""Rows of more tokens than `MAX_LENGTH`, which ms-swift leaves out."""
+
+TASKS = {
+    "text": ("sft", "qwen2", ""),
+    "images": ("sft", "qwen2_5_vl", ""),
+    "pairs": ("rlhf", "qwen2", "--rlhf_type dpo"),
+}
+"""Kind of data -> command of ms-swift, model, and what the command says beside."""
+
+SCHEDULE = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_train_epochs": 2, "seed": 7}
+
+
+@pytest.fixture(autouse=True)
+def _own_caches(tmp_path_factory, monkeypatch, demo):
+    """
+    Keep ms-swift's caches in the test, know the tokens of the tiny model, and map rows in this
+    process: a forked one would wait for the threads of others that tests have started.
+    """
+    mapped = Dataset.map
+    here = lambda rows, *args, **options: mapped(rows, *args, **(options | {"num_proc": None}))  # noqa: E731
+    monkeypatch.setattr(Dataset, "map", here)
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path_factory.getbasetemp() / "modelscope"))
+    tokenizer = AutoTokenizer.from_pretrained(demo / "models" / "qwen2_5_vl")
+    monkeypatch.setattr(Qwen2VLTemplate, "image_token_id", tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+    monkeypatch.setattr(Qwen2VLTemplate, "video_token_id", tokenizer.convert_tokens_to_ids("<|video_pad|>"))
+
+
+@pytest.fixture(scope="module")
+def script(demo, tmp_path_factory):
+    """Return a function that writes the script of a kind of data."""
+    folder = tmp_path_factory.mktemp("scripts")
+    images = sorted((demo / "data" / "images").glob("train_*"))[:4]
+
+    def write(kind: str, more: str = "", *, bad: bool = False) -> Path:
+        task, model, said = TASKS[kind]
+        lines = []
+        for number in range(NUM_ROWS):
+            question = {"role": "user", "content": f"what is {number}?"}
+            words = 1000 if number < LONGER else 1 + number % 9
+            record = {"messages": [question, {"role": "assistant", "content": "blue circle " * words}]}
+            if kind == "images" and number % 3:
+                question["content"] = "<image>" * (number % 3) + question["content"]
+                record["images"] = [str(images[(number + one) % 4]) for one in range(number % 3)]
+                if bad and number == NUM_ROWS - 2:
+                    record["images"] = ["absent.png"] * (number % 3)
+            if kind == "pairs":
+                record["rejected_response"] = "red square " * (2 + number % 5)
+            lines.append(json.dumps(record))
+        name = f"{kind}{abs(hash((more, bad)))}"
+        data = folder / f"{name}.jsonl"
+        data.write_text("\n".join(lines))
+        chosen = f"--model {demo / 'models' / model} --model_type {model} --template "
+        chosen += "qwen2_5" if model == "qwen2" else model
+        schedule = " ".join(f"--{flag} {value}" for flag, value in SCHEDULE.items())
+        path = folder / f"{name}.sh"
+        path.write_text(
+            f"NPROC_PER_NODE=2 \\\nswift {task} {chosen} --dataset '{data}' {said} {schedule} --packing true \\\n"
+            f"  --max_length {MAX_LENGTH} --packing_length {PACKING_LENGTH} --torch_dtype bfloat16 \\\n"
+            f"  --output_dir {folder / name} {more}\n"
+        )
+        return path
+
+    return write
+
+
+def words_of(path: Path) -> list[str]:
+    return shlex.split(path.read_text().replace("\\\n", " "))[3:]
+
+
+def value(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_a_cached_data_set_is_ms_swift_s_and_its_packs_are_the_plan_s(script, tmp_path, kind, capsys):
+    """
+    Rows, columns and the lengths of each sequence are those of `swift export`; the plugin's packs
+    of them, and its steps, are those that `plan show` prints.
+    """
+    path, ours, theirs = script(kind), tmp_path / "ours", tmp_path / "theirs"
+    words = words_of(path)
+    kept = ("--model", "--model_type", "--template", "--dataset", "--max_length", "--torch_dtype")
+    asked = [word for flag in kept for word in (flag, value(words, flag))]
+    mode = "rlhf" if kind == "pairs" else "train"
+
+    assert 0 == export.main([str(path), "--cached-dataset", str(ours), "--quiet"])
+    export_main([*asked, "--to_cached_dataset", "true", "--template_mode", mode, "--output_dir", str(theirs)])
+    read = SimpleNamespace(
+        data_seed=7, cached_dataset=[str(ours), str(theirs / "train")], cached_val_dataset=[], max_length=MAX_LENGTH,
+        truncation_strategy="delete", dataset_shuffle=True,
+    )  # fmt: skip
+    (found, expected), _ = get_cached_dataset(read)
+
+    assert expected.features == found.features
+    assert expected.to_list() == found.to_list()
+    assert NUM_ROWS - LONGER == len(found)
+    assert {2 if kind == "pairs" else 1} == {len(lengths) for lengths in found["lengths"]}
+    packs = PlannedPacks(SimpleNamespace(), expected, packing_length=PACKING_LENGTH).plan
+    fixed = {"world_size": 2, "dataloader_drop_last": False, "max_steps": -1, "train_dataloader_shuffle": True}
+    schedule = schedule_of(packs, SimpleNamespace(**SCHEDULE, **fixed, data_seed=None))
+    capsys.readouterr()
+    assert 0 == plan(["show", str(path), "--json"])
+    shown = json.loads(capsys.readouterr().out)["splits"]["train"]
+    assert len(packs.packs) == shown["plan"]["num_packs"] > 4
+    assert packs.raw.fill == pytest.approx(shown["plan"]["fill_mean"], abs=1e-9)
+    steps = (schedule.steps_per_epoch, schedule.total_steps)
+    assert steps == (shown["schedule"]["steps_per_epoch"], shown["schedule"]["total_steps"])
+    assert (kind == "images") == bool(shown["plan"]["long_samples"])
+
+
+def test_every_command_of_a_plan_takes_a_command_of_ms_swift(script, tmp_path, capsys):
+    """Build, show, whatif, verify and report, of a script and of the words of a command."""
+    path, page = script("pairs"), tmp_path / "plan.html"
+    words = ["swift", "rlhf", *words_of(path)]
+
+    assert 0 == plan(["build", str(path)])
+    built = capsys.readouterr().err
+    assert 0 == plan(["build", "--world-size", "2", "--", *words])
+    again = capsys.readouterr().err
+    assert 0 == plan(["verify", str(path), "--samples", "3", "--json"])
+    assert {"passed": True, "findings": []} == json.loads(capsys.readouterr().out)
+    assert 0 == plan(["whatif", str(path), "--max-length", f"{PACKING_LENGTH},1600", "--json"])
+    rows = json.loads(capsys.readouterr().out)["alternatives"]
+    assert 0 == plan(["report", str(path), "-o", str(page)])
+    assert 0 == plan(["show", str(path), "--sample", "5", "--text"])
+
+    assert "steps an epoch" in built
+    assert "on 2 ranks" in built
+    assert "the stored plan fits and is used again" in again
+    assert [2, 2] == [row["world_size"] for row in rows]
+    assert rows[0]["plan"]["num_packs"] > rows[1]["plan"]["num_packs"]
+    assert "<svg" in page.read_text()
+    assert "blue circle" in capsys.readouterr().out
+
+
+def test_rows_that_ms_swift_leaves_out_are_counted_and_named(script, capsys):
+    """Rows that are too long, or whose image is absent; with --strict true the first one stops."""
+    path = script("images", bad=True)
+
+    assert 0 == plan(["build", str(path)])
+    left = capsys.readouterr().err
+    assert 2 == plan(["build", *overridden(path, "--strict", "true")])
+    stopped = capsys.readouterr().err
+
+    assert f"{LONGER + 1} of {NUM_ROWS} records cannot become samples and are left out" in left
+    assert "MaxLengthError" in left
+    assert "absent.png" in left
+    assert "error:" in stopped
+    assert ".jsonl, row " in stopped
+
+
+def overridden(path: Path, *more: str) -> list[str]:
+    """Return a script as the words of a command, which stores its plan elsewhere."""
+    return ["--", "swift", "sft", *words_of(path), *more, "--output_dir", f"{path.with_suffix('')}-other"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "is no file, and no command of ms-swift"),
+        ("swift sft --packing true\nswift pt --seed 1\n", "2 commands of swift sft or swift pt, in the lines 1, 2"),
+        ("swift infer --model m\n", "swift infer"),
+        ("swift sft {given} --streaming true --max_steps 4\n", "--streaming: gives no lengths before training"),
+        ("swift rlhf {given} --rlhf_type kto\n", "--rlhf_type: is kto"),
+        ("swift sft {given} --task_type seq_cls --num_labels 2\n", "--task_type: is seq_cls"),
+        ("swift sft {given} --max_lenght 7\n", "--max_lenght: is no argument of ms-swift"),
+        ("swift sft {given} --seed $(date)\n", "computes $(date)"),
+        ("swift sft {given} --tuner_type full --max_length many\n", "ms-swift: refuses an argument"),
+        ("NPROC_PER_NODE=many swift sft {given}\n", "NPROC_PER_NODE: is many, but has to be a number of ranks"),
+    ],
+)  # fmt: skip
+def test_a_command_that_cannot_be_planned_is_refused_by_what_is_wrong(script, tmp_path, capsys, text, said):
+    """Nothing is measured of it."""
+    path = tmp_path / "train.sh"
+    if text is not None:
+        path.write_text(text.replace("{given}", shlex.join(words_of(script("text")))))
+
+    assert 2 == plan(["build", str(path)])
+
+    assert said in capsys.readouterr().err
+
+
+def test_a_command_without_packing_is_planned_and_told_which_flag_it_needs(script, capsys):
+    """Its plan is that of the same command with the flag."""
+    path = script("text")
+    words = [word for word in overridden(path) if word not in {"--packing", "true"}]
+
+    assert 0 == plan(["build", str(path)])
+    packed = capsys.readouterr().err
+    assert 0 == plan(["build", *words])
+    plain = capsys.readouterr().err
+
+    assert "--packing true" not in packed
+    assert "does not say --packing true" in plain
+    checksums = [[line for line in text.splitlines() if "raw_plan checksum" in line] for text in (packed, plain)]
+    assert checksums[0] == checksums[1] != []

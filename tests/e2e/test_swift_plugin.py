@@ -1,0 +1,547 @@
+"""
+Planned packs inside ms-swift's own commands: the packs and steps of the plan, the losses of
+`packplan sft`, and resumed runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import yaml
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+import packplan as pp
+from packplan.adapters.swift.packs import PlannedPacks
+from packplan.adapters.swift.refusals import refuse_version
+from packplan.app import plugin
+from packplan.app.wiring.conversion import convert_source, run_text
+from packplan.core.align import align_plan
+from packplan.core.errors import ConfigError
+from tests.e2e import plugin_run, rank_main
+from tests.network import free_port
+from tests.processes import DEADLINE_S, Started, descendants, end, finished, wait_for
+
+# isort: split
+import swift
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+LENGTH = {"qwen2": 256, "qwen2_5_vl": 400}
+"""Model -> packing length."""
+
+PLAIN = (
+    "--torch_dtype float32 --fp16 false --bf16 false --report_to none --check_model false --use_cpu true "
+    "--dataset_shuffle false --add_version false --split_dataset_ratio 0 --dataset_num_proc 1 "
+    "--dataloader_num_workers 0 --gradient_checkpointing false --logging_steps 1 --learning_rate 1e-3 "
+    "--per_device_train_batch_size 1 --lora_dropout 0"
+)
+
+NUM = 21
+"""Records of each file."""
+
+ONE = "--save_strategy no --gradient_accumulation_steps 1 --num_train_epochs 1"
+
+
+@pytest.fixture(scope="module")
+def records(demo, tmp_path_factory) -> Path:
+    """A folder with records for each model, and pairs."""
+    folder = tmp_path_factory.mktemp("records")
+    images = sorted((demo / "data" / "images").glob("train_*"), key=lambda image: image.stat().st_size)[:3]
+    lines: dict[str, list[str]] = {name: [] for name in (*LENGTH, "pairs")}
+    for number in range(NUM):
+        question = {"role": "user", "content": f"what is {number}?"}
+        record = {"messages": [question, {"role": "assistant", "content": "blue circle " * (1 + 5 * number % 23)}]}
+        lines["qwen2"].append(json.dumps(record))
+        lines["pairs"].append(json.dumps(record | {"rejected_response": "red square " * (1 + number % 3)}))
+        if number % 2:
+            question["content"] = f"<image>what is {number}?"
+            record["images"] = [str(images[number % len(images)])]
+        lines["qwen2_5_vl"].append(json.dumps(record))
+    for name, texts in lines.items():
+        (folder / f"{name}.jsonl").write_text("".join(f"{text}\n" for text in texts))
+    return folder
+
+
+@pytest.fixture
+def words(demo, records, tmp_path):
+    """Return a function that gives the words of a command for a tiny model."""
+    path = tmp_path / "plugin.py"
+    assert 0 == plugin.main(["swift", "-o", str(path)])
+
+    def make(of: str, more: str, *, data: str = "", plugins: tuple[Path, ...] = (path,)) -> list[str]:
+        template = "qwen2_5" if of == "qwen2" else of
+        given = f"--model {demo / 'models' / of} --model_type {of} --template {template} --max_length {LENGTH[of]} "
+        given += f"--dataset {records / f'{data or of}.jsonl'} --output_dir {tmp_path / 'out'} {PLAIN} {more}"
+        return [*given.split(), *(["--packing", "true", "--external_plugins", *map(str, plugins)] if plugins else [])]
+
+    return make
+
+
+class Ran:
+    """A run of a command of ms-swift, perhaps of several processes after one another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def rows(self, rank: int = 0) -> list[list[list[int]]]:
+        """Sequences of each row of the data set."""
+        return json.loads((self.folder / f"rows{rank}.json").read_text())
+
+    def trained(self, rank: int = 0) -> list[tuple[int, list[list[int]]]]:
+        """Step and sequences of each microbatch of a rank, in order."""
+        lines = (self.folder / f"trained{rank}.jsonl").read_text().splitlines()
+        return [(step, sorted(sequences)) for step, sequences in map(json.loads, lines)]
+
+    @property
+    def losses(self) -> list[float]:
+        """Loss of each step."""
+        return [entry["loss"] for entry in json.loads((self.folder / "history.json").read_text()) if "loss" in entry]
+
+    def plan(self, length: int) -> pp.Plan:
+        """Plan of the rows that ms-swift has."""
+        return pp.plan([sum(map(len, row)) for row in self.rows()], length)
+
+    def planned(self, plan: pp.Plan, schedule: pp.EpochSchedule, rank: int = 0) -> list[tuple[int, list[list[int]]]]:
+        """Step and sequences of each microbatch that a schedule gives a rank."""
+        rows = self.rows(rank)
+        return [
+            (step.number, sorted(tokens for pack in batch for index in plan.packs[pack] for tokens in rows[index]))
+            for step in schedule.steps(rank=rank)
+            for batch in step.batches
+        ]
+
+    def assert_planned(self, plan: pp.Plan, schedule: pp.EpochSchedule) -> None:
+        """Each rank's microbatches are those of the schedule, with all sequences of their rows."""
+        for rank in range(schedule.world_size):
+            assert self.planned(plan, schedule, rank) == self.trained(rank)
+
+
+Train = Callable[..., Ran]
+
+
+@pytest.fixture
+def start(server, tmp_path) -> Callable[..., tuple[Ran, list[Started]]]:
+    """Return a function that starts a command on some ranks."""
+
+    def begin(
+        words: list[str], *, command: str = "sft", ranks: int = 1, name: str = "ran"
+    ) -> tuple[Ran, list[Started]]:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        if ranks > 1:
+            return Ran(folder), server.ranks(ranks, plugin_run.main, command, words, str(folder), folder=folder)
+        return Ran(folder), [server.start(plugin_run.main, command, words, str(folder), log=folder / "rank0.log")]
+
+    return begin
+
+
+@pytest.fixture
+def train(start) -> Train:
+    """Return a function that trains a command on some ranks."""
+
+    def run(words: list[str], **options) -> Ran:
+        ran, started = start(words, **options)
+        assert [0] * len(started) == finished(started)
+        return ran
+
+    return run
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+@pytest.mark.parametrize("of", LENGTH)
+def test_packs_and_losses_are_the_plan_s(of, tuner, ranks, words, train, server, tmp_path):  # noqa: PLR0917  # fixtures
+    """Every microbatch is the schedule's, and every step's loss that of `packplan sft`."""
+    more = f"--tuner_type {tuner} --num_train_epochs 2 --save_strategy no --gradient_accumulation_steps {2 // ranks}"
+    ran = train(words(of, more), ranks=ranks)
+
+    found = ran.plan(LENGTH[of])
+    schedule = found.schedule(world_size=ranks, packs_per_step=2, epochs=2, seed=42)
+    ran.assert_planned(found, schedule)
+    assert (schedule.packs_per_epoch > len(found.packs)) == (ranks == 2), "a tail that is filled up"
+    assert "packplan" == (ran.folder / "attention").read_text(), "the fastest one on a CPU"
+    told = (ran.folder / "rank0.log").read_text()
+    assert f"{schedule.total_steps} in all on {ranks} rank" in told
+    assert found.checksum[:12] in told
+
+    history = trained_by_us(words(of, f"{more} --packing true", plugins=()), server, tmp_path, ranks=ranks)
+    assert [entry["loss"] for entry in history if "loss" in entry] == pytest.approx(ran.losses, abs=1e-5)
+
+
+@pytest.mark.parametrize("attn_impl", ["sdpa", "eager", "packplan"])
+def test_a_named_attention_keeps_samples_apart_too(attn_impl, words, train):
+    """The losses are those under the attention that is taken otherwise."""
+    more = f"--tuner_type full {ONE}"
+    expected = train(words("qwen2_5_vl", more), name="auto").losses
+    assert train(words("qwen2_5_vl", f"{more} --attn_impl {attn_impl}")).losses == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_both_halves_of_a_pair_are_in_one_pack(ranks, words, train):
+    """And DPO's losses are those of the pairs alone, padded, as ms-swift trains them."""
+    more = "--rlhf_type dpo --tuner_type lora --num_train_epochs 3 --save_strategy no --packing_length 1024"
+    ran = train(words("qwen2", f"{more} --gradient_accumulation_steps 8", data="pairs"), command="rlhf", ranks=ranks)
+
+    found = ran.plan(1024)
+    schedule = found.schedule(world_size=ranks, packs_per_step=8 * ranks, epochs=3, seed=42)
+    assert 3 == schedule.total_steps, "all pairs in each step"
+    assert max(map(len, found.packs)) > 2, "packs of several pairs"
+    ran.assert_planned(found, schedule)
+    if ranks == 1:
+        alone = words("qwen2", f"{more} --gradient_accumulation_steps {NUM}", data="pairs", plugins=())
+        losses = train(alone, command="rlhf", name="alone").losses
+        assert losses == pytest.approx(ran.losses, abs=1e-5)
+        assert losses[-1] < math.log(2) - 1e-3, "it has learned"
+
+
+def test_classifiers_learn_from_packs_as_from_samples(words, train, records):
+    """Where packs have equally many samples: ms-swift averages the means of packs."""
+    record = {"messages": [{"role": "user", "content": "is it blue?"}]}
+    lines = [json.dumps(record | {"label": number % 3 % 2}) for number in range(12)]
+    (records / "labels.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    more = "--tuner_type full --task_type seq_cls --num_labels 2 --num_train_epochs 3 --save_strategy no"
+    ran = train(words("qwen2", f"{more} --gradient_accumulation_steps 4", data="labels"))
+    alone = train(words("qwen2", f"{more} --gradient_accumulation_steps 12", data="labels", plugins=()), name="alone")
+
+    found = ran.plan(LENGTH["qwen2"])
+    assert {3} == set(map(len, found.packs))
+    ran.assert_planned(found, found.schedule(packs_per_step=4, epochs=3, seed=42))
+    assert alone.losses == pytest.approx(ran.losses, abs=1e-5)
+    assert ran.losses[-1] < ran.losses[0]
+
+
+@pytest.mark.parametrize("more", ["", "--truncation_strategy split --max_length 30 --packing_length 256"])
+def test_texts_are_planned_too(more, words, train):
+    """`swift pt`, whose rows are learned whole, or split into several."""
+    ran = train(words("qwen2", f"--tuner_type full {ONE} {more}"), command="pt")
+
+    found = ran.plan(LENGTH["qwen2"])
+    ran.assert_planned(found, found.schedule(seed=42))
+    assert (len(ran.rows()) > NUM) == bool(more)
+
+
+def test_a_batch_may_hold_several_packs(words, train):
+    """On two ranks; the last batch of an epoch has fewer."""
+    ran = train(words("qwen2", f"--tuner_type full --per_device_train_batch_size 4 {ONE}"), ranks=2)
+
+    found = ran.plan(LENGTH["qwen2"])
+    aligned = align_plan(found.raw, world_size=2, batch_size=4)
+    schedule = pp.EpochSchedule.from_plan(aligned, gradient_accumulation_steps=1, num_train_epochs=1, seed=42)
+    rows = [[tokens for pack in batch for index in found.packs[pack] for tokens in ran.rows()[index]]
+            for batch in schedule.batches(0, rank=0)]  # fmt: skip
+    assert [(step, sorted(row)) for step, row in enumerate(rows, start=1)] == ran.trained(0)
+    assert len({len(batch) for batch in schedule.batches(0, rank=0)}) == 2
+
+
+@pytest.mark.parametrize(("of", "before", "after"), [("qwen2_5_vl", 1, 1), ("qwen2", 1, 2), ("qwen2", 2, 1)])
+def test_a_killed_run_goes_on_where_it_was(of, before, after, words, start, train, tmp_path):  # noqa: PLR0917  # fixtures
+    """Also on other ranks. On as many, each loss is that of a run that was not killed."""
+    more = "--tuner_type full --num_train_epochs 8 --save_steps 3 --gradient_accumulation_steps"
+    ran, started = start(words(of, f"{more} {2 // before}"), ranks=before)
+    state = tmp_path / "out" / "checkpoint-3" / "trainer_state.json"
+    wait_for(lambda: state.exists() or not started[0].process.is_alive(), "no checkpoint")
+    for process in started:
+        process.process.kill()
+        process.process.join()
+    rest = train(
+        words(of, f"{more} {2 // after} --resume_from_checkpoint {state.parent}"), ranks=after, name="rest"
+    )  # fmt: skip
+
+    found = ran.plan(LENGTH[of])
+    options = {"packs_per_step": 2, "epochs": 8, "seed": 42}
+    whole = found.schedule(world_size=before, **options)
+    rest.assert_planned(found, attrs.evolve(found.schedule(world_size=after, **options), start=whole.at(3)))
+    for rank in range(before):
+        done = [one for one in ran.trained(rank) if one[0] <= 3]
+        assert [one for one in ran.planned(found, whole, rank) if one[0] <= 3] == done
+    if before == after:
+        unbroken = train(words(of, f"{more} 2 --output_dir {tmp_path / 'unbroken'}"), name="unbroken")
+        assert unbroken.losses == rest.losses
+
+
+REFUSED = {
+    "--streaming true --max_steps 3": "--streaming: gives no lengths before training",
+    "--group_by_length true": "--group_by_length: draws batches by itself",
+    "--sequence_parallel_size 2": "--sequence_parallel_size: lets ranks share rows",
+    "--ignore_data_skip true": "--ignore_data_skip: lets a resumed run train packs twice",
+    "--auto_find_batch_size true": "--auto_find_batch_size: changes the batch size",
+    "--padding_free true": "--padding_free: joins the samples of a batch",
+    "--packing false": "--packing: is not set",
+}
+"""Arguments -> the beginning of the message by which they are refused."""
+
+
+def test_what_stands_against_a_plan_is_refused_by_flag(words, server, tmp_path):
+    """Before a model is loaded or a row is read; several at once."""
+    commands = [("sft", [*words("qwen2", f"--tuner_type full {ONE}"), *more.split()]) for more in REFUSED]
+    commands.append(
+        ("sft", words("qwen2", f"--tuner_type full {ONE} --group_by_length true --sequence_parallel_size 2"))
+    )
+    commands.append(("rlhf", words("qwen2", f"--rlhf_type kto {ONE}", data="pairs")))
+
+    assert [0] == finished([
+        server.start(plugin_run.refused, commands, str(tmp_path / "messages.json"), log=tmp_path / "log")
+    ])  # fmt: skip
+    *single, several, kind = json.loads((tmp_path / "messages.json").read_text())
+    for says, message in zip(REFUSED.values(), single, strict=True):
+        assert says in message
+    assert "has 2 faults" in several
+    assert "--rlhf_type: is kto" in kind
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_command_other_than_the_planned_one_is_refused_by_flag(words, server, tmp_path):
+    """By each argument that decides the plan, the number of ranks, and the data themselves."""
+    data = tmp_path / "data.jsonl"
+    given = words("qwen2", f"--tuner_type full --max_length 100 --packing_length 300 {ONE}", plugins=())
+    data.write_bytes(Path(given[given.index("--dataset") + 1]).read_bytes())
+    given[given.index("--dataset") + 1] = str(data)
+    script, path = tmp_path / "train.sh", tmp_path / "planned.py"
+    script.write_text(shlex.join(["swift", "sft", *given, "--packing", "true"]))
+    written = server.packplan("plugin", "swift", script, "-o", path)
+    assert 0 == written.wait(), written.said
+    (tmp_path / "ranks.py").write_text(path.read_text().replace("'ranks': 1", "'ranks': 2"))
+
+    plugged = [*given, "--packing", "true", "--external_plugins"]
+    other = ["--max_length", "90", "--dataset_shuffle", "true"]
+    commands = [[*plugged, str(path)], [*plugged, str(tmp_path / "ranks.py")], [*plugged, str(path), *other]]
+    outs = [tmp_path / f"messages{number}.json" for number in range(4)]
+    started = [
+        server.start(plugin_run.refused, [("sft", words)], str(out), log=out.with_suffix(".log"))
+        for words, out in zip(commands, outs, strict=False)
+    ]
+    assert [0] * 3 == finished(started)
+    data.write_text(data.read_text().replace("what is 0?", "what is, if anything, 0?"))
+    assert [0] == finished([
+        server.start(plugin_run.refused, [("sft", commands[0])], str(outs[3]), log=tmp_path / "log")
+    ])  # fmt: skip
+    planned, ranks, flags, changed = [json.loads(out.read_text())[0] for out in outs]
+    assert not planned, "trained, without the rows that ms-swift leaves out"
+    assert "ms-swift left out" in started[0].said
+    assert "ranks: are 1, but the plan was made for 2" in ranks
+    assert "--max_length: is 90, but the plan was made with 100" in flags
+    assert "--dataset_shuffle: is True" in flags
+    assert "the data have changed since they were planned" in changed
+
+
+def test_ranks_with_other_rows_are_refused(words, server, tmp_path):
+    """All of them, before they train."""
+    given = words("qwen2", f"--tuner_type full {ONE}")
+    started = server.ranks(2, plugin_run.main, "sft", given, str(tmp_path), "fewer", folder=tmp_path)
+    assert [1, 1] == [rank.wait() for rank in started]
+    assert all("the ranks planned different packs" in rank.said for rank in started)
+    assert not list(tmp_path.glob("trained*"))
+
+
+def test_another_version_is_refused_unless_asked(tmp_path):
+    """With both versions; the plugin that `--any-version` writes tries it."""
+    with pytest.raises(ConfigError, match=r"ms-swift: 4\.7\.0 is not a version that .* \(4\.6\.0\)"):
+        refuse_version("4.7.0")
+
+    assert 0 == plugin.main(["swift", "--any-version", "-o", str(tmp_path / "any.py")])
+    assert "install(any_version=True)" in (tmp_path / "any.py").read_text()
+
+
+def test_rows_that_ms_swift_leaves_out_are_counted(words, train, records, tmp_path):
+    """And none is trained in their place."""
+    given = words("qwen2", f"--tuner_type full --max_length 100 --packing_length 300 {ONE}")
+    ran = train(given)
+
+    left_out = NUM - len(ran.rows())
+    assert 0 < left_out < NUM
+    assert f"ms-swift left out {left_out} of {NUM} rows of training" in (ran.folder / "rank0.log").read_text()
+    found = ran.plan(300)
+    ran.assert_planned(found, found.schedule(seed=42))
+
+
+def test_a_row_that_changes_is_no_other_row(words, server, tmp_path):
+    """Training stops at a row that is not as it was measured, or cannot be encoded any more."""
+    given = words("qwen2", f"--tuner_type full {ONE}")
+    started = [
+        server.start(plugin_run.changed, given, str(tmp_path / name), fault, log=tmp_path / name)
+        for name, fault in [("longer.log", "longer"), ("gone.log", "gone")]
+    ]
+    longer, gone = [process.wait() for process in started]
+    assert longer
+    assert gone
+    assert "sample 4 (row 4) is not the one that was planned: length planned" in (tmp_path / "longer.log").read_text()
+    assert "row 4 of the data set was measured, but cannot be encoded now" in (tmp_path / "gone.log").read_text()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evaluation_is_the_mean_over_tokens(ranks, words, train, server, records, tmp_path):  # noqa: PLR0917  # fixtures
+    """Of packs of unequal length, each once, as that of `packplan sft`."""
+    more = (
+        f"--tuner_type full --val_dataset {records / 'qwen2.jsonl'} --max_steps 1 --eval_steps 1 --eval_strategy steps"
+    )
+    more += f" --save_strategy no --gradient_accumulation_steps {2 // ranks}"
+    ran = train(words("qwen2", more), ranks=ranks)
+    history = json.loads((ran.folder / "history.json").read_text())
+
+    (theirs,) = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    ours = trained_by_us(words("qwen2", f"{more} --packing true", plugins=()), server, tmp_path, ranks=ranks)
+    (expected,) = [entry["eval_loss"] for entry in ours if "eval_loss" in entry]
+    assert expected == pytest.approx(theirs, abs=1e-5)
+
+
+def trained_by_us(given: list[str], server, tmp_path: Path, *, ranks: int) -> list[dict]:
+    """Convert a command, train it by `packplan sft` on the same packs, and return its log."""
+    run, out = tmp_path / "run.yaml", tmp_path / "ours"
+    document = yaml.safe_load(run_text(convert_source(["swift", "sft", *given]), output=str(run)))
+    document["training"] |= {"packing_min_fill_ratio": 0, "packing_balance": "none", "output_dir": str(out)}
+    run.write_text(yaml.safe_dump(document))
+    assert [0] * ranks == finished(server.ranks(ranks, plugin_run.ours, str(run), str(out), folder=out))
+    return rank_main.seen(out, ranks)[0]["history"]
+
+
+@pytest.mark.parametrize("name", ["chat-8192", "vlm-4096", "uniform-8192"])
+def test_there_are_no_more_packs_than_ms_swift_s(name):
+    """Of the same samples, by its own packing of thousands at a time."""
+    from queue import SimpleQueue
+
+    from swift.dataset.packing import PackingDataset
+
+    from benchmarks.distributions import DISTRIBUTIONS
+
+    drawn = DISTRIBUTIONS[name]
+    lengths = drawn.lengths(5000, seed=1)
+    queue: SimpleQueue = SimpleQueue()
+    PackingDataset.create_packed_idx(0, 0, lengths.tolist(), queue, drawn.capacity, "binpack")
+    theirs = [pack for _, packs, _ in iter(queue.get, (0, [], -1)) for pack in packs]
+
+    found = pp.plan(lengths, drawn.capacity)
+    assert sorted(index for pack in theirs for index, _ in pack) == sorted(found.packs.indices.tolist())
+    assert len(found.packs) <= len(theirs)
+
+
+def test_the_page_s_commands_are_killed_and_go_on(demo, records, tmp_path):
+    """`swift sft`, unmodified, on two ranks: each pack is trained as often as planned."""
+    console, out = Console(tmp_path, demo, records), tmp_path / "out"
+    write, begin, go_on = console.commands
+    assert 0 == console.start(write, tmp_path / "written").wait(DEADLINE_S)
+    first = Ran(tmp_path / "first")
+    process = console.start(begin, first.folder)
+    saved = partial(out.glob, "checkpoint-*/trainer_state.json")
+    try:
+        wait_for(lambda: any(saved()) or process.poll() is not None, "no checkpoint")
+    finally:
+        console.kill(process)
+    checkpoint = max((state.parent for state in saved()), key=step_of)
+    rest = Ran(tmp_path / "rest")
+    process = console.start([*go_on, "--resume_from_checkpoint", str(checkpoint)], rest.folder)
+    assert 0 == process.wait(DEADLINE_S), console.told(rest)[-3000:]
+
+    found = first.plan(LENGTH["qwen2"])
+    schedule = found.schedule(world_size=2, packs_per_step=2, epochs=30, seed=42)
+    before, after = console.told(first).split("'loss'", 1)[0], console.told(rest)
+    assert f"{schedule.total_steps} in all on 2 ranks" in before, "told before the first step"
+    assert f"{schedule.total_steps}/{schedule.total_steps}" in after
+    for rank in range(2):
+        done = [one for one in first.trained(rank) if one[0] <= step_of(checkpoint)]
+        assert first.planned(found, schedule, rank) == [*done, *rest.trained(rank)]
+
+
+class Console:
+    """The commands of docs/use-it-in/swift.md, typed for a tiny model on a CPU."""
+
+    def __init__(self, folder: Path, demo: Path, records: Path) -> None:
+        self.folder, spy = folder, folder / "spy.py"
+        spy.write_text("import os\n\nfrom tests.e2e.plugin_run import record\n\nrecord(os.environ['RECORD'])\n")
+        (folder / "start").mkdir()
+        # The published torchvision is no CPU build, and ms-swift imports it first of all.
+        (folder / "start" / "sitecustomize.py").write_text("import packplan.adapters\n")
+        given = {"path/to/model": demo / "models" / "qwen2", "path/to/data.jsonl": records / "qwen2.jsonl"}
+        page = (ROOT / "docs" / "use-it-in" / "swift.md").read_text(encoding="utf-8")
+        (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+        lines = [[str(given.get(word, word)) for word in shlex.split(line)] for line in block.splitlines()]
+        more = f"--model_type qwen2 --template qwen2_5 --max_length {LENGTH['qwen2']} --save_steps 3 --tuner_type full "
+        more += f"--num_train_epochs 30 --gradient_accumulation_steps 1 {PLAIN} --external_plugins plugin.py {spy}"
+        self.commands = [lines[0], *([*line, *more.split()] for line in lines[1:])]
+
+    def start(self, words: list[str], record: Path) -> subprocess.Popen[bytes]:
+        """Start a command; what it prints goes to `log` in *record*."""
+        record.mkdir()
+        environment = os.environ | {
+            "PYTHONPATH": f"{self.folder / 'start'}{os.pathsep}{ROOT}", "RECORD": str(record), "OMP_NUM_THREADS": "1",
+            "MASTER_PORT": str(free_port()), "MODELSCOPE_CACHE": str(self.folder / "cache"),
+        }  # fmt: skip
+        while "=" in words[0]:
+            name, _, value = words.pop(0).partition("=")
+            environment[name] = value
+        command = [str(Path(sys.executable).with_name(words[0])), *words[1:]]
+        with (record / "log").open("w") as log:
+            return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+    def told(self, ran: Ran) -> str:
+        return (ran.folder / "log").read_text()
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill the command and all that it started, at once."""
+        started = descendants(process.pid)
+        process.kill()
+        end(started)
+        process.wait()
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+@pytest.fixture(scope="module")
+def megatron_sampler():
+    """The sampler of `megatron sft`, from its file: its package cannot be imported without GPUs."""
+    path = Path(swift.__file__).parent / "megatron" / "trainers" / "batch_sampler.py"
+    spec = spec_from_file_location("megatron_batch_sampler", path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.MegatronPretrainingRandomSampler
+
+
+@given(
+    num_rows=st.integers(1, 60),
+    ranks=st.integers(1, 4),
+    later=st.integers(1, 4),
+    size=st.integers(1, 2),
+    accumulation=st.integers(1, 3),
+    data=st.data(),
+)
+def test_megatron_trains_every_pack(  # noqa: PLR0917  # drawn numbers
+    megatron_sampler, num_rows, ranks, later, size, accumulation, data
+):
+    """As often as planned, in every epoch, also resumed on other ranks: no pack fills no step."""
+    packs_per_step = math.lcm(ranks, later) * size * accumulation
+    rows = {"lengths": data.draw(st.lists(st.integers(1, 9), min_size=num_rows, max_size=num_rows))}
+    packs = PlannedPacks(SimpleNamespace(max_length=10), rows)
+    event(f"packs repeat: {len(packs) % packs_per_step != 0}")
+    packs.fill_steps(packs_per_step)
+
+    def served(ranks: int, consumed: int) -> list[int]:
+        """Items of what is left of an epoch, over all ranks."""
+        samplers = [
+            megatron_sampler(packs, len(packs), consumed, size, rank, ranks, data_sharding=False, seed=3)
+            for rank in range(ranks)
+        ]
+        batches = zip(*map(list, samplers), strict=True)
+        return [item for round_ in batches for batch in round_ for item in batch]
+
+    whole, steps = served(ranks, 0), len(packs) // packs_per_step
+    assert list(range(len(packs))) == sorted(whole)
+    assert set(range(len(packs.plan.packs))) == {item % len(packs.plan.packs) for item in whole}
+    done = data.draw(st.integers(0, steps - 1)) * packs_per_step
+    assert sorted(whole[done:]) == sorted(served(later, done))
