@@ -9,7 +9,8 @@ that is, is found once, where the batch is made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 from packplan.core.context_parallel import PackedLayout, cu_seqlens
-from packplan.core.errors import ArgumentError
+from packplan.core.errors import ArgumentError, counted
+from packplan.core.lengths import positive
 from packplan.core.shard import Mode, ShardBatch, Sharding
 
 Field = Tensor | list[Any]
@@ -70,22 +72,29 @@ class BatchedData:
 
         Raises:
             ArgumentError: A field has another number of entries, a sequence is longer than the
-                batch is wide, or `input_ids` or lengths are not what they have to be.
+                batch is wide, or `input_ids`, lengths or dimensions are not what they have to be.
         """
-        lengths = torch.as_tensor(lengths)
-        if lengths.ndim != 1 or (len(lengths) and (lengths.is_floating_point() or int(lengths.min()) < 1)):
-            message = "lengths of a batch are whole numbers of at least 1 token, one for each sequence"
-            raise ArgumentError("batch", message)
-        lengths = lengths.to(torch.int64)
+        message = "lengths of a batch are whole numbers of at least 1 token, one for each sequence"
+        lengths = _whole_numbers(lengths, 1, float("inf"), message)
         ids = fields.get("input_ids")
         if not isinstance(ids, Tensor) or ids.ndim != 2:
             raise ArgumentError("batch", "a batch has input_ids, a tensor of shape (batch, width)")
         for name, field in fields.items():
-            if len(field) != len(lengths):
-                message = f"field {name} has {len(field):,} entries, but the batch has {len(lengths):,} sequences"
+            sized = field.ndim > 0 if isinstance(field, Tensor) else isinstance(field, Sized)
+            if not sized or len(field) != len(lengths):
+                number = f"{len(field):,}" if sized else "no"
+                message = f"field {name} has {number} entries, but the batch has {len(lengths):,} sequences"
                 raise ArgumentError("batch", message)
         if sequence_dims is None:
             sequence_dims = _second_dims(fields, ids.shape[1])
+        sequence_dims = {"input_ids": 1, **sequence_dims}
+        for name, dim in sequence_dims.items():
+            along = fields.get(name)
+            if not isinstance(along, Tensor) or not 0 < dim < along.ndim or along.shape[dim] != ids.shape[1]:
+                message = (
+                    f"dimension {dim} of {name} is not as long as input_ids are wide, {ids.shape[1]:,} (sequence_dims)"
+                )
+                raise ArgumentError("batch", message)
         batch = cls(MappingProxyType(dict(fields)), lengths, MappingProxyType(dict(sequence_dims)))
         if len(lengths) and int(lengths.max()) > batch.width:
             message = f"a sequence has {int(lengths.max()):,} tokens, but the batch is {batch.width:,} wide"
@@ -95,12 +104,14 @@ class BatchedData:
     @property
     def width(self) -> int:
         """Positions of each sequence, padding included."""
-        return self.tensor("input_ids").shape[self.sequence_dims["input_ids"]]
+        return self.tensor("input_ids").shape[1]
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, name: str) -> Field:
+        if name not in self.fields:
+            raise ArgumentError("batch", f"the batch has no field {name}, but {', '.join(self.fields)}")
         return self.fields[name]
 
     def __contains__(self, name: object) -> bool:
@@ -108,7 +119,10 @@ class BatchedData:
 
     def tensor(self, name: str) -> Tensor:
         """Return a field that is a tensor."""
-        return _tensor(self.fields, name)
+        field = self[name]
+        if not isinstance(field, Tensor):
+            raise ArgumentError("batch", f"field {name} is a list, where a tensor is needed")
+        return field
 
     def with_fields(self, **fields: Field) -> BatchedData:
         """
@@ -119,8 +133,12 @@ class BatchedData:
         return BatchedData.from_fields({**self.fields, **fields}, lengths=self.lengths, sequence_dims=dims)
 
     def select(self, indices: Sequence[int] | Tensor) -> BatchedData:
-        """Return the sequences at *indices*, in that order; an index may repeat."""
-        places = torch.as_tensor(indices, dtype=torch.int64)
+        """
+        Return the sequences at *indices*, in that order; an index may repeat. ArgumentError if the
+        batch has no such sequence.
+        """
+        message = f"sequences of this batch are selected by whole numbers from 0 to {len(self) - 1:,}"
+        places = _whole_numbers(indices, 0, len(self), message)
         listed = places.tolist()
         fields = {
             name: field[places.to(field.device)] if isinstance(field, Tensor) else [field[place] for place in listed]
@@ -138,6 +156,7 @@ class BatchedData:
         Return the batch *width* positions wide, in every field that runs along the sequence:
         padding is cut, or added as 0.
         """
+        positive("width", width)
         fields = {
             name: _fitted(field, self.sequence_dims[name], width)
             if isinstance(field, Tensor) and name in self.sequence_dims
@@ -298,7 +317,14 @@ class Microbatch:
 
         Args:
             values: Shape (rows * width, …).
+
+        Raises:
+            ArgumentError: There are more or fewer values than positions.
         """
+        if values.shape[:1] != (self.layout.num_positions,):
+            shape, positions = tuple(values.shape), counted(self.layout.num_positions, "position")
+            message = f"values have the shape {shape}, but the microbatch has {positions}"
+            raise ArgumentError("batch", message)
         token = torch.as_tensor(self.layout.is_token)
         batch = values.new_zeros((len(self.data), self.data.width, *values.shape[1:]))
         sequence, position = (torch.as_tensor(of)[token] for of in (self.layout.sequence, self.layout.position_ids))
@@ -349,11 +375,17 @@ def _second_dims(fields: Mapping[str, Field], width: int) -> dict[str, int]:
     return {name: 1 for name, field in tensors.items() if field.ndim > 1 and field.shape[1] == width}
 
 
-def _tensor(fields: Mapping[str, Field], name: str) -> Tensor:
-    field = fields[name]
-    if not isinstance(field, Tensor):
-        raise ArgumentError("batch", f"field {name} is a list, where a tensor is needed")
-    return field
+def _whole_numbers(values: Any, least: int, below: float, message: str) -> Tensor:
+    """
+    Return numbers as int64 of shape (num,); ArgumentError if they are not whole, or out of bounds.
+    """
+    with suppress(TypeError, ValueError, RuntimeError):
+        numbers = torch.as_tensor(values)
+        if len(numbers):
+            torch.iinfo(numbers.dtype)  # TypeError where numbers are fractions, or true and false
+        if numbers.ndim == 1 and all(least <= number < below for number in numbers.tolist()):
+            return numbers.to(torch.int64)
+    raise ArgumentError("batch", message)
 
 
 def _fitted(field: Tensor, dim: int, width: int) -> Tensor:

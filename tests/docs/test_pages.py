@@ -25,7 +25,10 @@ from packplan.app.__main__ import COMMANDS
 from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.split import GatheredSplit, Stores, plan_split
 from packplan.core.config import OWN, PATHS, RunConfig, keys_of
+from packplan.core.packers import ALGORITHMS
 from packplan.core.policy import PlanPolicy
+from packplan.core.schedule import EpochStats, PackStats
+from packplan.core.surface import plan as plan_of
 from tests.fakes import FreeLock, ListSource, ScriptedGroup
 from tools.configuration import rewritten
 
@@ -361,6 +364,24 @@ def test_every_field_of_a_policy_is_in_its_table():
     table = page.split("| field | YAML key | meaning |")[1].split("\n\n")[0]
 
     assert [field.name for field in attrs.fields(PlanPolicy)] == re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+
+
+def test_every_algorithm_is_in_its_table():
+    """In the order of the registry, and no other."""
+    table = text_of(ROOT / "docs" / "planner.md").split("| name | method | use it |")[1].split("\n\n")[0]
+
+    assert [*ALGORITHMS] == re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+
+
+def test_every_figure_of_training_is_on_its_page():
+    """Those of steps in the table of the log, those of an epoch below it."""
+    plan = plan_of([9] * 6, 20)
+    stats = EpochStats.from_schedule(PackStats.from_plan(plan.raw, plan.lengths), plan.schedule(), 0)
+    page = text_of(ROOT / "docs" / "training.md").split("## The log")[1].split("\n## ")[0]
+    table, below = page.split("At the end of an epoch")
+
+    assert {*stats.statistics(0, 1)} <= {*re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)}
+    assert {*stats.epoch_statistics(1)} == {*CODE.findall(below)}
 
 
 def test_the_page_lists_the_keys_that_ranks_may_have_for_themselves():

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packplan.adapters.microbatches import WEIGHTS, BatchedData, concatenate, pack_row
+from packplan.adapters.microbatches import WEIGHTS, BatchedData, concatenate, pack_row, pad_rows
 from packplan.core.errors import ArgumentError
 from packplan.core.shard import shard_dynamic, shard_packed, shard_plain
 
@@ -156,10 +156,20 @@ IDS = torch.ones((2, 4), dtype=torch.int64)
         ({"input_ids": IDS}, [1, 5], "a sequence has 5 tokens, but the batch is 4 wide"),
         *(
             ({"input_ids": IDS}, lengths, "whole numbers of at least 1 token")
-            for lengths in ([1.0, 2], [0, 2], [[1], [2]])
+            for lengths in (
+                [1.0, 2],
+                [0, 2],
+                [[1], [2]],
+                [True, True],
+                ["a", "b"],
+                [1, [2]],
+                None,
+                torch.tensor([1j, 2]),
+            )
         ),
         *((fields, [1, 2], "a batch has input_ids") for fields in ({}, {"input_ids": [1, 2]}, {"input_ids": IDS[0]})),
         ({"input_ids": IDS}, [], "field input_ids has 2 entries, but the batch has 0 sequences"),
+        *(({"input_ids": IDS, "x": x}, [1, 2], "field x has no entries") for x in (None, torch.tensor(3))),
     ],
 )
 def test_a_batch_that_is_none_is_refused(fields, lengths, says):
@@ -169,12 +179,34 @@ def test_a_batch_that_is_none_is_refused(fields, lengths, says):
 
 
 def test_what_a_batch_cannot_be_asked_for_is_refused():
-    """A list as a tensor; microbatches of other sequences."""
+    """A list as a tensor; microbatches of other sequences; what it does not have."""
     batch = BatchedData.from_fields({"input_ids": IDS, "texts": ["a", "b"]}, lengths=np.array([1, 2]))
     with pytest.raises(ArgumentError, match="field texts is a list"):
         batch.tensor("texts")
     with pytest.raises(ArgumentError, match="made for sequences of other lengths"):
         batch.shard(shard_plain([1, 2, 2], shards=1, batch_size=3))
+    for ask in (batch.tensor, lambda name: batch[name]):
+        with pytest.raises(ArgumentError, match="the batch has no field gone, but input_ids, texts"):
+            ask("gone")
+    for indices in ([2], [-1], [0.7], [[0, 1]], torch.tensor([True, False]), ["a"]):
+        with pytest.raises(ArgumentError, match="are selected by whole numbers from 0 to 1"):
+            batch.select(indices)
+    with pytest.raises(ValueError, match="width is -1, but has to be"):
+        batch.truncate(-1)
+    for num_values in (7, 9):
+        with pytest.raises(ArgumentError, match=rf"the shape \({num_values},\), but the microbatch has 8 positions"):
+            pad_rows(batch).unpacked(torch.ones(num_values))
+
+
+@pytest.mark.parametrize("dims", [{"x": 1}, {"gone": 1}, {"texts": 1}, {"scores": 1}, {"input_ids": 0}, {"mrope": 3}])
+def test_a_dimension_that_is_none_of_a_sequence_is_refused(dims):
+    """Of a field that is absent, a list, or of another width; a batch's first; beyond the last."""
+    fields = {"input_ids": IDS, "texts": ["a", "b"], "scores": torch.ones(2, 3), "x": torch.ones(2)}
+    fields["mrope"] = torch.ones(2, 3, 4)
+    ((name, dim),) = dims.items()
+
+    with pytest.raises(ArgumentError, match=f"dimension {dim} of {name} is not as long as input_ids are wide, 4"):
+        BatchedData.from_fields(fields, lengths=[1, 2], sequence_dims=dims)
 
 
 def test_no_field_is_lost_where_batches_become_one():
