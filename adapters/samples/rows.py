@@ -80,7 +80,7 @@ class RowsEncoder(SwiftEncoder):
         Encode the sequences of rows.
 
         Args:
-            spec: What decides how rows become samples.
+            spec: Model, template and inputs of the lengths.
             template: In training mode, as the command opens it.
             rows: The sequences.
         """

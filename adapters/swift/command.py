@@ -38,7 +38,7 @@ class SwiftCommand:
     """A command that trains with ms-swift."""
 
     arguments: Any
-    """What ms-swift makes of its words."""
+    """Arguments as ms-swift resolves them."""
 
     world_size: int
     """Ranks that it starts."""
@@ -116,7 +116,7 @@ def read_arguments(task: str, words: Sequence[str], *, world_size: int, source: 
 
     Args:
         task: Command of ms-swift: `sft`, `pt` or `rlhf`.
-        words: Its words behind that.
+        words: Words behind it.
         world_size: Ranks that it starts.
         source: Name of its script, for errors.
 

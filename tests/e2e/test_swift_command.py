@@ -112,7 +112,8 @@ def test_a_cached_data_set_is_ms_swift_s_and_its_packs_are_the_plan_s(script, tm
     asked = [word for flag in kept for word in (flag, value(words, flag))]
     mode = "rlhf" if kind == "pairs" else "train"
 
-    assert 0 == export.main([str(path), "--cached-dataset", str(ours), "--quiet"])
+    assert 0 == export.main([str(path), "--cached-dataset", str(ours)])
+    built = capsys.readouterr().err
     export_main([*asked, "--to_cached_dataset", "true", "--template_mode", mode, "--output_dir", str(theirs)])
     read = SimpleNamespace(
         data_seed=7, cached_dataset=[str(ours), str(theirs / "train")], cached_val_dataset=[], max_length=MAX_LENGTH,
@@ -127,7 +128,7 @@ def test_a_cached_data_set_is_ms_swift_s_and_its_packs_are_the_plan_s(script, tm
     packs = PlannedPacks(SimpleNamespace(), expected, packing_length=PACKING_LENGTH).plan
     fixed = {"world_size": 2, "dataloader_drop_last": False, "max_steps": -1, "train_dataloader_shuffle": True}
     schedule = schedule_of(packs, SimpleNamespace(**SCHEDULE, **fixed, data_seed=None))
-    capsys.readouterr()
+    assert f"in all on 2 ranks; plan {packs.checksum[:12]}" in built
     assert 0 == plan(["show", str(path), "--json"])
     shown = json.loads(capsys.readouterr().out)["splits"]["train"]
     assert len(packs.packs) == shown["plan"]["num_packs"] > 4
