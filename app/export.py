@@ -21,7 +21,7 @@ from packplan.app.cli.command import (
     run_command,
 )
 from packplan.app.wiring.commands import require_command
-from packplan.core.errors import counted
+from packplan.core.errors import ConfigError, counted
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,6 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> None:
     """Measure, plan and write."""
     config = require_command(options.config, options.overrides)
+    if not config.command.num_parts:
+        reason = (
+            "has rows that are encoded in full to be measured: write them with swift export --to_cached_dataset true"
+        )
+        raise ConfigError.at("--cached-dataset", reason)
     with loading_libraries():
         from packplan.app.plan.build import build
         from packplan.app.wiring.gather import export_rows, gather

@@ -10,11 +10,13 @@ from types import MappingProxyType
 import numpy as np
 
 from packplan.app.planning.split import PlannedSplit
+from packplan.core.checksum import plan_checksum
 from packplan.core.errors import agree, counted, in_ranges
 from packplan.core.inspection import LowFill, longest_pack, low_fill
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.policy import PlanPolicy
 from packplan.core.samples import column
+from packplan.core.schedule import EpochSchedule
 
 WORTH_A_WARNING = Fraction(1, 100)
 """
@@ -41,6 +43,19 @@ def log_plan(planned: PlannedSplit, policy: PlanPolicy) -> None:
     """Log a planned split in words."""
     for level, line in describe(planned, policy):
         log.log(level, line)
+
+
+def steps_line(planned: PlannedSplit, schedule: EpochSchedule) -> str:
+    """
+    Return the steps of a schedule, with the plan's digest among the rows that ms-swift keeps, as
+    its plugin prints both.
+    """
+    row = np.cumsum(column(planned.table, "bad") == 0) - 1
+    digest = plan_checksum(planned.raw.with_indices(row).packs)[:12]
+    return (
+        f"{counted(schedule.steps_per_epoch, 'step')} an epoch, {schedule.total_steps:,} in all on "
+        f"{counted(schedule.world_size, 'rank')}; plan {digest}"
+    )
 
 
 def describe(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
