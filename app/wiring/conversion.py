@@ -186,6 +186,8 @@ def _variables(source: Source, spread: str) -> list[Line]:
     if launch.launcher is not None:
         options = " ".join(f"--{name} {word.text}".rstrip() for name, word in launch.launcher.options.items())
         reason = "torchrun starts as many ranks" + (": on each machine, with its --node-rank" if launch.nodes else "")
+        if launch.launcher.name == "accelerate" and launch.launcher.file is None:
+            reason += "; accelerate's default configuration, if there is one, is not read: name it in --config_file"
         lines.append(Line(f"{launch.launcher.name} {options}".rstrip(), "taken over", reason))
     for name, word in launch.environment.items():
         shown = f"{name}={word.text or word.computed[0] if word.computed else word.text}"

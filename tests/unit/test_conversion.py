@@ -164,6 +164,7 @@ def test_a_shell_would_hand_over_the_same_words(script, words):
         ("swift sft --dataset a", "--model: is not given"),
         ("swift sft --model m", "--dataset: is not given"),
         ("swift sft --model m --dataset a --task_type embedding", "packplan plugin swift -o plugin.py"),
+        ("swift sft --model m --dataset a --task_type decision", "is decision, but only causal_lm is trained here"),
         ("swift sft --model m --dataset a --tuner_type reft", "--tuner_type: is reft, but has to be one of full, lora"),
         ("swift sft --bf16 true --fp16 true", "--bf16: and --fp16 are both true"),
         ("swift sft --packing true --lazy_tokenize true", "--packing: and --lazy_tokenize exclude"),
