@@ -153,18 +153,21 @@ def _reason(low: LowFill, policy: PlanPolicy) -> str:
 def _describe_exceptions(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
     """Yield which samples are truncated, long, skipped or dropped."""
     raw = planned.raw
-    cut = int(column(planned.table, "cut").sum())
-    if cut:
+    lengths, cut = column(planned.table, "length"), column(planned.table, "cut") != 0
+    if num_cut := int(cut.sum()):
+        longest = int(lengths[cut].max())
+        long = "; truncated samples are long samples" if longest >= raw.packing_length else ""
         yield _warning(
-            f"{counted(cut, 'sample')} {agree(cut)} truncated to {counted(raw.packing_length, 'token')} "
-            "(template.truncation_strategy); truncated samples are long samples"
+            f"{counted(num_cut, 'sample')} {agree(num_cut)} truncated to {counted(longest, 'token')} "
+            f"(template.truncation_strategy){long}"
         )
     if raw.single_long and policy.packing:
         number = len(raw.single_long)
+        whole = number - int(cut[list(raw.single_long)].sum())
         yield _note(
             f"{counted(number, 'sample')} {agree(number, 'has', 'have')} {counted(raw.packing_length, 'token')} or "
             f"more and {agree(number, 'is a pack of its own', 'are packs of their own')}, "
-            f"{number - cut:,} not truncated: {in_ranges(raw.single_long, most=SHOWN)}"
+            f"{whole:,} not truncated: {in_ranges(raw.single_long, most=SHOWN)}"
         )
     if raw.skipped_long:
         number = len(raw.skipped_long)

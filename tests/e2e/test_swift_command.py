@@ -117,16 +117,16 @@ def value(words: list[str], flag: str) -> str:
     return words[words.index(flag) + 1]
 
 
-@pytest.mark.parametrize("kind", TASKS)
-def test_a_cached_data_set_is_ms_swift_s_and_its_packs_are_the_plan_s(script, tmp_path, kind, capsys):
+@pytest.mark.parametrize(("kind", "more"), [*((kind, "") for kind in TASKS), ("text", "--truncation_strategy left")])
+def test_a_cached_data_set_is_ms_swift_s_and_its_packs_are_the_plan_s(script, tmp_path, capsys, kind, more):
     """
     Rows, columns and the lengths of each sequence are those of `swift export`; the plugin's packs
     of them, and its steps, are those that `plan show` prints.
     """
-    path, ours, theirs = script(kind), tmp_path / "ours", tmp_path / "theirs"
+    path, ours, theirs = script(kind, more), tmp_path / "ours", tmp_path / "theirs"
     words = words_of(path)
     kept = ("--model", "--model_type", "--template", "--dataset", "--max_length", "--torch_dtype")
-    asked = [word for flag in kept for word in (flag, value(words, flag))]
+    asked = [*(word for flag in kept for word in (flag, value(words, flag))), *more.split()]
     mode = "rlhf" if kind == "pairs" else "train"
 
     assert 0 == export.main([str(path), "--cached-dataset", str(ours)])
@@ -134,13 +134,13 @@ def test_a_cached_data_set_is_ms_swift_s_and_its_packs_are_the_plan_s(script, tm
     export_main([*asked, "--to_cached_dataset", "true", "--template_mode", mode, "--output_dir", str(theirs)])
     read = SimpleNamespace(
         data_seed=7, cached_dataset=[str(ours), str(theirs / "train")], cached_val_dataset=[], max_length=MAX_LENGTH,
-        truncation_strategy="delete", dataset_shuffle=True,
+        truncation_strategy=None, dataset_shuffle=True,
     )  # fmt: skip
     (found, expected), _ = get_cached_dataset(read)
 
     assert expected.features == found.features
     assert expected.to_list() == found.to_list()
-    assert NUM_ROWS - LONGER == len(found)
+    assert NUM_ROWS - (0 if more else LONGER) == len(found)
     assert {2 if kind == "pairs" else 1} == {len(lengths) for lengths in found["lengths"]}
     packs = PlannedPacks(SimpleNamespace(), expected, packing_length=PACKING_LENGTH).plan
     fixed = {"world_size": 2, "max_steps": -1, "train_dataloader_shuffle": True}
@@ -152,7 +152,7 @@ def test_a_cached_data_set_is_ms_swift_s_and_its_packs_are_the_plan_s(script, tm
     assert packs.raw.fill == pytest.approx(shown["plan"]["fill_mean"], abs=1e-9)
     steps = (schedule.steps_per_epoch, schedule.total_steps)
     assert steps == (shown["schedule"]["steps_per_epoch"], shown["schedule"]["total_steps"])
-    assert (kind == "images") == bool(shown["plan"]["long_samples"])
+    assert (kind == "images" or bool(more)) == bool(shown["plan"]["long_samples"])
 
 
 @pytest.mark.parametrize("kind", OTHERS)
