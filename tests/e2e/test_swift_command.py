@@ -5,6 +5,7 @@ packs and steps that the plugin trains.
 
 from __future__ import annotations
 
+import base64
 import json
 import shlex
 from pathlib import Path
@@ -172,6 +173,54 @@ def test_rows_of_other_tasks_are_as_long_as_ms_swift_says(script, tmp_path, kind
     assert (kind == "embedding") == (len({len(row) for row in expected}) > 1)
     assert (2 if kind == "embedding" else 0) == export.main([str(path), "--cached-dataset", str(tmp_path / "ours")])
     capsys.readouterr()
+
+
+def test_rows_of_every_shape_are_as_long_as_ms_swift_says(demo, tmp_path, monkeypatch):
+    """Images by path, in texts and in Base64; tools, boxes, systems and untrained messages."""
+    images = sorted((demo / "data" / "images").glob("train_*"))[:3]
+    monkeypatch.setenv("ROOT_IMAGE_DIR", str(demo / "data"))
+    coded = base64.b64encode(images[0].read_bytes()).decode()
+    answer = {"role": "assistant", "content": "a dot"}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    shapes = {
+        "base64": {"messages": [user("<image>a"), answer], "images": [f"data:image/png;base64,{coded}"]},
+        "folder": {"messages": [user("<image>a"), answer], "images": [f"images/{images[1].name}"]},
+        "parts": {
+            "messages": [user([{"type": "image", "image": str(images[2])}, {"type": "text", "text": "b"}]), answer]
+        },
+        "tag": {"messages": [user(f"<img>{images[0]}</img>see"), answer]},
+        "system": {"messages": [{"role": "system", "content": "Be brief."}, user("hi"), answer]},
+        "untrained": {"messages": [user("hi"), {**answer, "loss": False}, user("and?"), answer]},
+        "boxes": {
+            "messages": [user("<image>find <ref-object>"), {**answer, "content": "<bbox>"}], "images": [str(images[0])],
+            "objects": {"ref": ["dot"], "bbox": [[1, 2, 30, 40]]},
+        },
+        "tools": {
+            "messages": [
+                user("1?"), {"role": "tool_call", "content": json.dumps({"name": "f", "arguments": {}})},
+                {"role": "tool_response", "content": "3"}, answer,
+            ],
+            "tools": [tool],
+        },
+        "alpaca": {"instruction": "Add.", "input": "1 2", "output": "3"},
+    }  # fmt: skip
+    for name, row in shapes.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    asked = ["--model", str(demo / "models" / "qwen2_5_vl"), "--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl",
+             "--torch_dtype", "bfloat16", "--max_length", "4000",
+             "--dataset", *(str(tmp_path / f"{name}.jsonl") for name in shapes)]  # fmt: skip
+
+    words = ["swift", "sft", *asked, "--packing", "true", "--output_dir", str(tmp_path / "out")]
+    assert 0 == export.main(["--cached-dataset", str(tmp_path / "ours"), "--", *words])
+    export_main([*asked, "--to_cached_dataset", "true", "--output_dir", str(tmp_path / "theirs")])
+
+    expected = load_from_disk(tmp_path / "theirs" / "train")
+    assert len(shapes) == len(expected)
+    assert list(expected) == list(load_from_disk(tmp_path / "ours"))
+
+
+def user(content: object) -> dict[str, object]:
+    return {"role": "user", "content": content}
 
 
 def test_every_command_of_a_plan_takes_a_command_of_ms_swift(script, tmp_path, capsys):
