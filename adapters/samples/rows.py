@@ -93,10 +93,16 @@ class RowsEncoder(SwiftEncoder):
         """Return the data set, as one file."""
         return tuple(DataFile(file, file, "messages", number // self.num_parts) for file, number in self.records.files)
 
-    def by_texts(self, sample: dict[str, Any]) -> bool:
-        """Return whether texts and headers of images tell the length of a sequence."""
+    def why_in_full(self, sample: dict[str, Any]) -> str | None:
+        """
+        Return why a row is encoded in full to be measured; None if texts and headers are enough.
+        """
+        if not self._writes_text:
+            return f"rows of {self.template.task_type} are encoded in full"
         texts = (message["content"] for message in sample["messages"])
-        return _OTHERS not in sample and not any(_IMAGE_PATH in text for text in texts if isinstance(text, str))
+        if _OTHERS in sample or any(_IMAGE_PATH in text for text in texts if isinstance(text, str)):
+            return f"rows with boxes, videos, sound or {_IMAGE_PATH} are encoded in full"
+        return None
 
     def sample_of(self, index: int, record: object) -> dict[str, Any]:
         """

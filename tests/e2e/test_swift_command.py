@@ -175,7 +175,7 @@ def test_rows_of_other_tasks_are_as_long_as_ms_swift_says(script, tmp_path, kind
     capsys.readouterr()
 
 
-def test_rows_of_every_shape_are_as_long_as_ms_swift_says(demo, tmp_path, monkeypatch):
+def test_rows_of_every_shape_are_as_long_as_ms_swift_says(demo, tmp_path, monkeypatch, capsys):
     """Images by path, in texts and in Base64; tools, boxes, systems and untrained messages."""
     images = sorted((demo / "data" / "images").glob("train_*"))[:3]
     monkeypatch.setenv("ROOT_IMAGE_DIR", str(demo / "data"))
@@ -212,6 +212,7 @@ def test_rows_of_every_shape_are_as_long_as_ms_swift_says(demo, tmp_path, monkey
 
     words = ["swift", "sft", *asked, "--packing", "true", "--output_dir", str(tmp_path / "out")]
     assert 0 == export.main(["--cached-dataset", str(tmp_path / "ours"), "--", *words])
+    assert "rows with boxes, videos, sound or <img> are encoded in full" in capsys.readouterr().err
     export_main([*asked, "--to_cached_dataset", "true", "--output_dir", str(tmp_path / "theirs")])
 
     expected = load_from_disk(tmp_path / "theirs" / "train")
