@@ -175,6 +175,15 @@ def test_rows_of_other_tasks_are_as_long_as_ms_swift_says(script, tmp_path, kind
     capsys.readouterr()
 
 
+def test_a_folder_that_exists_is_not_written(script, tmp_path, capsys):
+    """Nothing is measured before; nor for a run of this project."""
+    (tmp_path / "run.yaml").write_text("model: {model: absent}")
+
+    assert 2 == export.main([str(script("text")), "--cached-dataset", str(tmp_path)])
+    assert "--cached-dataset: is" in capsys.readouterr().err
+    assert 2 == export.main([str(tmp_path / "run.yaml"), "--cached-dataset", str(tmp_path / "new")])
+
+
 def test_rows_of_every_shape_are_as_long_as_ms_swift_says(demo, tmp_path, monkeypatch, capsys):
     """Images by path, in texts and in Base64; tools, boxes, systems and untrained messages."""
     images = sorted((demo / "data" / "images").glob("train_*"))[:3]
