@@ -369,6 +369,8 @@ def test_accelerate_would_shard_as_the_run_does(tmp_path, monkeypatch, name):
          {"gradient_accumulation_steps": 8}),
         ("CUDA_VISIBLE_DEVICES=4,5,6 NPROC_PER_NODE=1 swift sft", "CUDA_VISIBLE_DEVICES=4,5,6 packplan sft",
          {"gradient_accumulation_steps": 16}),
+        ("CUDA_VISIBLE_DEVICES=4,5 swift sft --gradient_accumulation_steps 3", "CUDA_VISIBLE_DEVICES=4 packplan sft",
+         {"gradient_accumulation_steps": 3}),
         ("swift sft --gradient_accumulation_steps 4 --fsdp f.json", "packplan sft",
          {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 2}}),
     ],
@@ -386,6 +388,8 @@ def test_files_beside_a_script_are_read(tmp_path, monkeypatch, script, start, ke
 
     assert made.start.removesuffix(" -m packplan.app.sft") == start
     assert keys == {key: training[key] for key in keys}
+    devices = [line for line in made.conversion.lines if line.argument.startswith("CUDA_VISIBLE_DEVICES")]
+    assert [line.verdict for line in devices] == (["changed"] if "CUDA" in script else [])
     program = script.split()[0]
     if program in {"deepspeed", "accelerate"}:
         assert [program] == [line.argument.split()[0] for line in made.conversion.lines if program in line.argument]
