@@ -59,6 +59,7 @@ OTHERS = {
     "fourierft": ("qwen3", {"tuner_type": "fourierft", "fourier_n_frequency": 50}, "fourierft_spectrum"),
     "ia3": ("qwen2_5_vl", {"tuner_type": "ia3"}, "ia3_l"),
     "dummy": ("qwen2", {"tuner_type": "dummy"}, "embed"),
+    "biases": ("qwen2", {**LORA, "lora_bias": "all"}, "q_proj.base_layer.bias"),
 }
 """The same of tuners that add weights as others do, or none."""
 
