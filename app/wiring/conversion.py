@@ -129,7 +129,9 @@ def _one_device_a_rank(source: Source) -> tuple[Source, str]:
     samples are shared evenly, and the variable that names the devices; empty for other commands.
     """
     launch = source.launch
-    for name in _DEVICES if launch.ranks_per_node is None and launch.nodes is None else ():
+    starts_ranks = launch.ranks_per_node is not None or launch.nodes is not None
+    joins_ranks = any(one.name == "sequence_parallel_size" and one.value > 1 for one in source.given)
+    for name in () if starts_ranks or joins_ranks else _DEVICES:
         word = launch.environment.get(name)
         if word is None or "," not in word.text or word.computed:
             continue

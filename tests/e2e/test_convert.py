@@ -75,6 +75,17 @@ SETTINGS = [
 ]
 """Examples whose settings are compared, their models, and what is said beside."""
 
+ON_CPU = ["--use_cpu", "true", "--check_model", "false"]
+
+THREE = "--learning_rate 1e-2 --logging_steps 1 --save_strategy no --max_steps 3"
+
+STEPS = {
+    "--tuner_type llamapro --llamapro_num_new_blocks 1": "qwen3",
+    "--init_weights olora --lora_dropout 0": "qwen2",
+    "--tuner_type full --enable_dft_loss true": "qwen2",
+}
+"""Arguments whose steps are compared -> model; none of them draws weights at random."""
+
 SAVED = "examples/train/tuners/lora/train.sh"
 """Example whose arguments are saved."""
 
@@ -128,10 +139,11 @@ def of_swift(server, command, tmp_path_factory):
     it to end, and gives the file of an answer.
     """
     folder = tmp_path_factory.mktemp("of_swift")
-    one = ["--max_steps", "1", "--use_cpu", "true", "--check_model", "false", "--save_strategy", "no"]
+    one = ["--max_steps", "1", *ON_CPU, "--save_strategy", "no"]
     asked = [("settings", example, command(example, of=of, more=more)) for example, of, more in SETTINGS]
     asked += [("losses", example, [*command(example, of=of), *one]) for example, of in LOSSES.items()]
     asked.append(("save", SAVED, command(SAVED, of="qwen2")))
+    asked += [("steps", name, [*command(SAVED, of=of, more=f"{THREE} {name}"), *ON_CPU]) for name, of in STEPS.items()]
     outs = {(name, example): folder / str(number) for number, (name, example, _) in enumerate(asked)}
     questions = [(name, words, str(outs[name, example])) for name, example, words in asked]
     started = server.start(swift_run.several, questions, log=folder / "swift.log",
@@ -213,6 +225,20 @@ def test_the_first_step_and_every_sample_have_ms_swift_s_loss(of_swift, tmp_path
     assert abs(theirs["step"] - step) < 1e-5
     assert NUM_RECORDS == len(theirs["alone"]) == len(ours)
     assert max(abs(loss - ours[key]) for key, loss in theirs["alone"].items()) < 1e-5
+
+
+@pytest.mark.parametrize("more", STEPS)
+def test_each_step_is_ms_swift_s(of_swift, tmp_path, command, more):
+    """With the samples of its steps, so also what a step changes."""
+    words = command(SAVED, of=STEPS[more], more=f"{THREE} {more}")
+    config = stores.read_config(converted([*words, *UNPACKED], tmp_path), [f"training.output_dir={tmp_path / 'out'}"])
+    trainer = prepare(config, OneRank()).trainer
+    trainer.train()
+
+    theirs = json.loads(of_swift("steps", more).read_text())
+    ours = [entry["loss"] for entry in trainer.history if "loss" in entry]
+    assert 3 == len(theirs) == len(set(theirs))
+    assert theirs == pytest.approx(ours, abs=1e-5)
 
 
 def losses_in_packs(trainer) -> dict[str, float]:
@@ -369,6 +395,8 @@ def test_accelerate_would_shard_as_the_run_does(tmp_path, monkeypatch, name):
          {"gradient_accumulation_steps": 8}),
         ("CUDA_VISIBLE_DEVICES=4,5,6 NPROC_PER_NODE=1 swift sft", "CUDA_VISIBLE_DEVICES=4,5,6 packplan sft",
          {"gradient_accumulation_steps": 16}),
+        ("CUDA_VISIBLE_DEVICES=4,5 swift sft --gradient_accumulation_steps 3", "CUDA_VISIBLE_DEVICES=4 packplan sft",
+         {"gradient_accumulation_steps": 3}),
         ("swift sft --gradient_accumulation_steps 4 --fsdp f.json", "packplan sft",
          {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 2}}),
     ],
@@ -386,6 +414,8 @@ def test_files_beside_a_script_are_read(tmp_path, monkeypatch, script, start, ke
 
     assert made.start.removesuffix(" -m packplan.app.sft") == start
     assert keys == {key: training[key] for key in keys}
+    devices = [line for line in made.conversion.lines if line.argument.startswith("CUDA_VISIBLE_DEVICES")]
+    assert [line.verdict for line in devices] == (["changed"] if "CUDA" in script else [])
     program = script.split()[0]
     if program in {"deepspeed", "accelerate"}:
         assert [program] == [line.argument.split()[0] for line in made.conversion.lines if program in line.argument]

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from packplan.adapters.trainer.model import open_model
+from packplan.adapters.trainer.vision import plain_model
 from packplan.app import check, sft
 from packplan.app.sft.prepare import prepare
 from packplan.app.wiring import stores
@@ -58,6 +59,7 @@ OTHERS = {
     "fourierft": ("qwen3", {"tuner_type": "fourierft", "fourier_n_frequency": 50}, "fourierft_spectrum"),
     "ia3": ("qwen2_5_vl", {"tuner_type": "ia3"}, "ia3_l"),
     "dummy": ("qwen2", {"tuner_type": "dummy"}, "embed"),
+    "biases": ("qwen2", {**LORA, "lora_bias": "all"}, "q_proj.base_layer.bias"),
 }
 """The same of tuners that add weights as others do, or none."""
 
@@ -182,6 +184,7 @@ def test_keys_of_tuners_reach_them(write_run):
         model = opened(write_run("qwen2", name=name, training=keys))
         assert value == getattr(model.peft_config["default"], name)
     adapter = opened(write_run("qwen2", training={"tuner_type": "adapter", "adapter_length": 5}))
+    assert "Qwen2ForCausalLM" == type(plain_model(adapter)).__name__
     assert {5} == {weight.shape[0] for name, weight in adapter.named_parameters() if name.endswith("linear1.weight")}
 
 
@@ -192,6 +195,8 @@ def test_keys_of_tuners_reach_them(write_run):
         ({"freeze_parameters_regex": "zigzag"}, "training.freeze_parameters_regex: is zigzag, which matches no weight"),
         ({**LORA, "modules_to_save": ["zigzag"]}, "training.modules_to_save: has zigzag"),
         ({**LORA, "target_modules": ["gone"]}, "training.target_modules"),
+        ({"tuner_type": "vera", "target_modules": ["gone"]}, "training.target_modules"),
+        ({"tuner_type": "llamapro", "llamapro_num_new_blocks": 5}, "training.tuner_type: cannot get adapters"),
         ({**LORA, "target_regex": "zigzag"}, "training.target_regex: cannot get adapters"),
         (
             {"freeze_parameters": ["model", "lm_head"]},
