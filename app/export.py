@@ -9,34 +9,39 @@ are left out.
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from packplan.adapters.progress import loading_libraries
-from packplan.app.cli.command import (
-    add_config_arguments,
-    add_logging_options,
-    command_parser,
-    parse_arguments,
-    run_command,
-)
+from packplan.app.cli.command import add_logging_options, command_parser, run_command
 from packplan.app.wiring.commands import require_command
-from packplan.core.errors import counted
+from packplan.core.errors import ConfigError, counted
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = command_parser("export", __doc__)
-    add_config_arguments(parser, metavar="train.sh", about="a script, a YAML for ms-swift, or a command, after --")
-    parser.add_argument("--cached-dataset", type=Path, required=True, metavar="FOLDER", help="what to write")
+    parser.add_argument(
+        "source", nargs="+", metavar="train.sh", help="a script, a YAML for ms-swift, or a command, after --"
+    )
+    parser.add_argument("--cached-dataset", type=Path, required=True, metavar="FOLDER", help="folder to make")
     add_logging_options(parser)
-    options = parse_arguments(parser, arguments)
-    return run_command(lambda: run(options), verbose=options.verbose, quiet=options.quiet)
+    options = parser.parse_args(arguments)
+    return run_command(
+        lambda: run(options.source, options.cached_dataset), verbose=options.verbose, quiet=options.quiet
+    )
 
 
-def run(options: argparse.Namespace) -> None:
-    """Measure, plan and write."""
-    config = require_command(options.config, options.overrides)
+def run(words: Sequence[str], folder: Path) -> None:
+    """Measure, plan and write; ConfigError if the folder exists."""
+    if folder.exists():
+        raise ConfigError.at("--cached-dataset", f"is {folder}, which exists: name a new folder, or remove it")
+    config = require_command(words[0], words[1:])
+    if not config.command.num_parts:
+        reason = (
+            "has rows that are encoded in full to be measured: write them with swift export --to_cached_dataset true"
+        )
+        raise ConfigError.at("--cached-dataset", reason)
     with loading_libraries():
         from packplan.app.plan.build import build
         from packplan.app.wiring.gather import export_rows, gather
@@ -45,7 +50,6 @@ def run(options: argparse.Namespace) -> None:
     gathered = gather(config)
     with joined_ranks(config) as group:
         planned = build(config, group, splits=list(gathered.splits.values()), world_size=config.command.world_size)
-    folder: Path = options.cached_dataset
     numbers = export_rows(gathered, planned, folder)
     flags = [f"--cached_dataset {folder}", *([f"--cached_val_dataset {folder / 'val'}"] if "eval" in numbers else [])]
     rows = counted(numbers["train"], "row")

@@ -60,6 +60,9 @@ class Source:
     num_found_out: int = 0
     """Values of an args.json that are no arguments."""
 
+    exports: bool = False
+    """Whether the script's `swift export` makes the cached data of the command."""
+
 
 def read_source(words: Sequence[str], table: Mapping[str, Argument]) -> Source:
     """
@@ -170,11 +173,13 @@ def _of_launch(name: str, launch: Launch, table: Mapping[str, Argument]) -> Sour
     above = read_words(plain.arguments, table, source=name)
     named = {argument.name for argument in above}
     given = (*(argument for argument in below if argument.name not in named), *above)
-    given = with_exported_data(given, plain.exports, table, source=name)
+    loaded = given
+    given = with_exported_data(loaded, plain.exports, table, source=name)
+    exports = given != loaded
     if plain.task == "pt":
         named = {argument.name for argument in given}
         given += tuple(one for one in _OF_PT if one.name not in named)
-    return Source(name, given, plain)
+    return Source(name, given, plain, exports=exports)
 
 
 def _launcher_file(word: Word | None) -> dict[str, Any]:

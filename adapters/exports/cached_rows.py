@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from packplan.adapters.exports.llama_factory import making
-from packplan.core.errors import ConfigError
 
 EVAL = "val"
 """Folder of the rows of evaluation, below that of the training rows."""
@@ -20,14 +19,11 @@ def export_cached_rows(splits: Mapping[str, tuple[Any, Sequence[Sequence[int]]]]
     Args:
         splits: Name of each split -> its rows, a `datasets.Dataset`, and the tokens of each
             sequence of each row.
-        folder: Folder to make.
+        folder: Folder to make; there is none yet.
 
     Raises:
-        ConfigError: It exists.
         OutputError: It cannot be written.
     """
-    if folder.exists():
-        raise ConfigError.at("--cached-dataset", f"is {folder}, which exists: name a new folder, or remove it")
     with making(folder) as unfinished:
         for name, (rows, lengths) in splits.items():
             rows.add_column("lengths", list(lengths)).save_to_disk(unfinished if name == "train" else unfinished / EVAL)

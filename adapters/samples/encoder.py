@@ -245,9 +245,11 @@ class SwiftEncoder:
         if self._media is not None:
             self._media.prefetch(url for index in indices for url in self._urls(index))
 
-    def by_texts(self, _: dict[str, Any]) -> bool:
-        """Return whether texts and headers of media tell the length of a sample."""
-        return True
+    def why_in_full(self, _: dict[str, Any]) -> str | None:
+        """
+        Return why a sample is encoded in full to be measured; None if texts and headers are enough.
+        """
+        return None
 
     def _urls(self, index: int) -> list[str]:
         """Return the URLs of a record's images; none of one that cannot become a sample."""

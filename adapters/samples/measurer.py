@@ -180,7 +180,8 @@ class SwiftMeasurer:
         limit = self._encoder.template.max_length
         if limit is None or whole.length <= limit:
             return whole
-        return attrs.evolve(self._measure_encoded(index), cut=True)
+        found = self._measure_encoded(index)  # a row of several sequences may be longer than each may be
+        return attrs.evolve(found, cut=found.length < whole.length)
 
     def _measure_encoded(self, index: int) -> Measurement:
         return self._encoder.measured(index, self._encoder.encode(index))

@@ -3,7 +3,8 @@ Rows of a data set of ms-swift -> samples and measurements, as its own template 
 
 A row is one sequence, or a pair of two: chosen and rejected. Sequences are measured as samples of
 files are, from texts and headers of images; a row is as long as its sequences together. Rows with
-boxes, videos or sound are encoded in full.
+boxes, videos or sound are encoded in full, and so are those of classifiers, embeddings and
+rerankers.
 """
 
 from __future__ import annotations
@@ -77,24 +78,31 @@ class RowsEncoder(SwiftEncoder):
 
     def __init__(self, spec: SampleSpec, *, template: Template, rows: RowsFile) -> None:
         """
-        Encode the sequences of rows.
+        Encode the sequences of rows; for another task than to write text, rows as a whole.
 
         Args:
-            spec: What decides how rows become samples.
+            spec: Model, template and inputs of the lengths.
             template: In training mode, as the command opens it.
             rows: The sequences.
         """
         self.spec, self.template, self.records = spec, template, FileRecords([rows])
         self._media, self.num_parts, self.rows = None, rows.num_parts, rows.rows
+        self._writes_text = template.task_type == "causal_lm"
 
     def data_files(self) -> tuple[DataFile, ...]:
         """Return the data set, as one file."""
         return tuple(DataFile(file, file, "messages", number // self.num_parts) for file, number in self.records.files)
 
-    def by_texts(self, sample: dict[str, Any]) -> bool:
-        """Return whether texts and headers of images tell the length of a sequence."""
+    def why_in_full(self, sample: dict[str, Any]) -> str | None:
+        """
+        Return why a row is encoded in full to be measured; None if texts and headers are enough.
+        """
+        if not self._writes_text:
+            return f"rows of {self.template.task_type} are encoded in full"
         texts = (message["content"] for message in sample["messages"])
-        return _OTHERS not in sample and not any(_IMAGE_PATH in text for text in texts if isinstance(text, str))
+        if _OTHERS in sample or any(_IMAGE_PATH in text for text in texts if isinstance(text, str)):
+            return f"rows with boxes, videos, sound or {_IMAGE_PATH} are encoded in full"
+        return None
 
     def sample_of(self, index: int, record: object) -> dict[str, Any]:
         """
@@ -107,6 +115,8 @@ class RowsEncoder(SwiftEncoder):
         Raises:
             RecordError: ms-swift does not take it.
         """
+        if not self._writes_text:
+            return {"messages": [], _OTHERS: record}
         with self._encoding(index):
             pair = TemplateInputs.from_dict(record)
             held = pair.rejected if index % self.num_parts else pair.chosen
@@ -134,7 +144,12 @@ class RowsEncoder(SwiftEncoder):
         held = [{"bytes": image, "path": None} if isinstance(image, bytes) else image for image in images]
         row = {key: value for key, value in sample.items() if key != _OTHERS}
         with self._encoding(index):
-            encoded = dict(self.template.encode({**row, **sample.get(_OTHERS, {}), "images": held}, return_length=True))
+            if not self._writes_text:
+                lengths = self.template.encode(sample[_OTHERS], return_length=True)["lengths"]
+                encoded = {"length": sum(lengths), "input_ids": [], "labels": []}
+            else:
+                row |= {**sample.get(_OTHERS, {}), "images": held}
+                encoded = dict(self.template.encode(row, return_length=True))
         return {**encoded, IMAGES.counted: len(images), VIDEOS.counted: 0}
 
     def measured(self, index: int, encoded: dict[str, Any]) -> Measurement:  # noqa: ARG002  # its base names it

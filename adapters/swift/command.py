@@ -38,7 +38,7 @@ class SwiftCommand:
     """A command that trains with ms-swift."""
 
     arguments: Any
-    """What ms-swift makes of its words."""
+    """Arguments as ms-swift resolves them."""
 
     world_size: int
     """Ranks that it starts."""
@@ -51,7 +51,9 @@ class SwiftCommand:
 
     @property
     def num_parts(self) -> int:
-        """Number of sequences that a row becomes: 2 where it is a pair."""
+        """Number of sequences of a row: 2 where it is a pair, 0 where rows differ."""
+        if self.arguments.task_type in {"embedding", "reranker", "generative_reranker"}:
+            return 0
         return 2 if getattr(self.arguments, "rlhf_type", None) else 1
 
     @property
@@ -67,7 +69,7 @@ class SwiftCommand:
 
     def inputs(self) -> dict[str, Value]:
         """Return the arguments that lengths depend on, as ms-swift's template gets them."""
-        asked = {**self.arguments.get_template_kwargs(), "parts": self.num_parts}
+        asked = {**self.arguments.get_template_kwargs(), "task_type": self.arguments.task_type, "parts": self.num_parts}
         return {f"swift.{name}": value if isinstance(value, int) else str(value) for name, value in asked.items()}
 
     def flags(self) -> dict[str, Any]:
@@ -116,7 +118,7 @@ def read_arguments(task: str, words: Sequence[str], *, world_size: int, source: 
 
     Args:
         task: Command of ms-swift: `sft`, `pt` or `rlhf`.
-        words: Its words behind that.
+        words: Words behind it.
         world_size: Ranks that it starts.
         source: Name of its script, for errors.
 
@@ -130,9 +132,6 @@ def read_arguments(task: str, words: Sequence[str], *, world_size: int, source: 
         plain, rest = _parsed(planned, [*words, "--packing", "true"], source=source)
         if rest:
             raise ConfigError(source, (Fault(rest[0], "is no argument of ms-swift: remove it"),))
-    if plain.task_type != "causal_lm":
-        reason = f"is {plain.task_type}, whose samples ms-swift does not pack: remove it"
-        raise ConfigError(source, (Fault("--task_type", reason),))
     if plain.truncation_strategy == "split":
         raise ConfigError(source, (Fault("--truncation_strategy", "is split, which makes several rows of one"),))
     return SwiftCommand(plain, world_size, source, _says_packing(words))

@@ -15,7 +15,7 @@ from swift.model import get_model_info_meta
 
 from packplan.adapters.families import hears_or_speaks, trained_part
 from packplan.adapters.samples.template import swift_model_type
-from packplan.core.config import ModelConfig, TrainingConfig
+from packplan.core.config import ModelConfig, TrainingConfig, tuners_of
 from packplan.core.errors import ConfigError
 
 _SHARED = (
@@ -51,9 +51,9 @@ def prepare_tuner(model: Any, training: TrainingConfig) -> Any:
         _refuse_sound(model, training)
     try:
         prepared = TunerMixin.prepare_model(arguments, model)
-    except (ValueError, RuntimeError, AttributeError, AssertionError) as error:
+    except (ValueError, RuntimeError, AttributeError, AssertionError, TypeError) as error:
         keys = [key for key in ("target_regex", "target_parameters") if getattr(training, key)]
-        key = "tuner_type" if training.tuner_type == "full" else [*keys, "target_modules"][0]
+        key = [*keys, "target_modules"][0] if training.tuner_type in tuners_of("target_modules") else "tuner_type"
         raise ConfigError.at(f"training.{key}", f"cannot get adapters: {error}") from error
     if hears:  # records have no sound, so no gradient reaches these weights, and DDP would wait
         for name, weight in prepared.named_parameters():

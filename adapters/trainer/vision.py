@@ -33,6 +33,8 @@ _SECONDS = "second_per_grid_ts"
 
 def plain_model(model: Any) -> Any:
     """Return a model without its adapters."""
+    if hasattr(model, "adapters"):  # a `SwiftModel`
+        return model.base_model
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -3,7 +3,8 @@ Plan a run before it is paid for: `build` measures and plans as training would; 
 what is stored.
 
 Without a GPU, and without loading a model; all but build and verify load neither torch nor
-ms-swift.
+ms-swift. In place of a run's YAML, each takes a command of ms-swift too, which ms-swift resolves: a
+script, a YAML for it, or words behind `--`.
 """
 
 from __future__ import annotations

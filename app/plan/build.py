@@ -21,7 +21,7 @@ from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, positive_number
 from packplan.app.planning.bad import ReasonCounts
 from packplan.app.planning.deadline import Deadline
-from packplan.app.planning.log_lines import log_plan
+from packplan.app.planning.log_lines import log_plan, steps_line
 from packplan.app.planning.measure import failures
 from packplan.app.planning.measure_slices import measure_slices
 from packplan.app.planning.schedule import require_static, split_schedule, warn_of_ignored
@@ -147,13 +147,7 @@ def build(
             stores.remove_slices(config, split.name)
             log_plan(planned, split.policy)
             if ranks_of(config) and split.name == "train":
-                schedule = split_schedule(config, split.name, planned.aligned)
-                log.info(
-                    "train: %s an epoch, %s in all on %s",
-                    counted(schedule.steps_per_epoch, "step"),
-                    f"{schedule.total_steps:,}",
-                    counted(schedule.world_size, "rank"),
-                )
+                log.info("train: %s", steps_line(planned, split_schedule(config, split.name, planned.aligned)))
     return built
 
 

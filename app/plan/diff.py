@@ -20,6 +20,7 @@ from packplan.app.cli.command import add_overrides, positive_number
 from packplan.app.cli.console import plain_console
 from packplan.app.plan.stored import StoredSplit, open_split
 from packplan.app.wiring import stores
+from packplan.app.wiring.commands import read_run
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, Difference
 from packplan.core.fingerprint import field_differences
@@ -49,7 +50,7 @@ class Side:
         """Open a YAML, some of its keys overridden, or an output folder."""
         if Path(name).is_dir():
             return cls(name, name, None)
-        config = stores.read_config(name, overrides)
+        config = read_run(name, overrides)
         return cls(name, config.training.output_dir, config)
 
     def open(self, split: str) -> StoredSplit:

@@ -10,11 +10,13 @@ from types import MappingProxyType
 import numpy as np
 
 from packplan.app.planning.split import PlannedSplit
+from packplan.core.checksum import plan_checksum
 from packplan.core.errors import agree, counted, in_ranges
 from packplan.core.inspection import LowFill, longest_pack, low_fill
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.policy import PlanPolicy
 from packplan.core.samples import column
+from packplan.core.schedule import EpochSchedule
 
 WORTH_A_WARNING = Fraction(1, 100)
 """
@@ -41,6 +43,19 @@ def log_plan(planned: PlannedSplit, policy: PlanPolicy) -> None:
     """Log a planned split in words."""
     for level, line in describe(planned, policy):
         log.log(level, line)
+
+
+def steps_line(planned: PlannedSplit, schedule: EpochSchedule) -> str:
+    """
+    Return the steps of a schedule, with the plan's digest among the rows that ms-swift keeps, as
+    its plugin prints both.
+    """
+    row = np.cumsum(column(planned.table, "bad") == 0) - 1
+    digest = plan_checksum(planned.raw.with_indices(row).packs)[:12]
+    return (
+        f"{counted(schedule.steps_per_epoch, 'step')} an epoch, {schedule.total_steps:,} in all on "
+        f"{counted(schedule.world_size, 'rank')}; plan {digest}"
+    )
 
 
 def describe(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
@@ -138,18 +153,21 @@ def _reason(low: LowFill, policy: PlanPolicy) -> str:
 def _describe_exceptions(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
     """Yield which samples are truncated, long, skipped or dropped."""
     raw = planned.raw
-    cut = int(column(planned.table, "cut").sum())
-    if cut:
+    lengths, cut = column(planned.table, "length"), column(planned.table, "cut") != 0
+    if num_cut := int(cut.sum()):
+        longest = int(lengths[cut].max())
+        long = "; truncated samples are long samples" if longest >= raw.packing_length else ""
         yield _warning(
-            f"{counted(cut, 'sample')} {agree(cut)} truncated to {counted(raw.packing_length, 'token')} "
-            "(template.truncation_strategy); truncated samples are long samples"
+            f"{counted(num_cut, 'sample')} {agree(num_cut)} truncated to {counted(longest, 'token')} "
+            f"(template.truncation_strategy){long}"
         )
     if raw.single_long and policy.packing:
         number = len(raw.single_long)
+        whole = number - int(cut[list(raw.single_long)].sum())
         yield _note(
             f"{counted(number, 'sample')} {agree(number, 'has', 'have')} {counted(raw.packing_length, 'token')} or "
             f"more and {agree(number, 'is a pack of its own', 'are packs of their own')}, "
-            f"{number - cut:,} not truncated: {in_ranges(raw.single_long, most=SHOWN)}"
+            f"{whole:,} not truncated: {in_ranges(raw.single_long, most=SHOWN)}"
         )
     if raw.skipped_long:
         number = len(raw.skipped_long)

@@ -51,7 +51,7 @@ def _command(config: RunConfig, trainer: PackingTrainer, checkpoint: str) -> str
     says.
     """
     words = ["swift", "infer", "--model", checkpoint]
-    if config.training.tuner_type != "full":
+    if config.training.adds_weights:
         words = ["swift", "infer", "--model", config.model.model, "--adapters", checkpoint]
     template = trainer.template
     kinds = {"model_type": template.model_meta.model_type, "template": template.template_meta.template_type}

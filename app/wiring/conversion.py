@@ -129,7 +129,9 @@ def _one_device_a_rank(source: Source) -> tuple[Source, str]:
     samples are shared evenly, and the variable that names the devices; empty for other commands.
     """
     launch = source.launch
-    for name in _DEVICES if launch.ranks_per_node is None and launch.nodes is None else ():
+    starts_ranks = launch.ranks_per_node is not None or launch.nodes is not None
+    joins_ranks = any(one.name == "sequence_parallel_size" and one.value > 1 for one in source.given)
+    for name in () if starts_ranks or joins_ranks else _DEVICES:
         word = launch.environment.get(name)
         if word is None or "," not in word.text or word.computed:
             continue
@@ -160,7 +162,7 @@ def _world(source: Source, world_size: int, spread: str) -> World:
         sections,
         world_size,
         spread,
-        exports="dataset" in values and "cached_dataset" in values and bool(source.launch.exports),
+        exports=source.exports,
     )
 
 
@@ -186,6 +188,8 @@ def _variables(source: Source, spread: str) -> list[Line]:
     if launch.launcher is not None:
         options = " ".join(f"--{name} {word.text}".rstrip() for name, word in launch.launcher.options.items())
         reason = "torchrun starts as many ranks" + (": on each machine, with its --node-rank" if launch.nodes else "")
+        if launch.launcher.name == "accelerate" and launch.launcher.file is None:
+            reason += "; accelerate's default configuration, if there is one, is not read: name it in --config_file"
         lines.append(Line(f"{launch.launcher.name} {options}".rstrip(), "taken over", reason))
     for name, word in launch.environment.items():
         shown = f"{name}={word.text or word.computed[0] if word.computed else word.text}"

@@ -46,10 +46,9 @@ def trained_work(config: RunConfig) -> tuple[WorkModel, str | None]:
     """
     model, estimated = _model_of(config)
     training = config.training
-    adapters = training.tuner_type not in {"full", "dummy"}
     trained = model.trained(
-        text=not adapters and not training.freeze_llm,
-        vision=not adapters and not training.freeze_vit,
+        text=not training.adds_weights and not training.freeze_llm,
+        vision=not training.adds_weights and not training.freeze_vit,
         vision_gradients=not training.freeze_vit,
     )
     return trained, estimated

@@ -26,6 +26,10 @@ def rl_faults(config: RunConfig) -> Iterator[Fault]:
                 yield Fault(f"{section}.{field.name}", "is not used by app.rl: remove it")
     if config.template.loss_scale != attrs.fields(TemplateConfig).loss_scale.default:
         yield Fault("template.loss_scale", "weighs the tokens of records, but packplan rl trains on answers: remove it")
+    if config.training.tuner_type not in {"full", "lora"}:
+        reason = f"is {config.training.tuner_type}, but packplan rl trains all weights or low-rank adapters: set it to "
+        reason += "full or lora"
+        yield Fault("training.tuner_type", reason)
     for name in sorted(set(config.training.trainer) - RL_TRAINER_KEYS):
         yield Fault(
             f"training.{name}", f"is not used by app.rl, which takes {', '.join(sorted(RL_TRAINER_KEYS))}: remove it"

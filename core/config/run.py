@@ -526,6 +526,11 @@ class TrainingConfig:
     (`boft_block_size`), passed unchanged; its type is checked.
     """
 
+    @property
+    def adds_weights(self) -> bool:
+        """Whether the tuner trains weights that it adds, and none of the model's."""
+        return self.tuner_type not in {"full", "dummy"}
+
 
 TUNERS: tuple[str, ...] = get_args(Tuner)
 """Values of `training.tuner_type`."""
@@ -540,6 +545,7 @@ REFUSED_TRAINING_KEYS = MappingProxyType(
         "auto_find_batch_size": "would change the batch behind the plan: remove it",
         "remove_unused_columns": "would drop columns that packs need: remove it",
         "eval_use_evalscope": "is not supported: remove it",
+        "use_galore": "has no effect, since its gradients are not tried with packs: remove it",
         **dict.fromkeys(
             ("generation_config", "generation_max_length", "generation_num_beams"),
             "is for generated answers, but evaluation measures the loss: remove it",

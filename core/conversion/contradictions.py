@@ -25,7 +25,8 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Fault]:
         yield Fault("--dataset", "is not given: name the data")
     task = values.get("task_type", "causal_lm")
     if task != "causal_lm":
-        yield Fault("--task_type", f"is {task}, but only causal_lm is trained here: {INSIDE}")
+        way = f": {INSIDE}" if task in _PACKED_TASKS else ""
+        yield Fault("--task_type", f"is {task}, but only causal_lm is trained here{way}")
     tuner = values.get("tuner_type", "lora")
     if tuner not in TUNERS:
         why = _UNTRIED.get(str(tuner), f"the command's own code makes it, and {INSIDE}")
@@ -40,6 +41,9 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Fault]:
     if tuner == "full" and (values.get("use_dora") or values.get("use_rslora") or values.get("lorap_lr_ratio")):
         yield Fault("--tuner_type", "is full, but --use_dora, --use_rslora and --lorap_lr_ratio are of lora: keep one")
 
+
+_PACKED_TASKS = frozenset({"seq_cls", "embedding", "reranker", "generative_reranker"})
+"""Tasks that the plugin of ms-swift was shown to train in planned packs."""
 
 _UNTRIED = {
     "adalora": "its ranks change with the steps, which a resumed run does not know",

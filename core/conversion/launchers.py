@@ -133,7 +133,7 @@ def _arguments(values: Mapping[str, Any], found: list[Fault]) -> Iterator[Given]
     if kind == "DEEPSPEED":
         yield from _deepspeed(values.get("deepspeed_config") or {}, found)
     elif kind == "FSDP":
-        yield _given("fsdp", _fsdp(values.get("fsdp_config") or {}), "{…}")
+        yield _given("fsdp", _fsdp(values.get("fsdp_config") or {}, found), "{…}")
     elif kind not in {"NO", "MULTI_GPU", "MULTI_NPU"}:
         found.append(Fault("distributed_type", f"is {kind}, which is not trained here: use torchrun"))
 
@@ -164,13 +164,16 @@ def _deepspeed(config: Mapping[str, Any], found: list[Fault]) -> Iterator[Given]
         yield _given("max_grad_norm", float(config["gradient_clipping"]), str(config["gradient_clipping"]))
 
 
-def _fsdp(config: Mapping[str, Any]) -> dict[str, Any]:
+def _fsdp(config: Mapping[str, Any], found: list[Fault]) -> dict[str, Any]:
     """Return FSDP's settings as transformers has them."""
     values = {str(name).removeprefix("fsdp_"): value for name, value in config.items()}
     version = int(values.get("version", 1))
     strategy = str(values.get("sharding_strategy", "FULL_SHARD")).lower()
     if version == 2:  # FSDP's own
         strategy = "full_shard" if values.get("reshard_after_forward", True) else "shard_grad_op"
+    elif strategy != "full_shard":
+        reason = f"is {strategy.upper()}, which transformers takes of FSDP 2 alone: set fsdp_version: 2"
+        found.append(Fault("fsdp_sharding_strategy", reason))
     offload = " offload" if values.get("offload_params") else ""
     kept = {name: values[name] for name in _SHARDING if name in values}
     return {"fsdp": f"{strategy} auto_wrap{offload}", "fsdp_config": {"fsdp_version": version, **kept}}

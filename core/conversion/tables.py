@@ -74,7 +74,7 @@ UNNEEDED: Mapping[str, str] = {
     "local_rank": "torchrun says which rank a process is",
     **dict.fromkeys(
         ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "num_beams", "stop_words", "logprobs",
-         "top_logprobs", "structured_outputs_regex", "ds3_gather_for_generation"),
+         "top_logprobs", "structured_outputs_regex", "ds3_gather_for_generation", "response_prefix"),
         "it is of answers, and training writes none",
     ),
 }  # fmt: skip
@@ -93,7 +93,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "init_strategy": "name a model whose weights are all there",
     "norm_bbox": "boxes stay as the records have them",
     "template_backend": "templates are ms-swift's own",
-    "response_prefix": "it is of inference",
     "enable_thinking": "set the variable ENABLE_THINKING instead",
     "preserve_thinking": "set the variable PRESERVE_THINKING instead",
     "add_non_thinking_prefix": "the template's own is used",

@@ -84,6 +84,14 @@ def losses(words: list[str], out: str) -> int:
     return 0
 
 
+def steps(words: list[str], out: str) -> int:
+    """Write the loss of each step of a command, as ms-swift trains it."""
+    from swift.pipelines import SwiftSft
+
+    Path(out).write_text(json.dumps([one["loss"] for one in SwiftSft(words).run()["log_history"] if "loss" in one]))
+    return 0
+
+
 def trained(runs: list[tuple[str, str, dict]], out: str) -> int:
     """
     Write which weights ms-swift trains, by name, of each model and its keys of tuners.

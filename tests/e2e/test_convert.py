@@ -28,6 +28,7 @@ from packplan.app.wiring import stores
 from packplan.app.wiring import training as wiring
 from packplan.app.wiring.conversion import convert_source, run_text
 from packplan.app.wiring.gather import gather
+from packplan.core.conversion import DIFFERENT
 from packplan.core.errors import ConfigError
 from tests.e2e import swift_run
 from tests.processes import finished
@@ -68,11 +69,22 @@ LOSSES = {
 """Example whose losses are compared -> model."""
 
 SETTINGS = [
-    ("examples/train/tuners/lora/train.sh", "qwen2", ""),
+    ("examples/train/tuners/lora/train.sh", "qwen2", "--router_aux_loss_coef 1e-3 --enable_dft_loss true"),
     ("examples/train/full/train.sh", "qwen3", "--split_dataset_ratio 0.2"),
     ("examples/train/multimodal/ocr.sh", "qwen2_5_vl", "--vit_lr 1e-5"),
 ]
 """Examples whose settings are compared, their models, and what is said beside."""
+
+ON_CPU = ["--use_cpu", "true", "--check_model", "false"]
+
+THREE = "--learning_rate 1e-2 --logging_steps 1 --save_strategy no --max_steps 3"
+
+STEPS = {
+    "--tuner_type llamapro --llamapro_num_new_blocks 1": "qwen3",
+    "--init_weights olora --lora_dropout 0": "qwen2",
+    "--tuner_type full --enable_dft_loss true": "qwen2",
+}
+"""Arguments whose steps are compared -> model; none of them draws weights at random."""
 
 SAVED = "examples/train/tuners/lora/train.sh"
 """Example whose arguments are saved."""
@@ -127,10 +139,11 @@ def of_swift(server, command, tmp_path_factory):
     it to end, and gives the file of an answer.
     """
     folder = tmp_path_factory.mktemp("of_swift")
-    one = ["--max_steps", "1", "--use_cpu", "true", "--check_model", "false", "--save_strategy", "no"]
+    one = ["--max_steps", "1", *ON_CPU, "--save_strategy", "no"]
     asked = [("settings", example, command(example, of=of, more=more)) for example, of, more in SETTINGS]
     asked += [("losses", example, [*command(example, of=of), *one]) for example, of in LOSSES.items()]
     asked.append(("save", SAVED, command(SAVED, of="qwen2")))
+    asked += [("steps", name, [*command(SAVED, of=of, more=f"{THREE} {name}"), *ON_CPU]) for name, of in STEPS.items()]
     outs = {(name, example): folder / str(number) for number, (name, example, _) in enumerate(asked)}
     questions = [(name, words, str(outs[name, example])) for name, example, words in asked]
     started = server.start(swift_run.several, questions, log=folder / "swift.log",
@@ -214,6 +227,20 @@ def test_the_first_step_and_every_sample_have_ms_swift_s_loss(of_swift, tmp_path
     assert max(abs(loss - ours[key]) for key, loss in theirs["alone"].items()) < 1e-5
 
 
+@pytest.mark.parametrize("more", STEPS)
+def test_each_step_is_ms_swift_s(of_swift, tmp_path, command, more):
+    """With the samples of its steps, so also what a step changes."""
+    words = command(SAVED, of=STEPS[more], more=f"{THREE} {more}")
+    config = stores.read_config(converted([*words, *UNPACKED], tmp_path), [f"training.output_dir={tmp_path / 'out'}"])
+    trainer = prepare(config, OneRank()).trainer
+    trainer.train()
+
+    theirs = json.loads(of_swift("steps", more).read_text())
+    ours = [entry["loss"] for entry in trainer.history if "loss" in entry]
+    assert 3 == len(theirs) == len(set(theirs))
+    assert theirs == pytest.approx(ours, abs=1e-5)
+
+
 def losses_in_packs(trainer) -> dict[str, float]:
     """Return the mean loss of each sample of packs, by its tokens."""
     found = {}
@@ -254,7 +281,7 @@ def test_the_commands_of_the_examples_convert_or_are_refused(tmp_path, monkeypat
             outcomes[example] = "refused"
             continue
         lines = json.loads(printed.out)["lines"]
-        outcomes[example] = [line["argument"] for line in lines if line["verdict"] == "not supported"]
+        outcomes[example] = [line["argument"] for line in lines if line["verdict"] in DIFFERENT]
         given = text.count(" --") if source.suffix == ".sh" else len(yaml.safe_load(text))
         assert given == sum(line["argument"].startswith("--") for line in lines)
         strict = convert.main([str(source), "-o", f"strict{number}.yaml", "--strict"])
@@ -272,10 +299,10 @@ def test_the_commands_of_the_examples_convert_or_are_refused(tmp_path, monkeypat
         "examples/train/streaming/streaming.sh": [length, precision],
         "examples/train/packing/llm.sh": [],
         "examples/train/packing/qwen2_5_vl.sh": [],
-        "examples/train/multimodal/ocr.sh": ["CUDA_VISIBLE_DEVICES=0,1"],
+        "examples/train/multimodal/ocr.sh": ["--gradient_accumulation_steps 16", "CUDA_VISIBLE_DEVICES=0,1"],
         "examples/train/agent/qwen2_5.sh": [],
         "examples/train/agent/loss_scale/train.sh": [],
-        "examples/train/full/dft.sh": ["--enable_dft_loss true"],
+        "examples/train/full/dft.sh": [],
         "examples/yaml/deepspeed/sft.yaml": [],
         "examples/megatron/sft.sh": "refused",
     } == outcomes
@@ -299,9 +326,148 @@ def test_a_command_may_name_a_yaml_and_change_it(tmp_path, command):
     assert "A=1 torchrun --nproc-per-node 2 -m packplan.app.sft" == alone.start
 
 
+ACCELERATE = {
+    "sharded.json": {
+        "distributed_type": "FSDP", "num_machines": 1, "num_processes": 2, "mixed_precision": "no",
+        "fsdp_config": {
+            "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": False,
+            "fsdp_transformer_layer_cls_to_wrap": "Qwen2DecoderLayer", "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": True, "fsdp_offload_params": True, "fsdp_activation_checkpointing": True,
+        },
+    },
+    "older.json": {
+        "distributed_type": "FSDP", "num_machines": 1, "num_processes": 2, "mixed_precision": "bf16",
+        "fsdp_config": {
+            "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+            "fsdp_min_num_params": 9, "fsdp_backward_prefetch": "BACKWARD_POST", "fsdp_forward_prefetch": True,
+            "fsdp_use_orig_params": False, "fsdp_sync_module_states": True, "fsdp_offload_params": False,
+            "fsdp_state_dict_type": "FULL_STATE_DICT", "fsdp_cpu_ram_efficient_loading": True,
+        },
+    },
+}  # fmt: skip
+"""File -> configuration of accelerate that shards weights."""
+
+
+@pytest.mark.parametrize("name", ACCELERATE)
+def test_accelerate_would_shard_as_the_run_does(tmp_path, monkeypatch, name):
+    """From its own variables, field by field."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils import dataclasses as accelerate_dataclasses
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    from packplan.adapters.trainer.arguments import TrainingArguments
+
+    monkeypatch.setattr(accelerate_dataclasses, "is_cuda_available", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    path = tmp_path / name
+    path.write_text(json.dumps(ACCELERATE[name]))
+    told, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(path), "x.py"]))
+    made = convert_source([f"accelerate launch --config_file {path} swift/cli/sft.py --model m --dataset a.jsonl"])
+    keys = made.conversion.document["training"]
+
+    with monkeypatch.context() as patched:
+        for variable, value in prepare_multi_gpu_env(told).items():
+            if variable.startswith("FSDP_"):
+                patched.setenv(variable, value)
+        theirs = FullyShardedDataParallelPlugin()
+    for variable in ("FSDP_CPU_RAM_EFFICIENT_LOADING", "TENSORBOARD_LOGGING_DIR"):
+        monkeypatch.setenv(variable, "")  # the arguments set them, and this test ends with them as they were
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, check_model=False, report_to=[], gradient_accumulation_steps=1,
+        gradient_checkpointing=False, fsdp=keys["fsdp"], fsdp_config=dict(keys["fsdp_config"]),
+    )  # fmt: skip
+    ours = FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args)
+
+    fields = {field.name for field in dataclasses.fields(theirs)} - {"param_init_fn"}
+    fields -= {"reshard_after_forward"} if theirs.fsdp_version == 1 else set()  # its sharding_strategy
+    assert {name: str(getattr(theirs, name)) for name in fields} == {name: str(getattr(ours, name)) for name in fields}
+    assert "torchrun --nproc-per-node 2 -m packplan.app.sft" == made.start
+    assert not made.conversion.different or {"not supported"} == {line.verdict for line in made.conversion.different}
+
+
+@pytest.mark.parametrize(
+    ("script", "start", "keys"),
+    [
+        ("deepspeed --hostfile hosts swift/cli/sft.py", "torchrun --nproc-per-node 2 --nnodes 2 --master-addr a", {}),
+        ("accelerate launch --config_file c.yaml swift/cli/sft.py", "torchrun --nproc-per-node 4", {}),
+        ("CUDA_VISIBLE_DEVICES=4,5,6 swift sft", "CUDA_VISIBLE_DEVICES=4,5 torchrun --nproc-per-node 2",
+         {"gradient_accumulation_steps": 8}),
+        ("CUDA_VISIBLE_DEVICES=4,5,6 NPROC_PER_NODE=1 swift sft", "CUDA_VISIBLE_DEVICES=4,5,6 packplan sft",
+         {"gradient_accumulation_steps": 16}),
+        ("CUDA_VISIBLE_DEVICES=4,5 swift sft --gradient_accumulation_steps 3", "CUDA_VISIBLE_DEVICES=4 packplan sft",
+         {"gradient_accumulation_steps": 3}),
+        ("swift sft --gradient_accumulation_steps 4 --fsdp f.json", "packplan sft",
+         {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 2}}),
+    ],
+)  # fmt: skip
+def test_files_beside_a_script_are_read(tmp_path, monkeypatch, script, start, keys):
+    """Those of launchers and of FSDP, which say how many ranks there are, and how they share."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2 # the other\n")
+    (tmp_path / "c.yaml").write_text("num_processes: 4\ndistributed_type: MULTI_GPU\n")
+    (tmp_path / "f.json").write_text('{"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 2}}')
+    (tmp_path / "x.sh").write_text(f"{script} --model m --dataset a.jsonl")
+
+    made = convert_source(["x.sh"])
+    training = made.conversion.document["training"]
+
+    assert made.start.removesuffix(" -m packplan.app.sft") == start
+    assert keys == {key: training[key] for key in keys}
+    devices = [line for line in made.conversion.lines if line.argument.startswith("CUDA_VISIBLE_DEVICES")]
+    assert [line.verdict for line in devices] == (["changed"] if "CUDA" in script else [])
+    program = script.split()[0]
+    if program in {"deepspeed", "accelerate"}:
+        assert [program] == [line.argument.split()[0] for line in made.conversion.lines if program in line.argument]
+
+
+def test_data_that_the_script_exports_are_trained(tmp_path, monkeypatch):
+    """In place of the cached ones, which are not read."""
+    monkeypatch.chdir(tmp_path)
+    export = (
+        "swift export --model m --dataset a.jsonl --split_dataset_ratio 0.1 --to_cached_dataset true --output_dir c"
+    )
+    train = "swift sft --model m --cached_dataset c/train --cached_val_dataset c/val --max_length 8"
+    (tmp_path / "x.sh").write_text(f"{export}\n{train}")
+    (tmp_path / "y.sh").write_text(f"{export}\n{train} --dataset a.jsonl --cached_dataset d/train")
+
+    made = convert_source(["x.sh"])
+
+    assert {"dataset": ["a.jsonl"], "split_dataset_ratio": 0.1} == made.conversion.document["custom"]
+    told = {line.argument.split()[0]: line.verdict for line in made.conversion.lines}
+    assert ("not needed here", "not needed here") == (told["--cached_dataset"], told["--cached_val_dataset"])
+    with pytest.raises(ConfigError, match="is given 2 times"):
+        convert_source(["y.sh"])
+
+
+def test_pretraining_encodes_plain_texts_as_ms_swift_does(demo, tmp_path):
+    """Without a chat, and every token of them is trained."""
+    from swift import get_model_processor, get_template
+
+    model, text = demo / "models" / "qwen2", "blue circle on a red square"
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"messages": [{"role": "assistant", "content": text}]}) + "\n")
+    words = ["--model", str(model), "--model_type", "qwen2", "--template", "qwen2_5", "--dataset", str(data)]
+    words += ["--fp16", "false", "--bf16", "false"]
+    path = tmp_path / "run.yaml"
+    path.write_text(run_text(convert_source(["swift", "pt", *words, "--packing", "true"]), output=str(path)))
+    config = stores.read_config(path, [f"training.output_dir={tmp_path / 'out'}"])
+    ours = prepare(config, OneRank()).trainer.train_dataset[0].samples[0]
+
+    _, processor = get_model_processor(str(model), load_model=False, model_type="qwen2")
+    template = get_template(processor, template_type="qwen2_5", use_chat_template=False, loss_scale="all")
+    template.set_mode("train")
+    theirs = template.encode({"messages": [{"role": "assistant", "content": text}]})
+
+    assert theirs["input_ids"] == list(ours["input_ids"])
+    assert theirs["labels"] == list(ours["labels"])
+    assert template.tokenizer(text).input_ids == theirs["input_ids"][: len(template.tokenizer(text).input_ids)]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
+        ("x.sh", "deepspeed --hostfile gone swift/cli/sft.py --model m --dataset a", "the launcher reads its ranks"),
         ("x.json", "{", "is no valid JSON"),
         ("x.json", "[1]", "has to hold arguments and their values"),
         ("x.sh", "NPROC_PER_NODE=gpu swift sft --model m --dataset a", "NPROC_PER_NODE: is gpu, but has to be"),

@@ -41,7 +41,7 @@ def steps(history) -> list[dict]:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint."""
-    (path,) = folder.glob("*model.safetensors")
+    (path,) = [*folder.glob("*model.safetensors")] or folder.glob("default/*model.safetensors")
     return load_file(path)
 
 

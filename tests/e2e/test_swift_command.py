@@ -5,13 +5,14 @@ packs and steps that the plugin trains.
 
 from __future__ import annotations
 
+import base64
 import json
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from swift.pipelines import export_main
 from swift.pipelines.utils import get_cached_dataset
 from swift.template.templates.qwen import Qwen2VLTemplate
@@ -21,6 +22,7 @@ from packplan.adapters.swift.packs import PlannedPacks
 from packplan.adapters.swift.training import schedule_of
 from packplan.app import export
 from packplan.app.plan.__main__ import main as plan
+from packplan.app.wiring.stores import stores_in
 
 NUM_ROWS = 40
 
@@ -36,7 +38,16 @@ TASKS = {
 }
 """Kind of data -> command of ms-swift, model, and what the command says beside."""
 
-SCHEDULE = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_train_epochs": 2, "seed": 7}
+OTHERS = {
+    "labels": ("sft", "qwen2", "--task_type seq_cls --num_labels 2"),
+    "embedding": ("sft", "qwen2", "--task_type embedding"),
+}
+"""The same for other tasks, whose rows are encoded in full."""
+
+SCHEDULE = {
+    "per_device_train_batch_size": 5, "gradient_accumulation_steps": 1, "num_train_epochs": 2, "seed": 7,
+    "dataloader_drop_last": True,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -61,19 +72,26 @@ def script(demo, tmp_path_factory):
     images = sorted((demo / "data" / "images").glob("train_*"))[:4]
 
     def write(kind: str, more: str = "", *, bad: bool = False) -> Path:
-        task, model, said = TASKS[kind]
+        task, model, said = (TASKS | OTHERS)[kind]
         lines = []
         for number in range(NUM_ROWS):
             question = {"role": "user", "content": f"what is {number}?"}
             words = 1000 if number < LONGER else 1 + number % 9
             record = {"messages": [question, {"role": "assistant", "content": "blue circle " * words}]}
             if kind == "images" and number % 3:
-                question["content"] = "<image>" * (number % 3) + question["content"]
+                # Without tags, ms-swift puts the images first.
+                question["content"] += "<image>" * (number % 3) * (number % 2)
                 record["images"] = [str(images[(number + one) % 4]) for one in range(number % 3)]
                 if bad and number == NUM_ROWS - 2:
                     record["images"] = ["absent.png"] * (number % 3)
             if kind == "pairs":
                 record["rejected_response"] = "red square " * (2 + number % 5)
+            if kind == "labels":
+                record = {"messages": [question], "label": number % 2}
+            if kind == "embedding":
+                like = [[{"role": "user", "content": "blue " * (1 + number % 3)}]]
+                unlike = [[{"role": "user", "content": f"{number} red"}]] * (number % 4)
+                record = {"messages": [question], "positive_messages": like, "negative_messages": unlike}
             lines.append(json.dumps(record))
         name = f"{kind}{abs(hash((more, bad)))}"
         data = folder / f"{name}.jsonl"
@@ -100,55 +118,137 @@ def value(words: list[str], flag: str) -> str:
     return words[words.index(flag) + 1]
 
 
-@pytest.mark.parametrize("kind", TASKS)
-def test_a_cached_data_set_is_ms_swift_s_and_its_packs_are_the_plan_s(script, tmp_path, kind, capsys):
+@pytest.mark.parametrize(("kind", "more"), [*((kind, "") for kind in TASKS), ("text", "--truncation_strategy left")])
+def test_a_cached_data_set_is_ms_swift_s_and_its_packs_are_the_plan_s(script, tmp_path, capsys, kind, more):
     """
     Rows, columns and the lengths of each sequence are those of `swift export`; the plugin's packs
     of them, and its steps, are those that `plan show` prints.
     """
-    path, ours, theirs = script(kind), tmp_path / "ours", tmp_path / "theirs"
+    path, ours, theirs = script(kind, more), tmp_path / "ours", tmp_path / "theirs"
     words = words_of(path)
     kept = ("--model", "--model_type", "--template", "--dataset", "--max_length", "--torch_dtype")
-    asked = [word for flag in kept for word in (flag, value(words, flag))]
+    asked = [*(word for flag in kept for word in (flag, value(words, flag))), *more.split()]
     mode = "rlhf" if kind == "pairs" else "train"
 
-    assert 0 == export.main([str(path), "--cached-dataset", str(ours), "--quiet"])
+    assert 0 == export.main([str(path), "--cached-dataset", str(ours)])
+    built = capsys.readouterr().err
     export_main([*asked, "--to_cached_dataset", "true", "--template_mode", mode, "--output_dir", str(theirs)])
     read = SimpleNamespace(
         data_seed=7, cached_dataset=[str(ours), str(theirs / "train")], cached_val_dataset=[], max_length=MAX_LENGTH,
-        truncation_strategy="delete", dataset_shuffle=True,
+        truncation_strategy=None, dataset_shuffle=True,
     )  # fmt: skip
     (found, expected), _ = get_cached_dataset(read)
 
     assert expected.features == found.features
     assert expected.to_list() == found.to_list()
-    assert NUM_ROWS - LONGER == len(found)
+    assert NUM_ROWS - (0 if more else LONGER) == len(found)
     assert {2 if kind == "pairs" else 1} == {len(lengths) for lengths in found["lengths"]}
     packs = PlannedPacks(SimpleNamespace(), expected, packing_length=PACKING_LENGTH).plan
-    fixed = {"world_size": 2, "dataloader_drop_last": False, "max_steps": -1, "train_dataloader_shuffle": True}
+    fixed = {"world_size": 2, "max_steps": -1, "train_dataloader_shuffle": True}
     schedule = schedule_of(packs, SimpleNamespace(**SCHEDULE, **fixed, data_seed=None))
-    capsys.readouterr()
+    assert f"in all on 2 ranks; plan {packs.checksum[:12]}" in built
     assert 0 == plan(["show", str(path), "--json"])
     shown = json.loads(capsys.readouterr().out)["splits"]["train"]
     assert len(packs.packs) == shown["plan"]["num_packs"] > 4
     assert packs.raw.fill == pytest.approx(shown["plan"]["fill_mean"], abs=1e-9)
     steps = (schedule.steps_per_epoch, schedule.total_steps)
     assert steps == (shown["schedule"]["steps_per_epoch"], shown["schedule"]["total_steps"])
-    assert (kind == "images") == bool(shown["plan"]["long_samples"])
+    assert (kind == "images" or bool(more)) == bool(shown["plan"]["long_samples"])
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_rows_of_other_tasks_are_as_long_as_ms_swift_says(script, tmp_path, kind, capsys):
+    """All sequences of a row together; those of embeddings are exported by ms-swift alone."""
+    path, theirs = script(kind), tmp_path / "theirs"
+    words = words_of(path)
+    kept = ("--model", "--model_type", "--template", "--dataset", "--max_length", "--torch_dtype", "--task_type")
+    asked = [word for flag in kept for word in (flag, value(words, flag))]
+
+    assert 0 == plan(["build", str(path)])
+    export_main([*asked, "--num_labels", "2", "--to_cached_dataset", "true", "--output_dir", str(theirs)])
+    lengths = stores_in(value(words, "--output_dir"), "train").lengths.inspect()
+    expected = load_from_disk(theirs / "train")["lengths"]
+
+    assert list(map(sum, expected)) == lengths.tokens.tolist()
+    assert (kind == "embedding") == (len({len(row) for row in expected}) > 1)
+    assert (2 if kind == "embedding" else 0) == export.main([str(path), "--cached-dataset", str(tmp_path / "ours")])
+    capsys.readouterr()
+
+
+def test_a_folder_that_exists_is_not_written(script, tmp_path, capsys):
+    """Nothing is measured before; nor for a run of this project."""
+    (tmp_path / "run.yaml").write_text("model: {model: absent}")
+
+    assert 2 == export.main([str(script("text")), "--cached-dataset", str(tmp_path)])
+    assert "--cached-dataset: is" in capsys.readouterr().err
+    assert 2 == export.main([str(tmp_path / "run.yaml"), "--cached-dataset", str(tmp_path / "new")])
+
+
+def test_rows_of_every_shape_are_as_long_as_ms_swift_says(demo, tmp_path, monkeypatch, capsys):
+    """Images by path, in texts and in Base64; tools, boxes, systems and untrained messages."""
+    images = sorted((demo / "data" / "images").glob("train_*"))[:3]
+    monkeypatch.setenv("ROOT_IMAGE_DIR", str(demo / "data"))
+    coded = base64.b64encode(images[0].read_bytes()).decode()
+    answer = {"role": "assistant", "content": "a dot"}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    shapes = {
+        "base64": {"messages": [user("<image>a"), answer], "images": [f"data:image/png;base64,{coded}"]},
+        "folder": {"messages": [user("<image>a"), answer], "images": [f"images/{images[1].name}"]},
+        "parts": {
+            "messages": [user([{"type": "image", "image": str(images[2])}, {"type": "text", "text": "b"}]), answer]
+        },
+        "tag": {"messages": [user(f"<img>{images[0]}</img>see"), answer]},
+        "system": {"messages": [{"role": "system", "content": "Be brief."}, user("hi"), answer]},
+        "untrained": {"messages": [user("hi"), {**answer, "loss": False}, user("and?"), answer]},
+        "boxes": {
+            "messages": [user("<image>find <ref-object>"), {**answer, "content": "<bbox>"}], "images": [str(images[0])],
+            "objects": {"ref": ["dot"], "bbox": [[1, 2, 30, 40]]},
+        },
+        "tools": {
+            "messages": [
+                user("1?"), {"role": "tool_call", "content": json.dumps({"name": "f", "arguments": {}})},
+                {"role": "tool_response", "content": "3"}, answer,
+            ],
+            "tools": [tool],
+        },
+        "alpaca": {"instruction": "Add.", "input": "1 2", "output": "3"},
+    }  # fmt: skip
+    for name, row in shapes.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    asked = ["--model", str(demo / "models" / "qwen2_5_vl"), "--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl",
+             "--torch_dtype", "bfloat16", "--max_length", "4000",
+             "--dataset", *(str(tmp_path / f"{name}.jsonl") for name in shapes)]  # fmt: skip
+
+    words = ["swift", "sft", *asked, "--packing", "true", "--output_dir", str(tmp_path / "out")]
+    assert 0 == export.main(["--cached-dataset", str(tmp_path / "ours"), "--", *words])
+    assert "rows with boxes, videos, sound or <img> are encoded in full" in capsys.readouterr().err
+    export_main([*asked, "--to_cached_dataset", "true", "--output_dir", str(tmp_path / "theirs")])
+
+    expected = load_from_disk(tmp_path / "theirs" / "train")
+    assert len(shapes) == len(expected)
+    assert list(expected) == list(load_from_disk(tmp_path / "ours"))
+
+
+def user(content: object) -> dict[str, object]:
+    return {"role": "user", "content": content}
 
 
 def test_every_command_of_a_plan_takes_a_command_of_ms_swift(script, tmp_path, capsys):
-    """Build, show, whatif, verify and report, of a script and of the words of a command."""
-    path, page = script("pairs"), tmp_path / "plan.html"
+    """Build, show, whatif, verify and report, of a script, of its words and of a YAML of them."""
+    path, page, keys = script("pairs"), tmp_path / "plan.html", tmp_path / "dpo.yaml"
     words = ["swift", "rlhf", *words_of(path)]
+    named = {flag.lstrip("-"): value(words, flag) for flag in words if flag.startswith("--")}
+    keys.write_text(json.dumps({**named, "ENV": {"NPROC_PER_NODE": 2}}))
 
     assert 0 == plan(["build", str(path)])
     built = capsys.readouterr().err
     assert 0 == plan(["build", "--world-size", "2", "--", *words])
     again = capsys.readouterr().err
+    assert 0 == plan(["build", str(keys)])
+    of_keys = capsys.readouterr().err
     assert 0 == plan(["verify", str(path), "--samples", "3", "--json"])
     assert {"passed": True, "findings": []} == json.loads(capsys.readouterr().out)
-    assert 0 == plan(["whatif", str(path), "--max-length", f"{PACKING_LENGTH},1600", "--json"])
+    assert 0 == plan(["whatif", str(path), "--max-length", f"{PACKING_LENGTH},400", "--json"])
     rows = json.loads(capsys.readouterr().out)["alternatives"]
     assert 0 == plan(["report", str(path), "-o", str(page)])
     assert 0 == plan(["show", str(path), "--sample", "5", "--text"])
@@ -156,6 +256,7 @@ def test_every_command_of_a_plan_takes_a_command_of_ms_swift(script, tmp_path, c
     assert "steps an epoch" in built
     assert "on 2 ranks" in built
     assert "the stored plan fits and is used again" in again
+    assert again.splitlines()[-1] == of_keys.splitlines()[-1]
     assert [2, 2] == [row["world_size"] for row in rows]
     assert rows[0]["plan"]["num_packs"] > rows[1]["plan"]["num_packs"]
     assert "<svg" in page.read_text()
@@ -191,7 +292,7 @@ def overridden(path: Path, *more: str) -> list[str]:
         ("swift infer --model m\n", "swift infer"),
         ("swift sft {given} --streaming true --max_steps 4\n", "--streaming: gives no lengths before training"),
         ("swift rlhf {given} --rlhf_type kto\n", "--rlhf_type: is kto"),
-        ("swift sft {given} --task_type seq_cls --num_labels 2\n", "--task_type: is seq_cls"),
+        ("swift pt {given} --truncation_strategy split\n", "--truncation_strategy: is split"),
         ("swift sft {given} --max_lenght 7\n", "--max_lenght: is no argument of ms-swift"),
         ("swift sft {given} --seed $(date)\n", "computes $(date)"),
         ("swift sft {given} --tuner_type full --max_length many\n", "ms-swift: refuses an argument"),

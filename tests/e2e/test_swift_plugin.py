@@ -63,16 +63,17 @@ def records(demo, tmp_path_factory) -> Path:
     """A folder with records for each model, and pairs."""
     folder = tmp_path_factory.mktemp("records")
     images = sorted((demo / "data" / "images").glob("train_*"), key=lambda image: image.stat().st_size)[:3]
-    lines: dict[str, list[str]] = {name: [] for name in (*LENGTH, "pairs")}
+    lines: dict[str, list[str]] = {name: [] for of in LENGTH for name in (of, f"{of}_pairs")}
     for number in range(NUM):
         question = {"role": "user", "content": f"what is {number}?"}
         record = {"messages": [question, {"role": "assistant", "content": "blue circle " * (1 + 5 * number % 23)}]}
-        lines["qwen2"].append(json.dumps(record))
-        lines["pairs"].append(json.dumps(record | {"rejected_response": "red square " * (1 + number % 3)}))
-        if number % 2:
-            question["content"] = f"<image>what is {number}?"
-            record["images"] = [str(images[number % len(images)])]
-        lines["qwen2_5_vl"].append(json.dumps(record))
+        rejected = {"rejected_response": "red square " * (1 + number % 3)}
+        for of in LENGTH:
+            if of.endswith("vl") and number % 2:
+                question["content"] = f"<image>{question['content']}"
+                record["images"] = [str(images[number % len(images)])]
+            lines[of].append(json.dumps(record))
+            lines[f"{of}_pairs"].append(json.dumps(record | rejected))
     for name, texts in lines.items():
         (folder / f"{name}.jsonl").write_text("".join(f"{text}\n" for text in texts))
     return folder
@@ -192,11 +193,15 @@ def test_a_named_attention_keeps_samples_apart_too(attn_impl, words, train):
     assert train(words("qwen2_5_vl", f"{more} --attn_impl {attn_impl}")).losses == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_both_halves_of_a_pair_are_in_one_pack(ranks, words, train):
+@pytest.mark.parametrize(
+    ("of", "tuner", "ranks"),
+    [("qwen2", "lora", 1), ("qwen2", "full", 1), ("qwen2_5_vl", "lora", 1), ("qwen2", "lora", 2)],
+)
+def test_both_halves_of_a_pair_are_in_one_pack(of, tuner, ranks, words, train):
     """And DPO's losses are those of the pairs alone, padded, as ms-swift trains them."""
-    more = "--rlhf_type dpo --tuner_type lora --num_train_epochs 3 --save_strategy no --packing_length 1024"
-    ran = train(words("qwen2", f"{more} --gradient_accumulation_steps 8", data="pairs"), command="rlhf", ranks=ranks)
+    data = f"{of}_pairs"
+    more = f"--rlhf_type dpo --tuner_type {tuner} --num_train_epochs 3 --save_strategy no --packing_length 1024"
+    ran = train(words(of, f"{more} --gradient_accumulation_steps 8", data=data), command="rlhf", ranks=ranks)
 
     found = ran.plan(1024)
     schedule = found.schedule(world_size=ranks, packs_per_step=8 * ranks, epochs=3, seed=42)
@@ -204,7 +209,7 @@ def test_both_halves_of_a_pair_are_in_one_pack(ranks, words, train):
     assert max(map(len, found.packs)) > 2, "packs of several pairs"
     ran.assert_planned(found, schedule)
     if ranks == 1:
-        alone = words("qwen2", f"{more} --gradient_accumulation_steps {NUM}", data="pairs", plugins=())
+        alone = words(of, f"{more} --gradient_accumulation_steps {NUM}", data=data, plugins=())
         losses = train(alone, command="rlhf", name="alone").losses
         assert losses == pytest.approx(ran.losses, abs=1e-5)
         assert losses[-1] < math.log(2) - 1e-3, "it has learned"
@@ -252,7 +257,9 @@ def test_a_batch_may_hold_several_packs(words, train):
 @pytest.mark.parametrize(("of", "before", "after"), [("qwen2_5_vl", 1, 1), ("qwen2", 1, 2), ("qwen2", 2, 1)])
 def test_a_killed_run_goes_on_where_it_was(of, before, after, words, start, train, tmp_path):  # noqa: PLR0917  # fixtures
     """Also on other ranks. On as many, each loss is that of a run that was not killed."""
-    more = "--tuner_type full --num_train_epochs 8 --save_steps 3 --gradient_accumulation_steps"
+    more = (
+        "--tuner_type full --num_train_epochs 8 --save_steps 3 --dataloader_num_workers 1 --gradient_accumulation_steps"
+    )
     ran, started = start(words(of, f"{more} {2 // before}"), ranks=before)
     state = tmp_path / "out" / "checkpoint-3" / "trainer_state.json"
     wait_for(lambda: state.exists() or not started[0].process.is_alive(), "no checkpoint")
@@ -293,7 +300,7 @@ def test_what_stands_against_a_plan_is_refused_by_flag(words, server, tmp_path):
     commands.append(
         ("sft", words("qwen2", f"--tuner_type full {ONE} --group_by_length true --sequence_parallel_size 2"))
     )
-    commands.append(("rlhf", words("qwen2", f"--rlhf_type kto {ONE}", data="pairs")))
+    commands.append(("rlhf", words("qwen2", f"--rlhf_type kto {ONE}", data="qwen2_pairs")))
 
     assert [0] == finished([
         server.start(plugin_run.refused, commands, str(tmp_path / "messages.json"), log=tmp_path / "log")

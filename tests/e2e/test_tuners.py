@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from packplan.adapters.trainer.model import open_model
+from packplan.adapters.trainer.vision import plain_model
 from packplan.app import check, sft
 from packplan.app.sft.prepare import prepare
 from packplan.app.wiring import stores
@@ -18,6 +19,12 @@ from packplan.core.errors import ConfigError
 from tests.e2e import swift_run
 from tests.e2e.test_resume import assert_equal, weights
 from tests.processes import finished
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:PiSSA changes the base weights:UserWarning"),  # to save adapters without it
+    pytest.mark.filterwarnings("ignore:Setting boft_n_butterfly_factor:UserWarning"),  # to its default
+    pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension:UserWarning"),  # of BOFT, which needs none
+]
 
 LORA = {"tuner_type": "lora", "lora_rank": 2}
 
@@ -37,10 +44,24 @@ TUNERS = {
         "qwen3", {"freeze_parameters": ["model.layers.0"], "freeze_parameters_regex": "norm",
                   "trainable_parameters": ["model.norm"]}, "model.norm",
     ),
+    "a start from the weights": ("qwen3", {**LORA, "init_weights": "pissa"}, "lora_A"),
+    "boft": ("qwen2", {"tuner_type": "boft", "boft_block_size": 8}, "boft_R"),
+    "adapter": ("qwen3", {"tuner_type": "adapter", "adapter_length": 8}, "linear1"),
+    "llamapro": ("qwen3", {"tuner_type": "llamapro", "llamapro_num_new_blocks": 1}, "layers.2"),
     "rates": ("qwen2_5_vl", {"vit_lr": "1e-3", "aligner_lr": "1e-4"}, "visual"),
     "rates of adapters": ("qwen2_5_vl", {**LORA, "vit_lr": "1e-3", "freeze_aligner": True}, "visual"),
 }  # fmt: skip
 """Name -> model, keys of `training.`, and what some trained weight is called."""
+
+
+OTHERS = {
+    "vera": ("qwen3", {"tuner_type": "vera", "vera_rank": 8}, "vera_lambda"),
+    "fourierft": ("qwen3", {"tuner_type": "fourierft", "fourier_n_frequency": 50}, "fourierft_spectrum"),
+    "ia3": ("qwen2_5_vl", {"tuner_type": "ia3"}, "ia3_l"),
+    "dummy": ("qwen2", {"tuner_type": "dummy"}, "embed"),
+    "biases": ("qwen2", {**LORA, "lora_bias": "all"}, "q_proj.base_layer.bias"),
+}
+"""The same of tuners that add weights as others do, or none."""
 
 
 FREEZES = {
@@ -50,6 +71,12 @@ FREEZES = {
     "adapters of the text": ("qwen2_5_vl", {**LORA, "freeze_vit": True, "freeze_aligner": True}, "language_model"),
 }
 """Settings that name parts of a model; which weights they train is asked of ms-swift."""
+
+
+@pytest.fixture(autouse=True)
+def _builds_here(monkeypatch, tmp_path):
+    """Let peft try to build BOFT's extension in a folder of the test."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +127,7 @@ def test_a_tuner_trains_saves_resumes_and_passes_the_check(  # noqa: PLR0917  # 
 def test_weights_that_ms_swift_would_train_are_those_that_train(server, write_run, tmp_path):
     """For adapters and freezes alike, by name; asked of ms-swift itself."""
     asked = []
-    for number, (model, keys, trained) in enumerate([*TUNERS.values(), *FREEZES.values()]):
+    for number, (model, keys, trained) in enumerate([*TUNERS.values(), *OTHERS.values(), *FREEZES.values()]):
         path = write_run(model, name=f"run{number}", training=keys)
         config = stores.read_config(path)
         attention = wiring.decide_attention(config, isolated=False)
@@ -117,6 +144,50 @@ def test_weights_that_ms_swift_would_train_are_those_that_train(server, write_ru
     assert [one[3] for one in asked] == json.loads(out.read_text())
 
 
+def opened(path):
+    """Return the model of a run, with its tuner."""
+    config = stores.read_config(path)
+    attention = wiring.decide_attention(config, isolated=False)
+    return open_model(config.model, config.training, attention=attention, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("start", "second", "base"),
+    [(None, False, False), ("gaussian", False, False), ("false", True, False), ("pissa", True, True),
+     ("pissa_niter_2", True, True), ("olora", True, True)],
+)  # fmt: skip
+def test_adapters_start_as_the_run_says(write_run, start, second, base):
+    """Whether their second matrix is not 0, and whether the model's weights give them theirs."""
+    model = opened(write_run("qwen3", training={**LORA, "init_weights": start}))
+    plain = opened(write_run("qwen3", name="plain", training=LORA))
+
+    matrices = [weight for name, weight in model.named_parameters() if "lora_B" in name]
+    others = dict(plain.named_parameters())
+    changed = [
+        name for name, weight in model.named_parameters() if "base_layer" in name and (weight != others[name]).any()
+    ]
+    assert second == all(weight.any() for weight in matrices)
+    assert second == any(weight.any() for weight in matrices)
+    assert base == bool(changed)
+
+
+def test_keys_of_tuners_reach_them(write_run):
+    """Those that ms-swift's tuners have of their own."""
+    runs = {
+        "boft_block_size": {"tuner_type": "boft", "boft_block_size": 8},
+        "r": {"tuner_type": "vera", "vera_rank": 7},
+        "n_frequency": {"tuner_type": "fourierft", "fourier_n_frequency": 50},
+        "bias": {**LORA, "lora_bias": "all"},
+    }
+    values = (8, 7, 50, "all")
+    for (name, keys), value in zip(runs.items(), values, strict=True):
+        model = opened(write_run("qwen2", name=name, training=keys))
+        assert value == getattr(model.peft_config["default"], name)
+    adapter = opened(write_run("qwen2", training={"tuner_type": "adapter", "adapter_length": 5}))
+    assert "Qwen2ForCausalLM" == type(plain_model(adapter)).__name__
+    assert {5} == {weight.shape[0] for name, weight in adapter.named_parameters() if name.endswith("linear1.weight")}
+
+
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
@@ -124,6 +195,8 @@ def test_weights_that_ms_swift_would_train_are_those_that_train(server, write_ru
         ({"freeze_parameters_regex": "zigzag"}, "training.freeze_parameters_regex: is zigzag, which matches no weight"),
         ({**LORA, "modules_to_save": ["zigzag"]}, "training.modules_to_save: has zigzag"),
         ({**LORA, "target_modules": ["gone"]}, "training.target_modules"),
+        ({"tuner_type": "vera", "target_modules": ["gone"]}, "training.target_modules"),
+        ({"tuner_type": "llamapro", "llamapro_num_new_blocks": 5}, "training.tuner_type: cannot get adapters"),
         ({**LORA, "target_regex": "zigzag"}, "training.target_regex: cannot get adapters"),
         (
             {"freeze_parameters": ["model", "lm_head"]},

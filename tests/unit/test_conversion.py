@@ -164,6 +164,7 @@ def test_a_shell_would_hand_over_the_same_words(script, words):
         ("swift sft --dataset a", "--model: is not given"),
         ("swift sft --model m", "--dataset: is not given"),
         ("swift sft --model m --dataset a --task_type embedding", "packplan plugin swift -o plugin.py"),
+        ("swift sft --model m --dataset a --task_type decision", "is decision, but only causal_lm is trained here"),
         ("swift sft --model m --dataset a --tuner_type reft", "--tuner_type: is reft, but has to be one of full, lora"),
         ("swift sft --bf16 true --fp16 true", "--bf16: and --fp16 are both true"),
         ("swift sft --packing true --lazy_tokenize true", "--packing: and --lazy_tokenize exclude"),
@@ -266,6 +267,13 @@ RANKS = {"num_machines": 2, "num_processes": 8, "main_process_ip": "10.0.0.1", "
             {"fsdp": {"fsdp": "shard_grad_op auto_wrap offload",
                       "fsdp_config": {"fsdp_version": 2, "reshard_after_forward": False}}},
         ),
+        (
+            "accelerate launch --config_file a.json",
+            {"num_processes": 2, "distributed_type": "FSDP",
+             "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_use_orig_params": True, "x": 1}},
+            ("2", None), "",
+            {"fsdp": {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 1, "use_orig_params": True}}},
+        ),
         ("deepspeed --num_gpus=4 --master_port 2", {}, ("4", None), "", {}),
         ("deepspeed --hostfile h", {"a": 2, "b": 2}, ("2", "2"), "--master-addr a", {}),
         ("deepspeed --hostfile h --num_gpus 1 --node_rank 1 --master_addr c", {"a": 2, "b": 4}, ("1", "2"),
@@ -274,8 +282,10 @@ RANKS = {"num_machines": 2, "num_processes": 8, "main_process_ip": "10.0.0.1", "
 )  # fmt: skip
 def test_other_launchers_become_ranks_of_torchrun(command, document, ranks, meeting, given):
     """As many on as many machines, which meet where they met; sharding becomes an argument."""
-    launch, implied = as_torchrun(launched(f"{command} swift/cli/sft.py --a 1"), document, source="train.sh")
+    started = launched(f"{command} swift/cli/sft.py --a 1")
+    launch, implied = as_torchrun(started, document, source="train.sh")
 
+    assert ("_file" in command or "--hostfile" in command) == (started.launcher.file is not None)
     assert ranks == (launch.ranks_per_node.text, launch.nodes and launch.nodes.text)
     assert meeting == " ".join(word.text for word in launch.torchrun)
     assert given == {one.name: one.value for one in implied}
@@ -292,6 +302,11 @@ def test_other_launchers_become_ranks_of_torchrun(command, document, ranks, meet
         ("deepspeed --include a:0,1", {"a": 2}, "deepspeed --include: sets training up by itself"),
         ("accelerate launch --use_fsdp", {"num_processes": 2}, "accelerate --use_fsdp: sets training up by itself"),
         ("accelerate launch", {"num_processes": 2, "distributed_type": "TPU"}, "distributed_type: is TPU"),
+        (
+            "accelerate launch",
+            {"num_processes": 2, "distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}},
+            "fsdp_sharding_strategy: is NO_SHARD",
+        ),
         (
             "accelerate launch",
             {"num_processes": 2, "distributed_type": "DEEPSPEED",

@@ -60,6 +60,7 @@ def test_each_mode_is_accepted(policy):
         ({"training.max_steps": 1}, "training.max_steps", "is not used by app.rl"),
         *[({"training.learning_rate": rate}, "training.learning_rate", "but has to be a number of at least 0")
           for rate in (-1, float("nan"), float("inf"))],
+        ({"training.tuner_type": "boft"}, "training.tuner_type", "is boft, but packplan rl trains all weights"),
         ({"template.loss_scale": "last_round"}, "template.loss_scale", "weighs the tokens of records"),
         # A run without a length names that, not its budgets.
         ({"policy": PACKING, "template.max_length": None}, "template.max_length", "is not set"),

@@ -162,8 +162,9 @@ class QuickMeasurer:
         kept = (*facts, *map(encoder.stored_facts, videos))
         of_images = self.image_lengths[0] if images else None
         of_videos = encoder.video_lengths if videos else None
-        is_known = encoder.by_texts(sample) and not any(one.doubt for one in videos)
-        if not is_known or (images and of_images is None) or (videos and of_videos is None):
+        if (why := encoder.why_in_full(sample)) is not None:
+            self._log_once(why)
+        if why or any(one.doubt for one in videos) or (images and of_images is None) or (videos and of_videos is None):
             return _Read(index, sample, kept, None, MediaCost(), None)
         with encoder.named(index, "an image cannot be encoded: "):
             costs = [of_images.beyond_stand_in(one.width, one.height) for one in facts] if of_images else []

@@ -57,7 +57,7 @@ def _open_rows(config: CommandRun) -> dict[str, SwiftEncoder]:
     opened: dict[str, SwiftEncoder] = {}
     for split, rows in config.command.open_rows().items():
         spec = SampleSpec(config.model, config.template, config.custom, (), config.packing_length, inputs=inputs)
-        file = RowsFile(rows, name=" ".join(names[split]), num_parts=config.command.num_parts)
+        file = RowsFile(rows, name=" ".join(names[split]), num_parts=max(config.command.num_parts, 1))
         opened[split] = RowsEncoder(spec, template=template, rows=file)
     return opened
 

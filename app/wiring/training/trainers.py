@@ -22,7 +22,7 @@ from packplan.adapters.trainer.rehearsal import rehearsal_faults
 from packplan.adapters.trainer.rollouts import RecordStream, RolloutStream
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.adapters.trainer.stream import StreamTrainer
-from packplan.adapters.trainer.vision import DummyImage
+from packplan.adapters.trainer.vision import DummyImage, plain_model
 from packplan.app.planning.schedule import resume_state_of
 from packplan.app.planning.split import PlannedSplit
 from packplan.app.wiring.training.ranks import require_same, require_same_weights
@@ -120,7 +120,7 @@ def _open_model(
         require_same_weights(group, model)
     if config.training.packing and attention.verdict is not None:
         ask_loaded(config, model, attention.verdict, whole=not shards_weights(arguments), keep=group.rank == 0)
-    template.model = getattr(model, "get_base_model", lambda: model)()
+    template.model = plain_model(model)
     # Where the text's weights are frozen, a batch without images would depend on nothing that is
     # trained.
     if samples.sees_images and (group.world_size > 1 or config.training.freeze_llm):
