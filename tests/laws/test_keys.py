@@ -157,3 +157,23 @@ def test_fingerprints_depend_on_exactly_the_keys_that_declare_it(path, bases):
     assert by_plan == facts.plan
     assert (path in length_inputs(others[0])) == (facts.lengths in {"value", "value if set"})
     assert by_length == bool(facts.lengths) or "otherwise" == facts.lengths
+
+
+LEAST = {
+    "custom.data_seed": 0, "training.seed": 0, "training.packing_group_by_work": 0, "training.max_steps": -1,
+    "template.fps_max_frames": 2, "grpo.num_generations_per_prompt": 2,
+}  # fmt: skip
+"""Keys that take whole numbers, but not from 1 on."""
+
+
+@pytest.mark.parametrize(
+    ("path", "check"),
+    [
+        (path, key_of(field).check)
+        for path, field in keys_of(RunConfig)
+        if int in (field.type, *get_args(field.type)) and path != "model.quant_bits"  # 4 or 8
+    ],
+)
+def test_whole_numbers_are_taken_from_one_on(path, check):
+    """But for those that are listed with another number."""
+    assert LEAST.get(path, 1) == next(number for number in range(-3, 4) if not [*check(number)])

@@ -42,7 +42,6 @@ def test_each_mode_is_accepted(policy):
          "policy.sequence_packing.sequence_length_round", "a multiple of 8 (2 * context_parallel_size): set it to 24"),
         ({"policy.sequence_packing": {"enabled": True, "sequence_length_round": 4}, "policy.context_parallel_size": 2,
           "grpo.loss": "m:f"}, "grpo.loss", "is of your own"),
-        ({"policy.train_global_batch_size": 0}, "policy.train_global_batch_size", "is 0, but has to be at least 1"),
         ({"policy.train_micro_batch_size": 0}, "policy.train_micro_batch_size", "is 0, but has to be at least 1"),
         ({"policy.generation_batch_size": -1}, "policy.generation_batch_size", "is -1"),
         ({"policy.sequence_packing.sequence_length_round": 0}, "policy.sequence_packing.sequence_length_round", "is 0"),

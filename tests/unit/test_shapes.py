@@ -150,6 +150,7 @@ def answered(**more):
     [
         ({"instruction": "a"}, "instruction, output lacks 'output'"),
         ({"q": "a", "a": "b"}, r"no known shape: it has 'q', 'a'; .* or map them, as {q: query}"),
+        (dict.fromkeys("cdefghij", "a"), r"it has 'c', .*, 'j'; "),
         ({f"{n}{'x' * 99}": "a" for n in range(99)}, r"7x+', …; .* as {0x{39}: query}"),
         ({"conversations": [{"speaker": "x", "text": "y"}]}, "neither a role nor one question and one answer"),
         ({"conversations": [{"human": "x", "gpt": "y", "score": 3}]}, "with 'score', which would be ignored"),
