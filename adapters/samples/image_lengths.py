@@ -105,9 +105,12 @@ def prove_lengths(template: Template) -> tuple[ImageLengths | None, str]:
     Return the way to know the lengths of images from their sizes, and its name; or None, and the
     reason.
     """
-    stands, *costs = (
-        MediaCost.from_encoded(template, encode_image(template, size)) for size in (DUMMY_SIZE, *PROOF_SIZES)
-    )
+    try:
+        stands, *costs = (
+            MediaCost.from_encoded(template, encode_image(template, size)) for size in (DUMMY_SIZE, *PROOF_SIZES)
+        )
+    except Exception as error:  # noqa: BLE001  # qwen_vl_utils leaves nothing of thin ones where MAX_PIXELS is low
+        return None, f"images of some sizes cannot be encoded ({type(error).__name__}: {error})"
     encoded = {size: cost - stands for size, cost in zip(PROOF_SIZES, costs, strict=True)}
     failures = []
     for arithmetic in _candidates(template, stands):

@@ -18,6 +18,7 @@ from swift.pipelines.utils import get_cached_dataset
 from swift.template.templates.qwen import Qwen2VLTemplate
 from transformers import AutoTokenizer
 
+from packplan.adapters.samples import image_lengths
 from packplan.adapters.swift.packs import PlannedPacks
 from packplan.adapters.swift.training import schedule_of
 from packplan.app import export
@@ -227,6 +228,20 @@ def test_rows_of_every_shape_are_as_long_as_ms_swift_says(demo, tmp_path, monkey
     expected = load_from_disk(tmp_path / "theirs" / "train")
     assert len(shapes) == len(expected)
     assert list(expected) == list(load_from_disk(tmp_path / "ours"))
+
+
+def test_a_template_that_leaves_nothing_of_thin_images_encodes_all_in_full(monkeypatch):
+    """As qwen_vl_utils does where MAX_PIXELS is low: no arithmetic is proven for the others."""
+
+    def encode(template, size):
+        message = "height and width must be > 0"
+        raise ValueError(message)
+
+    monkeypatch.setattr(image_lengths, "encode_image", encode)
+
+    lengths, why = image_lengths.prove_lengths(None)
+    assert lengths is None
+    assert "cannot be encoded (ValueError: height and width must be > 0)" in why
 
 
 def user(content: object) -> dict[str, object]:
