@@ -59,9 +59,9 @@ def test_deepspeed_reaches_ms_swift_as_it_was_written(write_run, monkeypatch):
     written = {"zero_optimization": {"stage": 3, "overlap_comm": True}, "bf16": {"enabled": "auto"}}
     config = wiring.read_config(write_run(training={"deepspeed": written}))
     taken = {}
-    monkeypatch.setattr(
-        swift_arguments, "TrainingArguments", lambda **settings: taken.update(settings) or Mock(n_gpu=0)
-    )
+    kind = Mock(side_effect=lambda **settings: taken.update(settings) or Mock(n_gpu=0))
+    kind.__dataclass_fields__ = swift_arguments.TrainingArguments.__dataclass_fields__
+    monkeypatch.setattr(swift_arguments, "TrainingArguments", kind)
 
     swift_arguments.training_arguments(config, per_device_train_batch_size=1, gradient_accumulation_steps=1)
 

@@ -120,6 +120,7 @@ STARTERS = {
     "adapters/ranks/heartbeat.py": {"multiprocessing"},
     "adapters/samples/urls.py": {"concurrent"},  # threads, which end with their process
     "benchmarks/child.py": {"multiprocessing"},
+    "tools/check_megatron.py": {"subprocess"},  # commands of a terminal, one after the other
 }
 """
 Modules that start processes, each of a kind that the tests above kill the parent of, or that is

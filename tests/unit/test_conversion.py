@@ -25,6 +25,7 @@ from packplan.core.conversion import (
     convert,
     find_launch,
     packs_of_step,
+    ranks_and_nodes,
     ranks_of_devices,
     read_keys,
     read_resolved,
@@ -217,6 +218,27 @@ def test_what_else_a_shell_would_compute_is_refused_by_its_line(written):
     """Nothing is run, and nothing is guessed."""
     with pytest.raises(ConfigError, match=r"line 3(:|\))"):
         arguments_of(f"n=3\n\nswift sft --seed {written}")
+
+
+@pytest.mark.parametrize(
+    ("start", "found"),
+    [
+        ("", (1, 1)),
+        ("NPROC_PER_NODE=4 ", (4, 1)),
+        ("NPROC_PER_NODE= NNODES=2 ", (1, 2)),
+        ("NPROC_PER_NODE=$(nproc) ", "NPROC_PER_NODE: is computed by the script ($(nproc))"),
+        ("NNODES=0 ", "NNODES: is 0, but has to be a number of ranks"),
+        ("NPROC_PER_NODE=gpu ", "NPROC_PER_NODE: is gpu, but has to be a number of ranks"),
+    ],
+)
+def test_ranks_and_machines_are_numbers(start, found):
+    """One of each where a command says nothing."""
+    launch = launched(f"{start}swift sft --model m")
+    if isinstance(found, str):
+        with pytest.raises(ConfigError, match=re.escape(found)):
+            ranks_and_nodes(launch, source="train.sh")
+    else:
+        assert found == ranks_and_nodes(launch, source="train.sh")
 
 
 def test_ranks_and_variables_are_those_of_the_command():
