@@ -226,7 +226,7 @@ def test_what_else_a_shell_would_compute_is_refused_by_its_line(written):
         ("", (1, 1)),
         ("NPROC_PER_NODE=4 ", (4, 1)),
         ("NPROC_PER_NODE= NNODES=2 ", (1, 2)),
-        ("NPROC_PER_NODE=$(nproc) ", "NPROC_PER_NODE: is computed by the script ($(nproc))"),
+        ("NPROC_PER_NODE=$(nproc) ", "NPROC_PER_NODE: is computed by the script"),
         ("NNODES=0 ", "NNODES: is 0, but has to be a number of ranks"),
         ("NPROC_PER_NODE=gpu ", "NPROC_PER_NODE: is gpu, but has to be a number of ranks"),
     ],
