@@ -55,6 +55,16 @@ def few_scenes(demo: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def records(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with records of ms-swift's shape for each tiny model, and pairs."""
+    from tests.e2e.swift_plans import write_records
+
+    folder = tmp_path_factory.mktemp("records")
+    write_records(folder, demo)
+    return folder
+
+
 @pytest.fixture
 def write_run(demo: Path, text_jsonl: Path, tmp_path: Path) -> Callable[..., Path]:
     """

@@ -7,13 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
-from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,51 +27,15 @@ from packplan.app.wiring.conversion import convert_source, run_text
 from packplan.core.align import align_plan
 from packplan.core.errors import ConfigError
 from tests.e2e import plugin_run, rank_main
-from tests.network import free_port
-from tests.processes import DEADLINE_S, Started, descendants, end, finished, wait_for
+from tests.e2e.swift_plans import LENGTH, NUM, PLAIN, Ran
+from tests.processes import Started, finished, wait_for
 
 # isort: split
 import swift
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-
-LENGTH = {"qwen2": 256, "qwen2_5_vl": 400}
-"""Model -> packing length."""
-
-PLAIN = (
-    "--torch_dtype float32 --fp16 false --bf16 false --report_to none --check_model false --use_cpu true "
-    "--dataset_shuffle false --add_version false --split_dataset_ratio 0 --dataset_num_proc 1 "
-    "--dataloader_num_workers 0 --gradient_checkpointing false --logging_steps 1 --learning_rate 1e-3 "
-    "--per_device_train_batch_size 1 --lora_dropout 0"
-)
-
-NUM = 21
-"""Records of each file."""
-
 ONE = "--save_strategy no --gradient_accumulation_steps 1 --num_train_epochs 1"
-
-
-@pytest.fixture(scope="module")
-def records(demo, tmp_path_factory) -> Path:
-    """A folder with records for each model, and pairs."""
-    folder = tmp_path_factory.mktemp("records")
-    images = sorted((demo / "data" / "images").glob("train_*"), key=lambda image: image.stat().st_size)[:3]
-    lines: dict[str, list[str]] = {name: [] for of in LENGTH for name in (of, f"{of}_pairs")}
-    for number in range(NUM):
-        question = {"role": "user", "content": f"what is {number}?"}
-        record = {"messages": [question, {"role": "assistant", "content": "blue circle " * (1 + 5 * number % 23)}]}
-        rejected = {"rejected_response": "red square " * (1 + number % 3)}
-        for of in LENGTH:
-            if of.endswith("vl") and number % 2:
-                question["content"] = f"<image>{question['content']}"
-                record["images"] = [str(images[number % len(images)])]
-            lines[of].append(json.dumps(record))
-            lines[f"{of}_pairs"].append(json.dumps(record | rejected))
-    for name, texts in lines.items():
-        (folder / f"{name}.jsonl").write_text("".join(f"{text}\n" for text in texts))
-    return folder
 
 
 @pytest.fixture
@@ -92,45 +51,6 @@ def words(demo, records, tmp_path):
         return [*given.split(), *(["--packing", "true", "--external_plugins", *map(str, plugins)] if plugins else [])]
 
     return make
-
-
-class Ran:
-    """A run of a command of ms-swift, perhaps of several processes after one another."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def rows(self, rank: int = 0) -> list[list[list[int]]]:
-        """Sequences of each row of the data set."""
-        return json.loads((self.folder / f"rows{rank}.json").read_text())
-
-    def trained(self, rank: int = 0) -> list[tuple[int, list[list[int]]]]:
-        """Step and sequences of each microbatch of a rank, in order."""
-        lines = (self.folder / f"trained{rank}.jsonl").read_text().splitlines()
-        return [(step, sorted(sequences)) for step, sequences in map(json.loads, lines)]
-
-    @property
-    def losses(self) -> list[float]:
-        """Loss of each step."""
-        return [entry["loss"] for entry in json.loads((self.folder / "history.json").read_text()) if "loss" in entry]
-
-    def plan(self, length: int) -> pp.Plan:
-        """Plan of the rows that ms-swift has."""
-        return pp.plan([sum(map(len, row)) for row in self.rows()], length)
-
-    def planned(self, plan: pp.Plan, schedule: pp.EpochSchedule, rank: int = 0) -> list[tuple[int, list[list[int]]]]:
-        """Step and sequences of each microbatch that a schedule gives a rank."""
-        rows = self.rows(rank)
-        return [
-            (step.number, sorted(tokens for pack in batch for index in plan.packs[pack] for tokens in rows[index]))
-            for step in schedule.steps(rank=rank)
-            for batch in step.batches
-        ]
-
-    def assert_planned(self, plan: pp.Plan, schedule: pp.EpochSchedule) -> None:
-        """Each rank's microbatches are those of the schedule, with all sequences of their rows."""
-        for rank in range(schedule.world_size):
-            assert self.planned(plan, schedule, rank) == self.trained(rank)
 
 
 Train = Callable[..., Ran]
@@ -185,7 +105,7 @@ def test_packs_and_losses_are_the_plan_s(of, tuner, ranks, words, train, server,
     assert [entry["loss"] for entry in history if "loss" in entry] == pytest.approx(ran.losses, abs=1e-5)
 
 
-@pytest.mark.parametrize("attn_impl", ["sdpa", "eager", "packplan"])
+@pytest.mark.parametrize("attn_impl", ["sdpa", "packplan"])
 def test_a_named_attention_keeps_samples_apart_too(attn_impl, words, train):
     """The losses are those under the attention that is taken otherwise."""
     more = f"--tuner_type full {ONE}"
@@ -435,79 +355,6 @@ def test_there_are_no_more_packs_than_ms_swift_s(name):
     found = pp.plan(lengths, drawn.capacity)
     assert sorted(index for pack in theirs for index, _ in pack) == sorted(found.packs.indices.tolist())
     assert len(found.packs) <= len(theirs)
-
-
-def test_the_page_s_commands_are_killed_and_go_on(demo, records, tmp_path):
-    """`swift sft`, unmodified, on two ranks: each pack is trained as often as planned."""
-    console, out = Console(tmp_path, demo, records), tmp_path / "out"
-    write, begin, go_on = console.commands
-    assert 0 == console.start(write, tmp_path / "written").wait(DEADLINE_S)
-    first = Ran(tmp_path / "first")
-    process = console.start(begin, first.folder)
-    saved = partial(out.glob, "checkpoint-*/trainer_state.json")
-    try:
-        wait_for(lambda: any(saved()) or process.poll() is not None, "no checkpoint")
-    finally:
-        console.kill(process)
-    checkpoint = max((state.parent for state in saved()), key=step_of)
-    rest = Ran(tmp_path / "rest")
-    process = console.start([*go_on, "--resume_from_checkpoint", str(checkpoint)], rest.folder)
-    assert 0 == process.wait(DEADLINE_S), console.told(rest)[-3000:]
-
-    found = first.plan(LENGTH["qwen2"])
-    schedule = found.schedule(world_size=2, packs_per_step=2, epochs=30, seed=42)
-    before, after = console.told(first).split("'loss'", 1)[0], console.told(rest)
-    assert f"{schedule.total_steps} in all on 2 ranks" in before, "told before the first step"
-    assert f"{schedule.total_steps}/{schedule.total_steps}" in after
-    for rank in range(2):
-        done = [one for one in first.trained(rank) if one[0] <= step_of(checkpoint)]
-        assert first.planned(found, schedule, rank) == [*done, *rest.trained(rank)]
-
-
-class Console:
-    """The commands of docs/use-it-in/swift.md, typed for a tiny model on a CPU."""
-
-    def __init__(self, folder: Path, demo: Path, records: Path) -> None:
-        self.folder, spy = folder, folder / "spy.py"
-        spy.write_text("import os\n\nfrom tests.e2e.plugin_run import record\n\nrecord(os.environ['RECORD'])\n")
-        (folder / "start").mkdir()
-        # The published torchvision is no CPU build, and ms-swift imports it first of all.
-        (folder / "start" / "sitecustomize.py").write_text("import packplan.adapters\n")
-        given = {"path/to/model": demo / "models" / "qwen2", "path/to/data.jsonl": records / "qwen2.jsonl"}
-        page = (ROOT / "docs" / "use-it-in" / "swift.md").read_text(encoding="utf-8")
-        (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
-        lines = [[str(given.get(word, word)) for word in shlex.split(line)] for line in block.splitlines()]
-        more = f"--model_type qwen2 --template qwen2_5 --max_length {LENGTH['qwen2']} --save_steps 3 --tuner_type full "
-        more += f"--num_train_epochs 30 --gradient_accumulation_steps 1 {PLAIN} --external_plugins plugin.py {spy}"
-        self.commands = [lines[0], *([*line, *more.split()] for line in lines[1:])]
-
-    def start(self, words: list[str], record: Path) -> subprocess.Popen[bytes]:
-        """Start a command; what it prints goes to `log` in *record*."""
-        record.mkdir()
-        environment = os.environ | {
-            "PYTHONPATH": f"{self.folder / 'start'}{os.pathsep}{ROOT}", "RECORD": str(record), "OMP_NUM_THREADS": "1",
-            "MASTER_PORT": str(free_port()), "MODELSCOPE_CACHE": str(self.folder / "cache"),
-        }  # fmt: skip
-        while "=" in words[0]:
-            name, _, value = words.pop(0).partition("=")
-            environment[name] = value
-        command = [str(Path(sys.executable).with_name(words[0])), *words[1:]]
-        with (record / "log").open("w") as log:
-            return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
-
-    def told(self, ran: Ran) -> str:
-        return (ran.folder / "log").read_text()
-
-    def kill(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill the command and all that it started, at once."""
-        started = descendants(process.pid)
-        process.kill()
-        end(started)
-        process.wait()
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 @pytest.fixture(scope="module")
