@@ -15,7 +15,7 @@ from packplan.adapters.swift.packs import PlannedPacks
 from packplan.adapters.swift.refusals import is_megatron, refuse_arguments, refuse_others, refuse_version
 from packplan.adapters.swift.training import follow
 from packplan.core.checksum import plan_checksum
-from packplan.core.errors import DataSetError, counted
+from packplan.core.errors import DataSetError, PackplanError, counted
 from packplan.core.surface import Plan
 
 
@@ -47,10 +47,18 @@ def install(*, planned: Mapping[str, Any] | None = None, any_version: bool = Fal
 
 
 def _method(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that a class hands its objects to, which it does not do with a method."""
+    """
+    Return a function that a class hands its objects to, which it does not do with a method.
+
+    An error of ours ends the process with its message alone: it is about the command.
+    """
 
     def method(*given: Any, **options: Any) -> Any:
-        return step(*given, **options)
+        try:
+            return step(*given, **options)
+        except PackplanError as error:
+            message = f"packplan: {error}"
+            raise SystemExit(message) from error
 
     return method
 
@@ -93,7 +101,10 @@ class _Planning:
         if is_megatron(arguments):
             self.check(arguments)
         packed = self._pack(pipeline, data_sets)
-        packs: PlannedPacks = packed[0]
+        packs: PlannedPacks | None = packed[0]
+        if packs is None:
+            message = "no row is left to train: all are longer than --max_length, or cannot be encoded"
+            raise DataSetError(message)
         found = plan_checksum(packs.plan.packs, lengths=packs.plan.lengths)
         if self.planned is not None and found != self.planned["checksum"]:
             fact = "the data have changed since they were planned: all arguments are the same, but not the lengths"

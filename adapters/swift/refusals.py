@@ -107,7 +107,7 @@ def refuse_arguments(arguments: Any) -> None:
 
 def _faults(arguments: Any) -> Iterator[Fault]:
     if not arguments.packing:
-        yield Fault("--packing", "is not set: a plan needs --packing true")
+        yield Fault("--packing", "is false, but packs are planned: say --packing true, or leave the plugin out")
         return
     for name, effect in _OFF.items():
         usual = name == "padding_free" and is_megatron(arguments)  # what packs are to Megatron

@@ -63,6 +63,6 @@ def run(options: argparse.Namespace) -> None:
             for one in findings:
                 print(f"{split}: {one}")
             if not findings:
-                print(f"{split}: nothing is wrong with {counted(len(gathered[split].source), 'sample')} and their plan")
+                print(f"{split}: nothing is wrong with {counted(len(gathered[split].source), 'record')} and their plan")
     if number:
         raise MismatchError("unsound", f"{counted(number, 'finding')}: what is stored is not what training would use")

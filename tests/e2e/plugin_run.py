@@ -53,7 +53,7 @@ def record(out: str, fault: str = "") -> None:
         encoded = encode(self, train, *args, **kwargs)
         rows = [
             sequences_of(row if "input_ids" in row else self.template.encode(dict(row), return_length=True))
-            for row in encoded[0]
+            for row in encoded[0] or ()
         ]
         if fault == "fewer" and rank == "1":
             encoded[0] = encoded[0].select(range(len(rows) - 1))
@@ -81,14 +81,12 @@ def refused(commands: list[tuple[str, list[str]]], out: str) -> int:
     """
     from swift.pipelines import pretrain_main, rlhf_main, sft_main
 
-    from packplan.core.errors import PackplanError
-
     record(str(Path(out).parent))
     messages = []
     for command, words in commands:
         try:
             {"sft": sft_main, "pt": pretrain_main, "rlhf": rlhf_main}[command](words)
-        except PackplanError as error:
+        except SystemExit as error:
             messages.append(str(error))
         else:
             messages.append("")

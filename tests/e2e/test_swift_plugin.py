@@ -209,7 +209,7 @@ REFUSED = {
     "--ignore_data_skip true": "--ignore_data_skip: lets a resumed run train packs twice",
     "--auto_find_batch_size true": "--auto_find_batch_size: changes the batch size",
     "--padding_free true": "--padding_free: joins the samples of a batch",
-    "--packing false": "--packing: is not set",
+    "--packing false": "--packing: is false",
 }
 """Arguments -> the beginning of the message by which they are refused."""
 
@@ -295,6 +295,16 @@ def test_rows_that_ms_swift_leaves_out_are_counted(words, train, records, tmp_pa
     assert f"ms-swift left out {left_out} of {NUM} rows of training" in (ran.folder / "rank0.log").read_text()
     found = ran.plan(300)
     ran.assert_planned(found, found.schedule(seed=42))
+
+
+def test_rows_that_are_all_left_out_are_refused(words, server, tmp_path):
+    """With the reason, and no traceback."""
+    commands = [("sft", words("qwen2", f"--tuner_type full --max_length 20 {ONE}"))]
+    out, log = tmp_path / "messages.json", tmp_path / "log"
+    assert [0] == finished([server.start(plugin_run.refused, commands, str(out), log=log)])
+    (message,) = json.loads(out.read_text())
+    assert message.startswith("packplan: no row is left to train")
+    assert f"ms-swift left out {NUM} of {NUM} rows" in log.read_text()
 
 
 def test_a_row_that_changes_is_no_other_row(words, server, tmp_path):
