@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="packplan",
         description=__doc__,
-        epilog=f"commands:\n{listed}",
+        epilog=f"commands, which need pip install 'packplan[train]':\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, help="one of those below")

@@ -35,7 +35,10 @@ class AlignedPlan:
     """Pack indices, in the raw plan, of the packs that repeat at the end, in order."""
 
     num_dropped: int
-    """Packs cut from the end of the raw plan."""
+    """
+    Packs cut from the end of the raw plan. A smaller last batch, which the schedule drops too, is
+    not counted.
+    """
 
     @property
     def pad_needed(self) -> int:

@@ -62,10 +62,10 @@ class Records(Protocol):
 
     def read(self, index: int, /) -> tuple[Any, bytes]:
         """
-        Return a record's JSON value, and its digest for `remember`, empty if that is known.
+        Return a record's JSON value, and its digest for `remember`: b"" if that is remembered.
 
         Raises:
-            RecordError: There is no value.
+            RecordError: The record is no JSON value.
             StaleError: The record changed since its digest was remembered.
         """
 

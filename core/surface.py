@@ -26,7 +26,8 @@ from packplan.core.errors import counted
 from packplan.core.inspection import PlanSummary, summarise
 from packplan.core.lengths import IntArray, Lengths, as_lengths, positive
 from packplan.core.packs import Packs
-from packplan.core.plan import RawPlan, build_raw_plan
+from packplan.core.plan import RawPlan, build_raw_plan, refuse_dropped, refuse_longer
+from packplan.core.policy import PlanPolicy
 from packplan.core.schedule import EpochSchedule
 
 _DRAWN_PACKS, _WIDTH, _BAR = 24, 640, 9
@@ -127,11 +128,15 @@ def plan(lengths: Lengths, packing_length: int, **options: Any) -> Plan:
 
     Raises:
         ArgumentError: A length is not a positive whole number.
-        PlanError: No pack remains.
+        PlanError: No pack remains, a sample is longer than `refuse_longer` allows, or packs below
+            `min_fill_ratio` hold more than `max_dropped_share` of the tokens.
         ValueError: An option has an invalid value. TypeError: There is no such option.
     """
-    array = as_lengths(lengths)
-    return Plan(build_raw_plan(array, packing_length=packing_length, **options), array)
+    array, policy = as_lengths(lengths), PlanPolicy(packing_length=packing_length, **options)
+    refuse_longer(array, policy)
+    raw = build_raw_plan(array, policy)
+    refuse_dropped(raw, array, policy)
+    return Plan(raw, array)
 
 
 @attrs.frozen(repr=False)
@@ -146,6 +151,8 @@ class PlanTable:
         raw, summary = self.plan.raw, self.plan.summary
         beyond = len(raw.packs) + len(raw.dropped_packs) - raw.lower_bound
         bound = "no plan has fewer" if not beyond else f"at least {raw.lower_bound:,} in any plan"
+        if len(raw.dropped_packs):
+            bound = f"{len(raw.dropped_packs):,} more are dropped; all samples need at least {raw.lower_bound:,}"
         rows = [
             ("samples", f"{raw.num_samples:,}"),
             ("tokens", f"{raw.num_tokens:,}"),
@@ -153,6 +160,7 @@ class PlanTable:
             ("packs", f"{len(raw.packs):,} ({bound})"),
             ("fill", f"{raw.fill:.2%}"),
             ("samples in a pack", f"{summary.samples_per_pack:.1f}"),
+            ("packs over the packing length", f"{summary.oversized_packs:,}"),
             ("long samples, packed alone", f"{len(raw.single_long):,}"),
             ("long samples, skipped", f"{len(raw.skipped_long):,}"),
             ("samples dropped", f"{raw.dropped_samples:,}"),

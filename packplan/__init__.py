@@ -28,12 +28,15 @@ if TYPE_CHECKING:
     from packplan.core.context_parallel import chunk_positions as chunk_positions
     from packplan.core.context_parallel import cu_seqlens as cu_seqlens
     from packplan.core.context_parallel import padded_length as padded_length
+    from packplan.core.errors import ArgumentError as ArgumentError
+    from packplan.core.errors import PlanError as PlanError
     from packplan.core.metrics import packing_metrics as packing_metrics
     from packplan.core.packers import ALGORITHMS as ALGORITHMS
     from packplan.core.packers import pack as pack
     from packplan.core.packs import Packs as Packs
     from packplan.core.plan import RawPlan as RawPlan
     from packplan.core.plan import build_raw_plan as build_raw_plan
+    from packplan.core.policy import PlanPolicy as PlanPolicy
     from packplan.core.schedule import EpochSchedule as EpochSchedule
     from packplan.core.shard import shard_dynamic as shard_dynamic
     from packplan.core.shard import shard_packed as shard_packed
@@ -48,10 +51,12 @@ _NAMES = MappingProxyType(
         "packplan.core.bounds": ("lower_bound",),
         "packplan.core.checksum": ("plan_checksum",),
         "packplan.core.context_parallel": ("chunk_positions", "cu_seqlens", "padded_length"),
+        "packplan.core.errors": ("ArgumentError", "PlanError"),
         "packplan.core.metrics": ("packing_metrics",),
         "packplan.core.packers": ("ALGORITHMS", "pack"),
         "packplan.core.packs": ("Packs",),
         "packplan.core.plan": ("RawPlan", "build_raw_plan"),
+        "packplan.core.policy": ("PlanPolicy",),
         "packplan.core.schedule": ("EpochSchedule",),
         "packplan.core.shard": ("shard_dynamic", "shard_packed"),
         "packplan.core.surface": ("Plan", "plan"),
@@ -75,4 +80,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return sorted({*globals(), *__all__})

@@ -126,7 +126,7 @@ class FollowsSchedule:
         if folder is None:
             self._sampler.restart()
         else:
-            self._sampler.load_state_dict(_saved_progress(Path(folder)))
+            self._sampler.load_state_dict(saved_progress(Path(folder)))
         return super()._inner_training_loop(*args, **options)  # type: ignore[misc]
 
     def set_initial_training_values(self, *args: Any) -> Any:
@@ -228,7 +228,7 @@ class _TokenMean:
         self.done += 1
 
 
-def _saved_progress(folder: Path) -> Mapping[str, Any]:
+def saved_progress(folder: Path) -> Mapping[str, Any]:
     """Return the progress in a checkpoint; ArgumentError if it was not trained from a plan."""
     try:
         states = json.loads((folder / _STATE).read_text(encoding="utf-8"))["stateful_callbacks"]

@@ -114,8 +114,8 @@ class FileRecords:
         """
         Return the SHA-256 of records: their content, and the folders that their media start at.
 
-        Other records leave it as it is, and so does another format with the same records. Asked for
-        rising counts, it reads each record once.
+        Records outside this range do not change it, nor does another format with the same records.
+        Asked for rising counts, it reads each record once.
 
         Args:
             count: Number of records.

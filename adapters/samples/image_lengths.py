@@ -102,8 +102,9 @@ class ProcessorArithmetic(ImageLengths):
 
 def prove_lengths(template: Template) -> tuple[ImageLengths | None, str]:
     """
-    Return the way to know the lengths of images from their sizes, and its name; or None, and the
-    reason.
+    Return the arithmetic that gives the lengths of images by their sizes, and its name.
+
+    It has to agree with full encodes of `PROOF_SIZES`. Otherwise None is returned, and the reason.
     """
     try:
         stands, *costs = (

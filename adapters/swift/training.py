@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from packplan.adapters.attention import NAME, with_text_row
 from packplan.adapters.hf.attention import separate_samples
-from packplan.adapters.hf.following import FollowsSchedule, replaced
+from packplan.adapters.hf.following import FollowsSchedule, replaced, saved_progress
 from packplan.adapters.hf.refusals import refuse
 from packplan.adapters.models import load_strictly
 from packplan.adapters.swift.packs import PackCollator, PlannedPacks
@@ -99,6 +100,12 @@ class _PlannedTraining(FollowsSchedule):
 
     is_fsdp_enabled: bool
     is_deepspeed_enabled: bool
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        """Train; ArgumentError if a checkpoint has no progress of a plan."""
+        if resume_from_checkpoint is not None:
+            saved_progress(Path(resume_from_checkpoint))
+        return super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]  # of the trainer's class
 
     def get_train_dataloader(self, *_: Any, **__: Any) -> Any:
         """Return the loader of this rank's packs."""

@@ -19,7 +19,7 @@ class EncodedPack:
     """Pack of encoded samples, ready to be collated."""
 
     position: int
-    """Position in the plan."""
+    """Index in the raw plan."""
 
     samples: list[Sample]
 
@@ -33,7 +33,7 @@ class Samples(Protocol):
 
 class PackedDataset(Dataset[EncodedPack | PackplanError]):
     """
-    Packs of encoded samples: `len` is the number of packs, and item k is pack k.
+    Packs of encoded samples: `len` is the number of packs, and item k is pack k of the raw plan.
 
     An error is returned, not raised. Raised in a loader's worker process, it would lose its type
     and fields. The loader raises it.

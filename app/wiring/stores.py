@@ -1,6 +1,6 @@
 """
-The only place that constructs adapters that need neither torch nor ms-swift; `app.wiring.training`
-constructs the others.
+Constructs most adapters that need neither torch nor ms-swift; `app.wiring.training` constructs the
+others.
 
 What looks at plans imports this one alone, and answers at once.
 """
@@ -32,7 +32,7 @@ from packplan.core.ports import Records
 
 def read_config(path: str | Path, overrides: Sequence[str] = (), *, rl: bool = False) -> RunConfig:
     """
-    Read a run's YAML.
+    Read a run's YAML, and make what it names ready: models and data of hubs, data that are drawn.
 
     Args:
         path: The YAML.

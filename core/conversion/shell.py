@@ -170,7 +170,7 @@ class _Script:
         return {name: (self.variables.get(name, "") if appended else "") + word[found.end() :]}
 
     def word(self, token: str) -> Word:
-        """Return a token as the word that it stands for."""
+        """Return a token as a word: its text, and the expansions that a shell would compute."""
         computed = tuple(self._computed[ord(mark) - _COMPUTED] for mark in _COMPUTED_MARK.findall(token))
         return Word(_COMPUTED_MARK.sub("", token).translate(_SHOWN), computed)
 

@@ -152,7 +152,7 @@ class EpochStats:
         )
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """Return the tokens of the steps from *start* to before *stop*."""
+        """Return the tokens of steps *start* to before *stop* of this epoch, counted from 0."""
         packs, first = self._packs(start, stop)
         useful = int((self.pack_stats.tokens[packs] * first).sum())
         return Tokens(int(self._widths(self._rows(packs)).sum()), useful)

@@ -297,13 +297,18 @@ def test_rows_that_ms_swift_leaves_out_are_counted(words, train, records, tmp_pa
     ran.assert_planned(found, found.schedule(seed=42))
 
 
-def test_rows_that_are_all_left_out_are_refused(words, server, tmp_path):
+def test_rows_and_checkpoints_that_give_nothing_to_train_are_refused(words, server, tmp_path):
     """With the reason, and no traceback."""
-    commands = [("sft", words("qwen2", f"--tuner_type full --max_length 20 {ONE}"))]
+    one = f"--tuner_type full {ONE}"
+    commands = [
+        ("sft", words("qwen2", f"{one} --resume_from_checkpoint {tmp_path}")),
+        ("sft", words("qwen2", f"{one} --max_length 20")),
+    ]
     out, log = tmp_path / "messages.json", tmp_path / "log"
     assert [0] == finished([server.start(plugin_run.refused, commands, str(out), log=log)])
-    (message,) = json.loads(out.read_text())
-    assert message.startswith("packplan: no row is left to train")
+    checkpoint, rows = json.loads(out.read_text())
+    assert checkpoint.startswith(f"packplan: {tmp_path} has no progress of a plan")
+    assert rows.startswith("packplan: no row is left to train")
     assert f"ms-swift left out {NUM} of {NUM} rows" in log.read_text()
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import attrs
 import numpy as np
 import pytest
-from hypothesis import event, given, reject
+from hypothesis import assume, event, given, reject
 from hypothesis import strategies as st
 
 import packplan as pp
@@ -162,3 +162,19 @@ def test_a_table_has_the_figures_and_a_page_draws_the_packs(case, skips):
 def test_a_long_sample_does_not_leave_the_drawing():
     """Its bar ends at the packing length."""
     assert 'x="0.0" y="0" width="639.5"' in draw_packs([[200]], packing_length=80)
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=2, max_size=30))
+def test_no_option_of_planning_is_ignored(lengths):
+    """Samples that are too long and packs that are dropped are refused if an option says so."""
+    limit = max(lengths) - 1
+    assume(limit >= 1)
+    with pytest.raises(pp.PlanError, match=r"a pack holds .* \(packing_length\)"):
+        pp.plan(lengths, limit, refuse_longer=True)
+
+    found = pp.plan(lengths, 100, min_fill_ratio="0.9", max_dropped_share=1) if sum(lengths) > 200 else None
+    if found is not None and len(found.raw.dropped_packs) > 1:
+        event("packs are dropped")
+        assert f"{len(found.raw.dropped_packs)} more are dropped" in repr(found.show())
+        with pytest.raises(pp.PlanError):
+            pp.plan(lengths, 100, min_fill_ratio="0.9", max_dropped_share=0)

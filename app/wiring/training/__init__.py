@@ -1,6 +1,5 @@
 """
-The only place that constructs adapters that need ms-swift or torch; `app.wiring.stores` constructs
-the others.
+Constructs most adapters that need ms-swift or torch; `app.wiring.stores` constructs the others.
 """
 
 from __future__ import annotations
