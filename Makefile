@@ -23,9 +23,10 @@ test: $(READY)
 test-fast: $(READY)
 	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" --ignore=tests/e2e
 
-# All requirements of the pages at once: the newest trainers beside one torch.
-test-hosts: $(HOSTS)/.ready
+# All requirements of the pages at once: the newest trainers beside one torch; ms-swift has an environment of its own.
+test-hosts: $(HOSTS)/.ready $(READY)
 	HOST_PYTHON=$(abspath $(HOSTS)/bin/python) $(HOSTS)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/hosts
+	HOST_PYTHON=$(abspath $(RUN)) $(RUN) -m pytest tests/hosts/test_swift_page.py
 
 $(HOSTS)/.ready: pyproject.toml $(wildcard docs/use-it-in/*.md)
 	@echo "Setting up $(HOSTS), once; this takes some minutes."

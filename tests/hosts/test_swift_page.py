@@ -1,4 +1,8 @@
-"""The commands of docs/use-it-in/swift.md, typed as they stand there, killed and resumed."""
+"""
+The commands of docs/use-it-in/swift.md, typed as they stand there, killed and resumed.
+
+`make test-hosts` runs this in the environment that has ms-swift.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,29 @@ import shlex
 import subprocess
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.swift_plans import LENGTH, PLAIN, ROOT, Ran
+from tests.e2e.swift_plans import LENGTH, PLAIN, ROOT, Ran, write_records
 from tests.network import free_port
 from tests.processes import DEADLINE_S, descendants, end, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        "HOST_PYTHON" not in os.environ or find_spec("swift") is None,
+        reason="`make test-hosts` runs it beside ms-swift",
+    ),
+]
 
 
-def test_the_page_s_commands_are_killed_and_go_on(demo, records, tmp_path):
+def test_the_page_s_commands_are_killed_and_go_on(demo, tmp_path):
     """`swift sft`, unmodified, on two ranks: each pack is trained as often as planned."""
+    records = tmp_path / "records"
+    records.mkdir()
+    write_records(records, demo)
     console, out = Console(tmp_path, demo, records), tmp_path / "out"
     write, begin, go_on = console.commands
     assert 0 == console.start(write, tmp_path / "written").wait(DEADLINE_S)
