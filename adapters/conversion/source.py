@@ -183,7 +183,7 @@ def _of_launch(name: str, launch: Launch, table: Mapping[str, Argument]) -> Sour
 
 
 def _launcher_file(word: Word | None) -> dict[str, Any]:
-    """Return what the file of a launcher says; nothing without one."""
+    """Return the keys of a launcher's file; none without a file."""
     if word is None:
         return {}
     path = Path(word.text)

@@ -123,7 +123,7 @@ class _Planning:
 
 
 def plan_line(plan: Plan) -> str:
-    """Return what a plan is, in a line."""
+    """Return samples, packs, fill and digest of a plan, in a line."""
     packs, fill = counted(len(plan.packs), "pack"), f"{plan.raw.fill:.2%} full"
     return f"{counted(plan.raw.num_samples, 'sample')} in {packs} ({fill}, plan {plan.checksum[:12]})"
 

@@ -92,7 +92,7 @@ def require_command(path: str, overrides: Sequence[str] = ()) -> CommandRun:
 
 
 def _as_run(command: SwiftCommand) -> CommandRun:
-    """Return what a command says of its data, its packs and its schedule, by the keys of a run."""
+    """Return the data, packs and schedule of a command by the keys of a run."""
     arguments = command.arguments
     return CommandRun(
         model=ModelConfig(model=arguments.model_dir, model_type=arguments.model_type),
