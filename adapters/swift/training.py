@@ -115,6 +115,14 @@ class _PlannedTraining(FollowsSchedule):
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return with_text_row(super()._prepare_inputs(inputs))  # type: ignore[misc]  # of the trainer's class
 
+    def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
+        """Evaluate; the loss of a batch of packs is its own mean, whatever the number of ranks."""
+        own = dataloader.dataset is self._eval_packs
+        # ms-swift multiplies losses that it computes itself by the ranks, for a mean over all.
+        averaged = self.args.average_tokens_across_devices and not own
+        with replaced(self.args, average_tokens_across_devices=averaged):
+            return super().evaluation_loop(dataloader, *args, **options)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         plain = self.accelerator.unwrap_model(model or self.model)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled

@@ -340,6 +340,20 @@ def test_an_evaluation_is_the_mean_over_tokens(words, train, server, records, tm
     assert expected == pytest.approx(theirs, abs=1e-5)
 
 
+def test_losses_do_not_depend_on_the_ranks(words, train, records):
+    """Of a step and of an evaluation, that ms-swift computes itself and multiplies by the ranks."""
+    more = f"--tuner_type full --enable_dft_loss true --val_dataset {records / 'qwen2.jsonl'} --max_steps 1"
+    more += " --eval_steps 1 --eval_strategy steps --save_strategy no --gradient_accumulation_steps"
+    found = []
+    for ranks in (1, 2):
+        ran = train(words("qwen2", f"{more} {2 // ranks}"), ranks=ranks, name=f"ran{ranks}")
+        history = json.loads((ran.folder / "history.json").read_text())
+        found.append([entry[key] for key in ("loss", "eval_loss") for entry in history if key in entry])
+
+    assert 2 == len(found[0])
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+
+
 def trained_by_us(given: list[str], server, tmp_path: Path, *, ranks: int) -> list[dict]:
     """Convert a command, train it by `packplan sft` on the same packs, and return its log."""
     run, out = tmp_path / "run.yaml", tmp_path / "ours"
