@@ -48,7 +48,7 @@ def parsed(changes: Mapping[str, Any] | None = None, *overrides: str, rl: bool =
 def faults_of(
     changes: Mapping[str, Any] | None = None, *overrides: str, rl: bool = False, **training: Any
 ) -> dict[str, str]:
-    """Return what a run with these keys is refused for, key by key."""
+    """Return the messages by which a run with these keys is refused, by key."""
     with pytest.raises(ConfigError) as raised:
         parsed(changes, *overrides, rl=rl, **training)
     found: dict[str, str] = {}

@@ -84,7 +84,7 @@ def test_folders_are_seen_at_a_glance():
 
 
 def fresh(script: str, *words: str) -> str:
-    """Return what a script prints in a process of its own."""
+    """Return the output of a script in a process of its own."""
     command = [sys.executable, "-c", script, *words]
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
@@ -194,7 +194,7 @@ Files that may name families: their work, where no key of a config.json tells it
 
 
 def test_no_list_of_families_is_in_the_code():
-    """What a model is decides; one file, `adapters/families.json`, has what cannot be read off."""
+    """Code decides by the properties of a model; one file, `adapters/families.json`, has what cannot be read off."""
     words = {"git", "mamba", "opt"}  # of other things
     known = (packing_families().keys() | unpacked_families()) - words
     assert {"llama", "qwen3_5", "gpt_oss", "bloom", "xlnet"} <= known

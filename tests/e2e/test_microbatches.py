@@ -200,7 +200,7 @@ def test_what_a_batch_cannot_be_asked_for_is_refused():
 
 @pytest.mark.parametrize("dims", [{"x": 1}, {"gone": 1}, {"texts": 1}, {"scores": 1}, {"input_ids": 0}, {"mrope": 3}])
 def test_a_dimension_that_is_none_of_a_sequence_is_refused(dims):
-    """Of a field that is absent, a list, or of another width; a batch's first; beyond the last."""
+    """An absent field, a list, another width, and indices before the first or beyond the last."""
     fields = {"input_ids": IDS, "texts": ["a", "b"], "scores": torch.ones(2, 3), "x": torch.ones(2)}
     fields["mrope"] = torch.ones(2, 3, 4)
     ((name, dim),) = dims.items()
