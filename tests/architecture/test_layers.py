@@ -194,7 +194,7 @@ Files that may name families: their work, where no key of a config.json tells it
 
 
 def test_no_list_of_families_is_in_the_code():
-    """Code decides by the properties of a model; one file, `adapters/families.json`, has what cannot be read off."""
+    """Properties of a model decide; `adapters/families.json` has what cannot be read off."""
     words = {"git", "mamba", "opt"}  # of other things
     known = (packing_families().keys() | unpacked_families()) - words
     assert {"llama", "qwen3_5", "gpt_oss", "bloom", "xlnet"} <= known
