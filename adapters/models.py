@@ -34,13 +34,14 @@ _MIN_SIZE = 0.01
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Turn off dropout until the block ends."""
-    was_training = model.training
+    """Turn off dropout until the block ends; each module then has its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training
 
 
 @torch.no_grad()
@@ -94,6 +95,13 @@ def load_strictly(model: Any, checkpoint: str) -> bool:
     saved = type(model).from_pretrained(checkpoint, dtype=model.dtype)
     model.load_state_dict(saved.state_dict(), strict=True)
     return True
+
+
+def weight_gradients(model: torch.nn.Module, loss: torch.Tensor) -> Gradients:
+    """Return the gradient of a loss for each trained weight that it depends on."""
+    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    found = torch.autograd.grad(loss, [one for _, one in named], allow_unused=True)
+    return {name: one for (name, _), one in zip(named, found, strict=True) if one is not None}
 
 
 def add_gradients(total: Gradients, gradients: Gradients) -> float:

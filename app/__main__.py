@@ -18,7 +18,9 @@ COMMANDS = MappingProxyType(
     {
         "sft": ("packplan.app.sft", "fine-tune a model from a static pack plan, or from a stream"),
         "plan": ("packplan.app.plan.__main__", "measure, plan, and look at plans, before training"),
+        "measure": ("packplan.app.measure", "write the exact lengths of records as a table, for any tool"),
         "check": ("packplan.app.check", "show that packed training is the same training, on your own model"),
+        "probe": ("packplan.app.probe", "prove that a model keeps packed samples apart, or show where they mix"),
         "convert": ("packplan.app.convert", "make a run of a command, a script or a YAML of ms-swift"),
         "export": ("packplan.app.export", "write the rows of a command of ms-swift with their lengths"),
         "plugin": ("packplan.app.plugin", "train planned packs inside swift sft, by one more flag"),

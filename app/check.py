@@ -111,7 +111,7 @@ def compare(config: RunConfig, prepared: Prepared, *, num_packs: int) -> Report:
     if not chosen:
         reason = "leaves no pack of several samples, so there is nothing to compare: raise it"
         raise ConfigError.at("template.max_length", reason)
-    comparison = training.open_comparison(prepared.trainer, samples)
+    comparison = training.open_comparison(prepared.trainer, samples, train.raw.packs)
     findings: list[Deviation] = []
     for pack in progress(chosen, desc="comparing", unit=" packs"):
         findings += comparison.findings(pack)

@@ -9,15 +9,21 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import lengths, planner, rl, train, work
+from benchmarks import epochs, forecast, lengths, memory, order, planner, redraw, rl, rollouts, train, work
 from packplan.app.cli.command import run_command, run_program
 
 BENCHMARKS = {
     "planner": (planner, "packing algorithms beside other packages"),
+    "redraw": (redraw, "packs drawn again for each epoch, beside the algorithm's own"),
+    "epochs": (epochs, "epochs that have plans of their own"),
+    "order": (order, "packs whose samples stay near their places"),
     "train": (train, "training on packs beside padded batches"),
+    "forecast": (forecast, "seconds of steps that a calibration has not seen"),
     "lengths": (lengths, "measuring the lengths of samples"),
+    "memory": (memory, "forecast peaks of memory beside measured ones"),
     "work": (work, "how even the work of ranks is"),
     "rl": (rl, "microbatches of RL batches"),
+    "rollouts": (rollouts, "answering prompts one at a time and in batches"),
 }
 """Command -> its module and a summary."""
 

@@ -80,6 +80,15 @@ def _uniform(rng: np.random.Generator, num: int, capacity: int) -> NDArray[np.in
     return rng.integers(1, capacity, num, endpoint=True)
 
 
+def _lognormal(rng: np.random.Generator, num: int, _capacity: int) -> NDArray[np.integer]:
+    lengths: IntArray = rng.lognormal(6, 1, num).astype(np.int64)
+    return lengths
+
+
+def _two_point(rng: np.random.Generator, num: int, capacity: int) -> NDArray[np.integer]:
+    return rng.choice([capacity * 55 // 100, capacity // 5], num)
+
+
 def _zipf(rng: np.random.Generator, num: int, _capacity: int) -> NDArray[np.integer]:
     return rng.zipf(1.3, num)
 
@@ -88,14 +97,19 @@ DISTRIBUTIONS = {
     one.name: one
     for one in (
         Distribution("chat-8192", 8192, _bootstrap("chat")),
+        Distribution("chat-4096", 4096, _bootstrap("chat")),
         Distribution("chat-2048", 2048, _bootstrap("chat")),
+        Distribution("sft-4096", 4096, _bootstrap("sft")),
         Distribution("sft-2048", 2048, _bootstrap("sft")),
         Distribution("detcap-12288", 12288, _bootstrap("detcap")),
         Distribution("detcap-8192", 8192, _bootstrap("detcap")),
+        Distribution("detcap-4096", 4096, _bootstrap("detcap")),
         Distribution("vlm-16384", 16384, _vision),
         Distribution("vlm-8192", 8192, _vision),
         Distribution("vlm-4096", 4096, _vision),
+        Distribution("lognormal-4096", 4096, _lognormal),
         Distribution("uniform-8192", 8192, _uniform),
+        Distribution("two-point-8192", 8192, _two_point),
         Distribution("zipf-8192", 8192, _zipf),
     )
 }

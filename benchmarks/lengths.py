@@ -4,8 +4,10 @@ Measure the lengths of samples, beside encoding them in full: samples a second a
 Made text, small images and photographs are measured from the template's texts and the images'
 headers, and by full encodes, with each number of worker processes. Chats are measured beside the
 bare tokenizer, on the same rows. Videos are measured from their containers; their lengths are
-compared with full encodes, and a clip of 30 s at 720p is timed. For chats and the clip, samples/s
-are per second of CPU time.
+compared with full encodes, and a clip of 30 s at 720p is timed. Chats, images and videos are
+measured beside ms-swift's `AddLengthPreprocessor` and TRL's tokenisation, with each number of
+worker processes. Last, the command runs on more and more chats with images, for its time and
+memory of a record. For chats and videos by themselves, samples/s are per second of CPU time.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from benchmarks.options import add_names, add_number
 from benchmarks.table import Columns, show
 from packplan.app.cli.command import positive_number
 
-PARTS = ("kinds", "chats", "videos")
+OURS = "packplan measure"
+
+PARTS = ("kinds", "chats", "videos", "beside", "slope")
 
 
 @attrs.frozen
@@ -46,14 +50,17 @@ COLUMNS: Columns = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_names(parser, "--parts", PARTS, PARTS)
-    add_number(parser, "--workers", [1, 2], "kinds: processes")
+    add_number(parser, "--workers", [1, 2], "kinds, beside: processes; slope: the most of them")
     parser.add_argument(
         "--samples", type=positive_number, metavar="N",
-        help="kinds: of each at most (default: 1600 texts to 128 photographs)",
+        help="kinds, beside: of each at most (default: 1600 texts to 128 photographs; 4096 chats to 48 videos)",
     )  # fmt: skip
     add_number(parser, "--rows", 4096, "chats: number")
     parser.add_argument("--model", metavar="FOLDER", help="chats: model whose tokenizer and template measure them")
     add_number(parser, "--videos", 200, "videos: number compared")
+    add_number(parser, "--records", [2000, 8000, 32000], "slope: numbers of records")
+    add_number(parser, "--widths", [336, 640, 1280], "slope: widths of images, in pixels")
+    add_number(parser, "--rounds", 2, "slope: times that each is measured")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -77,6 +84,17 @@ def run(options: argparse.Namespace) -> None:
             f"{options.videos:,} videos, {len(measuring.VIDEO_MODELS)} models: {len(differences):,} lengths differ "
             f"from full encodes; {decoded:,} videos were decoded to be measured"
         )
+    if "beside" in options.parts:
+        from benchmarks import beside
+
+        rows += beside.measure_beside(options.samples, options.workers)
+    if "slope" in options.parts:
+        from benchmarks import slope
+
+        pixels = [(width, width * 3 // 4) for width in options.widths]
+        found, said = slope.measure_slope(options.records, pixels, workers=max(options.workers), rounds=options.rounds)
+        rows += found
+        notes += said
     packages = ("torch", "transformers", "ms-swift", "pillow")
     show(rows, COLUMNS, left={"sample", "from"}, as_json=options.json, notes=notes, packages=packages)
     if differences:

@@ -19,7 +19,7 @@ from benchmarks.child import NotMeasuredError, run_in_child
 from benchmarks.lengths import LengthsRow
 from benchmarks.records import MODEL_TYPE, TEXT, paragraphs, record, write_chats, write_photos, write_records
 from packplan.adapters.progress import progress
-from packplan.adapters.samples.measurer import AT_ONCE
+from packplan.adapters.samples.measurer import AT_ONCE, SwiftMeasurer
 from packplan.app.demo.tiny_models import write_model
 from packplan.app.demo.videos import MadeVideo, made_videos
 from packplan.app.wiring import training
@@ -69,8 +69,9 @@ def measure_kinds(workers: Sequence[int], most: int | None) -> list[LengthsRow]:
                 message = f"--samples is {total}, but has to be more than the {AT_ONCE} that warm up"
                 raise NotMeasuredError(message)
             data = write_photos(folder, size, total) if size else _write_texts(folder, total)
-            config = _config(folder, folder / "model", data, PHOTOS, workers=number)
-            wall_s, cpu_s = run_in_child(partial(_seconds, config, way == WAYS[1], total), limit_s=LIMIT_S)
+            config = config_of(folder, folder / "model", data, PHOTOS, workers=number)
+            spend = partial(_opened_seconds, config, in_full=way == WAYS[1], total=total)
+            wall_s, cpu_s = run_in_child(spend, limit_s=LIMIT_S)
             counted = total - AT_ONCE
             rows.append(LengthsRow(kind, way, number, counted / wall_s, 1000 * cpu_s / counted))
     return rows
@@ -93,7 +94,7 @@ def measure_chats(num_rows: int, model: str | None) -> tuple[list[LengthsRow], f
         if model is None:
             write_model(folder / "model", "qwen2", paragraphs(), seed=0, vocabulary=VOCABULARY)
         data = write_chats(folder / "chats.jsonl", num_rows)
-        config = _config(folder, Path(model or folder / "model"), data, TemplateConfig(max_length=8192))
+        config = config_of(folder, Path(model or folder / "model"), data, TemplateConfig(max_length=8192))
         ways, lengths = _ways_of_chats(config)
         spent = dict.fromkeys(ways, 0.0)
         for start in progress(range(0, num_rows, AT_ONCE), desc="measuring chats", leave=False):
@@ -169,7 +170,17 @@ def _write_texts(folder: Path, number: int) -> Path:
     return write_records(folder / "text.jsonl", [record("What?", answer) for answer in answers])
 
 
-def _config(folder: Path, model: Path, data: Path, template: TemplateConfig, *, workers: int = 1) -> RunConfig:
+def config_of(folder: Path, model: Path, data: Path, template: TemplateConfig, *, workers: int = 1) -> RunConfig:
+    """
+    Return the run that measures a data file.
+
+    Args:
+        folder: Folder of the run's output.
+        model: Folder of the model.
+        data: The data file.
+        template: Keys of encoding.
+        workers: Processes that measure.
+    """
     return RunConfig(
         model=ModelConfig(model=str(model)),
         template=template,
@@ -180,17 +191,31 @@ def _config(folder: Path, model: Path, data: Path, template: TemplateConfig, *, 
 
 def _video_config(model: Path, videos: Sequence[Path]) -> RunConfig:
     records = [record("What moves?", "A bar.", videos=[str(video)]) for video in videos]
-    return _config(model.parent, model, write_records(model.with_suffix(".jsonl"), records), VIDEOS)
+    return config_of(model.parent, model, write_records(model.with_suffix(".jsonl"), records), VIDEOS)
 
 
 def _open(config: RunConfig) -> Any:
     return training.open_measurer(config, training.open_samples(config)["train"], pool_start_s=0.0)
 
 
-def _seconds(config: RunConfig, in_full: bool, total: int) -> tuple[float, float]:  # noqa: FBT001  # of a partial
-    """Return the seconds of all samples but the first, and the CPU seconds of all processes."""
-    samples, marks = _open(config), []
-    for done, _ in enumerate(samples.measure_many(range(len(samples)), in_full=in_full), 1):
+def _opened_seconds(config: RunConfig, *, in_full: bool, total: int) -> tuple[float, float]:
+    return seconds(_open(config), in_full=in_full, total=total)
+
+
+def seconds(samples: SwiftMeasurer, *, total: int, in_full: bool = False) -> tuple[float, float]:
+    """
+    Return the seconds of all samples but the first `AT_ONCE` by the clock, and of all processors;
+    digests of the records are part of it.
+
+    Args:
+        samples: Measures them.
+        total: Number of samples.
+        in_full: Whether samples are encoded in full.
+    """
+    marks = []
+    for done, _ in enumerate(samples.measure_many(range(total), in_full=in_full), 1):
+        if done == total:
+            samples.data_digest(total)
         if done in {AT_ONCE, total}:
             # This process by its own clock: others are known in hundredths of a second.
             children = psutil.Process().children(recursive=True)

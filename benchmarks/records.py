@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import cache
 from math import isqrt
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.distributions import IMAGE_SHARES, IMAGE_TOKENS, trace
 from packplan.app.demo.tiny_models import write_model
@@ -52,6 +53,24 @@ def write_sized_model(folder: Path, width: int, layers: int) -> None:
     }.items():  # fmt: skip
         config[part] |= sizes
     model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    model.save_pretrained(folder)
+
+
+def write_sized_text_model(folder: Path, width: int, layers: int) -> None:
+    """
+    Write a Qwen2 of random weights.
+
+    Args:
+        folder: Folder of the model; made if missing.
+        width: Hidden size, a multiple of 128.
+        layers: Number of layers.
+    """
+    write_model(folder, "qwen2", TEXT, seed=0)
+    config = AutoConfig.from_pretrained(folder).to_dict()
+    heads = width // HEAD
+    config |= {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": heads, "vocab_size": 8192,
+               "num_key_value_heads": heads // 2, "num_hidden_layers": layers, "layer_types": None}  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
     model.save_pretrained(folder)
 
 
@@ -116,33 +135,35 @@ def write_photos(folder: Path, size: tuple[int, int], num_samples: int) -> Path:
     return write_records(folder / f"{width}x{height}.jsonl", records)
 
 
+@cache
 def paragraphs() -> list[str]:
     """Return paragraphs of English text, from Python's own manual."""
     return [part.strip() for topic in topics.values() for part in topic.split("\n\n") if len(part) > 40]
 
 
 def write_chats(path: Path, num_rows: int) -> Path:
+    """Write chats of one to three turns; return *path*."""
+    return write_records(path, map(chat, range(num_rows)))
+
+
+def chat(seed: int) -> dict[str, Any]:
     """
-    Write chats of one to three turns; return *path*.
+    Return a chat of one to three turns.
 
     A question has about 100 characters, an answer about 600.
     """
-    parts = paragraphs()
+    parts, rng = paragraphs(), np.random.default_rng(seed)
 
-    def said(rng: np.random.Generator, size: float) -> str:
+    def said(size: float) -> str:
         wanted = int(rng.lognormal(np.log(size), 0.9))
         words = " ".join(parts[place] for place in rng.integers(0, len(parts), 2 + wanted // 100))
         return words[: max(wanted, 20)]
 
-    records = []
-    for seed in range(num_rows):
-        rng = np.random.default_rng(seed)
-        system = "You answer questions on a programming language."
-        turns = [{"role": "system", "content": system}] if rng.random() < 0.2 else []
-        for _ in range(int(rng.integers(1, 4))):
-            turns += [{"role": "user", "content": said(rng, 100)}, {"role": "assistant", "content": said(rng, 600)}]
-        records.append({"messages": turns})
-    return write_records(path, records)
+    system = "You answer questions on a programming language."
+    turns = [{"role": "system", "content": system}] if rng.random() < 0.2 else []
+    for _ in range(int(rng.integers(1, 4))):
+        turns += [{"role": "user", "content": said(100)}, {"role": "assistant", "content": said(600)}]
+    return {"messages": turns}
 
 
 def _with_images(folder: Path, number: int, rng: np.random.Generator) -> dict[str, Any]:

@@ -12,10 +12,10 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.bounds import find_bound, usual_effort
+from packplan.core.bounds import Bound, find_bound, usual_effort
 from packplan.core.errors import PlanError, agree, counted, ranging
 from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, share
-from packplan.core.packers import pack
+from packplan.core.packers import pack, redraw
 from packplan.core.packs import Packs, by_first_index, concatenate
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.policy import PlanPolicy
@@ -107,6 +107,7 @@ def build_raw_plan(
     lengths: Lengths,
     policy: PlanPolicy | None = None,
     *,
+    epoch: int = 0,
     works: NDArray[np.number] | Sequence[float] | None = None,
     quick_bound: bool = False,
     report: Callable[[str], None] = lambda _: None,
@@ -119,6 +120,8 @@ def build_raw_plan(
         lengths: Tokens of each sample, >= 1.
         policy: All settings of planning. By default *fields* alone, which then need
             `packing_length`.
+        epoch: Number of the epoch that is packed, from 0. It changes nothing unless the policy is
+            `replanned`.
         works: Work of each sample in any unit, >= 0, for algorithms that pack by work (`balanced`).
             None derives it from lengths.
         quick_bound: Take a lower bound that costs no search, for plans that are only compared.
@@ -139,35 +142,72 @@ def build_raw_plan(
     [[0], [1], [2, 3, 4, 5]]
     """
     policy = PlanPolicy(**fields) if policy is None else attrs.evolve(_checked_policy(policy), **fields)
-    packing_length, allow_single_long = policy.packing_length, policy.allow_single_long
-    array = as_lengths(lengths)
+    array, allow_single_long = as_lengths(lengths), policy.allow_single_long
     if not policy.packing:
-        return one_sample_packs(array, packing_length=packing_length, allow_single_long=allow_single_long)
-    is_long = array >= packing_length
-    short, long = np.flatnonzero(~is_long), np.flatnonzero(is_long)
-
-    weights = None if works is None else checked_works(works, array.size, of="samples")[short]
-    grouped = pack(
-        array[short],
-        capacity=packing_length,
-        algorithm=policy.algorithm,
-        seed=policy.seed,
-        works=weights,
-        report=report,
-    )
-    grouped = Packs(grouped.offsets, short[grouped.indices])
+        return one_sample_packs(array, packing_length=policy.packing_length, allow_single_long=allow_single_long)
+    long = np.flatnonzero(array >= policy.packing_length)
+    # Over runs, a long sample is a pack of its own by filling one. Where the order counts, it has
+    # its place as well.
+    whole = not long.size or (allow_single_long and (policy.displaces or policy.over_runs))
+    short = np.flatnonzero(array < policy.packing_length)
+    packed = slice(None) if whole else short
+    tokens = np.minimum(array[packed], policy.packing_length)
+    weights = None if works is None else checked_works(works, array.size, of="samples")[packed]
+    found = _grouped(tokens, policy, epoch=epoch, works=weights, report=report)
+    grouped = found if whole else Packs(found.offsets, short[found.indices])
     kept, dropped = _filtered(grouped, array, policy)
-    single = Packs(np.arange(long.size + 1), long) if allow_single_long else Packs.from_lists([])
-    packs = by_first_index(concatenate([kept, single]))
+    single = Packs.from_lists([]) if whole or not allow_single_long else Packs(np.arange(long.size + 1), long)
+    packs = by_first_index(concatenate([kept, single])) if len(single) else kept
     if not len(packs):
         raise _empty_plan(array, long[:0] if allow_single_long else long, dropped, policy)
-    report(f"{counted(len(grouped), 'pack')}, looking for the plan's bound")
     effort = inf if policy.algorithm == "certified" else usual_effort(array.size)
-    bound = find_bound(array[short], capacity=packing_length, known=len(grouped), effort=0 if quick_bound else effort)
+    bound = _bound(tokens, policy, known=len(grouped), effort=0 if quick_bound else effort, report=report)
     return _counted(
-        array, packs, long, dropped, packing_length=packing_length, allow_single_long=allow_single_long,
+        array, packs, long, dropped, packing_length=policy.packing_length, allow_single_long=allow_single_long,
         lower_bound=len(single) + bound.packs, bound_kind=bound.kind,
     )  # fmt: skip
+
+
+def _grouped(
+    tokens: IntArray,
+    policy: PlanPolicy,
+    *,
+    epoch: int,
+    works: NDArray[np.float64] | None,
+    report: Callable[[str], None],
+) -> Packs:
+    """Return the packs of a policy's algorithm, or those that an epoch draws among its equals."""
+    needs: dict[str, Any] = {
+        "capacity": policy.packing_length, "algorithm": policy.algorithm, "seed": policy.seed, "works": works,
+        "report": report,
+    }  # fmt: skip
+    if policy.replanned:
+        return redraw(tokens, epoch=epoch, **needs).packs
+    return pack(tokens, max_displacement=policy.max_displacement, **needs)
+
+
+def _bound(tokens: IntArray, policy: PlanPolicy, *, known: int, effort: float, report: Callable[[str], None]) -> Bound:
+    """
+    Return the bound of the packs that an algorithm made.
+
+    Args:
+        tokens: Tokens of each sample that was packed, at most those of a pack.
+        policy: All settings of planning.
+        known: Number of packs.
+        effort: Steps that a search for the bound may take.
+        report: Called with a progress message.
+    """
+    # A sample that fills a pack is one, wherever its place does not count.
+    full = 0 if policy.displaces else int(np.count_nonzero(tokens == policy.packing_length))
+    report(f"{counted(known - full, 'pack')}, looking for the plan's bound")
+    found = find_bound(
+        tokens[tokens < policy.packing_length] if full else tokens,
+        capacity=policy.packing_length,
+        known=known - full,
+        effort=effort,
+        max_displacement=policy.max_displacement if policy.displaces else None,
+    )
+    return attrs.evolve(found, packs=found.packs + full)
 
 
 def _checked_policy(policy: PlanPolicy) -> PlanPolicy:
@@ -180,9 +220,10 @@ def _checked_policy(policy: PlanPolicy) -> PlanPolicy:
 
 def _filtered(grouped: Packs, lengths: IntArray, policy: PlanPolicy) -> tuple[Packs, Packs]:
     """Return the packs that the fill filter keeps, and those that it drops."""
-    keep = np.ones(len(grouped), dtype=bool)
-    if policy.drop_last:
-        keep = grouped.loads(lengths) >= min_load(policy.min_fill_ratio, policy.packing_length)
+    least = min_load(policy.min_fill_ratio, policy.packing_length) if policy.drop_last else 0
+    keep = grouped.loads(lengths) >= least if least > 1 else np.ones(len(grouped), dtype=bool)
+    if keep.all():
+        return grouped, grouped[:0]
     return grouped.take(np.flatnonzero(keep)), grouped.take(np.flatnonzero(~keep))
 
 
@@ -199,6 +240,7 @@ def _counted(
 ) -> RawPlan:
     """Return the plan of these packs with its counts. Long samples are packs, or skipped."""
     single, skipped = (long, long[:0]) if allow_single_long else (long[:0], long)
+    everything, dropped_tokens, skipped_tokens = map(_tokens, (lengths, lengths[dropped.indices], lengths[skipped]))
     return RawPlan(
         packs=packs,
         single_long=tuple(single.tolist()),
@@ -206,10 +248,10 @@ def _counted(
         dropped_packs=dropped,
         packing_length=packing_length,
         num_samples=lengths.size,
-        num_tokens=_tokens(lengths),
-        planned_tokens=_tokens(lengths[packs.indices]),
-        dropped_tokens=_tokens(lengths[dropped.indices]),
-        skipped_tokens=_tokens(lengths[skipped]),
+        num_tokens=everything,
+        planned_tokens=everything - dropped_tokens - skipped_tokens,
+        dropped_tokens=dropped_tokens,
+        skipped_tokens=skipped_tokens,
         long_tokens=_tokens(lengths[single]),
         lower_bound=lower_bound,
         bound_kind=bound_kind,

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.align import AlignedPlan
+from packplan.core.epochs import EpochRecord
 from packplan.core.errors import CorruptArtefactError, Difference
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray
@@ -26,6 +27,7 @@ from packplan.core.samples import (
     Where,
     column,
 )
+from packplan.core.schedule import EpochSchedule, RecordIds
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -81,6 +83,9 @@ class Records(Protocol):
     def record_digest(self, index: int, /) -> str:
         """Return the digest of record *index* alone."""
 
+    def ids(self) -> RecordIds:
+        """Return the first eight bytes of the digest of each record; shape (num_records,)."""
+
     def digest(self, count: int, /, *, start: int = 0, without: Sequence[int] = ()) -> str:
         """
         Return the digest of records and of the folders of their media, bad records aside.
@@ -131,6 +136,9 @@ class LengthSource(Measurable, Protocol):
 
     def record_digest(self, index: int, /) -> str:
         """Return the digest of record *index* alone."""
+
+    def media_folder(self, index: int, /) -> str:
+        """Return the folder that relative paths of the record's media start from, absolute."""
 
     def fingerprint(self) -> Fingerprint:
         """Return all inputs of the measurements but the data."""
@@ -253,6 +261,9 @@ class StoredPlan:
     world_sizes: tuple[int, ...]
     """World sizes for which it was aligned, ascending."""
 
+    epochs: tuple[EpochRecord, ...] = ()
+    """Records of all epochs, where each has a plan of its own; `plan` is that of the first."""
+
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -362,6 +373,22 @@ class PlanStore(Inspectable[StoredPlan], Protocol):
 
     def save_aligned(self, key: Fingerprint, aligned: AlignedPlan, /) -> None:
         """Save the aligned plan of one world size beside the raw plan saved under *key*."""
+
+    def load_epochs(self, key: Fingerprint, /) -> tuple[EpochRecord, ...]:
+        """
+        Return the records of the epochs whose first plan is saved under *key*, empty if there are
+        none; CorruptArtefactError if damaged.
+        """
+
+    def save_epochs(self, key: Fingerprint, records: Sequence[EpochRecord], schedule: EpochSchedule, /) -> None:
+        """
+        Save the records of all epochs, and their steps, beside the plan saved under *key*.
+
+        Args:
+            key: Inputs of the plans.
+            records: Record of each epoch.
+            schedule: Schedule over them, whose world size names what is saved.
+        """
 
 
 class Lock(Protocol):

@@ -70,7 +70,17 @@ class PackingTrace:
             lengths: Tokens of each sample; at least one.
             runs: Runs of these lengths. Every sample has to be in an entry.
         """
-        return Packs.from_labels(_to_samples(lengths, runs, self._bins()))
+        return Packs.from_labels(self.labels(lengths, runs))
+
+    def labels(self, lengths: IntArray, runs: Runs) -> NDArray[np.int32]:
+        """
+        Return the bin of each sample; shape (num_samples,).
+
+        Args:
+            lengths: Tokens of each sample; at least one.
+            runs: Runs of these lengths. Every sample has to be in an entry.
+        """
+        return _to_samples(lengths, runs, self._bins())
 
     def _bins(self) -> NDArray[np.int32]:
         """Return the bin of each sample, longest first; shape (num_samples,)."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from packplan.core.align import AlignedPlan
+from packplan.core.epochs import EpochRecord
 from packplan.core.errors import CorruptArtefactError, Difference, RecordError, StaleError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import RawPlan
@@ -30,6 +31,7 @@ from packplan.core.samples import (
     ShortcutError,
     Table,
 )
+from packplan.core.schedule import EpochSchedule
 
 
 class ListSource:
@@ -55,6 +57,9 @@ class ListSource:
 
     def record_digest(self, index: int) -> str:
         return str(self.lengths[index])
+
+    def media_folder(self, _: int) -> str:
+        return "/media"
 
     def fingerprint(self) -> Fingerprint:
         return Fingerprint({"name": self.name, "packing_length": None})
@@ -320,6 +325,7 @@ class MemoryPlanStore:
         self.saves = 0
         self.aligned: list[int] = []
         self._aligned_of: set[tuple[str, int]] = set()
+        self._epochs: dict[tuple[str, int], tuple[EpochRecord, ...]] = {}
 
     def load(self, key: Fingerprint) -> RawPlan | None:
         return self._kept[1] if self._kept and not self._kept[0].differences(key) else None
@@ -328,7 +334,8 @@ class MemoryPlanStore:
         if self._kept is None:
             return None
         key, plan = self._kept
-        return StoredPlan(key, plan, tuple(sorted(size for of, size in self._aligned_of if of == key.digest)))
+        sizes = tuple(sorted(size for of, size in self._aligned_of if of == key.digest))
+        return StoredPlan(key, plan, sizes, self.load_epochs(key))
 
     def damage(self) -> Iterator[CorruptArtefactError]:
         yield from ()
@@ -340,6 +347,13 @@ class MemoryPlanStore:
     def save_aligned(self, key: Fingerprint, aligned: AlignedPlan) -> None:
         self.aligned.append(aligned.world_size)
         self._aligned_of.add((key.digest, aligned.world_size))
+
+    def load_epochs(self, key: Fingerprint) -> tuple[EpochRecord, ...]:
+        kept = (records for (of, _), records in self._epochs.items() if of == key.digest)
+        return max(kept, key=len, default=())
+
+    def save_epochs(self, key: Fingerprint, records: Sequence[EpochRecord], schedule: EpochSchedule) -> None:
+        self._epochs[key.digest, schedule.world_size] = tuple(records)
 
 
 class TornPlanStore(MemoryPlanStore):

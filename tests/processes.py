@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -36,6 +36,8 @@ import psutil
 
 from packplan.adapters.lifeline import end_with_parent
 from tests.network import free_port
+
+ROOT = Path(__file__).parents[1]
 
 DEADLINE_S = 240
 
@@ -188,6 +190,21 @@ def wait_for(holds: Callable[[], bool], why: str) -> None:
     while not holds():
         assert time.monotonic() < deadline, why
         time.sleep(0.02)
+
+
+def is_whole(state: Path) -> bool:
+    """Return whether a trainer has written its state, with which a checkpoint ends, to the end."""
+    return state.exists() and state.read_text().endswith("}\n")
+
+
+@contextlib.contextmanager
+def killed_at_end(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Start a command at the root; kill it at the end, so that no test that fails waits for it."""
+    with subprocess.Popen(command, cwd=ROOT, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def each_ends(folder: Path, parent: int) -> None:

@@ -32,8 +32,8 @@ log = logging.getLogger("packplan.app.tools")
 HEADING = "## Models that see"
 
 ABOUT = """A run probes its own model before it measures anything, so a family that is not listed may still pack.
-Probe other families with `python -m tools.models families --names NAME`, and compare packs of your data with
-`packplan check run.yaml`."""
+Ask your own model with `packplan probe MODEL`, probe other families with
+`python -m tools.models families --names NAME`, and compare packs of your data with `packplan check run.yaml`."""
 
 MEASURED = """The lists hold for a small model of each family that transformers knows, in its default configuration:
 {passing} of {all} pass. `python -m tools.models families docs/models.md` wrote this page on {date}, with {versions}.

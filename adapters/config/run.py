@@ -14,7 +14,7 @@ from packplan.adapters.config.trainer_keys import TrainerKey
 from packplan.adapters.config.values import known_keys, structured
 from packplan.core.config import REFUSED_TRAINING_KEYS, RunConfig, TrainingConfig, faults, rl_faults, unknown_key
 from packplan.core.errors import ConfigError, Fault
-from packplan.core.stream import Mix
+from packplan.core.mixes import Mix, Mixes, Source, mixes_faults
 
 SECTIONS = ("model", "template", "custom", "training")
 
@@ -90,25 +90,46 @@ def parse_config(
     return config
 
 
-def load_mix(path: str | Path, overrides: Sequence[str] = ()) -> Mix:
+def load_mixes(path: str | Path, overrides: Sequence[str] = ()) -> Mixes:
     """
-    Read a mix of data sets, `custom.fusion_config`.
+    Read the mixes of data sets of `custom.fusion_config`: a curriculum of one for each epoch, or
+    one for all. Spellings of one path become the first of them.
 
     Args:
-        path: The mix, a YAML.
+        path: The YAML.
         overrides: Values for single keys, as `samples_per_epoch=100`, in place of the YAML's; null
             unsets a key.
 
     Raises:
-        ConfigError: All faults of the YAML; those that the data decide are
-            `core.stream.mix_faults`.
+        ConfigError: All faults of the YAML, or it names no file; the faults that the data decide
+            are `core.mixes.mixes_faults`.
     """
     given = read_overrides(overrides)
     document = _overridden(read_document(Path(path)), given)
-    mix = structured(document, Mix, _Advice(document, dict(known_keys(Mix)), {}))
-    if not isinstance(mix, Mix):
-        raise ConfigError(str(path), _placed(mix, given))
-    return mix
+    kind: type[_Curriculum | Mix] = _Curriculum if "curriculum" in document else Mix
+    found: _Curriculum | Mix | list[Fault] = structured(document, kind, _Advice(document, dict(known_keys(kind)), {}))
+    if isinstance(found, list):
+        raise ConfigError(str(path), _placed(found, given))
+    spelling: dict[Path, str] = {}
+
+    def spelled(source: Source) -> Source:
+        return attrs.evolve(source, jsonl=spelling.setdefault(Path(source.jsonl).resolve(), source.jsonl))
+
+    entries = (found,) if isinstance(found, Mix) else found.curriculum
+    mixes = Mixes(
+        tuple(attrs.evolve(mix, sources=tuple(map(spelled, mix.sources))) for mix in entries),
+        is_curriculum=not isinstance(found, Mix),
+    )
+    if not mixes.files:
+        raise ConfigError(str(path), tuple(mixes_faults(mixes, ())))
+    return mixes
+
+
+@attrs.frozen
+class _Curriculum:
+    """YAML of several mixes."""
+
+    curriculum: tuple[Mix, ...]
 
 
 @attrs.frozen

@@ -27,6 +27,8 @@ T = typing.TypeVar("T")
 
 _origin: Callable[[Any], Any] = typing.get_origin  # of annotations, which mypy takes for types
 
+_list_of: Callable[[Any], Any] = list.__class_getitem__  # of types that are known at run time
+
 _UNIONS = {types.UnionType, typing.Union}
 
 Advise: typing.TypeAlias = Callable[[str, str], str]
@@ -131,6 +133,12 @@ def _to_strings(value: object, kind: Any) -> tuple[str, ...]:
     return tuple(map(expanded, values) if kind == tuple[PathText, ...] else values)
 
 
+def _to_list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        _refuse(value, "a list of sections")
+    return value
+
+
 def _to_literal(value: object, wanted: Any) -> Any:
     choices = typing.get_args(wanted)
     if value not in choices or type(value) is not str:
@@ -154,6 +162,10 @@ def _converter() -> cattrs.Converter:
     converter.register_structure_hook_factory(
         lambda kind: _origin(kind) is dict,
         lambda kind: _mapping_hook(converter.gen_structure_mapping(kind), "pairs, as {this: that}"),
+    )
+    converter.register_structure_hook_func(
+        lambda kind: _origin(kind) is tuple and attrs.has(typing.get_args(kind)[0]),
+        lambda value, kind: tuple(converter.structure(_to_list(value), _list_of(typing.get_args(kind)[0]))),
     )
     section = partial(make_dict_structure_fn, converter=converter, _cattrs_forbid_extra_keys=True)
     converter.register_structure_hook_factory(attrs.has, lambda cls: _mapping_hook(section(cls), "a section of keys"))
@@ -192,7 +204,7 @@ def _faults(error: ClassValidationError, prefix: str, advise: Advise) -> Iterato
                 if isinstance(cause, ClassValidationError):
                     yield from _faults(cause, f"{path}[{place.index}].", advise)
                 else:
-                    yield Fault(path, str(cause))
+                    yield Fault(f"{path}[{place.index}]" if isinstance(place.index, int) else path, str(cause))
         elif isinstance(inner, KeyError):
             yield Fault(path, "is not set, and has no default: set it")
         else:

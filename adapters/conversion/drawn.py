@@ -66,5 +66,5 @@ def _lines(records: Sequence[Records], taken: Sequence[Sequence[int]], onto: Pat
     total = sum(map(len, taken))
     places = ((one, index) for one, indices in zip(records, taken, strict=True) for index in indices)
     for one, index in progress(places, total=total, desc="writing", unit=" records", delay=BRIEF_S, leave=False):
-        record = rebased(one[index], Path(one.folder(index)), onto)
+        record = rebased(one[index], one.folder(index), onto)
         yield json.dumps(record, ensure_ascii=False).encode() + b"\n"

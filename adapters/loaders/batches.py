@@ -59,8 +59,8 @@ class PackBatches:
             self.epoch, self._served = epoch, 0
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on these ranks; a resumed epoch may have fewer."""
-        return self.schedule.batches_per_epoch
+        """Batches of the whole epoch on these ranks; a resumed one may have fewer."""
+        return self.schedule.batches_in(self.epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
         left = self.schedule.batches(self.epoch, rank=self._rank)[self._served :]

@@ -10,19 +10,12 @@ from packplan.adapters.attention import native_attention
 from packplan.adapters.families import trained_config
 from packplan.adapters.models import evaluating
 from packplan.adapters.probe.rows import ProbeRow, measure_alone, measure_packed
-from packplan.core.equality import Precision, ProbeResult, loaded_limit
+from packplan.adapters.proof import limit_of, precision_of, rounds_choices
+from packplan.core.equality import ProbeResult
+
+__all__ = ["LENGTHS", "limit_of", "place_of", "probe_loaded"]
 
 LENGTHS = (17, 3, 29)
-
-_TF32 = 2.0**-10
-"""Step of float32 products that PyTorch may round for speed."""
-
-_OTHER_EXPERTS = 0.1
-"""
-Difference that another choice of experts may add to a sample's median token.
-
-0.07 was measured.
-"""
 
 _IDS = 2000
 """Ids from here on may belong to images, or to no token."""
@@ -33,35 +26,6 @@ def place_of(model: torch.nn.Module) -> str:
     weight = next(model.parameters())
     device = torch.cuda.get_device_name(weight.device) if weight.device.type == "cuda" else weight.device.type
     return f"{device}, {precision_of(model)}"
-
-
-def precision_of(model: torch.nn.Module) -> Precision:
-    """Return the precision of a model's weights."""
-    names: dict[torch.dtype, Precision] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
-    return names.get(next(model.parameters()).dtype, "float32")
-
-
-def limit_of(model: Any) -> float:
-    """Return the largest difference of packed logits that rounding explains."""
-    layers = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
-    return loaded_limit(_epsilon_of(model), layers=max(1, layers)) + (_OTHER_EXPERTS if _rounds_choices(model) else 0)
-
-
-def _epsilon_of(model: torch.nn.Module) -> float:
-    """Return the step of the type to which a model's products are rounded."""
-    precision = precision_of(model)
-    if precision == "float32" and torch.get_float32_matmul_precision() != "highest":
-        return _TF32
-    return float(torch.finfo(getattr(torch, precision)).eps)
-
-
-def _rounds_choices(model: torch.nn.Module) -> bool:
-    """
-    Return whether rounding may change the weights that a token passes.
-
-    This holds for experts chosen by scores of 16 bits.
-    """
-    return _epsilon_of(model) >= _TF32 and any("expert" in name for name, _ in model.named_modules())
 
 
 def probe_loaded(model: Any, *, native: str) -> ProbeResult:
@@ -76,7 +40,7 @@ def probe_loaded(model: Any, *, native: str) -> ProbeResult:
     with evaluating(model):  # dropout is no difference
         with native_attention(model, native):
             alone = measure_alone(model, row, with_gradients=False)
-        return measure_packed(model, row, alone, with_gradients=False, typical=_rounds_choices(model))
+        return measure_packed(model, row, alone, with_gradients=False, typical=rounds_choices(model))
 
 
 def _plain_ids(config: Any) -> list[int]:

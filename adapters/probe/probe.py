@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,6 +20,7 @@ from packplan.adapters.probe.shrink import FIRST_ID, LONGEST, VOCABULARY, shrink
 from packplan.adapters.probe.small_model import SmallModels, quiet
 from packplan.adapters.probe.states import split_found_states
 from packplan.adapters.probe.unknown import Trials, named, shrink_by_trial, unknown_places
+from packplan.adapters.proof import MixingModule, first_different, first_leak
 from packplan.core.equality import (
     AUTO,
     EQUAL,
@@ -34,6 +36,8 @@ from packplan.core.equality import (
     trials,
 )
 from packplan.core.errors import ModelError, agree
+
+log = logging.getLogger(__name__)
 
 LENGTHS = (33, 3, LONGEST, 51)
 """Tokens of the samples that the probe packs: longer and shorter than windows and kernels."""
@@ -87,8 +91,7 @@ def probe_config(
         trust_remote_code: Whether code beside the configuration may run.
         on_cpu: Whether the model trains on a CPU; a GPU is used for what runs there alone.
     """
-    with quiet(), _one_thread():
-        return _probed(trained_config(config), attn_impl, trust_remote_code=trust_remote_code, on_cpu=on_cpu)
+    return SmallProbe(config, trust_remote_code=trust_remote_code, on_cpu=on_cpu).verdict(attn_impl)
 
 
 @contextlib.contextmanager
@@ -142,46 +145,144 @@ class _CopyPlace:
         return cls(place, precision, native, row, alone)
 
 
-def _probed(config: Any, attn_impl: str, *, trust_remote_code: bool, on_cpu: bool) -> PackingVerdict:
-    build_one = SmallModels(config, trust_remote_code=trust_remote_code).build
-    try:
-        build = partial(build_one, trials=_short_lengths(config, build_one))
-        place = _CopyPlace.from_builder(build, "cpu", "float32")
-    except ModelError as error:
-        return _refused(config, attn_impl, "", str(error))
-    flash = not on_cpu and find_spec("flash_attn") is not None
-    ran, failure = [], ""
-    for trial in trials(attn_impl, native=place.native, flash=flash):
-        here = place
-        if not on_cpu and (trial.strategy == "flash" or trial.attention == FLEX):
-            here = _CopyPlace.from_builder(build, "cuda", "bfloat16" if attn_impl != FLEX else "float32")
-        outcome = _tried(here, trial)
-        if outcome.passed:
-            follows = trial.follows_rows and trial.strategy != "own"  # which reads its rows by itself
-            return PackingVerdict(
-                model_type=config.model_type,
-                strategy=trial.strategy,
-                attention=trial.attention,
-                native=place.native,
-                split=outcome.split,
-                follows_rows=follows or bool(outcome.split),
-                measured=outcome.measured,
-                reason="no gradient passes between samples, and samples are equal to themselves alone",
-                not_exercised=outcome.not_exercised,
+@attrs.define(eq=False)
+class SmallProbe:
+    """Asks small copies of one model about one attention after the other."""
+
+    config: Any = attrs.field(converter=trained_config)
+    """Configuration of transformers, of the user's own model."""
+
+    trust_remote_code: bool = False
+    """Whether code beside the configuration may run."""
+
+    on_cpu: bool = True
+    """Whether the model trains on a CPU; a GPU is used for what runs there alone."""
+
+    device: str = "cpu"
+    """Device of the copies."""
+
+    precision: Precision = "float32"
+    """Precision of the copies."""
+
+    _outcomes: dict[Trial, _Outcome] = attrs.field(factory=dict, init=False)
+
+    def verdict(self, attn_impl: str) -> PackingVerdict:
+        """Return the verdict on a model under a value of `model.attn_impl`."""
+        with quiet(), _one_thread():
+            try:
+                return self._verdict(attn_impl)
+            except ModelError as error:
+                return _refused(self.config, attn_impl, "", str(error))
+
+    def packs_by_itself(self, attn_impl: str) -> tuple[bool, MixingModule | None]:
+        """
+        Return whether the model packs if its layers are told nothing but its arguments, and else
+        the first module that mixes samples, if one is found.
+
+        Args:
+            attn_impl: Value of `model.attn_impl`; its verdict was asked before.
+        """
+        for trial in self._trials(attn_impl):
+            outcome = self._outcomes.get(trial)
+            if outcome is None or outcome.measured is None:
+                continue
+            if outcome.passed and not outcome.split and (trial.strategy == "own" or not trial.follows_rows):
+                return True, None
+            with quiet(), _one_thread():
+                place = self._place_of(trial)
+                model = place.build(place.native)
+                apply_trial(model, trial)
+                return False, _where(model, place)
+        return False, None
+
+    def _trials(self, attn_impl: str) -> Iterator[Trial]:
+        flash = not self.on_cpu and find_spec("flash_attn") is not None
+        try:
+            return trials(attn_impl, native=self._place.native, flash=flash)
+        except ModelError:
+            return iter(())
+
+    @cached_property
+    def _build(self) -> Callable[..., Any]:
+        """Builds copies; ModelError if there are none that show everything."""
+        build_one = SmallModels(self.config, trust_remote_code=self.trust_remote_code).build
+        return partial(build_one, trials=_short_lengths(self.config, build_one))
+
+    @cached_property
+    def _place(self) -> _CopyPlace:
+        return _CopyPlace.from_builder(self._build, self.device, self.precision)
+
+    @cached_property
+    def _gpu_place(self) -> _CopyPlace:
+        """Place for flash attention, which takes 16 bits."""
+        return _CopyPlace.from_builder(self._build, "cuda", "bfloat16")
+
+    @cached_property
+    def _flex_place(self) -> _CopyPlace:
+        return _CopyPlace.from_builder(self._build, "cuda", "float32")
+
+    def _place_of(self, trial: Trial) -> _CopyPlace:
+        """Return the place in which a trial runs."""
+        if self.on_cpu or self.device != "cpu":
+            return self._place
+        if trial.attention == FLEX:
+            return self._flex_place
+        return self._gpu_place if trial.strategy == "flash" else self._place
+
+    def _verdict(self, attn_impl: str) -> PackingVerdict:
+        config, native = self.config, self._place.native
+        ran, failure = [], ""
+        for trial in self._trials(attn_impl):
+            if trial not in self._outcomes:
+                self._outcomes[trial] = _tried(self._place_of(trial), trial)
+            outcome = self._outcomes[trial]
+            if outcome.passed:
+                follows = trial.follows_rows and trial.strategy != "own"  # which reads its rows by itself
+                return PackingVerdict(
+                    model_type=config.model_type,
+                    strategy=trial.strategy,
+                    attention=trial.attention,
+                    native=native,
+                    split=outcome.split,
+                    follows_rows=follows or bool(outcome.split),
+                    measured=outcome.measured,
+                    reason="no gradient passes between samples, and samples are equal to themselves alone",
+                    not_exercised=outcome.not_exercised,
+                )
+            if outcome.measured is not None:
+                ran.append((outcome, outcome.measured))
+            failure = outcome.failure or failure
+        if not ran:
+            return _refused(config, attn_impl, native, failure)
+        best, measured = min(ran, key=lambda pair: (pair[1].isolation, pair[1].equality))
+        why_not = measured.why_not(limit=EQUAL[self._place_of(best.trial).precision]) or ""
+        carriers = next((one.carriers for one, _ in ran if one.carriers != one.split), ())
+        if carriers:
+            verbs = agree(len(carriers), "carries", "carry"), agree(len(carriers), "does", "do")
+            why_not += (
+                f"; {' and '.join(carriers)} {verbs[0]} it along the row, and {verbs[1]} not run sample by sample"
             )
-        if outcome.measured is not None:
-            ran.append((outcome, outcome.measured))
-        failure = outcome.failure or failure
-    if not ran:
-        return _refused(config, attn_impl, place.native, failure)
-    best, measured = min(ran, key=lambda pair: (pair[1].isolation, pair[1].equality))
-    why_not = measured.why_not(limit=EQUAL["float32"]) or ""
-    carriers = next((one.carriers for one, _ in ran if one.carriers != one.split), ())
-    if carriers:
-        verbs = agree(len(carriers), "carries", "carry"), agree(len(carriers), "does", "do")
-        why_not += f"; {' and '.join(carriers)} {verbs[0]} it along the row, and {verbs[1]} not run sample by sample"
-    refused = _refused(config, best.trial.attention, place.native, why_not)
-    return attrs.evolve(refused, split=best.split, measured=measured)
+        refused = _refused(config, best.trial.attention, native, why_not)
+        return attrs.evolve(refused, split=best.split, measured=measured)
+
+
+def _where(model: Any, place: _CopyPlace) -> MixingModule | None:
+    """Return the first module that mixes samples, or that computes something else than alone."""
+    packed = {**place.row.packed(), "use_cache": False}
+    places, shape = place.row.places, (1, sum(place.row.lengths))
+    try:
+        leak = first_leak(model, packed, places, shape=shape)
+        if leak is not None:
+            return leak[1]
+        for number, own in enumerate(places):
+            alone = {**place.row.alone(number), "use_cache": False}
+            limit = EQUAL[place.precision]
+            found = first_different(model, packed, alone, own, shape=shape, limit=limit)
+            if found is not None:
+                return found
+    except Exception:  # whatever the code of a family raises; the verdict stands
+        log.debug("the module that mixes samples was not found", exc_info=True)
+    return None
 
 
 _UNREACHED = (

@@ -11,14 +11,12 @@ import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 
-from packplan.adapters.models import Gradients, add_gradients, difference_norms
+from packplan.adapters.models import Gradients, add_gradients, difference_norms, weight_gradients
+from packplan.adapters.proof import difference_of, logit_reaches, watching
 from packplan.core.equality import ProbeResult, loss_difference
 
 _SEED = 7
 """Seed of the tokens."""
-
-_ENOUGH = 8
-"""Tokens of a sample, of which half is no accident."""
 
 
 @attrs.frozen(eq=False)
@@ -52,6 +50,11 @@ class ProbeRow:
     def spans(self) -> list[slice]:
         """Place of each sample."""
         return [slice(*span) for span in pairwise(accumulate(self.lengths, initial=0))]
+
+    @property
+    def places(self) -> list[tuple[int, slice]]:
+        """Row and tokens of each sample; the row is 0."""
+        return [(0, span) for span in self.spans]
 
     def packed(self) -> dict[str, torch.Tensor]:
         """Return the row as training gives it to the model: positions that restart, and no mask."""
@@ -100,7 +103,7 @@ def measure_alone(model: Any, row: ProbeRow, *, with_gradients: bool = True) -> 
             one = model(**row.alone(number), use_cache=False).logits[0]
             loss = losses_of(one, row.ids[0, span])
         if with_gradients:
-            norms += add_gradients(total, _weight_gradients(model, loss))
+            norms += add_gradients(total, weight_gradients(model, loss))
         logits.append(one.detach().float())
         losses.append(float(loss.detach()))
     return Alone(logits[::-1], losses[::-1], total, norms)
@@ -119,19 +122,13 @@ def measure_packed(
         with_gradients: Compare the gradients of the weights too.
         typical: Compare each sample's typical token, not the worst, and no losses.
     """
-    embedded: list[torch.Tensor] = []
-
-    def collect(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
-        """Collect the embeddings, as leaves that gradients reach."""
-        embedded.append(output)
-        return output if output.requires_grad else output.requires_grad_()
-
-    with model.get_input_embeddings().register_forward_hook(collect):
-        logits = model(**row.packed(), use_cache=False).logits[0]
-    isolation = _isolation(logits, embedded[0], row)
+    inputs = row.packed()
+    with watching(model, inputs, (1, sum(row.lengths))) as watched:
+        logits = model(**inputs, use_cache=False).logits[0]
+    isolation = max(reach.isolation for reach in logit_reaches(watched, logits, row.places))
     scale = max(float(one.abs().max()) for one in alone.logits)
     different = max(
-        _of_tokens((logits[span].detach().float() - one).abs().amax(-1), typical=typical)
+        difference_of((logits[span].detach().float() - one).abs().amax(-1), typical=typical)
         for span, one in zip(row.spans, alone.logits, strict=True)
     )
     losses = [losses_of(logits[span], row.ids[0, span]) for span in row.spans]
@@ -142,48 +139,10 @@ def measure_packed(
     )
     gradients = 0.0
     if with_gradients:
-        found = _weight_gradients(model, torch.stack(losses).sum())
+        found = weight_gradients(model, torch.stack(losses).sum())
         gradients = math.hypot(*difference_norms(found, alone.gradients).values()) / (alone.norms or 1.0)
     losses_differ = 0.0 if typical else _number(different_loss)
     return ProbeResult(isolation, _number(different / (scale or 1.0)), losses_differ, _number(gradients))
-
-
-def _isolation(logits: torch.Tensor, embedded: torch.Tensor, row: ProbeRow) -> float:
-    """
-    Return the largest gradient of a sample's logits with respect to another sample's embeddings,
-    over the largest of its own; infinite if the probe is blind: no gradient reaches the sample
-    itself.
-    """
-    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(11)).to(logits)
-    worst = 0.0
-    for span in row.spans:
-        (reached,) = torch.autograd.grad((logits[span] * weights[span]).sum(), embedded, retain_graph=True)
-        sizes = reached[0].abs().amax(-1)
-        own = float(sizes[span].min()) if span.stop - span.start == 1 else float(sizes[span].max())
-        others = max(_largest(sizes[: span.start]), _largest(sizes[span.stop :]))
-        if not own > 0 or not math.isfinite(own) or not math.isfinite(others):
-            return math.inf
-        worst = max(worst, others / own)
-    return worst
-
-
-def _weight_gradients(model: Any, loss: torch.Tensor) -> Gradients:
-    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-    found = torch.autograd.grad(loss, [one for _, one in named], allow_unused=True)
-    return {name: one for (name, _), one in zip(named, found, strict=True) if one is not None}
-
-
-def _of_tokens(different: torch.Tensor, *, typical: bool) -> float:
-    """Return the difference of a sample's worst token, or of its typical one if it has enough."""
-    if not bool(different.isfinite().all()):
-        return math.inf
-    if typical:
-        return float(different.median()) if len(different) >= _ENOUGH else 0.0
-    return float(different.max())
-
-
-def _largest(values: torch.Tensor) -> float:
-    return float(values.abs().max()) if values.numel() else 0.0
 
 
 def _number(value: float) -> float:

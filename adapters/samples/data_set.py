@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,17 @@ from numpy.typing import NDArray
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.record_file import RecordFile
 from packplan.core.errors import Difference, StaleError
-from packplan.core.samples import DIGEST_BYTES, Where
+from packplan.core.samples import DIGEST_BYTES, Where, is_place
+from packplan.core.schedule import RecordIds
 
 _SHOWN_DIGITS = 12
 """Digits of a digest that a message shows."""
+
+
+@cache
+def absolute(folder: str) -> str:
+    """Return a folder as digests have it: absolute, or the place that it is."""
+    return folder if is_place(folder) else str(Path(folder).resolve())
 
 
 class FileRecords:
@@ -24,19 +33,29 @@ class FileRecords:
 
     def __init__(self, files: Sequence[RecordFile]) -> None:
         self._files = list(files)
-        self._ends = np.cumsum([len(file) for file in files])
-        self.firsts = [0, *self._ends[:-1].tolist()]
+        self._ends: list[int] = np.cumsum([len(file) for file in files]).tolist()
+        self.firsts = [0, *self._ends[:-1]]
         self.num_with_media_tags = sum(file.num_with_media_tags for file in files)
         self._known: NDArray[np.uint8] | None = None
         """Digests of records that were read, all zero where one was not."""
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._ends[-1]
 
     def record_digest(self, index: int) -> str:
         """Return the digest of record *index* alone."""
         file, row = self._find(index)
         return self._digests(file, row, range(index, index + 1)).tobytes().hex()
+
+    def ids(self) -> RecordIds:
+        """Return the first eight bytes of the digest of each record, little-endian."""
+        found = np.empty(len(self), dtype="<u8")
+        for number, file in enumerate(self._files):
+            for row in range(0, len(file), _AT_ONCE):
+                first = self.firsts[number] + row
+                indices = range(first, first + min(len(file) - row, _AT_ONCE))
+                found[indices.start : indices.stop] = self._digests(file, row, indices).view("<u8")[:, 0]
+        return found
 
     def read(self, index: int) -> tuple[Any, bytes]:
         """
@@ -131,7 +150,7 @@ class FileRecords:
                 kept = digests[~np.isin(indices, without)]
                 if len(kept) and file.named.folder != folder:
                     folder = file.named.folder
-                    sha256.update(f"{Path(folder).resolve()}\n".encode())
+                    sha256.update(f"{absolute(folder)}\n".encode())
                 sha256.update(kept.tobytes())
                 index += len(indices)
                 bar.update(len(indices))
@@ -145,7 +164,7 @@ class FileRecords:
             return
         for number, file in enumerate(self._files):
             if not file.knows_digests:
-                file.keep(self._known[self.firsts[number] : int(self._ends[number])])
+                file.keep(self._known[self.firsts[number] : self._ends[number]])
         if all(file.knows_digests for file in self._files):
             self._known = None
 
@@ -154,7 +173,7 @@ class FileRecords:
         if not 0 <= index < len(self):
             message = f"record {index} of {len(self)}"
             raise IndexError(message)
-        file = int(np.searchsorted(self._ends, index, side="right"))
+        file = bisect.bisect_right(self._ends, index)
         return self._files[file], index - self.firsts[file]
 
 

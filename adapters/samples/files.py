@@ -26,9 +26,18 @@ from packplan.adapters.samples.formats.jsonl import LinesFile
 from packplan.adapters.samples.formats.record_file import Named, RecordFile
 from packplan.adapters.samples.formats.rewriting import GZIP, PARQUET, ROWS, TEXT, ZSTD, copy_fault, copy_of, head_of
 from packplan.adapters.samples.formats.spans import SpanFile
+from packplan.adapters.samples.remote.copies import origin_of
 from packplan.core.errors import DataSetError
 from packplan.core.ports import Records
-from packplan.core.samples import IMAGE_KEYS, VIDEO_KEYS, inline_image
+from packplan.core.samples import (
+    IMAGE_KEYS,
+    VIDEO_KEYS,
+    inline_image,
+    is_place,
+    located,
+    place_fault,
+    without_credentials,
+)
 
 _PACKED = {".gz", ".zst", ".zstd"}
 
@@ -50,6 +59,9 @@ _TABLES = {".csv": CsvFile, ".tsv": TsvFile}
 _TAR = (257, b"ustar")
 
 _NAMED = {".parquet": "Parquet", ".gz": "a gzip archive", ".zst": "a zstd archive", ".zstd": "a zstd archive"}
+
+_SHARD = re.compile(r"[-_.]?\d+(?:-of-\d+)?$")
+"""End of the name of a file that is one of several parts."""
 
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")
 _ARRAY_OF_OBJECTS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
@@ -74,7 +86,7 @@ def open_records(paths: tuple[str, ...], *, max_line_bytes: int | None = None, c
         require_file(path)
         file = _open(path, max_line_bytes, cache)
         if not len(file):
-            message = f"{path} holds no record: the data set is empty"
+            message = f"{file.named.name} holds no record: the data set is empty"
             raise DataSetError(message)
         opened.append(file)
     return FileRecords(opened)
@@ -152,6 +164,14 @@ def _expanded(paths: Iterable[str]) -> list[Path]:
 
 def _matching(path: str) -> list[Path]:
     """Return the file of a name, or those of a pattern; DataSetError if there is none."""
+    if (fault := place_fault(path)) is not None:
+        message = f"{without_credentials(path)} {fault}"
+        raise DataSetError(message)
+    if is_place(path):
+        message = f"{without_credentials(path)} is at another machine, and is read only where train_jsonl names it"
+        raise DataSetError(message)
+    if Path(path).is_dir() and not is_arrow_folder(Path(path)):
+        return _shards(Path(path))
     if Path(path).exists() or not glob.has_magic(path):
         return [Path(path)]
     found = sorted(map(Path, glob.glob(path, recursive=True)))  # noqa: PTH207  # patterns may be absolute
@@ -159,6 +179,19 @@ def _matching(path: str) -> list[Path]:
         message = f"{path} matches no file: name existing data files"
         raise DataSetError(message)
     return found
+
+
+def _shards(folder: Path) -> list[Path]:
+    """
+    Return the Parquet or Arrow files in a folder, by name; DataSetError if they are of several
+    splits.
+    """
+    found = sorted(path for path in folder.rglob("*") if path.suffix in {".parquet", ".arrow"} and path.is_file())
+    kinds = {str(path.relative_to(folder).parent / _SHARD.sub("", path.stem)) + f"*{path.suffix}" for path in found}
+    if len(kinds) > 1:
+        message = f"{folder} holds several data sets: name one of them, {', '.join(sorted(kinds)[:9])}"
+        raise DataSetError(message)
+    return found or [folder]
 
 
 def sources_of(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, str]:
@@ -172,7 +205,7 @@ def sources_of(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, st
     """
     ends = Counter(Path(path).name for path in paths)
     unnamed = {path: end if ends[end := Path(path).name] == 1 else path for path in paths}
-    return {str(file): names.get(path, unnamed[path]) for path in paths for file in _matching(path)}
+    return {_spoken(file)[0]: names.get(path, unnamed[path]) for path in paths for file in _matching(path)}
 
 
 def _refuse_twins(files: list[Path]) -> None:
@@ -191,13 +224,18 @@ def _refuse_twins(files: list[Path]) -> None:
             raise DataSetError(message)
 
 
+def _spoken(path: Path) -> tuple[str, str]:
+    """Return the name and the media's folder of a file; of a copy, those of its place."""
+    return origin_of(path) or (str(path), str(path.parent))
+
+
 def _open(path: Path, max_bytes: int | None, cache: Path | None) -> RecordFile:
     """Open a file that is there, by what it is."""
     if path.is_dir():
         named = Named(str(path), str(path))
         return ArrowFile(parts_of_folder(path), named=named, max_bytes=max_bytes, cache=cache)
     copy = copy_of(path, cache)
-    named = Named(str(path), str(path.parent), None if copy is None else str(copy))
+    named = Named(*_spoken(path), None if copy is None else str(copy))
     if copy is not None and (copy / TEXT).exists():
         return _open_text(copy / TEXT, Path(path.name).with_suffix("").suffix, named, max_bytes, cache)
     if copy is not None:
@@ -230,14 +268,14 @@ def _open_text(text: Path, suffix: str, named: Named, max_bytes: int | None, cac
     return kind(text, named=named, max_bytes=max_bytes, cache=cache)
 
 
-def rebased(record: Any, folder: Path, onto: Path) -> Any:
+def rebased(record: Any, folder: str | Path, onto: Path) -> Any:
     """
     Return a record of a file in *folder* as one in *onto* has to read: with the same
     media.
 
     Args:
         record: A record's JSON value, or that of a column.
-        folder: Folder that its relative images start at.
+        folder: Folder or place that its relative images start at.
         onto: Folder of the file that it is written to.
     """
     record = as_json(record)
@@ -264,7 +302,7 @@ def _with_parts(message: Any, move: Callable[[Any], Any]) -> Any:
     return {**message, "content": moved}
 
 
-def _moved(media: Any, folder: Path, onto: Path) -> Any:
+def _moved(media: Any, folder: str | Path, onto: Path) -> Any:
     """Return a path, or paths, from another folder; an image that stands in the record stays."""
     if isinstance(media, list):
         return [_moved(one, folder, onto) for one in media]
@@ -273,7 +311,7 @@ def _moved(media: Any, folder: Path, onto: Path) -> Any:
         return {**media, "path": _moved(path, folder, onto)} if path and not media.get("bytes") else media
     if not isinstance(media, str) or inline_image(media) is not None or "://" in media:
         return media
-    return os.path.relpath(folder / media, onto)
+    return located(str(folder), media) if is_place(str(folder)) else os.path.relpath(Path(folder, media), onto)
 
 
 def as_json(value: Any) -> Any:

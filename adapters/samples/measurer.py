@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from packplan.adapters.lifeline import ctrl_c_kept, end_with_parent, lost_processes_named, open_pool
 from packplan.adapters.samples.counting.quickly import QuickMeasurer
+from packplan.adapters.samples.data_set import absolute
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.files import copy_faults
 from packplan.adapters.samples.media import untruncated
@@ -168,12 +169,23 @@ class SwiftMeasurer:
         """Return the digest of record *index* alone."""
         return self._encoder.records.record_digest(index)
 
+    def media_folder(self, index: int) -> str:
+        """Return the folder that relative paths of the record's media start from, absolute."""
+        return absolute(self._encoder.records.folder(index))
+
     def measure_by_headers(self, index: int) -> Measurement:
         """Measure sample *index* without decoding its media, if that is exact; see `core.ports`."""
         return self.quick.by_headers(index)
 
     def measure(self, index: int) -> Measurement:
-        """Encode and measure sample *index*; RecordError if it cannot become a sample."""
+        """
+        Encode and measure sample *index*; RecordError if it cannot become a sample.
+
+        One whose videos are at places is encoded with others in their place.
+        """
+        spec = self._encoder.spec
+        if spec.heads and self._encoder.reads_parts(self._encoder.read(index)):
+            return self.quick.by_headers(index)
         # Whether a sample is truncated, or happens to fit exactly, shows only without the limit.
         with untruncated(self._encoder.template):
             whole = self._measure_encoded(index)
@@ -191,7 +203,8 @@ class SwiftMeasurer:
         Measure several, in the order of *indices*, by processes where that is faster; see
         `core.ports`.
         """
-        self._encoder.fetch_media(indices)
+        if not self._encoder.spec.heads:
+            self._encoder.fetch_media(indices)
         size, started = (_TRIED if self._workers > 1 else AT_ONCE), time.perf_counter()
         for done in range(0, len(indices), size):
             if done and self._workers > 1:
@@ -269,7 +282,7 @@ class SwiftMeasurer:
 
     def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """Return the current facts of the media files of sample *index*; see `core.ports`."""
-        sample = self._encoder.read(index)
+        sample = self._encoder.read(index, whole=decode)
         facts = self._encoder.image_facts(index, sample.get("images", ()), decode=decode)
         videos = sample.get("videos", ())
         if decode:

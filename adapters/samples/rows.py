@@ -104,13 +104,14 @@ class RowsEncoder(SwiftEncoder):
             return f"rows with boxes, videos, sound or {_IMAGE_PATH} are encoded in full"
         return None
 
-    def sample_of(self, index: int, record: object) -> dict[str, Any]:
+    def sample_of(self, index: int, record: object, *, whole: bool = False) -> dict[str, Any]:  # noqa: ARG002
         """
         Return the sequence of a row as messages and media.
 
         Args:
             index: Index of the sequence.
             record: The row.
+            whole: No matter here: a row has its images, or names them.
 
         Raises:
             RecordError: ms-swift does not take it.
@@ -212,6 +213,10 @@ class PairSource:
     def record_digest(self, index: int) -> str:
         """Return the digest of row *index* alone."""
         return self._parts.record_digest(2 * index)
+
+    def media_folder(self, index: int) -> str:
+        """Return the folder that relative paths of the row's images start from."""
+        return self._parts.media_folder(2 * index)
 
     def copy_faults(self) -> Iterator[tuple[str, str]]:
         """Yield nothing: rows have no copy."""

@@ -1,91 +1,81 @@
 """
-Images of URLs, fetched once into a folder where each stands under the digest of its content.
+Images and videos at places of other machines, fetched once into a folder where each stands under
+the digest of its content.
 
-A note beside them says which URL gave which content: whoever asks again, in another process or
-years later, gets the same bytes without a network, or is told that they are gone. An image is
-bounded in size and time, and kept only where it came whole and its pixels can be read.
+A note beside them says which place gave which content: whoever asks again, in another process or
+years later, gets the same bytes without a network, or is told that they are gone. A medium is
+bounded in size and time, and kept only where it came whole and an image's pixels can be read.
+
+Where samples are only measured, the head of an image and parts of a video are enough: they are
+asked for alone, and not kept. Queries and names in URLs may be credentials: no message and no note
+has them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import http.client
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-import attrs
+from typing import Any, TypeVar
 
 from packplan.adapters import files
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.adapters.samples.image_headers import read_size
+from packplan.adapters.samples.image_headers import Head, read_size
+from packplan.adapters.samples.remote.copies import fetch
+from packplan.adapters.samples.remote.ranged import Ranged
+from packplan.adapters.samples.remote.transport import Patience, RefusedError, read_part
 from packplan.core.errors import CorruptArtefactError, counted
+from packplan.core.samples import HEAD_BYTES, without_credentials, without_signature
+
+T = TypeVar("T")
 
 _SCHEMA = "packplan.medium/1"
 
 _MOST_BYTES = 2**26
 """Bytes of an image."""
 
-_CHUNK = 2**16
+_MOST_VIDEO_BYTES = 2**33
+"""Bytes of a video."""
 
 _AT_ONCE = 16
-"""Images that are fetched at the same time."""
+"""Media that are fetched at the same time."""
 
-_MOST_REDIRECTS = 5
+_KEPT_HEADS, _KEPT_VIDEOS = 256, 16
+"""Heads of images and parts of videos that are kept in memory where others are asked for."""
 
-_MEANT = "%/:=&?~#+!$,;'@()*[]|"
-"""Signs of a URL that stay as they are; blanks and letters beyond ASCII are quoted."""
-
-_AGAIN = (429, 500, 502, 503, 504)
-"""Answers of a server that may do better a moment later."""
-
-
-@attrs.frozen
-class Patience:
-    """How long to wait for an image."""
-
-    image_s: float = 60.0
-    """For all of it, whatever the server does."""
-
-    silence_s: float = 10.0
-    """For the next bytes."""
-
-    waits_s: tuple[float, ...] = (0.5, 2.0)
-    """Before each further attempt, where another one may do better."""
-
-
-class _RefusedError(Exception):
-    """An image is not to be had; asking again would not help."""
-
-
-class _TroubleError(Exception):
-    """An image did not come this time."""
+_MATROSKA = b"\x1a\x45\xdf\xa3"
+"""First bytes of mkv and webm, which have no index of their frames: all of one is read."""
 
 
 class MediaCache:
-    """Fetches images, and keeps them."""
+    """Fetches images and videos, and keeps them."""
 
     def __init__(self, folder: Path, *, patience: Patience | None = None) -> None:
         """
-        Keep images in a folder, which several processes may share.
+        Keep media in a folder, which several processes may share.
 
         Args:
             folder: Made if there is none.
-            patience: Times to wait for an image.
+            patience: Times to wait for a medium.
         """
         self.folder, self._patience = folder, patience or Patience()
         self._failed: dict[str, str] = {}
-        """URL -> why its image is not to be had; asked once in a process."""
+        """Place -> why its medium is not to be had; asked once in a process."""
+        self._heads: dict[str, Head] = {}
+        """Place -> head of its image."""
+        self._parts: dict[str, Ranged] = {}
+        """Place -> video of which parts were read."""
 
-    def path(self, url: str) -> str:
+    def path(self, url: str, *, is_video: bool = False) -> str:
         """
-        Return the file of an image, fetched if it is not there yet.
+        Return the file of a medium, fetched if it is not there yet.
+
+        Args:
+            url: Place of the medium.
+            is_video: Whether it is a video, which may be larger.
 
         Raises:
             ValueError: It cannot be had, or is no image, and why.
@@ -95,145 +85,161 @@ class MediaCache:
             lock = self._note_file(url).with_name("lock")
             with files.writing(lock):
                 lock.parent.mkdir(parents=True, exist_ok=True)
-            # One thread of one process fetches; those of other images seldom wait.
-            with files.held(lock, "for an image of another process"):
-                found = self._file(url) or self._fetched(url)
+            # One thread of one process fetches; those of other media seldom wait.
+            with files.held(lock, "for a medium of another process"):
+                found = self._file(url) or self._asked(
+                    url, partial(self._fetched, url, is_video=is_video), is_video=is_video
+                )
         return found
 
-    def prefetch(self, urls: Iterable[str]) -> None:
-        """Fetch images that are not there yet, several at a time; those that fail say so later."""
-        missing = [url for url in dict.fromkeys(urls) if self._file(url) is None]
+    def prefetch(self, images: Iterable[str], videos: Iterable[str] = ()) -> None:
+        """
+        Fetch media that are not there yet, several at a time; those that fail say so later.
+
+        Args:
+            images: Places of images.
+            videos: Places of videos.
+        """
+        wanted = {url: partial(self.path, url) for url in images}
+        wanted |= {url: partial(self.path, url, is_video=True) for url in videos}
+        missing = [call for url, call in wanted.items() if self._file(url) is None]
         if not missing:
             return
-        bar = progress(total=len(missing), desc="fetching images", unit=" images", delay=BRIEF_S)
+        bar = progress(total=len(missing), desc="fetching media", unit=" media", delay=BRIEF_S)
         with bar, ThreadPoolExecutor(_AT_ONCE) as pool:
-            for _ in pool.map(self._try, missing):
+            for _ in pool.map(_try, missing):
                 bar.update()
 
-    def _try(self, url: str) -> None:
-        with contextlib.suppress(ValueError):  # which `path` says again, where its record is known
-            self.path(url)
+    def prefetch_heads(self, images: Iterable[str], videos: Iterable[str] = ()) -> None:
+        """
+        Ask for heads of media, several at a time, and forget the oldest ones; as `prefetch` does.
+
+        Args:
+            images: Places of images.
+            videos: Places of videos.
+        """
+        for kept, number in ((self._heads, _KEPT_HEADS), (self._parts, _KEPT_VIDEOS)):
+            for url in [*kept][: max(0, len(kept) - number)]:
+                del kept[url]
+        calls = {url: partial(self.head, url) for url in images} | {url: partial(self.video, url) for url in videos}
+        if missing := [*calls.values()]:
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                list(pool.map(_try, missing))
+
+    def head(self, url: str) -> Head | str:
+        """
+        Return the head of an image, or its file: where it was fetched already, or where its head
+        does not say its width and height.
+
+        Raises:
+            ValueError: It cannot be had, or is no image, and why.
+            OutputError: There is no room for it.
+        """
+        if (found := self._heads.get(url) or self._file(url)) is not None:
+            return found
+        head = self._asked(url, partial(self._head, url))
+        try:
+            read_size(head)
+        except ValueError:
+            return self.path(url)
+        self._heads[url] = head
+        return head
+
+    def video(self, url: str, *, is_frame: bool = False) -> str:
+        """
+        Return a video of which parts are read, or its file: where it was fetched already, or where
+        only all of it says how many frames it has.
+
+        Args:
+            url: Place of the video.
+            is_frame: Whether it is an image, a frame of a video.
+
+        Raises:
+            ValueError: It cannot be had.
+            OutputError: There is no room for it.
+        """
+        if (found := self._file(url)) is not None:
+            return found
+        most = _MOST_BYTES if is_frame else _MOST_VIDEO_BYTES
+        ranged = self._parts.setdefault(url, Ranged(url, most=most, patience=self._patience))
+        if url in self._failed:
+            raise ValueError(self._failed[url])
+        try:
+            is_matroska = ranged.block(0).startswith(_MATROSKA)
+        except ValueError as error:
+            self._failed[url] = str(error)
+            raise
+        return ranged if ranged.sends_parts and not is_matroska else self.path(url, is_video=not is_frame)
+
+    def _head(self, url: str) -> Head:
+        part = read_part(url, 0, HEAD_BYTES, most=_MOST_BYTES, patience=self._patience)
+        return Head(part.held, part.standing.size)
 
     def _note_file(self, url: str) -> Path:
-        key = hashlib.sha256(url.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+        key = hashlib.sha256(without_signature(url).encode("utf-8", "surrogatepass")).hexdigest()[:32]
         return self.folder / "urls" / key[:2] / f"{key}.json"
 
     def _content(self, sha256: str) -> Path:
         return self.folder / sha256[:2] / sha256
 
     def _note(self, url: str) -> dict[str, Any] | None:
-        """Return the note about a URL's image; None if there is none, or a damaged one."""
+        """Return the note about a place's medium; None if there is none, or a damaged one."""
         with contextlib.suppress(CorruptArtefactError), files.writing(self.folder):
             return files.read_manifest(self._note_file(url), _SCHEMA)
         return None
 
     def _file(self, url: str) -> str | None:
-        """Return the file of a URL's image; None if it is not there whole."""
+        """Return the file of a place's medium; None if it is not there whole."""
         if (note := self._note(url)) is None:
             return None
         path = self._content(note["sha256"])
         return str(path) if path.is_file() and path.stat().st_size == int(note["bytes"]) else None
 
-    def _fetched(self, url: str) -> str:
-        """Fetch an image, keep it and return its file; ValueError if it cannot be had."""
+    def _fetched(self, url: str, *, is_video: bool) -> str:
+        """Fetch a medium, keep it and return its file; RefusedError if it cannot be had."""
+        known, note_file = self._note(url), self._note_file(url)
+        fetched = note_file.with_suffix(".fetched")
+        most = _MOST_VIDEO_BYTES if is_video else _MOST_BYTES
+        try:
+            standing, sha256 = fetch(url, fetched, most=most, patience=self._patience)
+            if not is_video:
+                _require_image(fetched)
+            if known is not None and known["sha256"] != sha256:
+                raise RefusedError("it was fetched before, its file is gone, and the server has another one now")
+            target = self._content(sha256)
+            with files.writing(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                fetched.replace(target)
+                files.sync_folder(target.parent)
+        finally:
+            fetched.unlink(missing_ok=True)
+        note = {"schema": _SCHEMA, "url": without_credentials(url)[:500], "sha256": sha256, "bytes": standing.size}
+        files.write_manifest(note_file, note)
+        return str(target)
+
+    def _asked(self, url: str, call: Callable[[], T], *, is_video: bool = False) -> T:
+        """Return what is taken of a place; ValueError if there is nothing to take."""
         if (reason := self._failed.get(url)) is not None:
             raise ValueError(reason)
         try:
-            held = self._ask(url)
-            sha256 = _checked(held, self._note(url))
-        except _RefusedError as error:
-            reason = f"the image {url[:500]} cannot be fetched: {error}"
+            return call()
+        except RefusedError as error:
+            reason = (
+                f"the {'video' if is_video else 'image'} {without_credentials(url)[:500]} cannot be fetched: {error}"
+            )
             self._failed[url] = reason
             raise ValueError(reason) from None
-        target = self._content(sha256)
-        with files.writing(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-        files.write_bytes(target, held)
-        note = {"schema": _SCHEMA, "url": url, "sha256": sha256, "bytes": len(held)}
-        files.write_manifest(self._note_file(url), note)
-        return str(target)
-
-    def _ask(self, url: str) -> bytes:
-        """Return the bytes of a URL, in a few attempts; _RefusedError if there are none."""
-        for wait in (*self._patience.waits_s, None):
-            try:
-                return _read(url, self._patience)
-            except _TroubleError as error:
-                if wait is None:
-                    attempts = counted(len(self._patience.waits_s) + 1, "attempt")
-                    raise _RefusedError(f"{error}, in {attempts}") from None
-                time.sleep(wait)
-        raise AssertionError  # the last attempt raises, or returns
 
 
-def _checked(held: bytes, known: dict[str, Any] | None) -> str:
-    """
-    Return the digest of what came, if it is an image whose pixels can be read, and the one that was
-    fetched before, whose file is gone; else _RefusedError.
-    """
+def _try(call: Callable[[], object]) -> None:
+    with contextlib.suppress(ValueError):  # which is said again, where the record is known
+        call()
+
+
+def _require_image(fetched: Path) -> None:
+    """Refuse what came if it is no image whose pixels can be read."""
     try:
-        read_size(held, decode=True)
+        read_size(held := fetched.read_bytes(), decode=True)
     except ValueError as error:
         why = str(error).split(" in the record ", maxsplit=1)[-1]
-        message = f"what came, {counted(len(held), 'byte')}, {why}"
-        raise _RefusedError(message) from None
-    sha256 = hashlib.sha256(held).hexdigest()
-    if known is not None and known["sha256"] != sha256:
-        message = "it was fetched before, its file is gone, and the server has another one now"
-        raise _RefusedError(message)
-    return sha256
-
-
-def _read(url: str, patience: Patience) -> bytes:
-    """Return the bytes of a URL; _TroubleError if another attempt may succeed."""
-    deadline = time.monotonic() + patience.image_s
-    try:
-        request = urllib.request.Request(  # noqa: S310  # it is of http or https
-            urllib.parse.quote(url, safe=_MEANT), headers={"User-Agent": "packplan", "Accept": "image/*"}
-        )
-        with urllib.request.build_opener(_Redirects).open(request, timeout=patience.silence_s) as answer:
-            return _whole(answer, deadline, patience)
-    except urllib.error.HTTPError as error:
-        error.close()
-        kind = _TroubleError if error.code in _AGAIN else _RefusedError
-        raise kind(f"the server answers {error.code} {error.reason}") from None
-    except (OSError, http.client.HTTPException) as error:
-        why = getattr(error, "reason", None) or error
-        raise _TroubleError(f"{type(error).__name__}: {why}") from None
-    except ValueError as error:  # it is no URL
-        raise _RefusedError(str(error)) from None
-
-
-def _whole(answer: Any, deadline: float, patience: Patience) -> bytes:
-    """Return all that a server sends; _TroubleError if that is less than it says."""
-    said = answer.headers.get("Content-Length")
-    size = int(said) if said and said.isdigit() else None
-    parts, number = [], 0
-    while max(number, size or 0) <= _MOST_BYTES and (part := answer.read1(_CHUNK)):
-        parts.append(part)
-        number += len(part)
-        if time.monotonic() > deadline:
-            message = f"it took more than {patience.image_s:g} s"
-            raise _RefusedError(message)
-    if max(number, size or 0) > _MOST_BYTES:
-        message = f"it has more than {_MOST_BYTES:,} bytes"
-        raise _RefusedError(message)
-    if size is not None and number != size:
-        message = f"{number:,} of {counted(size, 'byte')} came"
-        raise _TroubleError(message)
-    return b"".join(parts)
-
-
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows a few redirects, to http and https alone; never from https to http."""
-
-    max_redirections = _MOST_REDIRECTS
-    max_repeats = 1
-
-    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: str) -> Any:  # noqa: PLR0917
-        """Return the request that a redirect asks for; see urllib, which refuses other schemes."""
-        scheme = urllib.parse.urlsplit(newurl).scheme.lower()
-        if scheme not in {"http", "https"} or (req.type == "https" and scheme == "http"):
-            message = f"the server sends on to {newurl[:100]!r}, and only http and https are read"
-            raise _RefusedError(message)
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
+        raise RefusedError(f"what came, {counted(len(held), 'byte')}, {why}") from None

@@ -1,6 +1,7 @@
 """
 Plans on disk: `raw_plan.json` and its flat arrays, stored once, and `plan_ws<W>.json`, derived for
-a world size.
+a world size. Where each epoch has a plan of its own, the first is stored, and `schedule_ws<W>.json`
+has a record of each.
 
 The arrays are published first and the manifest that digests them last, so a reader sees a whole
 plan or none.
@@ -9,26 +10,33 @@ plan or none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+import cattrs
 import numpy as np
+from cattrs.errors import BaseValidationError
 from numpy.typing import NDArray
 
 from packplan.adapters import files
 from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.checksum import plan_checksum
+from packplan.core.epochs import EpochRecord
 from packplan.core.errors import CorruptArtefactError, PlanError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import RawPlan, plan_from_arrays, plan_to_arrays
 from packplan.core.ports import StoredPlan
+from packplan.core.schedule import EpochSchedule
 
 log = logging.getLogger(__name__)
 
 SCHEMA = "packplan raw plan 2"
 
 ALIGNED_SCHEMA = "packplan aligned plan 1"
+
+EPOCHS_SCHEMA = "packplan epochs 1"
 
 
 class DiskPlanStore:
@@ -82,7 +90,8 @@ class DiskPlanStore:
         key = Fingerprint(manifest["fingerprint"])
         aligned = (files.read_manifest(path, ALIGNED_SCHEMA) for path in self._aligned_manifests())
         sizes = [one["world_size"] for one in aligned if one and one["plan_fingerprint_sha256"] == key.digest]
-        return StoredPlan(key, self._plan(manifest, self._arrays(manifest)), tuple(sorted(sizes)))
+        plan = self._plan(manifest, self._arrays(manifest))
+        return StoredPlan(key, plan, tuple(sorted(sizes)), self.load_epochs(key))
 
     def damage(self) -> Iterator[CorruptArtefactError]:
         """Yield every file that is not what was written, or does not fit the others."""
@@ -108,6 +117,11 @@ class DiskPlanStore:
             # Those of an earlier plan are left, and never taken for this one's.
             if aligned and plan and manifest and aligned["plan_fingerprint_sha256"] == manifest["fingerprint_sha256"]:
                 yield from _misaligned(path, aligned, plan)
+        for path in self._epoch_manifests():
+            try:
+                _epochs(path)
+            except CorruptArtefactError as error:
+                yield error
 
     def save(self, key: Fingerprint, plan: RawPlan) -> None:
         """Save so that readers see the whole plan or none of it."""
@@ -131,6 +145,26 @@ class DiskPlanStore:
         """
         content = {"schema": ALIGNED_SCHEMA, "plan_fingerprint_sha256": key.digest, **_alignment(aligned)}
         files.write_manifest(self.folder / f"plan_ws{aligned.world_size}.json", content)
+
+    def load_epochs(self, key: Fingerprint) -> tuple[EpochRecord, ...]:
+        """Return the records saved under *key*, of the most epochs; see `core.ports.PlanStore`."""
+        stored = (_epochs(path) for path in self._epoch_manifests())
+        return max((records for digest, records in stored if digest == key.digest), key=len, default=())
+
+    def save_epochs(self, key: Fingerprint, records: Sequence[EpochRecord], schedule: EpochSchedule) -> None:
+        """Save the records and steps of all epochs; see `core.ports.PlanStore`."""
+        content = {
+            "schema": EPOCHS_SCHEMA,
+            "plan_fingerprint_sha256": key.digest,
+            "fingerprint": dict(key.inputs),
+            "world_size": schedule.world_size,
+            "total_steps": schedule.total_steps,
+            "epochs": [{**attrs.asdict(one), "steps": schedule.steps_in(one.epoch)} for one in records],
+        }
+        files.write_manifest(self.folder / f"schedule_ws{schedule.world_size}.json", content)
+
+    def _epoch_manifests(self) -> list[Path]:
+        return sorted(self.folder.glob("schedule_ws*.json"))
 
     def _aligned_manifests(self) -> list[Path]:
         return sorted(self.folder.glob("plan_ws*.json"))
@@ -159,6 +193,20 @@ class DiskPlanStore:
         if differing := [name for name, count in _counts(plan).items() if manifest.get(name) != count]:
             raise CorruptArtefactError(str(self._manifest), f"its plan has another {', '.join(differing)}")
         return plan
+
+
+def _epochs(path: Path) -> tuple[str, tuple[EpochRecord, ...]]:
+    """Return the digest of the inputs of a manifest of epochs, and its records."""
+    remedy = f"delete {path}: it is made again; the lengths stay"
+    try:
+        manifest = files.read_manifest(path, EPOCHS_SCHEMA)
+        if manifest is None:
+            return "", ()
+        return manifest["plan_fingerprint_sha256"], cattrs.structure(manifest["epochs"], tuple[EpochRecord, ...])
+    except CorruptArtefactError as error:
+        raise CorruptArtefactError(error.path, error.reason, remedy) from None
+    except (BaseValidationError, LookupError) as error:
+        raise CorruptArtefactError(str(path), f"its records are no epochs: {error}", remedy) from None
 
 
 def _counts(plan: RawPlan) -> dict[str, int | str]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -41,6 +42,7 @@ from packplan.adapters.models import evaluating, is_ruined, load_strictly, mean_
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
 from packplan.adapters.trainer.callbacks import SaveOnSigterm, SkipDuplicateFinalEval
+from packplan.adapters.trainer.checkpoints import files_to_state, remove_digests, write_digests
 from packplan.adapters.trainer.loader import (
     LENGTHS,
     NORMALISER,
@@ -51,7 +53,7 @@ from packplan.adapters.trainer.loader import (
     open_worker,
 )
 from packplan.adapters.trainer.packed_dataset import PackedDataset
-from packplan.adapters.trainer.rehearsal import failures_named
+from packplan.adapters.trainer.settings import failures_named
 from packplan.core.equality import Precision
 from packplan.core.errors import ConfigError, MismatchError, RunError, in_ranges
 from packplan.core.ports import RankGroup
@@ -104,6 +106,7 @@ class PackingTrainer(Seq2SeqTrainer):
         self._size_before: float | None = None
         self._read_at = time.perf_counter()
         self.saved: Path | None = None
+        self.checkpoint_key = "training.resume_from_checkpoint"
         # Loaders of training; transformers opens another one for a resumed epoch.
         self._loaders: list[PackLoader] = []
         self._eval_batches: dict[str, int] = {}
@@ -243,13 +246,39 @@ class PackingTrainer(Seq2SeqTrainer):
             super()._save_checkpoint(*arguments, **options)
         self.saved = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        folder, args = Path(output_dir), self.args
+        if args.should_save:
+            remove_digests(folder)
+        # Each rank reads files of other ranks. The trainer's state comes next, and makes the
+        # checkpoint whole.
+        self._meet()
+        started = time.perf_counter()
+        # If every node writes its own checkpoint, the node's ranks share it.
+        on_node = args.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        share, num_shares = on_node if args.save_on_each_node else (self.group.rank, self.group.world_size)
+        num_bytes = write_digests(folder, share=share, num_shares=num_shares)
+        self._meet()
+        log.info(
+            "%s: digests of %.1f MB (of this rank's share) took %.2f s",
+            folder.name,
+            num_bytes / 1e6,
+            time.perf_counter() - started,
+        )
+        self.state.stateful_callbacks.update(files_to_state(folder))
+
+    def _meet(self) -> None:
+        """Wait for all ranks."""
+        self.group.any(False)  # noqa: FBT003  # only its arrival counts
+
     def _mean_size(self) -> float:
         return mean_size(self.model.parameters(), sharded=self.group.world_size > 1)
 
     def _load_optimizer_and_scheduler(self, *arguments: Any, **options: Any) -> None:
         requested, needed = _optimizer_settings(self.optimizer), {*chain(*self.optimizer.param_groups)}
         fact = f"is {self.saved}, whose optimizer this run cannot take"
-        with loading("training.resume_from_checkpoint", fact, _RESTORE):
+        with loading(self.checkpoint_key, fact, _RESTORE):
             super()._load_optimizer_and_scheduler(*arguments, **options)
             # The first step would fail on missing settings.
             if lacking := sorted(needed.difference(*self.optimizer.param_groups)):
@@ -259,11 +288,11 @@ class PackingTrainer(Seq2SeqTrainer):
             if kept != number:
                 log.warning(
                     "%s is %s, but the run goes on with its checkpoint's %s: to train on from its weights with "
-                    "another, set "
-                    "model.model to it and remove training.resume_from_checkpoint",
+                    "another, set model.model to it and remove %s",
                     key,
                     number,
                     kept,
+                    self.checkpoint_key,
                 )
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
@@ -408,7 +437,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         fact = f"is {resume_from_checkpoint}, whose weights this run cannot take"
-        with loading("training.resume_from_checkpoint", fact, _RESTORE):
+        with loading(self.checkpoint_key, fact, _RESTORE):
             if not self._load_strictly(resume_from_checkpoint, model or self.model):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 

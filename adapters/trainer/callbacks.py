@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,28 @@ class SkipDuplicateFinalEval(TrainerCallback):
         """Cancel evaluation and saving if the last step has done both."""
         if state.global_step == state.max_steps:
             control.should_evaluate = control.should_save = False
+
+
+class FinishStream(TrainerCallback):
+    """Evaluates and saves after the last step of a stream, which is known when the epoch ends."""
+
+    def __init__(self, ends_training: Callable[[], bool]) -> None:
+        """
+        Finish a stream.
+
+        Args:
+            ends_training: Function that returns whether the last epoch is over.
+        """
+        self.ends_training = ends_training
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:
+        """Evaluate and save if the last step has not."""
+        if not self.ends_training():
+            return
+        if args.eval_strategy == "steps" and state.global_step % state.eval_steps:
+            control.should_evaluate = True
+        if args.save_strategy == "steps" and state.global_step % state.save_steps:
+            control.should_save = True
 
 
 class SaveOnSigterm(TrainerCallback):

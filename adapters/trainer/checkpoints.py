@@ -9,24 +9,31 @@ import time
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import attrs
 import cattrs
+import numpy as np
 from cattrs.errors import BaseValidationError
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.core.errors import ConfigError, counted
+from packplan.core.errors import ConfigError, CorruptArtefactError, counted
+from packplan.core.fingerprint import Fingerprint
+from packplan.core.forecast import RunForecast
 from packplan.core.ports import RankGroup
-from packplan.core.schedule import ResumeState
+from packplan.core.schedule import RecordIds, ResumeState, Visits
+from packplan.core.stream import Carry, RankState, StreamState
 
 log = logging.getLogger(__name__)
 
 STATE = "trainer_state.json"
 """File that the trainer writes last into a checkpoint."""
 
-_RESUME_STATE = "packplan"
-"""Key of the resume state among the states of the trainer's callbacks."""
+State = TypeVar("State", ResumeState, StreamState)
+"""Resume state of a plan, or of a stream."""
+
+_RESUME_STATES: Mapping[type, str] = {ResumeState: "packplan", StreamState: "packplan_stream"}
+"""Keys of resume states among the states of the trainer's callbacks."""
 
 _ATTENTION = "packplan_attention"
 """Key of the attention backend that trained the checkpoint."""
@@ -35,8 +42,23 @@ _FILES = "packplan_files"
 """Key of the sizes of the checkpoint's files: weights, optimizer, generators of all ranks."""
 
 
+_FORECAST = "packplan_forecast"
+"""Key of the predicted and the real seconds up to the checkpoint."""
+
+_VISITS, _RECORDS = "packplan_visits.npy", "packplan_records.npy"
+"""Files with the visits of each record, in the whole training and in the epoch, and its digest."""
+
 _AGAIN = "copy it again, or name another checkpoint (last takes the newest whole one)"
 """Advice about a damaged file."""
+
+_FRESH = "to start again from its weights, set model.model to it"
+"""Advice about a checkpoint that no run of this kind resumes from."""
+
+_OF_OTHER_KIND = f"but it is of another custom.trainer_variant: restore that; {_FRESH}"
+"""Reason against a checkpoint of a stream for a plan, or of a plan for a stream."""
+
+_FOREIGN = f"but it does not say how far a plan was trained: it was not written by this program; {_FRESH}"
+"""Reason against a checkpoint without a resume state."""
 
 _CHUNK = 2**20
 """Bytes of a file in memory at once."""
@@ -45,26 +67,42 @@ _DIGESTS = "packplan_digests_*.json"
 """Files with the digests of the checkpoint's other files, one per rank: name -> SHA-256."""
 
 
+_RANK_STATE = "packplan_stream_{}.json"
+"""File with the progress of one rank of a stream."""
+
+_CONVERTER = cattrs.Converter()
+_CONVERTER.register_unstructure_hook(Carry, Carry.tolist)
+_CONVERTER.register_structure_hook(Carry, lambda lists, _: Carry(*lists))
+_CONVERTER.register_structure_hook(Fingerprint, lambda fields, _: Fingerprint(fields["inputs"]))
+
+
 @attrs.frozen
-class Checkpoint:
+class Checkpoint(Generic[State]):
     """Facts about a checkpoint that `find_checkpoint` found."""
 
     folder: str
 
-    resume_state: ResumeState
-    """Plan that was trained, and its progress."""
+    resume_state: State
+    """Plan or stream that was trained, and its progress."""
 
     attention: str | None
     """Attention backend that trained the checkpoint; None if it is not stored."""
 
     @classmethod
-    def read(cls, folder: Path) -> Checkpoint:
+    def read(cls, folder: Path, kind: type[State]) -> Checkpoint[State]:
         """Read these facts, without the weights."""
         attention = _state(folder)["stateful_callbacks"].get(_ATTENTION, {}).get("attn_impl")
-        return cls(str(folder), read_resume_state(folder), attention)
+        return Checkpoint(str(folder), read_resume_state(folder, kind), attention)
 
 
-def find_checkpoint(wanted: str, output_dir: str, *, group: RankGroup) -> Path:
+def find_checkpoint(
+    wanted: str,
+    output_dir: str,
+    *,
+    group: RankGroup,
+    kind: type = ResumeState,
+    key: str = "training.resume_from_checkpoint",
+) -> Path:
     """
     Return the folder of the checkpoint to resume from.
 
@@ -74,26 +112,110 @@ def find_checkpoint(wanted: str, output_dir: str, *, group: RankGroup) -> Path:
         wanted: Folder of a checkpoint, or `last` for the newest whole one of *output_dir*.
         output_dir: Output folder of the run.
         group: Ranks of the run, which take the same checkpoint.
+        kind: Class of its resume state.
+        key: Key that names the checkpoint.
 
     Raises:
         ConfigError: There is no such checkpoint, it is damaged, or it has no resume state.
     """
     candidates = _newest_first(Path(output_dir)) if wanted == "last" else iter([Path(wanted)])
     for folder in candidates:
-        reason = _why_not(folder) or _damage(folder, group)
+        reason = _why_not(folder, kind) or _damage(folder, group)
         if not group.any(reason is not None):
             return folder
         reason = reason or "but another rank cannot read it as it was saved: see its message"
         if wanted != "last":
-            raise ConfigError.at("training.resume_from_checkpoint", f"is {wanted}, {reason}")
+            raise ConfigError.at(key, f"is {wanted}, {reason}")
         log.warning("%s is passed over: it is a folder %s", folder, reason)
-    reason = f"is {wanted}, but there is no whole checkpoint in {output_dir}: remove it to start again"
-    raise ConfigError.at("training.resume_from_checkpoint", reason)
+    reason = f"finds no whole checkpoint in {output_dir}: remove it to start again"
+    raise ConfigError.at(key, reason)
 
 
-def read_resume_state(folder: Path) -> ResumeState:
+def find_continued(wanted: str, *, group: RankGroup) -> Path:
+    """
+    Return the folder of the checkpoint that another run is continued from.
+
+    Args:
+        wanted: The checkpoint, or the output folder of the other run, for its newest whole one.
+        group: Ranks of this run, which take the same checkpoint.
+
+    Raises:
+        ConfigError: There is no such checkpoint, it is damaged, or it has no resume state.
+    """
+    key = "training.continue_from"
+    if newest_checkpoint(wanted) is None:
+        return find_checkpoint(wanted, wanted, group=group, key=key)
+    return find_checkpoint("last", wanted, group=group, key=key)
+
+
+def state_digest(folder: Path) -> str:
+    """Return the SHA-256 of the trainer's state in a checkpoint, by which others are told apart."""
+    return hashlib.sha256((folder / STATE).read_bytes()).hexdigest()
+
+
+def newest_whole(output_dir: str) -> Path | None:
+    """
+    Return the folder of the latest step whose files have their sizes; None if there is none.
+    """
+    return next((folder for folder in _newest_first(Path(output_dir)) if _why_not(folder, ResumeState) is None), None)
+
+
+def write_visits(folder: Path, visits: Visits, ids: RecordIds) -> None:
+    """
+    Write how often each record was trained.
+
+    Args:
+        folder: The checkpoint.
+        visits: Visits of each record.
+        ids: The records.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    np.save(folder / _VISITS, np.stack([visits.total, visits.epoch]).astype("<i4", copy=False))
+    np.save(folder / _RECORDS, ids)
+
+
+def read_visits(folder: Path) -> tuple[Visits, RecordIds] | None:
+    """
+    Return how often each record was trained, and the records; None if an earlier version wrote the
+    checkpoint.
+
+    Raises:
+        CorruptArtefactError: A file has not the digest of the one that was saved.
+    """
+    if not (folder / _VISITS).is_file():
+        return None
+    stored: dict[str, str] = {}
+    for file in folder.glob(_DIGESTS):
+        stored |= json.loads(file.read_text(encoding="utf-8"))
+    for name in (_VISITS, _RECORDS):
+        if _digests_of(folder, {name: 0}, share=0, num_shares=1)[name] != stored.get(name):
+            raise CorruptArtefactError(str(folder / name), "its digest differs from the saved one", _AGAIN)
+    total, epoch = np.load(folder / _VISITS, allow_pickle=False)
+    return Visits(total, epoch), np.load(folder / _RECORDS, allow_pickle=False)
+
+
+def read_resume_state(folder: Path, kind: type[State]) -> State:
     """Return the resume state of a checkpoint that `find_checkpoint` found."""
-    return cattrs.structure(_state(folder)["stateful_callbacks"][_RESUME_STATE], ResumeState)
+    return _CONVERTER.structure(_state(folder)["stateful_callbacks"][_RESUME_STATES[kind]], kind)
+
+
+def read_rank_state(folder: Path, rank: int) -> RankState:
+    """Return the progress of one rank of a stream, in a checkpoint that `find_checkpoint` found."""
+    text = (folder / _RANK_STATE.format(rank)).read_text(encoding="utf-8")
+    return _CONVERTER.structure(json.loads(text), RankState)
+
+
+def write_rank_state(folder: Path, rank: int, state: RankState) -> None:
+    """
+    Write the progress of one rank of a stream into a checkpoint.
+
+    Args:
+        folder: The checkpoint, which may not exist yet.
+        rank: Number of the rank.
+        state: Progress of that rank.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _RANK_STATE.format(rank)).write_text(json.dumps(_CONVERTER.unstructure(state)), encoding="utf-8")
 
 
 def read_base_model(folder: Path) -> str | None:
@@ -105,9 +227,30 @@ def read_base_model(folder: Path) -> str | None:
     return name
 
 
-def to_state(resume_state: ResumeState, *, attn_impl: str) -> dict[str, Any]:
+def to_state(resume_state: ResumeState | StreamState, *, attn_impl: str) -> dict[str, Any]:
     """Return the entries of the trainer's state for `Checkpoint.read`."""
-    return {_RESUME_STATE: cattrs.unstructure(resume_state), _ATTENTION: {"attn_impl": attn_impl}, _FILES: {}}
+    key = _RESUME_STATES[type(resume_state)]
+    return {key: _CONVERTER.unstructure(resume_state), _ATTENTION: {"attn_impl": attn_impl}, _FILES: {}}
+
+
+def forecast_to_state(forecast: RunForecast, predicted: float, real: float) -> dict[str, Any]:
+    """
+    Return the entry of the trainer's state with predicted and real seconds.
+
+    Args:
+        forecast: Forecast of the run.
+        predicted: Predicted seconds up to the checkpoint.
+        real: Real seconds up to the checkpoint.
+    """
+    return {
+        _FORECAST: {
+            "predicted_seconds": predicted,
+            "real_seconds": real,
+            "predicted_total_seconds": forecast.seconds,
+            "uncertainty": forecast.uncertainty,
+            "basis": forecast.timing.basis,
+        }
+    }
 
 
 def files_to_state(folder: Path) -> dict[str, Any]:
@@ -187,18 +330,16 @@ def _state(folder: Path) -> Any:
     return json.loads((folder / STATE).read_text(encoding="utf-8"))
 
 
-def _why_not(folder: Path) -> str | None:
+def _why_not(folder: Path, kind: type) -> str | None:
     """Return the reason why a folder cannot be resumed from, or None if it can."""
     if not (folder / STATE).is_file():
         torn = f"but it has no {STATE}: it is no checkpoint, or was being written when the run ended"
-        return torn if folder.exists() else "but there is no such folder: name a checkpoint's, or `last`"
+        return torn if folder.exists() else "but there is no such folder: name a checkpoint's"
     try:
-        read_resume_state(folder)
+        read_resume_state(folder, kind)
     except KeyError:
-        return (
-            "but it does not say how far a plan was trained: it was not written by this program; to start again from "
-            "its weights, set model.model to it"
-        )
+        is_ours = any(key in _state(folder)["stateful_callbacks"] for key in _RESUME_STATES.values())
+        return _OF_OTHER_KIND if is_ours else _FOREIGN
     except (ValueError, TypeError, BaseValidationError):
         return f"but its {STATE} is damaged, or was being written when the run ended"
     files = _state(folder)["stateful_callbacks"].get(_FILES)

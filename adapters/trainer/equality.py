@@ -32,6 +32,7 @@ from packplan.adapters.trainer.static import PackTrainer
 from packplan.adapters.trainer.vision import model_media
 from packplan.core.equality import Deviation, loss_difference
 from packplan.core.errors import PackplanError
+from packplan.core.packs import Packs
 
 _ROWS = ("text", "temporal", "height", "width")
 
@@ -83,6 +84,9 @@ class PackComparison:
     encode: Callable[[int], dict[str, Any]]
     """Encodes a sample afresh."""
 
+    packs: Packs
+    """Packs of the plan."""
+
     @property
     def without_gradients(self) -> str | None:
         """Why gradients, and so the loss of a step, are not compared; None if they are."""
@@ -106,10 +110,10 @@ class PackComparison:
             yield from self._findings(pack)
 
     def _findings(self, pack: int) -> Iterator[Deviation]:
-        served = self.trainer.train_dataset[pack]
+        indices = self.packs[pack]
+        served = self.trainer.train_dataset.encoded(pack, indices)
         if isinstance(served, PackplanError):
             raise served
-        indices = self.trainer.train_dataset.packs[pack]
         encoded = [self.encode(index) for index in indices]
         collated = self._collated(served)
         spans = list(_spans(indices, encoded, collated))

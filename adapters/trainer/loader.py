@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import attrs
@@ -14,8 +15,8 @@ from swift.utils import seed_worker
 
 from packplan.adapters.lifeline import end_by_parent_alone, end_with_parent, hide_broken_handover
 from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
-from packplan.adapters.trainer.dynamic_dataset import Ended, StreamCounts, StreamedPack
 from packplan.adapters.trainer.packed_dataset import EncodedPack, Sample
+from packplan.adapters.trainer.streams.dataset import Ended, ShardProgress, StreamedPack
 from packplan.adapters.trainer.vision import complete
 from packplan.core.errors import PackplanError
 
@@ -28,8 +29,8 @@ PACK_INDICES, NORMALISER, LENGTHS = "pack_positions", "loss_normaliser", "sample
 Extra keys of a batch: its packs, the sum of its tokens' loss weights, the lengths of its samples.
 """
 
-_COUNTS = "stream_counts"
-"""Key of a stream's counts in a batch, which the loader removes."""
+_PROGRESS = "stream_progress"
+"""Key of the progress of a stream's shard in a batch, which the loader removes."""
 
 _POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
 """Power of n as the weight of a token, in a sample of n supervised tokens."""
@@ -62,8 +63,8 @@ class Collator:
         batch[PACK_INDICES] = tuple(pack.position for pack in packs)
         batch[LENGTHS] = tuple(sample["length"] for pack in packs for sample in pack.samples)
         batch[VIDEO_SECONDS] = sum(sample.get(VIDEO_SECONDS, 0.0) for pack in packs for sample in pack.samples)
-        if counts := tuple(attrs.astuple(pack.counts) for pack in packs if isinstance(pack, StreamedPack)):
-            batch[_COUNTS] = counts
+        if isinstance(packs[-1], StreamedPack):
+            batch[_PROGRESS] = packs[-1].progress
         batch[NORMALISER] = float(weights.sum(dtype=torch.float64))
         # ms-swift multiplies each token's loss by `loss_scale`. Without one, the model divides by
         # its number of tokens, with the same result. But a batch without tokens would give 0 / 0,
@@ -73,17 +74,12 @@ class Collator:
         return batch
 
     def _collate(self, rows: list[Any]) -> Batch:
-        template = self.template
-        before = template.packing, template.padding_free
-        template.packing = template.padding_free = self.grouped
         # The collator removes the keys that it joins from samples.
         samples = [dict(sample) for row in rows for sample in (row if self.grouped else [row])]
-        try:
+        with collated_as(self.template, packed=self.grouped):
             batch = self.collate(rows)
-        finally:
-            template.packing, template.padding_free = before
-        if template.model_meta.is_multimodal:
-            complete(batch, template, samples, packed=self.grouped)
+        if self.template.model_meta.is_multimodal:
+            complete(batch, self.template, samples, packed=self.grouped)
         return batch
 
     def _starts(self, batch: Batch) -> torch.Tensor:
@@ -94,6 +90,17 @@ class Collator:
         starts = torch.zeros_like(batch["labels"], dtype=torch.bool)
         starts[:, 0] = True
         return starts
+
+
+@contextmanager
+def collated_as(template: Template, *, packed: bool) -> Iterator[None]:
+    """Let a template's collator pack samples into a row, or pad them, until the block ends."""
+    before = template.packing, template.padding_free
+    template.packing = template.padding_free = packed
+    try:
+        yield
+    finally:
+        template.packing, template.padding_free = before
 
 
 def with_weights(packs: list[list[Sample]]) -> list[list[Sample]]:
@@ -157,9 +164,10 @@ class PackLoader(DataLoaderShard):
     ms-swift's sharded loader, which raises a data set's returned errors, and passes it the epoch.
     """
 
-    counts = StreamCounts()
+    progress: tuple[ShardProgress, ...] = ()
     """
-    Counts of a stream's samples in this epoch, over all workers of this rank, up to the last batch.
+    Progress of this rank's shards of a stream since the iteration began, that of the last batch at
+    the end.
     """
 
     waited = 0.0
@@ -172,16 +180,16 @@ class PackLoader(DataLoaderShard):
             self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Batch]:
-        self.counts = StreamCounts()
+        self.progress = ()
         for batch in self._timed(super().__iter__()):
             if isinstance(batch, PackplanError):
                 raise batch
-            if isinstance(batch, Ended):
-                self.counts += batch.counts
-                continue
-            for counts in batch.pop(_COUNTS, ()):
-                self.counts += StreamCounts(*counts)
-            yield batch
+            progress = batch.progress if isinstance(batch, Ended) else batch.pop(_PROGRESS, None)
+            if progress is not None:
+                others: tuple[ShardProgress, ...] = self.progress
+                self.progress = (*(one for one in others if one.shard != progress.shard), progress)
+            if not isinstance(batch, Ended):
+                yield batch
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, and add up the time until each is there."""

@@ -26,7 +26,12 @@ from packplan.core.errors import ConfigError, agree, counted
 
 
 def open_model(
-    model: ModelConfig, training: TrainingConfig, *, attention: AttentionChoice, device: torch.device | None
+    model: ModelConfig,
+    training: TrainingConfig,
+    *,
+    attention: AttentionChoice,
+    device: torch.device | None,
+    outline: bool = False,
 ) -> torch.nn.Module:
     """
     Load the model without a cache, freeze the requested parts, and add adapters if requested.
@@ -36,14 +41,17 @@ def open_model(
         training: Freezes and adapters of the run.
         attention: Attention of the run.
         device: Device of the weights; None leaves it to the engine that shards them.
+        outline: Read the config.json alone, and leave the weights on the device `meta`.
     """
     model_type = swift_model_type(model)
     if not sys.stderr.isatty():
         hide_progress_bars()
     dtype = None if model.torch_dtype is None else getattr(torch, model.torch_dtype)
     quantisation = quantisation_of(model, on_cpu=device is None or device.type == "cpu")
-    require_whole_weights(model)
+    if not outline:
+        require_whole_weights(model)
     with (
+        torch.device("meta") if outline else contextlib.nullcontext(),
         loading("model.model", f"{model.model} cannot be loaded by ms-swift"),
         configs_by_name(),
         _all_weights(model.model),
@@ -57,6 +65,7 @@ def open_model(
                 experts_impl=model.experts_impl,
                 device_map=None if device is None else str(device),
                 quantization_config=quantisation,
+                return_dummy_model=outline,
             )
         except RuntimeError as error:
             if "ignore_mismatched_sizes" not in str(error):  # transformers names its own option
@@ -72,7 +81,8 @@ def open_model(
     # each other.
     HfConfigFactory.set_config_attr(opened.config, "use_cache", False)  # noqa: FBT003  # its signature
     _require_parts(opened, training)
-    return typing.cast("torch.nn.Module", prepare_tuner(opened, training))
+    with torch.device("meta") if outline else contextlib.nullcontext():
+        return typing.cast("torch.nn.Module", prepare_tuner(opened, training))
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -57,7 +58,45 @@ class PackedDataset(Dataset[EncodedPack | PackplanError]):
 
     def __getitem__(self, position: int) -> EncodedPack | PackplanError:
         """Return the encoded samples of one pack, or an error."""
+        return self.encoded(position, self.packs[position])
+
+    def encoded(self, position: int, samples: Sequence[int]) -> EncodedPack | PackplanError:
+        """
+        Return the encoded samples of a pack, or an error.
+
+        Args:
+            position: Index of the pack in its raw plan.
+            samples: Samples of the pack.
+        """
         try:
-            return EncodedPack(position, [self.samples.fetch(index, self.planned) for index in self.packs[position]])
+            return EncodedPack(position, [self.samples.fetch(index, self.planned) for index in samples])
         except PackplanError as error:
             return error
+
+
+class EpochDataset(PackedDataset):
+    """
+    Packs of epochs that have plans of their own.
+
+    Its keys are packs, since the processes of a loader do not know the plans.
+    """
+
+    def __init__(self, samples: Samples, num_packs: int, planned: Table, *, grouped: bool = True) -> None:
+        """
+        Serve packs that are named by their samples.
+
+        Args:
+            samples: Source of the samples.
+            num_packs: Packs of the first epoch.
+            planned: Measurements of all records, which each fetched one is compared with.
+            grouped: As in `PackedDataset`.
+        """
+        super().__init__(samples, Packs.from_lists([]), planned, grouped=grouped)
+        self._num_packs = num_packs
+
+    def __len__(self) -> int:
+        return self._num_packs
+
+    def __getitem__(self, pack: tuple[int, list[int]]) -> EncodedPack | PackplanError:  # type: ignore[override]
+        """Return the encoded samples of a pack: its index in the epoch's plan, and its samples."""
+        return self.encoded(*pack)

@@ -1,114 +1,255 @@
 """
-Early use of settings that the trainer first uses late, to find faults before hours of measuring.
+The heaviest packs of a plan, trained once before the first step: a run that does not fit into
+memory ends in its first minute.
 
-Errors are the trainer's own, about a name, a number or a missing package. Faults that only the
-model in training shows are named by their keys.
+Parameters, buffers, gradients, the optimizer, the random state and metrics are afterwards those of
+a run without a rehearsal, bit for bit.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+import gc
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from copy import copy
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
+import attrs
+import numpy as np
 import torch
-from accelerate.utils import DynamoBackend
+from accelerate.utils.memory import should_reduce_batch_size
 from swift.callbacks.lisa import LISACallback
-from transformers import Trainer, get_scheduler
-from transformers.integrations import get_reporting_integration_callbacks
+from swift.trainers import Seq2SeqTrainer
+from torch.distributed.tensor import DTensor
 
-from packplan.core.errors import ConfigError, Fault, counted
+from packplan.adapters.trainer.loader import NORMALISER
+from packplan.core.errors import PackplanError, RunError, counted
+from packplan.core.lengths import IntArray
+from packplan.core.memory import optimizer_bytes, written_bytes
+from packplan.core.ports import RankGroup
+from packplan.core.samples import column
+from packplan.core.schedule import PackStats, heaviest_packs, shorter_pack
 
+if TYPE_CHECKING:
+    from packplan.adapters.trainer.static import PackTrainer
 
-def rehearsal_faults(arguments: Any) -> Iterator[Fault]:
-    """Yield the training arguments of ms-swift that cannot be used."""
-    for (key, *others), use in _USES.items():
-        try:
-            use(arguments)
-        except (ValueError, TypeError, ImportError, RuntimeError) as error:
-            names = " or ".join(f"training.{name}" for name in (key, *others))
-            yield Fault(f"training.{key}", f"cannot be used: {error}; change {names}, or remove it")
+log = logging.getLogger(__name__)
 
+_PRECISION = 1 / 16
+"""Part of the heaviest pack's tokens to which the length that fits is found."""
 
-def _build_optimizer(arguments: Any) -> None:
-    try:
-        Trainer.get_optimizer_cls_and_kwargs(arguments, torch.nn.Linear(1, 1))
-    except ValueError:
-        # This model has none of the named modules.
-        if not arguments.optim_target_modules:
-            raise
+_RISING = (0.5, 0.75)
+"""Parts of a pack that are tried before it where ranks meet within a batch."""
 
 
-def _build_schedule(arguments: Any) -> None:
-    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
-    get_scheduler(
-        arguments.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=0,
-        num_training_steps=1,
-        scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
+def rehearse(trainer: PackTrainer, model: Any, stats: PackStats) -> None:
+    """
+    Train the heaviest packs of an epoch, and forget them.
+
+    Args:
+        trainer: Trainer that is about to take its first step.
+        model: Model as the trainer calls it.
+        stats: Packs of the epoch.
+
+    Raises:
+        RunError: A pack does not fit into the memory of a rank. The text has a length that does.
+    """
+    if reason := _hindrance(trainer):
+        log.info("the heaviest packs are not tried before the first step: %s", reason)
+        return
+    if not trainer.is_sharded:
+        # Ranks that exchange nothing may fail alone, and try something shorter together.
+        model = trainer.accelerator.unwrap_model(model, keep_torch_compile=True)
+    lengths = column(trainer.train_dataset.planned, "length").astype(np.int64)
+
+    def fits(packs: Sequence[Sequence[int]]) -> bool:
+        return _fits(trainer, model, packs)
+
+    heaviest = heaviest_packs(stats, size=trainer.args.per_device_train_batch_size)
+    rehearsal = _Rehearsal(stats, lengths, fits, trainer.group, rising=trainer.is_sharded)
+    started, device = time.perf_counter(), trainer.accelerator.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with _left_unchanged(trainer, model), _room_for_optimizer(trainer):
+        for batch in heaviest:
+            rehearsal.try_out(batch)
+    _log_success(max(int(stats.tokens[list(batch)].max()) for batch in heaviest), time.perf_counter() - started, device)
+
+
+def _hindrance(trainer: PackTrainer) -> str | None:
+    """Return the reason why a rehearsal would change the training, if there is one."""
+    if trainer.is_deepspeed_enabled:
+        return "DeepSpeed updates the weights within the backward pass"
+    if "layerwise" in str(trainer.args.optim):
+        return f"{trainer.args.optim} updates the weights within the backward pass"
+    if any(isinstance(one, LISACallback) for one in trainer.callback_handler.callbacks):
+        return "LISA draws the weights to train in each step"
+    return None
+
+
+@attrs.frozen
+class _Rehearsal:
+    stats: PackStats
+    lengths: IntArray
+    """Tokens of each sample."""
+
+    fits: Callable[[Sequence[Sequence[int]]], bool]
+    """Trains a batch of packs; returns whether there was enough memory."""
+
+    group: RankGroup
+
+    rising: bool
+    """
+    Whether ranks meet within a batch, as shards do. One that fails there cannot try another, so it
+    names the longest that it tried before.
+    """
+
+    def try_out(self, batch: Sequence[int]) -> None:
+        """Train a batch of packs; RunError if a rank has too little memory."""
+        packs = [self.stats.packs[position] for position in batch]
+        fitted = self._rise(batch) if self.rising else 0
+        if self.fits(packs) if self.rising else self._all_fit(packs):
+            return
+        raise _too_long(self._tokens(packs), fitted if self.rising else self._longest_that_fits(batch))
+
+    def _rise(self, batch: Sequence[int]) -> int:
+        """Train shorter batches; return the tokens of the longest. RunError if one fails."""
+        fitted = 0
+        for part in _RISING:
+            packs = self._shortened(batch, part)
+            if not all(packs):
+                continue
+            if not self.fits(packs):
+                raise _too_long(self._tokens(packs), fitted)
+            fitted = self._tokens(packs)
+        return fitted
+
+    def _longest_that_fits(self, batch: Sequence[int]) -> int:
+        """Return the tokens of the longest shorter batch that fits, by bisection; 0 without one."""
+        fitted, low, high = 0, 0.0, 1.0
+        while high - low > _PRECISION:
+            middle = (low + high) / 2
+            packs = self._shortened(batch, middle)
+            if not all(packs) or self._all_fit(packs):
+                low, fitted = middle, self._tokens(packs) or fitted
+            else:
+                high = middle
+        return fitted
+
+    def _all_fit(self, packs: Sequence[Sequence[int]]) -> bool:
+        return not self.group.any(not self.fits(packs))
+
+    def _shortened(self, batch: Sequence[int], part: float) -> list[list[int]]:
+        """Return packs of at most this part of the longest pack's tokens."""
+        most = int(part * self.stats.tokens[list(batch)].max())
+        return [shorter_pack(self.stats, self.lengths, position, most=most) for position in batch]
+
+    def _tokens(self, packs: Sequence[Sequence[int]]) -> int:
+        """Return the tokens of the longest of some packs."""
+        return max(int(self.lengths[list(pack)].sum()) for pack in packs)
+
+
+def _too_long(tokens: int, fitted: int) -> RunError:
+    """
+    Return the error of a pack that takes too much memory.
+
+    Args:
+        tokens: Tokens of the pack.
+        fitted: Tokens of the longest pack that did not; 0 if none was found.
+    """
+    known = f"a pack of {counted(fitted, 'token')} fits" if fitted else "no shorter one was found that does"
+    fact = (
+        f"a pack of {counted(tokens, 'token')} does not fit into the memory of a rank, before the first step; {known}"
     )
+    return RunError("memory", fact, {"tokens": tokens, "fits": fitted})
 
 
-def _check_compilation(arguments: Any) -> None:
-    if arguments.torch_compile:
-        DynamoBackend(arguments.torch_compile_backend.upper())
-        torch.compile(torch.nn.Linear(1, 1), mode=arguments.torch_compile_mode)
+def _fits(trainer: PackTrainer, model: Any, packs: Sequence[Sequence[int]]) -> bool:
+    """
+    Train a batch as the trainer does, without an update; return whether there was enough memory.
 
-
-def _build_reporters(arguments: Any) -> None:
-    for callback in get_reporting_integration_callbacks(arguments.report_to):
-        callback()
-
-
-def _check_shard_size(arguments: Any) -> None:
-    if re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", arguments.max_shard_size, re.IGNORECASE) is None:
-        raise ValueError(f"{arguments.max_shard_size!r} is no size, as 5GB is")
-
-
-_USES: dict[tuple[str, ...], Callable[[Any], None]] = {
-    ("optim", "optim_args"): _build_optimizer,
-    ("lr_scheduler_type", "lr_scheduler_kwargs"): _build_schedule,
-    ("torch_compile", "torch_compile_backend", "torch_compile_mode"): _check_compilation,
-    ("report_to",): _build_reporters,
-    ("max_shard_size",): _check_shard_size,
-}
-"""Key, and the keys that belong to it -> function that uses them."""
+    Args:
+        trainer: Trainer of the run.
+        model: Model as the trainer calls it.
+        packs: Samples of each pack of a rank's batch.
+    """
+    encoded = [trainer.train_dataset.encoded(0, pack) for pack in packs]
+    for one in encoded:
+        if isinstance(one, PackplanError):
+            raise one
+    batch = trainer.data_collator(encoded)
+    weight = torch.tensor(max(batch[NORMALISER], 1.0), device=trainer.accelerator.device)
+    try:
+        # Not the trainer's own method, which counts the batch.
+        Seq2SeqTrainer.training_step(trainer, model, batch, weight)
+    except RuntimeError as error:
+        if not should_reduce_batch_size(error):
+            raise
+    else:
+        return True
+    finally:
+        model.zero_grad(set_to_none=True)
+    gc.collect()
+    if trainer.accelerator.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return False
 
 
 @contextmanager
-def failures_named(trainer: Any) -> Iterator[None]:
+def _left_unchanged(trainer: PackTrainer, model: Any) -> Iterator[None]:
     """
-    Raise ConfigError where a setting fails that only the model in training can show.
-
-    Such settings are the compilation and a number of layers.
+    Restore the random state, the buffers and the metrics.
 
     Args:
-        trainer: Trainer of ms-swift that runs inside.
+        trainer: Trainer of the run.
+        model: Model of the trainer.
     """
+    device = trainer.accelerator.device
+    drawn, drawn_by_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # that of others
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    metrics, trainer.custom_metrics = trainer.custom_metrics, {k: copy(v) for k, v in trainer.custom_metrics.items()}
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(drawn)
+        np.random.set_state(drawn_by_numpy)  # noqa: NPY002
+        for buffer, before in buffers:
+            buffer.data.copy_(before)
+        trainer.custom_metrics = metrics
+
+
+@contextmanager
+def _room_for_optimizer(trainer: PackTrainer) -> Iterator[None]:
+    """Hold the memory that an optimizer without a state will take, on accelerators."""
+    held: list[torch.Tensor] = []
+    device = trainer.accelerator.device
+    if not trainer.optimizer.state and device.type != "cpu":
+        for weight in chain.from_iterable(group["params"] for group in trainer.optimizer.param_groups):
+            own = weight.to_local() if isinstance(weight, DTensor) else weight
+            size = optimizer_bytes(str(trainer.args.optim), num_trained=own.numel(), itemsize=own.element_size())
+            held.append(torch.empty(size, dtype=torch.uint8, device=device))
     try:
         yield
-    except ValueError as error:
-        lisa = [one for one in trainer.callback_handler.callbacks if isinstance(one, LISACallback)]
-        for layers in (getattr(one, "total_layers", None) for one in lisa):
-            requested = trainer.args.lisa_activated_layers
-            if layers is not None and requested > layers:
-                reason = f"is {requested:,}, but the model has {counted(layers, 'layer')}: lower it to at most these"
-                raise ConfigError.at("training.lisa_activated_layers", reason) from error
-        raise
-    except RuntimeError as error:
-        if not trainer.args.torch_compile:
-            raise
-        from torch._dynamo.exc import TorchDynamoException  # loads its compilers
-
-        if not isinstance(error, TorchDynamoException):
-            raise
-        step = trainer.state.global_step + 1
-        why = " ".join(str(error).split())[:_MAX_REASON]
-        reason = f"fails in optimizer step {step:,}: {why}; change training.torch_compile_backend, or remove it"
-        raise ConfigError.at("training.torch_compile", reason) from error
+    finally:
+        held.clear()
 
 
-_MAX_REASON = 250
-"""Characters of a compiler's message that an error quotes."""
+def _log_success(tokens: int, seconds: float, device: torch.device) -> None:
+    """
+    Log that the heaviest packs fit.
+
+    Args:
+        tokens: Tokens of the longest.
+        seconds: Seconds that all took.
+        device: Device of this rank.
+    """
+    memory = ""
+    if device.type == "cuda":
+        peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
+        memory = f", with {written_bytes(peak)} of {written_bytes(total)} at the peak"
+    log.info("the heaviest packs, of up to %s, fit%s (tried in %.1f s)", counted(tokens, "token"), memory, seconds)

@@ -7,10 +7,8 @@ checkpoints. The trainer compares the consumed packs with it.
 
 from __future__ import annotations
 
-import logging
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,12 @@ from transformers import Trainer
 from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.samples.encoder import VIDEO_SECONDS
 from packplan.adapters.trainer.base import PackingTrainer, require_packs
-from packplan.adapters.trainer.checkpoints import files_to_state, remove_digests, to_state, write_digests
+from packplan.adapters.trainer.checkpoints import forecast_to_state, to_state, write_visits
 from packplan.adapters.trainer.loader import PACK_INDICES, PackLoader
+from packplan.adapters.trainer.rehearsal import rehearse
 from packplan.core.equality import AttentionChoice
-from packplan.core.schedule import EpochSchedule, EpochStats, PackStats, Progress, ResumeState
-
-log = logging.getLogger(__name__)
+from packplan.core.forecast import RunForecast
+from packplan.core.schedule import EpochSchedule, EpochStats, PackStats, Progress, RecordIds, ResumeState, Visits
 
 
 class PackTrainer(PackingTrainer):
@@ -35,9 +33,13 @@ class PackTrainer(PackingTrainer):
         self,
         *,
         schedule: EpochSchedule,
-        pack_stats: PackStats,
+        pack_stats: Callable[[int], PackStats],
         resume_state: Callable[[Progress], ResumeState],
         attention: AttentionChoice,
+        visits: Visits | None = None,
+        record_ids: Callable[[], RecordIds] | None = None,
+        rehearses: bool = False,
+        forecast: RunForecast | None = None,
         **options: Any,
     ) -> None:
         """
@@ -45,13 +47,22 @@ class PackTrainer(PackingTrainer):
 
         Args:
             schedule: Packs and their order in each epoch.
-            pack_stats: Stats of these packs, for the log.
+            pack_stats: Function that returns the packs of an epoch, with stats for the log.
             resume_state: Function that makes the resume state of a checkpoint.
             attention: Attention that trains, stored in checkpoints.
-            **options: Options of `PackingTrainer`; train_dataset serves the packs of the raw plan.
+            visits: Visits of each record at the start of the schedule; None where they are not
+                known, and are not stored.
+            record_ids: Function that returns the records; needed with *visits*.
+            rehearses: Train the heaviest packs once before the first step.
+            forecast: Predicted seconds of the run; None if nothing is left to train.
+            **options: Options of `PackingTrainer`; train_dataset serves the packs of the raw plan;
+                it is an `EpochDataset` where epochs have plans of their own.
         """
         self.schedule, self.pack_stats, self.resume_state = schedule, pack_stats, resume_state
         self.attention = attention
+        self._visits, self._record_ids, self._rehearses = visits, record_ids, rehearses
+        self.forecast = forecast
+        self._began: float | None = None
         self._meter: _Meter | None = None
         self._consumed: list[int] = []
         self._video_seconds = self._waited = 0.0
@@ -59,10 +70,11 @@ class PackTrainer(PackingTrainer):
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the schedule skips by itself
         """Return the loader of this rank's packs, in the schedule's order of the epoch."""
+        batches = PackBatches(self.schedule, self.group.rank, self.group.world_size)
         loader = PackLoader(
             self.train_dataset,
             device=self.accelerator.device,
-            batch_sampler=PackBatches(self.schedule, self.group.rank, self.group.world_size),
+            batch_sampler=_NamedPacks(batches, self.pack_stats) if self.schedule.differs else batches,
             collate_fn=self.data_collator,
             **self._worker_options(),
         )
@@ -94,7 +106,12 @@ class PackTrainer(PackingTrainer):
         # An epoch begun by another number of ranks has other numbers of batches and steps.
         options["steps_in_epoch"] = before * schedule.gradient_accumulation_steps + schedule.num_batches(epoch)
         options["num_update_steps_per_epoch"] = before + schedule.num_steps(epoch)
-        self._meter = _Meter(EpochStats.from_schedule(self.pack_stats, schedule, epoch), self.state.global_step)
+        if self._rehearses and self._meter is None:
+            rehearse(self, options["model"], self.pack_stats(epoch))
+        if self._began is None:
+            self._began = time.perf_counter()
+        stats = EpochStats.from_schedule(self.pack_stats(epoch), schedule, epoch)
+        self._meter = _Meter(stats, epoch, self.state.global_step)
         self.seconds_since_reading()
         self._consumed = []
         super()._run_epoch(epoch=epoch, **options)
@@ -103,6 +120,7 @@ class PackTrainer(PackingTrainer):
         require_packs(
             f"epoch {epoch} on rank {self.group.rank}", [p for batch in batches for p in batch], self._consumed
         )
+        self._visits = self._visits_now()
         # Not ms-swift's method, which would add the accuracy of the steps since the last log.
         Trainer.log(self, self._meter.epoch_statistics(self.state.global_step))
 
@@ -121,45 +139,71 @@ class PackTrainer(PackingTrainer):
             if self._video_seconds:
                 logs |= {"video_seconds": self._video_seconds, "data_wait_seconds": waited - self._waited}
             self._video_seconds, self._waited = 0.0, waited
+            logs |= self._time_left()
         super().log(logs, *arguments, **options)
+
+    @property
+    def real_seconds(self) -> float:
+        """Seconds of training so far, evaluations and checkpoints included."""
+        return 0.0 if self._began is None else time.perf_counter() - self._began
+
+    def _time_left(self) -> dict[str, float]:
+        """Return the predicted seconds that are left, and the same by the speed so far."""
+        if self.forecast is None:
+            return {}
+        done = self.forecast.until(self.state.global_step)
+        left = self.forecast.seconds - done
+        return {"predicted_seconds_left": left, "seconds_left": left * self.real_seconds / done}
+
+    def _visits_now(self) -> Visits | None:
+        """Return the visits of each record up to this step; None where they are not known."""
+        schedule, meter, step = self.schedule, self._meter, self.state.global_step
+        if self._visits is None or meter is None:
+            return self._visits
+        trained = schedule.trained(meter.epoch, step - meter.first_step)
+        visits = self._visits.after(self.pack_stats(meter.epoch).packs, trained)
+        return visits if schedule.at(step).epoch == meter.epoch else visits.in_next_epoch()
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         resume_state = self.resume_state(self.schedule.at(self.state.global_step))
         self.state.stateful_callbacks.update(to_state(resume_state, attn_impl=self.attention.name))
+        if self.forecast is not None:
+            done = self.forecast.until(self.state.global_step)
+            self.state.stateful_callbacks.update(forecast_to_state(self.forecast, done, self.real_seconds))
         super()._save_checkpoint(*arguments, **options)
 
     def _save_rng_state(self, output_dir: str) -> None:
+        # Before all files are digested.
+        visits = self._visits_now() if self.args.should_save else None
+        if visits is not None and self._record_ids is not None:
+            write_visits(Path(output_dir), visits, self._record_ids())
         super()._save_rng_state(output_dir)
-        folder, args = Path(output_dir), self.args
-        if args.should_save:
-            remove_digests(folder)
-        # Each rank reads files of other ranks. The trainer's state comes next, and makes the
-        # checkpoint whole.
-        self._meet()
-        started = time.perf_counter()
-        # If every node writes its own checkpoint, the node's ranks share it.
-        on_node = args.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        share, num_shares = on_node if args.save_on_each_node else (self.group.rank, self.group.world_size)
-        num_bytes = write_digests(folder, share=share, num_shares=num_shares)
-        self._meet()
-        log.info(
-            "%s: digests of %.1f MB (of this rank's share) took %.2f s",
-            folder.name,
-            num_bytes / 1e6,
-            time.perf_counter() - started,
-        )
-        self.state.stateful_callbacks.update(files_to_state(folder))
 
-    def _meet(self) -> None:
-        """Wait for all ranks."""
-        self.group.any(False)  # noqa: FBT003  # only its arrival counts
+
+class _NamedPacks:
+    """Batches of the packs of an epoch, each as its index and its samples."""
+
+    def __init__(self, batches: PackBatches, pack_stats: Callable[[int], PackStats]) -> None:
+        self._batches, self._pack_stats = batches, pack_stats
+
+    def set_epoch(self, epoch: int) -> None:
+        self._batches.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[tuple[int, list[int]]]]:
+        packs = self._pack_stats(self._batches.epoch).packs
+        for batch in self._batches:
+            yield [(pack, packs[pack]) for pack in batch]
 
 
 class _Meter:
     """Reads an epoch's stats step by step."""
 
-    def __init__(self, stats: EpochStats, first_step: int) -> None:
-        self._stats, self.first_step, self._read_until = stats, first_step, first_step
+    def __init__(self, stats: EpochStats, epoch: int, first_step: int) -> None:
+        self._stats, self.epoch = stats, epoch
+        self.first_step = self._read_until = first_step
 
     def read(self, step: int, seconds: float) -> Mapping[str, float]:
         """Return the stats of the steps since the last reading, with tokens per second."""

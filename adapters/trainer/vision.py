@@ -40,17 +40,18 @@ def plain_model(model: Any) -> Any:
 
 def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """
-    Return the model's inputs of an encoded sample beside its tokens, as a batch of one.
+    Return the model's inputs of a sample beside its tokens, as a batch of one, or of a batch.
 
     Args:
         model: Model of transformers, perhaps with adapters.
-        encoded: Sample as its template encodes it.
+        encoded: Sample as its template encodes it, or a padded batch as its collator joins it.
     """
     plain = plain_model(model)
     known = takes(plain.forward) - {"input_ids", "labels", "attention_mask", _POSITIONS}
     # ms-swift creates them in inference mode: gradients need a copy.
     media = {key: value.clone() for key, value in encoded.items() if key in known and isinstance(value, torch.Tensor)}
-    tokens = torch.tensor(encoded["input_ids"])[None]
+    tokens = torch.as_tensor(encoded["input_ids"])
+    tokens = tokens.view(-1, tokens.shape[-1])
     if TYPES in media:
         media[TYPES] = media[TYPES].view(tokens.shape)
     elif TYPES in known and (IMAGES.rows(encoded) is not None or VIDEOS.rows(encoded) is not None):

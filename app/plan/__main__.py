@@ -2,7 +2,7 @@
 Plan a run before it is paid for: `build` measures and plans as training would; the others look at
 what is stored.
 
-Without a GPU, and without loading a model; all but build and verify load neither torch nor
+Without a GPU, and without loading a model; all but build, fit and verify load neither torch nor
 ms-swift. In place of a run's YAML, each takes a command of ms-swift too, which ms-swift resolves: a
 script, a YAML for it, or words behind `--`.
 """
@@ -13,11 +13,14 @@ import argparse
 
 from packplan.app.cli.command import add_logging_options, command_parser, parse_arguments, run_command, run_program
 from packplan.app.plan import build, diff, materialise, report, show, verify, whatif
+from packplan.app.plan.forecast import fit, time
 
 COMMANDS = {
     "build": (build, "measure and plan"),
     "show": (show, "figures of what is stored"),
     "whatif": (whatif, "the same figures for other packing lengths and ranks"),
+    "time": (time, "how long training takes, from measured steps or as a guess"),
+    "fit": (fit, "memory of a step, and the longest packing length that fits"),
     "verify": (verify, "check that what is stored is what training would use"),
     "diff": (diff, "compare two runs"),
     "report": (report, "one page to look at"),

@@ -15,13 +15,15 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
+import attrs
 import numpy as np
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, positive_number
 from packplan.app.planning.bad import ReasonCounts
 from packplan.app.planning.deadline import Deadline
-from packplan.app.planning.log_lines import log_plan, steps_line
+from packplan.app.planning.epochs import plan_epochs
+from packplan.app.planning.log_lines import log_epochs, log_plan, steps_line
 from packplan.app.planning.measure import failures
 from packplan.app.planning.measure_slices import measure_slices
 from packplan.app.planning.schedule import require_static, split_schedule, warn_of_ignored
@@ -30,9 +32,11 @@ from packplan.app.wiring import stores
 from packplan.app.wiring.attention import keep_verdict
 from packplan.app.wiring.commands import ranks_of, read_run
 from packplan.app.wiring.mixes import write_records, writing_failures
+from packplan.app.wiring.works import work_of
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, DataSetError, counted
 from packplan.core.ports import RankGroup
+from packplan.core.schedule import Progress
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +82,7 @@ def run(options: argparse.Namespace) -> None:
         stores.require_inputs(config)
 
     with loading_libraries():
+        from packplan.app.wiring.continued import continue_run
         from packplan.app.wiring.gather import gather
         from packplan.app.wiring.training import ask_before_measuring, joined_ranks, local_ranks
 
@@ -104,7 +109,10 @@ def run(options: argparse.Namespace) -> None:
     with joined_ranks(config, use_cpu=True, options=together) as group:
         require_static(config)
         verdict = ask_before_measuring(config)
-        splits = _chosen(gather(config, measuring_ranks=local_ranks()).splits, options.split)
+        gathered = gather(config, measuring_ranks=local_ranks())
+        deadline = Deadline(config.training.packing_wait_timeout_s)
+        gathered = continue_run(config, gathered, group=group, deadline=deadline, starts=False).gathered
+        splits = _chosen(gathered.splits, options.split)
         build(config, group, splits=splits, world_size=options.world_size or ranks)
         if verdict is not None and group.rank == 0:
             keep_verdict(config, verdict)
@@ -148,7 +156,27 @@ def build(
             log_plan(planned, split.policy)
             if ranks_of(config) and split.name == "train":
                 log.info("train: %s", steps_line(planned, split_schedule(config, split.name, planned.aligned)))
+        if split.recipe is not None:
+            _build_epochs(config, split, planned, split.recipe.start, group=group, deadline=deadline)
     return built
+
+
+def _build_epochs(
+    config: RunConfig,
+    split: GatheredSplit,
+    planned: PlannedSplit,
+    start: Progress,
+    *,
+    group: RankGroup,
+    deadline: Deadline,
+) -> None:
+    """Plan all epochs of a split whose first one is planned, and log what each trains."""
+    schedule, works = split_schedule(config, split.name, planned.aligned), work_of(config, planned.table).samples
+    schedule = attrs.evolve(schedule, start=start)
+    schedule, epochs = plan_epochs(split, planned, schedule, works=works, group=group, deadline=deadline)
+    if group.rank == 0:
+        log_epochs(epochs.records, schedule, split.source.data_files())
+        log.info("train: %s in all", counted(schedule.total_steps, "optimizer step"))
 
 
 def list_failures(

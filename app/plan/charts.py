@@ -22,6 +22,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from packplan.app.plan.stored import PlanView
+from packplan.app.planning.log_lines import BOUNDS
 from packplan.core.errors import counted
 from packplan.core.inspection import fills
 from packplan.core.lengths import IntArray
@@ -225,7 +226,10 @@ def _gap(view: PlanView) -> Chart:
     lengths = view.stored.lengths.tokens
     short = lengths[(lengths > 0) & (lengths < plan.packing_length)]
     numbers = {"this plan": len(plan.packs) + len(plan.dropped_packs)}
-    for name, algorithm in (("best fit", "best_fit_decreasing"), ("next fit", "concatenative")):
+    others = {"best fit": "best_fit_decreasing", "next fit": "concatenative"}
+    if plan.bound_kind == "order":
+        del others["best fit"]  # which may have fewer packs than any in this order
+    for name, algorithm in others.items():
         numbers[name] = len(pack(short, capacity=plan.packing_length, algorithm=algorithm)) + len(plan.single_long)
     gaps = {name: number / bound - 1 for name, number in numbers.items()}
 
@@ -238,7 +242,8 @@ def _gap(view: PlanView) -> Chart:
 
     above = ", ".join(f"{name} {gap:.3%}" for name, gap in gaps.items())
     says = (
-        f"No plan of these samples has fewer than {counted(bound, 'pack')}, before any are dropped. Above it are: "
+        f"No plan of these samples has fewer than {counted(bound, 'pack')} ({BOUNDS[plan.bound_kind]}), before any are "
+        "dropped. Above it are: "
         f"{above}."
     )
     rows = ((name, f"{number:,}", f"{gaps[name]:.3%}") for name, number in numbers.items())

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from packplan.app.cli.command import add_overrides, positive_number
 from packplan.app.cli.console import plain_console
-from packplan.app.plan.stored import StoredSplit, open_split
+from packplan.app.plan.stored import StoredSplit, inspect_plan, open_split
 from packplan.app.wiring import stores
 from packplan.app.wiring.commands import read_run
 from packplan.core.config import RunConfig
@@ -95,11 +95,8 @@ def _compare(first: Side, second: Side, split: str, world_size: int | None) -> d
     samples = plan_difference(one.plan.plan, other.plan.plan, one.lengths.tokens, other.lengths.tokens)
     figures = field_differences(one.summary(), other.summary())
     if first.config is not None and second.config is not None:
-        summaries = []
-        for stored, config in ((one, first.config), (other, second.config)):
-            work, _, schedule = stored.schedule(config, world_size=world_size)
-            summaries.append(stored.schedule_summary(schedule, work))
-        figures += field_differences(*summaries)
+        views = [inspect_plan(config, split, world_size=world_size) for config in (first.config, second.config)]
+        figures += field_differences(*(view.schedule_summary for view in views))
     return {
         "inputs": _as_rows(_input_differences(one, other)),
         "samples": {field.name: getattr(samples, field.name).tolist() for field in attrs.fields(PlanDifference)},

@@ -14,8 +14,8 @@ import attrs
 from packplan.app.plan.stored import PlanView
 from packplan.app.wiring import stores
 from packplan.core.config import RunConfig
-from packplan.core.errors import DataSetError
-from packplan.core.inspection import place_of, scheduled_steps
+from packplan.core.errors import DataSetError, counted
+from packplan.core.inspection import Place, place_of, scheduled_steps
 from packplan.core.ports import Records
 from packplan.core.samples import from_tables
 
@@ -52,8 +52,16 @@ class Explainer:
         try:
             place = place_of(self.view.stored.plan.plan, sample)
         except IndexError as error:
-            raise DataSetError(str(error)) from None
+            lengths = self.view.stored.lengths.tokens
+            if self.view.epochs is None:
+                raise DataSetError(str(error)) from None
+            if sample >= lengths.size:
+                message = f"the data have no record {sample}: {counted(lengths.size, 'record')} were measured, from 0"
+                raise DataSetError(message) from None
+            place = Place("absent", None, ())
         document = {"split": self.view.stored.name, **self._sample(sample), "place": place.kind}
+        if (visits := self.view.visits) is not None:
+            document["visits"] = int(visits.records[sample])
         if place.kind == "dropped":
             document["dropped_with"] = [member for member in place.pack_members if member != sample]
         elif place.pack is not None:
@@ -81,7 +89,8 @@ class Explainer:
             "packing_length": plan.packing_length,
             "fill": min(tokens / plan.packing_length, 1.0),
             "world_size": schedule.world_size,
-            "first_epoch": [attrs.asdict(step) for step in scheduled_steps(schedule, pack)],
+            "epoch": self.view.epoch,
+            "steps": [attrs.asdict(step) for step in scheduled_steps(schedule, pack, epoch=self.view.epoch)],
             "samples": samples,
         }
 
@@ -100,6 +109,7 @@ _PLACES = {
     "packed": "in a pack with others, or a pack by itself, as no other fits",
     "long": "a long sample, in a pack of its own",
     "dropped": "in no pack: the pack that it would be in is filled below the ratio (training.packing_min_fill_ratio)",
+    "absent": "in no pack of this epoch, which does not draw it, or which another run has trained it in",
     "skipped": "in no pack: it is long (training.packing_allow_single_long: true gives it a pack of its own)",
 }
 
@@ -115,6 +125,8 @@ def as_text(explanation: dict[str, Any], *, emphasise: Callable[[str], str] = st
     if "sample" in explanation:
         yield _sample_line(explanation)
         yield f"  {_PLACES[explanation['place']]}"
+        if "visits" in explanation:
+            yield f"  trained {counted(explanation['visits'], 'time')} so far"
         if "dropped_with" in explanation:
             yield f"  with samples {', '.join(map(str, explanation['dropped_with']))}"
         for run in explanation.get("text", ()):
@@ -128,8 +140,9 @@ def as_text(explanation: dict[str, Any], *, emphasise: Callable[[str], str] = st
         f"pack {pack['pack']} of {explanation['split']}: {pack['tokens']:,} of {pack['packing_length']:,} tokens, fill "
         f"{pack['fill']:.4f}, {len(pack['samples'])} samples"
     )
-    steps = [f"step {step['step']} on rank {step['rank']}" for step in pack["first_epoch"]]
-    yield f"  in the first epoch, counted from 0: {', '.join(steps) or 'not trained'} (of {pack['world_size']} ranks)"
+    steps = [f"step {step['step']} on rank {step['rank']}" for step in pack["steps"]]
+    trained = ", ".join(steps) or "not trained"
+    yield f"  in epoch {pack['epoch']}, counted from 0: {trained} (of {pack['world_size']} ranks)"
     yield from (f"  {_sample_line(sample)}" for sample in pack["samples"])
 
 

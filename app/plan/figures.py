@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from packplan.app.cli.forecasts import time_rows
 from packplan.app.plan.stored import PlanView
-from packplan.app.planning.log_lines import BOUNDS
+from packplan.app.plan.visits import told_visits
+from packplan.app.planning.log_lines import BOUNDS, drawn_of_sources
 from packplan.core.equality import PackingVerdict
 from packplan.core.errors import agree, counted
-from packplan.core.inspection import ScheduleSummary, SourceSummary
+from packplan.core.inspection import Meetings, ScheduleSummary, SourceSummary
+from packplan.core.memory import with_margin, written_bytes
 from packplan.core.samples import video_totals
 
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -30,13 +33,16 @@ def deciding(view: PlanView) -> Iterator[FigureRow]:
     if packed and plan.long_samples:
         yield "  long, packs of their own", f"{plan.long_samples:,}", counted(plan.long_tokens, "token")
     if plan.fill_mean is not None and plan.padding_saved is not None:
-        bound = f"no plan has fewer than {plan.lower_bound:,}"
+        order = f" {BOUNDS['order']}" if plan.bound_kind == "order" else ""
+        bound = f"no plan has fewer than {plan.lower_bound:,}{order}"
         yield "packs", f"{plan.num_packs:,}", f"of {counted(plan.packing_length, 'token')}; {bound}"
         yield "  fill", f"{plan.fill_mean:.4f}", f"95 % of packs reach {plan.fill_p5:.4f}"
         yield "  saved against padding", f"{plan.padding_saved:.1%}", "of the positions, estimated"
     if view.stored.name == "train":
-        remark = f"an epoch, {schedule.total_steps:,} in total; {schedule.effective_batch_size:,} {unit} a step"
+        when = "an epoch" if view.epochs is None else f"in epoch {view.epoch}"
+        remark = f"{when}, {schedule.total_steps:,} in total; {schedule.effective_batch_size:,} {unit} a step"
         yield "optimizer steps", f"{schedule.steps_per_epoch:,}", remark
+    yield from _visits(view)
     if schedule.world_size > 1:
         repeated = f", {schedule.repeated_packs:,} repeated" if schedule.repeated_packs else ""
         left = f", {schedule.unaligned_packs:,} dropped" if schedule.unaligned_packs else ""
@@ -47,11 +53,12 @@ def deciding(view: PlanView) -> Iterator[FigureRow]:
         yield "attention", view.attention.name, view.attention.why
     if view.verdict is not None and not view.verdict.passes:
         yield _verdict(view.verdict)
+    yield from _time(view)
 
 
 def figures(view: PlanView) -> list[list[FigureRow]]:
     """Return all figures of a plan, in groups."""
-    groups = [_samples(view), _sources(view), _videos(view), _packs(view), _epoch(view)]
+    groups = [_samples(view), _sources(view), _videos(view), _packs(view), _visits(view), _epoch(view), _time(view)]
     return [rows for group in groups if (rows := list(group))]
 
 
@@ -131,12 +138,33 @@ def _packs(view: PlanView) -> Iterator[FigureRow]:
     remark = f"tokens; {plan.oversized_packs:,} {exceed} 110 % of the packing length"
     yield "  longest", f"{plan.longest_pack:,}", remark
     yield "  dropped, underfilled", f"{plan.dropped_packs:,}", ""
+    yield "  moved furthest", f"{plan.furthest_moved:,}", "places from its own in the data, if packs are read in order"
     remark = f"dropped ones counted; no plan has fewer than {plan.lower_bound:,} ({BOUNDS[plan.bound_kind]})"
     yield "  above the lower bound", f"{plan.gap:.3%}", remark
     long = "; a long pack counts as full" if plan.long_samples else ""
     remark = f"95 % of packs reach {plan.fill_p5:.4f}, the worst {plan.fill_worst:.4f}{long}"
     yield "fill", f"{plan.fill_mean:.4f}", remark
     yield "saved against padding", f"{plan.padding_saved:.1%}", "of the positions, estimated"
+
+
+def _visits(view: PlanView) -> Iterator[FigureRow]:
+    """Say how often samples were trained so far, over all runs that continued one another."""
+    visits = view.visits
+    if visits is None:
+        return
+    yield "visits, at step", f"{visits.step:,}", f"samples trained {told_visits(visits.samples_by_visits)}"
+    if len(visits.sources) > 1:
+        for one in visits.sources:
+            yield f"  {one.name}", f"{sum(one.samples_by_visits):,}", told_visits(one.samples_by_visits)
+
+
+def _time(view: PlanView) -> Iterator[FigureRow]:
+    """Say how long training takes, and how much memory; nothing of an evaluation."""
+    if view.forecast is not None:
+        yield from time_rows(view.forecast, world_size=view.schedule.world_size, price=view.price)
+    if view.peak is not None:
+        margin = f"{written_bytes(with_margin(view.peak))} with the margin of a GPU"
+        yield "predicted memory", written_bytes(view.peak), f"of each rank, at the peak of a step; {margin}"
 
 
 def _imbalance(schedule: ScheduleSummary) -> FigureRow:
@@ -186,3 +214,52 @@ def _epoch(view: PlanView) -> Iterator[FigureRow]:
             f"{schedule.above_bound:.3%} above the bound"
         )
         yield "  not assigned by work", f"{schedule.unbalanced_work_imbalance:.4f}", remark
+
+
+def epoch_rows(view: PlanView) -> Iterator[tuple[str, ...]]:
+    """Yield the head of a table of the epochs that have plans of their own, and a row for each."""
+    epochs = view.epochs
+    if epochs is None:
+        return
+    yield "epoch", "samples", "tokens", "packs", "fill", "steps", "sources"
+    for record in epochs.records:
+        steps, sources = epochs.schedule.steps_in(record.epoch), view.stored.lengths.origin.files
+        yield (
+            f"{record.epoch:,}", f"{record.num_samples:,}", f"{record.num_tokens:,}", f"{record.num_packs:,}",
+            f"{record.fill:.4f}", f"{steps:,}", drawn_of_sources(record, sources),
+        )  # fmt: skip
+
+
+def epoch_lines(view: PlanView) -> Iterator[str]:
+    """Yield what the epoch that is shown draws of each source, and how its pairs meet again."""
+    epochs = view.epochs
+    if epochs is None:
+        return
+    for one in epochs.shares:
+        yield (
+            f"epoch {epochs.epoch}: {one.file}: {one.share:.4%} drawn, {one.asked_share:.4%} asked for "
+            f"({counted(one.samples, 'sample')}, {counted(one.tokens, 'token')})"
+        )
+    if epochs.meetings is not None:
+        told = told_meetings(epochs.meetings, mixed=bool(epochs.shares))
+        yield f"epochs {epochs.epoch} and {epochs.epoch + 1}: {told}"
+
+
+def told_meetings(found: Meetings, *, mixed: bool) -> str:
+    """
+    Return in words how often pairs of samples meet again.
+
+    Args:
+        found: Pairs of two epochs.
+        mixed: Whether the epochs draw other samples too.
+    """
+    only = "" if mixed else ": no other packing of that quality was found"
+    if not found.pairs:
+        return f"no pack has two samples of both{only}"
+    meet = agree(found.pairs_again, "meets", "meet")
+    again = f"{found.pairs_again:,} of {counted(found.pairs, 'pair')} of samples {meet} again"
+    if found.pairs_again == found.pairs and only:
+        return f"{again}{only}"
+    if not found.expected:
+        return f"{again}, and none would in random packs"
+    return f"{again}, {found.pairs_again / found.expected:.2f} times as many as in random packs"

@@ -15,7 +15,8 @@ from typing import Any
 
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, world_size
-from packplan.app.plan.figures import figures
+from packplan.app.cli.forecasts import TimeOptions, add_time_options
+from packplan.app.plan.figures import epoch_lines, epoch_rows, figures
 from packplan.app.plan.stored import PlanView, as_document, inspect_plan, splits_of
 from packplan.app.wiring import stores
 from packplan.app.wiring.commands import read_run
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=world_size, metavar="N", help="ranks (default: the most that were built for)"
     )
+    add_time_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -39,7 +41,11 @@ def run(options: argparse.Namespace) -> None:
     """Open the plans, draw them, and write the page."""
     stores.page_target(options.output)  # before it takes seconds
     config = read_run(options.config, options.overrides)
-    views = [inspect_plan(config, split, world_size=options.world_size) for split in splits_of(config, options.split)]
+    time = TimeOptions.from_options(options)
+    views = [
+        inspect_plan(config, split, world_size=options.world_size, time=time)
+        for split in splits_of(config, options.split)
+    ]
     # Seconds to load, which no other look at a plan needs.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -64,7 +70,8 @@ def _as_variables(view: PlanView) -> dict[str, Any]:
     return {
         "name": view.stored.name,
         "coverage": (
-            f"Each epoch sees {plan.planned_samples:,} of {counted(plan.num_samples, 'sample')} "
+            f"{'Each epoch' if view.epochs is None else f'Epoch {view.epoch}'} sees "
+            f"{plan.planned_samples:,} of {counted(plan.num_samples, 'sample')} "
             f"({plan.sample_coverage:.2%}) and "
             f"{plan.planned_tokens:,} of {counted(plan.num_tokens, 'token')} ({plan.token_coverage:.2%})."
         ),
@@ -78,6 +85,8 @@ def _as_variables(view: PlanView) -> dict[str, Any]:
         ],
         "drawing": drawing(view),
         "figures": figures(view),
+        "epochs": list(epoch_rows(view)),
+        "of_epochs": list(epoch_lines(view)),
         "charts": list(charts(view)),
         "digests": [
             *document["checksums"].items(),

@@ -18,12 +18,16 @@ from rich.table import Table
 
 from packplan.app.cli.command import add_config_arguments, whole_number, world_size
 from packplan.app.cli.console import plain_console
+from packplan.app.cli.forecasts import TimeOptions, add_time_options
 from packplan.app.plan.explain import Explainer, as_text
-from packplan.app.plan.figures import deciding, figures
+from packplan.app.plan.figures import deciding, epoch_lines, epoch_rows, figures
 from packplan.app.plan.stored import PlanView, as_document, inspect_plan, splits_of
 from packplan.app.wiring.commands import read_run
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, DataSetError, counted
+
+SHOWN = 10
+"""Epochs that are printed without --all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,12 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=world_size, metavar="N", help="ranks (default: the most that were built for)"
     )
+    parser.add_argument(
+        "--epoch", type=whole_number, metavar="N", help="where epochs have plans of their own: this one (default: 0)"
+    )
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--pack", type=whole_number, metavar="N", help="explain this pack of the plan, from 0")
     one.add_argument("--sample", type=whole_number, metavar="N", help="explain this sample, from 0")
     parser.add_argument(
         "--text", action="store_true", help="with --sample: its text as the model gets it, and which of it is trained"
     )
+    add_time_options(parser)
     parser.add_argument("--all", action="store_true", help="every figure and digest, and each source")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     parser.set_defaults(run=run)
@@ -51,7 +59,17 @@ def run(options: argparse.Namespace) -> None:
     config = read_run(options.config, options.overrides)
     explained = options.pack is not None or options.sample is not None
     splits = splits_of(config, options.split or ("train" if explained else None))
-    views = [inspect_plan(config, split, world_size=options.world_size) for split in splits]
+    views = [
+        # An evaluation has one epoch.
+        inspect_plan(
+            config,
+            split,
+            world_size=options.world_size,
+            epoch=options.epoch if split == "train" else None,
+            time=TimeOptions.from_options(options),
+        )
+        for split in splits
+    ]
     if explained:
         explainer = Explainer.from_view(config, views[0])
         document = explainer.sample(options.sample) if options.pack is None else explainer.pack(options.pack)
@@ -102,6 +120,8 @@ def _print(view: PlanView, *, everything: bool) -> None:
             table.add_row(*row)
         table.add_section()
     console.print(table, soft_wrap=False)
+    if view.epochs is not None:
+        _print_epochs(console, view, most=None if everything else SHOWN)
     checksums = as_document(view)["checksums"]
     if not everything:
         console.print(f"raw_plan {checksums['raw_plan']}; --all prints every figure")
@@ -110,3 +130,18 @@ def _print(view: PlanView, *, everything: bool) -> None:
         console.print(f"{name} {digest}")
     for name, key in (("lengths", view.stored.lengths.origin.key), ("plan", view.stored.plan.key)):
         console.print(f"fingerprint of the {name} {key.digest}")
+
+
+def _print_epochs(console: Console, view: PlanView, *, most: int | None) -> None:
+    """Print a line for each epoch, at most so many, and what the one that is shown draws."""
+    head, *rows = epoch_rows(view)
+    table = Table()
+    for name in head:
+        table.add_column(name, justify="left" if name == "sources" else "right", overflow="fold")
+    for row in rows[:most]:
+        table.add_row(*row)
+    console.print(table, soft_wrap=False)
+    if most is not None and len(rows) > most:
+        console.print(f"… and {counted(len(rows) - most, 'epoch')}; --all prints each")
+    for line in epoch_lines(view):
+        console.print(line)

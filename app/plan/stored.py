@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any
 
 import attrs
 
+from packplan.app.cli.forecasts import TimeOptions, time_document
+from packplan.app.plan.epochs import EpochsView, epochs_view, plan_of_epoch
+from packplan.app.plan.visits import VisitsView, view_visits
 from packplan.app.planning.bad import left_out
+from packplan.app.planning.epochs import EpochPlanner
 from packplan.app.planning.log_lines import describe
 from packplan.app.planning.schedule import ragged_window, require_static, split_schedule
-from packplan.app.planning.split import Alignment, PlannedSplit, Stores, plan_table
+from packplan.app.planning.split import Alignment, PlannedSplit, Stores, plan_samples, samples_of
 from packplan.app.planning.stored_lengths import open_lengths, refusals, stale_inputs
 from packplan.app.wiring import stores
 from packplan.app.wiring.attention import attention_by, needs_verdict, refuse_leak, stored_verdict
+from packplan.app.wiring.forecasts.runs import run_forecast
+from packplan.app.wiring.forecasts.timings import attention_name, find_peak, find_timing
+from packplan.app.wiring.recipes import stored_recipe
 from packplan.app.wiring.works import Work, policy_of, work_of
 from packplan.core.align import AlignedPlan
 from packplan.core.config import RunConfig, with_remedy
+from packplan.core.epochs import EpochRecipe, plan_key
 from packplan.core.equality import AUTO, AttentionChoice, PackingVerdict
-from packplan.core.errors import ConfigError, ModelError, NotBuiltError, UserError
+from packplan.core.errors import ConfigError, ModelError, NotBuiltError, UserError, counted
+from packplan.core.forecast import RunForecast, Timing
 from packplan.core.inspection import (
     PlanSummary,
     ScheduleSummary,
@@ -30,8 +40,8 @@ from packplan.core.inspection import (
 )
 from packplan.core.plan import refuse_longer
 from packplan.core.ports import StoredLengths, StoredPlan
-from packplan.core.samples import column, video_totals
-from packplan.core.schedule import EpochSchedule
+from packplan.core.samples import by_source, column, video_totals
+from packplan.core.schedule import EpochSchedule, PackStats
 
 
 @attrs.frozen(eq=False)
@@ -53,27 +63,43 @@ class StoredSplit:
         supervised = column(self.lengths.rows.table, "supervised")
         return summarise(self.plan.plan, self.lengths.tokens, packed=self.packed, supervised=supervised)
 
-    def schedule(self, config: RunConfig, *, world_size: int | None) -> tuple[Work, AlignedPlan, EpochSchedule]:
+    def ranks(self, world_size: int | None) -> int:
+        """Return the ranks asked for; None takes the most that the plan was aligned for."""
+        return world_size or max(self.plan.world_sizes, default=1)
+
+    def schedule(
+        self, config: RunConfig, *, world_size: int | None, timing: Timing | None = None
+    ) -> tuple[Work, AlignedPlan, EpochSchedule]:
         """
         Return the work of the samples, and the plan as so many ranks train it.
 
         Args:
             config: The run.
             world_size: Ranks; None takes the most that the plan was aligned for.
+            timing: Timing of the run, if its packs may be assigned by it.
 
         Raises:
             PlanError: The ranks would get no batch.
             ArgumentError: The ranks cannot realise the batch.
         """
-        raw, work = self.plan.plan, work_of(config, self.lengths.rows.table)
-        ranks = world_size or max(self.plan.world_sizes, default=1)
-        aligned = Alignment.from_config(config, self.name).align(raw, world_size=ranks)
+        raw, work = self.plan.plan, work_of(config, self.lengths.rows.table, timing)
+        aligned = Alignment.from_config(config, self.name).align(raw, world_size=self.ranks(world_size))
         return work, aligned, split_schedule(config, self.name, aligned, raw.packs.sums(work.samples.flops))
 
-    def schedule_summary(self, schedule: EpochSchedule, work: Work) -> ScheduleSummary:
-        """Return a schedule of the plan in numbers."""
-        tokens = self.lengths.tokens
-        return summarise_schedule(self.plan.plan, tokens, schedule, packed=self.packed, works=work.samples)
+    def schedule_summary(self, schedule: EpochSchedule, work: Work, epochs: EpochsView | None) -> ScheduleSummary:
+        """
+        Return a schedule of the plan in numbers.
+
+        Args:
+            schedule: Schedule over the plan.
+            work: Work of the samples.
+            epochs: Epochs that have plans of their own.
+        """
+        tokens, epoch = self.lengths.tokens, 0 if epochs is None else epochs.epoch
+        summary = summarise_schedule(
+            self.plan.plan, tokens, schedule, packed=self.packed, works=work.samples, epoch=epoch
+        )
+        return summary if epochs is None else attrs.evolve(summary, total_steps=epochs.schedule.total_steps)
 
     def sources(self) -> tuple[SourceSummary, ...]:
         """Return the plan in numbers, source by source; none where older lengths name no files."""
@@ -101,6 +127,26 @@ class PlanView:
     """Whether samples may share the model's packs; None if it was not asked yet."""
 
     warnings: tuple[str, ...]
+
+    epochs: EpochsView | None = None
+    """Epochs that have plans of their own; None where all have one."""
+
+    visits: VisitsView | None = None
+    """Visits of the samples so far; None if nothing was trained."""
+
+    forecast: RunForecast | None = None
+    """Predicted time of the run; None for an evaluation."""
+
+    price: float | None = None
+    """Price of an hour of a rank's device; None shows no cost."""
+
+    peak: int | None = None
+    """Bytes that a step takes on a rank, which `packplan plan fit` stored; None if it did not."""
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the plan, 0 where all have one."""
+        return 0 if self.epochs is None else self.epochs.epoch
 
 
 def splits_of(config: RunConfig, split: str | None) -> list[str]:
@@ -130,6 +176,27 @@ def open_split(name: str, kept: Stores) -> StoredSplit:
     return StoredSplit(name, kept.plans.where, lengths, plan)
 
 
+def measured_recipe(config: RunConfig, split: str, lengths: StoredLengths, *, where: str) -> EpochRecipe | None:
+    """
+    Return the recipe of a split's epochs, whose sources are those that were measured.
+
+    Args:
+        config: The run.
+        split: `train` or `eval`.
+        lengths: Stored lengths of the split.
+        where: Place of what was built, for errors.
+
+    Raises:
+        ConfigError: All faults of the mix.
+        NotBuiltError: Other sources were measured, or the visits of another run are not stored.
+    """
+    recipe = stored_recipe(config, split)
+    measured = len(list(by_source(lengths.origin.files)))
+    if recipe is not None and recipe.mixes is not None and measured != (now := len(recipe.mixes.files)):
+        raise NotBuiltError(where, f"holds lengths of {counted(measured, 'source')}, but the mix now has {now:,}")
+    return recipe
+
+
 def _open_planned(config: RunConfig, split: str) -> StoredSplit:
     """
     Open a split; where its lengths give no plan, raise what building raises, for to build would not
@@ -141,11 +208,20 @@ def _open_planned(config: RunConfig, split: str) -> StoredSplit:
     except NotBuiltError:
         lengths, policy = open_lengths(kept.lengths), policy_of(config, split)
         refuse_longer(lengths.tokens, policy)
-        plan_table(split, policy, lengths.rows.table, quick_bound=True)
+        samples = samples_of(policy, lengths.rows.table, lengths.origin.files)
+        recipe = measured_recipe(config, split, lengths, where=kept.plans.where)
+        plan_samples(split, policy, samples, recipe=recipe, quick_bound=True)
         raise
 
 
-def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> PlanView:
+def inspect_plan(
+    config: RunConfig,
+    split: str,
+    *,
+    world_size: int | None,
+    epoch: int | None = None,
+    time: TimeOptions | None = None,
+) -> PlanView:
     """
     Open a split of a run and put it in numbers.
 
@@ -153,31 +229,40 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
         config: The run.
         split: `train` or `eval`.
         world_size: Ranks; None takes the most that the plan was aligned for.
+        epoch: Epoch whose plan is shown, where each has its own; None takes the first.
+        time: Device and price of the forecast; None guesses no device and shows no cost.
 
     Raises:
-        PackplanError: It is not stored, or damaged, or not for so many ranks.
+        PackplanError: It is not stored, or damaged, or not for so many ranks or epochs.
     """
     stored = _open_planned(config, split)
+    recipe, policy = measured_recipe(config, split, stored.lengths, where=stored.where), policy_of(config, split)
+    planner, is_current = None, True
+    if recipe is not None:
+        planner = EpochPlanner(
+            policy, recipe, samples_of(policy, stored.lengths.rows.table, stored.lengths.origin.files)
+        )
+        epoch = recipe.first if epoch is None else epoch
+        is_current = stored.plan.key == plan_key(recipe, policy, stored.lengths.digest)
+        plan = plan_of_epoch(planner, stored.plan, epoch, where=stored.where, is_current=is_current)
+        stored = attrs.evolve(stored, plan=attrs.evolve(stored.plan, plan=plan))
+    elif epoch:
+        raise ConfigError.at("--epoch", "is of runs whose epochs have plans of their own; here all have the same")
     raw, origin = stored.plan.plan, stored.lengths.origin
-    work, aligned, schedule = stored.schedule(config, world_size=world_size)
+    time, ranks = time or TimeOptions(), stored.ranks(world_size)
+    timing = find_timing(config, world_size=ranks, attention=attention_name(config), device=time.device)
+    work, aligned, schedule = stored.schedule(config, world_size=ranks, timing=timing if split == "train" else None)
+    epochs = None
+    if planner is not None and epoch is not None:
+        epochs = epochs_view(
+            planner, stored.plan.epochs, raw, schedule, epoch=epoch, where=stored.where, is_current=is_current
+        )
     planned = PlannedSplit(split, stored.lengths.rows.table, raw, aligned, origin.data_digest)
-    warnings = list(_warnings(config, stored, planned, schedule))
-    attention = verdict = None
-    try:
-        verdict = stored_verdict(config)
-        if verdict is None and needs_verdict(config, packed=stored.packed):
-            warnings.append(
-                f"{split}: no stored verdict says whether samples may share the model's packs: build asks the model"
-            )
-        if verdict is not None or config.model.attn_impl != AUTO:
-            on_cpu = bool(config.training.trainer.get("use_cpu"))
-            attention = attention_by(config, verdict, on_cpu=on_cpu)
-            if stored.packed:
-                refuse_leak(config, attention)
-    except ModelError as error:
-        warnings.append(f"{split}: training refuses the attention: {with_remedy(error)}")
-    except UserError as error:
-        warnings.append(f"{split}: which attention training takes cannot be said: {with_remedy(error)}")
+    warnings = list(_warnings(config, stored, planned, schedule if epochs is None else epochs.schedule))
+    attention = _attention_of(config, stored)
+    warnings += attention.warnings
+    if timing.unused and split == "train":
+        warnings.append(f"{split}: a stored calibration is not used: {timing.unused}")
     if work.estimated:
         warnings.append(f"{split}: work is estimated from tokens and their squares: {work.estimated}")
     return PlanView(
@@ -185,18 +270,68 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
         planned=planned,
         schedule=schedule,
         plan_summary=stored.summary(),
-        schedule_summary=stored.schedule_summary(schedule, work),
+        schedule_summary=stored.schedule_summary(schedule, work, epochs),
         work=work,
-        attention=attention,
-        verdict=verdict,
+        attention=attention.choice,
+        verdict=attention.verdict,
         warnings=tuple(warnings),
+        epochs=epochs,
+        visits=view_visits(config, stored.lengths) if split == "train" else None,
+        forecast=_forecast(config, stored, schedule, work, timing) if split == "train" else None,
+        price=time.price,
+        peak=find_peak(config, world_size=ranks, plan=stored.plan.key) if split == "train" else None,
     )
+
+
+@attrs.frozen
+class _Attention:
+    """Attention that training takes, as far as that can be said without the model."""
+
+    choice: AttentionChoice | None
+    verdict: PackingVerdict | None
+    warnings: tuple[str, ...] = ()
+
+
+def _attention_of(config: RunConfig, stored: StoredSplit) -> _Attention:
+    """Return the attention of a split's training, or warnings that say why it is unknown."""
+    choice = verdict = None
+    warnings: list[str] = []
+    try:
+        verdict = stored_verdict(config)
+        if verdict is None and needs_verdict(config, packed=stored.packed):
+            warnings.append("no stored verdict says whether samples may share the model's packs: build asks the model")
+        if verdict is not None or config.model.attn_impl != AUTO:
+            choice = attention_by(config, verdict, on_cpu=bool(config.training.trainer.get("use_cpu")))
+            if stored.packed:
+                refuse_leak(config, choice)
+    except ModelError as error:
+        warnings.append(f"training refuses the attention: {with_remedy(error)}")
+    except UserError as error:
+        warnings.append(f"which attention training takes cannot be said: {with_remedy(error)}")
+    return _Attention(choice, verdict, tuple(f"{stored.name}: {warning}" for warning in warnings))
+
+
+def _forecast(
+    config: RunConfig, stored: StoredSplit, schedule: EpochSchedule, work: Work, timing: Timing
+) -> RunForecast:
+    """Return the forecast of a run over its stored plan, and that of `eval` if there is one."""
+    stats = PackStats.from_plan(stored.plan.plan, stored.lengths.tokens, packed=stored.packed, works=work.flops)
+    evaluated = None
+    if config.custom.val_jsonl:
+        with contextlib.suppress(NotBuiltError):
+            other = open_split("eval", stores.open_stores(config, "eval"))
+            _, aligned, _ = other.schedule(config, world_size=schedule.world_size)
+            evaluated = PlannedSplit(
+                "eval", other.lengths.rows.table, other.plan.plan, aligned, other.lengths.origin.data_digest
+            )
+    return run_forecast(config, timing, stats, schedule, work.flops, evaluated=evaluated)
 
 
 def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, schedule: EpochSchedule) -> Iterator[str]:
     policy = policy_of(config, planned.name)
     yield from (f"{planned.name}: {line}" for line in stale_inputs(config, stored.lengths))
-    differences = stored.plan.key.differences(policy.fingerprint(stored.lengths.digest))
+    recipe = stored_recipe(config, planned.name)
+    differences = stored.plan.key.differences(plan_key(recipe, policy, stored.lengths.digest))
     for line in refusals(None if differences else planned.raw, stored.lengths.tokens, policy):
         yield f"{planned.name}: {line}"
     for difference in differences:
@@ -236,6 +371,14 @@ def as_document(view: PlanView) -> dict[str, Any]:
         "sources": [attrs.asdict(one) for one in stored.sources()],
         "videos": attrs.asdict(video_totals(stored.lengths.rows.table, stored.lengths.rows.media)),
         "schedule": attrs.asdict(view.schedule_summary),
+        "peak_bytes": view.peak,
+        "time": None
+        if view.forecast is None
+        else time_document(view.forecast, world_size=view.schedule.world_size, price=view.price),
+        "visits": None
+        if view.visits is None
+        else attrs.asdict(view.visits, filter=lambda field, _: field.name != "records"),
+        "epochs": None if view.epochs is None else _epochs_document(view.epochs),
         "checksums": {
             "raw_plan": planned.raw_checksum,
             "aligned_plan": planned.checksum,
@@ -247,4 +390,17 @@ def as_document(view: PlanView) -> dict[str, Any]:
             "plan": {"sha256": stored.plan.key.digest, "inputs": dict(stored.plan.key.inputs)},
         },
         "aligned_for": list(stored.plan.world_sizes),
+    }
+
+
+def _epochs_document(epochs: EpochsView) -> dict[str, Any]:
+    """Return all epochs for programs."""
+    return {
+        "shown": epochs.epoch,
+        "total_steps": epochs.schedule.total_steps,
+        "epochs": [
+            {**attrs.asdict(record), "steps": epochs.schedule.steps_in(record.epoch)} for record in epochs.records
+        ],
+        "shares": [attrs.asdict(one) for one in epochs.shares],
+        "meetings": None if epochs.meetings is None else attrs.asdict(epochs.meetings),
     }

@@ -14,9 +14,11 @@ import attrs
 import numpy as np
 
 from packplan.adapters.progress import progress
-from packplan.app.planning.split import GatheredSplit, plan_table
+from packplan.app.planning.epochs import EpochPlanner
+from packplan.app.planning.split import GatheredSplit, plan_samples, samples_of
 from packplan.app.planning.stored_lengths import refusals
 from packplan.core.config import with_remedy
+from packplan.core.epochs import EpochRecipe, EpochSamples
 from packplan.core.errors import (
     CorruptArtefactError,
     Difference,
@@ -135,23 +137,44 @@ def _faults_of_plan(split: GatheredSplit, lengths: StoredLengths, stored: Stored
     if stored is None:
         yield where, "no plan is stored: build plans"
         return
-    key = policy.fingerprint(lengths.digest)
+    key = split.key(lengths.digest)
     differences = stored.key.differences(key)
     for difference in differences:
         reason = f"planned with {difference.stored!r}, now {difference.current!r}: build plans again"
         yield difference.key, reason
     if stored.key.inputs["lengths"] != lengths.digest:
         return
-    packed, ratio = bool(stored.key.inputs["packing"]), stored.key.inputs.get("min_fill_ratio")
-    tokens = lengths.tokens
-    faults = list(plan_faults(stored.plan, tokens, packed=packed, min_fill_ratio=None if ratio is None else str(ratio)))
+    inputs, tokens = stored.key.inputs, lengths.tokens
+    ratio, moved = inputs.get("min_fill_ratio"), inputs.get("max_displacement")
+    faults: list[str] = []
+    if split.recipe is None:  # of a recipe, the plans have to be those that are planned again
+        faults += plan_faults(
+            stored.plan,
+            tokens,
+            packed=bool(inputs["packing"]),
+            min_fill_ratio=None if ratio is None else str(ratio),
+            max_displacement=None if moved is None else int(moved),
+        )
     is_sound = not differences and not faults
     for reason in (*refusals(stored.plan if is_sound else None, tokens, policy), *faults):
         yield where, reason
     if is_sound:
-        again = plan_table(f"{split.name} again", policy, lengths.rows.table, quick_bound=True)
+        samples = samples_of(policy, lengths.rows.table, lengths.origin.files)
+        again = plan_samples(f"{split.name} again", policy, samples, recipe=split.recipe, quick_bound=True)
         if again.packs != stored.plan.packs:
             yield where, "planned again from the stored lengths, it is another one"
+        if split.recipe is not None:
+            yield from _faults_of_epochs(split, samples, stored)
+
+
+def _faults_of_epochs(split: GatheredSplit, samples: EpochSamples, stored: StoredPlan) -> Iterator[Fault]:
+    """Plan each epoch again, and compare it with its record."""
+    planner = EpochPlanner(split.policy, split.recipe or EpochRecipe(), samples)
+    if not stored.epochs:
+        yield split.stores.plans.where, "the epochs have no records: build plans"
+    for record in progress(stored.epochs, desc=f"planning {split.name} again", unit=" epochs"):
+        if planner.record(planner.plan(record.epoch)) != record:
+            yield split.stores.plans.where, f"planned again, epoch {record.epoch} is another one"
 
 
 def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, decode: bool) -> Iterator[Fault]:

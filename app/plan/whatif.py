@@ -1,9 +1,8 @@
 """
 Plan the stored lengths again with other packing lengths and on other numbers of ranks.
 
-For each number of ranks the best is marked: the highest coverage x fill / imbalance (tokens planned
-within the packing length, over all tokens; planned tokens over what the packs of all ranks hold;
-the busiest rank's work over the mean rank's).
+For each number of ranks the best is marked: the least predicted time per planned token. Times come
+from a calibration that fits (packplan plan time --calibrate), else they are a guess.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import attrs
 from rich.table import Table
@@ -20,21 +20,26 @@ from rich.table import Table
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, positive_numbers, world_sizes
 from packplan.app.cli.console import plain_console
-from packplan.app.plan.stored import splits_of
+from packplan.app.cli.forecasts import TimeOptions, add_time_options, cost, duration, time_document
+from packplan.app.plan.stored import measured_recipe, splits_of
 from packplan.app.planning.schedule import split_schedule
-from packplan.app.planning.split import Alignment, plan_table
+from packplan.app.planning.split import Alignment, plan_samples, samples_of
 from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
 from packplan.app.wiring import stores
 from packplan.app.wiring.commands import ranks_of, read_run
+from packplan.app.wiring.forecasts.runs import run_forecast
+from packplan.app.wiring.forecasts.timings import attention_name, find_timing
 from packplan.app.wiring.works import policy_of, work_of
 from packplan.core.config import RunConfig, with_remedy
+from packplan.core.epochs import EpochRecipe
 from packplan.core.errors import ConfigError, counted
+from packplan.core.forecast import RunForecast
 from packplan.core.inspection import Alternative, PlanSummary, ScheduleSummary, best_of, what_if
 from packplan.core.plan import RawPlan, refuse_dropped, refuse_longer
 from packplan.core.ports import StoredLengths
-from packplan.core.schedule import EpochSchedule
+from packplan.core.schedule import EpochSchedule, PackStats
 
-RULE = "coverage x fill / imbalance"
+RULE = "predicted hours per planned token"
 
 COLUMNS: Mapping[str, Callable[[PlanSummary, ScheduleSummary], str]] = MappingProxyType(
     {
@@ -62,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=world_sizes, metavar="N,N", help="ranks (default: 1, or those of a command)"
     )
+    add_time_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     parser.set_defaults(run=run)
 
@@ -74,7 +80,11 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError.at(
             "training.packing", f"is false for {split}: nothing is packed, so there is nothing to vary"
         )
-    lengths = open_lengths(stores.open_stores(config, split).lengths)
+    kept = stores.open_stores(config, split)
+    lengths = open_lengths(kept.lengths)
+    recipe = measured_recipe(config, split, lengths, where=kept.plans.where)
+    if recipe is not None:
+        print(f"{split}: figures and steps are as if all epochs had the plan of the first", file=sys.stderr)
     for line in stale_inputs(config, lengths):
         print(f"warning: {split}: {line}", file=sys.stderr)
     ranks = options.world_size or [ranks_of(config) or 1]
@@ -82,18 +92,18 @@ def run(options: argparse.Namespace) -> None:
     _refuse_other_cuts(lengths, packing_lengths)
     alternatives = list(
         progress(
-            _alternatives(config, split, lengths, packing_lengths, ranks),
+            _alternatives(
+                config, split, lengths, packing_lengths, ranks, recipe=recipe, time=TimeOptions.from_options(options)
+            ),
             total=len(packing_lengths) * len(ranks), desc="planning", unit=" combinations",
         )
     )  # fmt: skip
     best = best_of(alternatives)
     if options.json:
-        rows = [
-            {**attrs.asdict(one), "score": one.score, "best": best.get(one.world_size) is one} for one in alternatives
-        ]
+        rows = [_document(one, best, options.price) for one in alternatives]
         print(json.dumps({"split": split, "rule": RULE, "alternatives": rows}, indent=2))
     else:
-        _print(alternatives, best)
+        _print(alternatives, best, options.price)
 
 
 def _refuse_other_cuts(lengths: StoredLengths, packing_lengths: list[int]) -> None:
@@ -108,45 +118,82 @@ def _refuse_other_cuts(lengths: StoredLengths, packing_lengths: list[int]) -> No
 
 
 def _alternatives(
-    config: RunConfig, split: str, stored: StoredLengths, packing_lengths: list[int], world_sizes: list[int]
+    config: RunConfig,
+    split: str,
+    stored: StoredLengths,
+    packing_lengths: list[int],
+    world_sizes: list[int],
+    *,
+    recipe: EpochRecipe | None,
+    time: TimeOptions,
 ) -> Iterator[Alternative]:
     lengths, alignment = stored.tokens, Alignment.from_config(config, split)
-    works = work_of(config, stored.rows.table).samples
-    samples = works.flops
+    flops, attention = work_of(config, stored.rows.table).flops, attention_name(config)
+    timings = {
+        ranks: find_timing(config, world_size=ranks, attention=attention, device=time.device) for ranks in world_sizes
+    }
 
     def plan(packing_length: int) -> RawPlan:
         other = attrs.evolve(config, template=attrs.evolve(config.template, max_length=packing_length))
         policy = policy_of(other, split)
         refuse_longer(lengths, policy)
-        raw = plan_table(f"packs of {packing_length:,}", policy, stored.rows.table, quick_bound=True)
+        name, table = f"packs of {packing_length:,}", stored.rows.table
+        raw = plan_samples(
+            name, policy, samples_of(policy, table, stored.origin.files), recipe=recipe, quick_bound=True
+        )
         refuse_dropped(raw, lengths, policy)
         return raw
 
     def schedule(raw: RawPlan, world_size: int) -> EpochSchedule:
         aligned = alignment.align(raw, world_size=world_size)
-        return split_schedule(config, split, aligned, raw.packs.sums(samples))
+        works = work_of(config, stored.rows.table, timings[world_size]).samples
+        return split_schedule(config, split, aligned, raw.packs.sums(works.flops))
+
+    def forecast(raw: RawPlan, trained: EpochSchedule) -> RunForecast:
+        stats = PackStats.from_plan(raw, lengths, works=flops)
+        return run_forecast(config, timings[trained.world_size], stats, trained, flops)
 
     return what_if(
-        lengths, packing_lengths=packing_lengths, world_sizes=world_sizes, plan=plan, schedule=schedule, works=works,
-        explain=with_remedy,
+        lengths, packing_lengths=packing_lengths, world_sizes=world_sizes, plan=plan, schedule=schedule,
+        forecast=forecast, works=flops, explain=with_remedy,
     )  # fmt: skip
 
 
-def _print(alternatives: list[Alternative], best: dict[int, Alternative]) -> None:
+def _document(one: Alternative, best: dict[int, Alternative], price: float | None) -> dict[str, Any]:
+    """Return an alternative for programs."""
+    forecast = one.forecast
+    return {
+        **attrs.asdict(one, filter=lambda field, _: field.name != "forecast"),
+        "time": None if forecast is None else time_document(forecast, world_size=one.world_size, price=price),
+        "best": best.get(one.world_size) is one,
+    }
+
+
+def _print(alternatives: list[Alternative], best: dict[int, Alternative], price: float | None) -> None:
     table = Table()
-    for name in ("max_length", "ranks", *COLUMNS, "score", ""):
+    times = ("time", "tokens/s", *(["cost"] if price else []))
+    for name in ("max_length", "ranks", *COLUMNS, *times, ""):
         table.add_column(name, justify="right" if name else "left")
     for one in alternatives:
-        cells = ["-"] * (len(COLUMNS) + 1)
-        if one.plan is not None and one.schedule is not None:
-            cells = [*(text(one.plan, one.schedule) for text in COLUMNS.values()), f"{one.score:.4f}"]
+        cells = ["-"] * (len(COLUMNS) + len(times))
+        if one.plan is not None and one.schedule is not None and one.forecast is not None:
+            spent = cost(one.forecast, world_size=one.world_size, price=price)
+            cells = [
+                *(text(one.plan, one.schedule) for text in COLUMNS.values()), duration(one.forecast.seconds),
+                f"{one.forecast.tokens_per_second:,.0f}", *([] if spent is None else [f"{spent:,.2f}"]),
+            ]  # fmt: skip
         mark = "best" if best.get(one.world_size) is one else ""
         table.add_row(f"{one.packing_length:,}", f"{one.world_size:,}", *cells, mark)
     console = plain_console()
     # A terminal that is too narrow wraps the lines, but all digits are there.
     console.width = max(console.width, console.measure(table, options=console.options.update(width=1000)).maximum)
     console.print(table, soft_wrap=False)
-    console.print(f"best, for each number of ranks: the highest {RULE}")
+    console.print(f"best, for each number of ranks: the least {RULE}")
+    for ranks, one in best.items():
+        if one.forecast is not None:
+            timing = one.forecast.timing
+            unused = f"; a stored calibration is not used: {timing.unused}" if timing.unused else ""
+            console.print(f"time on {counted(ranks, 'rank')}: {timing.basis}{unused}")
     if any(one.plan and one.plan.oversized_packs for one in alternatives):
         console.print(
             "over 110 %: packs that exceed max_length by more than 10 %, each a long sample; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from types import MappingProxyType
 
@@ -11,11 +11,12 @@ import numpy as np
 
 from packplan.app.planning.split import PlannedSplit
 from packplan.core.checksum import plan_checksum
+from packplan.core.epochs import EpochRecord
 from packplan.core.errors import agree, counted, in_ranges
 from packplan.core.inspection import LowFill, longest_pack, low_fill
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.policy import PlanPolicy
-from packplan.core.samples import column
+from packplan.core.samples import DataFile, by_source, column
 from packplan.core.schedule import EpochSchedule
 
 WORTH_A_WARNING = Fraction(1, 100)
@@ -28,7 +29,12 @@ SHOWN = 10
 """Ranges of samples that a line names, where they may lie anywhere; the stored plan has all."""
 
 BOUNDS: Mapping[BoundKind, str] = MappingProxyType(
-    {"quick": "quick bound", "relaxation": "linear relaxation", "reached": "a packing reaches it"}
+    {
+        "quick": "quick bound",
+        "relaxation": "linear relaxation",
+        "reached": "a packing reaches it",
+        "order": "in this order",
+    }
 )
 """Words for each kind of lower bound."""
 
@@ -58,10 +64,62 @@ def steps_line(planned: PlannedSplit, schedule: EpochSchedule) -> str:
     )
 
 
+def log_epochs(records: Sequence[EpochRecord], schedule: EpochSchedule, files: Sequence[DataFile]) -> None:
+    """
+    Log epochs that have plans of their own: what each has drawn, its packs and its steps.
+
+    Args:
+        records: Record of each epoch.
+        schedule: Schedule over them.
+        files: Files of the data.
+    """
+    for place, one in enumerate(records):
+        if SHOWN // 2 <= place < len(records) - SHOWN // 2:
+            continue
+        if place and place == len(records) - SHOWN // 2 > SHOWN // 2:
+            log.info("train: … and %s", counted(len(records) - SHOWN, "epoch"))
+        log.info(
+            "train: epoch %d: %s, %s; %s, %s, checksum %s%s",
+            one.epoch,
+            counted(one.num_samples, "sample"),
+            counted(one.num_tokens, "token"),
+            counted(one.num_packs, "pack"),
+            counted(schedule.steps_in(one.epoch), "step"),
+            one.checksum[:12],
+            f": {drawn}" if (drawn := drawn_of_sources(one, files)) else "",
+        )
+
+
+def drawn_of_sources(record: EpochRecord, files: Sequence[DataFile]) -> str:
+    """
+    Return the samples and the share of the tokens that an epoch draws of each source; empty for one
+    source.
+
+    Args:
+        record: Record of the epoch.
+        files: Files of the data.
+    """
+    drawn: dict[str, tuple[int, int]] = {}
+    if not record.source_samples:
+        return ""
+    sources = (name for name, _ in by_source(files))
+    for name, samples, tokens in zip(sources, record.source_samples, record.source_tokens, strict=True):
+        before = drawn.get(name, (0, 0))
+        drawn[name] = before[0] + samples, before[1] + tokens
+    if len(drawn) < 2:
+        return ""
+    shares = (
+        f"{name} {samples:,} ({tokens / record.num_tokens:.2%} of the tokens)"
+        for name, (samples, tokens) in drawn.items()
+    )
+    return ", ".join(shares)
+
+
 def describe(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
     """Yield the lines on a planned split, each with its log level."""
     for parts in (_describe_plan, _describe_packs, _describe_checksums, _describe_exceptions):
-        yield from ((level, f"{planned.name}: {text}") for level, text in parts(planned, policy))
+        of = f"{planned.name}, its first epoch" if planned.has_epochs else planned.name
+        yield from ((level, f"{of}: {text}") for level, text in parts(planned, policy))
 
 
 def _note(text: str) -> Line:
@@ -100,7 +158,7 @@ def _describe_plan(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
         first = len(raw.packs) - aligned.num_dropped
         yield _warning(
             f"the last {counted(aligned.num_dropped, 'pack')} (from {first:,}) "
-            f"{agree(aligned.num_dropped)} not trained, in no epoch; "
+            f"{agree(aligned.num_dropped)} not trained{'' if planned.has_epochs else ', in no epoch'}; "
             f"training.dataloader_drop_last: false trains {agree(aligned.num_dropped, 'it', 'them')}"
         )
 
@@ -120,6 +178,11 @@ def _describe_packs(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]
         )
     else:
         yield _note(line)
+    if policy.displaces:
+        yield _note(
+            f"no sample is more than {counted(policy.max_displacement, 'place')} from its own in the data; "
+            "training keeps this order under training.train_dataloader_shuffle: false"
+        )
     low = low_fill(raw, lengths)
     if low is not None:
         yield _warning(f"fill is {low.fill:.4f}, since {_reason(low, policy)}")
@@ -131,9 +194,12 @@ def _describe_checksums(planned: PlannedSplit, _: PlanPolicy) -> Iterator[Line]:
 
 
 def _reason(low: LowFill, policy: PlanPolicy) -> str:
-    longer = "a higher template.max_length may fit them (packplan plan whatif compares)"
+    longer, order = "a higher template.max_length may fit them (packplan plan whatif compares)", ""
+    way = "no other finds fewer" if policy.algorithm == "certified" else "certified finds the fewest"
+    if policy.displaces:
+        longer = way = "a higher training.packing_max_displacement may need fewer"
+        order = f" {BOUNDS['order']}"
     if low.reason == "algorithm":
-        way = "no other finds fewer" if policy.algorithm == "certified" else "certified finds the fewest"
         return (
             f"training.packing_algorithm {policy.algorithm} makes {counted(low.num_packs, 'pack')} of samples for "
             f"which {low.lower_bound:,} may be enough; {way}"
@@ -146,7 +212,7 @@ def _reason(low: LowFill, policy: PlanPolicy) -> str:
         )
     return (
         f"the lengths (median {low.median:,} tokens) do not add up to the packing length, and no plan has fewer than "
-        f"{counted(low.lower_bound, 'pack')} of them; {longer}"
+        f"{counted(low.lower_bound, 'pack')} of them{order}; {longer}"
     )
 
 

@@ -16,7 +16,8 @@ from packplan.app.planning.split import PlannedSplit
 from packplan.core.align import AlignedPlan
 from packplan.core.batch import Accumulation, partial_window, resolve_accumulation
 from packplan.core.config import EVEN_STEPS, RunConfig
-from packplan.core.errors import ConfigError
+from packplan.core.errors import ConfigError, counted
+from packplan.core.fingerprint import Fingerprint
 from packplan.core.schedule import ORDER_VERSION, EpochSchedule, ResumeState
 from packplan.core.work import Meeting
 
@@ -85,17 +86,20 @@ def meeting_of(config: RunConfig) -> Meeting | None:
     `training.packing_balance: auto` takes `microbatch` under FSDP and under DeepSpeed from stage 2
     on, else `step`.
     """
-    training = config.training
-    asked = training.packing_balance
-    if asked == "none" or not training.packing:
+    asked = config.training.packing_balance
+    if asked == "none" or not config.training.packing:
         return None
-    if asked != "auto":
-        return asked
-    stage = _stage(training.trainer.get("deepspeed"))
+    return meeting_point(config) if asked == "auto" else asked
+
+
+def meeting_point(config: RunConfig) -> Meeting:
+    """Return the point at which the ranks of a run wait for each other, by its settings."""
+    training = config.training
+    stage = zero_stage(training.trainer.get("deepspeed"))
     return "microbatch" if training.trainer.get("fsdp") or stage >= REDUCES_EACH_BACKWARD else "step"
 
 
-def _stage(deepspeed: Any) -> int:
+def zero_stage(deepspeed: Any) -> int:
     """Return the ZeRO stage of what `training.deepspeed` says; 0 where it names none."""
     if isinstance(deepspeed, (str, Path)):
         try:
@@ -135,17 +139,22 @@ def split_schedule(
         seed=training.trainer.get("data_seed", training.seed),
         shuffle=training.trainer.get("train_dataloader_shuffle", True),
         works=None if meeting is None else works,
-        meeting=meeting or "step",
+        meeting=meeting or meeting_point(config),
         group_by_work=training.packing_group_by_work if meeting is not None and works is not None else 0,
     )
 
 
 def ragged_window(schedule: EpochSchedule) -> str | None:
-    """Return the warning that the last optimizer step of each epoch is smaller, if it is."""
-    window = partial_window(
+    """Return the warning that the last optimizer step of an epoch is smaller, if it is."""
+    if not isinstance(schedule.num_packs, int):
+        window, epochs = schedule.gradient_accumulation_steps, [e for e, num in enumerate(schedule.num_packs) if num]
+        ragged = sum(schedule.batches_in(epoch) % window > 0 for epoch in epochs)
+        told = f"the last optimizer step of {ragged:,} of {counted(len(epochs), 'epoch')} sees fewer than {window:,} "
+        return f"{told}batches per rank" if ragged else None
+    partial = partial_window(
         per_rank_batches=schedule.batches_per_epoch, gradient_accumulation_steps=schedule.gradient_accumulation_steps
     )
-    return None if window is None else f"{window}; {EVEN_STEPS}"
+    return None if partial is None else f"{partial}; {EVEN_STEPS}"
 
 
 def resume_state_of(planned: PlannedSplit, schedule: EpochSchedule, config: RunConfig) -> ResumeState:
@@ -157,8 +166,9 @@ def resume_state_of(planned: PlannedSplit, schedule: EpochSchedule, config: RunC
         schedule: The schedule over it.
         config: The run.
     """
+    key = planned.key or Fingerprint({})
     return ResumeState(
-        planned.raw_checksum,
+        key.digest if planned.has_epochs else planned.raw_checksum,
         planned.data_digest,
         schedule.seed,
         schedule.shuffle,
@@ -166,4 +176,5 @@ def resume_state_of(planned: PlannedSplit, schedule: EpochSchedule, config: RunC
         ORDER_VERSION,
         schedule.start,
         schedule.grouping,
+        key.inputs,
     )

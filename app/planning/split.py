@@ -7,9 +7,10 @@ stored one. Every rank then aligns that plan, and all compare what they have by 
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from functools import partial
@@ -23,10 +24,12 @@ from packplan.app.planning.measure import measure
 from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.config import RunConfig
-from packplan.core.errors import MismatchError, counted
+from packplan.core.epochs import EpochRecipe, EpochSamples, drawable, plan_epoch, plan_key
+from packplan.core.errors import ConfigError, MismatchError, counted
+from packplan.core.fingerprint import Fingerprint
+from packplan.core.mixes import drawn_faults
 from packplan.core.plan import (
     RawPlan,
-    build_raw_plan,
     no_samples,
     plan_from_arrays,
     plan_to_arrays,
@@ -35,7 +38,7 @@ from packplan.core.plan import (
 )
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import Arrays, LengthSource, LengthStore, Lock, PlanStore, RankGroup, ReportProgress
-from packplan.core.samples import Table, column, sample_indices
+from packplan.core.samples import DataFile, Table, by_source, column
 from packplan.core.work import SampleWorks, WorkModel
 
 log = logging.getLogger(__name__)
@@ -56,6 +59,13 @@ class PlannedSplit:
     raw: RawPlan
     aligned: AlignedPlan
     data_digest: str
+
+    key: Fingerprint | None = None
+    """Inputs of the plan; None where a stored plan is looked at."""
+
+    has_epochs: bool = False
+    """Whether each epoch has a plan of its own; `raw` is the first."""
+
     raw_checksum: str = attrs.field(init=False)
     checksum: str = attrs.field(init=False)
 
@@ -120,6 +130,13 @@ class GatheredSplit:
     flush_every: int | None = None
     """Samples between two flushes of measurements; None adapts to the number of samples."""
 
+    recipe: EpochRecipe | None = None
+    """Samples of each epoch, where each has a plan of its own; None plans all samples once."""
+
+    def key(self, lengths_digest: str) -> Fingerprint:
+        """Return the inputs of its plans, or of its only one."""
+        return plan_key(self.recipe, self.policy, lengths_digest)
+
 
 def require_writable(splits: Iterable[GatheredSplit], *, group: RankGroup, deadline: Deadline) -> None:
     """
@@ -160,11 +177,12 @@ def plan_split(
         raise no_samples()
     ranks = world_size or group.world_size
     arrays = dict(group.from_rank_zero(partial(_measure_and_plan, split, ranks, deadline), **deadline.wait()))
-    table = arrays.pop("table")
+    table, key = arrays.pop("table"), Fingerprint(json.loads(arrays.pop("key").tobytes()))
     raw = plan_from_arrays(arrays)
     aligned = split.alignment.align(raw, world_size=ranks)
     bad = np.flatnonzero(column(table, "bad")).tolist()
-    planned = PlannedSplit(name, table, raw, aligned, source.data_digest(len(source), without=bad))
+    data_digest = source.data_digest(len(source), without=bad)
+    planned = PlannedSplit(name, table, raw, aligned, data_digest, key, split.recipe is not None)
 
     require_agreement(group, f"the {name} plan's checksum", planned.checksum)
     # A rank that sees other data would train on other samples under the same plan.
@@ -189,18 +207,30 @@ def _measure_and_plan(split: GatheredSplit, world_size: int, deadline: Deadline,
         lengths = column(table, "length").astype(np.int64)
         refuse_longer(lengths, policy)
         report(f"planning {name}")
-        key = policy.fingerprint(stores.lengths.digest())
+        key = split.key(stores.lengths.digest())
         raw = stores.plans.load(key)
         if raw is not None:
             log.info("%s: the stored plan fits and is used again", name)
         else:
-            log.info("%s: planning %s", name, counted(sample_indices(table).size, "sample"))
+            samples = samples_of(policy, table, source.data_files())
+            _require_drawable(split.recipe, policy, samples)
+            log.info("%s: planning %s", name, counted(int(np.count_nonzero(samples.lengths)), "sample"))
             with _duration_logged(name, policy):
-                raw = plan_table(name, policy, table, report=report)
+                raw = plan_samples(name, policy, samples, recipe=split.recipe, report=report)
             stores.plans.save(key, raw)
         refuse_dropped(raw, lengths, policy)
         stores.plans.save_aligned(key, split.alignment.align(raw, world_size=world_size))
-    return {"table": table, **plan_to_arrays(raw)}
+    inputs = np.frombuffer(json.dumps(dict(key.inputs)).encode(), dtype=np.uint8)
+    return {"table": table, "key": inputs, **plan_to_arrays(raw)}
+
+
+def _require_drawable(recipe: EpochRecipe | None, policy: PlanPolicy, samples: EpochSamples) -> None:
+    """Refuse mixes that ask for more than their measured sources have; ConfigError by key."""
+    if recipe is None or recipe.mixes is None:
+        return
+    entries = len(recipe.mixes.entries)
+    if faults := tuple(drawn_faults(recipe.mixes, drawable(policy, samples), samples.sizes, entries)):
+        raise ConfigError("custom.fusion_config", faults)
 
 
 @contextmanager
@@ -215,28 +245,43 @@ def _duration_logged(name: str, policy: PlanPolicy) -> Iterator[None]:
         log.info("%s: %s took %.1f s", name, policy.algorithm, time.monotonic() - started)
 
 
-def plan_table(
+def samples_of(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> EpochSamples:
+    """
+    Return measured records as they are planned.
+
+    Args:
+        policy: Settings of planning.
+        table: Measurements of the records; shape (num_records, num_columns).
+        files: Files of the data, for mixes of them.
+    """
+    works = table_works(policy.work, table).flops if policy.weighs and policy.work is not None else None
+    lengths = column(table, "length").astype(np.int64)
+    return EpochSamples(lengths=lengths, sizes=tuple(size for _, size in by_source(files)), works=works)
+
+
+def plan_samples(
     name: str,
     policy: PlanPolicy,
-    table: Table,
+    samples: EpochSamples,
     *,
+    recipe: EpochRecipe | None = None,
+    epoch: int | None = None,
     quick_bound: bool = False,
     report: ReportProgress = lambda _: None,
 ) -> RawPlan:
     """
-    Build the raw plan of the records that are not bad, with a progress line.
+    Build the raw plan of an epoch, or that of all, with a progress line.
 
     Args:
         name: Name of the split, for messages.
         policy: Settings of planning.
-        table: Measurements of the records; shape (num_records, num_columns).
+        samples: Measured records.
+        recipe: Samples of each epoch; None plans all samples.
+        epoch: The epoch; None takes the first one.
         quick_bound: Take a bound that is found at once, where plans are only compared.
         report: Called with each progress message too.
     """
-    indices, works = sample_indices(table), None
-    samples = table[indices]
-    if policy.weighs and policy.work is not None:
-        works = table_works(policy.work, samples).flops
+    recipe = recipe or EpochRecipe()
     look = "{desc}{postfix} [{elapsed}]"
     delay = 0 if policy.algorithm in TAKES_LONG else BRIEF_S
     with progress(desc=f"planning {name}", bar_format=look, miniters=1, delay=delay, leave=not delay) as bar:
@@ -246,9 +291,8 @@ def plan_table(
             bar.set_postfix_str(words, refresh=False)
             bar.update()
 
-        lengths = column(samples, "length").astype(np.int64)
-        plan = build_raw_plan(lengths, policy, works=works, quick_bound=quick_bound, report=show)
-        return plan.with_indices(indices)
+        chosen = recipe.first if epoch is None else epoch
+        return plan_epoch(recipe, policy, samples, chosen, quick_bound=quick_bound, report=show).raw
 
 
 def table_works(model: WorkModel, table: Table) -> SampleWorks:

@@ -23,6 +23,7 @@ from packplan.app.cli.command import (
 from packplan.app.planning.split import PlannedSplit
 from packplan.app.wiring import stores
 from packplan.core.config import RunConfig
+from packplan.core.epochs import EpochRecord
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule
 
@@ -34,6 +35,11 @@ class Result:
     """Result of a run."""
 
     planned: Mapping[str, PlannedSplit]
+    """Plans by split; without `train` where each epoch has a plan of its own."""
+
+    epochs: tuple[EpochRecord, ...]
+    """Records of these epochs."""
+
     schedule: EpochSchedule
     num_steps: int
     terminated: bool
@@ -53,9 +59,14 @@ def run(config: RunConfig, group: RankGroup) -> Result:
     from packplan.app.sft.outcome import interruption_logged, log_outcome
     from packplan.app.sft.prepare import prepare
     from packplan.app.wiring import training
+    from packplan.app.wiring.forecasts.runs import told_error
 
     prepared = prepare(config, group)
     trainer, schedule, checkpoint = prepared.trainer, prepared.schedule, prepared.checkpoint
+    planned, epochs = dict(prepared.planned), prepared.epochs
+    if epochs is not None:
+        # While an epoch is trained, its plan and the next one are held, and no other.
+        del planned["train"], prepared
     with training.alone_in_output(config, group), interruption_logged(trainer):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else checkpoint.folder)
     num_steps, terminated = trainer.state.global_step, trainer.was_terminated
@@ -69,9 +80,12 @@ def run(config: RunConfig, group: RankGroup) -> Result:
     elif num_steps != total and not config.training.trainer.get("early_stop_interval"):
         message = f"the trainer ran {num_steps} optimizer steps, but {total} were planned"
         raise RuntimeError(message)
+    if trainer.forecast is not None and num_steps > trainer.forecast.first:
+        log.info("%s", told_error(trainer.forecast, num_steps, trainer.real_seconds))
     if not terminated:
         log_outcome(config, trainer)
-    return Result(prepared.planned, schedule, num_steps, terminated, trainer.history)
+    records = () if epochs is None else epochs.records
+    return Result(planned, records, schedule, num_steps, terminated, trainer.history)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import attrs
 
 from packplan.app.planning.deadline import Deadline
-from packplan.app.planning.log_lines import log_plan
+from packplan.app.planning.epochs import PlannedEpochs, plan_epochs
+from packplan.app.planning.log_lines import log_epochs, log_plan
 from packplan.app.planning.schedule import (
     BatchSizes,
     batch_of,
@@ -24,14 +25,19 @@ from packplan.app.planning.schedule import (
     split_schedule,
     warn_of_ignored,
 )
-from packplan.app.planning.split import PlannedSplit, plan_split, require_agreement, require_writable
-from packplan.app.wiring.gather import gather
-from packplan.app.wiring.training import build_trainer, decide_attention, open_arguments, open_checkpoint
+from packplan.app.planning.split import GatheredSplit, PlannedSplit, plan_split, require_agreement, require_writable
+from packplan.app.wiring.continued import CONTINUE_KEY, continue_run
+from packplan.app.wiring.forecasts.runs import told_forecast
+from packplan.app.wiring.forecasts.timings import shared_timing
+from packplan.app.wiring.gather import Gathered, gather
+from packplan.app.wiring.training import build_trainer, decide_attention, open_arguments, open_checkpoint, open_visits
 from packplan.app.wiring.works import Work, work_of
 from packplan.core.config import RunConfig
+from packplan.core.equality import AttentionChoice
 from packplan.core.errors import StaleError, agree, counted
+from packplan.core.forecast import RunForecast, Timing
 from packplan.core.ports import RankGroup
-from packplan.core.schedule import EpochSchedule, Progress, ResumeState
+from packplan.core.schedule import EpochSchedule, Progress, ResumeState, Visits
 
 if TYPE_CHECKING:
     from packplan.adapters.samples.encoder import SwiftEncoder
@@ -49,8 +55,11 @@ class Prepared:
     planned: Mapping[str, PlannedSplit]
     schedule: EpochSchedule
     trainer: PackTrainer
-    checkpoint: Checkpoint | None
-    """To resume from."""
+    checkpoint: Checkpoint[ResumeState] | None
+    """To resume from, or that of another run that this one continues."""
+
+    epochs: PlannedEpochs | None = None
+    """Epochs that have plans of their own; `planned` has the plan of the first."""
 
 
 def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> Prepared:
@@ -68,54 +77,141 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> P
     """
     require_static(config)
     attention = decide_attention(config, isolated=config.training.packing and not may_leak)
-    checkpoint = open_checkpoint(config, group)
+    checkpoint = open_checkpoint(config, group, ResumeState)
     # What the settings alone can get wrong is found before hours of measuring.
     batch = batch_of(config, world_size=group.world_size)
     gathered = gather(config)
     deadline = Deadline(config.training.packing_wait_timeout_s)
     require_writable(gathered.splits.values(), group=group, deadline=deadline)
+    continued = continue_run(config, gathered, group=group, deadline=deadline, starts=checkpoint is None)
+    gathered = continued.gathered
     arguments = open_arguments(config, batch.size, batch.accumulation)
 
     planned = {name: plan_split(split, group=group, deadline=deadline) for name, split in gathered.splits.items()}
+    timing = shared_timing(config, group, attention=attention.name, deadline=deadline)
+    found = _scheduled(
+        config, gathered.splits["train"], planned["train"], checkpoint, timing=timing, group=group, deadline=deadline
+    )
+    if continued.checkpoint is not None and continued.start is not None:
+        checkpoint, found = continued.checkpoint, attrs.evolve(found, visits=continued.start.visits)
     group.settle()
-    work, raw = work_of(config, planned["train"].table), planned["train"].raw
-    pack_works = raw.packs.sums(work.samples.flops)
-    # Ranks that counted other works would assign a step's packs in another way.
-    require_agreement(group, "the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
-    schedule = split_schedule(config, "train", planned["train"].aligned, pack_works)
-    if checkpoint is not None:
-        schedule = attrs.evolve(
-            schedule, start=_progress_of(checkpoint, resume_state_of(planned["train"], schedule, config))
-        )
     if group.rank == 0:
-        warn_of_ignored(config)
-        for name, plan in planned.items():
-            log_plan(plan, gathered.splits[name].policy)
-        _log_schedule(config, batch, schedule)
-        _log_work(work, schedule)
-        if checkpoint is not None and checkpoint.attention not in (None, attention.name):
-            then = "the checkpoint was trained by the attention %s; the run goes on by %s"
-            log.info(then, checkpoint.attention, attention.name)
+        _log(config, gathered, planned, found, batch)
+        _log_attention(attention, checkpoint)
 
     trainer = build_trainer(
         config,
         arguments,
-        schedule,
+        found.schedule,
         attention=attention,
         group=group,
         samples=gathered.samples,
         planned=planned,
-        works=work.samples,
+        work=found.work,
+        timing=timing,
+        epochs=found.epochs,
+        state=found.state,
+        visits=found.visits,
     )
-    return Prepared(gathered.samples, planned, schedule, trainer, checkpoint)
+    if group.rank == 0:
+        _log_forecast(timing, trainer.forecast)
+    if continued.checkpoint is not None:
+        trainer.checkpoint_key = CONTINUE_KEY
+    return Prepared(gathered.samples, planned, found.schedule, trainer, checkpoint, found.epochs)
 
 
-def _progress_of(checkpoint: Checkpoint, now: ResumeState) -> Progress:
+@attrs.frozen
+class _Scheduled:
+    """The packs of each step of a run, and what belongs to them."""
+
+    schedule: EpochSchedule
+    work: Work
+    state: ResumeState
+    """State that checkpoints are compared with."""
+
+    visits: Visits | None
+    """How often each sample was trained before; None where checkpoints do not say it."""
+
+    epochs: PlannedEpochs | None
+    """Epochs that have plans of their own."""
+
+
+def _scheduled(
+    config: RunConfig,
+    split: GatheredSplit,
+    planned: PlannedSplit,
+    checkpoint: Checkpoint[ResumeState] | None,
+    *,
+    timing: Timing,
+    group: RankGroup,
+    deadline: Deadline,
+) -> _Scheduled:
+    """
+    Schedule the packs of a run, from where it goes on.
+
+    Args:
+        config: The run.
+        split: Samples that are trained.
+        planned: Their plan.
+        checkpoint: Checkpoint that the run resumes from.
+        timing: Seconds of the parts of the run.
+        group: All ranks.
+        deadline: Time that ranks wait for one another.
+
+    Raises:
+        StaleError: The checkpoint was made on another plan.
+        PlanError: An epoch has no packs.
+    """
+    work = work_of(config, planned.table, timing)
+    pack_works = planned.raw.packs.sums(work.samples.flops)
+    # Ranks that counted other works would assign a step's packs in another way.
+    require_agreement(group, "the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
+    schedule = split_schedule(config, "train", planned.aligned, pack_works)
+    state = resume_state_of(planned, schedule, config)
+    visits: Visits | None = Visits.none(len(planned.table))
+    if checkpoint is not None:
+        schedule = attrs.evolve(schedule, start=_progress_of(checkpoint, state))
+        visits = open_visits(checkpoint, group)
+    elif split.recipe is not None:
+        schedule = attrs.evolve(schedule, start=split.recipe.start)
+    epochs = None
+    if split.recipe is not None:
+        schedule, epochs = plan_epochs(split, planned, schedule, works=work.samples, group=group, deadline=deadline)
+    return _Scheduled(schedule, work, state, visits, epochs)
+
+
+def _progress_of(checkpoint: Checkpoint[ResumeState], now: ResumeState) -> Progress:
     """Return the progress of a checkpoint; StaleError if it was made on another plan."""
     then = checkpoint.resume_state
     if differences := then.differences(now):
         raise StaleError.plan(checkpoint.folder, differences)
     return then.progress
+
+
+def _log(
+    config: RunConfig,
+    gathered: Gathered,
+    planned: Mapping[str, PlannedSplit],
+    found: _Scheduled,
+    batch: BatchSizes,
+) -> None:
+    """
+    Say what will be trained.
+
+    Args:
+        config: The run.
+        gathered: Samples of the run.
+        planned: Plans of its splits.
+        found: Packs of each step.
+        batch: Packs of an optimizer step.
+    """
+    warn_of_ignored(config)
+    for name, plan in planned.items():
+        log_plan(plan, gathered.splits[name].policy)
+    if found.epochs is not None:
+        log_epochs(found.epochs.records, found.schedule, gathered.splits["train"].source.data_files())
+    _log_schedule(config, batch, found.schedule)
+    _log_work(found.work, found.schedule)
 
 
 def _log_schedule(config: RunConfig, batch: BatchSizes, schedule: EpochSchedule) -> None:
@@ -133,12 +229,15 @@ def _log_schedule(config: RunConfig, batch: BatchSizes, schedule: EpochSchedule)
     )
     if window := ragged_window(schedule):
         log.warning("%s", window)
-    log.info(
-        "optimizer steps: %d per epoch, %d in total (%s per rank and epoch)",
-        schedule.steps_per_epoch,
-        schedule.total_steps,
-        counted(schedule.batches_per_epoch, "batch"),
-    )
+    if schedule.differs:
+        log.info("optimizer steps: %d in total, over %s", schedule.total_steps, counted(schedule.num_epochs, "epoch"))
+    else:
+        log.info(
+            "optimizer steps: %d per epoch, %d in total (%s per rank and epoch)",
+            schedule.steps_per_epoch,
+            schedule.total_steps,
+            counted(schedule.batches_per_epoch, "batch"),
+        )
     if schedule.start.step:
         _log_resume(schedule, unit)
 
@@ -156,6 +255,19 @@ def _log_work(work: Work, schedule: EpochSchedule) -> None:
     )
 
 
+def _log_attention(attention: AttentionChoice, checkpoint: Checkpoint[ResumeState] | None) -> None:
+    if checkpoint is not None and checkpoint.attention not in (None, attention.name):
+        then = "the checkpoint was trained by the attention %s; the run goes on by %s"
+        log.info(then, checkpoint.attention, attention.name)
+
+
+def _log_forecast(timing: Timing, forecast: RunForecast | None) -> None:
+    if forecast is not None:
+        log.info("%s", told_forecast(forecast))
+    if timing.unused:
+        log.info("a stored calibration is not used: %s", timing.unused)
+
+
 def _log_resume(schedule: EpochSchedule, unit: str) -> None:
     start = schedule.start
     if start.step >= schedule.total_steps:
@@ -164,6 +276,15 @@ def _log_resume(schedule: EpochSchedule, unit: str) -> None:
             "training.num_train_epochs or training.max_steps",
             start.step,
             schedule.total_steps,
+        )
+        return
+    if not start.epoch_step:
+        log.info(
+            "going on after optimizer step %d with epoch %d, which takes %s per rank and %s",
+            start.step,
+            start.epoch,
+            counted(schedule.num_batches(start.epoch), "batch"),
+            counted(schedule.num_steps(start.epoch), "step"),
         )
         return
     log.info(

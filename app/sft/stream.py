@@ -5,6 +5,7 @@ by the model itself.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from typing import TYPE_CHECKING
 
@@ -18,20 +19,29 @@ from packplan.app.planning.split import plan_split, require_agreement, require_w
 from packplan.app.sft.outcome import interruption_logged, log_outcome
 from packplan.app.wiring.functions import named_function
 from packplan.app.wiring.gather import gather
-from packplan.app.wiring.inputs import records_cache
-from packplan.app.wiring.mixes import open_mix
+from packplan.app.wiring.mixes import mixes_of
 from packplan.app.wiring.stores import records_of
-from packplan.app.wiring.training import alone_in_output, build_stream_trainer, decide_attention, open_arguments
+from packplan.app.wiring.training import (
+    alone_in_output,
+    build_stream_trainer,
+    decide_attention,
+    open_arguments,
+    open_checkpoint,
+    open_stream_start,
+)
 from packplan.core.config import LESS_DROPPED, RunConfig
-from packplan.core.errors import DataSetError, counted
+from packplan.core.errors import StaleError, counted
+from packplan.core.fingerprint import Fingerprint, Value
 from packplan.core.lengths import IntArray
+from packplan.core.mixes import schedule
 from packplan.core.ports import RankGroup
 from packplan.core.rl import REWARDS, Reward, Sampling
 from packplan.core.shuffling import shuffled
-from packplan.core.stream import Order, schedule
+from packplan.core.stream import Order, StreamProgress, StreamState
 
 if TYPE_CHECKING:
-    from packplan.adapters.trainer.stream import StreamTrainer
+    from packplan.adapters.trainer.checkpoints import Checkpoint
+    from packplan.adapters.trainer.streams.trainer import StreamStart, StreamTrainer
 
 log = logging.getLogger(__name__)
 
@@ -43,24 +53,18 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
     Raises:
         PackplanError: Something the user can fix.
     """
-    trainer = _prepare(config, group)
+    checkpoint = open_checkpoint(config, group, StreamState)
+    trainer = _prepare(config, group, checkpoint)
     with alone_in_output(config, group), interruption_logged(trainer):
-        trainer.train()
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else checkpoint.folder)
     steps, terminated = trainer.state.global_step, trainer.was_terminated
     _log_end(config, group, trainer)
-    if steps < config.training.max_steps and not terminated:
-        message = (
-            f"training ended after {steps} of {counted(config.training.max_steps, 'step')}: an epoch had no whole step "
-            "on all ranks; lower "
-            "training.effective_batch_size or training.packing_min_fill_ratio, or add data"
-        )
-        raise DataSetError(message)
     if not terminated:
         log_outcome(config, trainer)
     return steps, terminated, [dict(entry) for entry in trainer.history]
 
 
-def _prepare(config: RunConfig, group: RankGroup) -> StreamTrainer:
+def _prepare(config: RunConfig, group: RankGroup, checkpoint: Checkpoint[StreamState] | None) -> StreamTrainer:
     """Decide the attention, plan the evaluation, and build the trainer."""
     training = config.training
     attention = decide_attention(config, isolated=training.packing)
@@ -70,10 +74,21 @@ def _prepare(config: RunConfig, group: RankGroup) -> StreamTrainer:
     evaluated = gathered.splits.get("eval")
     deadline = Deadline(training.packing_wait_timeout_s)
     require_writable(() if evaluated is None else (evaluated,), group=group, deadline=deadline)
+    train = gathered.splits["train"].source
+    inputs, data = train.fingerprint(), train.data_digest(len(train))
     if group.world_size > 1:
-        train = gathered.splits["train"].source
-        require_agreement(group, "what the train samples depend on", train.fingerprint().digest)
-        require_agreement(group, "the train data", train.data_digest(len(train)))
+        require_agreement(group, "what the train samples depend on", inputs.digest)
+        require_agreement(group, "the train data", data)
+    fixed = {**inputs.inputs, "the train data": data, **_stream_inputs(config)}
+
+    def resume_state(progress: StreamProgress) -> StreamState:
+        order_digest = hashlib.sha256(order(progress.epoch).tobytes()).hexdigest()
+        return StreamState(Fingerprint({**fixed, "the order of the epoch": order_digest}), progress)
+
+    if checkpoint is not None:
+        then = checkpoint.resume_state
+        if differences := then.differences(resume_state(then.progress)):
+            raise StaleError.plan(checkpoint.folder, differences)
     arguments = open_arguments(config, batch.size, batch.accumulation)
     planned = None
     if evaluated is not None:
@@ -81,6 +96,7 @@ def _prepare(config: RunConfig, group: RankGroup) -> StreamTrainer:
         if group.rank == 0:
             log_plan(planned, evaluated.policy)
     group.settle()
+    start = open_stream_start(checkpoint, group, arguments)
     trainer = build_stream_trainer(
         config,
         arguments,
@@ -90,17 +106,70 @@ def _prepare(config: RunConfig, group: RankGroup) -> StreamTrainer:
         planned=planned,
         order=order,
         rollout=_rollout(config),
+        start=start,
+        resume_state=resume_state,
     )
     if group.rank == 0:
         for forced in forced_batches(config):
             log.warning("%s", forced)
         log.info(
-            "%s of %s over %s; packs come as samples come, so the steps of an epoch are not known",
-            counted(training.max_steps, "optimizer step"),
+            "%s in optimizer steps of %s over %s; packs come as samples come, so the steps of an epoch are not known",
+            _length(config),
             counted(batch.accumulation.effective_batch_size, "pack"),
             counted(group.world_size, "rank"),
         )
+        _log_start(config, start)
     return trainer
+
+
+def _log_start(config: RunConfig, start: StreamStart) -> None:
+    """Log the progress at which a resumed stream starts, if it does."""
+    progress, training = start.progress, config.training
+    if not progress.step:
+        return
+    is_done = progress.epoch >= training.num_train_epochs
+    if progress.step >= training.max_steps if training.max_steps > 0 else is_done:
+        log.warning(
+            "the checkpoint is at optimizer step %d, in epoch %d, and the run ends after %s: nothing is left to train; "
+            "raise training.num_train_epochs or training.max_steps",
+            progress.step,
+            progress.epoch,
+            _length(config),
+        )
+        return
+    log.info("resuming after optimizer step %d, in epoch %d", progress.step, progress.epoch)
+    if progress.segments:
+        log.info(
+            "the epoch began on other ranks or loader workers: what it has not trained is assigned to these, in order"
+        )
+
+
+def _length(config: RunConfig) -> str:
+    """Return the length of a run in words: its steps, else its epochs."""
+    training = config.training
+    if training.max_steps > 0:
+        return counted(training.max_steps, "optimizer step")
+    return counted(int(training.num_train_epochs), "epoch")
+
+
+def _stream_inputs(config: RunConfig) -> dict[str, Value]:
+    """Return the settings that decide a stream's packs and answers, by key."""
+    training, custom = config.training, config.custom
+    answers = (
+        {}
+        if custom.rollout_reward is None
+        else attrs.asdict(custom, filter=lambda field, _: field.name.startswith("rollout_"))
+    )
+    return {
+        "template.max_length": config.packing_length,
+        "training.seed": training.seed,
+        "training.packing_buffer": training.packing_buffer,
+        "training.packing_min_fill_ratio": str(training.packing_min_fill_ratio.normalize()),
+        "training.packing_drop_last": training.packing_drop_last,
+        "training.packing_allow_single_long": training.packing_allow_single_long,
+        "training.tuner_type": training.tuner_type,
+        **{f"custom.{name}": str(value) for name, value in answers.items()},
+    }
 
 
 def _log_end(config: RunConfig, group: RankGroup, trainer: StreamTrainer) -> None:
@@ -116,8 +185,12 @@ def _log_end(config: RunConfig, group: RankGroup, trainer: StreamTrainer) -> Non
     else:
         log.info("the stream has ended: %s", totals)
     if trainer.was_terminated:
-        steps = trainer.state.global_step
-        log.warning("SIGTERM: saved the weights at step %d of %d; a stream starts again", steps, training.max_steps)
+        log.warning(
+            "SIGTERM: saved a checkpoint at step %d of a run of %s; training.resume_from_checkpoint: last goes on "
+            "from there",
+            trainer.state.global_step,
+            _length(config),
+        )
 
 
 def _order(config: RunConfig) -> tuple[Order, tuple[str, ...]]:
@@ -128,16 +201,16 @@ def _order(config: RunConfig) -> tuple[Order, tuple[str, ...]]:
     if custom.fusion_config is None:
         total = len(records_of(config, "train"))
         return (lambda epoch: shuffled(total, seed=(seed, epoch))), custom.train_jsonl
-    mix, records = open_mix(custom.fusion_config, cache=records_cache(config))
+    mixes, records = mixes_of(config)
     sizes = [len(one) for one in records]
     firsts = np.cumsum([0, *sizes])
 
     def mixed(epoch: int) -> IntArray:
-        drawn = schedule(mix, sizes, seed=seed, epoch=epoch)
+        drawn = schedule(mixes, sizes, seed=seed, epoch=epoch)
         indices: IntArray = firsts[drawn.source] + drawn.index
         return indices
 
-    return mixed, tuple(source.jsonl for source in mix.sources)
+    return mixed, mixes.files
 
 
 def _rollout(config: RunConfig) -> tuple[Reward, Sampling] | None:

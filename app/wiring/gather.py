@@ -15,11 +15,17 @@ from packplan.adapters.exports.cached_rows import export_cached_rows
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.rows import RowsEncoder, sequence_lengths, whole
 from packplan.app.planning.split import Alignment, GatheredSplit, PlannedSplit
+from packplan.app.wiring.lengths import with_known_lengths
+from packplan.app.wiring.mixes import mixes_of
+from packplan.app.wiring.recipes import recipe_of
 from packplan.app.wiring.stores import open_stores
 from packplan.app.wiring.training import open_measurer, open_samples
 from packplan.app.wiring.works import policy_of
 from packplan.core.config import RunConfig
-from packplan.core.samples import column, sample_indices
+from packplan.core.epochs import EpochRecipe
+from packplan.core.errors import ConfigError, DataSetError
+from packplan.core.mixes import mixes_faults
+from packplan.core.samples import by_source, column, sample_indices
 
 
 @attrs.frozen
@@ -55,6 +61,20 @@ def export_rows(gathered: Gathered, planned: Iterable[PlannedSplit], folder: Pat
     return {name: len(lengths) for name, (_, lengths) in splits.items()}
 
 
+def _recipe_of(config: RunConfig, split: str, encoder: SwiftEncoder) -> EpochRecipe | None:
+    """Return the recipe of a split's epochs, if it has one and its data allow it."""
+    recipe = recipe_of(config, split)
+    if recipe is None or recipe.mixes is None:
+        return recipe
+    sizes = [size for _, size in by_source(encoder.data_files())]
+    if len(sizes) != len(recipe.mixes.files):
+        mixes_of(config)  # refuses a file without records
+        raise ConfigError.at("custom.source_names", "gives several files of the mix one name: name each by itself")
+    if faults := tuple(mixes_faults(recipe.mixes, sizes)):
+        raise ConfigError(str(config.custom.fusion_config), faults)
+    return recipe
+
+
 def gather(config: RunConfig, *, measuring_ranks: int = 1) -> Gathered:
     """
     Open the data of each split, `train` and perhaps `eval`, and their stores; nothing is written.
@@ -63,16 +83,22 @@ def gather(config: RunConfig, *, measuring_ranks: int = 1) -> Gathered:
         config: The run.
         measuring_ranks: Ranks on this machine that measure at the same time, and share its cores.
     """
-    samples = open_samples(config)
+    try:
+        samples = open_samples(config)
+    except DataSetError:
+        if config.custom.fusion_schedule is not None:
+            mixes_of(config)  # names the source of the mix by its key
+        raise
     splits = {
         name: GatheredSplit(
             name,
             policy_of(config, name),
-            whole(open_measurer(config, encoder, measuring_ranks=measuring_ranks)),
+            with_known_lengths(config, whole(open_measurer(config, encoder, measuring_ranks=measuring_ranks))),
             open_stores(config, name),
             Alignment.from_config(config, name),
             config.custom.max_bad_share if config.custom.on_bad_record == "skip" else None,
             config.training.packing_length_cache_persist_every,
+            _recipe_of(config, name, encoder),
         )
         for name, encoder in samples.items()
     }

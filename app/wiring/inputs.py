@@ -5,19 +5,22 @@ of hubs, and what `#count` and `custom.split_dataset_ratio` draw.
 
 from __future__ import annotations
 
-import os
+import glob
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import attrs
 
+from packplan.adapters.config.run import load_mixes
 from packplan.adapters.conversion.drawn import draw_files
 from packplan.adapters.hub_caches import cached, download_command, is_id
 from packplan.adapters.model_folder import model_faults
 from packplan.adapters.samples.files import open_records
+from packplan.adapters.samples.remote.copies import local_files
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig
 from packplan.core.errors import ConfigError, DataSetError, Fault
-from packplan.core.samples import DataEntry, draw_records, parse_entry
+from packplan.core.samples import DataEntry, draw_records, is_place, parse_entry, without_credentials
 
 
 def with_inputs(config: RunConfig) -> RunConfig:
@@ -26,13 +29,16 @@ def with_inputs(config: RunConfig) -> RunConfig:
 
     Raises:
         ConfigError: Data that are named by id are not on this machine; the model too, if that is
-            not there either.
+            not there either. Or a mix that is planned cannot be read.
         DataSetError: They are too few to split.
     """
     model = _with_model(config.model)
     custom = config.custom
+    if custom.fusion_schedule is not None and custom.fusion_config is not None:
+        custom = attrs.evolve(custom, train_jsonl=load_mixes(custom.fusion_config).files)
+    custom = _with_copies(custom, records_cache(config))
     if not custom.dataset and not custom.val_dataset:
-        return attrs.evolve(config, model=model)
+        return attrs.evolve(config, model=model, custom=custom)
     if not model.download and (
         found := [*_missing(custom.dataset, "dataset"), *_missing(custom.val_dataset, "val_dataset")]
     ):
@@ -57,6 +63,31 @@ def records_cache(config: RunConfig) -> Path:
     return Path(config.custom.records_cache or Path(config.training.output_dir) / "records")
 
 
+def _with_copies(custom: CustomConfig, cache: Path) -> CustomConfig:
+    """Return the data of a run, those at places as copies on this machine."""
+    copies, faults = {}, []
+    for key in ("train_jsonl", "val_jsonl"):
+        for name in filter(is_place, getattr(custom, key)):
+            try:
+                copies[name] = tuple(map(str, local_files(name, cache)))
+            except DataSetError as error:
+                faults.append(Fault(f"custom.{key}", str(error)))
+    if faults:
+        raise ConfigError("the configuration", tuple(faults))
+    if not copies:
+        return custom
+    plain = {name: source for name, source in custom.source_names.items() if name not in copies}
+    shown = {name: without_credentials(name).removesuffix("?…") for name in copies}
+    ends = Counter(PurePosixPath(text).name for text in shown.values())
+    unnamed = {name: end if ends[end := PurePosixPath(text).name] == 1 else text for name, text in shown.items()}
+    sources = {path: {**unnamed, **custom.source_names}[name] for name, found in copies.items() for path in found}
+    train, val = (
+        tuple(path for name in names for path in copies.get(name, (name,)))
+        for names in (custom.train_jsonl, custom.val_jsonl)
+    )
+    return attrs.evolve(custom, train_jsonl=train, val_jsonl=val, source_names={**plain, **sources})
+
+
 def _with_model(model: ModelConfig) -> ModelConfig:
     if not is_id(model.model):
         return model
@@ -77,6 +108,23 @@ class _Named:
     files: tuple[str, ...]
 
 
+def entry_of(name: str) -> DataEntry:
+    """Return the data set that an entry names; ValueError if its hub or count is invalid."""
+    return parse_entry(name, exists=lambda text: Path(text).exists() or (is_place(text) and "#" not in text))
+
+
+def is_entry(name: str) -> bool:
+    """
+    Return whether a name is that of a data set of a hub, or of a place with a count, and no file or
+    pattern; ValueError if its count is invalid.
+    """
+    if is_place(name):
+        return "#" in name
+    if glob.has_magic(name):
+        return False
+    return name.lower().startswith(("hf::", "ms::")) or ("::" not in name and is_id(entry_of(name).name))
+
+
 def _is_data_file(entry: DataEntry) -> bool:
     """Return whether an entry is a file, or a folder that `datasets` saved, to be read as it is."""
     return Path(entry.name).is_file() or (Path(entry.name) / "dataset_info.json").is_file()
@@ -90,8 +138,8 @@ def _folder_of(entry: DataEntry) -> Path | None:
 def _missing(names: Sequence[str], key: str) -> Iterator[Fault]:
     """Yield each entry of `custom.<key>` that is not on this machine, and what to do."""
     for name in names:
-        entry = parse_entry(name, exists=os.path.exists)
-        if _is_data_file(entry) or _folder_of(entry) is not None:
+        entry = entry_of(name)
+        if is_place(entry.name) or _is_data_file(entry) or _folder_of(entry) is not None:
             continue
         if is_id(entry.name):
             reason = (
@@ -107,7 +155,13 @@ def _files(names: Sequence[str], key: str, custom: CustomConfig, cache: Path) ->
     """Return the files of each entry."""
     found = []
     for name in names:
-        entry = parse_entry(name, exists=os.path.exists)
+        entry = entry_of(name)
+        if is_place(entry.name):
+            try:
+                found.append(_Named(entry, tuple(map(str, local_files(entry.name, cache)))))
+            except DataSetError as error:
+                raise ConfigError.at(f"custom.{key}", str(error)) from None
+            continue
         if _is_data_file(entry):
             found.append(_Named(entry, (entry.name,)))
             continue

@@ -11,36 +11,75 @@ from pathlib import Path
 import numpy as np
 
 from packplan.adapters import files
-from packplan.adapters.config.run import load_mix
+from packplan.adapters.config.run import load_mixes
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.adapters.samples.files import open_records, rebased
+from packplan.adapters.samples.files import file_faults, open_records, rebased
+from packplan.app.wiring.inputs import records_cache
 from packplan.app.wiring.stores import writing_for
-from packplan.core.errors import ConfigError, counted
+from packplan.core.config import RunConfig
+from packplan.core.errors import ConfigError, DataSetError, Fault, counted
+from packplan.core.mixes import Mixes, Schedule, mixes_faults, schedule, stream_faults
 from packplan.core.ports import Records
-from packplan.core.stream import Mix, Schedule, mix_faults, schedule, share_faults
 
 log = logging.getLogger(__name__)
 
 
-def open_mix(path: str, overrides: Sequence[str] = (), *, cache: Path) -> tuple[Mix, list[Records]]:
+def open_mixes(
+    path: str, overrides: Sequence[str] = (), *, cache: Path, measured: bool = False
+) -> tuple[Mixes, list[Records]]:
     """
-    Read a mix, and its sources.
+    Read the mixes of all epochs, and the records of each of their files.
 
     Args:
-        path: The mix, a YAML.
+        path: The mixes, a YAML.
         overrides: Values for single keys of the mix, as `samples_per_epoch=100`.
         cache: Folder of the copies of packed sources.
+        measured: Whether samples are measured before they are drawn, as `by: tokens` needs.
 
     Raises:
         ConfigError: All that is wrong with them.
     """
-    mix = load_mix(path, overrides)
-    records = [open_records((source.jsonl,), cache=cache) for source in mix.sources]
-    sizes = [len(one) for one in records]
-    faults = list(mix_faults(mix, sizes)) or list(share_faults(mix, sizes))
+    mixes = load_mixes(path, overrides)
+    opened: dict[str, Records] = {}
+    reasons: dict[str, str] = {}
+    for file in mixes.files:
+        try:
+            opened[file] = open_records((file,), cache=cache)
+        except DataSetError as error:
+            reasons[file] = str(error)
+    faults = [
+        Fault(f"{mixes.place(entry)}sources[{number}].jsonl", reasons[source.jsonl])
+        for entry, mix in enumerate(mixes.entries)
+        for number, source in enumerate(mix.sources)
+        if source.jsonl in reasons
+    ]
+    faults += () if measured else stream_faults(mixes)
+    if not faults:
+        faults = list(mixes_faults(mixes, [len(records) for records in opened.values()]))
+    if not faults:  # patterns may have files in common
+        faults = [Fault("curriculum" if mixes.is_curriculum else "sources", text) for text in file_faults(mixes.files)]
     if faults:
         raise ConfigError(path, tuple(faults))
-    return mix, records
+    return mixes, list(opened.values())
+
+
+def mixes_of(config: RunConfig) -> tuple[Mixes, list[Records]]:
+    """
+    Read the mixes of a run, `custom.fusion_config`, and the records of each of their files.
+
+    Raises:
+        ConfigError: All that is wrong with them, or `custom.source_names` names another file.
+    """
+    custom = config.custom
+    assert custom.fusion_config is not None  # noqa: S101  # the caller has looked
+    measured = custom.fusion_schedule == "planned"
+    mixes, records = open_mixes(custom.fusion_config, cache=records_cache(config), measured=measured)
+    known = {*mixes.files, *custom.val_jsonl}
+    reason = "is no file of the mix, nor of custom.val_jsonl: write it as it is written there"
+    faults = [Fault(f"custom.source_names.{name}", reason) for name in custom.source_names if name not in known]
+    if faults:
+        raise ConfigError("the configuration", tuple(faults))
+    return mixes, records
 
 
 def materialise(path: str, output: Path, *, overrides: Sequence[str] = (), seed: int, epoch: int) -> None:
@@ -48,7 +87,7 @@ def materialise(path: str, output: Path, *, overrides: Sequence[str] = (), seed:
     Write the samples of an epoch of a mix to one JSONL, images and all as they are.
 
     Args:
-        path: The mix, a YAML.
+        path: The mixes, a YAML.
         output: The file; readers see it whole or not at all.
         overrides: Values for single keys of the mix, as `samples_per_epoch=100`.
         seed: Seed of draw and order.
@@ -58,14 +97,14 @@ def materialise(path: str, output: Path, *, overrides: Sequence[str] = (), seed:
         PackplanError: Something is wrong with the mix or its records, or the file cannot be
             written.
     """
-    mix, records = open_mix(path, overrides, cache=output.parent / "records")
-    _require_other("--output", output, [source.jsonl for source in mix.sources])
-    drawn = schedule(mix, [len(one) for one in records], seed=seed, epoch=epoch)
+    mixes, records = open_mixes(path, overrides, cache=output.parent / "records")
+    _require_other("--output", output, mixes.files)
+    drawn = schedule(mixes, [len(one) for one in records], seed=seed, epoch=epoch)
     with writing_for("--output", output):
         output.parent.mkdir(parents=True, exist_ok=True)
         files.write_chunks(output, _lines(records, drawn, output.parent))
-    for source, count in zip(mix.sources, np.bincount(drawn.source, minlength=len(records)).tolist(), strict=True):
-        log.info("%s: %s of %s from %s", output, f"{count:,}", counted(len(drawn), "sample"), source.jsonl)
+    for file, count in zip(mixes.files, np.bincount(drawn.source, minlength=len(records)).tolist(), strict=True):
+        log.info("%s: %s of %s from %s", output, f"{count:,}", counted(len(drawn), "sample"), file)
 
 
 def write_records(records: Records, output: Path, sources: Sequence[str], indices: Sequence[int]) -> None:
@@ -130,5 +169,5 @@ def _lines(records: list[Records], drawn: Schedule, onto: Path) -> Iterator[byte
 
 def _line(records: Records, index: int, onto: Path) -> bytes:
     """Return a record as a line of a file in another folder."""
-    record = rebased(records[index], Path(records.folder(index)), onto)
+    record = rebased(records[index], records.folder(index), onto)
     return json.dumps(record, ensure_ascii=False).encode() + b"\n"

@@ -14,20 +14,24 @@ from pathlib import Path
 
 from packplan.adapters import files
 from packplan.adapters.config.devices import device_faults, surely_without_gpu
-from packplan.adapters.config.run import load_config
+from packplan.adapters.config.run import load_config, load_mixes
 from packplan.adapters.config.trainer_keys import TrainerKey, lacking, stored_keys
 from packplan.adapters.model_folder import model_faults
 from packplan.adapters.policy_folder import PolicyFolder
 from packplan.adapters.ranks import environment
 from packplan.adapters.samples.files import file_faults, open_records
+from packplan.adapters.stores.continued import DiskContinuation
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.lock import FolderLock
 from packplan.adapters.stores.plans import DiskPlanStore
+from packplan.adapters.trainer.checkpoints import newest_whole, read_resume_state, read_visits
 from packplan.app.planning.split import Stores
 from packplan.app.wiring.inputs import records_cache, with_inputs
 from packplan.core.config import RunConfig
-from packplan.core.errors import ConfigError, Fault, OutputError
+from packplan.core.errors import ConfigError, Fault, NotBuiltError, OutputError
+from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import Records
+from packplan.core.schedule import Continuation, ResumeState, Visits
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = (), *, rl: bool = False) -> RunConfig:
@@ -80,14 +84,25 @@ def require_inputs(config: RunConfig, *, loads: bool = False, trains: bool = Fal
         ConfigError: All that is not there.
     """
     found = list(model_faults(config.model, loads=loads))
-    for key, paths in (("train_jsonl", config.custom.train_jsonl), ("val_jsonl", config.custom.val_jsonl)):
-        found += [Fault(f"custom.{key}", reason) for reason in file_faults(paths)]
+    custom = config.custom
+    if custom.fusion_schedule is not None and custom.fusion_config is not None:
+        found += _mix_faults(custom.fusion_config)
+    else:
+        found += [Fault("custom.train_jsonl", reason) for reason in file_faults(custom.train_jsonl)]
+    found += [Fault("custom.val_jsonl", reason) for reason in file_faults(custom.val_jsonl)]
     if trains:
         trainer = config.training.trainer
         on_cpu = bool(trainer.get("use_cpu")) or surely_without_gpu()
         found += [*lacking(trainer), *device_faults(trainer, on_cpu=on_cpu)]
     if found:
         raise ConfigError("the configuration", tuple(found))
+
+
+def _mix_faults(path: str) -> list[Fault]:
+    """Return the faults of the files of a mix, each by its place; else of all of them together."""
+    key, places = "custom.fusion_config", load_mixes(path).places
+    alone = [Fault(f"{key}.{place}", reason) for file, place in places.items() for reason in file_faults((file,))]
+    return alone or [Fault(key, reason) for reason in file_faults(places)]
 
 
 def split_folder(output_dir: str, split: str) -> Path:
@@ -113,6 +128,57 @@ def stores_in(output_dir: str, split: str, *, lengths_from: str | None = None) -
     folder = split_folder(output_dir, split)
     lengths = DiskLengthStore(folder, lengths_from=split_folder(lengths_from, split) if lengths_from else None)
     return Stores(lengths, DiskPlanStore(folder), FolderLock(folder))
+
+
+def open_continuation(config: RunConfig) -> DiskContinuation:
+    """Return the place of what a continued run starts from."""
+    return DiskContinuation(split_folder(config.training.output_dir, "train"))
+
+
+def continued_key(config: RunConfig, **more: str) -> Fingerprint:
+    """Return what the start of a continued run is made from: its keys, and perhaps *more*."""
+    training = config.training
+    return Fingerprint({"continue_from": training.continue_from, "continue_epoch": training.continue_epoch, **more})
+
+
+def stored_continuation(config: RunConfig) -> Continuation | None:
+    """
+    Return what a run starts from, as it was built; None if it continues no other.
+
+    Raises:
+        NotBuiltError: It was not built, or from another run.
+        CorruptArtefactError: It is damaged.
+    """
+    if config.training.continue_from is None:
+        return None
+    kept = open_continuation(config)
+    start, differences = kept.load(continued_key(config))
+    if start is None or differences:
+        other = f": {'; '.join(map(str, differences))}" if differences else ""
+        raise NotBuiltError(str(kept.folder), f"does not hold what training.continue_from trained{other}")
+    return start
+
+
+def trained_visits(config: RunConfig, *, data_digest: str) -> tuple[str, int, Visits] | None:
+    """
+    Return the newest whole checkpoint of a run, or that of the run which it continues: its folder,
+    its optimizer steps, and the visits of each record. None if there is none of these data.
+
+    Args:
+        config: The run.
+        data_digest: Digest of the records of `train`.
+
+    Raises:
+        CorruptArtefactError: A file is damaged.
+        NotBuiltError: The start of a continued run was not built.
+    """
+    folder = newest_whole(config.training.output_dir)
+    if folder is not None:
+        state, found = read_resume_state(folder, ResumeState), read_visits(folder)
+        if found is not None and state.data == data_digest:
+            return str(folder), state.progress.step, found[0]
+    start = stored_continuation(config)
+    return None if start is None else (start.checkpoint, start.step, start.visits)
 
 
 def has_split(output_dir: str, split: str) -> bool:

@@ -12,6 +12,8 @@ import attrs
 from packplan.core.config.keys import key_faults
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import Fault
+from packplan.core.packers import ALGORITHMS
+from packplan.core.samples import without_credentials
 
 MANY_EPOCHS = 10**6
 """Number of epochs that can only be a typing error; nothing could count its steps."""
@@ -31,6 +33,12 @@ _TUNERS: Mapping[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """Key of `training.` -> values of `training.tuner_type` that read it."""
+
+_ENDLESS_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy")
+"""Values of `training.lr_scheduler_type` that need no number of steps."""
+
+_IN_STEPS = ("warmup_ratio", "warmup_steps", "logging_steps", "eval_steps", "save_steps")
+"""Keys of `training.` that give a number of steps, or a share of all steps if they are below 1."""
 
 _TUNERS_BY_PREFIX: Mapping[str, tuple[str, ...]] = {
     "adapter_": ("adapter",), "boft_": ("boft",), "fourier_": ("fourierft",), "llamapro_": ("llamapro",),
@@ -58,7 +66,10 @@ def faults(config: RunConfig) -> Iterator[Fault]:
     yield from _split_faults(config.custom)
     yield from _video_faults(config.template)
     yield from _step_faults(config.training)
+    yield from _order_faults(config)
     yield from _mode_faults(config)
+    yield from _epoch_faults(config)
+    yield from _continue_faults(config)
     yield from _tuner_faults(config.training)
     yield from _optimizer_faults(config.training)
     yield from _quantisation_faults(config.model, config.training)
@@ -80,11 +91,13 @@ def _data_faults(custom: CustomConfig) -> Iterator[Fault]:
 
 
 def _source_faults(custom: CustomConfig) -> Iterator[Fault]:
-    """Yield faults in the entries that are given names."""
+    """Yield faults in the entries that are given names; those of a mix stand in its YAML."""
+    if custom.fusion_config is not None:
+        return
     for entry in custom.source_names:
         if entry not in {*custom.train_jsonl, *custom.val_jsonl}:
             reason = "is no entry of custom.train_jsonl or custom.val_jsonl: write it as it is written there"
-            yield Fault(f"custom.source_names.{entry}", reason)
+            yield Fault(f"custom.source_names.{without_credentials(entry)}", reason)
 
 
 def _split_faults(custom: CustomConfig) -> Iterator[Fault]:
@@ -113,6 +126,9 @@ def _step_faults(training: TrainingConfig) -> Iterator[Fault]:
     if training.max_steps < 1 and not 0 < training.num_train_epochs < MANY_EPOCHS:
         reason = f"is {training.num_train_epochs}, but has to be above 0 and below {MANY_EPOCHS:,}"
         yield Fault("training.num_train_epochs", reason)
+    if training.packing_rehearse and training.packing_mode == "dynamic":
+        reason = "tries a plan's heaviest packs, but dynamic packs are made while training runs: remove it"
+        yield Fault("training.packing_rehearse", reason)
     if training.packing_group_by_work and (training.packing_balance == "none" or not training.packing):
         reason = "groups packs by work, which needs training.packing, and training.packing_balance other than none"
         yield Fault("training.packing_group_by_work", f"{reason}: set those, or remove it")
@@ -122,6 +138,23 @@ def _step_faults(training: TrainingConfig) -> Iterator[Fault]:
     if training.packing and training.trainer.get("enable_channel_loss"):
         reason = "logs a loss per channel, but under packing only aggregate metrics are logged"
         yield Fault("training.enable_channel_loss", f"{reason}: remove it, or set training.packing: false")
+
+
+def _order_faults(config: RunConfig) -> Iterator[Fault]:
+    """Yield faults in how far samples may be from their places."""
+    training, key = config.training, "training.packing_max_displacement"
+    if not training.packing or training.packing_algorithm not in ALGORITHMS:
+        return
+    displaces = ALGORITHMS[training.packing_algorithm].displaces
+    if training.packing_max_displacement is not None:
+        if config.custom.trainer_variant == "rollout":
+            yield Fault(key, "is kept by static plans alone, and the rollout variant packs while it trains: remove it")
+        elif not displaces:
+            reason = f"is not kept by training.packing_algorithm {training.packing_algorithm}: set that to ordered"
+            yield Fault(key, f"{reason}, or remove this")
+    if displaces and training.packing_group_by_work and not training.trainer.get("train_dataloader_shuffle", True):
+        reason = "moves packs between steps, but training.packing_algorithm ordered keeps them in place: remove it"
+        yield Fault("training.packing_group_by_work", reason)
 
 
 def _mode_faults(config: RunConfig) -> Iterator[Fault]:
@@ -142,12 +175,47 @@ def _mode_faults(config: RunConfig) -> Iterator[Fault]:
         yield Fault(
             "training.packing_buffer", "has no meaning in static mode, which plans the whole data set: remove it"
         )
-    if custom.fusion_config is not None:
+    if custom.fusion_config is not None and custom.fusion_schedule is None:
         yield Fault(
             "custom.fusion_config",
-            "mixes data sets again each epoch, which a static plan cannot follow: write an epoch's mix to one JSONL "
-            "(packplan plan materialise mix.yaml -o mix.jsonl) and name it in custom.train_jsonl",
+            "mixes data sets again each epoch, which one static plan cannot follow: set custom.fusion_schedule: "
+            "planned, which plans each epoch, or write an epoch's mix to one JSONL (packplan plan materialise "
+            "mix.yaml -o mix.jsonl) and name it in custom.train_jsonl",
         )
+    elif custom.fusion_config is not None and custom.train_jsonl:
+        yield Fault("custom.fusion_config", "and custom.train_jsonl both name the data: remove one")
+    elif custom.fusion_config is None and custom.fusion_schedule is not None:
+        yield Fault("custom.fusion_schedule", "is set, but custom.fusion_config names no mix: set it, or remove this")
+
+
+def _epoch_faults(config: RunConfig) -> Iterator[Fault]:
+    """Yield faults in packs that are drawn for each epoch."""
+    training, key = config.training, "training.packing_epochs"
+    if training.packing_epochs == "same":
+        return
+    if config.custom.trainer_variant == "rollout":
+        yield Fault(key, "is replanned, but the rollout variant packs while it trains: remove it")
+    if not training.packing:
+        yield Fault(key, "is replanned, which needs packs: set training.packing: true, or remove it")
+    algorithm = ALGORITHMS.get(training.packing_algorithm)
+    if algorithm is not None and algorithm.keeps_order:
+        reason = f"is replanned, but {training.packing_algorithm} keeps the order of the data: remove it"
+        yield Fault(key, f"{reason}, or set another training.packing_algorithm")
+
+
+def _continue_faults(config: RunConfig) -> Iterator[Fault]:
+    """Yield faults in which run is continued."""
+    training, key = config.training, "training.continue_from"
+    if training.continue_from is None:
+        if training.continue_epoch != "rest":
+            reason = f"is {training.continue_epoch}, but {key} names no run: set it, or remove this"
+            yield Fault("training.continue_epoch", reason)
+        return
+    if config.custom.trainer_variant == "rollout":
+        yield Fault(key, "is for static plans, but the rollout variant packs while it trains: remove it")
+    if f"{training.continue_from.rstrip('/')}/".startswith(f"{training.output_dir.rstrip('/')}/"):
+        reason = "is in training.output_dir, this run's own folder: name another run, or go on with this one by"
+        yield Fault(key, f"{reason} training.resume_from_checkpoint")
 
 
 def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
@@ -159,16 +227,33 @@ def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
     if not training.packing:
         yield Fault("training.packing", "is false, but the rollout variant packs: set it to true")
     if training.max_steps < 1:
-        yield Fault("training.max_steps", "is not set, and packs that come as they fill cannot be counted: set it")
-    if training.resume_from_checkpoint is not None:
-        yield Fault("training.resume_from_checkpoint", "is for static plans: a stream starts again; remove it")
+        yield from _endless_faults(training)
     if custom.fusion_config is not None and custom.train_jsonl:
         yield Fault("custom.fusion_config", "and custom.train_jsonl both name the data: remove one")
+    if custom.fusion_schedule is not None:
+        yield Fault("custom.fusion_schedule", "is for static plans: a stream draws its mix while it trains; remove it")
     if custom.rollout_reward is not None and training.trainer.get("dataloader_num_workers"):
         reason = "would answer prompts in processes without the model: set it to 0"
         yield Fault("training.dataloader_num_workers", reason)
     if custom.rollout_keep > custom.rollout_completions:
         yield Fault("custom.rollout_keep", "is more than custom.rollout_completions: lower it")
+
+
+def _endless_faults(training: TrainingConfig) -> Iterator[Fault]:
+    """Yield faults of a stream without `max_steps`, whose number of steps nobody knows."""
+    trainer = training.trainer
+    if training.num_train_epochs % 1:
+        reason = f"is {training.num_train_epochs}, but a stream ends with whole epochs: round it, or set "
+        yield Fault("training.num_train_epochs", f"{reason}training.max_steps")
+    unknown = "of the number of steps, which a stream knows at its end: "
+    schedule = trainer.get("lr_scheduler_type", "cosine")
+    if schedule not in _ENDLESS_SCHEDULES:
+        reason = f"is {schedule}, a function {unknown}set it to one of {', '.join(_ENDLESS_SCHEDULES)}"
+        yield Fault("training.lr_scheduler_type", f"{reason}, or set training.max_steps")
+    for name in _IN_STEPS:
+        if 0 < (trainer.get(name) or 0) < 1:
+            remedy = "write training.warmup_steps" if name == "warmup_ratio" else "write a number of steps"
+            yield Fault(f"training.{name}", f"is {trainer[name]}, a share {unknown}{remedy}, or set training.max_steps")
 
 
 def _tuner_faults(training: TrainingConfig) -> Iterator[Fault]:

@@ -34,8 +34,10 @@ def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None)
         allow_single_long=training.packing_allow_single_long,
         seed=training.seed,
         max_dropped_share=training.packing_max_dropped_share,
+        replanned=training.packing_epochs == "replanned" and is_train,
         refuse_longer=config.template.truncation_strategy == "raise",
         work=work,
+        max_displacement=training.packing_max_displacement or 0,
     )
 
 

@@ -29,26 +29,48 @@ _REMEDIES: Mapping[str, str] = MappingProxyType(
         "dropped_tokens": "set training.packing_drop_last: false to train all of them",
         "too_long": "raise template.max_length to {longest:,}",
         "too_short": "set training.dataloader_drop_last: false",
+        "nothing_left": "set training.continue_epoch: next",
+        "too_many_epochs": "lower training.max_steps or training.num_train_epochs",
         "isolation": "set training.packing: false",
         "attention": "set model.attn_impl: auto",
         "probe": "set training.packing: false",
         "stale_lengths": "use another training.output_dir, or delete that folder to measure again (checkpoints lie "
         "elsewhere and stay)",
         "borrowed_lengths": "remove training.packing_lengths_from to measure here",
+        "table_lengths": "remove custom.lengths to measure here, or write a table with packplan measure --config",
         "changed_plan": "restore the data and the settings, or start again from its weights: set model.model to it, "
         "and remove training.resume_from_checkpoint",
         "changed_order": "install the version that wrote the checkpoint: this one trains packs in another order",
         "changed_image": _MEASURE_AGAIN,
         "changed_sample": _MEASURE_AGAIN,
+        "changed_records": "training.continue_from needs as many copies of it as before, or none",
         "not_built": "packplan plan build measures and plans",
         "refused": "make room, or choose a training.output_dir that you may write",
         "locked": "wait until it is done, or raise training.packing_wait_timeout_s",
         "different_runs": "start all of them with the same YAML, options, model and packages",
+        "memory": "lower template.max_length to a length that fits, or set training.gradient_checkpointing: true",
         "not_finite": "lower training.learning_rate",
         "unequal": "set training.packing: false",
     }
 )
 """Kind of an error -> remedy, with its `details` in braces."""
+
+
+_KEYS_OF_PLANS: Mapping[str, str] = MappingProxyType(
+    {
+        "algorithm": "training.packing_algorithm",
+        "allow_single_long": "training.packing_allow_single_long",
+        "max_displacement": "training.packing_max_displacement",
+        "min_fill_ratio": "training.packing_min_fill_ratio",
+        "mix": "custom.fusion_config",
+        "mix_seed": "training.seed",
+        "packing": "training.packing",
+        "packing_length": "template.max_length",
+        "replanned": "training.packing_epochs",
+        "visited": "training.continue_from",
+    }
+)
+"""Input of a plan -> the key that decides it."""
 
 
 def with_remedy(error: PackplanError) -> str:
@@ -64,5 +86,8 @@ def with_remedy(error: PackplanError) -> str:
         kind = "attention"
     if kind not in _REMEDIES:
         return fact
+    if kind == "changed_plan":
+        changed = {_KEYS_OF_PLANS[one.key]: None for one in error.details["differences"] if one.key in _KEYS_OF_PLANS}
+        fact += f"\n  changed: {', '.join(changed)}" if changed else ""
     between = "\n  " if "\n" in fact else "; "
     return shortened(f"{fact}{between}{_REMEDIES[kind].format_map(error.details)}")

@@ -9,6 +9,9 @@ import attrs
 from packplan.core.config.keys import above_0, at_least, key, must, one_of
 from packplan.core.packers import ALGORITHMS
 
+_OF_BATCHES = [name for name, algorithm in ALGORITHMS.items() if not algorithm.displaces]
+"""Packing algorithms of an RL batch, whose sequences have no order to keep."""
+
 
 @attrs.frozen(kw_only=True)
 class SequencePackingConfig:
@@ -23,8 +26,8 @@ class SequencePackingConfig:
     logprob_mb_tokens: int | None = key(None, check=at_least(1))
     """Tokens of a row for log-probabilities alone; unset, `train_mb_tokens`."""
 
-    algorithm: str = key("modified_first_fit_decreasing", check=one_of(ALGORITHMS))
-    """How sequences are packed into rows; one of those of `training.packing_algorithm`."""
+    algorithm: str = key("modified_first_fit_decreasing", check=one_of(_OF_BATCHES))
+    """How sequences are packed into rows: as `training.packing_algorithm`, but not `ordered`."""
 
     sequence_length_round: int = key(1, check=at_least(1))
     """Each sequence is padded to a multiple of it."""

@@ -31,7 +31,7 @@ from packplan.core.config.keys import (
 from packplan.core.config.rl import GrpoConfig, PolicyConfig
 from packplan.core.equality import BACKENDS
 from packplan.core.packers import ALGORITHMS
-from packplan.core.samples import READ, parse_entry
+from packplan.core.samples import READ, parse_entry, without_credentials
 
 Tuner: TypeAlias = Literal["full", "lora", "adapter", "boft", "dummy", "fourierft", "ia3", "llamapro", "vera"]
 
@@ -42,6 +42,7 @@ _LOADS = "decides how the model is loaded, not what samples are"
 _LIMITS = "decides which records are refused, not how long the others are"
 _COPIES = "decides where copies are kept, not what they hold"
 _STREAMS = "belongs to streams, which store neither lengths nor plans"
+_SELECTS = "decides which samples an epoch has, which are stored with its plan"
 _MEASURES = "decides how measuring proceeds, not its result"
 _ACCEPTS = "decides whether a result is accepted, not what it is"
 _TRAINS = "decides how planned packs are trained"
@@ -53,7 +54,7 @@ def _entries(values: tuple[str, ...]) -> Iterator[str]:
         try:
             parse_entry(value, exists=lambda _: False)
         except ValueError as error:
-            yield f"has {value}, which {error}"
+            yield f"has {without_credentials(value)}, which {error}"
 
 
 _is_backend = must(
@@ -204,8 +205,9 @@ class CustomConfig:
     train_jsonl: tuple[PathText, ...] = key((), lengths="otherwise", rl=True)
     """
     Data files or patterns (`data/*.parquet`): JSON Lines, JSON arrays, CSV, also compressed (.gz,
-    .zst), Parquet, folders of `datasets.save_to_disk`. Relative media paths start at their file's
-    folder. Needed, unless `dataset` or `fusion_config` names the data.
+    .zst), Parquet, folders of `datasets.save_to_disk` or of shards. Also at places, as `s3://…`:
+    copied into `records_cache`. Relative media paths start at their file's folder. Needed, unless
+    `dataset` or `fusion_config` names the data.
     """
 
     val_jsonl: tuple[PathText, ...] = key((), lengths="otherwise")
@@ -218,8 +220,8 @@ class CustomConfig:
         check=must(lambda name: bool(name.strip()), "a name"),
     )
     """
-    Names for entries of `train_jsonl` and `val_jsonl`, as `{data/chats.jsonl: chats}`. Samples are
-    counted by name; plans do not change.
+    Names for entries of `train_jsonl` and `val_jsonl`, or for files of a mix, as
+    `{data/chats.jsonl: chats}`. Samples are counted by name; plans do not change.
     """
 
     dataset: tuple[str, ...] = key((), lengths="otherwise", check=_entries)
@@ -246,10 +248,16 @@ class CustomConfig:
     model_author: tuple[str, ...] = key((), lengths="otherwise", check=_is_pair)
     """Author's name, likewise."""
 
-    fusion_config: PathText | None = key(None, neither=_STREAMS)
+    fusion_config: PathText | None = key(None, neither=_SELECTS)
     """
-    YAML of a mix of data sets, drawn each epoch, for the rollout variant. Static plans take the
-    output of `packplan plan materialise`.
+    YAML of a mix of data sets, drawn each epoch, or of a curriculum of mixes. The rollout variant
+    draws it while it trains; Stage-1 takes it with `fusion_schedule`.
+    """
+
+    fusion_schedule: Literal["planned"] | None = key(None, neither=_SELECTS)
+    """
+    `planned` draws and plans all epochs of `fusion_config` before training. Unset, Stage-1 refuses
+    a mix.
     """
 
     trainer_variant: Literal["sft", "rollout"] = key("sft", plan=True)
@@ -288,16 +296,22 @@ class CustomConfig:
     max_bad_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=share)
     """Share of records that may be skipped; more stop the run."""
 
+    lengths: PathText | None = key(None, neither="names lengths that have the same fingerprint")
+    """
+    Table that `packplan measure` wrote. Records that it has by content are not measured again, in
+    whatever order and data they are.
+    """
+
     records_cache: PathText | None = key(None, neither=_COPIES, rl=True)
     """
-    Folder for copies of Parquet and compressed files, written once for reading in any order; unset,
+    Folder for copies of files at places, of Parquet and of compressed files, written once; unset,
     `records` in `training.output_dir`.
     """
 
     media_cache: PathText | None = key(None, neither=_COPIES, rl=True)
     """
-    Folder for images of http and https URLs, fetched once, so that training needs no network; runs
-    may share it. Unset, URLs are refused.
+    Folder for images and videos at places (`https://`, `s3://`, `gs://`, `hf://`, `az://`), fetched
+    once, so that training needs no network; runs may share it. Unset, places are refused.
     """
 
     rollout_reward: str | None = key(None, neither=_STREAMS)
@@ -335,7 +349,19 @@ class TrainingConfig:
     packing_algorithm: str = key("constant_volume", plan=True, check=one_of(ALGORITHMS))
     """
     One of `core.packers.ALGORITHMS`. `certified` finds the fewest packs; `balanced` makes packs of
-    equal work, at most 0.5 % more.
+    equal work, at most 0.5 % more; `ordered` keeps samples near their places in the data.
+    """
+
+    packing_max_displacement: int | None = key(None, plan=True, check=at_least(0))
+    """
+    Samples that one may be from its place in the data, under `packing_algorithm: ordered`; unset,
+    0. Training reads that order with `train_dataloader_shuffle: false`.
+    """
+
+    packing_epochs: Literal["same", "replanned"] = key("same", plan=True)
+    """
+    `same`: every epoch has the packs of the first. `replanned`: each draws its own from `seed`,
+    with at most 0.5 % more packs than the algorithm's own.
     """
 
     packing_buffer: int = key(512, neither=_STREAMS, check=at_least(1))
@@ -348,10 +374,22 @@ class TrainingConfig:
     DeepSpeed from stage 2 on, else `step`; `none`: as packs come. A step keeps its packs.
     """
 
+    packing_balance_by: Literal["flops", "seconds"] = key("flops", neither=_TRAINS)
+    """
+    Unit of work that `packing_balance` levels: `flops` of the model, or `seconds` of a calibration
+    of this machine. A step keeps its packs.
+    """
+
     packing_group_by_work: int = key(0, neither=_TRAINS, check=at_least(0))
     """
     Window, in optimizer steps, within which each step gets packs of like work, for ranks with one
     pack each; 0: steps as drawn. Grouped steps are biased; `show` reports by how much.
+    """
+
+    packing_rehearse: bool | None = key(None, neither="trains nothing")
+    """
+    Train the heaviest packs of the plan once before the first step, and forget them, so that a run
+    that does not fit into memory ends at once. Unset, on accelerators alone.
     """
 
     packing_min_fill_ratio: Decimal = key(Decimal("0.65"), plan=True, check=share)
@@ -424,7 +462,7 @@ class TrainingConfig:
     """Drop packs that do not fill all ranks; `false` repeats packs from the front."""
 
     num_train_epochs: float = key(3.0, neither=_TRAINS)
-    """Epochs; may be fractional."""
+    """Epochs; may be fractional, but not in streams."""
 
     max_steps: int = key(
         -1,
@@ -444,6 +482,18 @@ class TrainingConfig:
 
     resume_from_checkpoint: PathText | None = key(None, neither=_TRAINS)
     """Folder of a checkpoint, or `last` for the newest whole one of `output_dir`."""
+
+    continue_from: PathText | None = key(None, neither=_SELECTS)
+    """
+    Output folder of another run, or one of its checkpoints, that this run continues with its own
+    data and packs. Steps and epochs count from the start of the first run.
+    """
+
+    continue_epoch: Literal["rest", "next"] = key("rest", neither=_SELECTS)
+    """
+    First epoch of a run that continues another: what is left of the epoch in which the other ended,
+    or the next one.
+    """
 
     tuner_type: Tuner = key("full", plan=True, rl=True)
     """

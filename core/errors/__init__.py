@@ -15,6 +15,7 @@ Everything that this project raises on purpose.
     │   └── RunError                a run that has begun cannot go on
     └── VerificationError           something is not what it claims to be: exit status 3
         ├── MismatchError           packs, ranks, samples or artefacts are not as planned
+        ├── ProofError              samples of a pack are not apart, or not as they are alone
         └── CorruptArtefactError    a stored file is not what was written
 
 Errors that several things raise have a `kind`, by which a program tells them apart. They state
@@ -57,6 +58,7 @@ __all__ = [
     "OutputError",
     "PackplanError",
     "PlanError",
+    "ProofError",
     "RankDifference",
     "RecordError",
     "RunError",
@@ -170,8 +172,8 @@ class ArgumentError(UserError, ValueError):
 
     kind: Literal[
         "length", "works", "too_few_samples", "over_budget", "uneven_shards", "batch", "batch_size",
-        "whole_batch_loss", "ranks", "host", "empty", "all_skipped", "all_dropped", "dropped_tokens", "too_long",
-        "too_short",
+        "whole_batch_loss", "ranks", "host", "packed_batch", "empty", "all_skipped", "all_dropped", "dropped_tokens",
+        "too_long", "too_short", "nothing_left", "too_many_epochs",
     ]  # fmt: skip
 
     fact: str
@@ -189,15 +191,16 @@ class PlanError(ArgumentError):
 
     Kinds: `empty` (there is no sample), `all_skipped`, `all_dropped` (no pack remains),
     `dropped_tokens` (the fill filter drops too many tokens), `too_long` (a sample is longer than a
-    pack), `too_short` (too few packs for the ranks).
+    pack), `too_short` (too few packs for the ranks), `nothing_left` (another run has trained the
+    whole epoch), `too_many_epochs` (more than are planned before the first step).
     """
 
 
 @attrs.define(eq=False)
 class ModelError(UserError):
-    """A model may not pack, or not with this attention, or cannot be asked, or weighed."""
+    """A model may not pack, or not with this attention, or cannot be asked, weighed or traced."""
 
-    kind: Literal["isolation", "attention", "probe", "work"]
+    kind: Literal["isolation", "attention", "probe", "work", "trace"]
     fact: str
     details: Mapping[str, Any] = attrs.field(factory=dict)
 
@@ -228,8 +231,8 @@ class StaleError(UserError):
     """Something stored was made from other inputs than those of this run."""
 
     kind: Literal[
-        "stale_lengths", "borrowed_lengths", "changed_plan", "changed_order", "changed_image", "changed_sample",
-        "changed_copy",
+        "stale_lengths", "borrowed_lengths", "table_lengths", "changed_plan", "changed_order", "changed_image",
+        "changed_sample", "changed_copy", "changed_records",
     ]  # fmt: skip
 
     fact: str
@@ -302,7 +305,7 @@ class OutputError(UserError):
 class RunError(UserError):
     """A run that has begun cannot go on: its ranks, its processes, or its numbers."""
 
-    kind: Literal["rank_zero", "rank_gone", "different_runs", "lost_process", "not_finite", "worker"]
+    kind: Literal["rank_zero", "rank_gone", "different_runs", "lost_process", "memory", "not_finite", "worker"]
     fact: str
     details: Mapping[str, Any] = attrs.field(factory=dict)
 
@@ -327,7 +330,19 @@ class RunError(UserError):
 class MismatchError(VerificationError):
     """Packs, ranks, samples or artefacts are not what was planned."""
 
-    kind: Literal["coverage", "unequal", "unsound", "ranks_disagree"]
+    kind: Literal["coverage", "unequal", "unequal_lengths", "unsound", "ranks_disagree"]
+    fact: str
+    details: Mapping[str, Any] = attrs.field(factory=dict)
+
+    def _text(self) -> str:
+        return self.fact
+
+
+@attrs.define(eq=False)
+class ProofError(VerificationError, AssertionError):
+    """Samples of a pack are not apart, or they or a step are not equal to themselves alone."""
+
+    kind: Literal["leak", "unlike_alone", "unlike_step"]
     fact: str
     details: Mapping[str, Any] = attrs.field(factory=dict)
 

@@ -8,10 +8,10 @@ from itertools import groupby
 
 def counted(number: int, name: str) -> str:
     """
-    Return the number with its noun, in the plural where that is due: `1 pack`, `2 packs`, `0
+    Return the number with its noun, in the plural where that is due: `1 pack`, `2 epochs`, `0
     batches`.
     """
-    return f"{number:,} {name}" + ("" if number == 1 else "es" if name.endswith("ch") else "s")
+    return f"{number:,} {name}" + ("" if number == 1 else "es" if name.endswith("tch") else "s")
 
 
 def agree(number: int, one: str = "is", many: str = "are") -> str:

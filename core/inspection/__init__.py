@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from packplan.core.inspection.diff import PlanDifference, plan_difference
 from packplan.core.inspection.invariants import plan_faults
-from packplan.core.inspection.lookup import place_of, scheduled_steps
+from packplan.core.inspection.lookup import Place, place_of, scheduled_steps
+from packplan.core.inspection.meetings import Meetings, meetings
 from packplan.core.inspection.review import MIN_PACKS, LowFill, longest_pack, low_fill
 from packplan.core.inspection.sources import SourceSummary, summarise_sources
 from packplan.core.inspection.summary import (
@@ -22,6 +23,8 @@ __all__ = [
     "MIN_PACKS",
     "Alternative",
     "LowFill",
+    "Meetings",
+    "Place",
     "PlanDifference",
     "PlanSummary",
     "ScheduleSummary",
@@ -30,6 +33,7 @@ __all__ = [
     "fills",
     "longest_pack",
     "low_fill",
+    "meetings",
     "place_of",
     "plan_difference",
     "plan_faults",

@@ -15,15 +15,16 @@ from packplan.core.schedule import EpochSchedule
 class Place:
     """Place of a sample in a plan."""
 
-    kind: Literal["packed", "long", "dropped", "skipped"]
+    kind: Literal["packed", "long", "dropped", "skipped", "absent"]
     """
     `packed`: in a pack of training. `long`: a pack by itself since it is long. `dropped`: in a pack
-    that the fill filter drops. `skipped`: in no pack since it is long.
+    that the fill filter drops. `skipped`: in no pack since it is long. `absent`: no sample of the
+    epoch.
     """
 
     pack: int | None
     """
-    Index of the pack among the plan's packs, or among its dropped ones; None for a skipped sample.
+    Index of the pack among the plan's packs, or among its dropped ones; None for one in no pack.
     """
 
     pack_members: tuple[int, ...]
@@ -63,12 +64,17 @@ def place_of(plan: RawPlan, sample: int) -> Place:
     raise IndexError(message)
 
 
-def scheduled_steps(schedule: EpochSchedule, pack: int) -> tuple[ScheduledStep, ...]:
+def scheduled_steps(schedule: EpochSchedule, pack: int, *, epoch: int = 0) -> tuple[ScheduledStep, ...]:
     """
-    Return when a pack of the raw plan is trained in the first epoch: not at all, once, or more than
-    once where packs repeat to fill the ranks.
+    Return when a pack of the raw plan is trained in an epoch: not at all, once, or more than once
+    where packs repeat to fill the ranks.
+
+    Args:
+        schedule: Schedule over the plan.
+        pack: Index of the pack.
+        epoch: Epoch, from 0.
     """
-    batches = schedule.num_batches(0) * schedule.batch_size * schedule.world_size
-    places = np.flatnonzero(schedule.order(0)[:batches] == pack)
+    batches = schedule.num_batches(epoch) * schedule.batch_size * schedule.world_size
+    places = np.flatnonzero(schedule.order(epoch)[:batches] == pack)
     per_step = schedule.world_size * schedule.batch_size * schedule.gradient_accumulation_steps
     return tuple(ScheduledStep(place // per_step, place % schedule.world_size) for place in places.tolist())

@@ -74,6 +74,12 @@ class PlanSummary:
     oversized_packs: int
     """Packs of more than 1.1 times the packing length, each a long sample."""
 
+    furthest_moved: int
+    """
+    Samples between the place of one in the data and its position if packs are read one after the
+    other, at most.
+    """
+
     sample_coverage: float
     """Planned samples over all samples."""
 
@@ -228,6 +234,7 @@ def summarise(
         dropped_packs=len(plan.dropped_packs),
         longest_pack=longest.tokens,
         oversized_packs=longest.num_oversized,
+        furthest_moved=int(plan.packs.displacements().max()),
         sample_coverage=plan.planned_samples / plan.num_samples,
         token_coverage=plan.planned_tokens / plan.num_tokens,
         samples_per_pack=samples_per_pack,
@@ -250,6 +257,7 @@ def summarise_schedule(
     *,
     packed: bool = True,
     works: SampleWorks | None = None,
+    epoch: int = 0,
 ) -> ScheduleSummary:
     """
     Return the figures of training over a plan.
@@ -260,13 +268,14 @@ def summarise_schedule(
         schedule: Schedule of the plan's packs from the beginning.
         packed: Whether samples share packs; if not, they are padded to the longest of their batch.
         works: Work of samples; None counts the squares of their lengths.
+        epoch: Epoch, whose order decides who computes which pack.
     """
     aligned = schedule.packs_per_epoch
     array = as_lengths(lengths, least=0)
     pack_stats = PackStats.from_plan(plan, array, packed=packed, works=works)
     samples = (squares(array) if works is None else works.flops)[plan.packs.indices]
     stats, plain = (
-        EpochStats.from_schedule(pack_stats, one, 0)
+        EpochStats.from_schedule(pack_stats, one, epoch)
         for one in (schedule, attrs.evolve(schedule, works=None, group_by_work=0))
     )
     steps = schedule.steps_per_epoch
@@ -297,7 +306,7 @@ def summarise_schedule(
         pack_imbalance_floor=expected_imbalance(
             floor_of(samples, num_packs=len(plan.packs)), world_size=schedule.world_size
         ),
-        above_bound=None if schedule.works is None else schedule.above_bound(0),
+        above_bound=None if schedule.works is None else schedule.above_bound(epoch),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import attrs
 
 from packplan.core.errors import UserError
+from packplan.core.forecast import RunForecast
 from packplan.core.inspection.summary import PlanSummary, ScheduleSummary, summarise, summarise_schedule
 from packplan.core.lengths import Lengths, as_lengths
 from packplan.core.plan import RawPlan
@@ -29,25 +30,8 @@ class Alternative:
     problem: str | None = None
     """Reason why there are no figures."""
 
-    @property
-    def score(self) -> float:
-        """
-        Coverage x fill / imbalance: share of the ranks' room and time that is used for the data; 0
-        without a plan.
-
-        Coverage is the share of tokens planned within the packing length, less the share of packs
-        that are dropped since they do not fill the ranks. Long samples exceed the packing length
-        and do not count. Fill is the planned tokens over the room of all packs that ranks run. A
-        repeated pack counts as empty, and a pack of a long sample as full. Imbalance is the work of
-        the busiest rank over the mean rank.
-        """
-        if self.plan is None or self.schedule is None:
-            return 0.0
-        plan, schedule = self.plan, self.schedule
-        within = (plan.planned_tokens - plan.long_tokens) / plan.num_tokens
-        coverage = within * (1 - schedule.unaligned_packs / plan.num_packs)
-        room = (plan.num_packs + schedule.repeated_packs - plan.long_samples) * plan.packing_length + plan.long_tokens
-        return coverage * plan.planned_tokens / room / schedule.work_imbalance
+    forecast: RunForecast | None = None
+    """Predicted time of the run; None without a plan."""
 
 
 def what_if(
@@ -57,6 +41,7 @@ def what_if(
     world_sizes: Sequence[int],
     plan: Callable[[int], RawPlan],
     schedule: Callable[[RawPlan, int], EpochSchedule],
+    forecast: Callable[[RawPlan, EpochSchedule], RunForecast] | None = None,
     works: SampleWorks | None = None,
     explain: Callable[[UserError], str] = str,
 ) -> Iterator[Alternative]:
@@ -69,6 +54,7 @@ def what_if(
         world_sizes: Data-parallel learners.
         plan: Packing length -> plan of the samples; may raise UserError.
         schedule: Plan and world size -> schedule; may raise UserError.
+        forecast: Plan and schedule -> predicted time; may raise UserError. None predicts none.
         works: Work of samples; None counts the squares of their lengths.
         explain: Error -> text of a problem.
     """
@@ -82,20 +68,25 @@ def what_if(
         summary = summarise(planned, array)
         for world_size in world_sizes:
             try:
-                over = summarise_schedule(planned, array, schedule(planned, world_size), works=works)
+                trained = schedule(planned, world_size)
+                over = summarise_schedule(planned, array, trained, works=works)
+                predicted = None if forecast is None else forecast(planned, trained)
             except UserError as error:
                 yield Alternative(packing_length, world_size, problem=explain(error))
             else:
-                yield Alternative(packing_length, world_size, summary, over)
+                yield Alternative(packing_length, world_size, summary, over, forecast=predicted)
 
 
 def best_of(alternatives: Iterable[Alternative]) -> dict[int, Alternative]:
     """
-    Return, for each number of ranks, the alternative of the highest score above 0. Of equal ones,
-    the shortest packs win.
+    Return, for each number of ranks, the alternative that trains the most planned tokens in a
+    second. Of equal ones, the shortest packs win.
     """
+    # Sums in another order differ in their last digits.
+    planned = [
+        (float(f"{one.forecast.tokens_per_second:.9g}"), one) for one in alternatives if one.forecast is not None
+    ]
     best: dict[int, Alternative] = {}
-    for one in sorted(alternatives, key=lambda one: (-one.score, one.packing_length)):
-        if one.score:
-            best.setdefault(one.world_size, one)
+    for _, one in sorted(planned, key=lambda pair: (-pair[0], pair[1].packing_length)):
+        best.setdefault(one.world_size, one)
     return best

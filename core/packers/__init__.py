@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from numbers import Integral
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -23,7 +23,20 @@ from packplan.core.packers.bin_count import with_bin_count
 from packplan.core.packs import Packs
 from packplan.core.runs import Runs
 
-__all__ = ["ALGORITHMS", "algorithm_named", "checked_seed", "pack", "with_bin_count"]
+__all__ = [
+    "ALGORITHMS",
+    "REDRAW_VERSION",
+    "Level",
+    "Redrawn",
+    "algorithm_named",
+    "checked_displacement",
+    "checked_seed",
+    "function_named",
+    "pack",
+    "redraw",
+    "with_bin_count",
+    "works_for",
+]
 
 
 @attrs.frozen
@@ -48,8 +61,16 @@ class Algorithm:
     weighs: bool = False
     """Whether the packs depend on the work of the samples. The function then takes `works`."""
 
+    displaces: bool = False
+    """
+    Whether no sample moves further than a displacement. The function then takes `max_displacement`.
+    """
+
     reports: bool = False
     """Whether it takes long and reports progress. The function then takes `report`."""
+
+    keeps_order: bool = False
+    """Whether packs keep the order of the data, so that no draw gives others of equal quality."""
 
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
@@ -58,13 +79,35 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         "best_fit_decreasing": Algorithm("1", over_runs=True),
         "first_fit_decreasing": Algorithm("1", over_runs=True),
         "modified_first_fit_decreasing": Algorithm("1", over_runs=True),
-        "concatenative": Algorithm("1"),
+        "concatenative": Algorithm("1", keeps_order=True),
+        "ordered": Algorithm("1", keeps_order=True, displaces=True),
         "first_fit_shuffle": Algorithm("1", draws=True),
         "balanced": Algorithm("3", weighs=True, reports=True),
         "certified": Algorithm(f"1, scipy {scipy.__version__}", draws=True, reports=True),
     }
 )
 """Algorithms that `pack` and `PlanPolicy` may name."""
+
+
+REDRAW_VERSION = "1"
+"""Version of the packs of `redraw`, part of a plan's fingerprint, as an algorithm's is."""
+
+Level = Literal["groups", "order", "equal lengths"]
+"""
+How packs were drawn: from random groups, from a random order in which the algorithm starts, or by
+exchanging samples of equal length alone.
+"""
+
+
+@attrs.frozen
+class Redrawn:
+    """Packs of one draw."""
+
+    packs: Packs
+    """Packs of all samples, in canonical order."""
+
+    level: Level
+    """Strongest draw that needed few enough packs."""
 
 
 def algorithm_named(name: str) -> Algorithm:
@@ -75,12 +118,54 @@ def algorithm_named(name: str) -> Algorithm:
     return ALGORITHMS[name]
 
 
+def function_named(name: str) -> Callable[..., Any]:
+    """Return the function of the algorithm *name*, whose module is loaded here."""
+    function: Callable[..., Any] = getattr(import_module(f"{__name__}.{name}"), name)
+    return function
+
+
 def checked_seed(seed: int) -> int:
     """Return *seed* if it is a whole number from 0 to 2**64 - 1; ValueError otherwise."""
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**64:
         message = f"seed is {seed!r}, but has to be a whole number from 0 to 2**64 - 1"
         raise ValueError(message)
     return int(seed)
+
+
+def works_for(algorithm: str, works: Any, num: int) -> NDArray[np.float64] | None:
+    """
+    Return the works of samples as float64, or None as it is.
+
+    Args:
+        algorithm: Name of the algorithm that packs them.
+        works: Work of each sample, >= 0 in any unit, or None.
+        num: Number of samples.
+
+    Raises:
+        ArgumentError: The number of works differs, or one is negative or not finite.
+        ValueError: The packs of the algorithm do not depend on works.
+    """
+    if works is None:
+        return None
+    if not ALGORITHMS[algorithm].weighs:
+        message = f"works do not change the packs of {algorithm}: take algorithm='balanced', or give none"
+        raise ValueError(message)
+    return checked_works(works, num, of="samples")
+
+
+def checked_displacement(max_displacement: int, *, algorithm: str) -> int:
+    """
+    Return *max_displacement* if it is a whole number from 0 that the algorithm keeps; ValueError
+    otherwise.
+    """
+    num, displaces = max_displacement, algorithm_named(algorithm).displaces
+    if isinstance(num, bool) or not isinstance(num, Integral) or num < 0:
+        message = f"max_displacement is {num!r}, but has to be a whole number of at least 0"
+        raise ValueError(message)
+    if num and not displaces:
+        message = f"max_displacement is {num}, but {algorithm} keeps no order: take algorithm='ordered', or give none"
+        raise ValueError(message)
+    return int(num)
 
 
 def pack(
@@ -92,6 +177,7 @@ def pack(
     min_bin_count: int = 1,
     bin_count_multiple: int = 1,
     works: NDArray[np.number] | Sequence[float] | None = None,
+    max_displacement: int = 0,
     report: Callable[[str], None] = lambda _: None,
 ) -> Packs:
     """
@@ -107,13 +193,16 @@ def pack(
         bin_count_multiple: The number of packs becomes a multiple of this, in the same way.
         works: Work of each sample, >= 0 in any unit, for `balanced`. None takes tokens and squares
             of lengths in the proportion of an ordinary model.
+        max_displacement: Samples that one may be from its place, for `ordered`. Its place is its
+            index, and its position where it comes if packs are read one after the other.
         report: Called with a progress message, by `certified` and `balanced`.
 
     Raises:
         ArgumentError: A length is not a whole number from 1 to *capacity*.
         ArgumentError: The number of works differs from that of lengths, or one is negative or not
             finite.
-        ValueError: Works are given to an algorithm whose packs do not depend on them.
+        ValueError: Works are given to an algorithm whose packs do not depend on them, or a
+            displacement to one that keeps no order, or packs would be split that keep one.
             More packs are wanted than there are samples.
 
     >>> pack([60, 20, 50, 30, 40, 40], capacity=80).tolist()
@@ -124,15 +213,19 @@ def pack(
     bin_count_multiple = positive("bin_count_multiple", bin_count_multiple)
     seed = checked_seed(seed)
     chosen = algorithm_named(algorithm)
+    max_displacement = checked_displacement(max_displacement, algorithm=algorithm)
     array = lengths_up_to(lengths, capacity=capacity)
-    if works is not None and not chosen.weighs:
-        message = f"works do not change the packs of {algorithm}: take algorithm='balanced', or give none"
+    weights = works_for(algorithm, works, array.size)
+    if chosen.displaces and (min_bin_count, bin_count_multiple) != (1, 1):
+        message = f"min_bin_count and bin_count_multiple split packs, whose order {algorithm} keeps: give neither"
         raise ValueError(message)
     needs: dict[str, Any] = {}
     if chosen.draws:
         needs["seed"] = seed
     if chosen.weighs:
-        needs["works"] = None if works is None else checked_works(works, array.size, of="samples")
+        needs["works"] = weights
+    if chosen.displaces:
+        needs["max_displacement"] = max_displacement
     if chosen.reports:
         needs["report"] = report
     packs = Packs.from_lists([])
@@ -142,9 +235,54 @@ def pack(
     return with_bin_count(packs, array, minimum=min_bin_count, multiple=bin_count_multiple)
 
 
+def redraw(
+    lengths: Lengths,
+    *,
+    capacity: int,
+    algorithm: str = "constant_volume",
+    seed: int = 0,
+    epoch: int,
+    works: NDArray[np.number] | Sequence[float] | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> Redrawn:
+    """
+    Draw other packs than `pack` returns, of equal quality: at most one pack in 200 more.
+
+    They depend on the arguments alone. Two samples share a pack in few of the epochs, as far as
+    their lengths allow.
+
+    Args:
+        lengths: Tokens of each sample, as for `pack`.
+        capacity: Tokens a pack may hold, >= 1.
+        algorithm: Name of an algorithm that does not keep the order of the data.
+        seed: Seed of all epochs, from 0 to 2**64 - 1.
+        epoch: Number of the draw, >= 0.
+        works: Work of each sample, as for `pack`.
+        report: Called with a progress message, by `certified` and `balanced`.
+
+    Raises:
+        ArgumentError: As `pack` does.
+        ValueError: Works are given to an algorithm whose packs do not depend on them, or the
+            algorithm keeps the order of the data.
+    """
+    if algorithm_named(algorithm).keeps_order:
+        message = f"{algorithm} keeps the order of the data, so no draw has other packs: take another algorithm"
+        raise ValueError(message)
+    capacity, seed = positive("capacity", capacity), checked_seed(seed)
+    array = lengths_up_to(lengths, capacity=capacity)
+    weights = works_for(algorithm, works, array.size)
+    if not array.size:
+        return Redrawn(Packs.from_lists([]), "equal lengths")
+    draw: Callable[..., Redrawn] = import_module(f"{__name__}.drawing").draw
+    return draw(
+        array, capacity=min(capacity, int(array.sum())), algorithm=algorithm, seed=seed, epoch=epoch, works=weights,
+        report=report,
+    )  # fmt: skip
+
+
 def _packed(lengths: IntArray, algorithm: str, **needs: Any) -> Packs:
     """Return the packs of an algorithm's function, given what it *needs*."""
-    function: Callable[..., Any] = getattr(import_module(f"{__name__}.{algorithm}"), algorithm)
+    function = function_named(algorithm)
     runs = Runs.from_lengths(lengths) if ALGORITHMS[algorithm].over_runs else None
     packs: Packs = function(lengths, **needs) if runs is None else function(runs, **needs).packs(lengths, runs)
     return packs

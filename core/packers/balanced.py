@@ -53,7 +53,12 @@ packs is taken.
 
 
 def balanced(
-    lengths: IntArray, *, capacity: int, works: NDArray[np.float64] | None, report: Callable[[str], None]
+    lengths: IntArray,
+    *,
+    capacity: int,
+    works: NDArray[np.float64] | None,
+    report: Callable[[str], None],
+    keys: NDArray[np.uint16] | None = None,
 ) -> Packs:
     """
     Return packs of equal work.
@@ -64,11 +69,13 @@ def balanced(
         works: Work of each sample, >= 0 in any unit; of the shape of *lengths*. None takes tokens
             and squares of lengths in the proportion of an ordinary model.
         report: Called with a progress message.
+        keys: Random numbers that the start of the search is drawn from, for other packs of the same
+            number and of equal work; shape (num_samples,). None starts longest first.
     """
     units = in_units(WorkModel.estimated({}).trained().sample_flops(lengths) if works is None else works)
     packs, fewest = _fewest(lengths, capacity=capacity, report=report)
     limit = min(lengths.size, fewest + fewest // MORE)
-    labels = _spread(lengths, units, num=limit, capacity=capacity, report=report)
+    labels = _spread(lengths, units, keys, num=limit, capacity=capacity, report=report)
     if labels is None:
         report("the packs of best fit are levelled")
         roomy = _within(packs, lengths, limit=limit, capacity=capacity)
@@ -108,17 +115,26 @@ def _within(packs: Packs, lengths: IntArray, *, limit: int, capacity: int) -> In
 
 
 def _spread(
-    lengths: IntArray, units: IntArray, *, num: int, capacity: int, report: Callable[[str], None]
+    lengths: IntArray,
+    units: IntArray,
+    keys: NDArray[np.uint16] | None,
+    *,
+    num: int,
+    capacity: int,
+    report: Callable[[str], None],
 ) -> IntArray | None:
     """Return the pack of each sample in *num* packs of equal work; None if they do not all fit."""
     labels = np.empty(lengths.size, dtype=np.int64)
     num_groups = _num_groups(lengths.size, num)
     order = np.lexsort((-units, -lengths))
+    if keys is not None:  # neighbours in this order change groups
+        order = order[np.lexsort((keys, np.arange(order.size) // num_groups))]
     start = 0
     for number, members in enumerate(_alike(order, num_groups)):
         report(f"{counted(num, 'pack')}, levelling group {number + 1:,} of {num_groups:,}")
         size = num // num_groups + (number < num % num_groups)
-        group = _fitted(lengths[members], units[members], num=size, capacity=capacity)
+        drawn = None if keys is None else keys[members]
+        group = _fitted(lengths[members], units[members], drawn, num=size, capacity=capacity)
         if group is None:
             return None
         group.level()
@@ -168,14 +184,16 @@ def _alike(order: IntArray, num_groups: int) -> Iterator[IntArray]:
     return (order[part] for part in np.split(by_group, ends[:-1]))
 
 
-def _fitted(lengths: IntArray, units: IntArray, *, num: int, capacity: int) -> Exchange | None:
+def _fitted(
+    lengths: IntArray, units: IntArray, keys: NDArray[np.uint16] | None, *, num: int, capacity: int
+) -> Exchange | None:
     """
     Return packs within the capacity, with room beside samples of much work if possible; None if
     samples do not all fit.
     """
     for share in _KEPT_EMPTY:
         rooms = _rooms(lengths, units, num=num, capacity=capacity, share=share)
-        roomy = Exchange(rooms, units, _longest_first(rooms, num=num), num, capacity)
+        roomy = Exchange(rooms, units, _longest_first(rooms, keys, num=num), num, capacity)
         roomy.fit(nearly=True)
         group = Exchange(lengths, units, roomy.labels, num, capacity)
         if group.fit():
@@ -209,11 +227,12 @@ def _left_empty(wanted: IntArray, beside: IntArray, given_up: int) -> IntArray:
     return left
 
 
-def _longest_first(rooms: IntArray, *, num: int) -> IntArray:
+def _longest_first(rooms: IntArray, keys: NDArray[np.uint16] | None, *, num: int) -> IntArray:
     """
-    Return the pack of each sample before any exchange, of *num* packs. Samples take *rooms* tokens.
+    Return the pack of each sample before any exchange, of *num* packs. Samples take *rooms* tokens,
+    and *keys* let each count as up to twice as long.
     """
-    order = np.argsort(-rooms, kind="stable")
+    order = np.argsort(-rooms if keys is None else rooms * -(1 + keys / 2**16), kind="stable")
     labels = np.empty(rooms.size, dtype=np.int64)
     labels[order] = _emptiest_first(rooms[order], num)
     return labels

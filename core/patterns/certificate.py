@@ -14,10 +14,11 @@ from packplan.core.patterns.quick_bounds import quick_bound
 from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_RUNS, relax
 from packplan.core.runs import Runs
 
-BoundKind = Literal["quick", "relaxation", "reached"]
+BoundKind = Literal["quick", "relaxation", "reached", "order"]
 """
 Kind of a lower bound. `quick`: the better of L2 and dual-feasible functions. `relaxation`: the
 linear relaxation over patterns. `reached`: a packing has this number of packs, so both are optimal.
+`order`: a bound on packs in which no sample moves far, where that one is higher.
 """
 
 

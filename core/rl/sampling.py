@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import attrs
+
+from packplan.core.lengths import Lengths, as_lengths
 
 
 @attrs.frozen
@@ -17,3 +21,25 @@ class Sampling:
 
     max_new_tokens: int
     temperature: float
+
+    def batches(self, lengths: Lengths, *, max_tokens: int) -> Iterator[list[int]]:
+        """
+        Yield the positions of prompts that are answered together, the longest prompts first.
+
+        A batch's answers have the width of its longest prompt and of the longest answer.
+
+        Args:
+            lengths: Tokens of the prompts, >= 1.
+            max_tokens: Most tokens of a batch; one prompt alone may exceed it.
+
+        >>> sampling = Sampling(completions=2, keep=1, max_new_tokens=10, temperature=1.0)
+        >>> list(sampling.batches([20, 50, 30, 10], max_tokens=160))
+        [[1], [2, 0], [3]]
+        """
+        lengths = as_lengths(lengths)
+        rest = (-lengths).argsort(kind="stable").tolist()
+        while rest:
+            width = self.completions * (int(lengths[rest[0]]) + self.max_new_tokens)
+            size = max(1, max_tokens // width)
+            yield rest[:size]
+            rest = rest[size:]

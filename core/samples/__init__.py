@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from packplan.core.samples.entries import DataEntry, DrawnRecords, draw_records, parse_entry
 from packplan.core.samples.identity import DIGEST_BYTES, HEAD_BYTES, digest_of, inline_image, unreadable_digest
-from packplan.core.samples.images import Image, is_url, to_images
+from packplan.core.samples.images import Image, to_images
+from packplan.core.samples.known import UNKNOWN, KnownLengths, media_identity
 from packplan.core.samples.measurement import (
     BAD,
     COLUMNS,
@@ -25,12 +26,22 @@ from packplan.core.samples.measurement import (
     to_tables,
     video_totals,
 )
+from packplan.core.samples.places import (
+    PACKAGES,
+    folder_of,
+    is_place,
+    located,
+    place_fault,
+    scheme_of,
+    without_credentials,
+    without_signature,
+)
 from packplan.core.samples.records import REFUSED, shaped, to_messages
 from packplan.core.samples.shapes import IMAGE_KEYS, MIXABLE, READ, VIDEO_KEYS, Shaped
-from packplan.core.samples.sources import BadRecord, DataFile, Where
+from packplan.core.samples.sources import BadRecord, DataFile, Where, by_source
 from packplan.core.samples.tools import CALL, RESPONSE
 from packplan.core.samples.values import UnusableRecordError
-from packplan.core.samples.videos import Video
+from packplan.core.samples.videos import Video, to_videos
 
 __all__ = [
     "BAD",
@@ -41,15 +52,18 @@ __all__ = [
     "IMAGE_KEYS",
     "MEDIA_COLUMNS",
     "MIXABLE",
+    "PACKAGES",
     "READ",
     "REFUSED",
     "RESPONSE",
+    "UNKNOWN",
     "VIDEO_KEYS",
     "BadRecord",
     "DataEntry",
     "DataFile",
     "DrawnRecords",
     "Image",
+    "KnownLengths",
     "MeasuredSample",
     "Measurement",
     "MediaFacts",
@@ -61,21 +75,30 @@ __all__ = [
     "UnusableRecordError",
     "Video",
     "Where",
+    "by_source",
     "column",
     "digest_of",
     "draw_records",
+    "folder_of",
     "from_row",
     "from_tables",
     "inline_image",
-    "is_url",
+    "is_place",
+    "located",
+    "media_identity",
     "num_media",
     "parse_entry",
+    "place_fault",
     "sample_indices",
+    "scheme_of",
     "shaped",
     "to_images",
     "to_messages",
     "to_row",
     "to_tables",
+    "to_videos",
     "unreadable_digest",
     "video_totals",
+    "without_credentials",
+    "without_signature",
 ]

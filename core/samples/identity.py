@@ -3,7 +3,8 @@ Digests of records, which identify them by content in any file.
 
 Two records are the same if their JSON values are equal. The order of keys, blanks and the format of
 the file do not matter. A key with `null` counts as absent, since columns write absent values so. An
-image inside a record counts by its size and its head, as image files do.
+image inside a record counts by its size and its head, as image files do. A medium at a signed URL
+counts without the signature, which may be another one tomorrow.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from packplan.core.samples.places import is_place, may_be_signed, without_signature
 
 HEAD_BYTES = 65_536
 """Bytes of an image that are digested: its header, and enough content to tell images apart."""
@@ -29,6 +32,9 @@ _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 
 _WRITTEN = ("tools", "arguments", "parameters", "input", "content")
 """Keys whose objects reach the model as they are written. `tools` may be a list of objects."""
+
+_MEDIA = frozenset({"image", "images", "image_url", "video", "videos", "video_url", "path", "url"})
+"""Keys of a record, in small letters, that hold media."""
 
 _MAY_DIFFER = re.compile(rf'"(?:data:|/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3]|(?:{"|".join(_WRITTEN)})":\{{|tools":\[)')
 """
@@ -51,7 +57,7 @@ def digest_of(record: object) -> bytes:
     True
     """
     text = None if isinstance(record, dict) and _holds_long(record) else _encode(record)
-    if text is None or "null" in text or _MAY_DIFFER.search(text):
+    if text is None or "null" in text or may_be_signed(text) or _MAY_DIFFER.search(text):
         text = _encode(_canonical(record))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
@@ -111,7 +117,14 @@ def _under(key: object, value: Any) -> Any:
     """Return the canonical form of a value under a key."""
     if (key in _WRITTEN and isinstance(value, Mapping)) or (key == "tools" and isinstance(value, list)):
         return _as_written(value)
-    return _canonical(value)
+    return _medium_of(value) if isinstance(key, str) and key.lower() in _MEDIA else _canonical(value)
+
+
+def _medium_of(value: Any) -> Any:
+    """Return the canonical form of media in a record."""
+    if isinstance(value, list):
+        return [_medium_of(held) for held in value]
+    return without_signature(value) if is_place(value) else _canonical(value)
 
 
 def _canonical(value: Any) -> Any:

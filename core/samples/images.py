@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from packplan.core.samples.places import is_place, without_credentials
 from packplan.core.samples.values import fail
 
 Image = str | bytes
@@ -32,18 +33,13 @@ _KINDS = {b"\xff\xd8\xff": "jpeg", b"\x89PNG\r\n\x1a\n": "png", b"GIF8": "gif", 
 _CALLED = {"jpg": "jpeg", "pjpeg": "jpeg", "x-png": "png", "x-ms-bmp": "bmp", "x-bmp": "bmp"}
 
 
-def is_url(image: Image) -> bool:
-    """Return whether an image is a URL."""
-    return isinstance(image, str) and image[:8].lower().startswith(("http://", "https://"))
-
-
 def to_images(value: object, *, urls: bool = False) -> list[Image]:
     """
     Return the images of a record, each a path, the bytes of its file, or its URL.
 
     Args:
         value: Value under the record's `images`.
-        urls: Whether URLs are read.
+        urls: Whether places of other machines are read.
 
     >>> to_images([{"path": "a.png"}, "b.png"])
     ['a.png', 'b.png']
@@ -70,10 +66,10 @@ def _to_image(image: Any, *, urls: bool) -> Image:
         return _image_from_uri(image)
     if (held := _image_from_base64(image)) is not None:
         return held
-    if urls and is_url(image) and len(image) <= _LONGEST_PATH:
+    if urls and is_place(image) and len(image) <= _LONGEST_PATH:
         return image
     if remedy := why_no_path(image):
-        fail(f"has the image {image[:60]!r}: {remedy}")
+        fail(f"has the image {without_credentials(image)[:60]!r}: {remedy}")
     return image
 
 
@@ -124,22 +120,22 @@ def _kind(held: bytes) -> str | None:
     return next((kind for start, kind in _KINDS.items() if held.startswith(start)), None)
 
 
-def why_no_path(image: str, *, only_files: bool = False) -> str | None:
+def why_no_path(image: str, *, is_video: bool = False) -> str | None:
     """
     Return the remedy for an image or a video that is no file path; None for a path.
 
     Args:
         image: Text in the record.
-        only_files: Whether it may neither be fetched nor be inline, as for videos.
+        is_video: Whether it is a video, which is never inline.
     """
     if len(image) > _LONGEST_PATH:
-        return f"is {'no path' if only_files else 'neither a path nor an image in base64'}: write it to a file"
+        return f"is {'no path' if is_video else 'neither a path nor an image in base64'}: write it to a file"
     scheme = _SCHEME.match(image)
     if scheme is None:
         return None
     if scheme["name"].lower() == "file":
         return f"write the path alone, without {scheme[0]}"
-    if is_url(image) and not only_files:
+    if is_place(image):
         return (
             "only files are read, so that training needs no network: copy it to this machine and name the file, or "
             "name a media_cache, a folder that it is fetched into once"

@@ -110,7 +110,7 @@ def to_messages(
         object_field_order: Whether each object's description or its geometry comes first.
         use_summary: Answer a dense caption with its `summary` instead of its objects.
         columns: Names of the record's keys -> the names that they have here.
-        urls: Whether images may be URLs.
+        urls: Whether images and videos may be at places of other machines.
 
     Raises:
         ValueError: The record is invalid. The message is for its author.
@@ -134,7 +134,7 @@ def to_messages(
             fail("has 'system' and a system message: keep one")
         messages = [{"role": "system", "content": system}, *messages]
     messages = _tagged(messages, IMAGE_TAG, "image", len(images))
-    videos = to_videos(record.get("videos"))
+    videos = to_videos(record.get("videos"), urls=urls)
     if videos:  # without one, <video> in a text is text
         messages = _tagged(messages, VIDEO_TAG, "video", len(videos))
     more = {"tools": to_tools(record.get("tools")), "images": images, "videos": videos}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
+
 import attrs
 
 
@@ -20,6 +23,18 @@ class DataFile:
 
     records: int
     """Number of its records, bad ones included."""
+
+
+def by_source(files: Iterable[DataFile]) -> list[tuple[str, int]]:
+    """
+    Return each source, and the records of its files, in order.
+
+    >>> files = (DataFile(name, name[0], "messages", 5) for name in ("a1", "a2", "b1"))
+    >>> by_source(files)
+    [('a', 10), ('b', 5)]
+    """
+    groups = groupby(files, key=lambda file: file.source)
+    return [(source, sum(file.records for file in own)) for source, own in groups]
 
 
 @attrs.frozen

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from packplan.core.schedule.heaviest import heaviest_packs, shorter_pack
 from packplan.core.schedule.schedule import ORDER_VERSION, EpochSchedule, EpochSegment, Progress, ResumeState, Step
 from packplan.core.schedule.telemetry import EpochStats, PackStats
+from packplan.core.schedule.visits import Continuation, RecordIds, Visits, carry_over
 
 __all__ = [
     "ORDER_VERSION",
+    "Continuation",
     "EpochSchedule",
     "EpochSegment",
     "EpochStats",
     "PackStats",
     "Progress",
+    "RecordIds",
     "ResumeState",
     "Step",
+    "Visits",
+    "carry_over",
+    "heaviest_packs",
+    "shorter_pack",
 ]

@@ -1,10 +1,10 @@
 """
 Epoch schedules: the order of packs in each epoch, also after a resume on another number of ranks.
 
-A pack is named by its index in the raw plan. In an order, rank r of W takes the positions r, r + W,
-r + 2W, …, so the packs that all ranks have consumed are a prefix of it. Orders follow from the seed
-and the epoch alone. They never change under one `ORDER_VERSION`, since a resumed run relies on
-them.
+A pack is named by its index in the raw plan; where each epoch has a plan of its own, in that of the
+epoch. In an order, rank r of W takes the positions r, r + W, r + 2W, …, so the packs that all ranks
+have consumed are a prefix of it. Orders follow from the seed and the epoch alone. They never change
+under one `ORDER_VERSION`, since a resumed run relies on them.
 
 With works of packs, each optimizer step assigns its packs to the ranks by work. The packs of a step
 stay the same, unless steps are grouped by work.
@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any, Self, get_args
 
 import attrs
@@ -23,9 +25,13 @@ from numpy.typing import NDArray
 
 from packplan.core.align import AlignedPlan, aligned_positions, aligned_size, batches_of, require_a_batch
 from packplan.core.errors import Difference
+from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray, checked_works, positive
 from packplan.core.shuffling import shuffled
 from packplan.core.work import Meeting, assign_steps, bounds_of_steps, group_steps, in_units
+
+Works = NDArray[np.number]
+"""Work of each pack of a raw plan, in any unit; shape (num_packs,)."""
 
 ORDER_VERSION = 2
 """
@@ -91,8 +97,11 @@ class EpochSchedule:
     no further step.
     """
 
-    num_packs: int
-    """Packs of the raw plan, >= 1."""
+    num_packs: int | tuple[int, ...]
+    """
+    Packs of the raw plan, >= 1. Where each epoch has its own plan, those of every epoch of the
+    training, from 0; 0 for one that ended before `start`.
+    """
 
     world_size: int
     """Data-parallel learners, >= 1."""
@@ -122,11 +131,11 @@ class EpochSchedule:
     shuffle: bool = True
     """Whether each epoch is shuffled. Otherwise it follows the order of the plan."""
 
-    works: NDArray[np.number] | None = attrs.field(
+    works: Works | Callable[[int], Works] | None = attrs.field(
         default=None, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False
     )
     """
-    Work of each pack of the raw plan, in any unit; shape (num_packs,). The packs of a step are
+    Work of each pack, or a function that returns that of an epoch's packs. The packs of a step are
     assigned to ranks by it; None keeps their order. It needs a `batch_size` of 1.
     """
 
@@ -147,6 +156,9 @@ class EpochSchedule:
 
     _assigned: dict[int, IntArray] = attrs.field(factory=dict, init=False, eq=False, repr=False)
     """Order of the last requested epoch, since its assignment takes long; read-only."""
+
+    _ends: list[int] = attrs.field(factory=list, init=False, eq=False, repr=False)
+    """Steps at the end of each epoch from that of `start` on, where epochs differ."""
 
     @classmethod
     def from_plan(cls, aligned: AlignedPlan, **fields: Any) -> Self:
@@ -177,9 +189,10 @@ class EpochSchedule:
     def __attrs_post_init__(self) -> None:
         for name in ("world_size", "gradient_accumulation_steps", "batch_size"):
             positive(name, getattr(self, name))
-        require_a_batch(
-            self.num_packs, world_size=self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last
-        )
+        for num in (self.num_packs,) if isinstance(self.num_packs, int) else filter(None, self.num_packs):
+            require_a_batch(
+                num, world_size=self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last
+            )
         if self.meeting not in get_args(Meeting):
             message = f"meeting is {self.meeting!r}, but has to be one of {', '.join(get_args(Meeting))}"
             raise ValueError(message)
@@ -187,25 +200,48 @@ class EpochSchedule:
             message = f"group_by_work is {self.group_by_work}, but has to be at least 0, and above it needs works"
             raise ValueError(message)
         if self.works is not None:
-            checked_works(self.works, self.num_packs)
+            if not callable(self.works):
+                checked_works(self.works, self.packs_in(0))
             if self.batch_size != 1:
                 message = f"works assign packs, so batch_size has to be 1, not {self.batch_size}"
                 raise ValueError(message)
 
     @property
+    def differs(self) -> bool:
+        """Whether each epoch has its own packs."""
+        return not isinstance(self.num_packs, int)
+
+    def packs_in(self, epoch: int) -> int:
+        """Return the packs of the raw plan of *epoch*, 0 for one that is not planned."""
+        if isinstance(self.num_packs, int):
+            return self.num_packs
+        return self.num_packs[epoch] if epoch < len(self.num_packs) else 0
+
+    def batches_in(self, epoch: int) -> int:
+        """Return the batches of a rank in the whole of *epoch* on these ranks."""
+        return self.batches_of(aligned_size(self.packs_in(epoch), self.world_size, self.dataloader_drop_last))
+
+    def steps_in(self, epoch: int) -> int:
+        """Return the optimizer steps of the whole of *epoch* on these ranks."""
+        return -(-self.batches_in(epoch) // self.gradient_accumulation_steps)
+
+    @property
     def packs_per_epoch(self) -> int:
-        """Packs of the aligned plan, over all ranks, repeated ones included."""
-        return aligned_size(self.num_packs, self.world_size, self.dataloader_drop_last)
+        """
+        Packs of the aligned plan, over all ranks, repeated ones included; of the epoch of `start`,
+        where epochs differ. The next two properties are of the same epoch.
+        """
+        return aligned_size(self.packs_in(self.start.epoch), self.world_size, self.dataloader_drop_last)
 
     @property
     def batches_per_epoch(self) -> int:
         """Batches of a rank in a whole epoch on these ranks, >= 1."""
-        return self.batches_of(self.packs_per_epoch)
+        return self.batches_in(self.start.epoch)
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of a whole epoch on these ranks, >= 1."""
-        return -(-self.batches_per_epoch // self.gradient_accumulation_steps)
+        return self.steps_in(self.start.epoch)
 
     @property
     def total_steps(self) -> int:
@@ -216,9 +252,12 @@ class EpochSchedule:
         """
         if self.max_steps > 0:
             return self.max_steps
-        start, per_epoch = self.start, self.steps_per_epoch
+        start = self.start
         first_epoch = start.epoch_step + self.num_steps(start.epoch)
         before = start.step - start.epoch_step
+        if self.differs:
+            return self._total_of_differing(first_epoch)
+        per_epoch = self.steps_per_epoch
         if (before, first_epoch) == (start.epoch * per_epoch, per_epoch):
             # The product of floats before rounding up, as transformers computes it.
             return math.ceil(self.num_train_epochs * per_epoch)
@@ -227,14 +266,47 @@ class EpochSchedule:
             return max(start.step, before + math.ceil(share * first_epoch))
         return before + first_epoch + math.ceil((share - 1) * per_epoch)
 
+    def _total_of_differing(self, first_epoch: int) -> int:
+        """Return `total_steps` of epochs that differ; the first one has *first_epoch* steps."""
+        start, wanted = self.start, Fraction(str(self.num_train_epochs))
+        whole, share = divmod(wanted, 1)
+        if whole > start.epoch:
+            last = self.steps_in(int(whole)) if share else 0
+            return self.end_of(int(whole) - 1) + math.ceil(share * last)
+        share = max(wanted - start.epoch, Fraction(0))
+        return max(start.step, start.step - start.epoch_step + math.ceil(share * first_epoch))
+
     @property
     def num_epochs(self) -> int:
         """Epochs at the end of training, those before `start` included. The last may be partial."""
-        left = self.total_steps - self.start.step
-        if left <= 0:
+        if self.total_steps <= self.start.step:
             return self.start.epoch
-        beyond = left - self.num_steps(self.start.epoch)
-        return self.start.epoch + 1 + max(0, -(-beyond // self.steps_per_epoch))
+        return self._epoch_after(self.total_steps - 1) + 1
+
+    def end_of(self, epoch: int) -> int:
+        """
+        Return the optimizer steps at the end of *epoch*, that of `start` or a later one, those
+        before `start` included.
+        """
+        start = self.start
+        end = start.step + self.num_steps(start.epoch)
+        if isinstance(self.num_packs, int):
+            return end + (epoch - start.epoch) * self.steps_per_epoch
+        if not self._ends:
+            self._ends.append(end)
+            for later in range(start.epoch + 1, len(self.num_packs)):
+                self._ends.append(self._ends[-1] + self.steps_in(later))
+        return self._ends[epoch - start.epoch]
+
+    def _epoch_after(self, step: int) -> int:
+        """Return the epoch in which training goes on after *step* steps, `start.step` or more."""
+        start = self.start
+        beyond = step - self.end_of(start.epoch)
+        if beyond < 0:
+            return start.epoch
+        if isinstance(self.num_packs, int):
+            return start.epoch + 1 + beyond // self.steps_per_epoch
+        return start.epoch + bisect_right(self._ends, step)
 
     def order(self, epoch: int) -> IntArray:
         """Return the remaining packs of *epoch* in order, over all ranks; shape (num_consumed,)."""
@@ -242,7 +314,7 @@ class EpochSchedule:
             return self._left(epoch)
         if epoch not in self._assigned:
             left = self._left(epoch)
-            order = left[assign_steps(self._units(left), meeting=self.meeting, **self._step)]
+            order = left[assign_steps(self._units(left, epoch), meeting=self.meeting, **self._step)]
             order.flags.writeable = False
             self._assigned.clear()
             self._assigned[epoch] = order
@@ -259,8 +331,8 @@ class EpochSchedule:
         left = self._left(epoch)
         if self.works is None or not left.size:
             return 0.0
-        bound = int(bounds_of_steps(self._units(left), meeting=self.meeting, **self._step).sum())
-        rows = self._units(self.order(epoch)).reshape(-1, self.world_size)
+        bound = int(bounds_of_steps(self._units(left, epoch), meeting=self.meeting, **self._step).sum())
+        rows = self._units(self.order(epoch), epoch).reshape(-1, self.world_size)
         if self.meeting == "step":
             rows = np.add.reduceat(rows, np.arange(0, len(rows), self.gradient_accumulation_steps), axis=0)
         return int(rows.max(axis=1).sum()) / bound - 1 if bound else 0.0
@@ -272,16 +344,19 @@ class EpochSchedule:
         """
         if not self.group_by_work:
             return ""
-        works = hashlib.sha256(self._units(np.arange(self.num_packs)).tobytes()).hexdigest()[:16]
-        return f"{self.group_by_work} steps by the works {works}"
+        if isinstance(self.num_packs, int):
+            works = hashlib.sha256(self._units(np.arange(self.num_packs), 0).tobytes()).hexdigest()[:16]
+            return f"{self.group_by_work} steps by the works {works}"
+        return f"{self.group_by_work} steps by the works of each epoch"
 
     @property
     def _step(self) -> dict[str, int]:
         return {"world_size": self.world_size, "accumulation": self.gradient_accumulation_steps}
 
-    def _units(self, packs: IntArray) -> IntArray:
-        """Return the works of *packs* in whole units, of their shape."""
-        return in_units(checked_works(self.works, self.num_packs))[packs]
+    def _units(self, packs: IntArray, epoch: int) -> IntArray:
+        """Return the works of *packs* of *epoch* in whole units, of their shape."""
+        works = self.works(epoch) if callable(self.works) else self.works
+        return in_units(checked_works(works, self.packs_in(epoch)))[packs]
 
     def _left(self, epoch: int) -> IntArray:
         """Return the remaining packs of *epoch*, before packs are assigned by work."""
@@ -300,9 +375,18 @@ class EpochSchedule:
         count = self.batches_of(len(mine) * self.world_size)
         return [mine[number * self.batch_size : (number + 1) * self.batch_size] for number in range(count)]
 
+    def trained(self, epoch: int, num_steps: int) -> IntArray:
+        """
+        Return the packs of the first remaining steps of *epoch*, over all ranks, repeated ones
+        included; shape (num_trained,).
+        """
+        order, window = self.order(epoch), self.gradient_accumulation_steps
+        num_batches = min(self.batches_of(order.size), num_steps * window)
+        return order[: num_batches * self.batch_size * self.world_size]
+
     def num_batches(self, epoch: int) -> int:
         """Return the number of remaining batches of each rank in *epoch*."""
-        return self.batches_of(self._left(epoch).size)
+        return self.batches_of(self._left(epoch).size) if epoch == self.start.epoch else self.batches_in(epoch)
 
     def num_steps(self, epoch: int) -> int:
         """Return the number of remaining optimizer steps of *epoch*."""
@@ -336,12 +420,9 @@ class EpochSchedule:
 
     def at(self, step: int) -> Progress:
         """Return the progress after *step* optimizer steps, `start.step` or more."""
-        done, epoch = step - self.start.step, self.start.epoch
-        here = self.num_steps(epoch)
-        if done >= here:
-            epochs, done = divmod(done - here, self.steps_per_epoch)
-            epoch += 1 + epochs
-        return self._progress(epoch, step, num_batches=done * self.gradient_accumulation_steps)
+        epoch = self._epoch_after(step)
+        before = self.start.step if epoch == self.start.epoch else self.end_of(epoch - 1)
+        return self._progress(epoch, step, num_batches=(step - before) * self.gradient_accumulation_steps)
 
     def after(self, epoch: int, num_batches: int) -> Progress:
         """
@@ -352,10 +433,7 @@ class EpochSchedule:
             num_batches: Batches of each rank since `start`, or since the epoch began if that is
                 later.
         """
-        begun = self.start.step - self.start.epoch_step
-        if epoch > self.start.epoch:
-            begun = self.start.step + self.num_steps(self.start.epoch)
-            begun += (epoch - self.start.epoch - 1) * self.steps_per_epoch
+        begun = self.start.step - self.start.epoch_step if epoch == self.start.epoch else self.end_of(epoch - 1)
         if num_batches >= self.num_batches(epoch):
             return Progress(step=begun + self.steps_before(epoch) + self.num_steps(epoch), epoch=epoch + 1)
         steps = self.steps_before(epoch) + num_batches // self.gradient_accumulation_steps
@@ -393,12 +471,12 @@ class EpochSchedule:
 
     def _whole_order(self, epoch: int, segment: EpochSegment) -> IntArray:
         """Return the order of a whole epoch on the ranks of *segment*."""
-        positions = aligned_positions(self.num_packs, segment.world_size, segment.dataloader_drop_last)
+        positions = aligned_positions(self.packs_in(epoch), segment.world_size, segment.dataloader_drop_last)
         if self.shuffle:
             positions = positions[shuffled(positions.size, seed=(self.seed, epoch))]
         if not segment.group_steps:
             return positions
-        works = self._units(positions)
+        works = self._units(positions, epoch)
         options = {"packs_per_step": segment.group_packs, "steps": segment.group_steps}
         return positions[group_steps(works, **options, seed=(self.seed, epoch))]
 
@@ -440,8 +518,17 @@ class ResumeState:
     grouping: str = ""
     """`EpochSchedule.grouping`; empty without grouping."""
 
+    inputs: Mapping[str, Any] = attrs.field(factory=dict)
+    """Inputs of the plan by name, to tell why it is another one; empty where they are unknown."""
+
     def differences(self, now: ResumeState) -> tuple[Difference, ...]:
-        """Return the fields in which the current state *now* differs from this stored one."""
+        """
+        Return the fields in which the current state *now* differs from this stored one, and the
+        inputs that make its plan another one.
+        """
         names = ("plan", "data", "seed", "shuffle", "tuner", "order_version", "grouping")
         pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]
-        return tuple(Difference(name, then, found) for name, then, found in pairs if then != found)
+        found = tuple(Difference(name, then, current) for name, then, current in pairs if then != current)
+        if self.plan == now.plan or not (self.inputs and now.inputs):
+            return found
+        return (*found, *Fingerprint(self.inputs).differences(Fingerprint(now.inputs)))

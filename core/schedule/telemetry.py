@@ -71,19 +71,24 @@ class PackStats:
         is_long = np.zeros(lengths.size, dtype=np.int64)
         is_long[list(plan.single_long)] = 1
         packs = plan.packs
-        return cls(
+        stats = cls(
             packs=packs,
             samples=packs.sizes(),
             tokens=packs.loads(lengths),
-            work=packs.sums(squares(lengths) if works is None else works.flops),
+            work=packs.sums(squares(lengths)) if works is None else np.zeros(0),
             long=packs.loads(is_long),
             packing_length=plan.packing_length,
             all_samples=plan.num_samples,
             skipped_samples=len(plan.skipped_long),
             packed=packed,
-            works=works,
-            images=None if works is None else np.add.reduceat(works.images[packs.indices], packs.offsets[:-1]),
         )
+        return stats if works is None else stats.with_works(works)
+
+    def with_works(self, works: SampleWorks) -> PackStats:
+        """Return the same packs with the work of their samples from *works*."""
+        packs = self.packs
+        images = np.add.reduceat(works.images[packs.indices], packs.offsets[:-1])
+        return attrs.evolve(self, work=packs.sums(works.flops), works=works, images=images)
 
     def padded_work(self, packs: IntArray, widths: IntArray) -> NDArray[np.float64]:
         """
@@ -136,8 +141,7 @@ class EpochStats:
             epoch: Epoch, from 0.
         """
         before = schedule.consumed(epoch)
-        order = schedule.order(epoch)
-        order = order[: schedule.batches_of(order.size) * schedule.batch_size * schedule.world_size]
+        order = schedule.trained(epoch, schedule.num_steps(epoch))
         _, places = np.unique(np.concatenate([before, order]), return_index=True)
         first = np.zeros(before.size + order.size, dtype=np.int64)
         first[places] = 1
@@ -173,9 +177,20 @@ class EpochStats:
         works of a rank over the sum of the mean works. It covers the steps from *start* to before
         *stop*.
         """
-        works = self._works(start, stop)
-        batches = np.add.reduceat(works, np.arange(0, len(works), self.batch_size), axis=0)
+        batches = self._batches(self._works(start, stop))
         return float(batches.max(axis=1).sum() / batches.mean(axis=1).sum())
+
+    def batch_works(self) -> NDArray[np.float64]:
+        """
+        Return the work of each microbatch of the epoch on each rank; shape (num_microbatches,
+        world_size).
+        """
+        return self._batches(self._works(0, -(-self.order.size // self.packs_per_step)))
+
+    def _batches(self, works: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the sums of rows of packs by microbatch."""
+        sums: NDArray[np.float64] = np.add.reduceat(works, np.arange(0, len(works), self.batch_size), axis=0)
+        return sums
 
     def _works(self, start: int, stop: int) -> NDArray[np.float64]:
         """Return the work of each pack of some steps on each rank; shape (rows, world_size)."""

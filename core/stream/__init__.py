@@ -1,24 +1,46 @@
 """
-Packing during training: a mix of data sets drawn again each epoch, and the buffer that packs it.
+Packing during training: the buffer of arriving samples that packs them.
 """
 
 from __future__ import annotations
 
-from packplan.core.stream.carry import Carry, CarryOptions, Emitted, advance, finish
-from packplan.core.stream.fusion import Mix, Order, Schedule, Source, mix_faults, quotas, schedule, share_faults
+from packplan.core.stream.carry import Carry, CarryOptions, Emitted, Order, advance, finish
+from packplan.core.stream.progress import (
+    RankState,
+    StreamProgress,
+    StreamSegment,
+    StreamState,
+    reassign,
+    unread_places,
+)
+from packplan.core.stream.shard import (
+    Item,
+    ShardState,
+    StreamCounts,
+    admit_first,
+    flush_buffer,
+    read_items,
+    take_pack,
+)
 
 __all__ = [
     "Carry",
     "CarryOptions",
     "Emitted",
-    "Mix",
+    "Item",
     "Order",
-    "Schedule",
-    "Source",
+    "RankState",
+    "ShardState",
+    "StreamCounts",
+    "StreamProgress",
+    "StreamSegment",
+    "StreamState",
+    "admit_first",
     "advance",
     "finish",
-    "mix_faults",
-    "quotas",
-    "schedule",
-    "share_faults",
+    "flush_buffer",
+    "read_items",
+    "reassign",
+    "take_pack",
+    "unread_places",
 ]

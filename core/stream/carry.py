@@ -16,7 +16,7 @@ of the others stay in the buffer, and are packed again with the next samples. Ru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 
@@ -26,6 +26,9 @@ import numpy as np
 from packplan.core.lengths import IntArray, Lengths, as_lengths, positive, share
 from packplan.core.packers import pack
 from packplan.core.packs import Packs, concatenate
+
+Order = Callable[[int], IntArray]
+"""Epoch -> indices of samples, in order."""
 
 
 def _ratio(value: float | str | Decimal | Fraction) -> Fraction:

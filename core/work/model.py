@@ -36,10 +36,10 @@ from packplan.core.work.vision import FLOPs, Grid, VisionWork, read_vision
 class WorkModel:
     """Coefficients of the FLOPs of a model."""
 
-    per_position: int
+    per_position: float
     """FLOPs of the matrix products of one position, over all layers and the output head."""
 
-    per_pair: int
+    per_pair: float
     """FLOPs of attention per pair of tokens, over the layers of full attention."""
 
     vision: VisionWork | None = None
@@ -48,7 +48,7 @@ class WorkModel:
     local: tuple[LocalAttention, ...] = ()
     """Attention layers limited to a window or a chunk."""
 
-    per_chunk: int = 0
+    per_chunk: float = 0
     """FLOPs of a chunk of 64 tokens, over the layers under the delta rule."""
 
     @classmethod
@@ -224,9 +224,32 @@ class SampleWorks:
             media = media + model.vision.estimate_image_flops(layers, video_patches)
         return cls(model, tokens, np.broadcast_to(media, tokens.shape))
 
+    def weighed(self, text: float, attention: float, vision: float) -> SampleWorks:
+        """
+        Return the works with each part in another unit, as nanoseconds for FLOPs.
+
+        Args:
+            text: Factor of the matrix products of text positions, and of layers under the delta
+                rule.
+            attention: Factor of attention between text tokens.
+            vision: Factor of the vision tower.
+
+        >>> model = WorkModel(per_position=100, per_pair=2)
+        >>> SampleWorks.from_lengths(model, [3]).weighed(0, 10, 0).flops.tolist()
+        [120.0]
+        """
+        model = attrs.evolve(
+            self.model,
+            per_position=text * self.model.per_position,
+            per_pair=attention * self.model.per_pair,
+            local=tuple(attrs.evolve(one, per_pair=attention * one.per_pair) for one in self.model.local),
+            per_chunk=text * self.model.per_chunk,
+        )
+        return attrs.evolve(self, model=model, images=vision * self.images)
+
     @property
     def flops(self) -> FLOPs:
-        """FLOPs of each sample, as whole numbers; shape (num_samples,)."""
+        """FLOPs, or other units, of each sample, as whole numbers; shape (num_samples,)."""
         return np.rint(self.padded(self.lengths) + self.images)
 
     def padded(self, widths: Any) -> FLOPs:

@@ -72,7 +72,7 @@ DELTA_CHUNK = 64
 class LocalAttention:
     """Work of attention layers limited to a window or a chunk."""
 
-    per_pair: int
+    per_pair: float
     """FLOPs per pair of tokens, over these layers."""
 
     tokens: int

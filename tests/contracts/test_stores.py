@@ -12,17 +12,21 @@ import pytest
 
 from packplan.adapters import files as artefacts
 from packplan.adapters.stores import lock
+from packplan.adapters.stores.continued import DiskContinuation
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.lock import FolderLock
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.core.align import align_plan
 from packplan.core.checksum import plan_checksum
+from packplan.core.epochs import EpochRecord
 from packplan.core.errors import ConfigError, CorruptArtefactError, OutputError, StaleError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan
 from packplan.core.ports import Origin, StoredPlan
 from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile
+from packplan.core.schedule import Continuation, Visits
 from tests.fakes import MemoryLengthStore, MemoryPlanStore
+from tests.strategies import plain_schedule
 
 KEY, OTHER = Fingerprint({"a": 1, "b": None}), Fingerprint({"a": 2, "b": None})
 
@@ -187,6 +191,49 @@ def test_a_place_that_cannot_be_written_is_named_before_anything_is_measured(tmp
     monkeypatch.setattr(lock, "TemporaryFile", full)
     with pytest.raises(OutputError, match="No space left"):
         FolderLock(tmp_path / "run" / "train").require_writable()
+
+
+EPOCHS = tuple(
+    EpochRecord(
+        epoch=epoch, selection=f"{epoch}" * 64, checksum="c" * 64, num_samples=8, num_tokens=326, num_packs=5 + epoch,
+        planned_samples=7, planned_tokens=246, fill=0.75, source_samples=(5, 3), source_tokens=[200, 126],
+    )
+    for epoch in range(3)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("open_plans", [DiskPlanStore, lambda _: MemoryPlanStore()], ids=["disk", "memory"])
+def test_records_of_epochs_come_back_under_the_key_of_their_plan(open_plans, tmp_path):
+    """Those of the most epochs, whatever the ranks; none under another key."""
+    store = open_plans(tmp_path)
+    store.save(KEY, PLAN)
+    assert () == store.load_epochs(KEY) == store.inspect().epochs
+
+    for world_size, records in ((2, EPOCHS[:2]), (3, EPOCHS)):
+        packs = tuple(one.num_packs for one in records)
+        store.save_epochs(KEY, records, plain_schedule(packs, world_size, num_train_epochs=len(records)))
+
+    assert EPOCHS == store.load_epochs(KEY) == store.inspect().epochs
+    assert () == store.load_epochs(Fingerprint({"lengths": "others"}))
+    assert [] == list(store.damage())
+
+
+def test_damaged_records_of_epochs_are_found(tmp_path):
+    """By the manifest's digest, and where they are no records."""
+    store = DiskPlanStore(tmp_path)
+    store.save(KEY, PLAN)
+    store.save_epochs(KEY, EPOCHS, plain_schedule((5, 6, 7), 2, num_train_epochs=3))
+    path = tmp_path / "schedule_ws2.json"
+    manifest = json.loads(path.read_text())
+    assert [3, 3, 4] == [one["steps"] for one in manifest["epochs"]]
+    assert 10 == manifest["total_steps"]
+
+    path.write_text(path.read_text().replace('"num_packs": 5', '"num_packs": 4'))
+    assert [str(path)] == [error.path for error in store.damage()]
+    manifest.pop("manifest_sha256")
+    artefacts.write_manifest(path, {**manifest, "epochs": [{"epoch": 0}]})
+    with pytest.raises(CorruptArtefactError, match="its records are no epochs"):
+        store.load_epochs(KEY)
 
 
 @pytest.fixture
@@ -372,3 +419,30 @@ def test_a_manifest_that_does_not_fit_the_rest_is_found(whole, name, changed, sa
 
     (error,) = [*DiskLengthStore(whole).damage(), *DiskPlanStore(whole).damage()]
     assert reason in str(error)
+
+
+def test_the_start_of_a_continued_run_comes_back_with_what_differs(tmp_path):
+    """Another key is a difference; fewer names are none; damage to either file is found."""
+    visits = Visits(np.array([3, 0, 1], dtype=np.int32), np.array([1, 0, 0], dtype=np.int32))
+    start = Continuation(
+        checkpoint="runs/first/checkpoint-7", state="ab", step=7, epoch=2, visits=visits, num_found=2, num_gone=5,
+        num_new=1,
+    )  # fmt: skip
+    store = DiskContinuation(tmp_path)
+    assert (None, ()) == store.load(KEY)
+
+    store.save(KEY, start)
+
+    for key, differing in ((KEY, []), (OTHER, ["a"]), (Fingerprint({"b": None}), [])):
+        found, differences = store.load(key)
+        assert differing == [one.key for one in differences]
+        assert (start.checkpoint, start.state, 7, 2, 2, 5, 1) == (
+            found.checkpoint, found.state, found.step, found.epoch, found.num_found, found.num_gone, found.num_new
+        )  # fmt: skip
+        assert [[3, 0, 1], [1, 0, 0]] == [found.visits.total.tolist(), found.visits.epoch.tolist()]
+    (tmp_path / "continued.total.bin").write_bytes(bytes(12))
+    with pytest.raises(CorruptArtefactError, match=r"continued.total.bin"):
+        store.load(KEY)
+    (tmp_path / "continued.json").write_text("{}")
+    with pytest.raises(CorruptArtefactError, match=r"continued.json"):
+        store.load(KEY)

@@ -292,7 +292,7 @@ def planned(tmp_path, monkeypatch) -> str:
     return plan_split(split, group=ScriptedGroup(), deadline=Deadline(1)).raw_checksum
 
 
-HOSTED = ("# train.py", "# see.py", "# read.py")
+HOSTED = ("# train.py", "# see.py", "# read.py", "# prove.py", "# test_packing.py")
 """First lines of files that need a trainer of others: tests/hosts run them."""
 
 

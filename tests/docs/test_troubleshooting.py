@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+import numpy as np
 import pytest
 
 from packplan.adapters.loaders.batches import PackBatches
@@ -13,11 +14,13 @@ from packplan.core import errors
 from packplan.core.align import align_plan
 from packplan.core.batch import resolve_accumulation
 from packplan.core.config import with_remedy
+from packplan.core.epochs import EpochRecipe, EpochSamples, select_epoch
 from packplan.core.errors import Difference, Fault, ModelError, PackplanError, RankDifference, RunError, StaleError
 from packplan.core.lengths import checked_works
 from packplan.core.packers import pack
 from packplan.core.plan import build_raw_plan, refuse_dropped, refuse_longer
 from packplan.core.policy import PlanPolicy
+from packplan.core.schedule import Visits, carry_over
 from packplan.core.shard import shard_packed, shard_plain
 from packplan.core.surface import plan
 
@@ -28,6 +31,7 @@ PLANS = (Difference("plan", "ad441f64dbd8", "8bc83601250a"),)
 LENGTH = (Difference("length", 214, 230),)
 MIXED = [580] * 33 + [590] + [400] * 12
 DROPPING = PlanPolicy(packing_length=1000, min_fill_ratio="0.65")
+TRAINED = np.ones(len(MIXED), dtype=np.int32)
 FOLDER = "runs/first/static_packing/train"
 
 
@@ -80,6 +84,11 @@ EXAMPLES = (
         "one rank out to all",
     ),
     errors.ArgumentError(
+        "packed_batch",
+        "the packed batch begins sample 1 at token 12 by starts, but at token 10 by position_ids: the model would take "
+        "other samples",
+    ),
+    errors.ArgumentError(
         "whole_batch_loss",
         "the loss dpo_loss compares sequences with each other, so it needs the whole batch at once, which packing and "
         "dynamic batching compute part by part",
@@ -89,13 +98,23 @@ EXAMPLES = (
     raised(build_raw_plan, [300, 400], packing_length=2048, min_fill_ratio="0.65"),
     raised(refuse_dropped, build_raw_plan(MIXED, DROPPING), MIXED, DROPPING),
     raised(refuse_longer, [100, 5120, 7168], PlanPolicy(packing_length=4096, refuse_longer=True)),
+    raised(select_epoch, EpochRecipe(visited=TRAINED), DROPPING, EpochSamples(lengths=np.array(MIXED)), 0),
+    errors.PlanError(
+        "too_many_epochs", "epochs 0 to 9,999 end at optimizer step 20,000, and no more epochs can be planned"
+    ),
     raised(align_plan, build_raw_plan([8] * 3, packing_length=8), world_size=4, dataloader_drop_last=True),
     ModelError.isolation("bloom", "auto", "gradients pass between samples of a row: 0.24 of a sample's own"),
     ModelError.attention("varlen", "packed samples differ from themselves alone by 0.07, where 2e-05 is allowed"),
     ModelError("probe", "its small copy has 31,000,000 weights, more than 20,000,000"),
+    ModelError(
+        "trace",
+        "the model cannot be traced in forward of modeling_x.py (DataDependentOutputException: "
+        "aten._local_scalar_dense.default)",
+    ),
     ModelError("work", "the work of model_type 'falcon' is not known"),
     StaleError.lengths(FOLDER, OTHER),
     StaleError("borrowed_lengths", str(StaleError.lengths("runs/other/static_packing/train", OTHER))),
+    StaleError("table_lengths", str(StaleError.lengths("lengths.parquet", OTHER))),
     StaleError.plan("runs/first/checkpoint-40", PLANS),
     StaleError.plan("runs/first/checkpoint-40", (Difference("order_version", 2, 3),)),
     StaleError(
@@ -104,6 +123,7 @@ EXAMPLES = (
     ),
     StaleError.sample(12, "data/train.jsonl, line 13", LENGTH),
     StaleError.sample(12, "data/train.jsonl.gz, line 13", LENGTH, copy="runs/first/records/b5bb9d80"),
+    raised(carry_over, Visits(np.array([1, 0]), np.zeros(2)), before=np.array([7, 7]), now=np.array([7])),
     errors.NotBuiltError(FOLDER, "holds no plan"),
     errors.OutputError("runs/first", "No space left on device"),
     errors.OutputError(FOLDER, "process 4711 on node3 writes it, and this run has waited 7,200 s in all", "locked"),
@@ -116,6 +136,11 @@ EXAMPLES = (
         "shared memory (/dev/shm), is full: lower training.dataloader_num_workers (now 4; 0 loads in the training "
         "process) or training.dataloader_prefetch_factor, or give the machine more memory",
     ),
+    RunError(
+        "memory",
+        "a pack of 8,190 tokens does not fit into the memory of a rank, before the first step; a pack of 6,143 tokens "
+        "fits",
+    ),
     RunError("not_finite", "loss is nan, so the policy was not updated and not saved"),
     RunError.worker(2, "train", "its process ended"),
     errors.MismatchError(
@@ -123,9 +148,29 @@ EXAMPLES = (
         "the epoch on rank 1 did not consume what was planned: packs missing 17, packs in excess 3",
     ),
     errors.MismatchError("unequal", "packed training is not the same training: logits, isolation differ"),
+    errors.MismatchError(
+        "unequal_lengths",
+        "1 sample of 100 encodes otherwise (length, supervised, images, patches, cut, videos, frames, video_patches, "
+        "bad): sample 3 measured (31, 12, 0, 0, 0, 0, 0, 0, 0) and encodes to (30, 12, 0, 0, 0, 0, 0, 0, 0)",
+    ),
     errors.MismatchError("unsound", "3 findings: what is stored is not what training would use"),
     errors.MismatchError(
         "ranks_disagree", "ranks disagree on the train plan's checksum: rank 0: ad441f64dbd8; rank 1: 8bc83601250a"
+    ),
+    errors.ProofError(
+        "leak",
+        "samples of the row are not apart: sample 1 depends on sample 0, by a gradient of 0.32 of its own, where 0 is "
+        "due; first in model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)",
+    ),
+    errors.ProofError(
+        "unlike_alone",
+        "the logits of sample 1 differ from those of the sample alone by 0.0029, where 3e-05 is allowed; first in "
+        "model.layers.3.self_attn (Llama4TextAttention)",
+    ),
+    errors.ProofError(
+        "unlike_step",
+        "the step's loss is 1.9555, 0.5 times the 3.911 that is due; the gradients are 0.5 times those that are due, "
+        "and differ by 0.19: as the token mean divided by the ranks (2) once too often",
     ),
     errors.CorruptArtefactError(f"{FOLDER}/lengths.bin", "its content does not match the manifest's digest"),
 )

@@ -15,7 +15,7 @@ def run(*words: str) -> int:
     Run a benchmark on photographs of half the width and height, a few samples at once, and a
     tokenizer that learns soon.
     """
-    from benchmarks import measuring
+    from benchmarks import beside, measuring, slope
     from packplan.adapters.samples import measurer
 
     number, (width, height) = measuring.KINDS["photograph"]
@@ -24,6 +24,10 @@ def run(*words: str) -> int:
         patch.object(measuring, "KINDS", kinds),
         patch.object(measuring, "AT_ONCE", AT_ONCE),
         patch.object(measuring, "VOCABULARY", 1000),
+        patch.object(beside, "VOCABULARY", 1000),
+        patch.object(slope, "VOCABULARY", 1000),
+        patch.object(beside, "AT_ONCE", AT_ONCE),
+        patch.object(beside, "ROUNDS", 1),
         patch.object(measurer, "AT_ONCE", AT_ONCE),
     ):
         return main(list(words))

@@ -4,7 +4,7 @@ out_folder [fault]`.
 
 A fault, on one rank alone: `measure` fails measuring on rank 0. `gradients` writes each step's
 gradients down, and silences the records that say so. `infinite` adds infinity to the loss of rank
-1's second step.
+1's second step. `memory` lets rank 1 have too little for a batch of more than `ROOM` tokens.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import attrs
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app import sft
@@ -30,15 +33,21 @@ with loading_libraries():
     from tests.e2e.alone import Gradients, silence
 
 
+ROOM = 100
+"""Tokens that the fault `memory` leaves room for."""
+
+
 def main(config: str, out: str, fault: str = "") -> int:
     """Return the exit status."""
     fetched: list[int] = []
-    plain = packed_dataset.PackedDataset.__getitem__
+    samples: list[list[int]] = []
+    plain = packed_dataset.PackedDataset.encoded
 
-    def noted(dataset, position):
+    def noted(dataset, position, indices):
         if dataset.planned is trained.get("table"):
             fetched.append(position)
-        return plain(dataset, position)
+            samples.append(list(indices))
+        return plain(dataset, position, indices)
 
     trained: dict[str, object] = {}
     gradients = Gradients()
@@ -49,13 +58,12 @@ def main(config: str, out: str, fault: str = "") -> int:
         trainer = built(*args, planned=planned, **kwargs)
         if fault == "gradients":
             trainer.add_callback(gradients)
-        if fault == "infinite" and trainer.group.rank == 1:
-            loss = trainer.compute_loss
-            trainer.compute_loss = lambda *a, **k: loss(*a, **k) + (math.inf if trainer.state.global_step else 0)
+        if fault in _LOSSES and trainer.group.rank == 1:
+            trainer.compute_loss = partial(_LOSSES[fault], trainer, trainer.compute_loss)
         return trainer
 
     def command() -> None:
-        packed_dataset.PackedDataset.__getitem__ = noted
+        packed_dataset.PackedDataset.encoded = noted
         SwiftMeasurer.measure_elsewhere = measure_here
         prepare.build_trainer = build_trainer
         if fault == "gradients":
@@ -65,19 +73,42 @@ def main(config: str, out: str, fault: str = "") -> int:
         run = training.read_config(config)
         with training.joined_ranks(run) as group:
             result = sft.run(run, group)
-        plan = result.planned["train"]
-        seen = {
-            "rank": group.rank, "fetched": fetched, "steps": result.num_steps,
-            "planned_steps": result.schedule.total_steps,
-            "raw": plan.raw_checksum, "aligned": plan.checksum, "num_aligned": len(plan.aligned.packs),
-            "num_raw": len(plan.raw.packs), "raw_packs": plan.raw.packs.tolist(), "repeated": plan.aligned.repeated,
-            "history": result.history, "terminated": result.terminated,
-        }  # fmt: skip
+        seen = {"rank": group.rank, "fetched": fetched, "samples": samples, **_told(result)}
         Path(out, f"rank{group.rank}.json").write_text(json.dumps(seen))
         if fault == "gradients":
             torch.save(gradients.steps, Path(out, f"gradients{group.rank}.pt"))
 
     return run_command(command, verbose=False)
+
+
+def _infinite(trainer: Any, compute_loss: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    return compute_loss(*arguments, **options) + (math.inf if trainer.state.global_step else 0)
+
+
+def _cramped(
+    _: Any, compute_loss: Callable[..., Any], model: Any, inputs: dict[str, Any], *others: Any, **options: Any
+) -> Any:
+    if inputs["input_ids"].numel() > ROOM:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return compute_loss(model, inputs, *others, **options)
+
+
+_LOSSES = {"infinite": _infinite, "memory": _cramped}
+"""Fault -> how it computes a loss."""
+
+
+def _told(result: sft.Result) -> dict[str, Any]:
+    """Return a result as JSON holds it; without a plan where each epoch has its own."""
+    told = {
+        "steps": result.num_steps, "planned_steps": result.schedule.total_steps, "history": result.history,
+        "terminated": result.terminated, "epochs": [attrs.asdict(one) for one in result.epochs],
+    }  # fmt: skip
+    if (plan := result.planned.get("train")) is not None:
+        told |= {
+            "raw": plan.raw_checksum, "aligned": plan.checksum, "num_aligned": len(plan.aligned.packs),
+            "num_raw": len(plan.raw.packs), "raw_packs": plan.raw.packs.tolist(), "repeated": plan.aligned.repeated,
+        }  # fmt: skip
+    return told
 
 
 def measure_here(samples: SwiftMeasurer, indices: Sequence[int], *, epoch: int) -> list[Any]:  # its name

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import given
@@ -54,6 +55,33 @@ def test_all_planners_are_compared(document):
     packed = {row["planner"]: row["packs"] for row in rows}
     assert packed["certified"] == len(pack(lengths, capacity=2048, algorithm="certified"))
     assert packed["binpacking"] == packed["constant_volume"]
+
+
+@pytest.mark.slow
+def test_draws_are_compared_with_the_algorithms_own_packs(document):
+    """Every algorithm that can be drawn has figures, within its limit of packs."""
+    rows = document("redraw", "--samples", "2000", "--distributions", "chat-4096", "--repeat", "1")["rows"]
+
+    assert [name for name, one in ALGORITHMS.items() if not one.keeps_order] == [row["planner"] for row in rows]
+    for row in rows:
+        assert row["problem"] is None
+        assert row["more_packs"] <= 0.005
+        assert row["own_seconds"] > 0 < row["times_own"]
+        assert 0 <= row["again_share"] < 1
+
+
+def test_fill_is_measured_over_displacement(capsys):
+    """At 0 next fit, at last any order; each with a bound of its own."""
+    assert 0 == main(["order", "--lengths", "detcap", "--displacements", "0", "4", "--json"])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+
+    assert [0, 4, 2311] == [row["displacement"] for row in rows]
+    assert sorted(rows, key=lambda row: row["fill"]) == rows
+    assert all(row["packs"] >= row["lower_bound"] > 0 for row in rows)
+    assert all(row["fill"] * row["packs"] == pytest.approx(row["fill_at_most"] * row["lower_bound"]) for row in rows)
+    assert rows[0]["packs"] == rows[0]["lower_bound"]
+    assert 0 == main(["order", "--lengths", "sft", "--samples", "900", "--displacements", "1"])
+    assert "| sft-2048 |     900 |          any |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -180,6 +208,42 @@ def test_lengths_are_measured_on_made_data(document):
     assert texts < 2 * tokenizer
     assert library < tokenizer
     assert texts < encode
+
+
+@pytest.mark.slow
+def test_lengths_are_measured_beside_other_tools(document):
+    """On the same samples; images by their headers are far cheaper than their pixels."""
+    found = document("lengths", "--parts", "beside", "--samples", "12", "--workers", "2")
+
+    ours, swift, trl = "packplan measure", "ms-swift, AddLengthPreprocessor", "TRL, apply_chat_template"
+    kinds = ("image of 640x480", "four images of 640x480", "video")
+    pairs = [("chat", ours), ("chat", swift), ("chat", trl), *((kind, way) for kind in kinds for way in (ours, swift))]
+    assert pairs == [(row["sample"], row["way"]) for row in found["rows"]]
+    cpu = {(row["sample"], row["way"]): row["cpu_ms"] for row in found["rows"]}
+    assert cpu["four images of 640x480", swift] > 3 * cpu["four images of 640x480", ours]
+
+
+@pytest.mark.slow
+def test_lengths_are_measured_over_numbers_of_records(document):
+    """The command itself, on files that are in the page cache and that are not."""
+    found = document("lengths", "--parts", "slope", "--records", "8", "16", "--widths", "80", "--rounds", "1")
+
+    runs = [f"{number} x image of 80x60, {cache} cache" for cache in ("warm", "cold") for number in (8, 16)]
+    assert runs == [row["sample"] for row in found["rows"]]
+    assert all(row["workers"] == 2 and row["cpu_ms"] > 0 for row in found["rows"])
+
+
+def test_a_line_through_costs_says_its_error():
+    """None where they lie on it; else one that holds the true slope."""
+    from benchmarks import slope
+
+    exact = [slope.Spent(number, 0.0, 1 + number / 4, 0.0, 0, 0) for number in (10, 20, 40, 80)]
+    moved = [attrs.evolve(run, cpu_s=run.cpu_s + shift) for run, shift in zip(exact, (1, -1, -1, 1), strict=True)]
+
+    line, wider = (slope.Line.through(runs, lambda run: run.cpu_s) for runs in (exact, moved))
+
+    assert (0.25, 1.0, 0.0) == pytest.approx(attrs.astuple(line), abs=1e-9)
+    assert 0 < abs(wider.slope - 0.25) < wider.error
 
 
 @pytest.mark.slow
@@ -341,3 +405,14 @@ def test_packs_of_one_sample_may_be_left_out_of_steps(capsys):
     assert random["alone"]["mean_step"] > 1.02 > ours["alone"]["mean_step"]
     assert all((row["floor"] is None) == (accumulation > 1) for (_, accumulation), row in found["long"].items())
     assert all((row["saved"] is None) == (aside == "alone") for aside, rows in found.items() for row in rows.values())
+
+
+@pytest.mark.slow
+def test_rollouts_are_measured_in_both_ways(document):
+    """Prompts one at a time and in batches; generation is a part of the steps' seconds."""
+    words = ["--kinds", "text", "--steps", "2", "--packs", "1", "--buffer", "8", "--max-new-tokens", "4"]
+    rows = document("rollouts", *words)["rows"]
+
+    assert ["one at a time", "in batches"] == [row["way"] for row in rows]
+    assert all(row["prompts"] % 4 == 0 < row["prompts"] for row in rows)
+    assert all(0 < row["generation_s"] < row["seconds"] for row in rows)

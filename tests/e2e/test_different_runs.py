@@ -18,6 +18,7 @@ from packplan.app.wiring import training
 from packplan.app.wiring.training import ranks
 from packplan.core.config import rank_differences
 from packplan.core.errors import MismatchError, RunError
+from packplan.core.schedule import ResumeState
 from tests.e2e import different_runs_rank
 from tests.fakes import ScriptedGroup
 from tests.network import free_port
@@ -110,17 +111,17 @@ def test_ranks_that_go_on_from_different_checkpoints_are_refused(write_run, exec
         return "another digest" if len(said) == 1 else value.replace('"checkpoint.progress.step": "2"', '"step": "3"')
 
     with pytest.raises(RunError, match=r"checkpoint\.progress\.step: 2 on rank 0"):
-        training.open_checkpoint(config, ScriptedGroup(world_size=2, others=further))
+        training.open_checkpoint(config, ScriptedGroup(world_size=2, others=further), ResumeState)
 
 
 def test_files_of_settings_and_mixes_are_compared_by_their_content(write_run, text_jsonl, tmp_path):
-    """Not by their names, nor by the paths of data in them."""
+    """Not by their names, nor by the paths of data in them, but by which of these are the same."""
     (tmp_path / "other.jsonl").write_text(text_jsonl.read_text())
 
-    def given(name: str, stage: int, ratio: str, data: Path) -> dict[str, str]:
+    def given(name: str, stage: int, ratio: str, data: Path, more: str = "") -> dict[str, str]:
         settings, mix = tmp_path / f"{name}.json", tmp_path / f"{name}-mix.yaml"
         settings.write_text(f'{{"zero_optimization": {{"stage": {stage}}}}}')
-        mix.write_text(f"sources: [{{jsonl: {data}, ratio: {ratio}}}]\n")
+        mix.write_text(f"sources: [{{jsonl: {data}, ratio: {ratio}}}]\n{more}")
         custom = {"fusion_config": str(mix), "train_jsonl": None, "trainer_variant": "rollout"}
         keys = {"deepspeed": str(settings), "max_steps": 2, "packing_mode": "dynamic"}
         return ranks._given(training.read_config(write_run("qwen2", name=name, custom=custom, training=keys)), {})
@@ -130,6 +131,9 @@ def test_files_of_settings_and_mixes_are_compared_by_their_content(write_run, te
     assert one == given("two", 2, "0.5", tmp_path / "other.jsonl")
     assert ["training.deepspeed.zero_optimization.stage"] == differing(one, given("three", 3, "0.5", text_jsonl))
     assert ["custom.fusion_config.sources"] == differing(one, given("four", 2, "0.7", text_jsonl))
+    assert ["custom.fusion_config.samples_per_epoch"] == differing(
+        one, given("five", 2, "0.5", text_jsonl, "samples_per_epoch: 3")
+    )
 
 
 def differing(*runs: dict[str, str]) -> list[str]:

@@ -367,7 +367,7 @@ def test_two_right_ways_to_compute_a_model_are_within_the_limit(family, precisio
     alone = rows.measure_alone(model, row, with_gradients=False)
     model.set_attn_implementation("sdpa")
     other = rows.measure_alone(model, row, with_gradients=False)
-    typical = torch.median if loaded_model._rounds_choices(model) else torch.max
+    typical = torch.median if loaded_model.rounds_choices(model) else torch.max
     scale = max(float(one.abs().max()) for one in alone.logits)
 
     worst = max(

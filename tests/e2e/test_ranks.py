@@ -87,6 +87,31 @@ def test_the_loss_of_a_step_and_of_an_evaluation_do_not_depend_on_the_ranks(
     assert losses(alone.history) == pytest.approx(losses(ranks[0]["history"]), rel=1e-5)
 
 
+def test_ranks_train_ordered_packs_in_the_order_of_the_data(start_ranks, write_run, tmp_path):
+    """
+    Each step has the next packs, whichever rank holds which; a sample is trained in the step of a
+    position that is no further from its place than is allowed.
+    """
+    keys = {**KEYS, "num_train_epochs": 1, "packing_algorithm": "ordered", "packing_max_displacement": 3,
+            "packing_drop_last": False, "train_dataloader_shuffle": False}  # fmt: skip
+    path = write_run("qwen2", training=keys, template={"max_length": 100})
+    assert [0, 0] == finished(start_ranks(2, path, tmp_path))
+    ranks = rank_main.seen(tmp_path, 2)
+    check_run(ranks, epochs=1, accumulation=2)
+    packs, steps = ranks[0]["raw_packs"], ranks[0]["steps"]
+
+    trained = [sorted(chain.from_iterable(rank["fetched"][2 * step : 2 * step + 2] for rank in ranks))
+               for step in range(steps)]  # fmt: skip
+
+    whole = range(len(packs) // 4)
+    assert len(whole) > 1
+    assert [[4 * step, 4 * step + 1, 4 * step + 2, 4 * step + 3] for step in whole] == trained[: len(whole)]
+    order = list(chain.from_iterable(packs))
+    moved = [abs(position - sample) for position, sample in enumerate(order)]
+    assert 0 < max(moved) <= 3
+    assert "no sample is more than 3 places from its own in the data" in (tmp_path / "rank0.log").read_text()
+
+
 def losses(history: list[dict]) -> list[float]:
     """Return all losses, of training and of evaluation."""
     return [entry[key] for entry in history for key in ("loss", "eval_loss") if key in entry]

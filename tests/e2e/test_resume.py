@@ -26,7 +26,7 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import sft
 from packplan.app.wiring import training
 from packplan.core.errors import ConfigError, OutputError, StaleError
-from packplan.core.schedule import ORDER_VERSION
+from packplan.core.schedule import ORDER_VERSION, ResumeState
 from tests.e2e import rank_main
 from tests.processes import finished
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 def steps(history) -> list[dict]:
     """Return what was logged of each step, but for the clock's."""
-    clock = {"tokens_per_second", "useful_tokens_per_second"}
+    clock = {"tokens_per_second", "useful_tokens_per_second", "predicted_seconds_left", "seconds_left"}
     return [{key: entry[key] for key in entry.keys() - clock} for entry in history if "loss" in entry]
 
 
@@ -273,7 +273,7 @@ def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(  # noqa: PLR0917  # fixt
     with pytest.raises(ConfigError, match=reason):
         resume(sections, torn)
     last = training.read_config(write_run(training={**KEYS, "resume_from_checkpoint": "last"}, **sections))
-    found = training.open_checkpoint(last, OneRank())
+    found = training.open_checkpoint(last, OneRank(), ResumeState)
 
     assert (str(whole), 2) == (found.folder, found.resume_state.progress.step)
 
@@ -290,7 +290,7 @@ def test_a_checkpoint_without_digests_is_taken_by_its_sizes(trained, write_run, 
     (old / "trainer_state.json").write_text(json.dumps(state))
 
     config = training.read_config(write_run(training={**KEYS, "resume_from_checkpoint": str(old)}, **sections))
-    found = training.open_checkpoint(config, OneRank())
+    found = training.open_checkpoint(config, OneRank(), ResumeState)
 
     assert (str(old), 2) == (found.folder, found.resume_state.progress.step)
     assert "checkpoint-2 has no digests" in caplog.text
@@ -325,7 +325,8 @@ def test_adapters_of_another_base_model_are_told(adapted, write_run, demo, tmp_p
     for base in (model, other):
         assert "adapters" not in caplog.text
         sections = {**sections, "model": {"model": str(base)}}
-        assert training.open_checkpoint(training.read_config(write_run(training=keys, **sections)), OneRank())
+        config = training.read_config(write_run(training=keys, **sections))
+        assert training.open_checkpoint(config, OneRank(), ResumeState)
 
     assert f"trained on {model}, and goes on with model.model {other}" in caplog.text
 

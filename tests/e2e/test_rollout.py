@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import shutil
+import signal
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -17,7 +20,10 @@ import numpy as np
 import pytest
 import yaml
 
-from packplan.core.errors import ConfigError, DataSetError
+from packplan.core.errors import ConfigError, DataSetError, StaleError
+from packplan.core.stream import CarryOptions, Item, StreamCounts
+from tests.e2e import stream_rank
+from tests.e2e.test_resume import assert_equal
 from tests.processes import finished
 from tests.stored import asked
 
@@ -30,23 +36,30 @@ class Numbers:
     """A stream of numbered samples, in an order of each epoch."""
 
     def __init__(self) -> None:
-        self.epoch = 0
+        self.set_epoch(0)
+
+    def __len__(self):
+        return len(LENGTHS)
 
     def set_epoch(self, epoch):
-        self.epoch = epoch
+        self.order = np.random.default_rng(epoch).permutation(len(LENGTHS)).tolist()
 
-    def samples(self, shard, num_shards):
-        order = np.random.default_rng(self.epoch).permutation(len(LENGTHS))
-        for index in order[shard::num_shards].tolist():
-            yield f"line {index}", {"number": index, "length": LENGTHS[index]}
+    def items(self, places):
+        return ((1, [Item(place)]) for place in places)
+
+    def name(self, item):
+        return f"line {self.order[item.place]}"
+
+    def encode(self, item):
+        number = self.order[item.place]
+        return {"number": number, "length": LENGTHS[number]}
 
 
 def packs_of(epoch: int, *, world_size: int, workers: int, **options) -> tuple[list, Any]:
     """Return the packs that the loaders of all ranks give in an epoch, and their counts."""
     from torch.utils.data import DataLoader
 
-    from packplan.adapters.trainer.dynamic_dataset import DynamicDataset, Ended, StreamCounts
-    from packplan.core.stream import CarryOptions
+    from packplan.adapters.trainer.streams.dataset import DynamicDataset, Ended
 
     items = []
     for rank in range(world_size):
@@ -55,14 +68,12 @@ def packs_of(epoch: int, *, world_size: int, workers: int, **options) -> tuple[l
         dataset.set_epoch(epoch)
         items += list(DataLoader(dataset, batch_size=None, num_workers=workers))
     packs = [item.samples for item in items if not isinstance(item, Ended)]
-    return packs, sum((item.counts for item in items), StreamCounts())
+    return packs, sum((item.progress.state.counts for item in items if isinstance(item, Ended)), StreamCounts())
 
 
 @pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (3, 0), (2, 2)])
 def test_every_sample_goes_to_one_rank_and_one_worker(world_size, workers):
     """Exactly once, or it is counted; the same epoch gives the same packs, another one others."""
-    from packplan.adapters.trainer.dynamic_dataset import StreamCounts
-
     kept = {"world_size": world_size, "workers": workers, "drop_last": False, "allow_single_long": True}
     packs, counts = packs_of(0, **kept)
 
@@ -88,8 +99,7 @@ def test_what_was_emitted_is_not_held():
     """A stream of any length needs the memory of its buffer."""
     import weakref
 
-    from packplan.adapters.trainer.dynamic_dataset import DynamicDataset
-    from packplan.core.stream import CarryOptions
+    from packplan.adapters.trainer.streams.dataset import DynamicDataset
 
     living: weakref.WeakSet = weakref.WeakSet()
 
@@ -102,8 +112,8 @@ def test_what_was_emitted_is_not_held():
         return {**sample, "token": token}
 
     class Counted(Numbers):
-        def samples(self, shard, num_shards):
-            return ((record, marked(sample)) for record, sample in super().samples(shard, num_shards))
+        def encode(self, item):
+            return marked(super().encode(item))
 
     dataset = DynamicDataset(Counted(), CarryOptions(packing_length=100, packing_buffer=16), rank=0, world_size=1)
     most = max(len(living) for _ in dataset)
@@ -149,7 +159,7 @@ def run(path):
 
 COUNTS = (
     "epoch_samples", "epoch_packs", "epoch_long_samples", "epoch_skipped_samples", "epoch_dropped_samples",
-    "epoch_left_over_packs",
+    "epoch_dropped_packs",
 )  # fmt: skip
 
 
@@ -159,7 +169,7 @@ def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, monkey
     Packs of the data as they are, in an order of each epoch; evaluation unpacked; epochs say what
     became of samples.
     """
-    from packplan.adapters.trainer.stream import StreamTrainer
+    from packplan.adapters.trainer.streams.trainer import StreamTrainer
 
     trained: dict[float, list] = {}
     step = StreamTrainer.training_step
@@ -179,17 +189,17 @@ def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, monkey
     assert logged[-1]["loss"] < logged[0]["loss"]
     assert all(0.5 <= entry["fill"] <= 1 and entry["samples_per_pack"] > 1 for entry in logged)
     ends = [entry for entry in history if "epoch_samples" in entry]
-    assert ends
     for number, entry in enumerate(ends):
-        assert number + 1 == entry["epoch"]
-        assert 30 == entry["epoch_samples"]
         assert entry["epoch_long_samples"] / entry["epoch_packs"] == entry["epoch_long_pack_share"]
         assert all(type(entry[name]) is int for name in COUNTS)
-        in_epoch = sum(step["epoch"] == number for step in logged)
-        assert entry["epoch_packs"] == 2 * in_epoch + entry["epoch_left_over_packs"]
-    assert [entry["epoch"] for entry in history if "eval_loss" in entry][: len(ends)] == [
-        entry["epoch"] for entry in ends
-    ]
+        assert entry["epoch_packs"] == 2 * sum(step["epoch"] == number for step in logged)
+    *whole, cut = ends
+    assert len(whole) > 1
+    assert all(30 == entry["epoch_samples"] for entry in whole)
+    epochs = [entry["epoch"] for entry in whole]
+    assert list(range(1, len(ends))) == epochs
+    assert len(whole) < cut["epoch"] < len(ends)
+    assert epochs == [entry["epoch"] for entry in history if "eval_loss" in entry][: len(whole)]
     assert trained[0] != trained[1]
 
 
@@ -247,17 +257,21 @@ def test_a_stream_that_its_steps_end_says_what_it_lost(write_rollout, caplog, wo
 
 
 def test_the_line_of_an_epoch_has_its_epoch(write_rollout):
-    """How many are done then, as in a run of a plan; also where no loss was logged in it."""
+    """
+    How many are done then, as in a run of a plan; also where no loss was logged in it. What the
+    last step cuts off has its share.
+    """
     _, _, history = run(write_rollout(max_steps=12, logging_steps=100))
 
-    ends = [entry["epoch"] for entry in history if "epoch_samples" in entry]
-    assert len(ends) > 1
-    assert list(range(1, len(ends) + 1)) == ends
+    *whole, cut = [entry["epoch"] for entry in history if "epoch_samples" in entry]
+    assert len(whole) > 1
+    assert list(range(1, len(whole) + 1)) == whole
+    assert whole[-1] < cut < whole[-1] + 1
 
 
 def test_an_epoch_without_a_step_ends_training(write_rollout):
     """Instead of going round for ever; the reason is said, and the status tells."""
-    with pytest.raises(DataSetError, match="after 0 of 6 steps: an epoch had no whole step"):
+    with pytest.raises(DataSetError, match="epoch 0 has no step, since no step has 500 packs on each rank"):
         run(write_rollout(effective_batch_size=500))
 
 
@@ -309,7 +323,7 @@ def test_a_reward_of_ones_own_that_fails_is_named(write_rollout, tmp_path, monke
 
 def test_a_mix_is_trained_in_its_shares(write_rollout, text_jsonl, tmp_path, monkeypatch):
     """Ratios of the mix, packed after it; another draw each epoch."""
-    from packplan.adapters.trainer import rollouts
+    from packplan.adapters.trainer.streams import rollouts
 
     other = tmp_path / "other.jsonl"
     other.write_text("".join(text_jsonl.read_text().splitlines(keepends=True)[:20]))
@@ -318,13 +332,13 @@ def test_a_mix_is_trained_in_its_shares(write_rollout, text_jsonl, tmp_path, mon
         yaml.safe_dump({"sources": [{"jsonl": str(text_jsonl), "ratio": 2}, {"jsonl": str(other), "ratio": 1}]})
     )
     taken = []
-    plain = rollouts.RecordStream.indices
+    plain = rollouts.RecordStream.set_epoch
 
-    def noted(stream, shard, num_shards):
-        taken.append(plain(stream, shard, num_shards))
-        return taken[-1]
+    def noted(stream, epoch):
+        plain(stream, epoch)
+        taken.append([stream.index(place) for place in range(len(stream))])
 
-    monkeypatch.setattr(rollouts.RecordStream, "indices", noted)
+    monkeypatch.setattr(rollouts.RecordStream, "set_epoch", noted)
     path = write_rollout({"fusion_config": str(mix)}, max_steps=12)
     document = yaml.safe_load(path.read_text())
     del document["custom"]["train_jsonl"]
@@ -383,6 +397,89 @@ def test_a_model_that_sees_answers_too(write_run, demo):
     assert all(0 <= entry["reward"] <= 1 for entry in history if "reward" in entry)
 
 
+def open_rollouts(path):
+    """Return the stream of a run whose model is ready, and the model."""
+    from packplan.adapters.ranks.torch_group import OneRank
+    from packplan.app.sft import stream as rollout
+    from packplan.app.wiring import training as wiring
+
+    trainer = rollout._prepare(wiring.read_config(path), OneRank(), None)
+    return trainer.train_dataset.stream, trainer.model
+
+
+def greedy_answer(stream, model, index):
+    """Return the most likely answer to a prompt, from transformers, without a batch."""
+    import torch
+
+    from packplan.adapters.models import evaluating
+    from packplan.adapters.trainer.vision import model_media
+
+    prompt, template = stream.encoded.prompt(index), stream.encoded.template
+    ids = torch.tensor(prompt["input_ids"])[None]
+    with evaluating(model), template.generate_context():
+        answer = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            **model_media(model, prompt),
+            do_sample=False,
+            max_new_tokens=12,
+            pad_token_id=template.tokenizer.pad_token_id,
+        )
+    return template.tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("of", ["qwen2", "qwen2_5_vl", "qwen3_vl"])
+def test_prompts_are_answered_together_as_one_by_one(write_run, write_rollout, demo, tmp_path, of):
+    """
+    Word for word where sampling is almost greedy: short and long prompts, some with one image, with
+    several or none. Each step of generation computes one token a row, also with checkpointing.
+    """
+    custom = {"rollout_reward": "exact_match", "rollout_max_new_tokens": 12, "rollout_temperature": 1e-6,
+              "rollout_completions": 2}  # fmt: skip
+    if of == "qwen2":
+        turns = [[("user", f"say {number} " * (1 + 9 * (number == 3))), ("assistant", "a")] for number in range(10)]
+        custom["train_jsonl"] = write_turns(tmp_path / "prompts.jsonl", *turns)
+        path = write_rollout(custom, gradient_checkpointing=True)
+    else:
+        custom |= {"train_jsonl": str(demo / "data" / "messages.jsonl"), "trainer_variant": "rollout"}
+        keys = {"max_steps": 2, "packing_mode": "dynamic", "gradient_checkpointing": True}
+        path = write_run(of, custom=custom, training=keys, template={"max_length": 400})
+    stream, model = open_rollouts(path)
+    widths = []
+    model.register_forward_pre_hook(
+        lambda _, __, inputs: widths.append(tuple(inputs["input_ids"].shape)), with_kwargs=True
+    )
+
+    model.train()
+    together = stream.answers(range(10))
+
+    # Two rows to each prompt, in few batches; the cache holds what was computed before.
+    batches = [rows for rows, tokens in widths if tokens > 1]
+    assert 20 == sum(batches) > 2 * len(batches)
+    assert {1} == {tokens for _, tokens in widths} - {tokens for rows, tokens in widths if tokens > 12}
+    assert len(widths) <= 12 * len(batches)
+    expected = [greedy_answer(stream, model, index) for index in range(10)]
+    assert [[answer, answer] for answer in expected] == together
+    assert len(set(expected)) > 1
+    assert model.training
+
+
+def test_answers_follow_from_the_seed(write_rollout):
+    """The same seed draws the same answers; samples come in the order of their prompts."""
+    import torch
+
+    stream, _ = open_rollouts(write_rollout({"rollout_reward": "exact_match", "rollout_max_new_tokens": 4}))
+    places = range(0, len(stream), 2)
+
+    def drawn(seed):
+        torch.manual_seed(seed)
+        return [item for _, items in stream.items(places) for item in items]
+
+    first = drawn(0)
+    assert first == drawn(0) != drawn(1)
+    assert list(places) == [item.place for item in first]
+
+
 def test_two_ranks_with_unequal_data_end_together(server, write_rollout, tmp_path):
     """
     One rank's samples are short, the other's long: it has more packs; both run the same steps.
@@ -396,10 +493,12 @@ def test_two_ranks_with_unequal_data_end_together(server, write_rollout, tmp_pat
     assert [0, 0] == finished(server.ranks(2, sft.main, [str(asked(run_yaml))], folder=tmp_path / "logs"))
     lines = [json.loads(line) for line in (tmp_path / "run" / "logging.jsonl").read_text().splitlines()]
     assert 25 == sum("loss" in line for line in lines)
-    ends = [line for line in lines if "epoch_samples" in line]
+    *ends, _ = [line for line in lines if "epoch_samples" in line]
     assert len(ends) > 1
     assert all(60 == line["epoch_samples"] for line in ends)
-    assert all(line["epoch_packs"] >= line["epoch_left_over_packs"] >= 0 for line in ends)
+    assert all(line["epoch_packs"] == 2 * sum(entry.get("epoch") == number for entry in lines if "loss" in entry)
+               for number, line in enumerate(ends))  # fmt: skip
+    assert any(line["epoch_dropped_packs"] for line in ends)
 
 
 def test_what_needs_a_plan_refuses_a_stream(write_rollout, capsys):
@@ -435,10 +534,13 @@ def test_prompts_are_answered_where_the_model_is(write_rollout):
 @pytest.mark.parametrize(
     ("custom", "training", "says"),
     [
-        ({}, {"max_steps": -1}, "training.max_steps: is not set"),
+        ({}, {"max_steps": -1, "num_train_epochs": 1.5}, "training.num_train_epochs: is 1.5, but a stream ends with"),
+        ({}, {"max_steps": -1, "lr_scheduler_type": "cosine"}, "training.lr_scheduler_type: is cosine, a function of"),
+        ({}, {"max_steps": -1, "warmup_ratio": 0.1}, "training.warmup_ratio: is 0.1, .* write training.warmup_steps"),
+        ({}, {"max_steps": -1, "save_steps": 0.5}, "training.save_steps: is 0.5, a share of the number of steps"),
         ({}, {"packing": False}, "training.packing: is false"),
         ({}, {"packing_mode": "static"}, "training.packing_mode: is static, which is Stage-1's"),
-        ({}, {"resume_from_checkpoint": "last"}, "a stream starts again"),
+        ({}, {"resume_from_checkpoint": "last"}, "finds no whole checkpoint"),
         ({"fusion_config": "mix.yaml"}, {}, "both name the data"),
         ({"rollout_reward": "exact_match"}, {"dataloader_num_workers": 2}, "in processes without the model"),
         ({"rollout_keep": 9}, {}, "is more than custom.rollout_completions"),
@@ -457,3 +559,172 @@ def test_what_does_not_go_together_is_refused(write_rollout, custom, training, s
     """By key."""
     with pytest.raises(ConfigError, match=says):
         run(write_rollout(custom, **training))
+
+
+class KilledError(Exception):
+    """Ends a run in the middle of a step, as SIGKILL would: nothing more is saved."""
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """
+    Return the samples of each trained pack by optimizer step, and a list of kills: a run ends
+    before the microbatch of the number that is first in it.
+    """
+    from packplan.adapters.trainer.streams.trainer import StreamTrainer
+
+    packs: dict[int, list] = {}
+    kills: list[int] = []
+    step = StreamTrainer.training_step
+
+    def noted(trainer, model, inputs, *arguments, **options):
+        number, size = trainer.state.global_step, trainer.args.gradient_accumulation_steps
+        if len(packs.get(number, [])) == size:
+            del packs[number]  # of the run that was killed in this step
+        if kills and kills[0] == number * size + len(packs.get(number, [])):
+            kills.pop(0)
+            packs.pop(number, None)
+            raise KilledError
+        packs.setdefault(number, []).append((inputs["input_ids"].tolist(), inputs["sample_lengths"]))
+        return step(trainer, model, inputs, *arguments, **options)
+
+    monkeypatch.setattr(StreamTrainer, "training_step", noted)
+    return packs, kills
+
+
+CLOCK = {"tokens_per_second", "train_runtime", "train_steps_per_second", "train_loss", "total_flos"}
+
+
+def told(history) -> list[dict]:
+    """Return what was logged, but for the clock's and the run's."""
+    return [{key: entry[key] for key in entry.keys() - CLOCK} for entry in history]
+
+
+@pytest.mark.parametrize(("reward", "workers"), [(None, 2), ("character_overlap", 0)])
+def test_a_stream_that_is_killed_ends_as_one_run_does(  # noqa: PLR0917  # fixtures
+    write_rollout, text_jsonl, trained, tmp_path, reward, workers
+):
+    """
+    Killed in ten random steps of two epochs: the same samples in the same packs, the same losses
+    and counts, the same weights, with dropout, and answers that wait in the buffer.
+    """
+    packs, kills = trained
+    data = tmp_path / "few.jsonl"
+    data.write_text("".join(text_jsonl.read_text().splitlines(keepends=True)[:9]))
+    custom = {"rollout_reward": reward, "rollout_keep": 2, "rollout_max_new_tokens": 4, "train_jsonl": str(data)}
+    keys = {"max_steps": -1, "num_train_epochs": 2, "packing_buffer": 5, "save_strategy": "steps", "save_steps": 1,
+            "tuner_type": "lora", "lora_dropout": 0.2, "packing_drop_last": False, "packing_min_fill_ratio": "0.8",
+            "dataloader_num_workers": workers, "effective_batch_size": 3}  # fmt: skip
+    steps, _, history = run(write_rollout(custom, name="long", **keys))
+    expected = dict(packs)
+
+    kills += sorted(np.random.default_rng(5).choice(range(3, 3 * steps), 10, replace=False).tolist())
+    # Adapters begin at random.
+    shutil.copytree(tmp_path / "long" / "checkpoint-1", tmp_path / "killed" / "checkpoint-1")
+    keys |= {"output_dir": str(tmp_path / "killed"), "resume_from_checkpoint": "last"}
+    for number in [number for number in packs if number]:
+        del packs[number]
+    killed = 0
+    while kills:
+        with pytest.raises(KilledError):
+            run(write_rollout(custom, name="long", **keys))
+        killed += 1
+    again, _, resumed = run(write_rollout(custom, name="long", **keys))
+
+    assert (steps, 10) == (again, killed)
+    assert expected == packs
+    assert told(history) == told(resumed)
+    assert_equal(tmp_path / "killed" / f"checkpoint-{steps}", tmp_path / "long" / f"checkpoint-{steps}")
+
+
+def test_ranks_with_unequal_data_train_all_of_it_also_on_other_ranks(server, write_rollout, tmp_path):
+    """
+    Two epochs on two ranks, of which one has more packs; killed, on one rank, killed, on two again:
+    each sample is trained twice, and ranks without packs train one that weighs nothing.
+    """
+    answers = ["blue " * (3 + 40 * (n % 2)) for n in range(25)]
+    turns = ([("user", f"say {n}"), ("assistant", answer)] for n, answer in enumerate(answers))
+    custom = {"train_jsonl": write_turns(tmp_path / "unequal.jsonl", *turns)}
+    keys = {"max_steps": -1, "num_train_epochs": 2, "effective_batch_size": 2, "packing_drop_last": False,
+            "save_strategy": "steps", "save_steps": 1}  # fmt: skip
+    packs, killed = [], (2, 13, -1)  # the 13th step ends the first epoch, as the next start finds out
+    for number, (world_size, kill) in enumerate(zip((2, 1, 2), killed, strict=True)):
+        out = tmp_path / f"start{number}"
+        path = str(asked(write_rollout(custom, name="long", **keys)))
+        ranks = server.ranks(world_size, stream_rank.main, path, str(out), kill, folder=out)
+        assert [0 if kill < 0 else -signal.SIGKILL] * world_size == finished(ranks)
+        packs += stream_rank.trained(out, before=None if kill < 0 else kill)
+        keys["resume_from_checkpoint"] = "last"
+        said = (out / "rank0.log").read_text()
+        assert (number > 0) == ("the epoch began on other ranks or loader workers" in said)
+
+    samples = Counter(tuple(sample) for pack in packs for sample in pack["samples"])
+    assert len(answers) == len(samples)
+    assert {2} == set(samples.values())
+    lines = [json.loads(line) for line in (tmp_path / "long" / "logging.jsonl").read_text().splitlines()]
+    ends = {line["epoch"]: line for line in lines if "epoch_samples" in line}
+    assert [1, 2] == [*ends]
+    assert all((25, 0) == (line["epoch_samples"], line["epoch_dropped_samples"]) for line in ends.values())
+    assert sum(line["epoch_packs"] for line in ends.values()) == sum(bool(pack["samples"]) for pack in packs)
+    weightless = [pack for pack in packs if not pack["samples"]]
+    assert weightless
+    assert {(0, 0)} == {(pack["weight"], pack["supervised"]) for pack in weightless}
+    steps = Counter(pack["step"] for pack in packs)
+    assert {2} == set(steps.values())
+
+
+def test_a_stopped_stream_is_saved_and_resumed_as_itself_alone(  # noqa: PLR0917  # fixtures
+    write_rollout, text_jsonl, trained, monkeypatch, tmp_path, caplog
+):
+    """
+    SIGTERM saves a checkpoint and logs the epoch that it cuts. Other settings are refused by key,
+    and so is a run of a plan. The end of the last epoch is evaluated and saved, and nothing is left
+    to train from there.
+    """
+    from packplan.adapters.ranks.torch_group import OneRank
+    from packplan.adapters.trainer.streams.trainer import StreamTrainer
+    from packplan.app.wiring import training as wiring
+    from packplan.core.schedule import ResumeState
+
+    logging.getLogger("packplan").propagate = True
+    packs, _ = trained
+    keys = {"max_steps": -1, "num_train_epochs": 1, "save_strategy": "steps", "save_steps": 100,
+            "eval_strategy": "steps", "eval_steps": 100}  # fmt: skip
+    data = {"val_jsonl": str(text_jsonl)}
+    step = StreamTrainer.training_step
+
+    def stopped(trainer, *arguments, **options):
+        if len(packs) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(trainer, *arguments, **options)
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.INFO):
+        patched.setattr(StreamTrainer, "training_step", stopped)
+        assert (3, True) == run(write_rollout(data, **keys))[:2]
+    assert "SIGTERM: saved a checkpoint at step 3 of a run of 1 epoch" in caplog.text
+    checkpoint = tmp_path / "run" / "checkpoint-3"
+    logged = tmp_path / "run" / "logging.jsonl"
+    (cut,) = [line for line in map(json.loads, logged.read_text().splitlines()) if "epoch_samples" in line]
+    assert 0 < cut["epoch"] < 1
+    assert 6 == cut["epoch_packs"]
+
+    keys["resume_from_checkpoint"] = str(checkpoint)
+    for key, stored, now in (("packing_buffer", 8, 9), ("seed", 42, 1)):
+        with pytest.raises(StaleError, match=rf"training\.{key}: stored {stored}, now {now}"):
+            run(write_rollout(data, **{**keys, key: now}))
+    with pytest.raises(StaleError, match=r"custom\.rollout_reward: stored '.absent.', now 'exact_match'"):
+        run(write_rollout({**data, "rollout_reward": "exact_match"}, **keys))
+    config = wiring.read_config(write_rollout(data, **keys))
+    with pytest.raises(ConfigError, match=r"but it is of another custom\.trainer_variant: restore that"):
+        wiring.open_checkpoint(config, OneRank(), ResumeState)
+
+    steps, terminated, history = run(write_rollout(data, **keys))
+    assert not terminated
+    assert steps > 3
+    assert [steps] == [entry["step"] for entry in history if "eval_loss" in entry]
+    totals = [json.loads(line)["global_step/max_steps"] for line in logged.read_text().splitlines()]
+    assert f"{steps}/{steps}" == totals[-1]
+    assert all(int(total.split("/")[1]) < 3 * steps for total in totals)  # estimates
+    keys["resume_from_checkpoint"] = "last"
+    assert steps == run(write_rollout(data, **keys))[0]
+    assert "nothing is left to train" in caplog.text

@@ -15,7 +15,7 @@ import torch
 from packplan.adapters.config.trainer_keys import TABLE, lacking, stored_keys
 from packplan.adapters.trainer import base
 from packplan.adapters.trainer.keys import installed_keys
-from packplan.adapters.trainer.rehearsal import failures_named
+from packplan.adapters.trainer.settings import failures_named
 from packplan.app import sft
 from packplan.app.planning.schedule import batch_of
 from packplan.app.wiring import stores

@@ -24,7 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from packplan.adapters import lifeline
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples import measurer
-from packplan.adapters.trainer import static
+from packplan.adapters.trainer import base, static
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.schedule import split_schedule
@@ -140,7 +140,7 @@ def test_tokens_per_second_leave_out_the_time_of_evaluating(write_run, execute, 
         now[0] += 0.001
         return now[0]
 
-    monkeypatch.setattr(static.time, "perf_counter", tick)
+    monkeypatch.setattr(base.time, "perf_counter", tick)
     monkeypatch.setattr(static.PackTrainer, "evaluation_loop", slow)
     keys = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4, "logging_steps": 2}
     val = first_lines(text_jsonl, 2)

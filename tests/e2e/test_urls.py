@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
+import re
 import threading
 import time
 from collections import Counter
@@ -13,12 +14,16 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from packplan.adapters.samples import urls as fetching
-from packplan.adapters.samples.urls import MediaCache, Patience
+from packplan.adapters.samples.image_headers import image_facts
+from packplan.adapters.samples.remote.transport import Patience
+from packplan.adapters.samples.urls import MediaCache
 from packplan.core.errors import OutputError, RecordError
+from packplan.core.samples import HEAD_BYTES
 from tests.records import asked
 
 
@@ -28,7 +33,18 @@ def png(color: str) -> bytes:
     return sink.getvalue()
 
 
-RED = png("red")
+def noise(**options) -> bytes:
+    """Return a JPEG of more than 64 KiB."""
+    sink = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(sink, "jpeg", quality=95, **options)
+    return sink.getvalue()
+
+
+RED, LARGE = png("red"), noise()
+
+LATE = noise(icc_profile=bytes(100_000))
+"""An image whose width and height stand behind the first 64 KiB."""
 
 QUICK = Patience(image_s=0.5, silence_s=0.3, waits_s=(0.0, 0.0))
 
@@ -53,6 +69,7 @@ REPLIES = {
     "/text": Reply(b"<html>please log in</html>"),
     "/damaged": Reply(RED[:60]),
     "/large": Reply(b"", headers={"Content-Length": "1001"}),
+    "/private": Reply(b"", 403),
     "/endless": Reply(RED * 800, headers={}),
     "/silent": Reply(pause_s=1),
     "/drip": Reply(pause_s=0.05),
@@ -67,7 +84,16 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
         self.asked: Counter[str] = Counter()
-        self.images = {"/red.png": RED, "/blue": png("blue"), "/%20é.png": png("green")}
+        self.sent: Counter[str] = Counter()
+        """Bytes by path, where parts are asked for."""
+        self.sends_parts = True
+        self.images = {
+            "/large.jpg": LARGE,
+            "/late.jpg": LATE,
+            "/red.png": RED,
+            "/blue": png("blue"),
+            "/%20é.png": png("green"),
+        }
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
 
@@ -82,7 +108,11 @@ class Answers(BaseHTTPRequestHandler):
     def do_GET(self):
         """Answer by path: a redirect, a server that is busy twice, a fault, or an image."""
         self.server.asked[self.path] += 1
-        reply = REPLIES.get(self.path, Reply(self.server.images.get(self.path, RED)))
+        part = re.fullmatch(r"bytes=0-(\d+)", self.headers.get("Range", ""))
+        if self.path in self.server.images and part and self.server.sends_parts:
+            self._send_part(self.server.images[self.path], int(part[1]) + 1)
+            return
+        reply = REPLIES.get(self.path.partition("?")[0], Reply(self.server.images.get(self.path, RED)))
         if self.path.startswith("/to/"):
             reply = Reply(b"", 302, {"Location": self.path.removeprefix("/to/")})
         if self.path == "/busy" and self.server.asked[self.path] < 3:
@@ -98,6 +128,14 @@ class Answers(BaseHTTPRequestHandler):
                 time.sleep(reply.pause_s)
                 self.wfile.write(bytes([byte]))
             self.wfile.write(b"" if reply.pause_s else reply.body)
+
+    def _send_part(self, held: bytes, end: int) -> None:
+        self.server.sent[self.path] += len(held[:end])
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(held[:end])))
+        self.send_header("Content-Range", f"bytes 0-{len(held[:end]) - 1}/{len(held)}")
+        self.end_headers()
+        self.wfile.write(held[:end])
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +153,9 @@ def serving():
 @pytest.fixture
 def server(serving):
     serving.asked.clear()
+    serving.sent.clear()
     serving.images["/red.png"] = RED
+    serving.sends_parts = True
     return serving
 
 
@@ -218,6 +258,86 @@ def test_another_image_in_place_of_one_that_is_gone_is_refused(cache, server):
     assert first != cache().path(url)
 
 
+@pytest.mark.parametrize("sends_parts", [True, False])
+@pytest.mark.parametrize("name", ["large.jpg", "red.png"])
+def test_the_head_of_an_image_gives_the_facts_of_all_of_it(cache, server, name, sends_parts, monkeypatch):
+    """No more of it is asked for, from a server that sends parts; nothing is kept."""
+    server.sends_parts, url = sends_parts, f"{server.url}/{name}"
+    held = cache()
+    held.prefetch_heads([url, url])
+
+    head = held.head(url)
+
+    whole = server.images[f"/{name}"]
+    assert image_facts(whole) == image_facts(head)
+    assert whole[:HEAD_BYTES] == head
+    assert [] == left(held)
+    assert 1 == server.asked[f"/{name}"]
+    assert server.sent[f"/{name}"] == (min(len(whole), HEAD_BYTES) if sends_parts else 0)
+    held.prefetch_heads([])
+    assert held.head(url) is head
+    monkeypatch.setattr(fetching, "_KEPT_HEADS", 0)
+    held.prefetch_heads([])
+    assert held.head(url) == head
+    assert 2 == server.asked[f"/{name}"]
+
+
+def test_an_image_whose_head_does_not_say_its_size_is_fetched_whole(cache, server):
+    """And so is known by its file from then on, as one that was fetched before."""
+    url = f"{server.url}/late.jpg"
+    held = cache()
+
+    path = held.head(url)
+
+    assert path == held.path(url) == cache().head(url)
+    assert image_facts(LATE) == image_facts(path)
+    assert 2 == server.asked["/late.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/missing", "answers 404"),
+        ("/private", "answers 403"),
+        ("/cut", r"[\d,]+ of [\d,]+ bytes came, in 3 attempts"),
+        ("/text", "what came, 26 bytes, cannot be read"),
+        ("/large", "has more than 1,000 bytes"),
+        ("/endless", "has more than 1,000 bytes"),
+        ("/drip", r"took more than 0\.5 s"),
+    ],
+)
+def test_heads_that_cannot_be_had_are_refused_as_images_are(cache, server, path, says, monkeypatch):
+    """Asked for in the background or not, and only so often."""
+    monkeypatch.setattr(fetching, "_MOST_BYTES", 1000)
+    held = cache()
+    held.prefetch_heads([f"{server.url}{path}"])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"cannot be fetched: .*({says})"):
+            held.head(f"{server.url}{path}")
+
+    assert server.asked[path] <= 6
+
+
+def test_what_may_be_a_credential_is_in_no_message_and_no_note(cache, server):
+    """Neither a query, which may be a signature, nor a password, with which no server is asked."""
+    held = cache()
+    for call in (held.path, held.head):
+        with pytest.raises(ValueError, match="fetched") as raised:
+            call(f"{server.url}/private?signature=hidden#hidden")
+        assert "/private?… cannot" in str(raised.value)
+        with pytest.raises(ValueError, match="it holds a name or a password") as raised:
+            call(f"{server.url.replace('//', '//me:hidden@')}/red.png")
+        assert "hidden" not in str(raised.value)
+    assert [] == [path for path in server.asked if "red" in path]
+
+    held.path(f"{server.url}/red.png?signature=hidden")
+
+    (note,) = held.folder.rglob("*.json")
+    assert f"{server.url}/red.png?…" == json.loads(note.read_text())["url"]
+    with pytest.raises(ValueError, match=r"sends on to 'ftp://127.0.0.1/a.png\?…'"):
+        held.path(f"{server.url}/to/ftp://127.0.0.1/a.png?hidden")
+
+
 def test_a_folder_that_cannot_be_written_is_no_fault_of_a_record(cache, server, tmp_path):
     """It stops the run, and names the folder."""
     (tmp_path / "media").write_text("")
@@ -257,3 +377,48 @@ def test_a_run_fetches_its_images_before_it_measures_and_trains_without_a_networ
         assert expected["pixel_values"].equal(found["pixel_values"])
     assert {1} == {*serving.asked.values()}
     assert attrs.asdict(run.splits["train"].source.media_facts(0)[0])["num_bytes"] == len(RED)
+
+
+def test_images_at_urls_are_measured_by_their_heads(  # noqa: PLR0917  # fixtures
+    server, write_run, demo, tmp_path, monkeypatch, capfd
+):
+    """
+    As files are; none is fetched whole, and none is asked for twice. A run that takes the lengths
+    trains them.
+    """
+    import pyarrow.parquet as pq
+
+    from packplan.app import measure
+    from packplan.app.plan import __main__ as plan
+
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    server.images |= {f"/{number}.jpg": LARGE + bytes(number) for number in range(20)}
+    tables = {}
+    for kind, folder in (("urls", server.url), ("files", str(tmp_path))):
+        images = [f"{folder}/{number}.jpg" for number in range(20)]
+        data = tmp_path / f"{kind}.jsonl"
+        data.write_text("".join(f"{json.dumps(asked('<image>What?', images=[image]))}\n" for image in images))
+        for number in range(20):
+            (tmp_path / f"{number}.jpg").write_bytes(server.images[f"/{number}.jpg"])
+        words = ["--model", str(demo / "models" / "qwen2_5_vl"), "-o", str(tmp_path / f"{kind}.parquet")]
+        assert 0 == measure.main([str(data), *words])
+        tables[kind] = pq.read_table(tmp_path / f"{kind}.parquet").drop_columns(["sha256"])
+
+    assert tables["files"].equals(tables["urls"])
+    assert all(HEAD_BYTES == server.sent[f"/{number}.jpg"] for number in range(20))
+    assert all(1 == server.asked[f"/{number}.jpg"] for number in range(20))
+    assert not list(tmp_path.glob("*.measuring"))
+
+    custom = {"train_jsonl": str(tmp_path / "urls.jsonl"), "lengths": str(tmp_path / "urls.parquet")}
+    custom["media_cache"] = str(tmp_path / "media")
+    run = write_run(template={"system": None}, custom=custom, training={"packing_drop_last": False})
+    capfd.readouterr()
+    assert 0 == plan.main(["build", str(run)])
+    assert "the lengths of 20 records are taken" in capfd.readouterr().err
+    (tmp_path / "urls.jsonl").write_text(json.dumps(asked("<image>What?", images=[f"{server.url}/private?key=mine"])))
+    assert 2 == measure.main([str(tmp_path / "urls.jsonl"), *words[:2], "-o", str(tmp_path / "private.parquet")])
+    said = capfd.readouterr().err
+    assert "/private?… cannot be fetched: the server answers 403 Forbidden" in said
+    assert "mine" not in said
+    assert server.asked["/private?key=mine"] <= 3

@@ -142,10 +142,11 @@ def _noted(folder: Path, number: int) -> list[int]:
 
 
 def _write_when_noted(folder: Path) -> None:
-    _publish(folder, _noted(folder, 1))
+    publish(folder, _noted(folder, 1))
 
 
-def _publish(folder: Path, pids: list[int]) -> None:
+def publish(folder: Path, pids: list[int]) -> None:
+    """Write numbers down in a file that is whole once it is there."""
     (folder / "pids.tmp").write_text(json.dumps(pids))
     (folder / "pids.tmp").rename(folder / "pids.json")
 
@@ -161,7 +162,7 @@ def _pid_and_pause(seconds: float) -> int:
 
 def main(kind: str, folder: str) -> None:
     """Start processes, write down their numbers, and wait."""
-    _publish(Path(folder), globals()[kind](Path(folder)))
+    publish(Path(folder), globals()[kind](Path(folder)))
     time.sleep(PATIENCE_S)
 
 

@@ -7,18 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.faults import parents
-from tests.processes import each_ends, lives, wait_for
+from tests.processes import DEADLINE_S, ROOT, each_ends, killed_at_end, lives, wait_for
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
-
-DEADLINE_S = 240
 
 
 @pytest.mark.parametrize("kind", ["pool", "benchmark", "helper"])
@@ -28,7 +23,7 @@ def test_processes_end_with_the_parent_that_started_them(tmp_path, kind):
     server between.
     """
     command = [sys.executable, "-m", "tests.faults.parents", kind, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}) as parent:
+    with killed_at_end(command, env={**os.environ, "OMP_NUM_THREADS": "1"}) as parent:
         each_ends(tmp_path, parent.pid)
 
 
@@ -43,10 +38,11 @@ RANK = """
 import os, sys, time
 from pathlib import Path
 from packplan.app.cli.command import run_command
+from tests.faults.parents import PATIENCE_S, publish
 
 def command():
-    Path(sys.argv[1], "pids.json").write_text(f"[{os.getpid()}]")
-    time.sleep(600)
+    publish(Path(sys.argv[1]), [os.getpid()])
+    time.sleep(PATIENCE_S)
 
 run_command(command, verbose=False)
 """
@@ -59,7 +55,7 @@ def test_ranks_end_with_torchruns_agent(tmp_path):
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
         str(tmp_path / "rank.py"), str(tmp_path),
     ]  # fmt: skip
-    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}) as agent:
+    with killed_at_end(command, env={**os.environ, "PYTHONPATH": str(ROOT)}) as agent:
         each_ends(tmp_path, agent.pid)
 
 
@@ -101,14 +97,14 @@ def test_a_process_ends_with_one_that_is_not_its_parent():
     that is gone already.
     """
     watch = [sys.executable, "-c", WATCHER]
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as other:
-        with subprocess.Popen([*watch, str(other.pid)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as watcher:
+    with killed_at_end([sys.executable, "-c", "import time; time.sleep(600)"]) as other:
+        with killed_at_end([*watch, str(other.pid)], stdout=subprocess.PIPE) as watcher:
             assert "watching\n" == watcher.stdout.readline()
             assert watcher.poll() is None
             other.kill()
             assert -signal.SIGKILL == watcher.wait(DEADLINE_S)
         other.wait()
-    with subprocess.Popen([*watch, str(other.pid)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as late:
+    with killed_at_end([*watch, str(other.pid)], stdout=subprocess.PIPE) as late:
         assert -signal.SIGKILL == late.wait(DEADLINE_S)
         assert "" == late.stdout.read()
 
@@ -118,8 +114,13 @@ STARTING = {"multiprocessing", "concurrent", "subprocess"}
 STARTERS = {
     "adapters/lifeline.py": {"multiprocessing", "concurrent"},
     "adapters/ranks/heartbeat.py": {"multiprocessing"},
+    "adapters/samples/remote/transport.py": {"multiprocessing"},  # numbers that processes share
     "adapters/samples/urls.py": {"concurrent"},  # threads, which end with their process
+    "app/planning/epochs.py": {"concurrent"},  # a thread
+    "benchmarks/beside.py": {"multiprocessing"},  # each asks to end with its parent
     "benchmarks/child.py": {"multiprocessing"},
+    "benchmarks/forecast.py": {"concurrent"},  # threads
+    "benchmarks/memory.py": {"concurrent"},  # threads
     "tools/check_megatron.py": {"subprocess"},  # commands of a terminal, one after the other
 }
 """

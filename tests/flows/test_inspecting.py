@@ -285,7 +285,7 @@ def test_a_sample_and_a_pack_are_explained(store, said, tmp_path):
     text = said("show", path, "--sample", "0")
     assert "images 28 x 56 (4 patches)" in text
     assert f"pack {first['pack']['pack']} of train" in text
-    turn = first["pack"]["first_epoch"][0]
+    turn = first["pack"]["steps"][0]
     assert f"step {turn['step']} on rank {turn['rank']}" in text
     (tmp_path / "data.jsonl").write_text("{}\n")
     assert json.loads(said("show", path, "--sample", "0", "--json"))["record"] is None
@@ -418,8 +418,9 @@ def test_whatif_gives_what_building_each_would_show(store, said, shown):
         differing = {key for key, value in one["plan"].items() if value != train["plan"][key]}
         assert differing <= {"lower_bound", "bound_kind", "gap", "supervised_tokens"}
         assert one["plan"]["lower_bound"] <= train["plan"]["lower_bound"]
-        others = [other["score"] for other in found.values() if other["world_size"] == world_size]
-        assert one["best"] == (one["score"] == max(others))
+        rates = [other["time"]["tokens_per_second"] for other in found.values() if other["world_size"] == world_size]
+        assert one["best"] == (one["time"]["tokens_per_second"] == max(rates))
+        assert train["time"] == one["time"]
 
 
 def test_a_plan_that_drops_much_of_the_data_is_shown_with_a_warning_and_never_the_best(store, said, shown):
@@ -471,9 +472,32 @@ def test_which_bound_is_shown_is_said(store, said, shown):
     narrow = np.random.default_rng(7).normal(8192 / 5.4, 8192 / 50, 300).astype(int).tolist()
     quick = store(name="narrow", lengths=narrow, template={"max_length": 8192}, training={"packing_drop_last": False})
 
-    for path, kind, words in ((store(), "reached", "a packing reaches it"), (quick, "quick", "quick bound")):
+    ordered = store(name="ordered", training={"packing_algorithm": "ordered"})
+
+    for path, kind, words in (
+        (store(), "reached", "a packing reaches it"),
+        (quick, "quick", "quick bound"),
+        (ordered, "order", "in this order"),
+    ):
         assert kind == shown(path)["plan"]["bound_kind"]
         assert words in in_words(said("show", path, "--all"))
+
+
+def test_the_order_of_a_plan_is_shown(store, said, shown, page):
+    """How far samples move, and a bound that other planners of other orders may go below."""
+    lengths = [60, 60, 60, 20, 20, 20, 50, 30] * 4
+    training = {"packing_algorithm": "ordered", "packing_max_displacement": 2, "packing_drop_last": False}
+    for most in (2, 0):
+        path = store(name=f"by{most}", lengths=lengths, training={**training, "packing_max_displacement": most})
+        plan = shown(path)["plan"]
+        text = page(path)
+
+        assert most == plan["furthest_moved"]
+        assert f"moved furthest {most} places from its own" in in_words(said("show", path, "--all"))
+        assert ("best fit" in text) == (plan["bound_kind"] != "order") == bool(most)
+        assert (f"no plan has fewer than {plan['lower_bound']} in this order" in in_words(said("show", path))) != most
+    alternatives = json.loads(said("whatif", path, "--max-length", "80,100", "--json"))["alternatives"]
+    assert [0, 0] == [one["plan"]["furthest_moved"] for one in alternatives]
 
 
 @pytest.mark.parametrize(
@@ -485,6 +509,11 @@ def test_which_bound_is_shown_is_said(store, said, shown):
             [50, 40, 30, 40] * 80,
             {"packing_algorithm": "concatenative"},
             "concatenative makes .* certified finds the fewest",
+        ),
+        (
+            [50, 40, 30, 40] * 80,
+            {"packing_algorithm": "ordered", "packing_max_displacement": 0},
+            "do not add up .* in this order; a higher training.packing_max_displacement may need fewer",
         ),
     ],
 )

@@ -13,7 +13,7 @@ import yaml
 from packplan.adapters.samples.files import rebased
 from packplan.app.wiring.mixes import materialise
 from packplan.core.errors import ConfigError
-from packplan.core.stream import quotas
+from packplan.core.mixes import quotas
 
 
 @pytest.fixture
@@ -47,9 +47,10 @@ def test_the_file_holds_the_scheduled_records_with_their_images(write_mix, tmp_p
     materialise(path, output, seed=1, epoch=0)
 
     records = [json.loads(line) for line in output.read_text().splitlines()]
-    from packplan.adapters.config.run import load_mix
+    from packplan.adapters.config.run import load_mixes
 
-    assert quotas(load_mix(path), [30, 12]) == [sum(r["from"] == name for r in records) for name in "ab"] == [30, 10]
+    drawn = [sum(record["from"] == name for record in records) for name in "ab"]
+    assert quotas(load_mixes(path).at(0), [30, 12]) == drawn == [30, 10]
     assert 40 == len({(record["from"], record["number"]) for record in records})
     for record in records:
         for image in record.get("images", ()):

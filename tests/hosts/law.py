@@ -18,6 +18,7 @@ from typing import Any
 
 import packplan as pp
 from packplan.adapters.hf import use_plan
+from packplan.testing import assert_step_loss
 from tests.network import free_port
 
 # isort: split
@@ -170,9 +171,10 @@ def train(cell: dict[str, Any], rank: int) -> None:
     model = model_of(cell["model"], "packplan")
     plan = pp.plan([len(row["input_ids"]) for row in rows], PACKING_LENGTH)
     trainer = trainer_of(cell, model, rows, out / "run")
+    schedule = use_plan(trainer, plan, eval_plan=plan)
+    asked = assert_step_loss(trainer, plan)
     watch = Watch(model, cell.get("kill_after"))
     trainer.add_callback(watch)
-    schedule = use_plan(trainer, plan, eval_plan=plan)
     trainer.train(resume_from_checkpoint=True if cell.get("resume") else None)
     schedule = trainer._sampler.schedule  # where it began
     first = schedule.start.step
@@ -187,6 +189,7 @@ def train(cell: dict[str, Any], rank: int) -> None:
         "epoch": schedule.start.epoch,
         "logged": [entry["epoch"] for entry in trainer.state.log_history if "loss" in entry],
         "steps": [len(watch.steps), schedule.total_steps - first, trainer.state.global_step],
+        "asked": [asked.loss, asked.due, losses[min(losses)]],
         "evaluated": trainer.evaluate()["eval_loss"],
     }
     if rank == 0:

@@ -15,16 +15,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import packplan as pp
-from tests.processes import descendants, end
+from tests.processes import ROOT, descendants, end, is_whole
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
 
 PAGES = ROOT / "docs" / "use-it-in"
 
@@ -59,6 +58,8 @@ class Reader:
         for block in blocks(page, "python"):
             name = re.match(r"# (\w+\.py)\n", block)
             assert name, f"a block of {page}.md does not say which file it is"
+            for text, path in given.items():
+                block = block.replace(f'"{text}"', repr(str(path)))  # noqa: PLW2901
             (folder / name.group(1)).write_text(block)
 
     def start(self, words: list[str]) -> subprocess.Popen[str]:
@@ -127,7 +128,7 @@ def reader(made, tmp_path):
 def plan_of(made: Path) -> pp.Plan:
     import pyarrow as pa
 
-    (path,) = (made / "rows").glob("*.arrow")
+    (path,) = (made / "rows").glob("data-*.arrow")  # beside what trainers cache
     with pa.memory_map(str(path)) as source:
         ids = pa.ipc.open_stream(source).read_all()["input_ids"]
     return pp.plan([len(row) for row in ids.to_pylist()], 256)
@@ -155,13 +156,26 @@ def test_the_trainers_of_two_pages_go_on_after_a_kill(page, reader, made):
     """On two ranks, from the newest checkpoint to the last of the steps that the page prints."""
     at = reader(page)
     if page == "transformers":
-        at.run_until(at.commands[0], (at.folder / "out" / "checkpoint-3" / "trainer_state.json").exists)
+        at.run_until(at.commands[0], partial(is_whole, at.folder / "out" / "checkpoint-3" / "trainer_state.json"))
     printed = at.run(at.commands[page == "transformers"])
 
     total = int(re.search(r"(\d+) steps", printed).group(1))
     assert plan_of(made).schedule(world_size=2, packs_per_step=4, epochs=2).total_steps == total
     state = json.loads((at.folder / "out" / f"checkpoint-{total}" / "trainer_state.json").read_text())
     assert list(range(1, total + 1)) == [entry["step"] for entry in state["log_history"] if "loss" in entry]
+
+
+@hosted
+def test_the_page_of_proofs_proves(reader):
+    """A model by its name, a trainer's own batch and step, on ranks too, and the page's tests."""
+    at = reader("prove")
+    probed, alone, together, tested = (at.run(command) for command in at.commands)
+
+    assert re.search(r"^auto +yes +0 ", probed, re.MULTILINE)
+    assert re.search(r"Differences\(logits=[\d.e-]+, losses=", alone)
+    assert 1 == len(re.findall(r"StepLoss\(loss=[\d.]+, due=", alone))
+    assert 2 == len(re.findall(r"StepLoss\(loss=[\d.]+, due=", together))
+    assert re.search(r"2 passed, 1 skipped|3 passed", tested)
 
 
 @hosted

@@ -103,6 +103,15 @@ def test_every_step_is_that_of_its_samples_alone(found, cell):
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)
+def test_the_first_step_is_asked_before_it_is_trained(found, cell):
+    """`assert_step_loss` on all ranks, after which the training above is that of the schedule."""
+    for rank in of(found, name_of(cell), cell["ranks"]):
+        loss, due, first = rank["asked"]
+        assert loss == pytest.approx(due, rel=FLOAT32)
+        assert loss == pytest.approx(first, rel=FLOAT32)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=name_of)
 def test_packed_evaluation_is_the_token_mean_of_the_samples_alone(found, cell):
     """Though packs teach different numbers of tokens, and one is repeated on two ranks."""
     ranks = of(found, name_of(cell), cell["ranks"])

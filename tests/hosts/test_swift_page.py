@@ -19,7 +19,7 @@ import pytest
 
 from tests.e2e.swift_plans import LENGTH, PLAIN, ROOT, Ran, write_records
 from tests.network import free_port
-from tests.processes import DEADLINE_S, descendants, end, wait_for
+from tests.processes import DEADLINE_S, descendants, end, is_whole, wait_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,11 +42,11 @@ def test_the_page_s_commands_are_killed_and_go_on(demo, tmp_path):
     process = console.start(begin, first.folder)
     saved = partial(out.glob, "checkpoint-*/trainer_state.json")
     try:
-        wait_for(lambda: any(saved()) or process.poll() is not None, "no checkpoint")
+        wait_for(lambda: any(map(is_whole, saved())) or process.poll() is not None, "no checkpoint")
     finally:
         console.kill(process)
     # The newest one may have been killed while it was written.
-    whole = [state.parent for state in saved() if state.read_text().endswith("}\n")]
+    whole = [state.parent for state in saved() if is_whole(state)]
     checkpoint = max(whole, key=step_of)
     rest = Ran(tmp_path / "rest")
     process = console.start([*go_on, "--resume_from_checkpoint", str(checkpoint)], rest.folder)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from packplan.core.errors import ArgumentError, Difference, UserError
 from packplan.core.fingerprint import field_differences
+from packplan.core.forecast import forecast_run, guessed_timing
 from packplan.core.inspection import (
     Alternative,
     best_of,
@@ -25,6 +26,8 @@ from packplan.core.inspection import (
 )
 from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan, one_sample_packs
+from packplan.core.schedule import EpochStats, PackStats
+from packplan.core.work import SampleWorks, WorkModel
 from tests.laws.test_summary import plans, schedules
 from tests.strategies import plain_schedule, raw_lengths
 
@@ -134,50 +137,37 @@ def test_whatif_plans_every_combination_as_planning_does(of, packing_lengths, wo
         else:
             assert (2, "cannot feed") == (one.world_size, re.search("cannot feed", one.problem)[0])
         assert (one.plan is None) == (one.schedule is None)
-        within = one.plan is not None and one.plan.planned_tokens > one.plan.long_tokens
-        assert within == (one.score > 0)
-        assert 0 <= one.score <= 1
-    best = best_of(found)
-    for one in found:
-        if one.score:
-            assert one.score <= best[one.world_size].score
     event(f"problems: {any(one.problem for one in found)}")
 
 
-def alternatives(lengths, packing_lengths, world_size=1, *, drop_last=False):
-    """Return what else plans of these lengths could be."""
-    return list(
+def test_the_best_trains_the_most_tokens_in_a_second():
+    """For each number of ranks; of equal ones the shorter packs win, and what is refused never."""
+    lengths, guess = [40] * 6, guessed_timing("H100")
+    works = SampleWorks.from_lengths(WorkModel(per_position=4, per_pair=2), lengths)
+
+    def schedule(raw, world_size):
+        return plain_schedule(len(raw.packs), world_size)
+
+    def forecast(raw, trained):
+        stats = PackStats.from_plan(raw, works.lengths, works=works)
+        return forecast_run(guess, EpochStats.from_schedule(stats, trained, 0), trained, works)
+
+    found = list(
         what_if(
-            lengths, packing_lengths=packing_lengths, world_sizes=[world_size],
-            plan=lambda n: build_raw_plan(lengths, packing_length=n, min_fill_ratio="0.65"),
-            schedule=lambda raw, w: plain_schedule(len(raw.packs), w, dataloader_drop_last=drop_last),
+            lengths, packing_lengths=[40, 80, 120, 240], world_sizes=[1, 4], schedule=schedule, forecast=forecast,
+            plan=lambda length: build_raw_plan(lengths, packing_length=length, allow_single_long=False),
         )
     )  # fmt: skip
 
-
-def test_the_score_counts_what_it_says():
-    """The score is coverage x fill / imbalance; of equal scores, the shorter packs win."""
-    lengths = [40, 40, 40, 40, 40, 40]
-    ((one,), (two,), (dropping,)) = (
-        alternatives(lengths, [100], ranks, drop_last=drop) for ranks, drop in ((1, False), (2, False), (2, True))
-    )
-
-    assert [0.8, 0.8 * 3 / 4, 0.8 * 2 / 3] == pytest.approx([one.score, two.score, dropping.score])
-    shorter = attrs.evolve(one, packing_length=90)
-    assert shorter is best_of([one, shorter, Alternative(50, 1, problem="none")])[1]
-    # The busiest rank has one sample of the mean length of the other's two.
-    (uneven,) = alternatives([90, 45, 45], [91], 2)
-    assert uneven.schedule.work_imbalance == pytest.approx(8100 / ((8100 + 4050) / 2))
-    assert uneven.score == pytest.approx(180 / 182 * 6075 / 8100)
-
-
-def test_what_breaks_the_length_that_is_asked_about_is_not_covered():
-    """Where every sample is long, nothing is packed within the length, and nothing is best."""
-    found = alternatives([40, 40, 40], [1, 100])
-
-    assert [0, pytest.approx(0.8 * 2 / 3)] == [one.score for one in found]
-    assert {1: found[1]} == best_of(found)
-    assert {} == best_of(found[:1])
+    assert [1, 4] == [one.world_size for one in found if one.problem]  # all samples of 40 are long
+    best = best_of(found)
+    rates = {(one.packing_length, one.world_size): one.forecast.tokens_per_second for one in found if one.forecast}
+    # One rank never waits. Of four, one repeats a pack of 80 tokens, and two repeat those of 120.
+    assert rates[80, 1] == pytest.approx(rates[240, 1])
+    assert 80 == best[1].packing_length
+    assert rates[80, 4] == pytest.approx(3 * rates[80, 1]) == pytest.approx(1.5 * rates[120, 4])
+    assert 80 == best[4].packing_length
+    assert {} == best_of([Alternative(50, 1, problem="none")])
 
 
 def test_a_pack_at_the_ratio_is_not_underfilled():

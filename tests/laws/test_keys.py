@@ -126,6 +126,15 @@ def digests_of_plans(config: RunConfig) -> list[str]:
     return [policy_of(config, split).fingerprint("d").digest for split in ("train", "eval")]
 
 
+def plans_differ(digests: list[str], config: RunConfig) -> bool:
+    """Whether a run plans, and has other plans than those."""
+    try:
+        return digests != digests_of_plans(config)
+    except ValueError as error:
+        assert "keeps no order" in str(error)  # noqa: PT017  # the one key that most algorithms refuse
+        return False
+
+
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     """Runs, one of which at least depends on each key that any depends on; their fingerprints."""
@@ -134,7 +143,7 @@ def bases(tmp_path_factory):
     configs = [
         run(model=model, training={"packing_algorithm": "balanced"}),
         run(template={"truncation_strategy": "left"}, training={"packing_algorithm": "first_fit_shuffle"}),
-        run(model={"max_model_len": 80}, template={"max_length": None}),
+        run(model={"max_model_len": 80}, template={"max_length": None}, training={"packing_algorithm": "ordered"}),
     ]
     return [(config, length_inputs(config), digests_of_plans(config)) for config in configs]
 
@@ -152,7 +161,7 @@ def test_fingerprints_depend_on_exactly_the_keys_that_declare_it(path, bases):
     """Another value changes the fingerprint of some run, or of none."""
     facts, others = key_of(DECLARED[path]), [changed(config, path) for config, _, _ in bases]
     by_length = any(inputs != length_inputs(other) for (_, inputs, _), other in zip(bases, others, strict=True))
-    by_plan = any(digests != digests_of_plans(other) for (_, _, digests), other in zip(bases, others, strict=True))
+    by_plan = any(plans_differ(digests, other) for (_, _, digests), other in zip(bases, others, strict=True))
 
     assert by_plan == facts.plan
     assert (path in length_inputs(others[0])) == (facts.lengths in {"value", "value if set"})
@@ -160,8 +169,9 @@ def test_fingerprints_depend_on_exactly_the_keys_that_declare_it(path, bases):
 
 
 LEAST = {
-    "custom.data_seed": 0, "training.seed": 0, "training.packing_group_by_work": 0, "training.max_steps": -1,
-    "template.fps_max_frames": 2, "grpo.num_generations_per_prompt": 2,
+    "custom.data_seed": 0, "training.seed": 0, "training.packing_group_by_work": 0,
+    "training.packing_max_displacement": 0, "training.max_steps": -1, "template.fps_max_frames": 2,
+    "grpo.num_generations_per_prompt": 2,
 }  # fmt: skip
 """Keys that take whole numbers, but not from 1 on."""
 

@@ -220,3 +220,12 @@ def test_the_seed_reaches_the_algorithm_that_draws(seed):
     plan = build_raw_plan(lengths, packing_length=60, algorithm="first_fit_shuffle", seed=seed, drop_last=False)
 
     assert packers.pack(lengths, capacity=60, algorithm="first_fit_shuffle", seed=seed) == plan.packs
+
+
+def test_a_long_sample_does_not_weaken_the_bound_of_the_others():
+    """Lengths with a common divisor have a stronger bound than among one that lacks it."""
+    short = [24, 24, 16, 12, 8, 8, 20, 12, 12, 8, 24, 12, 12]
+
+    alone, beside = (build_raw_plan(lengths, packing_length=30, quick_bound=True) for lengths in (short, [*short, 30]))
+
+    assert (8, 9) == (alone.lower_bound, beside.lower_bound)

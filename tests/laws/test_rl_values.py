@@ -6,10 +6,10 @@ import statistics
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.core.rl import REWARDS, group_advantages
+from packplan.core.rl import REWARDS, Sampling, group_advantages
 
 texts = st.text("ab c.\n", max_size=30)
 
@@ -38,3 +38,23 @@ def test_answers_are_compared_with_those_to_their_prompt(size, groups):
         spread = statistics.pstdev(rewards)
         expected = [(reward - statistics.fmean(rewards)) / spread if spread else 0.0 for reward in rewards]
         assert expected == pytest.approx(advantages.tolist(), abs=1e-4)
+
+
+@given(st.lists(st.integers(1, 90), max_size=30), st.integers(1, 5), st.integers(1, 64), st.integers(1, 2000))
+def test_prompts_are_answered_in_batches_of_few_tokens(lengths, completions, max_new_tokens, max_tokens):
+    """
+    Each prompt once, the longest first. A batch of several keeps the limit, and no next prompt
+    would have fit.
+    """
+    sampling = Sampling(completions, keep=1, max_new_tokens=max_new_tokens, temperature=1.0)
+
+    batches = list(sampling.batches(lengths, max_tokens=max_tokens))
+
+    positions = [position for batch in batches for position in batch]
+    assert list(range(len(lengths))) == sorted(positions)
+    assert sorted(lengths, reverse=True) == [lengths[position] for position in positions]
+    event(f"several batches: {len(batches) > 1}")
+    for number, batch in enumerate(batches):
+        of_prompt = completions * (lengths[batch[0]] + max_new_tokens)
+        assert len(batch) == 1 or len(batch) * of_prompt <= max_tokens
+        assert number == len(batches) - 1 or (len(batch) + 1) * of_prompt > max_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from fractions import Fraction
 from itertools import chain
 
 import attrs
@@ -364,6 +365,10 @@ def test_a_resume_state_names_what_has_changed():
         differences = then.differences(attrs.evolve(then, **{name: now}))
         assert [says] == list(map(str, differences))
         assert kind in {None, StaleError.plan("checkpoint-1", differences).kind}
+    inputs = [attrs.evolve(then, plan=name, inputs={"algorithm": name, "packing": True}) for name in ("a", "b")]
+    assert ["plan", "algorithm"] == [one.key for one in inputs[0].differences(inputs[1])]
+    assert ["plan"] == [one.key for one in then.differences(inputs[0])]
+    assert () == inputs[0].differences(attrs.evolve(inputs[0], inputs={}))
     both = then.differences(attrs.evolve(then, order_version=2, plan="b2"))
     assert "changed_order" == StaleError.plan("checkpoint-1", both).kind
 
@@ -435,3 +440,89 @@ def test_a_schedule_of_an_aligned_plan_trains_that_plan(plan, world_size, batch_
     assert schedule == plain_schedule(
         len(plan.packs), world_size, batch_size=batch_size, dataloader_drop_last=drop_last, **options
     )
+
+
+@st.composite
+def differing(draw) -> EpochSchedule:
+    """Schedules whose epochs have packs of their own."""
+    world_size, batch_size = draw(ranks), draw(st.sampled_from([1, 1, 2]))
+    drop_last = draw(st.booleans())
+    least = world_size * batch_size if drop_last else 1
+    num_packs = tuple(draw(st.lists(st.integers(least, 24), min_size=3, max_size=3)))
+    return EpochSchedule(
+        num_packs=num_packs,
+        world_size=world_size,
+        dataloader_drop_last=drop_last,
+        gradient_accumulation_steps=draw(st.integers(1, 4)),
+        num_train_epochs=draw(st.sampled_from([1, 2, 3, 0.4, 1.5, 2.1])),
+        batch_size=batch_size,
+        seed=draw(st.integers(0, 3)),
+        works=None if batch_size > 1 or draw(st.booleans()) else lambda epoch: np.arange(num_packs[epoch]) % 5,
+    )
+
+
+@given(differing())
+def test_epochs_of_their_own_are_each_the_epoch_of_a_plan(schedule):
+    """An epoch's packs and steps are those of a plan that has as many packs in every epoch."""
+    steps = trained(schedule)
+
+    assert schedule.total_steps == len(steps)
+    assert math.ceil(schedule.num_train_epochs) == schedule.num_epochs
+    for epoch in range(schedule.num_epochs):
+        works = None if schedule.works is None else schedule.works(epoch)
+        alone = attrs.evolve(schedule, num_packs=schedule.num_packs[epoch], works=works)
+        share = min(1, Fraction(str(schedule.num_train_epochs)) - epoch)
+        mine = [step for step in trained(attrs.evolve(alone, num_train_epochs=3)) if step[0] == epoch]
+        assert mine[: math.ceil(share * alone.steps_per_epoch)] == [step for step in steps if step[0] == epoch]
+    assert 5 == attrs.evolve(schedule, max_steps=5).total_steps
+
+
+@given(differing(), st.data())
+def test_epochs_of_their_own_resume_at_every_step(schedule, data):
+    """The rest is that of a whole run; on other ranks, what is left of the epoch is trained."""
+    whole = trained(schedule)
+    stop = data.draw(st.integers(0, len(whole)))
+    resumed = attrs.evolve(schedule, start=schedule.at(stop))
+
+    assert whole[stop:] == trained(resumed)
+    assert schedule.total_steps == resumed.total_steps
+    assert all(schedule.at(step) == resumed.at(step) for step in range(stop, len(whole) + 1))
+    epoch = schedule.at(stop).epoch
+    done = Counter(packs_of(step for step in whole[:stop] if step[0] == epoch))
+    assert epoch == 3 or done == Counter(resumed.consumed(epoch).tolist())
+    other = attrs.evolve(
+        schedule, world_size=1, batch_size=1, dataloader_drop_last=False, start=schedule.at(stop), num_train_epochs=3
+    )
+    later = Counter(packs_of(step for step in trained(other) if step[0] == epoch))
+    if epoch < 3 and not schedule.dataloader_drop_last and schedule.world_size > 1:
+        assert set(range(schedule.num_packs[epoch])) == set(done) | set(later)
+        assert not done & later
+    for batches in range(schedule.num_batches(0) + 1):
+        progress = schedule.after(0, batches)
+        whole_steps = batches // schedule.gradient_accumulation_steps
+        assert progress.step == (schedule.steps_in(0) if batches == schedule.num_batches(0) else whole_steps)
+
+
+@given(differing(), st.integers(1, 2), st.integers(0, 9))
+def test_a_run_that_goes_on_from_another_counts_its_steps_and_epochs(schedule, epoch, step):
+    """Epochs before its start have no packs; its first epoch is a whole one."""
+    start = Progress(step=step, epoch=epoch)
+    num_packs = (0,) * epoch + schedule.num_packs[epoch:]
+    here = attrs.evolve(schedule, num_packs=num_packs, num_train_epochs=3, start=start)
+
+    steps = trained(here)
+
+    assert step + len(steps) == here.total_steps
+    assert [step for step in trained(attrs.evolve(schedule, num_train_epochs=3)) if step[0] >= epoch] == steps
+    assert (0, 0) == (here.packs_in(0), here.packs_in(7))
+    ended = attrs.evolve(here, num_train_epochs=epoch)
+    assert (step, []) == (ended.total_steps, trained(ended))
+
+
+def test_steps_grouped_by_works_of_each_epoch():
+    """Their resume state says so, since works are not one list."""
+    schedule = plain_schedule((4, 6), 1, works=lambda epoch: np.arange((4, 6)[epoch]), group_by_work=2)
+
+    assert "2 steps by the works of each epoch" == schedule.grouping
+    assert schedule.differs
+    assert [(4, 4), (6, 6)] == [(schedule.steps_in(epoch), len(schedule.order(epoch))) for epoch in range(2)]

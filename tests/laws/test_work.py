@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import attrs
+import numpy as np
 import pytest
 from hypothesis import event, example, given
 from hypothesis import strategies as st
@@ -293,3 +295,18 @@ def test_samples_that_cannot_be_are_refused():
         MODEL.sample_flops([3, 0])
     with pytest.raises(ValueError, match="1 images for a model without a vision tower"):
         TOWERLESS.image_flops([(1, 2, 2)])
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=9), st.booleans())
+def test_the_parts_of_a_work_add_up_to_it(lengths, in_chunks):
+    """Text, attention and vision, each in a unit of its own; windows and chunks included."""
+    model = attrs.evolve(MODEL, local=(LocalAttention(13, 5, in_chunks=in_chunks),), per_chunk=17)
+    works = SampleWorks.from_lengths(model, lengths, images=1, patches=4)
+
+    text, attention, vision = (works.weighed(*weights).flops for weights in np.eye(3))
+
+    tokens = np.array(lengths)
+    assert (text == 7 * tokens + 17 * np.ceil(tokens / 64)).all()
+    assert (vision == MODEL.vision.estimate_image_flops(1, 4)).all()
+    assert (text + attention + vision == works.flops).all()
+    assert (2 * text + 3 * attention + 5 * vision == works.weighed(2, 3, 5).flops).all()

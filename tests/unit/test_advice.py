@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.adapters.config.run import RL_SECTIONS, load_mix, parse_config
+from packplan.adapters.config.run import RL_SECTIONS, load_mixes, parse_config
 from packplan.adapters.config.values import known_keys
 from packplan.core.config import REFUSED_TRAINING_KEYS, RunConfig, closest, unknown_key
 from packplan.core.errors import ConfigError
@@ -106,7 +106,7 @@ def test_a_mix_has_the_same_advice(tmp_path):
     mix.write_text("sources: [{jsonl: a, ratio: 1}, {jsnl: b, samples_per_epoch: 3}]\ncount: 1\n")
 
     with pytest.raises(ConfigError) as raised:
-        load_mix(mix)
+        load_mixes(mix)
 
     assert {
         "sources[1].jsonl": "is not set, and has no default: set it",

@@ -17,7 +17,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.adapters.config.run import load_config, load_mix
+from packplan.adapters.config.run import load_config, load_mixes
 from packplan.adapters.config.values import known_keys
 from packplan.app.cli.command import add_config_arguments, add_logging_options, parse_arguments
 from packplan.core.config import RunConfig
@@ -120,10 +120,10 @@ def test_a_mix_takes_overrides(tmp_path: Path):
     """The mix has keys of its own."""
     (tmp_path / "mix.yaml").write_text("sources: [{jsonl: a, ratio: 1}]\nsamples_per_epoch: 5\n")
 
-    assert 7 == load_mix(tmp_path / "mix.yaml", ["samples_per_epoch=7"]).samples_per_epoch
-    assert load_mix(tmp_path / "mix.yaml", ["samples_per_epoch=null"]).samples_per_epoch is None
+    assert 7 == load_mixes(tmp_path / "mix.yaml", ["samples_per_epoch=7"]).at(0).samples_per_epoch
+    assert load_mixes(tmp_path / "mix.yaml", ["samples_per_epoch=null"]).at(0).samples_per_epoch is None
     with pytest.raises(ConfigError, match=r"command line: sources=3"):
-        load_mix(tmp_path / "mix.yaml", ["sources=3"])
+        load_mixes(tmp_path / "mix.yaml", ["sources=3"])
 
 
 def test_overrides_stand_before_behind_and_between_options(capsys):
@@ -187,10 +187,10 @@ def test_a_mix_and_a_base_expand(tmp_path: Path, monkeypatch):
     (tmp_path / "base.yaml").write_text("sources: [{jsonl: '${HERE}/a.jsonl', ratio: 1}]\n")
     (tmp_path / "mix.yaml").write_text("extends: ${HERE}/base.yaml\n")
 
-    assert f"{tmp_path}/a.jsonl" == load_mix(tmp_path / "mix.yaml").sources[0].jsonl
+    assert f"{tmp_path}/a.jsonl" == load_mixes(tmp_path / "mix.yaml").files[0]
     (tmp_path / "mix.yaml").write_text("extends: ${GONE_NAME}/base.yaml\n")
     with pytest.raises(ConfigError, match=r"extends: .*no GONE_NAME"):
-        load_mix(tmp_path / "mix.yaml")
+        load_mixes(tmp_path / "mix.yaml")
 
 
 NO_NUMBERS = (
@@ -225,7 +225,7 @@ def test_no_key_takes_a_number_that_is_not_finite(text):
         assert named, path
 
 
-@pytest.mark.parametrize("key", ["ratio", "count", "samples_per_epoch"])
+@pytest.mark.parametrize("key", ["ratio", "count", "cap", "samples_per_epoch", "tokens_per_epoch"])
 @pytest.mark.parametrize("text", NO_NUMBERS)
 def test_a_mix_takes_finite_numbers_alone(tmp_path, key, text):
     """A ratio, a count or a cap that is none is a fault of its key, or of its line."""
@@ -234,7 +234,7 @@ def test_a_mix_takes_finite_numbers_alone(tmp_path, key, text):
     mix.write_text(f"sources: [{{jsonl: a, ratio: 1}}]\n{value}" if "_" in key else f"sources: [{{jsonl: a, {value}}}]")
 
     with pytest.raises(ConfigError, match=rf"{key}: is |: no valid YAML|is no valid YAML, line [12]") as raised:
-        load_mix(mix)
+        load_mixes(mix)
     assert len(str(raised.value)) < 2000
 
 

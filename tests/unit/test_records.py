@@ -86,7 +86,7 @@ def test_polygons_and_text_alone():
         (asked("<image>"), "1 <image> tag but 0 images"),
         (chat(ANSWER, videos=["a.mp4"]), "1 video, but no <video> tag and no user who could show them"),
         (asked("<video>", videos=["a", "b"]), "1 <video> tag but 2 videos"),
-        (chat(videos=["https://example.org/a.mp4"]), "the video .* name the file$"),
+        (chat(videos=["https://example.org/a.mp4"]), "the video .* name the file, or name a media_cache"),
         (chat(videos=["A" * 9999]), "the video .* is no path: write it to a file"),
         (chat(videos=[[]]), "a video that is no path"),
         (chat(videos=[["a.png", 3]]), "a frame that is no path"),
@@ -247,12 +247,13 @@ def test_a_part_of_a_loss_that_would_be_ignored_is_refused():
 
 
 def test_a_url_is_an_image_where_it_may_be_fetched():
-    """Of http and https, in any case; others are refused, and so is one that is no URL's length."""
-    for url in ("http://a/b.png", "HTTPS://a/b.png"):
+    """Of schemes that are read, in any case; others are refused, and so is one that is too long."""
+    for url in ("http://a/b.png", "HTTPS://a/b.png", "s3://a/b.png"):
         assert [url] == to_messages(chat(image=url), urls=True)["images"]
+        assert [url, (url,)] == to_messages(chat(videos=[url, [url]]), urls=True)["videos"]
         with pytest.raises(ValueError, match="or name a media_cache, a folder that it is fetched into once"):
             to_messages(chat(image=url))
-    for url in ("ftp://a/b.png", "s3://a/b.png"):
+    for url in ("ftp://a/b.png", "zip://a::s3://b/c.zip"):
         with pytest.raises(ValueError, match="only files are read"):
             to_messages(chat(image=url), urls=True)
     with pytest.raises(ValueError, match="neither a path nor"):

@@ -17,6 +17,7 @@ from packplan.core import errors
 from packplan.core.align import align_plan
 from packplan.core.batch import resolve_accumulation
 from packplan.core.config import with_remedy
+from packplan.core.epochs import EpochRecipe, EpochRecord, EpochSamples, select_epoch, with_epochs
 from packplan.core.equality import PackingVerdict, ProbeResult, choose_attention, trials
 from packplan.core.errors import Difference, Fault, ModelError, PackplanError, agree, counted
 from packplan.core.lengths import checked_works
@@ -24,6 +25,7 @@ from packplan.core.packers import pack
 from packplan.core.plan import build_raw_plan, refuse_dropped, refuse_longer
 from packplan.core.policy import PlanPolicy
 from packplan.core.samples import COLUMNS, Measurement, column, from_row, to_row
+from packplan.core.schedule import EpochSchedule
 from packplan.core.shard import shard_packed, shard_plain
 from packplan.core.surface import plan
 
@@ -43,6 +45,7 @@ ERRORS = (
     errors.OutputError("runs", "No space left on device"),
     errors.RunError("rank_gone", "rank 1 is gone"),
     errors.MismatchError("unsound", "3 findings"),
+    errors.ProofError("leak", "sample 1 depends on sample 0", {"samples": (1, 0)}),
     errors.CorruptArtefactError("runs/plan.npy", "it is missing"),
 )
 """One of each class."""
@@ -87,6 +90,13 @@ def test_no_error_prints_at_length_what_it_quotes(error):
     assert all(len(line) <= errors.MAX_LINE for line in lines)
 
 
+SCHEDULE = EpochSchedule(
+    num_packs=1, world_size=1, dataloader_drop_last=False, gradient_accumulation_steps=1, num_train_epochs=1
+)
+EPOCH = EpochRecord(
+    epoch=0, selection="", checksum="", num_samples=1, num_tokens=1, num_packs=2, planned_samples=1, planned_tokens=1,
+    fill=1.0,
+)  # fmt: skip
 ARGUMENTS = {
     "length": lambda: pack([9], capacity=8, algorithm="best_fit_decreasing"),
     "works": lambda: checked_works([1.0, -1.0], 2),
@@ -107,6 +117,15 @@ ARGUMENTS = {
         PlanPolicy(packing_length=100, min_fill_ratio="0.6"),
     ),
     "too_long": lambda: refuse_longer([9], PlanPolicy(packing_length=8, refuse_longer=True)),
+    "nothing_left": lambda: select_epoch(
+        EpochRecipe(visited=np.ones(1, dtype=np.int32)),
+        PlanPolicy(packing_length=8),
+        EpochSamples(lengths=np.array([5])),
+        0,
+    ),
+    "too_many_epochs": lambda: with_epochs(
+        attrs.evolve(SCHEDULE, max_steps=10**6), lambda epoch: attrs.evolve(EPOCH, epoch=epoch), first=0
+    ),
     "too_short": lambda: align_plan(build_raw_plan([8], packing_length=9), world_size=2, dataloader_drop_last=True),
 }
 """
@@ -130,8 +149,10 @@ def test_errors_about_arguments_are_value_errors(kind, call):
 
 
 def test_every_kind_of_argument_has_a_call():
-    """But for a loss that needs the whole batch, and trainers of tests/hosts."""
-    assert {*ARGUMENTS, "whole_batch_loss", "host"} == set(get_args(get_type_hints(errors.ArgumentError)["kind"]))
+    """But for a loss that needs the whole batch, and what trainers and batches of others raise."""
+    assert {*ARGUMENTS, "whole_batch_loss", "host", "packed_batch"} == set(
+        get_args(get_type_hints(errors.ArgumentError)["kind"])
+    )
     assert {errors.ArgumentError, errors.PlanError} == {cls for cls in CLASSES if issubclass(cls, ValueError)}
 
 
@@ -289,3 +310,12 @@ def test_packing_names_a_length_over_the_capacity_and_an_unknown_algorithm():
         pack([3, 9], capacity=8)
     with pytest.raises(ValueError, match="constant_volume"):
         pack([3], capacity=8, algorithm="magic")
+
+
+def test_a_resume_on_another_plan_names_the_keys_that_changed():
+    """Each once; inputs that no key decides alone are left to the differences."""
+    differences = (Difference("plan", "a", "b"), Difference("mix", "x", "y"), Difference("mix_seed", 1, 2))
+    told = with_remedy(errors.StaleError.plan("checkpoint-1", differences))
+
+    assert "changed: custom.fusion_config, training.seed\n" in told
+    assert "changed:" not in with_remedy(errors.StaleError.plan("checkpoint-1", differences[:1]))

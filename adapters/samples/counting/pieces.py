@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -24,6 +25,7 @@ from PIL import Image
 from swift.template import StdTemplateInputs, Template
 from transformers import PreTrainedTokenizerFast
 
+from packplan.adapters.samples.counting.words import prove_words
 from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_OF_LAYER, measured, untruncated
 from packplan.core.samples import Measurement
 
@@ -48,6 +50,8 @@ STAND_INS: Mapping[str, Any] = {
     "video": [Image.new("RGB", DUMMY_SIZE)] * FRAMES_OF_LAYER,
 }
 """Kinds of media -> what stands in a sample for each of them."""
+
+_FIND_TAG = re.compile("|".join(map(re.escape, Template.special_tokens))).search
 
 _PLAIN, _PLAIN_MESSAGE = {"messages", "images", "videos", "channel"}, {"role", "content"}
 """
@@ -108,6 +112,7 @@ class PieceCounter:
         self._tags: dict[tuple[str, int], list[Any]] = {}
         self._tokenizer = template.tokenizer
         self._in_batches = _is_plain(template.tokenizer)
+        self._words = prove_words(template.tokenizer.backend_tokenizer) if self._in_batches else None
         suffix = self._template._encode_context_list(self._template.template_meta.suffix)[0]
         self._suffix: list[int] = suffix
         self._said = {kind: self._tokenizer.convert_ids_to_tokens(token) for kind, token in tokens.items()}
@@ -152,13 +157,14 @@ class PieceCounter:
         return [self._measurement(sample, tokens) for sample in samples]
 
     def _tokenized(self, texts: list[str]) -> Sequence[Any]:
-        """Return the tokens of each text, as objects with a length and `ids`."""
+        """Return the tokens of each text, counted by its words where that is exact."""
+        found: list[Any] = [self._words and self._words.count(text) for text in texts]
+        left = [text for text, one in zip(texts, found, strict=True) if one is None]
         if self._in_batches:
-            encoded: Sequence[Any] = self._tokenizer.backend_tokenizer.encode_batch_fast(
-                texts, add_special_tokens=False
-            )
-            return encoded
-        return [_Tokens(self._template._tokenize(text)) for text in texts]
+            more = iter(self._tokenizer.backend_tokenizer.encode_batch_fast(left, add_special_tokens=False))
+        else:
+            more = map(self._template._tokenize, left)
+        return [_Tokens(next(more)) if one is None else one for one in found]
 
     def _measurement(self, sample: Pieces, tokens: Iterator[Any]) -> Measurement | None:
         parts = [
@@ -194,7 +200,7 @@ class PieceCounter:
             if not trained and answered:
                 start: list[int] = []
                 for _, ids in run:
-                    start += ids.ids[: size - len(start)] if len(start) < size else []
+                    start += ids.first(size - len(start)) if len(start) < size else []
                 found += size if start == self._suffix else 0
             answered = answered or trained
         return found
@@ -202,12 +208,17 @@ class PieceCounter:
 
 @attrs.frozen
 class _Tokens:
-    """Tokens that are known, as the tokenizer gives those of a text."""
+    """Tokens that are known, or that the tokenizer's library gave for a text."""
 
-    ids: list[int]
+    held: Any
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.held)
+
+    def first(self, number: int) -> list[int]:
+        """Return the ids of the first tokens."""
+        ids: list[int] = getattr(self.held, "ids", self.held)
+        return ids[:number]
 
 
 def _is_plain(tokenizer: Any) -> bool:
@@ -238,7 +249,7 @@ def _split_special_tokens(contexts: list[Any], weights: list[float]) -> tuple[li
     kept: list[Any] = []
     theirs: list[float] = []
     for context, weight in zip(contexts, weights, strict=True):
-        if isinstance(context, str) and not any(tag in context for tag in Template.special_tokens):
+        if isinstance(context, str) and not _FIND_TAG(context):
             more, more_weights = ([context], [weight]) if context else ([], [])
         else:
             more, more_weights = Template._split_special_tokens([context], [weight])

@@ -19,7 +19,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from packplan.adapters.samples.image_headers import read_size
+from packplan.adapters.samples.image_headers import Head, read_size
+from packplan.adapters.samples.remote.ranged import Ranged
 from packplan.core.errors import counted
 from packplan.core.samples import HEAD_BYTES, MediaFacts, Video
 
@@ -87,7 +88,7 @@ def frames_of(video: Video) -> tuple[str, ...] | None:
     if isinstance(video, tuple):
         return video
     folder = Path(video)
-    if not folder.is_dir():
+    if isinstance(video, Ranged) or not folder.is_dir():
         return None
     frames = sorted(path for path in folder.iterdir() if path.suffix.lower() in FRAMES)
     if not frames:
@@ -108,17 +109,24 @@ def video_facts(video: Video, *, max_seconds: float) -> VideoFacts:
         ValueError: It cannot be used, and why.
     """
     frames = frames_of(video)
-    return _of_file(str(video), max_seconds) if frames is None else _of_frames(frames)
+    if frames is not None:
+        return _of_frames(frames)
+    assert isinstance(video, str)  # noqa: S101  # a list has frames
+    return _of_file(video, max_seconds)
 
 
 def _of_frames(frames: Sequence[str]) -> VideoFacts:
     sizes, total, digest = set(), 0, hashlib.sha256()
     for frame in frames:
-        sizes.add(read_size(frame))
+        if isinstance(frame, Ranged):
+            size, head = _bytes_of(frame)
+            sizes.add(read_size(Head(head[:HEAD_BYTES], size)))
+        else:
+            sizes.add(read_size(frame))
+            size, head = _bytes_of(frame)
         if len(sizes) > 1:
             message = f"the frame {frame} is of another size than those before it: frames of a video have one size"
             raise ValueError(message)
-        size, head = _bytes_of(frame)
         total += size
         digest.update(size.to_bytes(8, "little") + head)
     ((width, height),) = sizes
@@ -130,7 +138,7 @@ def _of_frames(frames: Sequence[str]) -> VideoFacts:
 
 def _bytes_of(path: str) -> tuple[int, bytes]:
     """Return the size of a file, and its first and last bytes."""
-    with Path(path).open("rb") as file:
+    with path.open() if isinstance(path, Ranged) else Path(path).open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)
         head = file.read(HEAD_BYTES)
@@ -147,7 +155,7 @@ def _of_file(path: str, max_seconds: float) -> VideoFacts:
 
     try:
         # A pipe would wait for a writer that never comes.
-        if not stat.S_ISREG(Path(path).stat().st_mode):
+        if not isinstance(path, Ranged) and not stat.S_ISREG(Path(path).stat().st_mode):
             message = f"the video {path} is a pipe or a device: name a video file, or a folder of frames"
             raise ValueError(message)
         with open_video(path) as container:
@@ -295,7 +303,12 @@ def _turns(frame: Any) -> int:
 
 
 def open_video(path: str) -> Any:
-    """Open a container; a playlist could name files on the network, of which none is opened."""
+    """
+    Open a container; a playlist could name other files, of which none on the network is opened, and
+    none at all where the container is there.
+    """
     import av
 
+    if isinstance(path, Ranged):
+        return av.open(path.open(), options={"protocol_whitelist": "none"})
     return av.open(path, options={"protocol_whitelist": "file"})

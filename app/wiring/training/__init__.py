@@ -5,6 +5,14 @@ Constructs most adapters that need ms-swift or torch; `app.wiring.stores` constr
 from __future__ import annotations
 
 from packplan.app.wiring.stores import read_config
+from packplan.app.wiring.training.outlines import (
+    as_traced,
+    of_length,
+    open_outline,
+    open_step_tracer,
+    ranks_in_name,
+    weights_of,
+)
 from packplan.app.wiring.training.policies import open_policy, open_workers
 from packplan.app.wiring.training.ranks import alone_in_output, joined_ranks, local_ranks
 from packplan.app.wiring.training.samples import open_measurer, open_samples
@@ -15,6 +23,8 @@ from packplan.app.wiring.training.trainers import (
     open_arguments,
     open_checkpoint,
     open_comparison,
+    open_stream_start,
+    open_visits,
     without_progress,
 )
 from packplan.app.wiring.training.verdicts import (
@@ -26,6 +36,7 @@ from packplan.app.wiring.training.verdicts import (
 
 __all__ = [
     "alone_in_output",
+    "as_traced",
     "ask_before_measuring",
     "build_stream_trainer",
     "build_trainer",
@@ -34,14 +45,21 @@ __all__ = [
     "keep_in_step",
     "local_ranks",
     "model_type_of",
+    "of_length",
     "open_arguments",
     "open_checkpoint",
     "open_comparison",
     "open_measurer",
+    "open_outline",
     "open_policy",
     "open_samples",
+    "open_step_tracer",
+    "open_stream_start",
+    "open_visits",
     "open_workers",
+    "ranks_in_name",
     "read_config",
     "verdict_of",
+    "weights_of",
     "without_progress",
 ]

@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 import torch
 
-from packplan.adapters.config.run import load_mix
+from packplan.adapters.config.run import load_mixes
 from packplan.adapters.files import held, writing
 from packplan.adapters.ranks.environment import meeting, require_ranks
 from packplan.adapters.ranks.torch_group import OneRank, TorchGroup
@@ -105,9 +105,17 @@ def _files(config: RunConfig) -> dict[str, Any]:
                 text = file if file.startswith("{") else Path(file).read_text(encoding="utf-8")
                 found[f"training.{key}"] = json.loads(text)
     if config.custom.fusion_config is not None:
-        found["custom.fusion_config"] = attrs.asdict(
-            load_mix(config.custom.fusion_config), filter=lambda field, _: field.name != "jsonl"
-        )
+        mixes = load_mixes(config.custom.fusion_config)
+
+        def numbered(_: object, field: attrs.Attribute[Any] | None, value: object) -> object:
+            """Return the number of a file in place of its path."""
+            return mixes.files.index(str(value)) if field is not None and field.name == "jsonl" else value
+
+        found["custom.fusion_config"] = {
+            f"{mixes.place(entry)}{key}": value
+            for entry, mix in enumerate(mixes.entries)
+            for key, value in attrs.asdict(mix, value_serializer=numbered).items()
+        }
     return found
 
 

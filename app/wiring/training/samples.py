@@ -11,6 +11,7 @@ from packplan.adapters.samples.rows import RowsEncoder, RowsFile
 from packplan.adapters.samples.template import open_template, refuse_packing
 from packplan.app.wiring.commands import CommandRun
 from packplan.app.wiring.inputs import records_cache
+from packplan.app.wiring.lengths import MeasuringRun
 from packplan.core.config import RunConfig
 from packplan.core.errors import agree, counted
 
@@ -31,7 +32,13 @@ def open_samples(config: RunConfig) -> dict[str, SwiftEncoder]:
         if not files:
             continue
         spec = SampleSpec(
-            config.model, config.template, config.custom, files, config.packing_length, records_cache(config)
+            config.model,
+            config.template,
+            config.custom,
+            files,
+            config.packing_length,
+            records_cache(config),
+            heads=isinstance(config, MeasuringRun),
         )
         opened[split] = SwiftEncoder(spec, template=template)
         opened[split].require_images()

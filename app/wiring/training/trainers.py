@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +14,56 @@ import numpy as np
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.video.reading import sees_videos_apart
 from packplan.adapters.trainer.arguments import TrainingArguments, shards_weights, training_arguments
-from packplan.adapters.trainer.checkpoints import Checkpoint, find_checkpoint, newest_checkpoint, read_base_model
-from packplan.adapters.trainer.dynamic_dataset import DynamicDataset
+from packplan.adapters.trainer.checkpoints import (
+    Checkpoint,
+    State,
+    find_checkpoint,
+    newest_checkpoint,
+    read_base_model,
+    read_rank_state,
+    read_visits,
+)
 from packplan.adapters.trainer.equality import PackComparison
 from packplan.adapters.trainer.model import hide_progress_bars, open_model
-from packplan.adapters.trainer.packed_dataset import PackedDataset
-from packplan.adapters.trainer.rehearsal import rehearsal_faults
-from packplan.adapters.trainer.rollouts import RecordStream, RolloutStream
+from packplan.adapters.trainer.packed_dataset import EpochDataset, PackedDataset
+from packplan.adapters.trainer.settings import setting_faults
 from packplan.adapters.trainer.static import PackTrainer
-from packplan.adapters.trainer.stream import StreamTrainer
+from packplan.adapters.trainer.streams.dataset import DynamicDataset
+from packplan.adapters.trainer.streams.rollouts import RecordStream, RolloutStream
+from packplan.adapters.trainer.streams.trainer import StreamStart, StreamTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
-from packplan.app.planning.schedule import resume_state_of
+from packplan.app.planning.epochs import PlannedEpochs
 from packplan.app.planning.split import PlannedSplit
+from packplan.app.wiring.forecasts.runs import run_forecast
 from packplan.app.wiring.training.ranks import require_same, require_same_weights
 from packplan.app.wiring.training.verdicts import ask_loaded
+from packplan.app.wiring.works import Work
 from packplan.core.batch import Accumulation
 from packplan.core.config import RunConfig, flat_values
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ConfigError, counted
+from packplan.core.forecast import Timing
+from packplan.core.packs import Packs
 from packplan.core.ports import RankGroup
 from packplan.core.rl import Reward, Sampling
 from packplan.core.samples import column
-from packplan.core.schedule import EpochSchedule, PackStats
-from packplan.core.stream import CarryOptions, Order
-from packplan.core.work import SampleWorks
+from packplan.core.schedule import EpochSchedule, PackStats, ResumeState, Visits
+from packplan.core.stream import (
+    CarryOptions,
+    Order,
+    RankState,
+    StreamProgress,
+    StreamState,
+    reassign,
+)
 
 log = logging.getLogger(__name__)
+
+_PACKS_OF_ANSWERS = 8
+"""
+Packing lengths of tokens that are answered at once: without gradients, they take less memory than
+the training of a pack.
+"""
 
 
 def without_progress(config: RunConfig) -> RunConfig:
@@ -48,21 +73,31 @@ def without_progress(config: RunConfig) -> RunConfig:
     return attrs.evolve(config, training=attrs.evolve(config.training, trainer=trainer))
 
 
-def open_checkpoint(config: RunConfig, group: RankGroup) -> Checkpoint | None:
+def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> Checkpoint[State] | None:
     """
-    Return the checkpoint that a run resumes from, None if it starts from the beginning; ConfigError
-    if it is none, or damaged, RunError if ranks have others. Every rank calls this.
+    Return the checkpoint that a run resumes from, None if it starts from the beginning. Every rank
+    calls this.
+
+    Args:
+        config: The run.
+        group: All ranks.
+        kind: Class of the resume state: of a plan, or of a stream.
+
+    Raises:
+        ConfigError: There is no such checkpoint, or it is damaged.
+        RunError: Ranks have other checkpoints.
     """
     training = config.training
     if training.resume_from_checkpoint is None:
         if group.rank == 0 and (newest := newest_checkpoint(training.output_dir)) is not None:
             log.warning(
-                "%s is there, but this run starts from the beginning, and writes over the checkpoints that it meets: "
+                "%s is there, but this run starts from %s, and writes over the checkpoints that it meets: "
                 "training.resume_from_checkpoint: last goes on from the newest whole one",
                 newest,
+                training.continue_from or "the beginning",
             )
         return None
-    folder = find_checkpoint(training.resume_from_checkpoint, training.output_dir, group=group)
+    folder = find_checkpoint(training.resume_from_checkpoint, training.output_dir, group=group, kind=kind)
     base = read_base_model(folder)
     if group.rank == 0 and base is not None and Path(base).resolve() != Path(config.model.model).resolve():
         log.warning(
@@ -72,9 +107,21 @@ def open_checkpoint(config: RunConfig, group: RankGroup) -> Checkpoint | None:
             base,
             config.model.model,
         )
-    checkpoint = Checkpoint.read(folder)
+    checkpoint = Checkpoint.read(folder, kind)
     require_same(group, flat_values({"checkpoint": attrs.asdict(checkpoint.resume_state)}))
     return checkpoint
+
+
+def open_visits(checkpoint: Checkpoint[ResumeState], group: RankGroup) -> Visits | None:
+    """
+    Return how often each record was trained up to a checkpoint; None, with a warning, if an earlier
+    version wrote it.
+    """
+    found = read_visits(Path(checkpoint.folder))
+    if found is None and group.rank == 0:
+        told = "%s does not hold how often each sample was trained, since an earlier version wrote it: this run's %s"
+        log.warning(told, checkpoint.folder, "checkpoints will not hold it either, and no run continues from them")
+    return None if found is None else found[0]
 
 
 def open_arguments(config: RunConfig, batch_size: int, accumulation: Accumulation) -> TrainingArguments:
@@ -92,7 +139,7 @@ def open_arguments(config: RunConfig, batch_size: int, accumulation: Accumulatio
         per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=accumulation.gradient_accumulation_steps,
     )
-    if found := tuple(rehearsal_faults(arguments)):
+    if found := tuple(setting_faults(arguments)):
         raise ConfigError("the section training", found)
     return arguments
 
@@ -163,7 +210,11 @@ def build_trainer(
     group: RankGroup,
     samples: Mapping[str, SwiftEncoder],
     planned: Mapping[str, PlannedSplit],
-    works: SampleWorks,
+    work: Work,
+    timing: Timing,
+    state: ResumeState,
+    visits: Visits | None,
+    epochs: PlannedEpochs | None = None,
 ) -> PackTrainer:
     """
     Load the model and build its trainer over the planned packs.
@@ -176,30 +227,78 @@ def build_trainer(
         group: The ranks.
         samples: Samples of `train`, and perhaps `eval`.
         planned: Plan of each split.
-        works: Work of the samples of `train`.
+        work: Work of the samples of `train`.
+        timing: Seconds of the parts of the run.
+        state: Resume state of the run.
+        visits: Visits of each record of `train` so far; None where they are not known.
+        epochs: Epochs of `train` that have plans of their own.
     """
     template, model = _open_model(config, arguments, samples["train"], group, attention)
+    rehearses = config.training.packing_rehearse
     grouped = {"train": config.training.packing, "eval": config.eval_packing}
-    data = {
+    data: dict[str, PackedDataset] = {
         split: PackedDataset(samples[split], plan.raw.packs, plan.table, grouped=grouped[split])
         for split, plan in planned.items()
     }
     train = planned["train"]
+    if epochs is None:
+        lengths = column(train.table, "length").astype(np.int64)
+        same = PackStats.from_plan(train.raw, lengths, packed=config.training.packing, works=work.samples)
+        pack_stats: Callable[[int], PackStats] = lambda _: same  # noqa: E731
+    else:
+        pack_stats = epochs.stats
+        data["train"] = EpochDataset(
+            samples["train"], schedule.packs_in(schedule.start.epoch), train.table, grouped=grouped["train"]
+        )
+    forecast = None
+    if schedule.start.step < schedule.total_steps:
+        forecast = run_forecast(
+            config,
+            timing,
+            pack_stats(schedule.at(schedule.start.step).epoch),
+            schedule,
+            work.flops,
+            evaluated=planned.get("eval"),
+        )
     return PackTrainer(
         group=group,
         schedule=schedule,
-        pack_stats=PackStats.from_plan(
-            train.raw, column(train.table, "length").astype(np.int64), packed=config.training.packing, works=works
-        ),
+        pack_stats=pack_stats,
         attention=attention,
-        resume_state=lambda progress: attrs.evolve(resume_state_of(train, schedule, config), progress=progress),
+        resume_state=lambda progress: attrs.evolve(state, progress=progress),
+        visits=visits,
+        record_ids=cache(samples["train"].records.ids),
+        forecast=forecast,
         reduction=config.training.loss_reduction,
+        rehearses=arguments.device.type != "cpu" if rehearses is None else rehearses,
         model=model,
         args=arguments,
         template=template,
         train_dataset=data["train"],
         eval_dataset=data.get("eval"),
     )
+
+
+def open_stream_start(
+    checkpoint: Checkpoint[StreamState] | None, group: RankGroup, arguments: TrainingArguments
+) -> StreamStart:
+    """
+    Return the progress at which this rank starts a stream.
+
+    Args:
+        checkpoint: To resume from; None starts from the beginning.
+        group: All ranks.
+        arguments: Settings of the trainer.
+    """
+    now = {"world_size": group.world_size, "shards_per_rank": max(1, arguments.dataloader_num_workers)}
+    if checkpoint is None:
+        return StreamStart(StreamProgress(**now), RankState())
+    progress, folder = checkpoint.resume_state.progress, Path(checkpoint.folder)
+    if attrs.evolve(progress, **now) == progress:
+        return StreamStart(progress, read_rank_state(folder, group.rank))
+    before = [read_rank_state(folder, rank) for rank in range(progress.world_size)]
+    progress, ranks = reassign(progress, before, **now)
+    return StreamStart(progress, ranks[group.rank])
 
 
 def build_stream_trainer(
@@ -212,6 +311,8 @@ def build_stream_trainer(
     planned: PlannedSplit | None,
     order: Order,
     rollout: tuple[Reward, Sampling] | None,
+    start: StreamStart,
+    resume_state: Callable[[StreamProgress], StreamState],
 ) -> StreamTrainer:
     """
     Load the model and build its trainer over a stream.
@@ -225,6 +326,8 @@ def build_stream_trainer(
         planned: Plan of the evaluation.
         order: Order of the samples of `train` in an epoch.
         rollout: Reward and sampling of answers; None trains the data as they are.
+        start: Progress to start at.
+        resume_state: Function that makes the resume state of a checkpoint.
     """
     training = config.training
     template, model = _open_model(config, arguments, samples["train"], group, attention)
@@ -234,7 +337,15 @@ def build_stream_trainer(
             reason = "answers prompts on each rank alone, which weights sharded over ranks do not allow: remove it"
             raise ConfigError.at("custom.rollout_reward", reason)
         reward, sampling = rollout
-        stream = RolloutStream(samples["train"], order, model=model, reward=reward, sampling=sampling)
+        stream = RolloutStream(
+            samples["train"],
+            order,
+            model=model,
+            reward=reward,
+            sampling=sampling,
+            group_size=max(1, training.packing_buffer // (2 * sampling.keep)),
+            max_tokens=_PACKS_OF_ANSWERS * config.packing_length,
+        )
     options = CarryOptions(
         packing_length=config.packing_length,
         packing_buffer=training.packing_buffer,
@@ -246,7 +357,10 @@ def build_stream_trainer(
     if planned is not None:
         evaluated = PackedDataset(samples["eval"], planned.raw.packs, planned.table, grouped=config.eval_packing)
     return StreamTrainer(
-        packing_length=config.packing_length,
+        start=start,
+        resume_state=resume_state,
+        attention=attention,
+        num_epochs=None if training.max_steps > 0 else int(training.num_train_epochs),
         max_dropped_share=training.packing_max_dropped_share,
         extra=stream.logs,
         group=group,
@@ -259,6 +373,13 @@ def build_stream_trainer(
     )
 
 
-def open_comparison(trainer: PackTrainer, samples: SwiftEncoder) -> PackComparison:
-    """Return the comparison of packs with their samples alone, by a trainer that is ready."""
-    return PackComparison(trainer, samples.encode)
+def open_comparison(trainer: PackTrainer, samples: SwiftEncoder, packs: Packs) -> PackComparison:
+    """
+    Return the comparison of packs with their samples alone.
+
+    Args:
+        trainer: A trainer that is ready.
+        samples: Samples of the trainer.
+        packs: Packs of its plan.
+    """
+    return PackComparison(trainer, samples.encode, packs)

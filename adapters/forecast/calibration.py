@@ -1,0 +1,112 @@
+"""
+Times steps of a trainer that is ready, as it trains, logs and saves: nothing of it is replaced but
+its data and their order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
+from transformers import TrainerCallback
+
+from packplan.core.forecast import Calibration, MeasuredStep, StepTerms
+
+_WARM_UP = 2
+"""First steps that are not counted, in which memory is taken and kernels are chosen."""
+
+
+@attrs.define(eq=False)
+class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no types
+    """Seconds of each optimizer step, evaluation and checkpoint."""
+
+    trainer: Any
+    clock: Callable[[], float]
+    seconds: list[float] = attrs.field(factory=list)
+    evaluation: float = 0.0
+    checkpoint: float = 0.0
+    _since: float = 0.0
+    _waited: float = 0.0
+    """Seconds that loaders had waited before the epoch; negative within an epoch."""
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """Start the clock of the epoch's first step."""
+        self._since, self._waited = self._now(), self._loading()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Note the seconds of a step."""
+        now = self._now()
+        # Processes that load data start with the epoch, and load ahead of later steps.
+        starting = self._loading() - self._waited if self._waited >= 0 else 0.0
+        self.seconds.append(now - self._since - (starting if self.trainer.args.dataloader_num_workers else 0.0))
+        self._since, self._waited = now, -1.0
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        """Note the seconds of an evaluation, which follows the last step."""
+        now = self._now()
+        self.evaluation, self._since = now - self._since, now
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        """Note the seconds of a checkpoint, which follows the last step and its evaluation."""
+        now = self._now()
+        self.checkpoint, self._since = now - self._since, now
+
+    def _loading(self) -> float:
+        waited: float = sum(loader.waited for loader in self.trainer._loaders)  # noqa: SLF001  # has no public name
+        return waited
+
+    def _now(self) -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return self.clock()
+
+
+def measure_steps(
+    trainer: Any,
+    terms: StepTerms,
+    *,
+    machine: str,
+    evaluated: StepTerms | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Calibration:
+    """
+    Train, and return the seconds of the steps. Every rank calls this, and nothing is printed.
+
+    Args:
+        trainer: Trainer of some packs in the same order in each epoch, which evaluates and saves
+            after its last step if at all.
+        terms: Steps of an epoch.
+        machine: Name of the machine.
+        evaluated: The trainer's evaluation as one step; None without one.
+        clock: Function that returns seconds.
+    """
+    measured = StepClock(trainer, clock)
+    for printing in (PrinterCallbackNew, ProgressCallbackNew):
+        trainer.remove_callback(printing)
+    trainer.add_callback(measured)
+    trainer.train()
+    steps = measured_steps(terms, measured.seconds)
+    evaluation = None
+    if evaluated is not None:
+        (evaluation,) = measured_steps(evaluated, [measured.evaluation])
+    return Calibration(machine, tuple(steps[_WARM_UP:]), evaluation, measured.checkpoint)
+
+
+def measured_steps(terms: StepTerms, seconds: Sequence[float]) -> list[MeasuredStep]:
+    """
+    Return measured steps with their FLOPs on the busiest ranks.
+
+    Args:
+        terms: Steps of an epoch.
+        seconds: Seconds of each step of several epochs.
+    """
+    busiest, counts = terms.busiest().tolist(), terms.counts.tolist()
+    found = []
+    for number, one in enumerate(seconds):
+        text, attention, vision = busiest[number % len(busiest)]
+        found.append(MeasuredStep(counts[number % len(counts)], text, attention, vision, one))
+    return found

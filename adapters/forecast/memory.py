@@ -1,0 +1,304 @@
+"""
+Memory of one training step on one rank, traced: the trainer's own batch, loss, precision,
+checkpointing and optimizer on a model without numbers.
+
+Ranks under FSDP 2 are traced in a group that exchanges nothing, as accelerate wraps the model.
+Other ways to share a model are computed from the trace of the whole one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, repeat
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import Trainer
+
+from packplan.adapters.forecast.tracing import MemoryTracer, forget_numbers
+from packplan.adapters.loaders.positions import TYPES
+from packplan.adapters.samples.encoder import IGNORED_LABEL
+from packplan.adapters.trainer.base import PackingTrainer
+from packplan.adapters.trainer.packed_dataset import EncodedPack, Sample
+from packplan.core.errors import ModelError
+from packplan.core.memory import UNMEASURED, Kind, Sharding, StepTrace, optimizer_bytes, rank_parts
+
+log = logging.getLogger(__name__)
+
+
+class OutlineTrainer(PackingTrainer):
+    """Trainer of a model without numbers, which no device can take."""
+
+    def _move_model_to_device(self, *_: Any) -> None:
+        """Leave the model where it is."""
+
+    def _compute_acc(self, *_: Any, **__: Any) -> None:
+        """Compute no accuracy, which reads numbers; its memory is a few bytes a token."""
+
+
+def weights_of(model: torch.nn.Module, *, trained: bool = False) -> tuple[int, int, int]:
+    """
+    Return the number of weights, their bytes, and the bytes of the widest one.
+
+    Args:
+        model: Model, perhaps on the device `meta`.
+        trained: Count those with gradients alone.
+    """
+    held = [one for one in model.parameters() if one.requires_grad or not trained]
+    sizes = [one.numel() * one.element_size() for one in held]
+    widest = max((one.element_size() for one in held), default=4)
+    return sum(one.numel() for one in held), sum(sizes), widest
+
+
+@attrs.define(eq=False)
+class StepTracer:
+    """Traces steps of one rank of a run."""
+
+    trainer: OutlineTrainer
+    """Trainer of the model on the device `meta`, not yet prepared."""
+
+    sharding: Sharding
+
+    world_size: int
+
+    accumulates: bool
+    """Whether a step has several microbatches: gradients of earlier ones are held meanwhile."""
+
+    on_gpu: bool
+    """Whether the optimizer updates all weights at once, as it does on a GPU."""
+
+    _tracer: MemoryTracer = attrs.field(init=False)
+
+    _update: tuple[int, int] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Prepare the model as the trainer does before its first step; ModelError."""
+        trainer = self.trainer
+        output = trainer.template.get_base_model(trainer.model).get_output_embeddings()
+        width = 0 if output is None else output.weight.shape[0]
+        self._tracer = MemoryTracer(vocabulary=width)
+        forget_numbers(trainer.model, self._tracer)
+        trainer._prepare_gradient_checkpointing(  # noqa: SLF001  # `train` calls it
+            trainer.template.get_base_model(trainer.model)
+        )
+        trainer.model.train()
+        with self._tracer.tracing():
+            trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model, device_placement=False)
+            if self.sharding == "fsdp2":
+                shard_as_accelerate(trainer.model, self.world_size, mixed=trainer.accelerator.mixed_precision)
+            self._update = self._of_update([one for one in trainer.model.parameters() if one.requires_grad])
+        gc.collect()  # an optimizer refers to itself
+
+    def step(self, samples: Sequence[Sample]) -> StepTrace:
+        """
+        Trace a step on a pack; ModelError, which says where, if the model cannot be traced.
+
+        Args:
+            samples: Encoded samples of the pack.
+        """
+        batch = self._batch(samples)
+        trainer, tracer, sharded = self.trainer, self._tracer, self.sharding == "fsdp2"
+        weights = list(trainer.model.parameters())
+        trained = [one for one in weights if one.requires_grad]
+        with tracer.tracing():
+            if self.accumulates and sharded:
+                # As accelerate does, the gradients of all weights stay whole until the last one.
+                trainer.model.set_requires_gradient_sync(False)
+                self._passes(batch)
+                trainer.model.set_requires_gradient_sync(True)
+            elif self.accumulates:
+                for one in trained:
+                    one.grad = torch.empty_like(one)
+            start = tracer.clock
+            forward_end = self._passes(batch)
+            kinds: dict[int, Kind] = {tracer.number_of(one): "weights" for one in (*weights, *trainer.model.buffers())}
+            kinds |= {tracer.number_of(one.grad): "gradients" for one in trained if one.grad is not None}
+            optimizer, update = self._update
+            trace = tracer.trace(kinds, start=start, forward_end=forward_end, optimizer=optimizer, update=update)
+            for one in trained:
+                one.grad = None
+        return self._of_rank(trace)
+
+    def _batch(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """
+        Return the batch of a pack as the collator makes it; pixels have one column until then, or
+        long packs would fill this machine's memory.
+        """
+        wide = {key: one.shape[1] for sample in samples for key, one in sample.items() if _is_pixels(one)}
+        narrow = [{key: one[:, :1] if key in wide else one for key, one in sample.items()} for sample in samples]
+        batch: dict[str, Any] = self.trainer.data_collator([EncodedPack(0, narrow)])
+        with self._tracer.tracing():
+            pixels = {key: torch.empty(len(batch[key]), width) for key, width in wide.items()}
+        return batch | pixels
+
+    def _passes(self, batch: Mapping[str, Any]) -> int:
+        """Run both passes on a batch without numbers, and return the time between them."""
+        trainer, tracer = self.trainer, self._tracer
+        given = {
+            key: tracer.without_numbers(one) if isinstance(one, torch.Tensor) else one for key, one in batch.items()
+        }
+        with trainer.media_hook():
+            inputs = trainer._prepare_inputs(given)  # noqa: SLF001  # its own
+            count = torch.tensor(batch["loss_normaliser"])
+            loss = trainer.compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=count)
+            forward_end = tracer.clock
+            trainer.accelerator.backward(loss)
+        return forward_end
+
+    def _of_update(self, trained: list[Any]) -> tuple[int, int]:
+        """Return the bytes of the optimizer of this rank's weights, and those of its update."""
+        own = [torch.nn.Parameter(torch.empty_like(_local(one))) for one in trained]
+        try:
+            return self._traced_update(own)
+        except Exception as error:  # noqa: BLE001  # whatever kernels and packages an optimizer needs
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            log.warning("the optimizer cannot be traced, so its memory is counted by its name: %s", reason)
+            number = sum(one.numel() for one in own)
+            itemsize = max((one.element_size() for one in own), default=4)
+            return optimizer_bytes(str(self.trainer.args.optim), num_trained=number, itemsize=itemsize), 0
+
+    def _traced_update(self, own: list[torch.nn.Parameter]) -> tuple[int, int]:
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(self.trainer.args, self.trainer.model)
+        if self.on_gpu and kind.__module__.startswith("torch.optim") and not options.get("fused"):
+            options["foreach"] = True
+        optimizer = kind(own, **options)
+        for one in own:
+            one.grad = torch.empty_like(one)
+        optimizer.step()
+        numbers = {
+            self._tracer.number_of(one): one.untyped_storage().nbytes()
+            for state in optimizer.state.values() for one in state.values() if isinstance(one, torch.Tensor)
+        }  # fmt: skip
+        start = self._tracer.clock
+        optimizer.step()
+        passing = self._tracer.trace({}, start=start, forward_end=start, optimizer=0, update=0)
+        born = passing.births > 0
+        return sum(numbers.values()), attrs.evolve(
+            passing, births=passing.births[born], deaths=passing.deaths[born], sizes=passing.sizes[born],
+            kinds=passing.kinds[born], logits=passing.logits[born],
+        ).peak().total  # fmt: skip
+
+    def _of_rank(self, trace: StepTrace) -> StepTrace:
+        """Return the trace of one rank, where it is computed from that of the whole model."""
+        if self.sharding == "fsdp2" or self.world_size == 1:
+            return trace
+        _, trained, itemsize = weights_of(self.trainer.model, trained=True)
+        _, weights, _ = weights_of(self.trainer.model)
+        parts = rank_parts(
+            weights, trained, trace.optimizer, sharding=self.sharding, world_size=self.world_size, itemsize=itemsize
+        )
+        if self.sharding not in UNMEASURED:
+            return attrs.evolve(trace, buckets=parts.buckets)
+        # Blocks shrink to this rank's part; the largest unit of weights is whole while it computes.
+        of = [trace.kinds == kind for kind in (0, 1)]
+        sizes = trace.sizes.astype(float)
+        sizes[of[0]] *= parts.weights / weights
+        sizes[of[1]] *= parts.gradients / trained
+        whole = 2 * max(_units(self.trainer.model)) if self.sharding == "zero3" else 0
+        bucket = min(trained, 2 * int(5e8))
+        return attrs.evolve(
+            trace, sizes=sizes.astype("int64"), optimizer=parts.optimizer, buckets=whole + bucket,
+            update=trace.update // self.world_size,
+        )  # fmt: skip
+
+
+def of_length(samples: Sequence[Sample], tokens: int) -> list[Sample]:
+    """
+    Return samples of a pack of so many tokens: the given ones that fit, repeated, and text.
+
+    Text has the given samples' share of tokens with a loss.
+
+    Args:
+        samples: Encoded samples of a pack.
+        tokens: Tokens of the new pack, >= 1.
+    """
+    length = sum(one["length"] for one in samples)
+    share = sum(label != IGNORED_LABEL for one in samples for label in one["labels"]) / length
+    chosen: list[Sample] = []
+    for sample in chain.from_iterable(
+        repeat(sorted(samples, key=lambda one: int(one["length"])), 1 + tokens // length)
+    ):
+        if sample["length"] <= tokens:
+            chosen.append(sample)
+            tokens -= sample["length"]
+    return [*chosen, _text(samples[0], tokens, share)] if tokens else chosen
+
+
+def _text(sample: Sample, tokens: int, share: float) -> Sample:
+    """Return a sample of text alone, with the keys of another one."""
+    token, with_loss = int(sample["input_ids"][-1]), round(share * tokens)
+    text: Sample = {
+        "input_ids": [token] * tokens,
+        "labels": [IGNORED_LABEL] * (tokens - with_loss) + [token] * with_loss,
+        "length": tokens,
+        "lengths": [tokens],
+        "num_images": 0,
+        "num_videos": 0,
+    }
+    if TYPES in sample:
+        text[TYPES] = torch.zeros(tokens, dtype=sample[TYPES].dtype)
+    if "loss_scale" in sample:
+        text["loss_scale"] = [1.0] * tokens
+    return text
+
+
+def _is_pixels(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 2
+
+
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _units(model: torch.nn.Module) -> Iterator[int]:
+    """Yield the bytes of the weights of each layer, and of each weight outside of layers."""
+    layers = [one for part in model.modules() if isinstance(part, torch.nn.ModuleList) for one in part]
+    inside = {id(one) for layer in layers for one in layer.parameters()}
+    yield from (weights_of(layer)[1] for layer in layers)
+    yield from (one.numel() * one.element_size() for one in model.parameters() if id(one) not in inside)
+
+
+def shard_as_accelerate(model: Any, world_size: int, *, mixed: str) -> None:
+    """
+    Shard a model by FSDP 2 in place, as accelerate wraps it on GPUs; on a CPU it would not.
+
+    Args:
+        model: Model whose trainer is prepared.
+        world_size: Ranks of the default group.
+        mixed: Precision that accelerate computes in: no, bf16 or fp16.
+    """
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False,
+        state_dict_type="SHARDED_STATE_DICT",
+    )  # fmt: skip
+    if mixed != "no":
+        plugin.set_mixed_precision(mixed)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,), mesh_dim_names=("fsdp",))
+    stand_in = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision=mixed, is_main_process=False,
+        device=torch.device("cpu"), torch_device_mesh=mesh,
+        parallelism_config=SimpleNamespace(fsdp_dim_names=("fsdp",)),
+    )  # fmt: skip
+    fsdp2_prepare_model(stand_in, model)
+
+
+@contextlib.contextmanager
+def ranks_in_name(world_size: int) -> Iterator[None]:
+    """Let this process be rank 0 of a group that exchanges nothing, inside."""
+    if dist.is_initialized():
+        raise ModelError("trace", "ranks are traced by a process that is none: start one without torchrun")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

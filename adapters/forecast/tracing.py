@@ -1,0 +1,211 @@
+"""
+Computation without numbers: tensors of floating point have sizes and no content, and each block of
+memory that they would take is recorded.
+
+Rules: whole numbers and booleans are computed. They are small, and shapes follow from them: the
+samples of a row, the tokens with a loss, the grid of an image. Nothing follows from floating point,
+or the model cannot be traced. Kernels are those of a CPU, whose own buffers are not seen.
+"""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from packplan.core.errors import ModelError
+from packplan.core.memory import KINDS, Kind, StepTrace
+
+_INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
+
+
+_DEVICE = torch.ops.prim.device.default
+"""Operator that asks where a tensor is: most calls are of it, and none makes a tensor."""
+
+
+class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+    """
+    Mode that records the blocks of memory of all tensors which are made in it.
+
+    Attributes:
+        clock: Number of births and deaths so far.
+    """
+
+    def __init__(self, *, vocabulary: int) -> None:
+        """
+        Record from now on, inside of `tracing`.
+
+        Args:
+            vocabulary: Width of logits.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.clock = 0
+        self._vocabulary = vocabulary
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._numbers: dict[int, int] = {}
+        self._references: dict[int, Any] = {}
+        self._births: list[int] = []
+        self._deaths: list[int] = []
+        self._sizes: list[int] = []
+        self._logits: list[bool] = []
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Trace inside; ModelError where the model cannot be traced."""
+        try:
+            with self._seeing_resizes(), self._fake, self:
+                yield
+        except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise ModelError("trace", f"the model cannot be traced{_place_of(error)} ({reason})") from error
+
+    @contextmanager
+    def _seeing_resizes(self) -> Iterator[None]:
+        """Record resized memory inside: FSDP frees gathered weights so, and calls no operator."""
+        resize, held = torch.UntypedStorage.resize_, torch.UntypedStorage
+
+        def record_and_resize(storage: torch.UntypedStorage, size: int) -> Any:
+            self._resized(storage, size)
+            return resize(storage, size)
+
+        held.resize_ = record_and_resize  # type: ignore[method-assign,assignment]  # undone below
+        try:
+            yield
+        finally:
+            held.resize_ = resize  # type: ignore[method-assign]
+
+    def without_numbers(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the same size without content, if it is of floating point."""
+        if tensor.is_floating_point() and not isinstance(tensor, FakeTensor):
+            tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self.number_of(tensor)
+        return tensor
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """Return the number of the block that holds a tensor; a new one is recorded now."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        if storage._cdata not in self._numbers:  # noqa: SLF001  # identity of the memory
+            width = local.shape[-1] if local.dim() else 0
+            self._born(storage, storage.nbytes(), is_logits=width == self._vocabulary and local.dim() < 4)
+        return self._numbers[storage._cdata]  # noqa: SLF001
+
+    def trace(
+        self, kinds: Mapping[int, Kind], *, start: int, forward_end: int, optimizer: int, update: int
+    ) -> StepTrace:
+        """
+        Return the blocks that were there from a time on.
+
+        Args:
+            kinds: Number of a block -> its kind, where it follows from what the block is for.
+            start: Time at which the passes start.
+            forward_end: Time at which the forward pass ends.
+            optimizer: Bytes of the optimizer.
+            update: Temporary bytes of its update.
+        """
+        deaths = np.array(self._deaths, dtype=np.int64)
+        deaths[deaths < 0] = self.clock + 1
+        known = np.full(len(deaths), -1, dtype=np.int64)
+        for number, kind in kinds.items():
+            known[number] = KINDS.index(kind)
+        # Small models and long rows may have logits as wide as weights, which are no logits.
+        logits = np.array(self._logits, dtype=np.bool_) & (known < 0)
+        births, sizes = np.array(self._births, dtype=np.int64), np.array(self._sizes, dtype=np.int64)
+        there = deaths > start
+        births = np.maximum(births - start, 0)
+        return StepTrace(
+            births[there], deaths[there] - start, sizes[there], known[there], logits[there], forward_end - start,
+            optimizer, update,
+        )  # fmt: skip
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute whole numbers, let other tensors have sizes alone, and record what is new."""
+        if func is _DEVICE:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # its parts come back here
+        kwargs = kwargs or {}
+        tensors = [one for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor)]
+        if tensors and not any(isinstance(one, FakeTensor) for one in tensors):
+            with unset_fake_temporarily():
+                output = func(*args, **kwargs)
+        else:
+            if func in _INDEXED:
+                args = (args[0], [*_positions(args[1])], *args[2:])
+            output = func(*args, **kwargs)
+            if not tensors and isinstance(output, torch.Tensor) and not output.is_floating_point():
+                with unset_fake_temporarily():
+                    output = func(*args, **kwargs)
+        for one in tree_iter(output):
+            if isinstance(one, torch.Tensor) and not isinstance(one, DTensor):
+                self.number_of(one)
+        return output
+
+    def _born(self, storage: torch.UntypedStorage, size: int, *, is_logits: bool = False) -> None:
+        key, number = storage._cdata, len(self._births)  # noqa: SLF001
+        self.clock += 1
+        self._births.append(self.clock)
+        self._deaths.append(-1)
+        self._sizes.append(size)
+        self._logits.append(is_logits)
+        self._numbers[key] = number
+        self._references[key] = weakref.ref(storage, lambda _: self._died(key))
+
+    def _died(self, key: int) -> None:
+        self.clock += 1
+        self._deaths[self._numbers.pop(key)] = self.clock
+        del self._references[key]
+
+    def _resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        if storage._cdata in self._numbers and storage.nbytes() != size:  # noqa: SLF001
+            self._died(storage._cdata)  # noqa: SLF001
+            self._born(storage, size)
+
+
+def _positions(indices: Any) -> Iterator[Any]:
+    """Yield indices with whole numbers for booleans, so that the shape of the result follows."""
+    for index in indices:
+        if isinstance(index, torch.Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor):
+            with unset_fake_temporarily():
+                yield from index.nonzero(as_tuple=True)
+        else:
+            yield index
+
+
+def _place_of(error: BaseException) -> str:
+    """Return the last place of an error in the code of models, as words to append."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if "modeling" in Path(one.filename).name]
+    return f" in {frames[-1].name} of {Path(frames[-1].filename).name}" if frames else ""
+
+
+def forget_numbers(model: torch.nn.Module, tracer: MemoryTracer) -> None:
+    """
+    Replace the weights of a model of the device `meta` by ones without content on the CPU.
+
+    Tied weights stay tied.
+    """
+    replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    with tracer.tracing():
+        for module in model.modules():
+            for held in (module._parameters, module._buffers):  # noqa: SLF001  # setting keeps ties
+                for name, one in held.items():
+                    if one is None:
+                        continue
+                    if id(one) not in replaced:
+                        empty: torch.Tensor = torch.empty(one.shape, dtype=one.dtype)
+                        if isinstance(one, torch.nn.Parameter):
+                            empty = torch.nn.Parameter(empty, requires_grad=one.requires_grad)
+                        replaced[id(one)] = one, empty
+                    held[name] = replaced[id(one)][1]  # type: ignore[assignment]  # of the same class

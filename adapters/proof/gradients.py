@@ -1,0 +1,217 @@
+"""
+Dependence of results on samples, by gradients with respect to the embeddings of tokens.
+
+A gradient that does not exist is exactly 0, whatever the kernel rounds. So there is no threshold,
+and a result that depends on another sample shows, however little it does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from packplan.core.errors import ModelError, counted
+
+_SEED = 11
+"""Decides the weights of the numbers in a result."""
+
+
+Shape = tuple[int, int]
+"""Rows of a batch, and tokens of each."""
+
+Place = tuple[int, slice]
+"""Row of a sample, and its tokens there."""
+
+
+def by_token(value: Any, shape: Shape) -> torch.Tensor | None:
+    """
+    Return a view of a tensor with rows and tokens first; None if it does not have the batch's.
+
+    Args:
+        value: Anything that a module takes or returns.
+        shape: Rows of the batch, and tokens of each; they may be one axis.
+    """
+    if not isinstance(value, torch.Tensor):
+        return None
+    rows, tokens = shape
+    for axis in (1, 0, 2) if value.dim() > 2 else (0, 1):
+        if axis < value.dim() and value.shape[axis] == rows * tokens:
+            lengths = (*value.shape[:axis], rows, tokens, *value.shape[axis + 1 :])
+            return value.view(lengths).movedim((axis, axis + 1), (0, 1))
+    for axis in (1, 2):
+        if rows > 1 and axis < value.dim() and value.shape[0] == rows and value.shape[axis] == tokens:
+            return value.movedim(axis, 1)
+    return None
+
+
+@attrs.frozen(eq=False)
+class Result:
+    """A tensor of a forward pass: its place in the graph of gradients, and its shape."""
+
+    edge: GradientEdge
+    example: torch.Tensor
+    """Tensor of the same shape, type and device, without memory of its own."""
+
+    @classmethod
+    def of(cls, value: Any, shape: Shape) -> Result | None:
+        """
+        Return the result that a value is; None if it has no gradient, or not the batch's tokens.
+        """
+        if by_token(value, shape) is None or not value.requires_grad or not value.is_floating_point():
+            return None
+        return cls(get_gradient_edge(value), value.new_empty(1).expand(value.shape))
+
+
+@attrs.frozen(eq=False)
+class Watched:
+    """The embeddings of a forward pass that was watched."""
+
+    shape: Shape
+    """Rows, and tokens of each."""
+
+    sources: list[Result] = attrs.field(factory=list)
+    """Embeddings of the tokens, in the order of the pass."""
+
+    def sizes(self, result: Result, place: Place, weights: torch.Tensor) -> torch.Tensor:
+        """
+        Return how strongly one sample's part of a result depends on each token; shape (rows,
+        tokens).
+
+        Args:
+            result: Tensor of the pass, with the tokens.
+            place: Place of the sample.
+            weights: Weight of each number of the result in the sum whose gradient is taken.
+        """
+        own = torch.zeros_like(weights)
+        self._by_token(own)[place] = self._by_token(weights)[place]
+        found = torch.autograd.grad(
+            [result.edge], [one.edge for one in self.sources], [own], retain_graph=True, allow_unused=True
+        )
+        total = torch.zeros(self.shape, device=weights.device)
+        for gradient in found:
+            if gradient is not None:
+                largest = self._by_token(gradient.detach().abs().float()).flatten(2).amax(2)
+                total = torch.maximum(total, largest.to(total))
+        return total
+
+    def _by_token(self, value: torch.Tensor) -> torch.Tensor:
+        view = by_token(value, self.shape)
+        assert view is not None  # noqa: S101  # a `Result` and its gradient have the tokens
+        return view
+
+
+@contextmanager
+def watching(model: torch.nn.Module, inputs: dict[str, Any], shape: Shape) -> Iterator[Watched]:
+    """
+    Watch the embeddings of the model's next forward pass.
+
+    Args:
+        model: Model that embeds its tokens, or is given their embeddings.
+        inputs: Arguments of the pass; `inputs_embeds` among them get a gradient.
+        shape: Rows, and tokens of each.
+    """
+    watched = Watched(shape)
+
+    def collect(_: Any, __: Any, output: Any) -> Any:
+        """Keep embeddings of the tokens, which have a gradient from here on."""
+        if by_token(output, shape) is None:
+            return output
+        embedded = output if output.requires_grad else output.detach().requires_grad_()
+        watched.sources.append(Result(get_gradient_edge(embedded), embedded.detach()))
+        return output if output.requires_grad else embedded.clone()
+
+    given = inputs.get("inputs_embeds")
+    if isinstance(given, torch.Tensor):
+        inputs["inputs_embeds"] = collect(None, None, given.detach())
+    with ExitStack() as hooks:
+        for module in _embeddings(model):
+            hooks.enter_context(module.register_forward_hook(collect))
+        yield watched
+
+
+def _embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules that embed token ids, and positions that are looked up."""
+    found: list[torch.nn.Module] = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    try:
+        own: Any = model.get_input_embeddings()  # type: ignore[operator]  # of transformers' models
+    except (AttributeError, NotImplementedError):
+        return found
+    return found if own is None or own in found else [*found, own]
+
+
+@attrs.frozen
+class Reach:
+    """How strongly one sample's result depends on another sample."""
+
+    reader: int
+    """Sample whose result it is."""
+
+    source: int
+    """Sample that it depends on most, its own aside."""
+
+    size: float
+    """Largest gradient with respect to that sample."""
+
+    own: float
+    """Largest gradient with respect to the reader; 0 or not finite if nothing can be said."""
+
+    @property
+    def isolation(self) -> float:
+        """Size over own; infinite if no gradient reaches the reader itself."""
+        if not self.own > 0 or not math.isfinite(self.own) or not math.isfinite(self.size):
+            return math.inf
+        return self.size / self.own
+
+
+def reaches(watched: Watched, result: Result, places: Sequence[Place], readers: Iterable[int]) -> Iterator[Reach]:
+    """
+    Yield which other sample each of some samples' parts of a result depends on.
+
+    Args:
+        watched: The pass that computed the result.
+        result: Tensor of the pass.
+        places: Place of each sample.
+        readers: Samples whose parts are looked at.
+    """
+    drawn = torch.randn(result.example.shape, generator=torch.Generator().manual_seed(_SEED))
+    weights = drawn.to(result.example)
+    for reader in readers:
+        sizes = watched.sizes(result, places[reader], weights)
+        largest = [float(sizes[place].max()) for place in places]
+        others = {number: size for number, size in enumerate(largest) if number != reader and size != 0}
+        source = max(others, key=lambda one: math.inf if math.isnan(largest[one]) else largest[one], default=reader)
+        yield Reach(reader, source, others.get(source, 0.0), largest[reader])
+
+
+def in_words(shape: Shape) -> str:
+    """Return a batch's shape in words."""
+    rows, tokens = shape
+    return f"{counted(rows, 'row')} of {tokens:,} tokens"
+
+
+def logit_reaches(watched: Watched, logits: torch.Tensor, places: Sequence[Place]) -> Iterator[Reach]:
+    """
+    Yield which other sample each sample's logits depend on.
+
+    Args:
+        watched: The pass that computed the logits.
+        logits: Logits of the rows.
+        places: Place of each sample.
+
+    Raises:
+        ModelError: The logits have no gradient, or not one entry for each token.
+    """
+    result = Result.of(logits, watched.shape)
+    if result is None:
+        without = "its logits have no gradient, so nothing can be said: ask it in a type that trains, not quantised"
+        shape = f"its logits have shape {tuple(logits.shape)} for {in_words(watched.shape)}"
+        raise ModelError("probe", shape if logits.requires_grad else without)
+    if not watched.sources:
+        raise ModelError("probe", "it embeds no tokens of the batch by a module, so nothing can be said")
+    yield from reaches(watched, result, places, range(len(places)))

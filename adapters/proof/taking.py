@@ -1,0 +1,263 @@
+"""
+One optimizer step of the user's own trainer: its loss and gradients, without the update.
+
+A trainer of transformers runs its own `train` to the end of the first step: its loader, its
+accumulation, its number of items, its `training_step`, its log. The update of the weights is left
+out. A function runs whatever it runs. Afterwards weights, gradients, buffers, random state and the
+trainer's attributes are as before.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from packplan.adapters.models import Gradients
+from packplan.core.errors import ArgumentError, ModelError
+
+_NO_MEAN = ("label_smoothing_factor", "output_router_logits")
+"""Settings that add something to the loss that is no mean over tokens."""
+
+_SHARING = ("tp_size", "cp_size", "sp_size")
+"""Settings of accelerate by which ranks share rows."""
+
+
+_FORWARD = ("forward", "_original_forward")
+
+
+@attrs.frozen(eq=False)
+class TakenStep:
+    """Results of one optimizer step of a trainer on this rank."""
+
+    model: torch.nn.Module
+    """Model without what wraps it for several ranks."""
+
+    loss: float | None
+    """Loss that the trainer reports; None if it reports none."""
+
+    gradients: Gradients
+    """Gradient of each weight before the update, after its reduction over the ranks."""
+
+    batches: list[Mapping[str, Any]]
+    """Batches of the rank, as its collator made them, or as they reached the model."""
+
+    sharing: int
+    """Ranks that share each row."""
+
+    computing: Callable[[], AbstractContextManager[Any]]
+    """Context in which the trainer computes a loss: the type of mixed precision."""
+
+
+def take_step(trainer: Any, model: torch.nn.Module | None, *, sharing: int | None) -> TakenStep:
+    """
+    Run one optimizer step of a trainer, without the update of the weights.
+
+    Args:
+        trainer: Trainer of transformers, or a function that computes a step's gradients and returns
+            the loss that it reports, or None.
+        model: Model that a function trains; None takes the trainer's.
+        sharing: Ranks that share each row; None asks the trainer.
+
+    Raises:
+        ArgumentError: It is no trainer, or its function left no gradients, or changed weights.
+        ModelError: The weights are sharded in a way that hides gradients.
+    """
+    is_trainer = hasattr(trainer, "get_batch_samples") and hasattr(trainer, "train")
+    if model is None:
+        model = getattr(trainer, "model", None)
+    if not isinstance(model, torch.nn.Module) or not (is_trainer or callable(trainer)):
+        fact = "a step needs a trainer of transformers, or a function and its model (model=…)"
+        raise ArgumentError("host", f"{fact}, not a {type(trainer).__name__}")
+    model = getattr(model, "module", model)
+    refuse_hidden_weights(model)
+    if not any(one.requires_grad for one in model.parameters()):
+        raise ModelError("probe", "none of its weights trains (requires_grad), so a step has no gradients")
+    if is_trainer:
+        _refuse_settings(trainer, model)
+        parallel = getattr(trainer.accelerator, "parallelism_config", None)
+        sharing = sharing or int(np.prod([getattr(parallel, name, None) or 1 for name in _SHARING]))
+    with _untouched(model):
+        loss, gradients, batches = (_of_trainer if is_trainer else _of_function)(trainer, model)
+    computing = trainer.accelerator.autocast if is_trainer else nullcontext
+    return TakenStep(model, loss, gradients, batches, sharing or 1, computing)
+
+
+def refuse_hidden_weights(model: torch.nn.Module, *, sharded: bool = True) -> None:
+    """
+    Refuse weights of which this process holds nothing.
+
+    Args:
+        model: Model that is asked.
+        sharded: Whether weights of FSDP 2, which are gathered layer by layer, can be asked.
+
+    Raises:
+        ModelError: The first such weight is named.
+    """
+    for name, weight in model.named_parameters():
+        reason = ""
+        if weight.numel() == 0:
+            reason = "is a placeholder of size 0, as ZeRO-3 leaves it"
+        elif "_flat_param" in name:
+            reason = "is flattened, as FSDP 1 leaves it"
+        elif isinstance(weight, DTensor) and not sharded:
+            reason = "is sharded (DTensor), as FSDP 2 leaves it"
+        if reason:
+            raise ModelError("probe", f"its weight {name} {reason}: ask the model before its weights are sharded")
+
+
+def _refuse_settings(trainer: Any, model: Any) -> None:
+    """Refuse a loss that is no mean, and gradients that an engine keeps; ArgumentError."""
+    settings = {**vars(trainer.args), **vars(getattr(model, "config", object))}
+    for name in _NO_MEAN:
+        if settings.get(name):
+            raise ArgumentError("host", f"{name} is set, so the trainer's loss is no mean over tokens: set it to 0")
+    kind = str(getattr(trainer.accelerator, "distributed_type", "")).rpartition(".")[2]
+    if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        fact = f"the trainer shards by {kind}, which hides gradients: ask it without, or give a function of your loop"
+        raise ArgumentError("host", fact)
+    if getattr(trainer.accelerator, "scaler", None) is not None:
+        raise ArgumentError("host", "the trainer scales its loss for float16: ask it in bfloat16 or float32")
+
+
+def _of_function(function: Callable[[], Any], model: torch.nn.Module) -> tuple[Any, Gradients, list[Any]]:
+    """Return the loss, the gradients and the batches of a function's step."""
+    batches: list[Mapping[str, Any]] = []
+
+    def note(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        batches.append({**({"input_ids": positional[0]} if positional else {}), **named})
+
+    versions = [one._version for one in model.parameters()]  # noqa: SLF001  # has no public name
+    with model.register_forward_pre_hook(note, with_kwargs=True):
+        loss = function()
+    if versions != [one._version for one in model.parameters()]:  # noqa: SLF001  # see above
+        raise ArgumentError("host", "the step changed weights: leave the optimizer's update out of the function")
+    return None if loss is None else float(loss), _gradients_of(model), batches
+
+
+def _of_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, list[Any]]:
+    """Return the loss, the gradients and the batches of a trainer's step."""
+    from transformers import TrainerCallback
+
+    found: dict[str, Any] = {"loss": None, "gradients": {}}
+    batches: list[Mapping[str, Any]] = []
+    patches = ExitStack()
+
+    class OneStep(TrainerCallback):
+        """Leaves the update out, and ends after the first step."""
+
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            found["gradients"] = _gradients_of(model)
+            for owner in (trainer.optimizer, trainer.lr_scheduler):
+                patches.enter_context(_replaced(owner, step=_nothing))
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002  # transformers passes them
+            control.should_log = control.should_training_stop = True
+
+        def on_log(self, *_: Any, logs: Mapping[str, Any], **__: Any) -> None:
+            if found["loss"] is None:
+                found["loss"] = logs.get("loss")
+
+    serve = trainer.get_batch_samples
+
+    def note(*arguments: Any, **options: Any) -> Any:
+        served = serve(*arguments, **options)
+        batches.extend(dict(batch) for batch in served[0])
+        return served
+
+    handler = copy.copy(trainer.callback_handler)
+    handler.callbacks = [OneStep()]
+    quiet = {"max_grad_norm": 0.0, "eval_on_start": False, "load_best_model_at_end": False, "report_to": []}
+    forward = {name: vars(model)[name] for name in _FORWARD if name in vars(model)}
+    with patches, _replaced(trainer.args, **quiet), _restored(trainer):
+        vars(trainer).update(get_batch_samples=note, callback_handler=handler, neftune_noise_alpha=None)
+        trainer.control = type(trainer.control)()
+        trainer.train()
+        trainer.accelerator.free_memory()
+    for name in _FORWARD:  # accelerate wraps them for mixed precision
+        vars(model).pop(name, None)
+    vars(model).update(forward)
+    return found["loss"], found["gradients"], batches
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Take the place of an update."""
+
+
+def _gradients_of(model: torch.nn.Module) -> Gradients:
+    """Return a copy of the gradients of a model's weights, whole on each rank."""
+    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return {name: whole(one).detach().clone() for name, one in found.items()}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is not sharded; all ranks call this."""
+    full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full
+
+
+@contextmanager
+def _untouched(model: torch.nn.Module) -> Iterator[None]:
+    """Restore gradients, buffers, modes and random state at the end."""
+    gradients = [(one, one.grad) for one in model.parameters()]
+    buffers = [(one, one.clone()) for one in model.buffers()]
+    modes = [(module, module.training) for module in model.modules()]
+    chance = random.getstate(), np.random.get_state()  # noqa: NPY002  # that of the user's libraries
+    try:
+        for weight, _ in gradients:
+            weight.grad = None
+        with torch.random.fork_rng(), without_dropout(model):
+            yield
+    finally:
+        for weight, gradient in gradients:
+            weight.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for module, training in modes:
+            module.training = training
+        random.setstate(chance[0])
+        np.random.set_state(chance[1])  # noqa: NPY002  # see above
+
+
+@contextmanager
+def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """Set every probability of dropout to 0, so that a model in training mode is not random."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            names = [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+            if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # noqa: SLF001  # base of all of them
+                names.append("p")
+            stack.enter_context(_replaced(module, **dict.fromkeys(names, 0.0)))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Give an object other values of its own attributes, inside."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            vars(owner).pop(name, None)
+        vars(owner).update(before)
+
+
+@contextmanager
+def _restored(owner: Any) -> Iterator[None]:
+    """Restore all attributes of an object at the end."""
+    before = dict(vars(owner))
+    try:
+        yield
+    finally:
+        vars(owner).clear()
+        vars(owner).update(before)

@@ -1,0 +1,119 @@
+"""Measurements of records as one Parquet table, for any tool, and read again by this one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from packplan.adapters.files import publishing, writing
+from packplan.core.errors import ArgumentError
+from packplan.core.fingerprint import Fingerprint
+from packplan.core.ports import Stored
+from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile, KnownLengths, column, num_media
+
+SCHEMA = "packplan length table 1"
+
+_ABOUT = b"packplan_lengths"
+"""Key of the metadata of the table's schema."""
+
+_FLAGS = ("cut", "bad")
+"""Columns that are true or false."""
+
+
+def write_length_table(
+    stored: Stored,
+    identities: Iterable[str],
+    path: Path,
+    *,
+    key: Fingerprint,
+    files: Sequence[DataFile],
+) -> None:
+    """
+    Write measurements to a Parquet file, one row a record, whole or not at all.
+
+    Columns: `index`, `sha256` (identity of the record), those of `Measurement`, and `media` (facts
+    of each image and video).
+
+    Args:
+        stored: Measurements of all records.
+        identities: Identity of each record, as `KnownLengths` has it.
+        path: File to write, or to replace.
+        key: All inputs of the measurements but the data.
+        files: Files of the data.
+
+    Raises:
+        OutputError: The file cannot be written.
+    """
+    table = stored.table
+    facts = pa.StructArray.from_arrays(list(np.ascontiguousarray(stored.media.T)), list(MEDIA_COLUMNS))
+    ends = np.concatenate([[0], np.cumsum(num_media(table))]).astype(np.int32)
+    columns: dict[str, Any] = {"index": np.arange(len(table)), "sha256": pa.array(identities, pa.string())}
+    for name in COLUMNS:
+        values = column(table, name)
+        columns[name] = values != 0 if name in _FLAGS else values
+    columns["media"] = pa.ListArray.from_arrays(ends, facts)
+    about = {
+        "schema": SCHEMA,
+        "fingerprint": dict(key.inputs),
+        "measured_in_full": stored.in_full,
+        "files": [attrs.asdict(one) for one in files],
+    }
+    written = pa.table(columns).replace_schema_metadata({_ABOUT: json.dumps(about)})
+    with writing(path), publishing(path) as file:
+        pq.write_table(written, file, write_page_checksum=True)
+
+
+def read_length_table_key(path: Path) -> Fingerprint:
+    """
+    Return the inputs of the measurements of a table; ArgumentError if it is none that was written
+    here.
+    """
+    return Fingerprint(_about(path)["fingerprint"])
+
+
+def read_length_table(path: Path) -> KnownLengths:
+    """
+    Return the measurements of a table.
+
+    Raises:
+        ArgumentError: It is none that was written here, or it is damaged.
+    """
+    _about(path)
+    try:
+        read = pq.read_table(path, page_checksum_verification=True)
+        media = read.column("media").combine_chunks()
+        numbers, facts = np.diff(media.offsets.to_numpy()), media.flatten()
+        known = KnownLengths(
+            read.column("sha256").to_numpy().astype("S64"),
+            np.stack([read.column(name).to_numpy().astype(np.int32) for name in COLUMNS], axis=1),
+            np.stack([facts.field(name).to_numpy() for name in MEDIA_COLUMNS], axis=1),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unusable(path, f"cannot be read: {error}") from None
+    if np.any(numbers != num_media(known.table)):
+        raise _unusable(path, "has other numbers of images and videos than it has facts of them")
+    return known
+
+
+def _about(path: Path) -> Mapping[str, Any]:
+    """Return what a table says of itself."""
+    try:
+        about: dict[str, Any] = json.loads((pq.read_schema(path).metadata or {})[_ABOUT])
+    except FileNotFoundError:
+        raise _unusable(path, "does not exist") from None
+    except (OSError, ValueError, KeyError):
+        raise _unusable(path, "is no table of lengths that packplan measure wrote") from None
+    if about.get("schema") != SCHEMA:
+        raise _unusable(path, f"is of another version than this one reads, {SCHEMA}")
+    return about
+
+
+def _unusable(path: Path, reason: str) -> ArgumentError:
+    return ArgumentError("host", f"{path} {reason}", {"path": str(path)})

@@ -1,0 +1,196 @@
+"""
+Iterable data set that packs samples as they come, each on one rank and one worker, in every epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import attrs
+from torch.utils.data import IterableDataset, get_worker_info
+
+from packplan.adapters.trainer.packed_dataset import EncodedPack, Sample
+from packplan.core.errors import Difference, PackplanError, StaleError
+from packplan.core.lengths import IntArray
+from packplan.core.stream import (
+    CarryOptions,
+    Item,
+    RankState,
+    ShardState,
+    StreamSegment,
+    admit_first,
+    flush_buffer,
+    read_items,
+    take_pack,
+    unread_places,
+)
+
+log = logging.getLogger(__name__)
+
+
+class SampleStream(Protocol):
+    """Source of encoded samples, in an order of each epoch."""
+
+    def set_epoch(self, epoch: int, /) -> None:
+        """Use the order of *epoch* from now on."""
+
+    def __len__(self) -> int:
+        """Return the number of places in the epoch's order."""
+
+    def items(self, places: Sequence[int], /) -> Iterator[tuple[int, Sequence[Item]]]:
+        """
+        Yield the number of places that are read next, and their items.
+
+        Raises:
+            PackplanError: A record cannot become a sample.
+        """
+
+    def name(self, item: Item, /) -> str:
+        """Return the name of an item's record."""
+
+    def encode(self, item: Item, /) -> Sample:
+        """Return an encoded item, with a `length`; PackplanError if it cannot become a sample."""
+
+
+@attrs.frozen
+class ShardProgress:
+    """Progress of one shard of a rank."""
+
+    shard: int
+    """Number of the shard on its rank: that of the loader worker at the epoch's start."""
+
+    state: ShardState
+
+
+@attrs.frozen
+class StreamedPack(EncodedPack):
+    """Pack of a stream."""
+
+    progress: ShardProgress
+    """Progress of its shard after this pack."""
+
+
+@attrs.frozen
+class Ended:
+    """Marker of the end of a shard, after its last pack."""
+
+    progress: ShardProgress
+
+
+class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
+    """
+    Packs of a stream's samples for this rank and worker, each with the progress of its shard.
+
+    An error is yielded, not raised, as in `PackedDataset`, and ends the stream.
+
+    Attributes:
+        segments: Earlier parts of the epoch, on other numbers of shards.
+        start: Progress of this rank at which an iteration starts.
+    """
+
+    grouped = True
+
+    def __init__(self, stream: SampleStream, options: CarryOptions, *, rank: int, world_size: int) -> None:
+        """
+        Pack a stream.
+
+        Args:
+            stream: Same stream on every rank.
+            options: Packing options.
+            rank: Rank of this process.
+            world_size: Number of ranks.
+        """
+        self.stream, self.options, self.rank, self.world_size = stream, options, rank, world_size
+        self.segments: tuple[StreamSegment, ...] = ()
+        self.start = RankState()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use the samples of *epoch* from now on."""
+        self.stream.set_epoch(epoch)
+
+    def resume(self, start: RankState, segments: tuple[StreamSegment, ...] = ()) -> None:
+        """
+        Start the next iteration at a progress in an epoch, of which *segments* were trained before.
+        """
+        self.start, self.segments = start, segments
+
+    def num_left(self, shards: Sequence[ShardState]) -> int:
+        """Return the number of places of this rank that are neither trained nor left out."""
+        parts = [self._places(shard, len(shards))[state.read :] for shard, state in enumerate(shards)]
+        return sum(map(len, parts)) + len({item.place for state in shards for item in state.waiting})
+
+    def any_pack(self) -> EncodedPack:
+        """Return a pack of one of the epoch's first records, for a rank without packs."""
+        samples = (self.stream.encode(Item(place)) for place in range(len(self.stream)))
+        limit, allows_long = self.options.packing_length, self.options.allow_single_long
+        return EncodedPack(0, [next(sample for sample in samples if allows_long or sample["length"] < limit)])
+
+    def __iter__(self) -> Iterator[StreamedPack | Ended | PackplanError]:
+        """Yield packs as they fill."""
+        worker = get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        shard = (self.start.next_shard + number) % workers
+        state = self.start.shards[shard] if self.start.shards else ShardState()
+        try:
+            yield from self._packs(shard, state, self._places(shard, workers)[state.read :])
+        except PackplanError as error:
+            yield error
+
+    def _places(self, shard: int, shards_per_rank: int) -> IntArray:
+        """Return the places of a shard of this rank."""
+        places = unread_places(len(self.stream), self.segments)
+        return places[self.rank * shards_per_rank + shard :: self.world_size * shards_per_rank]
+
+    def _packs(self, shard: int, state: ShardState, places: IntArray) -> Iterator[StreamedPack | Ended]:
+        groups = self.stream.items(places.tolist())
+        encoded: dict[tuple[int, str | None], Sample] = {}
+        position = 0
+        while True:
+            while state.packs:
+                pack, state = take_pack(state, options=self.options)
+                samples = [self._sample(item, encoded) for item in pack]
+                yield StreamedPack(position, samples, ShardProgress(shard, state))
+                position += 1
+            if state.ahead:
+                item, before = state.ahead[0], len(state.buffer)
+                encoded[item.place, item.text] = sample = self.stream.encode(item)
+                self._log_long(item, sample["length"])
+                state = admit_first(state, sample["length"], options=self.options)
+                if len(state.buffer) <= before:  # some left the buffer, perhaps not in a pack
+                    kept = {(item.place, item.text) for item in state.admitted}
+                    encoded = {key: sample for key, sample in encoded.items() if key in kept}
+            elif group := next(groups, None):
+                num_places, items = group
+                state = read_items(state, items, places=num_places)
+            elif state.buffer:
+                state = flush_buffer(state, options=self.options)
+            else:
+                break
+        yield Ended(ShardProgress(shard, state))
+
+    def _sample(self, item: Item, encoded: dict[tuple[int, str | None], Sample]) -> Sample:
+        """
+        Return the encoded sample of a packed item, which is encoded again if another run packed it.
+        """
+        sample = encoded.pop((item.place, item.text), None) or self.stream.encode(item)
+        if sample["length"] != item.length:
+            differences = (Difference("length", item.length, sample["length"]),)
+            raise StaleError.sample(item.place, self.stream.name(item), differences)
+        return sample
+
+    def _log_long(self, item: Item, length: int) -> None:
+        limit = self.options.packing_length
+        if length < limit:
+            return
+        name = self.stream.name(item)
+        if self.options.allow_single_long:
+            log.info("%s: %s tokens, where a pack holds %s: a pack of its own", name, f"{length:,}", f"{limit:,}")
+            return
+        log.warning(
+            "%s: %s tokens, where a pack holds %s: skipped; training.packing_allow_single_long: true trains it",
+            name,
+            f"{length:,}",
+            f"{limit:,}",
+        )

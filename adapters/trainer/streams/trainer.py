@@ -1,0 +1,348 @@
+"""
+Trainer of a stream: packs come as they fill, so their number is unknown in advance.
+
+Ranks run out of packs at different times. Before each step they agree, by one small collective,
+whether it takes place. If underfilled packs are trained, steps go on until no rank has a pack, and
+ranks without one train a pack whose tokens weigh nothing. If they are dropped, steps end when a
+rank has no whole window left, and the packs that the others have left are dropped too.
+
+A checkpoint has the progress of every shard after its last trained pack. What loaders have prepared
+beyond it is prepared again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from transformers import Trainer
+
+from packplan.adapters.samples.encoder import IGNORED_LABEL
+from packplan.adapters.trainer.base import PackingTrainer
+from packplan.adapters.trainer.callbacks import FinishStream
+from packplan.adapters.trainer.checkpoints import to_state, write_rank_state
+from packplan.adapters.trainer.loader import LENGTHS, NORMALISER, Batch, PackLoader
+from packplan.core.config import LESS_DROPPED
+from packplan.core.equality import AttentionChoice
+from packplan.core.errors import DataSetError, agree, counted
+from packplan.core.packs import filled
+from packplan.core.stream import RankState, ShardState, StreamCounts, StreamProgress, StreamState
+
+log = logging.getLogger(__name__)
+
+
+@attrs.frozen
+class StreamStart:
+    """Progress at which a run starts."""
+
+    progress: StreamProgress
+    rank: RankState
+
+
+@attrs.frozen
+class StreamTotals:
+    """Counts of a stream's samples, over all ranks and epochs so far."""
+
+    counts: StreamCounts
+
+    trained: int
+    """Samples in packs that were trained."""
+
+    def __str__(self) -> str:
+        counts, share = self.counts, self.counts.dropped_tokens / max(1, self.counts.tokens)
+        waiting = counts.samples - self.trained - counts.dropped - counts.skipped
+        return (
+            f"{counted(counts.samples, 'sample')} came: {self.trained:,} trained, {counts.dropped:,} dropped in "
+            f"{counted(counts.dropped_packs, 'pack')} ({share:.2%} of the tokens), {counts.skipped:,} "
+            "skipped as long, "
+            f"{waiting:,} in packs that were not trained or not full; {counted(counts.long, 'long sample')} "
+            f"{agree(counts.long, 'was a pack of its own', 'were packs of their own')}"
+        )
+
+
+class StreamTrainer(PackingTrainer):
+    """ms-swift's trainer on a `DynamicDataset`."""
+
+    def __init__(
+        self,
+        *,
+        num_epochs: int | None,
+        max_dropped_share: Decimal,
+        extra: Callable[[], Mapping[str, tuple[float, int]]],
+        start: StreamStart,
+        resume_state: Callable[[StreamProgress], StreamState],
+        attention: AttentionChoice,
+        **options: Any,
+    ) -> None:
+        """
+        Prepare training.
+
+        Args:
+            num_epochs: Epochs after which training ends; None ends it after `max_steps`.
+            max_dropped_share: Share of tokens in dropped packs above which the log warns, once.
+            extra: Function that returns sum and count by name, logged as means since its last call.
+                Names are the same on every rank.
+            start: Progress to start at.
+            resume_state: Function that makes the resume state of a checkpoint.
+            attention: Attention that trains, stored in checkpoints.
+            **options: Options of `PackingTrainer`; train_dataset is a `DynamicDataset`.
+        """
+        self.num_epochs = sys.maxsize if num_epochs is None else num_epochs
+        if num_epochs is not None:
+            options["args"].max_steps = sys.maxsize
+        self.max_dropped_share, self.extra, self.start = max_dropped_share, extra, start
+        self.resume_state, self.attention = resume_state, attention
+        self.options = options["train_dataset"].options
+        self._earlier, self._trained, self._has_warned = start.rank.earlier, start.rank.trained, False
+        self._lengths: list[tuple[int, ...]] = []
+        self._epoch, self._first_step = start.progress.epoch, start.progress.step - start.progress.epoch_step
+        self._left_over: list[tuple[int, ...]] = []
+        self._loader: PackLoader
+        workers = options["args"].dataloader_num_workers
+        super().__init__(**options)
+        # ms-swift leaves a data set without a length one worker; this one shares its samples out.
+        self.args.dataloader_num_workers = workers
+        self.add_callback(FinishStream(lambda: self._ends_training))
+
+    def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # a stream resumes by itself
+        """Return the loader of this rank's packs, which come as they fill."""
+        self._loader = PackLoader(
+            self.train_dataset,
+            device=self.accelerator.device,
+            batch_size=1,
+            collate_fn=self.data_collator,
+            # Persistent workers would not learn of the next epoch.
+            **(self._worker_options() | {"persistent_workers": False}),
+        )
+        return self._loader
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
+        """Return numbers that end training after `max_steps`, or after whole epochs."""
+        _, *others, max_steps = super().set_initial_training_values(args, dataloader)
+        progress = self.start.progress
+        return progress.epoch if progress.step >= max_steps else self.num_epochs, *others, max_steps
+
+    def _init_training_state(self, max_steps: int, *arguments: Any, **options: Any) -> tuple[int, int]:
+        super()._init_training_state(max_steps, *arguments, **options)
+        # The settings of this run apply, not those in the checkpoint.
+        self.state.compute_steps(self.args, max_steps)
+        # No batch is skipped, since the data set goes on by itself. Generators are then restored
+        # before the first batch, whose answers may need them.
+        return self.start.progress.epoch, 0
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], Any]:
+        """
+        Return a window of packs; return none and end the epoch if the ranks have no further step.
+        """
+        del num_batches  # a guess of the trainer
+        size = self.args.gradient_accumulation_steps
+        window = list(islice(epoch_iterator, size))
+        drops = self.options.drop_last
+        if self.group.any(len(window) < size) if drops else not self.group.any(bool(window)):
+            self._left_over = [batch[LENGTHS] for batch in chain(window, epoch_iterator)]
+            if self.state.global_step == self._first_step:
+                raise DataSetError(self._no_step())
+            self.control.should_epoch_stop = True
+            self._epoch += 1  # now logged as done, as with a plan
+            return [], None
+        window += [self._weightless(window)] * (size - len(window))
+        return window, self._get_num_items_in_batch(window, device)
+
+    def _weightless(self, window: list[Batch]) -> Batch:
+        """Return a pack that changes no weight, for a rank that has none left."""
+        # It follows from the window and the data, so that a resumed run draws the same dropout.
+        batch = window[-1] if window else self.data_collator([self.train_dataset.any_pack()])
+        labels = torch.full_like(batch["labels"], IGNORED_LABEL)
+        weights = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
+        return {**batch, "labels": labels, "loss_scale": weights, NORMALISER: 0.0, LENGTHS: ()}
+
+    def _no_step(self) -> str:
+        packs = counted(self.args.gradient_accumulation_steps, "pack")
+        if not self.options.drop_last:
+            return f"epoch {self._epoch} has no pack to train: set training.packing_allow_single_long: true"
+        return (
+            f"epoch {self._epoch} has no step, since no step has {packs} on each rank; set training.packing_drop_last: "
+            "false, lower training.effective_batch_size or training.packing_min_fill_ratio, or add data"
+        )
+
+    @property
+    def _ends_training(self) -> bool:
+        """Whether the last epoch is over."""
+        return self._epoch >= self.num_epochs
+
+    def _run_epoch(self, *, epoch: int, **options: Any) -> None:
+        self._epoch, start = epoch, self.start
+        if epoch == start.progress.epoch:
+            self.train_dataset.resume(start.rank, start.progress.segments)
+        else:
+            self._first_step = self.state.global_step
+            self.train_dataset.resume(RankState())
+        self._left_over, self._loader.progress = [], ()
+        self._show_no_total()
+        self.seconds_since_reading()
+        step = self.state.global_step
+        super()._run_epoch(epoch=epoch, **options)
+        if self._is_over and self.state.global_step == step:
+            self.control.should_training_stop = False  # the epoch's last step was before the resume
+        counts = self._epoch_counts()
+        left = 0 if self._is_over else self.train_dataset.num_left(self._shards())
+        *summed, left = self.sum_over_ranks(torch.tensor([*attrs.astuple(counts), left])).tolist()
+        self._log_epoch(StreamCounts(*summed), 0.0 if self._is_over else 1 - left / len(self.train_dataset.stream))
+        self._earlier += counts
+        self.train_dataset.resume(RankState())
+        self._left_over, self._loader.progress = [], ()
+
+    def _log_epoch(self, total: StreamCounts, share: float) -> None:
+        """Log an epoch, of which a *share* was trained if training ends in it."""
+        logs = {
+            "epoch_samples": total.samples,
+            "epoch_packs": total.packs,
+            "epoch_fill_mean": total.filled_tokens / max(1, total.packs) / self.options.packing_length,
+            "epoch_long_share": total.long / max(1, total.samples),
+            "epoch_long_samples": total.long,
+            "epoch_long_pack_share": total.long / max(1, total.packs),
+            "epoch_skipped_share": total.skipped / max(1, total.samples),
+            "epoch_skipped_samples": total.skipped,
+            "epoch_dropped_samples": total.dropped,
+            "epoch_dropped_packs": total.dropped_packs,
+        }
+        self.state.epoch = self._epoch + share
+        # Not this class's `log`, whose epochs are whole, nor ms-swift's, which would add the
+        # accuracy of the steps since the last log.
+        with self._estimated_total():
+            Trainer.log(self, logs)
+
+    def totals(self) -> StreamTotals:
+        """Return the counts over all epochs; every rank has to call this."""
+        counts = self._earlier + self._epoch_counts()
+        *summed, trained = self.sum_over_ranks(torch.tensor([*attrs.astuple(counts), self._trained])).tolist()
+        return StreamTotals(StreamCounts(*summed), trained)
+
+    def _shards(self) -> tuple[ShardState, ...]:
+        """Return the progress of this rank's shards in the current epoch, up to the last pack."""
+        shards = [*self.train_dataset.start.shards] or [ShardState()] * max(1, self.args.dataloader_num_workers)
+        for one in self._loader.progress:
+            shards[one.shard] = one.state
+        return tuple(shards)
+
+    def _epoch_counts(self) -> StreamCounts:
+        """Return the counts of this rank's samples in the current epoch, up to its last pack."""
+        counts = sum((shard.counts for shard in self._shards()), StreamCounts())
+        for lengths in self._left_over:
+            counts = counts.without_pack(lengths, self.options.packing_length)
+        return counts
+
+    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        step = self.state.global_step
+        progress = attrs.evolve(self.start.progress, step=step, epoch=self._epoch, epoch_step=0, segments=())
+        if not self._is_over:
+            segments = self.train_dataset.segments
+            progress = attrs.evolve(progress, epoch_step=step - self._first_step, segments=segments)
+        self.state.stateful_callbacks.update(to_state(self.resume_state(progress), attn_impl=self.attention.name))
+        super()._save_checkpoint(*arguments, **options)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        # Before all files are digested.
+        write_rank_state(Path(output_dir), self.group.rank, self._rank_state())
+        super()._save_rng_state(output_dir)
+
+    def _rank_state(self) -> RankState:
+        """Return the progress of this rank after the last step."""
+        if self._is_over:
+            return RankState(earlier=self._earlier + self._epoch_counts(), trained=self._trained)
+        shards, last = self._shards(), self._loader.progress[-1:]
+        following = (last[0].shard + 1) % len(shards) if last else self.train_dataset.start.next_shard
+        return RankState(shards, following, self._earlier, self._trained)
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """Train on one pack, and record its samples' lengths."""
+        self._lengths.append(inputs[LENGTHS])
+        self._trained += len(inputs[LENGTHS])
+        loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
+        return loss
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        """Log a step's loss with the stats of the steps since the last one, over all ranks."""
+        if "loss" in logs:
+            logs = {**logs, **self._window_stats(), **self._lost_samples()}
+        if self.state.epoch is not None:
+            # The trainer's share of the epoch is a guess: the number of packs is unknown.
+            self.state.epoch = float(self._epoch)
+        with self._estimated_total():
+            super().log(logs, *arguments, **options)
+
+    @contextlib.contextmanager
+    def _estimated_total(self) -> Iterator[None]:
+        """Let the log show an estimate of the number of steps, if epochs end training."""
+        if self.args.max_steps < sys.maxsize:
+            yield
+            return
+        left = 0 if self._is_over else self.train_dataset.num_left(self._shards()) * self.group.world_size
+        done = self._epoch + (0 if self._is_over else max(0, 1 - left / len(self.train_dataset.stream)))
+        step, self.state.max_steps = self.state.global_step, self.state.global_step
+        if done:
+            self.state.max_steps = max(step, math.ceil(step * self.num_epochs / done))
+        try:
+            yield
+        finally:
+            self.state.max_steps = sys.maxsize
+
+    def _show_no_total(self) -> None:
+        """Let progress bars count steps without a total, if epochs end training."""
+        for callback in self.callback_handler.callbacks if self.args.max_steps == sys.maxsize else ():
+            if (bar := getattr(callback, "training_bar", None)) is not None:
+                bar.total = None
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the ranks have no further step in the epoch."""
+        return bool(self.control.should_epoch_stop)
+
+    def _lost_samples(self) -> dict[str, int]:
+        """Return the stream's lost samples so far; warn once if they exceed the limit."""
+        totals = self.totals()
+        counts = totals.counts
+        if counts.drops_more_than(self.max_dropped_share) and not self._has_warned:
+            self._has_warned = True
+            if self.group.rank == 0:
+                log.warning(
+                    "the stream drops more than %s of its tokens (training.packing_max_dropped_share); so far %s. %s",
+                    self.max_dropped_share,
+                    totals,
+                    LESS_DROPPED,
+                )
+        return {
+            "stream_samples": counts.samples,
+            "stream_long_samples": counts.long,
+            "stream_skipped_samples": counts.skipped,
+            "stream_dropped_samples": counts.dropped,
+        }
+
+    def _window_stats(self) -> dict[str, float]:
+        length, packs = self.options.packing_length, [lengths for lengths in self._lengths if lengths]
+        tokens = [sum(lengths) for lengths in packs]
+        extra = self.extra()
+        numbers = torch.tensor(
+            [filled(tokens, length).sum() / length, sum(map(len, packs)), len(packs), sum(tokens),
+             *chain.from_iterable(extra.values())],
+            dtype=torch.float64,
+        )  # fmt: skip
+        fill, samples, num_packs, total, *more = self.sum_over_ranks(numbers).tolist()
+        self._lengths = []
+        return {
+            "fill": fill / num_packs,
+            "samples_per_pack": samples / num_packs,
+            "tokens_per_second": total / self.seconds_since_reading(),
+            **{name: sum_ / num for name, sum_, num in zip(extra, more[::2], more[1::2], strict=True) if num},
+        }

@@ -1,0 +1,170 @@
+"""
+Measure the exact lengths of records, for any tool: `packplan measure DATA... --model M -o
+lengths.parquet`.
+
+Writes a Parquet table with a row for each record: tokens, supervised tokens, images, videos,
+patches and frames, by index and by a digest of the content. What is interrupted goes on; records
+that a written table has are not measured again. Under torchrun every rank measures a part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+from functools import partial
+from pathlib import Path
+
+import attrs
+import numpy as np
+
+from packplan.adapters.progress import loading_libraries, progress
+from packplan.app.cli.command import (
+    add_logging_options,
+    command_parser,
+    positive_number,
+    run_command,
+    run_program,
+)
+from packplan.app.planning.deadline import Deadline
+from packplan.app.planning.measure import measure
+from packplan.app.planning.measure_slices import measure_slices
+from packplan.app.planning.split import GatheredSplit, require_writable
+from packplan.app.wiring import lengths, stores
+from packplan.core.config import RunConfig
+from packplan.core.errors import ConfigError, MismatchError, agree, counted
+from packplan.core.ports import Arrays, RankGroup, ReportProgress
+from packplan.core.samples import COLUMNS, Table, column, from_row, sample_indices, to_row
+
+log = logging.getLogger(__name__)
+
+KEPT = "what was measured is kept; run again to go on"
+
+_OVERRIDE = re.compile(r"(?:model|template|custom|training)\.\w+=")
+"""Beginning of an argument that is no data file but the value of a key."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = command_parser("measure", __doc__)
+    parser.add_argument(
+        "data", nargs="*", metavar="DATA",
+        help="data files, patterns or folders, as custom.train_jsonl takes them; and key=value, in place of the "
+        "YAML's or its defaults: template.max_pixels=200704",
+    )  # fmt: skip
+    parser.add_argument("--model", metavar="M", help="folder of the model, or its id in a local cache")
+    parser.add_argument(
+        "--config", metavar="run.yaml",
+        help="run whose model, template and data are taken where none are named here",
+    )  # fmt: skip
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="lengths.parquet",
+        help="table to write; one that is there is continued",
+    )  # fmt: skip
+    parser.add_argument(
+        "--check", type=positive_number, metavar="N", help="encode N samples in full, and compare, before writing"
+    )
+    add_logging_options(parser)
+    options = parser.parse_intermixed_args(arguments)
+    return run_command(partial(run, options), verbose=options.verbose, quiet=options.quiet, kept=KEPT)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, and write the table."""
+    overrides = [word for word in options.data if _OVERRIDE.match(word)]
+    data = [word for word in options.data if not _OVERRIDE.match(word)]
+    if options.config is None and not (data and options.model):
+        missing = "DATA" if not data else "--model"
+        raise ConfigError.at(missing, "is not given, and there is no --config to take it from: name it")
+    stores.require_ranks()
+    output: Path = options.output
+    lengths.require_table(output)
+    config = lengths.measuring_run(data, output, model=options.model, path=options.config, overrides=overrides)
+    stores.require_inputs(config)
+
+    with loading_libraries():
+        from packplan.app.wiring.gather import gather
+        from packplan.app.wiring.training import joined_ranks, local_ranks
+
+    with joined_ranks(config, use_cpu=True, options={"--check": options.check}) as group:
+        split = gather(config, measuring_ranks=local_ranks()).splits["train"]
+        split = attrs.evolve(split, source=lengths.continued(output, split.source))
+        write_table(config, split, output, group=group, num_checked=options.check or 0)
+
+
+def write_table(config: RunConfig, split: GatheredSplit, output: Path, *, group: RankGroup, num_checked: int) -> None:
+    """
+    Measure a split on all ranks, and write its table on rank 0.
+
+    Args:
+        config: The run that measures.
+        split: Records to measure.
+        output: Table to write, or to replace.
+        group: The ranks that measure.
+        num_checked: Samples to encode in full before.
+
+    Raises:
+        PackplanError: Something the user can fix, or samples that encode otherwise.
+    """
+    deadline = Deadline(config.training.packing_wait_timeout_s)
+    require_writable([split], group=group, deadline=deadline)
+    if group.world_size > 1 and split.max_bad_share is None:
+        with lengths.naming_output(output):
+            measure_slices(split, partial(stores.open_slice, config, split.name), group=group, deadline=deadline)
+
+    def complete(report: ReportProgress) -> Arrays:
+        with lengths.naming_output(output), split.stores.lock.held(**deadline.wait(), report=report):
+            table = measure(
+                "data",
+                split.source,
+                split.stores.lengths,
+                flush_every=split.flush_every,
+                report=report,
+                max_bad_share=split.max_bad_share,
+            )
+            check(split, table, num_checked)
+            report(f"writing {output}")
+            lengths.publish_table(split, split.stores.lengths.stored(), output)
+        _log_totals(table, output)
+        return {}
+
+    group.from_rank_zero(complete, **deadline.wait())
+
+
+def check(split: GatheredSplit, table: Table, count: int) -> None:
+    """
+    Encode samples in full, and compare them with what was measured.
+
+    Args:
+        split: Records that were measured.
+        table: Their measurements; int32, shape (num_records, num_columns).
+        count: Samples to encode, over all of the data.
+
+    Raises:
+        MismatchError: Some encode to other measurements.
+    """
+    samples = sample_indices(table)
+    places = np.unique(np.linspace(0, samples.size - 1, min(count, samples.size)).astype(np.int64))
+    wrong = []
+    for index in progress(samples[places].tolist(), desc="encoding in full", unit=" samples"):
+        split.source.media_facts(index, decode=True)  # media at places are here from then on
+        encoded, measured = split.source.measure(index), from_row(table, index)
+        if encoded != measured:
+            wrong.append(f"sample {index} measured {to_row(measured)} and encodes to {to_row(encoded)}")
+    if wrong:
+        fact = f"{counted(len(wrong), 'sample')} of {len(places):,} {agree(len(wrong), 'encodes', 'encode')} otherwise"
+        raise MismatchError("unequal_lengths", f"{fact} ({', '.join(COLUMNS)}): {wrong[0]}", {"samples": tuple(wrong)})
+    if count:
+        log.info("%s encoded in full: equal", counted(len(places), "sample"))
+
+
+def _log_totals(table: Table, output: Path) -> None:
+    """Log what the table holds."""
+    totals = {name: int(column(table, name).sum(dtype=np.int64)) for name in ("length", "images", "videos")}
+    media = [counted(totals[kind], kind.removesuffix("s")) for kind in ("images", "videos") if totals[kind]]
+    samples = counted(len(sample_indices(table)), "sample")
+    log.info("%s: %s", output, ", ".join([samples, counted(totals["length"], "token"), *media]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_program(main))

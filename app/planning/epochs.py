@@ -1,0 +1,194 @@
+"""
+Epochs with plans of their own: all are planned and counted before the first step, and each is
+planned again when it is trained, one ahead, so that two plans at most are in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from concurrent.futures import Future
+from threading import Thread
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from packplan.adapters.progress import BRIEF_S, progress
+from packplan.app.planning.deadline import Deadline
+from packplan.app.planning.split import GatheredSplit, PlannedSplit, samples_of
+from packplan.core.epochs import (
+    EpochPlan,
+    EpochRecipe,
+    EpochRecord,
+    EpochSamples,
+    packs_of_epochs,
+    plan_epoch,
+    record_of,
+    select_epoch,
+    with_epochs,
+)
+from packplan.core.errors import MismatchError
+from packplan.core.plan import RawPlan, refuse_dropped
+from packplan.core.policy import PlanPolicy
+from packplan.core.ports import Arrays, RankGroup, ReportProgress
+from packplan.core.schedule import EpochSchedule, PackStats
+from packplan.core.work import SampleWorks
+
+log = logging.getLogger(__name__)
+
+
+@attrs.frozen(eq=False)
+class EpochPlanner:
+    """Plans the epochs of a split."""
+
+    policy: PlanPolicy
+    recipe: EpochRecipe
+    samples: EpochSamples
+
+    @classmethod
+    def from_split(cls, split: GatheredSplit, planned: PlannedSplit) -> EpochPlanner:
+        """Return the planner of a split that has a recipe, and is measured."""
+        samples = samples_of(split.policy, planned.table, split.source.data_files())
+        return cls(split.policy, split.recipe or EpochRecipe(), samples)
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """Return the plan of an epoch; PlanError if it drops too much, or no pack remains."""
+        plan = plan_epoch(self.recipe, self.policy, self.samples, epoch, quick_bound=True)
+        refuse_dropped(plan.raw, self.samples.lengths, self.policy)
+        return plan
+
+    def record(self, plan: EpochPlan) -> EpochRecord:
+        """Return what is kept of a plan."""
+        return record_of(plan, self.samples)
+
+    def selected(self, raw: RawPlan) -> EpochPlan:
+        """Return the plan of the first epoch, which is stored, with its selection."""
+        first = self.recipe.first
+        return EpochPlan(first, select_epoch(self.recipe, self.policy, self.samples, first), raw)
+
+
+@attrs.frozen(eq=False)
+class PlannedEpochs:
+    """
+    All epochs of a run: what is kept of each, and the packs of the one that is trained.
+
+    While an epoch is trained, a thread plans the next one. It shares nothing with training, and
+    takes part in nothing that ranks do together.
+    """
+
+    planner: EpochPlanner
+
+    records: tuple[EpochRecord, ...]
+    """Record of each epoch, from the first that is planned."""
+
+    works: SampleWorks
+    """Work of the records."""
+
+    _held: dict[int, Future[PackStats]] = attrs.field(factory=dict, init=False, repr=False)
+
+    def stats(self, epoch: int) -> PackStats:
+        """
+        Return the statistics of an epoch's packs, and begin to plan the next epoch.
+
+        Raises:
+            MismatchError: The plan is not the one that was counted before the first step.
+        """
+        for old in self._held.keys() - {epoch, epoch + 1}:
+            del self._held[old]
+        found = self._begun(epoch).result()
+        if epoch < self.records[-1].epoch:
+            self._begun(epoch + 1)
+        return found
+
+    def pack_works(self, epoch: int) -> NDArray[np.float64]:
+        """Return the work of each pack of an epoch; shape (num_packs,)."""
+        return self.stats(epoch).work
+
+    def _begun(self, epoch: int) -> Future[PackStats]:
+        if epoch not in self._held:
+            self._held[epoch] = future = Future[PackStats]()
+            # A run that ends does not wait for a plan that it will not train.
+            Thread(target=self._plan, args=(epoch, future), name=f"plan-epoch-{epoch}", daemon=True).start()
+        return self._held[epoch]
+
+    def _plan(self, epoch: int, future: Future[PackStats]) -> None:
+        try:
+            future.set_result(self._checked(epoch))
+        except Exception as error:  # noqa: BLE001  # raised where the plan is asked for
+            future.set_exception(error)
+
+    def _checked(self, epoch: int) -> PackStats:
+        planner, counted_before = self.planner, self.records[epoch - self.records[0].epoch]
+        plan = planner.plan(epoch)
+        if (found := planner.record(plan)) != counted_before:
+            fact = (
+                f"the plan of epoch {epoch} has the checksum {found.checksum}, but before the first step it had "
+                f"{counted_before.checksum}"
+            )
+            raise MismatchError("ranks_disagree", fact, {"epoch": epoch})
+        return PackStats.from_plan(plan.raw, planner.samples.lengths, packed=planner.policy.packing, works=self.works)
+
+
+def plan_epochs(
+    split: GatheredSplit,
+    planned: PlannedSplit,
+    schedule: EpochSchedule,
+    *,
+    works: SampleWorks,
+    group: RankGroup,
+    deadline: Deadline,
+) -> tuple[EpochSchedule, PlannedEpochs]:
+    """
+    Plan and count all epochs on rank 0, store a record of each, and return the schedule over them.
+
+    Args:
+        split: Samples, policy, recipe and stores.
+        planned: The split, whose first epoch is planned.
+        schedule: Settings of the schedule, from where training starts.
+        works: Work of the records.
+        group: All ranks.
+        deadline: Limit of the wait for rank 0.
+
+    Raises:
+        PackplanError: An epoch cannot be planned; on every rank.
+    """
+    planner = EpochPlanner.from_split(split, planned)
+
+    def build(report: ReportProgress) -> Arrays:
+        key, plans = split.key(split.stores.lengths.digest()), split.stores.plans
+        with split.stores.lock.held(**deadline.wait(), report=report):
+            known = {one.epoch: one for one in plans.load_epochs(key)}
+            whole, records = _counted(planner, planned, schedule, known, report)
+            plans.save_epochs(key, records, whole)
+        told = json.dumps([attrs.asdict(one) for one in records])
+        return {"records": np.frombuffer(told.encode(), dtype=np.uint8)}
+
+    rows = json.loads(group.from_rank_zero(build, **deadline.wait())["records"].tobytes())
+    epochs = PlannedEpochs(planner, tuple(EpochRecord(**row) for row in rows), works)
+    by_work = None if schedule.works is None else epochs.pack_works
+    return attrs.evolve(schedule, num_packs=packs_of_epochs(epochs.records), works=by_work), epochs
+
+
+def _counted(
+    planner: EpochPlanner,
+    planned: PlannedSplit,
+    schedule: EpochSchedule,
+    known: Mapping[int, EpochRecord],
+    report: ReportProgress,
+) -> tuple[EpochSchedule, tuple[EpochRecord, ...]]:
+    """Return the schedule over all epochs, and the record of each, known or planned now."""
+    first = planner.recipe.first
+    ends = None if schedule.max_steps > 0 else math.ceil(schedule.num_train_epochs) - first
+    with progress(total=ends, desc=f"planning {planned.name}", unit=" epochs", delay=BRIEF_S) as bar:
+
+        def record(epoch: int) -> EpochRecord:
+            report(f"planning epoch {epoch} of {planned.name}")
+            bar.update()
+            if epoch in known:
+                return known[epoch]
+            return planner.record(planner.selected(planned.raw) if epoch == first else planner.plan(epoch))
+
+        return with_epochs(schedule, record, first=first)

@@ -1,0 +1,112 @@
+"""
+Prove that a model keeps the samples of a pack apart, or show where they are mixed: `packplan probe
+MODEL`.
+
+MODEL is a folder, a config.json, or an id in a local cache. A small copy with random weights is
+asked, in some seconds, under each attention that is installed. No weights are read without
+--weights. Exit status 0 if samples may share packs under the attention that a run takes (auto), 3
+if not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+from packplan.adapters.progress import loading_libraries
+from packplan.app.cli.command import add_logging_options, command_parser, run_command, run_program
+from packplan.app.wiring.model_path import model_path
+from packplan.core.errors import ProofError
+
+if TYPE_CHECKING:
+    from packplan.app.wiring.probing import BackendProbe
+
+_HEAD = ("backend", "packs", "isolation", "equality", "seconds", "how")
+
+
+def as_table(found: Sequence[BackendProbe]) -> str:
+    """Return the results for people."""
+    rows = [_HEAD, *(_cells(one) for one in found if one.verdict is not None)]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [f"{one.backend}: not run, since {one.reason}" for one in found if one.verdict is None]
+    mixing: dict[str, list[str]] = {}
+    for one in found:
+        if one.mixes_in is not None:
+            mixing.setdefault(one.mixes_in, []).append(one.backend)
+    lines += [
+        f"Without Packplan, samples are first mixed in {module}: {', '.join(backends)}"
+        for module, backends in mixing.items()
+    ]
+    return "\n".join(lines)
+
+
+def _cells(found: BackendProbe) -> tuple[str, ...]:
+    verdict = found.verdict
+    how = found.reason if len(found.reason) <= 100 else f"{found.reason[:99]}…"
+    if found.packs and verdict is not None:
+        how = "by itself" if found.by_itself else "is told its rows"
+        if verdict.split:
+            how = f"{' and '.join(verdict.split)} run sample by sample"
+        if verdict.attention != found.backend:
+            how = f"{verdict.attention}, {how}"
+    numbers = ["" if value is None else f"{value:.2g}" for value in (found.isolation, found.equality)]
+    return (found.backend, "yes" if found.packs else "no", *numbers, f"{found.seconds:.1f}", how)
+
+
+def as_json(model: str, found: Sequence[BackendProbe]) -> str:
+    """Return the results for programs, as one document."""
+    backends = []
+    for one in found:
+        document = attrs.asdict(one, filter=lambda field, _: field.name != "verdict")
+        for name in ("isolation", "equality"):
+            if document[name] is not None and not math.isfinite(document[name]):
+                document[name] = None
+        backends.append({**document, "verdict": None if one.verdict is None else one.verdict.to_dict()})
+    return json.dumps({"model": model, "passed": found[0].packs, "backends": backends}, indent=2)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = command_parser("probe", __doc__)
+    parser.add_argument("model", metavar="MODEL", help="folder, config.json, or id in a local cache")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"),
+        help="type to compute in (default: float32; with --weights, that of the weights)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="device to compute on (default: a GPU for what runs there alone)"
+    )
+    parser.add_argument("--weights", action="store_true", help="load the real weights too, and probe them")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the model's folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
+    add_logging_options(parser)
+    options = parser.parse_args(arguments)
+
+    def command() -> None:
+        path = model_path(options.model)
+        with loading_libraries():
+            from packplan.app.wiring.probing import probe_backends
+
+        found = list(
+            probe_backends(
+                path, dtype=options.dtype, device=options.device, weights=options.weights,
+                trust_remote_code=options.trust_remote_code,
+            )
+        )  # fmt: skip
+        print(as_json(options.model, found) if options.json else as_table(found))
+        run = found[0]
+        if not run.packs:
+            where = next((f"; first in {one.mixes_in}" for one in found if one.mixes_in is not None), "")
+            fact = f"samples may not share packs of {options.model}: {run.reason}{where}"
+            raise ProofError("leak", fact, {"module": run.mixes_in})
+
+    return run_command(command, verbose=options.verbose, quiet=options.quiet, kept="nothing is kept")
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_program(main))

@@ -1,0 +1,1 @@
+"""Forecasts of runs: the timing that fits a run, and what follows from it."""

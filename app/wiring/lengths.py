@@ -1,0 +1,209 @@
+"""Tables of lengths: what writes them for any tool, and runs that take their lengths from one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import attrs
+
+from packplan.adapters import files
+from packplan.adapters.config.layers import read_document
+from packplan.adapters.config.run import parse_config
+from packplan.adapters.samples.remote.transport import traffic
+from packplan.adapters.stores.length_table import read_length_table, read_length_table_key, write_length_table
+from packplan.app.planning.known_lengths import PartlyKnownSource
+from packplan.app.planning.split import GatheredSplit
+from packplan.app.wiring.inputs import entry_of, is_entry, records_cache, with_inputs
+from packplan.app.wiring.stores import trainer_keys
+from packplan.core.config import CustomConfig, RunConfig
+from packplan.core.errors import ArgumentError, ConfigError, StaleError
+from packplan.core.ports import LengthSource, Stored
+from packplan.core.samples import KnownLengths, media_identity, num_media
+
+log = logging.getLogger(__name__)
+
+
+@attrs.frozen(kw_only=True)
+class MeasuringRun(RunConfig):
+    """A run that measures data, and trains nothing: of media at places, it reads parts."""
+
+
+NO_LIMIT = 2**31 - 1
+"""Packing length of samples that are measured for no run; an input of lengths only where samples
+are truncated."""
+
+
+def measuring_run(
+    data: Sequence[str], output: Path, *, model: str | None, path: str | None, overrides: Sequence[str]
+) -> MeasuringRun:
+    """
+    Return the run that measures data, and trains nothing; its artefacts are in `store_folder`.
+
+    Args:
+        data: Data files; empty takes all of the YAML's.
+        output: Table to write.
+        model: Model; None takes the YAML's.
+        path: YAML of a run with these keys; None has none.
+        overrides: Values for single keys.
+
+    Raises:
+        ConfigError: All faults of the configuration.
+    """
+    own = {
+        "custom": {"train_jsonl": list(data)},
+        "template": {"max_length": NO_LIMIT},
+        "training": {"output_dir": str(store_folder(output)), "packing": False},
+    }
+    document = own if path is None else read_document(Path(path))
+    named = [*overrides, *([f"model.model={json.dumps(model)}"] if model else [])]
+    config = parse_config(document, path or "packplan measure", trainer_keys(), overrides=named)
+    traffic.reset()
+    if data:
+        config = attrs.evolve(config, custom=_with_data(config.custom, tuple(data)))
+    config = with_inputs(config)
+    custom, training = config.custom, config.training
+    paths = tuple(dict.fromkeys([*custom.train_jsonl, *custom.val_jsonl]))
+    cache = custom.records_cache if path is None else str(records_cache(config))
+    custom = attrs.evolve(
+        custom, train_jsonl=paths, val_jsonl=(), fusion_config=None, fusion_schedule=None, records_cache=cache
+    )
+    if custom.media_cache is None:
+        custom = attrs.evolve(custom, media_cache=str(store_folder(output) / "media"))
+    training = attrs.evolve(training, output_dir=str(store_folder(output)))
+    changed = attrs.evolve(config, custom=custom, training=training)
+    return MeasuringRun(**{field.name: getattr(changed, field.name) for field in attrs.fields(RunConfig)})
+
+
+def _with_data(custom: CustomConfig, data: tuple[str, ...]) -> CustomConfig:
+    """Return the data of a run that measures *data*, and no others."""
+    try:
+        entries = data if any(map(is_entry, data)) else ()
+        _ = [*map(entry_of, entries)]
+    except ValueError as error:
+        raise ConfigError.at("DATA", str(error)) from None
+    return attrs.evolve(
+        custom,
+        train_jsonl=() if entries else data,
+        val_jsonl=(),
+        dataset=entries,
+        val_dataset=(),
+        split_dataset_ratio=0.0,
+        fusion_config=None,
+        fusion_schedule=None,
+        source_names={name: source for name, source in custom.source_names.items() if name in data},
+    )
+
+
+def store_folder(output: Path) -> Path:
+    """Return the folder of what is measured until a table is written."""
+    return output.with_name(f"{output.name}.measuring")
+
+
+def require_table(output: Path) -> None:
+    """Refuse to write where something else is; ConfigError."""
+    if not output.parent.is_dir():
+        raise ConfigError.at("--output", f"is {output}, whose folder does not exist: make it")
+    if output.exists():
+        with _named("--output", "; name another file"):
+            read_length_table_key(output)
+
+
+@contextlib.contextmanager
+def naming_output(output: Path) -> Iterator[None]:
+    """Name the table and its folder, where that holds what was measured from other inputs."""
+    try:
+        yield
+    except StaleError as error:
+        if error.kind != "stale_lengths":
+            raise
+        reason = f"{error}; remove {store_folder(output)}, or name another file"
+        raise ConfigError.at("--output", reason) from None
+
+
+def continued(output: Path, source: LengthSource) -> LengthSource:
+    """
+    Return a source that measures what a table lacks, if there is one already.
+
+    Args:
+        output: The table.
+        source: All records.
+
+    Raises:
+        ConfigError: The table was measured from other inputs.
+    """
+    if not output.exists():
+        return source
+    try:
+        return _known(output, source, "--output")
+    except StaleError as error:
+        raise ConfigError.at("--output", f"{error}; name another file, or remove it") from None
+
+
+def with_known_lengths(config: RunConfig, source: LengthSource) -> LengthSource:
+    """
+    Return a source that measures what the table of `custom.lengths` lacks, if the run names one.
+
+    Args:
+        config: The run.
+        source: Records of one of its splits.
+
+    Raises:
+        ConfigError: The table cannot be read.
+        StaleError: It was measured from other inputs.
+    """
+    if config.custom.lengths is None:
+        return source
+    return _known(Path(config.custom.lengths), source, "custom.lengths")
+
+
+def _known(path: Path, source: LengthSource, named: str) -> LengthSource:
+    with _named(named):
+        key = read_length_table_key(path)
+    if differences := key.differences(source.fingerprint()):
+        raise attrs.evolve(StaleError.lengths(str(path), differences), kind="table_lengths")
+    return PartlyKnownSource(source, str(path), partial(_read, path, named))
+
+
+def _read(path: Path, named: str) -> KnownLengths:
+    with _named(named):
+        return read_length_table(path)
+
+
+@contextlib.contextmanager
+def _named(key: str, remedy: str = "") -> Iterator[None]:
+    """Name the key or the option that names a table which cannot be used."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise ConfigError.at(key, f"{error}{remedy}") from None
+
+
+def publish_table(split: GatheredSplit, stored: Stored, output: Path) -> None:
+    """
+    Write the table of measured records, and remove what was kept until then.
+
+    Args:
+        split: Records that were measured.
+        stored: Their measurements.
+        output: Table to write, or to replace.
+    """
+    source = split.source
+    # One after the other: as texts, two million of them would be 240 MB.
+    identities = (
+        media_identity(source.record_digest(index), source.media_folder(index))
+        if has_media
+        else source.record_digest(index)
+        for index, has_media in enumerate(num_media(stored.table).astype(bool).tolist())
+    )
+    write_length_table(stored, identities, output, key=source.fingerprint(), files=source.data_files())
+    if traffic.requests:
+        log.info("read from other machines: %s", traffic)
+    folder = store_folder(output)
+    with files.writing(folder):
+        shutil.rmtree(folder)

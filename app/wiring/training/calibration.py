@@ -1,0 +1,170 @@
+"""Measures the steps of a run for its forecasts, with its own trainer and packs."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from packplan.adapters.files import writing
+from packplan.adapters.forecast.calibration import measure_steps
+from packplan.adapters.forecast.calibrations import device_name, machine_name
+from packplan.adapters.trainer.packed_dataset import PackedDataset
+from packplan.adapters.trainer.static import PackTrainer
+from packplan.app.planning.schedule import meeting_point
+from packplan.app.planning.split import PlannedSplit
+from packplan.app.wiring.forecasts.runs import evaluation_terms
+from packplan.app.wiring.forecasts.timings import calibration_key, open_calibrations
+from packplan.app.wiring.works import work_of
+from packplan.core.align import align_plan
+from packplan.core.config import RunConfig
+from packplan.core.forecast import REPEATS, Calibration, StepTerms, calibration_packs
+from packplan.core.packs import Packs
+from packplan.core.ports import RankGroup
+from packplan.core.samples import column
+from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
+
+_EVALUATED = 8
+"""Packs of each rank that are evaluated, at most."""
+
+
+def calibrated_run(config: RunConfig) -> RunConfig:
+    """Return a run that trains without logs, and evaluates and saves at its last step alone."""
+    training, end = config.training, 10**9
+    evaluates = bool(config.custom.val_jsonl) and training.trainer.get("eval_strategy") != "no"
+    trainer = {
+        **training.trainer,
+        "eval_strategy": "steps" if evaluates else "no",
+        "eval_steps": end,
+        "save_strategy": "no" if training.trainer.get("save_strategy") == "no" else "steps",
+        "save_steps": end,
+        "logging_steps": end,
+        "load_best_model_at_end": False,
+        "eval_on_start": False,
+        "push_to_hub": False,
+        "report_to": [],
+    }
+    for name in ("early_stop_interval", "eval_delay", "metric_for_best_model"):
+        trainer.pop(name, None)
+    fields: dict[str, Any] = {"resume_from_checkpoint": None, "packing_balance_by": "flops", "trainer": trainer}
+    return attrs.evolve(config, training=attrs.evolve(training, **fields))
+
+
+def calibrate(
+    config: RunConfig, trainer: PackTrainer, planned: Mapping[str, PlannedSplit], group: RankGroup
+) -> Calibration:
+    """
+    Measure the steps of a run that is ready to train, and store them on rank 0. Every rank calls
+    this; the trainer is of no use afterwards.
+
+    Args:
+        config: The run, of `calibrated_run`.
+        trainer: Trainer of the run.
+        planned: Plan of each split.
+        group: All ranks.
+    """
+    schedule = attrs.evolve(trainer.schedule, works=None, group_by_work=0)
+    train, epoch = planned["train"], schedule.start.epoch
+    stats = packs_stats(config, train, train.raw.packs)
+    images = work_of(config, train.table).flops.weighed(0, 0, 1)
+    chosen = calibration_packs(
+        stats.packs, stats.work, stats.packs.sums(images.flops), schedule.order(epoch), world_size=group.world_size,
+        batches=schedule.gradient_accumulation_steps, batch_size=schedule.batch_size,
+    )  # fmt: skip
+    found = measure(config, trainer, planned, group, chosen)
+    if group.rank == 0:
+        key = calibration_key(config, world_size=group.world_size, attention=trainer.attention.name)
+        open_calibrations(config).save(key, found)
+    return found
+
+
+def measure(
+    config: RunConfig,
+    trainer: PackTrainer,
+    planned: Mapping[str, PlannedSplit],
+    group: RankGroup,
+    packs: Sequence[Sequence[int]],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Calibration:
+    """
+    Train packs `REPEATS` times in their order, and return the seconds of each step.
+
+    Args:
+        config: The run, of `calibrated_run`.
+        trainer: Trainer of the run.
+        planned: Plan of each split.
+        group: All ranks.
+        packs: Samples of each pack, step after step; in each step, ranks take turns.
+        clock: Function that returns seconds.
+    """
+    stats, before = packs_stats(config, planned["train"], Packs.from_lists(packs)), trainer.schedule
+    schedule = EpochSchedule(
+        num_packs=len(packs), world_size=group.world_size, dataloader_drop_last=False,
+        gradient_accumulation_steps=before.gradient_accumulation_steps, num_train_epochs=REPEATS,
+        batch_size=before.batch_size, shuffle=False, meeting=meeting_point(config),
+    )  # fmt: skip
+    evaluated = _shortened(planned["eval"], group) if trainer.eval_dataset is not None else None
+    _serve(trainer, stats, schedule, evaluated)
+    machine = f"{machine_name()} ({device_name(on_cpu=trainer.args.device.type == 'cpu')})"
+    terms = StepTerms.from_epoch(
+        EpochStats.from_schedule(stats, schedule, 0), work_of(config, planned["train"].table).flops,
+        meeting=schedule.meeting,
+    )  # fmt: skip
+    forward = None if evaluated is None else evaluation_terms(config, evaluated)
+    with _elsewhere(trainer, group):
+        return measure_steps(trainer, terms, machine=machine, evaluated=forward, clock=clock)
+
+
+def packs_stats(config: RunConfig, planned: PlannedSplit, packs: Packs) -> PackStats:
+    """
+    Return the statistics of packs, with works in FLOPs.
+
+    Args:
+        config: The run.
+        planned: Plan of the samples.
+        packs: Packs of them.
+    """
+    lengths, flops = column(planned.table, "length").astype(np.int64), work_of(config, planned.table).flops
+    raw = attrs.evolve(planned.raw, packs=packs)
+    return PackStats.from_plan(raw, lengths, packed=config.training.packing, works=flops)
+
+
+def _serve(trainer: PackTrainer, stats: PackStats, schedule: EpochSchedule, evaluated: PlannedSplit | None) -> None:
+    """Let a trainer train and evaluate other packs, in the order of another schedule."""
+    data: Any = trainer.train_dataset
+    trainer.schedule, trainer.pack_stats, trainer.forecast = schedule, lambda _: stats, None
+    trainer.train_dataset = PackedDataset(data.samples, stats.packs, data.planned, grouped=data.grouped)
+    if evaluated is not None:
+        data = trainer.eval_dataset
+        trainer.eval_dataset = PackedDataset(data.samples, evaluated.raw.packs, data.planned, grouped=data.grouped)
+
+
+def _shortened(planned: PlannedSplit, group: RankGroup) -> PlannedSplit:
+    """Return the plan of an evaluation with its first packs alone."""
+    count = min(len(planned.raw.packs), _EVALUATED * group.world_size * planned.aligned.batch_size)
+    raw = attrs.evolve(planned.raw, packs=planned.raw.packs[:count])
+    aligned = align_plan(
+        raw, world_size=group.world_size, dataloader_drop_last=False, batch_size=planned.aligned.batch_size
+    )
+    return attrs.evolve(planned, raw=raw, aligned=aligned)
+
+
+@contextmanager
+def _elsewhere(trainer: PackTrainer, group: RankGroup) -> Iterator[None]:
+    """Let all ranks write into one folder beside the trainer's own, which is removed at the end."""
+    folder = Path(trainer.args.output_dir) / "calibrating"
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    trainer.args.output_dir = str(folder)
+    try:
+        yield
+        group.any(False)  # noqa: FBT003  # all ranks have written before the folder goes
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

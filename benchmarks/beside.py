@@ -1,0 +1,195 @@
+"""Lengths beside ms-swift's own `AddLengthPreprocessor` and TRL's tokenisation; loads ms-swift."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from swift.dataset import AddLengthPreprocessor
+
+from benchmarks.child import NotMeasuredError, run_in_child
+from benchmarks.lengths import OURS, LengthsRow
+from benchmarks.measuring import LIMIT_S, PHOTOS, VIDEOS, VOCABULARY, config_of, seconds, write_videos
+from benchmarks.records import MODEL_TYPE, TEXT, paragraphs, record, write_chats, write_photos, write_records
+from packplan.adapters.lifeline import end_with_parent
+from packplan.adapters.progress import progress
+from packplan.adapters.samples.measurer import AT_ONCE
+from packplan.app.demo.tiny_models import write_model
+from packplan.app.demo.videos import made_videos
+from packplan.app.wiring import training
+from packplan.core.config import RunConfig, TemplateConfig
+
+SAMPLES = {
+    "chat": (4096, 1024),
+    "image of 640x480": (4096, 192),
+    "four images of 640x480": (2048, 96),
+    "video": (512, 96),
+}
+"""Kind -> number of samples, and of those that the other tools measure, which take longer."""
+
+NUM_VIDEOS = 48
+"""Different videos, which the samples share."""
+
+ROUNDS = 3
+"""Rounds in which all ways are measured one after the other, every second round backwards."""
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+)
+
+Seconds = tuple[float, float]
+"""Seconds of counted samples by the clock, and of all processors."""
+
+
+@attrs.frozen
+class Way:
+    """One tool's way to measure a kind of samples."""
+
+    num_counted: int
+    """Samples behind those that warm up."""
+
+    spend: Callable[[int], Seconds]
+    """Seconds of the counted samples on a number of processes."""
+
+
+def measure_beside(most: int | None, workers: Sequence[int]) -> list[LengthsRow]:
+    """
+    Measure every kind of sample in each way.
+
+    Args:
+        most: Samples of a kind at most; None takes those of `SAMPLES`.
+        workers: Numbers of processes.
+
+    Returns:
+        Rows with the samples per second of the best round, and the processor time of the median
+        one.
+    """
+    # Threads of the tokenizer's library would be no processes of the number that is asked for.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)
+    rows = []
+    with TemporaryDirectory() as name:
+        for kind, planned in SAMPLES.items():
+            ours, theirs = (min(number, most or number) for number in planned)
+            if theirs <= AT_ONCE:
+                message = f"--samples is {theirs}, but has to be more than the {AT_ONCE} that warm up"
+                raise NotMeasuredError(message)
+            ways = _ways_of(_write(Path(name), kind, ours), ours, theirs, with_trl=kind == "chat")
+            found = _spent(ways, workers, kind)
+            rows += [
+                LengthsRow(
+                    kind,
+                    way,
+                    number,
+                    ways[way].num_counted / min(wall_s for wall_s, _ in spent),
+                    1000 * statistics.median(cpu_s for _, cpu_s in spent) / ways[way].num_counted,
+                )
+                for (way, number), spent in found.items()
+            ]
+    return rows
+
+
+def _write(folder: Path, kind: str, total: int) -> RunConfig:
+    """Write the model and the samples of a kind; return the run that measures them."""
+    if kind == "chat":
+        write_model(folder / "text", "qwen2", paragraphs(), seed=0, vocabulary=VOCABULARY)
+        data = write_chats(folder / "chats.jsonl", total)
+        return config_of(folder, folder / "text", data, TemplateConfig(max_length=8192))
+    write_model(folder / "model", MODEL_TYPE, TEXT, seed=0)
+    if kind == "video":
+        videos = write_videos(folder, made_videos(min(total, NUM_VIDEOS)))
+        records = [record("What?", "A bar.", videos=[str(videos[place % len(videos)])]) for place in range(total)]
+        data = write_records(folder / "v.jsonl", records)
+        return config_of(folder, folder / "model", data, VIDEOS)
+    data = write_photos(folder, (640, 480), total)
+    if kind.startswith("four"):
+        photos = sorted(map(str, folder.glob("640x480-*.jpg")))
+        chosen = np.random.default_rng(0).choice(photos, (total, 4)).tolist()
+        data = write_records(folder / "four.jsonl", [record("What?", "the sea " * 9, images=four) for four in chosen])
+    return config_of(folder, folder / "model", data, PHOTOS)
+
+
+def _spent(ways: dict[str, Way], workers: Sequence[int], kind: str) -> dict[tuple[str, int], list[Seconds]]:
+    """Return the seconds of each way on each number of processes, round by round."""
+    cases = list(product(ways, workers))
+    found: dict[tuple[str, int], list[Seconds]] = {case: [] for case in cases}
+    for number in progress(range(ROUNDS), desc=f"measuring: {kind}", leave=False):
+        for way, processes in cases if number % 2 == 0 else cases[::-1]:
+            spend = partial(ways[way].spend, processes)
+            found[way, processes].append(run_in_child(spend, limit_s=LIMIT_S))
+    return found
+
+
+def _ways_of(config: RunConfig, ours: int, theirs: int, *, with_trl: bool) -> dict[str, Way]:
+    encoder = training.open_samples(config)["train"]
+    template = encoder.template
+    preprocessor = AddLengthPreprocessor(template)
+    (data,) = config.custom.train_jsonl
+    lines = Path(data).read_text(encoding="utf-8").splitlines()
+
+    def measure(processes: int) -> Seconds:
+        settings = attrs.evolve(config.training, packing_length_precompute_workers=processes)
+        run = attrs.evolve(config, training=settings)
+        return seconds(training.open_measurer(run, encoder, pool_start_s=0.0), total=ours)
+
+    def add_length(row: int) -> None:
+        read = json.loads(lines[row])
+        if images := read.get("images"):
+            read["images"] = [str(Path(data).parent / image) for image in images]
+        preprocessor.preprocess(read)
+
+    def tokenize(row: int) -> None:
+        messages = json.loads(lines[row])["messages"]
+        template.tokenizer.apply_chat_template(messages, chat_template=_CHAT_TEMPLATE, return_dict=True)
+
+    others = {"ms-swift, AddLengthPreprocessor": add_length}
+    if with_trl:
+        others["TRL, apply_chat_template"] = tokenize
+    counted = range(AT_ONCE, theirs)
+    return {
+        OURS: Way(ours - AT_ONCE, measure),
+        **{way: Way(len(counted), partial(_spend, call, counted)) for way, call in others.items()},
+    }
+
+
+def _spend(call: Callable[[int], None], rows: range, processes: int) -> Seconds:
+    """
+    Return the seconds of a call for each of some rows, shared out to processes.
+
+    Args:
+        call: Measures a row.
+        rows: Those before them warm up each process.
+        processes: Number of processes.
+    """
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(processes + 1), context.SimpleQueue()
+
+    def work(part: range) -> None:
+        end_with_parent()
+        for row in range(rows.start):
+            call(row)
+        barrier.wait(LIMIT_S)
+        before = time.process_time()
+        for row in part:
+            call(row)
+        results.put(time.process_time() - before)
+
+    started: list[Any] = [context.Process(target=work, args=(rows[first::processes],)) for first in range(processes)]
+    for process in started:
+        process.start()
+    barrier.wait(LIMIT_S)
+    before = time.perf_counter()
+    cpu_s = sum(results.get() for _ in started)
+    return time.perf_counter() - before, cpu_s

@@ -1,0 +1,249 @@
+"""
+Predict the seconds of optimizer steps from a calibration, on packs that it has not seen.
+
+Of each setting's packs, half are left out of the calibration. Steps of these are trained in turn
+with the calibration's own, and with one step that repeats, so that all share what slows the machine
+for a while. The error of a step is that of its prediction from its median over three repeats. The
+interquartile range of the repeated step shows how far equal steps differ; it is not subtracted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+
+from benchmarks.child import Child, run_in_child
+from benchmarks.options import add_names, add_number
+from benchmarks.table import Columns, show
+from packplan.adapters.progress import progress
+from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.forecast import REPEATS, Calibration, MeasuredStep, calibration_packs
+
+if TYPE_CHECKING:
+    from packplan.app.sft.prepare import Prepared
+
+LIMIT_S = 1800.0
+"""Seconds of a setting after which its processes are ended."""
+
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+
+_REPEATED = 7
+"""Repeats of one step in each of `REPEATS` rounds."""
+
+
+@attrs.frozen
+class Case:
+    """One way to train."""
+
+    kind: str
+    """Samples: `text`, or `images` with text."""
+
+    ranks: int = 1
+    tuner: str = "full"
+    checkpointing: bool = False
+
+
+CASES: Mapping[str, Case] = {
+    "text": Case("text"),
+    "text, checkpointing": Case("text", checkpointing=True),
+    "images": Case("images"),
+    "images, LoRA": Case("images", tuner="lora"),
+    "images, 2 ranks": Case("images", ranks=2),
+}
+"""Settings by name."""
+
+
+@attrs.frozen(kw_only=True)
+class ForecastRow:
+    """Errors of the predictions of one setting, or of all together."""
+
+    name: str
+    num_fitted: int
+    errors: tuple[float, ...]
+    """Relative error of each step that the fit has not seen."""
+
+    stated: float | None
+    """Error that 95 % of steps stay below, as the calibration itself states it."""
+
+    step_s: float
+    """Median seconds of the repeated step."""
+
+    spread: float
+    """Interquartile range of the repeated step over its median."""
+
+
+COLUMNS: Columns = {
+    "setting": lambda row: row.name,
+    "fitted steps": lambda row: str(row.num_fitted),
+    "unseen steps": lambda row: str(len(row.errors)),
+    "median error": lambda row: f"{statistics.median(row.errors):.1%}",
+    "95 %": lambda row: f"{np.quantile(row.errors, 0.95):.1%}",
+    "stated": lambda row: "" if row.stated is None else f"{row.stated:.1%}",
+    "repeated step, s": lambda row: f"{row.step_s:.3f}",
+    "interquartile range": lambda row: f"{row.spread:.1%}",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_names(parser, "--settings", CASES, CASES)
+    add_number(parser, "--samples", 400, "of each kind")
+    add_number(parser, "--unseen", 10, "steps that the fit has not seen, of each setting")
+    add_number(parser, "--width", 256, "of the model, a multiple of 128", metavar="W")
+    add_number(parser, "--layers", 4, "of the model", metavar="L")
+    add_number(parser, "--pack", 1024, "packing length", metavar="TOKENS")
+    parser.add_argument(
+        "--clock", choices=list(CLOCKS), default="wall",
+        help="on a machine that others use, processor time is that of a quiet one, if nothing waits (default: wall)",
+    )  # fmt: skip
+    add_number(parser, "--seed", 1, "of the packs that are left out")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, then print."""
+    with TemporaryDirectory() as name:
+        settings = progress(options.settings, desc="measuring", unit=" settings")
+        rows = [_measured(Path(name), setting, options) for setting in settings]
+    if len(rows) > 1:
+        together = tuple(error for row in rows for error in row.errors)
+        steps, spread = statistics.median(row.step_s for row in rows), statistics.median(row.spread for row in rows)
+        fitted = sum(row.num_fitted for row in rows)
+        rows.append(
+            ForecastRow(name="all", num_fitted=fitted, errors=together, stated=None, step_s=steps, spread=spread)
+        )
+    note = (
+        f"Qwen2.5-VL of random weights, width {options.width}, {options.layers} layers; packs of {options.pack:,}; "
+        f"{options.samples} samples of each kind; seed {options.seed}; load {os.getloadavg()[0]:.1f}; "
+        f"{options.clock} time"
+    )
+    packages = ("torch", "transformers", "ms-swift")
+    show(rows, COLUMNS, left={"setting"}, as_json=options.json, notes=[note], packages=packages)
+
+
+def _measured(folder: Path, name: str, options: argparse.Namespace) -> ForecastRow:
+    """Return the errors of one setting, whose ranks are processes of their own."""
+    import benchmarks.training  # noqa: F401  # libraries that take seconds, for all processes
+    from benchmarks.records import write_sized_model, write_training_data
+
+    run_in_child(partial(write_sized_model, folder / "model", options.width, options.layers), limit_s=LIMIT_S)
+    case = CASES[name]
+    data = write_training_data(folder, case.kind, options.samples)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = _config(case, folder, data, options)
+    with ExitStack() as stack, ThreadPoolExecutor(case.ranks) as pool:
+        ranks = [
+            stack.enter_context(Child(partial(_rank, config, case, rank, port, options))) for rank in range(case.ranks)
+        ]
+        found, *_ = pool.map(lambda child: child.next(LIMIT_S), ranks)
+    return _row(name, found, options.unseen)
+
+
+def _row(name: str, found: Mapping[str, Any], unseen: int) -> ForecastRow:
+    """Return the errors of predictions; *found* has the steps of each round by their place."""
+    rounds = [[None if one is None else MeasuredStep(**one) for one in steps] for steps in found["rounds"]]
+    places = range(len(rounds[0]))
+    fitted = [*range(found["fitted"]), *places[found["fitted"] + unseen + _REPEATED :]]
+    calibration = Calibration("", tuple(one for steps in rounds for place in fitted if (one := steps[place])))
+    timing = calibration.timing()
+    errors = []
+    for place in places[found["fitted"] : found["fitted"] + unseen]:
+        repeats = [one for steps in rounds if (one := steps[place])]
+        seconds = statistics.median(one.seconds for one in repeats)
+        errors.append(abs(repeats[0].predicted(timing.time) / seconds - 1))
+    first = found["fitted"] + unseen
+    repeated = [one.seconds for steps in rounds for one in steps[first : first + _REPEATED] if one]
+    low, middle, high = statistics.quantiles(repeated, n=4)
+    return ForecastRow(
+        name=name, num_fitted=len(calibration.steps), errors=tuple(errors), stated=timing.step_error, step_s=middle,
+        spread=(high - low) / middle,
+    )  # fmt: skip
+
+
+def _config(case: Case, folder: Path, data: Path, options: argparse.Namespace) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(model=str(folder / "model")),
+        template=TemplateConfig(max_length=options.pack),
+        custom=CustomConfig(train_jsonl=(str(data),)),
+        training=TrainingConfig(
+            output_dir=str(folder / f"{data.stem}-{case.ranks}-{case.tuner}-{case.checkpointing}"),
+            packing_drop_last=False,
+            effective_batch_size=4,
+            tuner_type=case.tuner,  # type: ignore[arg-type]  # one of the names
+            trainer={
+                "use_cpu": True,
+                "gradient_checkpointing": case.checkpointing,
+                "save_strategy": "no",
+                "report_to": [],
+                "dataloader_num_workers": 0,
+                "disable_tqdm": True,
+            },
+        ),
+    )
+
+
+def _rank(config: RunConfig, case: Case, rank: int, port: int, options: argparse.Namespace) -> Iterator[Any]:
+    """Measure on one rank, and yield the steps of each round."""
+    import torch
+
+    from packplan.app.sft.prepare import prepare
+    from packplan.app.wiring.training import joined_ranks
+    from packplan.app.wiring.training.calibration import calibrated_run, measure
+
+    if case.ranks > 1:
+        local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks, "LOCAL_WORLD_SIZE": case.ranks}
+        os.environ |= {name: str(value) for name, value in local.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // case.ranks))
+    config = calibrated_run(config)
+    with joined_ranks(config) as group:
+        prepared = prepare(config, group)
+        packs, fitted = _packs(prepared, config, group.world_size, options)
+        steps = measure(config, prepared.trainer, prepared.planned, group, packs, clock=CLOCKS[options.clock]).steps
+        per_round = -(-len(packs) // (group.world_size * prepared.schedule.gradient_accumulation_steps))
+        # Steps that warm up are not counted.
+        whole = [*[None] * (REPEATS * per_round - len(steps)), *(attrs.asdict(one) for one in steps)]
+        rounds = iter(whole)
+        yield {"fitted": fitted, "rounds": [list(islice(rounds, per_round)) for _ in range(REPEATS)]}
+
+
+def _packs(
+    prepared: Prepared, config: RunConfig, world_size: int, options: argparse.Namespace
+) -> tuple[list[Sequence[int]], int]:
+    """
+    Return the packs of a round, and how many of its steps are fitted before the others; a short one
+    at the end is fitted too.
+    """
+    from packplan.app.wiring.training.calibration import packs_stats
+
+    raw, batches = prepared.planned["train"].raw.packs, prepared.schedule.gradient_accumulation_steps
+    each, shuffled = world_size * batches, np.random.default_rng(options.seed).permutation(len(raw))
+    seen, left = np.sort(shuffled[::2]), shuffled[1::2]
+    stats = packs_stats(config, prepared.planned["train"], raw)
+    images = stats.works.weighed(0, 0, 1) if stats.works is not None else None
+    vision = stats.packs.sums(images.flops) if images is not None else stats.work
+    chosen: list[Sequence[int]] = list(
+        calibration_packs(
+            raw.__class__.from_lists([raw[pack] for pack in seen.tolist()]), stats.work[seen], vision[seen],
+            np.arange(len(seen)), world_size=world_size, batches=batches,
+        )
+    )  # fmt: skip
+    fitted, short = divmod(len(chosen), each)
+    unseen = [raw[pack] for pack in np.resize(left, options.unseen * each).tolist()]
+    repeated = [raw[pack] for pack in left[:each].tolist()] * _REPEATED
+    return [*chosen[: fitted * each], *unseen, *repeated, *chosen[fitted * each : fitted * each + short]], fitted

@@ -1,0 +1,273 @@
+"""
+Forecast peaks of memory beside those of the CPU's allocator, as torch's profiler records them.
+
+Each setting trains two epochs over all packs of a plan: one rank by the real trainer, two ranks as
+accelerate wraps FSDP 2. The forecast is that of `packplan plan fit` for the heaviest pack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from bisect import bisect, insort
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from benchmarks.child import Child, run_in_child
+from benchmarks.options import add_names, add_number
+from benchmarks.table import show
+from packplan.adapters.progress import progress
+from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.memory import written_bytes
+
+LIMIT_S = 1800.0
+
+_EPOCHS = 2
+
+
+@attrs.frozen
+class Setting:
+    """Model, tuner and ranks of a training."""
+
+    family: str
+    tuner: str = "full"
+    checkpointing: bool = False
+    ranks: int = 1
+    bf16: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the setting, as the option takes it."""
+        parts = [self.family, self.tuner, "checkpointing" if self.checkpointing else "", "bf16" if self.bf16 else ""]
+        return "-".join([*filter(None, parts), f"{self.ranks}"])
+
+
+SETTINGS = MappingProxyType(
+    {
+        one.name: one
+        for one in (
+            Setting("text"),
+            Setting("text", checkpointing=True),
+            Setting("text", "lora"),
+            Setting("text", "lora", checkpointing=True, bf16=True),
+            Setting("images"),
+            Setting("images", checkpointing=True),
+            Setting("images", "lora"),
+            Setting("images", "lora", checkpointing=True),
+            Setting("text", checkpointing=True, ranks=2),
+            Setting("images", "lora", ranks=2),
+        )
+    }
+)
+"""Name -> setting."""
+
+
+@attrs.frozen
+class MemoryRow:
+    """Forecast and measured peak of a setting, in bytes."""
+
+    name: str
+    forecast: int
+    measured: int
+
+    @property
+    def error(self) -> float:
+        """Deviation of the forecast, relative to what was measured."""
+        return self.forecast / self.measured - 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the benchmark takes."""
+    add_names(parser, "--settings", SETTINGS, list(SETTINGS))
+    add_number(parser, "--width", 256, "hidden size of the models, a multiple of 128")
+    add_number(parser, "--layers", 4, "layers of the models")
+    add_number(parser, "--max-length", 1024, "packing length in tokens")
+    add_number(parser, "--samples", 48, "samples of the data")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Forecast, train and print."""
+    rows = []
+    with TemporaryDirectory() as name, progress(total=len(options.settings), desc="training") as bar:
+        folder = Path(name)
+        run_in_child(partial(_write, folder, options), limit_s=LIMIT_S)
+        for chosen in options.settings:
+            config = _config(SETTINGS[chosen], folder, options.max_length)
+            rows.append(_row(SETTINGS[chosen], config))
+            bar.update()
+    errors = [abs(row.error) for row in rows]
+    notes = [f"median error {statistics.median(errors):.1%}, worst {max(errors):.1%}"]
+    columns = {
+        "setting": lambda row: row.name,
+        "forecast": lambda row: written_bytes(row.forecast),
+        "measured": lambda row: written_bytes(row.measured),
+        "error": lambda row: f"{row.error:+.1%}",
+    }
+    show(rows, columns, left={"setting"}, as_json=options.json, notes=notes, packages=("torch", "transformers"))
+
+
+def _write(folder: Path, options: argparse.Namespace) -> None:
+    from benchmarks.records import write_sized_model, write_sized_text_model, write_training_data
+
+    write_sized_model(folder / "images", options.width, options.layers)
+    write_sized_text_model(folder / "text", options.width, options.layers)
+    for kind in ("text", "images"):
+        write_training_data(folder, kind, options.samples)
+
+
+def _config(setting: Setting, folder: Path, max_length: int) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(model=str(folder / setting.family)),
+        template=TemplateConfig(max_length=max_length),
+        custom=CustomConfig(train_jsonl=(str(folder / f"{setting.family}.jsonl"),)),
+        training=TrainingConfig(
+            output_dir=str(folder / setting.name),
+            packing_drop_last=False,
+            effective_batch_size=setting.ranks,
+            num_train_epochs=_EPOCHS,
+            tuner_type=setting.tuner,  # type: ignore[arg-type]  # of the table
+            trainer={
+                "use_cpu": True,
+                "bf16": setting.bf16,
+                "gradient_checkpointing": setting.checkpointing,
+                "save_strategy": "no",
+                "report_to": [],
+                "dataloader_num_workers": 0,
+                "disable_tqdm": True,
+            },
+        ),
+    )
+
+
+def _row(setting: Setting, config: RunConfig) -> MemoryRow:
+    forecast = run_in_child(partial(_forecast, config, setting.ranks), limit_s=LIMIT_S)
+    if setting.ranks == 1:
+        measured = run_in_child(partial(_measured, config), limit_s=LIMIT_S)
+    else:
+        with ExitStack() as stack:
+            file = Path(config.training.output_dir) / "meeting"
+            ranks = [
+                stack.enter_context(Child(partial(_measured_rank, config, rank, setting.ranks, file)))
+                for rank in range(setting.ranks)
+            ]
+            with ThreadPoolExecutor(setting.ranks) as threads:
+                found = list(threads.map(lambda one: one.next(LIMIT_S), ranks))
+        measured = max(found)
+    return MemoryRow(setting.name, forecast, measured)
+
+
+def _forecast(config: RunConfig, ranks: int) -> int:
+    from packplan.app.plan.forecast.fit import forecast
+
+    found = forecast(config, memory=None, ranks=ranks, sharding="fsdp2" if ranks > 1 else "ddp")
+    return found.packs[0].peak.total
+
+
+def _measured(config: RunConfig) -> int:
+    """Return the peak of training on one rank."""
+    from packplan.adapters.ranks.torch_group import OneRank
+    from packplan.app.sft.prepare import prepare
+
+    trainer = prepare(config, OneRank()).trainer
+    return allocator_peak((*trainer.model.parameters(), *trainer.model.buffers()), trainer.train)
+
+
+def _measured_rank(config: RunConfig, rank: int, ranks: int, file: Path) -> Iterator[int]:
+    """Yield the peak of one rank under FSDP 2, which a CPU's trainer would not take."""
+    import torch
+    import torch.distributed as dist
+
+    from packplan.adapters.forecast.memory import shard_as_accelerate
+    from packplan.adapters.ranks.torch_group import OneRank
+    from packplan.app.sft.prepare import prepare
+
+    trainer = prepare(config, OneRank()).trainer
+    trainer._prepare_gradient_checkpointing(trainer.template.get_base_model(trainer.model))  # noqa: SLF001
+    trainer.model.train()
+    trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
+    shard_as_accelerate(trainer.model, ranks, mixed=trainer.accelerator.mixed_precision)
+    weights = [one for one in trainer.model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(weights, fused=True)
+
+    def train(pack: int) -> None:
+        batch = trainer.data_collator([trainer.train_dataset[pack]])
+        with trainer.media_hook():
+            inputs = trainer._prepare_inputs(dict(batch))  # noqa: SLF001
+            count = torch.tensor(batch["loss_normaliser"])
+            trainer.compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(0)
+    # One step at a time: the profiler does not see what gloo's threads free, which would add up.
+    states = [one for state in optimizer.state.values() for one in state.values()]
+    held = (*trainer.model.parameters(), *trainer.model.buffers(), *states)
+    yield max(allocator_peak(held, partial(train, pack)) for pack in range(len(trainer.train_dataset)))
+
+
+def allocator_peak(held: Iterable[Any], train: Callable[[], Any]) -> int:
+    """
+    Return the most bytes of the CPU's allocator during a call, tensors before it included.
+
+    Args:
+        held: Tensors that exist before the call.
+        train: The call.
+    """
+    import gc
+
+    from torch._C._profiler import _EventType
+    from torch.distributed.tensor import DTensor
+    from torch.profiler import ProfilerActivity, profile
+
+    gc.collect()
+    storages = [(one.to_local() if isinstance(one, DTensor) else one).untyped_storage() for one in held]
+    before: int = sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        train()
+    found: list[Any] = []
+    waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.typed[0] == _EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    return before + _peak_of_blocks(sorted(found, key=lambda one: one[0]))
+
+
+def _peak_of_blocks(events: Iterable[tuple[int, int, int]]) -> int:
+    """
+    Return the most bytes at one time. A block that a new one overlaps was freed by another thread.
+
+    Args:
+        events: Time, address, and bytes, which are negative where a block is freed.
+    """
+    starts: list[int] = []
+    sizes: dict[int, int] = {}
+    total = peak = 0
+    for _, address, size in events:
+        if size < 0:
+            if address not in sizes:  # was there before
+                total += size
+            else:
+                total -= sizes.pop(address)
+                starts.remove(address)
+            continue
+        place = bisect(starts, address)
+        while place and starts[place - 1] + sizes[starts[place - 1]] > address:
+            total -= sizes.pop(starts.pop(place := place - 1))
+        while place < len(starts) and starts[place] < address + size:
+            total -= sizes.pop(starts.pop(place))
+        insort(starts, address)
+        sizes[address] = size
+        total += size
+        peak = max(peak, total)
+    return peak

@@ -1,0 +1,106 @@
+"""
+Draw other packs of equal quality: packs, how often pairs of samples meet again, and time.
+
+Each algorithm packs the lengths itself and is drawn, in turn, in one process; medians count. Pairs
+that share a pack in two draws are counted beside those expected of random packs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import attrs
+
+from benchmarks.child import NotMeasuredError, run_in_child
+from benchmarks.distributions import DISTRIBUTIONS, Distribution
+from benchmarks.options import add_names, add_number
+from benchmarks.table import Columns, show
+from packplan.core.inspection import meetings
+from packplan.core.packers import ALGORITHMS, pack, redraw
+
+PLANNERS = tuple(name for name, one in ALGORITHMS.items() if not one.keeps_order)
+
+
+@attrs.frozen
+class RedrawRow:
+    """Figures of one algorithm on one data set; a problem instead where there are none."""
+
+    distribution: str
+    samples: int
+    planner: str
+    problem: str | None = None
+    level: str = ""
+    more_packs: float = 0.0
+    """Packs of a draw above those of the algorithm's own packing, over these."""
+
+    meetings_over_expected: float = 0.0
+    """Pairs that meet in two draws, over those expected of random packs."""
+
+    again_share: float = 0.0
+    """Share of a draw's pairs that meet in the next draw too."""
+
+    own_seconds: float = 0.0
+    times_own: float = 0.0
+    """Time of a draw over that of the algorithm's own packing."""
+
+
+COLUMNS: Columns = {
+    "lengths": lambda row: row.distribution,
+    "samples": lambda row: f"{row.samples:,}",
+    "planner": lambda row: row.planner,
+    "drawn": lambda row: row.problem or row.level,
+    "more packs": lambda row: "" if row.problem else f"{row.more_packs:.2%}",
+    "pairs again": lambda row: "" if row.problem else f"{row.again_share:.3%}",
+    "x random": lambda row: "" if row.problem else f"{row.meetings_over_expected:.3g}",
+    "pack s": lambda row: "" if row.problem else f"{row.own_seconds:.3g}",
+    "x pack": lambda row: "" if row.problem else f"{row.times_own:.2f}",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_number(parser, "--samples", 1_000_000, "of each data set")
+    add_names(parser, "--distributions", DISTRIBUTIONS, DISTRIBUTIONS, "; the number is the capacity")
+    add_names(parser, "--planners", PLANNERS, PLANNERS)
+    add_number(parser, "--repeat", 5, "runs of each")
+    add_number(parser, "--limit-s", 120, "seconds of all runs of an algorithm", metavar="S")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, then print."""
+    rows = [_row(DISTRIBUTIONS[name], one, options) for name in options.distributions for one in options.planners]
+    show(rows, COLUMNS, left={"lengths", "planner", "drawn"}, as_json=options.json)
+
+
+def _row(distribution: Distribution, planner: str, options: argparse.Namespace) -> RedrawRow:
+    row = RedrawRow(distribution.name, options.samples, planner)
+    try:
+        found = run_in_child(lambda: _measured(distribution, planner, options), limit_s=options.limit_s)
+    except NotMeasuredError as error:
+        return attrs.evolve(row, problem=str(error))
+    return attrs.evolve(row, **found)
+
+
+def _measured(distribution: Distribution, planner: str, options: argparse.Namespace) -> dict[str, Any]:
+    lengths, capacity = distribution.lengths(options.samples, seed=0), distribution.capacity
+    seconds: dict[str, list[float]] = {"own": [], "draw": []}
+    for _ in range(options.repeat):
+        start = time.perf_counter()
+        own = pack(lengths, capacity=capacity, algorithm=planner)
+        middle = time.perf_counter()
+        first = redraw(lengths, capacity=capacity, algorithm=planner, seed=0, epoch=1)
+        seconds["draw"].append(time.perf_counter() - middle)
+        seconds["own"].append(middle - start)
+    met = meetings(first.packs, redraw(lengths, capacity=capacity, algorithm=planner, seed=0, epoch=2).packs)
+    own_seconds = statistics.median(seconds["own"])
+    return {
+        "level": first.level,
+        "more_packs": len(first.packs) / len(own) - 1,
+        "meetings_over_expected": met.pairs_again / met.expected,
+        "again_share": met.pairs_again / met.pairs,
+        "own_seconds": own_seconds,
+        "times_own": statistics.median(seconds["draw"]) / own_seconds,
+    }

@@ -1,0 +1,325 @@
+"""
+Epochs with plans of their own: the samples of each epoch, their plan, and what is kept of it.
+
+A plan follows from the recipe, the policy, the lengths and the epoch alone, so any process makes
+the same one, in any order and without the plans before it. Only a small record of each is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from itertools import pairwise
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from packplan.core.align import require_a_batch
+from packplan.core.checksum import plan_checksum
+from packplan.core.errors import PlanError, counted
+from packplan.core.fingerprint import Fingerprint, Value
+from packplan.core.lengths import IntArray
+from packplan.core.mixes import Mixes, select
+from packplan.core.plan import RawPlan, build_raw_plan
+from packplan.core.policy import PlanPolicy
+from packplan.core.schedule import Continuation, EpochSchedule, Progress
+
+MOST_EPOCHS = 10_000
+"""Epochs that are planned at most, so that a number of steps far too large is refused in time."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class EpochRecipe:
+    """Recipe of the samples of each epoch."""
+
+    mixes: Mixes | None = None
+    """Mix that each epoch draws; None takes all samples in each."""
+
+    seed: int = 0
+    """Seed of the draws, from 0."""
+
+    first: int = 0
+    """First epoch that is planned. Those before it were trained by another run."""
+
+    step: int = 0
+    """Optimizer steps of the training before the first epoch."""
+
+    visited: NDArray[np.int32] | None = None
+    """
+    Visits of each record that the first epoch had in another run, which are left out of it; shape
+    (num_records,). None takes a whole epoch.
+    """
+
+    @classmethod
+    def continuing(cls, recipe: EpochRecipe | None, start: Continuation) -> EpochRecipe:
+        """Return a recipe, that of whole epochs by default, from where another run ended."""
+        visited = start.visits.epoch if start.visits.epoch.any() else None
+        return attrs.evolve(recipe or cls(), first=start.epoch, step=start.step, visited=visited)
+
+    @property
+    def start(self) -> Progress:
+        """Progress at the start of the first epoch."""
+        return Progress(step=self.step, epoch=self.first)
+
+    def inputs(self) -> dict[str, Value]:
+        """Return what enters the fingerprint of the plans."""
+        mixes = None if self.mixes is None else _as_text(self.mixes)
+        visited = self.visited
+        digest = None if visited is None else hashlib.sha256(visited.astype("<i4", copy=False).data).hexdigest()
+        return {
+            "mix": mixes,
+            "mix_seed": None if mixes is None else self.seed,
+            "first_epoch": self.first,
+            "visited": digest,
+        }
+
+
+def _as_text(mixes: Mixes) -> str:
+    """Return mixes as JSON, in which a file is its place among all: its path may change."""
+    entries = [attrs.asdict(mix, filter=lambda _, value: value not in {None, False}) for mix in mixes.entries]
+    for entry in entries:
+        for source in entry["sources"]:
+            source["jsonl"] = mixes.files.index(source["jsonl"])
+    return json.dumps(entries, default=str, sort_keys=True)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class EpochSamples:
+    """Measured records, from which each epoch takes its samples."""
+
+    lengths: IntArray
+    """Tokens of each record, 0 for one that is no sample; shape (num_records,)."""
+
+    sizes: tuple[int, ...] = ()
+    """Records of each source of the data, in order; only mixes need them."""
+
+    works: NDArray[np.float64] | None = None
+    """Work of each record, for algorithms that pack by work; shape (num_records,)."""
+
+    indices: IntArray = attrs.field(init=False)
+    """Records that are samples, ascending; shape (num_samples,)."""
+
+    @indices.default
+    def _indices(self) -> IntArray:
+        return np.flatnonzero(self.lengths)
+
+
+def _numbers(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
+@attrs.frozen(kw_only=True)
+class EpochRecord:
+    """Record that is kept of the plan of one epoch."""
+
+    epoch: int
+
+    selection: str
+    """SHA-256 of the samples of the epoch."""
+
+    checksum: str
+    """Checksum of the packs of its raw plan."""
+
+    num_samples: int
+    num_tokens: int
+    """Samples and tokens that were drawn, those of dropped packs and skipped ones included."""
+
+    num_packs: int
+    """Packs of its raw plan."""
+
+    planned_samples: int
+    planned_tokens: int
+    """Samples and tokens in these packs."""
+
+    fill: float
+    """Mean fill of these packs. A long pack counts as full."""
+
+    source_samples: tuple[int, ...] = attrs.field(default=(), converter=_numbers)
+    source_tokens: tuple[int, ...] = attrs.field(default=(), converter=_numbers)
+    """Samples and tokens that were drawn of each source of the data; empty for one source."""
+
+
+def select_epoch(recipe: EpochRecipe, policy: PlanPolicy, samples: EpochSamples, epoch: int) -> IntArray:
+    """
+    Return the samples of an epoch: ascending records, one as often as it is drawn.
+
+    Long samples that the policy skips are not drawn by a mix, so that they do not change its
+    shares.
+
+    Args:
+        recipe: Recipe of the samples of each epoch.
+        policy: Settings of planning.
+        samples: All records.
+        epoch: Epoch, from that of the recipe on.
+
+    Raises:
+        PlanError: Another run has trained the whole epoch.
+    """
+    if recipe.mixes is None:
+        chosen: IntArray = samples.indices
+    else:
+        chosen = select(recipe.mixes, drawable(policy, samples), samples.sizes, seed=recipe.seed, epoch=epoch)
+    if recipe.visited is None or epoch != recipe.first:
+        return chosen
+    left = np.bincount(chosen, minlength=recipe.visited.size) - recipe.visited
+    rest = np.repeat(np.arange(left.size), np.maximum(left, 0))
+    if not rest.size:
+        fact = f"the run before this one has trained all {counted(chosen.size, 'sample')} of epoch {epoch}"
+        raise PlanError("nothing_left", fact, {"epoch": epoch})
+    return rest
+
+
+def drawable(policy: PlanPolicy, samples: EpochSamples) -> IntArray:
+    """
+    Return the tokens of each record that a mix may draw, 0 for others; shape (num_records,).
+
+    Args:
+        policy: Settings of planning.
+        samples: All records.
+    """
+    if policy.allow_single_long:
+        return samples.lengths
+    return np.where(samples.lengths < policy.packing_length, samples.lengths, 0)
+
+
+@attrs.frozen(eq=False)
+class EpochPlan:
+    """Plan of one epoch."""
+
+    epoch: int
+
+    selection: IntArray
+    """Samples of the epoch: ascending records, one as often as it is drawn."""
+
+    raw: RawPlan
+    """Raw plan, whose indices are those of records."""
+
+
+def plan_epoch(
+    recipe: EpochRecipe,
+    policy: PlanPolicy,
+    samples: EpochSamples,
+    epoch: int,
+    *,
+    quick_bound: bool = False,
+    report: Callable[[str], None] = lambda _: None,
+) -> EpochPlan:
+    """
+    Return the plan of an epoch.
+
+    Args:
+        recipe: Recipe of the samples of each epoch.
+        policy: Settings of planning.
+        samples: All records.
+        epoch: Epoch, from that of the recipe on.
+        quick_bound: Take a lower bound that costs no search.
+        report: Called with a progress message.
+
+    Raises:
+        PlanError: No pack remains, or another run has trained the whole epoch.
+    """
+    chosen = select_epoch(recipe, policy, samples, epoch)
+    lengths, works = samples.lengths, samples.works
+    is_all = recipe.mixes is None and chosen.size == lengths.size
+    if not is_all:
+        lengths, works = lengths[chosen], None if works is None else works[chosen]
+    plan = build_raw_plan(lengths, policy, works=works, epoch=epoch, quick_bound=quick_bound, report=report)
+    return EpochPlan(epoch, chosen, plan if is_all else plan.with_indices(chosen))
+
+
+def record_of(planned: EpochPlan, samples: EpochSamples) -> EpochRecord:
+    """
+    Return what is kept of an epoch's plan.
+
+    Args:
+        planned: The plan.
+        samples: All records.
+    """
+    plan, drawn = planned.raw, planned.selection
+    drawn_samples: list[int] = []
+    drawn_tokens: list[int] = []
+    if len(samples.sizes) > 1:
+        ends = np.searchsorted(drawn, np.cumsum([0, *samples.sizes]))
+        parts = [samples.lengths[drawn[start:end]] for start, end in pairwise(ends.tolist())]
+        drawn_samples = [part.size for part in parts]
+        drawn_tokens = [int(part.sum()) for part in parts]
+    return EpochRecord(
+        epoch=planned.epoch,
+        selection=hashlib.sha256(drawn.astype("<i8", copy=False).data).hexdigest(),
+        checksum=plan_checksum(plan.packs),
+        num_samples=plan.num_samples,
+        num_tokens=plan.num_tokens,
+        num_packs=len(plan.packs),
+        planned_samples=plan.planned_samples,
+        planned_tokens=plan.planned_tokens,
+        fill=plan.fill,
+        source_samples=drawn_samples,
+        source_tokens=drawn_tokens,
+    )
+
+
+def with_epochs(
+    schedule: EpochSchedule, record: Callable[[int], EpochRecord], *, first: int
+) -> tuple[EpochSchedule, tuple[EpochRecord, ...]]:
+    """
+    Return a schedule over epochs with plans of their own, without works, and the record of each.
+
+    Args:
+        schedule: Settings of the schedule, from where training starts.
+        record: Function that plans an epoch, and returns its record.
+        first: First epoch that is planned.
+
+    Raises:
+        PlanError: An epoch has no pack for a rank, or there are too many epochs.
+    """
+    records: list[EpochRecord] = []
+    start, wanted, total = schedule.start, Fraction(str(schedule.num_train_epochs)), 0
+    plain, is_enough = attrs.evolve(schedule, works=None, group_by_work=0), False
+    while not is_enough:
+        epoch = first + len(records)
+        records.append(record(epoch))
+        _require_batches(records[-1], plain)
+        if epoch == start.epoch:
+            total = attrs.evolve(plain, num_packs=packs_of_epochs(records)).end_of(epoch)
+        elif epoch > start.epoch:
+            total += attrs.evolve(plain, num_packs=records[-1].num_packs, start=Progress()).steps_per_epoch
+        ends = total >= schedule.max_steps if schedule.max_steps > 0 else epoch + 1 >= wanted
+        is_enough = ends and epoch >= start.epoch
+        if not is_enough and len(records) == MOST_EPOCHS:
+            fact = f"epochs {first:,} to {epoch:,} end at optimizer step {total:,}, and no more epochs can be planned"
+            raise PlanError("too_many_epochs", fact, {"epochs": MOST_EPOCHS, "steps": total})
+    return attrs.evolve(plain, num_packs=packs_of_epochs(records)), tuple(records)
+
+
+def _require_batches(record: EpochRecord, schedule: EpochSchedule) -> None:
+    """Refuse an epoch without a batch for each rank; PlanError names it."""
+    try:
+        require_a_batch(
+            record.num_packs,
+            world_size=schedule.world_size,
+            batch_size=schedule.batch_size,
+            drop_last=schedule.dataloader_drop_last,
+        )
+    except PlanError as error:
+        raise PlanError(error.kind, f"epoch {record.epoch}: {error.fact}", error.details) from None
+
+
+def packs_of_epochs(records: Sequence[EpochRecord]) -> tuple[int, ...]:
+    """Return the packs of each epoch from 0 on, 0 for those before the first record."""
+    return (0,) * records[0].epoch + tuple(one.num_packs for one in records)
+
+
+def plan_key(recipe: EpochRecipe | None, policy: PlanPolicy, lengths_digest: str) -> Fingerprint:
+    """
+    Return the inputs of the plans of a recipe, or of the only plan.
+
+    Args:
+        recipe: Recipe of the samples of each epoch; None where all epochs have one plan.
+        policy: Settings of planning.
+        lengths_digest: Digest of the measured lengths.
+    """
+    key = policy.fingerprint(lengths_digest)
+    return key if recipe is None else Fingerprint({**key.inputs, **recipe.inputs()})

@@ -1,0 +1,145 @@
+"""
+Redraw: another packing of the same samples, of equal quality, by a seeded draw.
+
+All samples are laid end to end in a random order, with a line after every *capacity* tokens. The
+samples between two lines are a group, which is packed as one item. Samples on a line are loose, and
+fill the room that they left in the groups. So nearly all samples share a pack with random others.
+
+The limit is one pack in 200 more than the algorithm's own packing has. Above it, groups at the
+front of the order become loose samples too, the more the further above it. When all samples are
+loose, those of equal length change places, and the number of packs is the algorithm's own.
+
+An algorithm that starts from a random order needs no groups. `balanced` draws the start of its
+search. The groups of `certified` are packed by best fit, its first stage. Where that is not near
+enough to the fewest packs, samples of equal length change places in its own packs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from packplan.core.lengths import IntArray
+from packplan.core.packers import ALGORITHMS, Level, Redrawn, function_named, pack
+from packplan.core.packs import Packs
+from packplan.core.runs import Runs
+
+MORE = 200
+"""Packs of the algorithm's own packing for each further pack that a draw may have."""
+
+_FIRST_LOOSE = 40
+"""One in so many tokens is loose at first, beside the samples on a line."""
+
+_FIRST_STAGE = {"certified": "best_fit_decreasing"}
+"""Algorithm -> the one that packs its groups."""
+
+
+@attrs.frozen
+class _Packing:
+    """Packing whose samples are looked up only if it is taken."""
+
+    num: int
+    """Number of packs."""
+
+    labels: Callable[[], NDArray[np.int32]]
+    """Return the pack of each item."""
+
+
+def draw(
+    lengths: IntArray,
+    *,
+    capacity: int,
+    algorithm: str,
+    seed: int,
+    epoch: int,
+    works: NDArray[np.float64] | None,
+    report: Callable[[str], None],
+) -> Redrawn:
+    """
+    Draw packs of the same quality as the algorithm's own: at most one in 200 more.
+
+    Args:
+        lengths: Tokens of each sample, each from 1 to *capacity*; at least one.
+        capacity: Tokens a pack may hold, at most those of all samples.
+        algorithm: Name of an algorithm that does not keep the order of the data.
+        seed: Seed of all draws, and of the algorithm's own packing.
+        epoch: Number of the draw, >= 0.
+        works: Work of each sample, or None, as `balanced` takes it.
+        report: Called with a progress message.
+    """
+    num = lengths.size
+    keys = np.random.PCG64((seed, epoch)).random_raw(-(-num // 4)).view(np.uint16)[:num]
+    order = _sorting(keys)
+    shuffled = lengths.take(order)
+    ends = np.cumsum(shuffled)
+    total = int(ends[-1])
+    if ALGORITHMS[algorithm].weighs:
+        weights = None if works is None else works[order]
+        balanced = function_named(algorithm)
+        packs = balanced(shuffled, capacity=capacity, works=weights, report=report, keys=keys)
+        return Redrawn(_reordered(packs.owners(num).astype(np.int32), order), "order")
+    own: _Packing | None = None
+    stage = _FIRST_STAGE.get(algorithm, algorithm)
+    fewest = -(-total // capacity)
+    loose = total if ALGORITHMS[stage].draws else total // _FIRST_LOOSE
+    while True:
+        starts = _group_starts(shuffled, ends, capacity=capacity, loose=loose)
+        items = np.diff(ends[np.append(starts[1:], num) - 1], prepend=0)
+        found = _packing(items, capacity=capacity, algorithm=stage, seed=seed, report=report)
+        if found.num <= fewest + fewest // MORE:
+            break
+        own = own or _packing(lengths, capacity=capacity, algorithm=algorithm, seed=seed, report=report)
+        if found.num <= own.num + own.num // MORE:
+            break
+        if loose == total:
+            return Redrawn(_exchanged(own.labels(), lengths, order), "equal lengths")
+        loose = max(1, 2 * loose, loose * (found.num - own.num) * MORE // own.num)
+        loose = loose if 2 * loose < total else total
+    labels = np.repeat(found.labels(), np.diff(starts, append=num))
+    level: Level = "groups" if loose < total else "order" if ALGORITHMS[stage].draws else "equal lengths"
+    return Redrawn(_reordered(labels, order), level)
+
+
+def _sorting(keys: NDArray[np.uint16]) -> IntArray:
+    """Return a stable argsort. Sorting keys and indices in one number takes half the time."""
+    order = keys.astype(np.int64) << 32 | np.arange(keys.size)
+    order.sort()
+    order &= 2**32 - 1
+    return order
+
+
+def _group_starts(shuffled: IntArray, ends: IntArray, *, capacity: int, loose: int) -> IntArray:
+    """Return the first sample of each item. Samples of the first *loose* tokens are items alone."""
+    group = (ends - 1) // capacity
+    alone = (ends - shuffled) // capacity != group
+    alone[: np.searchsorted(ends, loose, side="right")] = True
+    opens = alone.copy()
+    opens[0] = True
+    opens[1:] |= alone[:-1] | (group[1:] != group[:-1])
+    return np.flatnonzero(opens)
+
+
+def _packing(lengths: IntArray, *, capacity: int, algorithm: str, seed: int, report: Callable[[str], None]) -> _Packing:
+    if ALGORITHMS[algorithm].over_runs:
+        runs = Runs.from_lengths(lengths)
+        trace = function_named(algorithm)(runs, capacity=capacity)
+        return _Packing(trace.num_bins, lambda: trace.labels(lengths, runs))
+    packs = pack(lengths, capacity=capacity, algorithm=algorithm, seed=seed, report=report)
+    return _Packing(len(packs), lambda: packs.owners(lengths.size).astype(np.int32))
+
+
+def _exchanged(labels: NDArray[np.int32], lengths: IntArray, order: IntArray) -> Packs:
+    """Return packs in which samples of equal length changed places, as a shuffled *order* says."""
+    places = np.argsort(lengths, kind="stable")
+    drawn = order[np.argsort(lengths[order], kind="stable")]
+    return _reordered(labels[places], drawn)
+
+
+def _reordered(labels: NDArray[np.int32], order: IntArray) -> Packs:
+    """Return packs of samples, given the pack of each in a shuffled *order*."""
+    by_sample = np.empty_like(labels)
+    by_sample[order] = labels
+    return Packs.from_labels(by_sample)

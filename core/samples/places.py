@@ -1,0 +1,142 @@
+"""
+Places of files that are not on this machine, as `s3://bucket/data.jsonl`.
+
+Only the schemes of `PACKAGES` are read: others, and chains as `zip://a::s3://b`, could name files
+of this machine. A query, a fragment and a user name may be credentials; no message has them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+PACKAGES: Mapping[str, str | None] = MappingProxyType(
+    {
+        "http": None,
+        "https": None,
+        "s3": "s3fs",
+        "s3a": "s3fs",
+        "gs": "gcsfs",
+        "gcs": "gcsfs",
+        "hf": "huggingface_hub",
+        "az": "adlfs",
+        "oss": "ossfs",
+        "memory": None,
+    }
+)
+"""Schemes of places -> package that reads them beside fsspec; None needs no other."""
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+_CREDENTIALS = re.compile(r"(?<=//)(?P<user>[^/?#\s]*@)|[?#][^\s'\"]*")
+"""Parts of a place that may be credentials: a name with a password, and all behind the path."""
+
+_SIGNED = re.compile(r"(?:X-Amz-|X-Goog-|X-OSS-)?(?:Signature|Credential|Security-Token)=|[?&]sig=", re.IGNORECASE)
+"""Text that a signed URL has in its query."""
+
+_LIMITS = re.compile(
+    r"(?:X-(?:Amz|Goog|OSS)-.*|Signature|Expires|AWSAccessKeyId|GoogleAccessId|OSSAccessKeyId|Key-Pair-Id|Policy"
+    r"|Security-Token|sig|se|st|sp|sv|sr|skoid|sktid|skt|ske|sks|skv|spr)",
+    re.IGNORECASE,
+)
+"""Names of query parameters that a signature adds: they say who may read, and not what."""
+
+
+def scheme_of(name: str) -> str | None:
+    """
+    Return the scheme of a name in small letters; None for a path of this machine.
+
+    >>> scheme_of("S3://bucket/a.jsonl"), scheme_of("data/a.jsonl")
+    ('s3', None)
+    """
+    found = _SCHEME.match(name)
+    return found[1].lower() if found else None
+
+
+def is_place(name: object) -> bool:
+    """Return whether a name is that of a place whose scheme is read, and no chain of several."""
+    return isinstance(name, str) and scheme_of(name) in PACKAGES and "::" not in name.partition("?")[0]
+
+
+def place_fault(name: str) -> str | None:
+    """
+    Return why a name with a scheme is not read; None for a place, or a path of this machine.
+
+    >>> place_fault("ftp://host/a.jsonl")
+    'is at ftp://, which is not read: name a file, or a place at https, s3, gs, hf or az'
+    """
+    scheme = scheme_of(name) or scheme_of(name.rpartition("::")[2])
+    if scheme is None or is_place(name):
+        return None
+    kind = "a chain of places" if "::" in name else f"at {scheme}://"
+    return f"is {kind}, which is not read: name a file, or a place at https, s3, gs, hf or az"
+
+
+def without_credentials(text: str) -> str:
+    """
+    Return a text whose places have no user names, queries and fragments.
+
+    >>> without_credentials("https://me:secret@host/a.png?token=secret cannot be read")
+    'https://host/a.png?… cannot be read'
+    """
+    return re.sub(
+        r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]*",
+        lambda place: _CREDENTIALS.sub(lambda found: "" if found["user"] else "?…", place[0]),
+        text,
+    )
+
+
+def without_signature(place: str) -> str:
+    """
+    Return a place without the parameters of its query that a signature adds.
+
+    The same object has the same name however often its URL is signed.
+
+    >>> without_signature("https://host/a.png?id=5&X-Amz-Signature=1f&X-Amz-Date=2026")
+    'https://host/a.png?id=5'
+    """
+    path, mark, query = place.partition("?")
+    if not mark or not _SIGNED.search(mark + query):
+        return place
+    kept = [part for part in query.partition("#")[0].split("&") if not _LIMITS.fullmatch(part.partition("=")[0])]
+    return path + ("?" + "&".join(kept) if kept else "")
+
+
+def may_be_signed(text: str) -> bool:
+    """Return whether a text may hold a signed URL."""
+    return "ignature=" in text or "sig=" in text or "IGNATURE=" in text
+
+
+def folder_of(place: str) -> str:
+    """
+    Return the folder of a place, without credentials; relative paths of media start there.
+
+    >>> folder_of("s3://bucket/data/a.jsonl")
+    's3://bucket/data'
+    """
+    scheme, _, rest = _CREDENTIALS.sub("", place).partition("://")
+    return f"{scheme.lower()}://{rest.rpartition('/')[0] or rest}"
+
+
+def located(folder: str, path: str) -> str:
+    """
+    Return the place of a relative path, or *path* itself where it is absolute or a place.
+
+    Args:
+        folder: Folder of a place, as `folder_of` gives it.
+        path: Path in a record.
+
+    >>> located("s3://bucket/data", "../images/a.png")
+    's3://bucket/images/a.png'
+    """
+    if path.startswith("/") or scheme_of(path) is not None:
+        return path
+    scheme, _, rest = folder.partition("://")
+    server, *parts = rest.split("/")
+    for part in path.split("/"):
+        if part == "..":
+            parts = parts[:-1]
+        elif part not in {"", "."}:
+            parts = [*parts, part]
+    return f"{scheme}://{'/'.join([server, *parts])}"

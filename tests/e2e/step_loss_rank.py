@@ -1,0 +1,301 @@
+"""
+One rank whose optimizer steps are compared with their samples alone: trainers and loops, sound and
+with faults planted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  # its usual name
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import packplan as pp
+from packplan.adapters.context_parallel import context_parallel
+from packplan.core.context_parallel import PackedLayout
+from packplan.core.errors import PackplanError
+from packplan.testing import assert_step_loss
+from tests.e2e.context_parallel_rank import LeakyLayout
+
+LENGTHS = (20, 3, 9, 31, 12, 5, 26, 14)
+
+PACKS = [[0, 5, 7], [1], [2, 3], [4, 6]]
+"""Packs of the plan; each rank of two has two."""
+
+WORDS = 50
+
+
+def rows() -> list[dict[str, list[int]]]:
+    """Return samples whose first two tokens are not learned."""
+    draw = torch.Generator().manual_seed(3)
+    found = []
+    for length in LENGTHS:
+        ids = torch.randint(1, WORDS, (length,), generator=draw).tolist()
+        found.append({"input_ids": ids, "labels": [-100, -100, *ids[2:]]})
+    return found
+
+
+def llama() -> Any:
+    """Return a tiny model that attends within samples, by positions."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, attention_dropout=0.3, max_position_embeddings=128, use_cache=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    model.model.layers[0].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.3))
+    return model
+
+
+def plan() -> pp.Plan:
+    """Return a plan of the packs above."""
+    planned = pp.plan(list(LENGTHS), 40)
+    assert planned.packs.tolist() == PACKS
+    return planned
+
+
+class Loop:
+    """A loop of torch: packs are batches, and gradients are averaged over the ranks."""
+
+    def __init__(self, *, rank: int, world_size: int, model: Any = None) -> None:
+        self.model = llama() if model is None else model
+        collator = DataCollatorWithFlattening(return_tensors="pt")
+        packs = PACKS[rank * 4 // world_size : (rank + 1) * 4 // world_size]
+        self.world_size = world_size
+        self.batches = [dict(collator([rows()[index] for index in pack])) for pack in packs]
+
+    def total(self, number: int) -> int:
+        """Return a number added up over the ranks."""
+        whole = torch.tensor(number)
+        if self.world_size > 1:
+            dist.all_reduce(whole)
+        return int(whole)
+
+    def step(self, divide: Callable[[torch.Tensor, int], torch.Tensor], *, reduced: bool = True) -> float:
+        """Run a step; *divide* makes a batch's loss of its sum and its learned tokens."""
+        reported = torch.zeros(())
+        for batch in self.batches:
+            logits, labels = self.model(**batch).logits[0, :-1], batch["labels"][0, 1:]
+            loss = divide(F.cross_entropy(logits, labels, reduction="sum"), int((labels != -100).sum()))
+            loss.backward()
+            reported += loss.detach()
+        if self.world_size > 1:
+            dist.all_reduce(reported)
+            for weight in self.model.parameters() if reduced else ():
+                dist.all_reduce(weight.grad)
+                weight.grad /= self.world_size
+        return float(reported) / self.world_size
+
+    @property
+    def learned(self) -> int:
+        """Learned tokens of the step."""
+        return self.total(sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in self.batches))
+
+
+def loop_cases(rank: int, world_size: int) -> dict[str, Callable[[], Any]]:
+    """Return loops that divide the loss in some way."""
+    loop = Loop(rank=rank, world_size=world_size)
+    learned, ranks = loop.learned, world_size
+    own = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in loop.batches)
+    batches = len(loop.batches)
+    tokens = sum(LENGTHS)
+
+    def of(divide: Callable[[torch.Tensor, int], torch.Tensor], **options: Any) -> Callable[[], Any]:
+        return lambda: assert_step_loss(lambda: loop.step(divide), model=loop.model, **options)
+
+    def stepping() -> float:
+        with torch.no_grad():
+            next(loop.model.parameters()).add_(0.0)
+        return 0.0
+
+    cases = {
+        "sound": of(lambda total, _: total * ranks / learned),
+        "sound by a plan": of(lambda total, _: total * ranks / learned, plan=plan(), rows=rows(), packs=range(4)),
+        "sound mean of packs": of(lambda total, count: total / count / batches, mean="packs"),
+        "sound by a function": of(
+            lambda total, _: total * ranks / 7, mean=lambda learned, _: [1 / 7 for _ in learned]
+        ),
+        "accumulation is not divided by": of(lambda total, count: total / count),
+        "world size twice": of(lambda total, _: total / learned),
+        "mean of batches": of(lambda total, count: total / count / batches),
+        "ranks of unequal token counts": of(lambda total, _: total / own),
+        "ignored labels are counted": of(lambda total, _: total * ranks / tokens),
+        "sum": of(lambda total, _: total * ranks),
+        "tail packs are trained again": of(
+            lambda total, _: total * ranks / learned, plan=plan(), rows=rows(), packs=[0, 1, 2]
+        ),
+        "no update belongs in it": lambda: assert_step_loss(stepping, model=loop.model),
+        "nothing is computed": lambda: assert_step_loss(lambda: 1.0, model=loop.model),
+    }  # fmt: skip
+    if world_size > 1:
+        cases["gradients stay apart"] = lambda: assert_step_loss(
+            lambda: loop.step(lambda total, _: total * ranks / learned, reduced=False), model=loop.model
+        )
+        cases["sharded weights"] = sharded_case(rank, world_size, learned)
+        cases |= shared_row_cases(rank)
+    return cases
+
+
+def sharded_case(rank: int, world_size: int, learned: int) -> Callable[[], Any]:
+    """Return a step of a model whose weights FSDP 2 shards."""
+    loop = Loop(rank=rank, world_size=world_size)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
+    fully_shard(loop.model.model.layers[0], mesh=mesh)
+    fully_shard(loop.model, mesh=mesh)
+
+    def step() -> float:
+        return loop.step(lambda total, _: total * world_size / learned, reduced=False)
+
+    return lambda: assert_step_loss(step, model=loop.model, plan=plan(), rows=rows(), packs=range(4))
+
+
+def shared_row_cases(rank: int) -> dict[str, Callable[[], Any]]:
+    """Return steps in which two ranks share each row."""
+    model, memorised = llama(), rows()
+    model.config._attn_implementation_internal = "sdpa"
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)
+    for _ in range(24):  # a loss that is low, unless samples see one another
+        for row in memorised:
+            ids = torch.tensor([row["input_ids"]])
+            model(input_ids=ids, labels=torch.tensor([row["labels"]])).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def step(kind: type[PackedLayout], *, by_part: bool = False) -> float:
+        total = torch.zeros(())
+        samples = [memorised[index] for index in PACKS[2]]
+        count = sum(len(row["input_ids"]) - 2 for row in samples)
+        layout = kind.from_lengths([len(row["input_ids"]) for row in samples], cp_size=2)
+        ids, labels = torch.full((layout.num_positions,), 7), torch.full((layout.num_positions,), -100)
+        ids[layout.is_token] = torch.tensor([one for row in samples for one in row["input_ids"]])
+        labels[layout.is_token] = torch.tensor([one for row in samples for one in row["labels"]])
+        places = torch.as_tensor(layout.positions(rank))
+        follows = torch.as_tensor(layout.targets)
+        targets = torch.where(follows < 0, -100, labels[follows])[places]
+        inputs = {"input_ids": ids[None, places], "position_ids": torch.as_tensor(layout.position_ids)[None, places]}
+        with context_parallel(model, layout=layout):
+            logits = model(**inputs).logits[0]
+            loss = F.cross_entropy(logits, targets, reduction="sum") / (
+                int((targets != -100).sum()) if by_part else count
+            )
+            loss.backward()
+        total += loss.detach()
+        dist.all_reduce(total)
+        for weight in model.parameters():
+            dist.all_reduce(weight.grad)
+        return float(total)
+
+    def of(kind: type[PackedLayout], **options: Any) -> Callable[[], Any]:
+        return lambda: assert_step_loss(
+            lambda: step(kind, **options), plan(), model=model, rows=memorised, packs=[2], ranks_per_row=2
+        )
+
+    return {
+        "shared rows": of(PackedLayout),
+        "shared rows leak": of(LeakyLayout),
+        "shared rows average their parts": of(PackedLayout, by_part=True),
+    }
+
+
+class NotDivided(Trainer):
+    """The sum over the batches of their means, as before the fix of gradient accumulation."""
+
+    def _get_num_items_in_batch(self, *_: Any, **__: Any) -> None:
+        return None
+
+    loss_is_scaled_for_ga = True
+
+
+class TwiceDivided(Trainer):
+    """The loss is divided by the ranks, which average it again."""
+
+    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+        loss = super().compute_loss(*arguments, **options)
+        return loss / self.args.world_size
+
+
+class EachTrainsAll(Trainer):
+    """Both ranks train the same packs."""
+
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.train_dataset, batch_size=2, collate_fn=self.data_collator)
+
+
+class PromptsToo(DataCollatorWithFlattening):
+    """Teaches the tokens of prompts too."""
+
+    def __call__(self, features: Any, **options: Any) -> Any:
+        return super().__call__([{"input_ids": one["input_ids"]} for one in features], **options)
+
+
+def trainer_of(kind: type[Trainer] = Trainer, *, collator: Any = None, **settings: Any) -> Trainer:
+    """Return a trainer of transformers, whose first step has all rows."""
+    args = TrainingArguments(
+        tempfile.mkdtemp(), per_device_train_batch_size=2, report_to=[], use_cpu=True, max_steps=2, disable_tqdm=True,
+        gradient_accumulation_steps=4 // int(os.environ["WORLD_SIZE"]), save_strategy="no", logging_steps=1,
+        learning_rate=1e-2, **settings,
+    )  # fmt: skip
+    args.max_epochs = None  # ms-swift's callbacks, which it gives all trainers, ask for it
+    return kind(llama(), args, train_dataset=rows(), data_collator=collator or DataCollatorWithFlattening())
+
+
+def trainer_cases() -> dict[str, Callable[[], Any]]:
+    """Return trainers of transformers, sound and with a fault."""
+    whole = range(len(PACKS))
+    return {
+        "trainer": lambda: assert_step_loss(trainer_of()),
+        "trainer in bfloat16": lambda: assert_step_loss(trainer_of(bf16=True)),
+        "trainer not divided": lambda: assert_step_loss(trainer_of(NotDivided)),
+        "trainer divided twice": lambda: assert_step_loss(trainer_of(TwiceDivided)),
+        "trainer with ranks of unequal token counts": lambda: assert_step_loss(
+            trainer_of(average_tokens_across_devices=False)
+        ),
+        "trainer smooths labels": lambda: assert_step_loss(trainer_of(label_smoothing_factor=0.1)),
+        "trainer of others' samples": lambda: assert_step_loss(trainer_of(EachTrainsAll), plan(), packs=whole),
+        "trainer teaches prompts": lambda: assert_step_loss(
+            trainer_of(collator=PromptsToo()), plan(), packs=whole
+        ),
+        "trainer with no plan": lambda: assert_step_loss(trainer_of(), plan()),
+        "trainer trains on": lambda: json.dumps([trained(asked=asked) for asked in (True, False)]),
+    }  # fmt: skip
+
+
+def trained(*, asked: bool) -> list[float]:
+    """Return the losses and weights of a trainer with dropout that perhaps was asked before."""
+    trainer = trainer_of()
+    if asked:
+        assert_step_loss(trainer)
+        assert trainer.optimizer is None
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [*losses, *(float(one.double().sum()) for one in trainer.model.parameters())]
+
+
+def outcome(run: Callable[[], Any]) -> str:
+    """Return what an assertion returns or raises."""
+    try:
+        return str(run())
+    except PackplanError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def main(out: str) -> None:
+    """Be one rank, and write the outcome of each case."""
+    world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    if world_size > 1:
+        dist.init_process_group("gloo")
+    cases = {**loop_cases(rank, world_size), **trainer_cases()}
+    found = {name: outcome(run) for name, run in cases.items()}
+    Path(out, f"found{rank}.json").write_text(json.dumps(found))
+    if world_size > 1:
+        dist.barrier()
+        dist.destroy_process_group()

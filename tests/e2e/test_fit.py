@@ -1,0 +1,143 @@
+"""Forecast of the memory of a step: traced peaks are measured ones, and others are marked."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from packplan.app.plan.__main__ import main
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def forecast_of():
+    """Return a function that forecasts the memory of a run's YAML."""
+    from packplan.app.plan.forecast.fit import forecast
+    from packplan.app.wiring import training
+    from tests.stored import asked
+
+    def forecast_run(path, *, ranks=1, sharding="ddp", memory=None):
+        asked(path)
+        return forecast(training.read_config(path), memory=memory, ranks=ranks, sharding=sharding)
+
+    return forecast_run
+
+
+TRAINING = {"use_cpu": True, "effective_batch_size": 1, "num_train_epochs": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen2", {"tuner_type": "lora", "gradient_checkpointing": True}),
+        ("qwen2_5_vl", {"bf16": True}),
+    ],
+)
+def test_the_forecast_is_the_peak_of_training(family, settings, write_run, forecast_of, few_scenes):
+    """The peak of the heaviest pack is that of the allocator over two epochs, within 2 %."""
+    from benchmarks.memory import allocator_peak
+    from packplan.adapters.ranks.torch_group import OneRank
+    from packplan.app.sft.prepare import prepare
+    from packplan.app.wiring import training
+
+    data = {"custom": {"train_jsonl": str(few_scenes)}} if family.endswith("vl") else {}
+    path = write_run(family, training=TRAINING | settings, **data)
+    found = forecast_of(path)
+    trainer = prepare(training.read_config(path), OneRank()).trainer
+
+    measured = allocator_peak((*trainer.model.parameters(), *trainer.model.buffers()), trainer.train)
+
+    assert found.is_traced
+    assert found.packs[0].peak.total == pytest.approx(measured, rel=0.02)
+
+
+def test_each_rank_of_fsdp_holds_its_part(write_run, forecast_of):
+    """Ranks of FSDP 2 hold their parts of weights and optimizer; ZeRO is marked as computed."""
+    path = write_run("qwen2", training=TRAINING | {"effective_batch_size": 4})
+
+    alone = forecast_of(write_run("qwen2", "alone", training=TRAINING)).packs[0].peak
+    shared, copied, zero = (forecast_of(path, ranks=4, sharding=one) for one in ("fsdp2", "ddp", "zero3"))
+
+    # Weights that ranks do not divide are filled up.
+    part = shared.packs[0].peak
+    assert part.weights == pytest.approx(alone.weights / 4, rel=0.1)
+    assert part.optimizer == pytest.approx(alone.optimizer / 4, rel=0.1)
+    # Gathered weights of a layer are freed before the next layer's.
+    whole = alone.temporaries + alone.activations
+    assert whole < part.temporaries + part.activations < whole + alone.weights / 2
+    assert alone.total + copied.parts.buckets == copied.packs[0].peak.total
+    assert any("zero3 is computed from sizes" in note for note in zero.notes)
+    assert zero.packs[0].peak.optimizer == alone.optimizer // 4
+
+
+def test_accumulated_gradients_are_there_throughout(write_run, forecast_of):
+    """With several microbatches in a step, the passes hold the gradients of earlier ones."""
+    once = forecast_of(write_run("qwen2", "once", training=TRAINING)).packs[0].peak
+    twice = forecast_of(write_run("qwen2", "twice", training=TRAINING | {"effective_batch_size": 2})).packs[0].peak
+
+    assert once.gradients < twice.gradients <= twice.weights < twice.gradients * 1.01
+
+
+def test_a_model_that_reads_numbers_is_estimated_and_named(write_run, forecast_of, monkeypatch):
+    """Control flow by numbers cannot be traced: the place is named, and the estimate marked."""
+    from transformers.models.qwen2 import modeling_qwen2
+
+    from tests.stored import asked
+
+    plain = modeling_qwen2.Qwen2MLP.forward
+    path = asked(write_run("qwen2", training=TRAINING))  # its small copy computes numbers
+    monkeypatch.setattr(
+        modeling_qwen2.Qwen2MLP, "forward", lambda layer, x: plain(layer, x if x.sum().item() > 0 else -x)
+    )
+
+    found = forecast_of(path, memory=2**30)
+
+    assert not found.is_traced
+    assert "cannot be traced in forward of modeling_qwen2.py" in found.notes[0]
+    assert "estimated from sizes" in found.notes[0]
+    assert found.longest.tokens > 256
+
+
+def test_what_weights_alone_exceed_is_said_before_tracing(write_run, forecast_of, monkeypatch):
+    """Where what a rank holds throughout is too much, nothing is planned or traced."""
+    monkeypatch.setattr("packplan.app.wiring.gather.gather", None)
+
+    found = forecast_of(write_run("qwen2", training=TRAINING), memory=2**20)
+
+    assert (False, ()) == (found.fits, found.packs)
+    assert found.parts.total > 2**20
+
+
+def test_the_command_prints_one_document_whose_lengths_fit(write_run, server, capsys):
+    """The longest length fits with the margin, and a run of it forecasts the same peak."""
+    path = write_run("qwen2", training=TRAINING)
+
+    command = server.packplan("plan", "fit", path, "--memory", "200MB", "--json", "--quiet")
+
+    assert 0 == command.wait(), command.said
+    found = json.loads(command.printed)
+    assert found["fits"]
+    assert found["longest"]["tokens"] > 256
+    assert found["longest"]["peak"] * (1 + found["margin"]) <= 200e6
+    assert {"weights", "gradients", "optimizer", "activations", "temporaries"} == set(found["packs"][0]["peak"])
+    highest = max(pack["total"] for pack in found["packs"])
+    assert highest == shown_peak(path, capsys)
+    for changed in ("training.gradient_checkpointing=true", "training.lora_rank=4"):
+        assert shown_peak(path, capsys, changed) is None
+    assert 0 == main(["show", str(path), "--quiet"])
+    assert "predicted memory" in capsys.readouterr().out
+
+
+def shown_peak(path, capsys, *changed):
+    """Return the bytes that `plan show` has of a run, perhaps with another setting."""
+    assert 0 == main(["show", str(path), *changed, "--json", "--quiet"])
+    return json.loads(capsys.readouterr().out)["splits"]["train"]["peak_bytes"]
+
+
+def test_a_run_without_packs_is_refused(write_run):
+    """What is forecast is the memory of packs."""
+    path = write_run("qwen2", training={"packing": False})
+
+    assert 2 == main(["fit", str(path)])

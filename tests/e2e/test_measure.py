@@ -1,0 +1,321 @@
+"""
+`packplan measure`: its table equals full encodes and a run's own lengths, and runs take from it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from packplan.adapters.samples.measurer import SwiftMeasurer
+from packplan.adapters.stores.lengths import DiskLengthStore
+from packplan.app import measure
+from packplan.app.plan import __main__ as plan
+from packplan.core.samples import COLUMNS
+from tests.e2e.test_plan_build import artefacts_of, refuse_to_measure, write_lines
+from tests.processes import finished
+
+PAGE = Path(__file__).parents[2] / "docs" / "measure.md"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def run(capfd, tmp_path):
+    """Return a function that measures into `lengths.parquet`, and returns what was said."""
+
+    def main(*words: object, status: int = 0, output: Path | None = None) -> str:
+        capfd.readouterr()
+        target = output or tmp_path / "lengths.parquet"
+        assert status == measure.main([*map(str, words), "-o", str(target)])
+        return str(capfd.readouterr().err)
+
+    return main
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[int]:
+    """Return the records that are measured, in order."""
+    seen: list[int] = []
+    plain = SwiftMeasurer.batch
+
+    def batch(self, indices, *, in_full):
+        seen.extend(indices)
+        return plain(self, indices, in_full=in_full)
+
+    monkeypatch.setattr(SwiftMeasurer, "batch", batch)
+    return seen
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return pq.read_table(path).to_pylist()
+
+
+def without_index(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if name != "index"} for row in rows]
+
+
+def chats(count: int, first: int = 0) -> list[dict[str, str]]:
+    return [{"query": f"say {n}", "response": "blue circle " * (1 + n % 7)} for n in range(first, first + count)]
+
+
+def test_a_table_equals_the_stored_lengths_of_a_run_and_full_encodes(write_run, run, demo, few_scenes, tmp_path):
+    """With the run's YAML; of all its data, images among them."""
+    path = write_run(custom={"train_jsonl": str(few_scenes), "val_jsonl": str(demo / "data" / "val.jsonl")})
+    assert 0 == plan.main(["build", str(path)])
+    kept = [DiskLengthStore(tmp_path / "run" / "static_packing" / split).inspect() for split in ("train", "eval")]
+
+    said = run("--config", path, "--check", 100)
+
+    rows = rows_of(tmp_path / "lengths.parquet")
+    assert f"{len(rows)} samples encoded in full: equal" in said
+    table = np.concatenate([one.rows.table for one in kept])
+    assert table.tolist() == [[int(row[name]) for name in COLUMNS] for row in rows]
+    media = np.concatenate([one.rows.media for one in kept])
+    assert media.tolist() == [[*one.values()] for row in rows for one in row["media"]]
+    assert list(range(len(rows))) == [row["index"] for row in rows]
+    assert not (tmp_path / "lengths.parquet.measuring").exists()
+
+
+def test_plans_of_a_run_that_takes_its_lengths_are_those_of_one_that_measures(  # noqa: PLR0917  # fixtures
+    write_run, run, demo, few_scenes, tmp_path, monkeypatch
+):
+    """Byte for byte; nothing but what is audited is encoded."""
+    custom = {"train_jsonl": str(few_scenes), "val_jsonl": str(demo / "data" / "val.jsonl")}
+    path = write_run(name="alone", custom=custom)
+    assert 0 == plan.main(["build", str(path)])
+    run("--config", path)
+    refuse_to_measure(monkeypatch)
+
+    taking = write_run(name="taking", custom={**custom, "lengths": str(tmp_path / "lengths.parquet")})
+    assert 0 == plan.main(["build", str(taking)])
+
+    assert artefacts_of(tmp_path / "alone") == artefacts_of(tmp_path / "taking")
+    assert 0 == plan.main(["verify", str(taking)])
+
+
+def test_records_are_known_by_content_wherever_they_are(write_run, run, demo, tmp_path, measured):
+    """
+    In another order, file, format and folder; with media, in another folder they are measured.
+    """
+    text = chats(40)
+    model = demo / "models" / "qwen2"
+    run(write_lines(tmp_path / "all.jsonl", text), "--model", model)
+    (tmp_path / "elsewhere").mkdir()
+    known, new = [*text[::-1][:20], *text[:3]], chats(2, first=100)
+    array = tmp_path / "elsewhere" / "some.json"
+    array.write_text(json.dumps([*known, *new]))
+    measured.clear()
+
+    lengths = str(tmp_path / "lengths.parquet")
+    path = write_run("qwen2", template={"system": None}, custom={"train_jsonl": str(array), "lengths": lengths})
+    assert 0 == plan.main(["build", str(path)])
+
+    assert [23, 24] == measured
+    sees, other = demo / "models" / "qwen2_5_vl", tmp_path / "moved"
+    shutil.copytree(demo / "data", other)
+    scenes = tmp_path / "scenes.parquet"
+    run(demo / "data" / "val.jsonl", "--model", sees, output=scenes)
+    first = rows_of(scenes)
+    measured.clear()
+    run(other / "val.jsonl", "--model", sees, output=scenes)
+    with_images = [index for index, row in enumerate(first) if row["images"]]
+    assert set(with_images) <= set(measured)
+    assert [row["length"] for row in first] == [row["length"] for row in rows_of(scenes)]
+
+
+def test_a_table_is_continued_with_records_that_it_lacks(run, demo, tmp_path, measured):
+    """Appended, put before, removed: the table is that of the data as they are now."""
+    model, data = demo / "models" / "qwen2", tmp_path / "data.jsonl"
+    output = tmp_path / "lengths.parquet"
+    write_lines(data, chats(60))
+    run(data, "--model", model)
+    before = rows_of(output)
+    measured.clear()
+
+    changed = [*chats(1, first=70), *chats(59), *chats(2, first=80)]
+    write_lines(data, changed)
+    said = run(data, "--model", model)
+
+    assert f"the lengths of 59 records are taken from {output}" in said
+    assert [0, 60, 61] == measured
+    write_lines(tmp_path / "fresh.jsonl", changed)
+    run(tmp_path / "fresh.jsonl", "--model", model, output=tmp_path / "fresh.parquet")
+    assert rows_of(tmp_path / "fresh.parquet") == rows_of(output)
+    assert without_index(before[:59]) == without_index(rows_of(output)[1:60])
+
+
+def test_measuring_that_was_interrupted_goes_on(run, demo, tmp_path, monkeypatch, measured):
+    """What was measured is not measured again, and the table is the same."""
+    data = write_lines(tmp_path / "data.jsonl", chats(90))
+    words = (data, "--model", demo / "models" / "qwen2", "training.packing_length_cache_persist_every=10")
+    run(*words, output=tmp_path / "whole.parquet")
+    append, calls = DiskLengthStore.append, itertools.count()
+
+    def interrupted(*arguments, **options):
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return append(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskLengthStore, "append", interrupted)
+        said = run(*words, status=130)
+    assert "what was measured is kept; run again to go on" in said
+    assert not (tmp_path / "lengths.parquet").exists()
+    said = run(*words, "template.system=Look.", status=2)
+    assert "--output: the lengths in" in said
+    assert f"remove {tmp_path / 'lengths.parquet.measuring'}, or name another file" in said
+    measured.clear()
+
+    run(*words)
+
+    assert list(range(30, 90)) == measured
+    assert (tmp_path / "whole.parquet").read_bytes() == (tmp_path / "lengths.parquet").read_bytes()
+
+
+def measure_and_die(*words: str) -> int:
+    """Measure, in a process that is killed before it writes for the fourth time."""
+    append, calls = DiskLengthStore.append, itertools.count()
+
+    def die(*arguments, **options):
+        if next(calls) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return append(*arguments, **options)
+
+    DiskLengthStore.append = die
+    return measure.main([*words])
+
+
+def test_measuring_that_was_killed_goes_on(server, run, demo, tmp_path, measured):
+    """What was flushed is not measured again, and the table is the same."""
+    data, model = write_lines(tmp_path / "data.jsonl", chats(90)), demo / "models" / "qwen2"
+    words = (data, "--model", str(model), "training.packing_length_cache_persist_every=10")
+    killed = server.start(
+        measure_and_die, *words, "-o", str(tmp_path / "lengths.parquet"), log=tmp_path / "logs" / "killed"
+    )
+    assert -signal.SIGKILL == killed.wait()
+    assert not (tmp_path / "lengths.parquet").exists()
+
+    run(*words)
+
+    assert list(range(30, 90)) == measured
+    run(*words, output=tmp_path / "whole.parquet")
+    assert (tmp_path / "whole.parquet").read_bytes() == (tmp_path / "lengths.parquet").read_bytes()
+
+
+def test_folders_of_datasets_are_measured(run, demo, tmp_path):
+    """As the same records in a file, and known by the same digests."""
+    data = write_lines(tmp_path / "data.jsonl", chats(20))
+    datasets.Dataset.from_list(chats(20)).save_to_disk(tmp_path / "saved")
+    model = demo / "models" / "qwen2"
+    run(data, "--model", model)
+
+    run(tmp_path / "saved", "--model", model, output=tmp_path / "saved.parquet")
+
+    assert rows_of(tmp_path / "lengths.parquet") == rows_of(tmp_path / "saved.parquet")
+
+
+def test_ranks_write_the_table_that_one_process_writes(server, run, demo, few_scenes, tmp_path):
+    """Byte for byte, over the demo's images; nothing else is left."""
+    words = [str(few_scenes), "--model", str(demo / "models" / "qwen2_5_vl")]
+    run(*words, output=tmp_path / "alone.parquet")
+    ranks = server.ranks(2, measure.main, [*words, "-o", str(tmp_path / "two.parquet")], folder=tmp_path / "logs")
+
+    assert [0, 0] == finished(ranks)
+    assert (tmp_path / "alone.parquet").read_bytes() == (tmp_path / "two.parquet").read_bytes()
+    assert not (tmp_path / "two.parquet.measuring").exists()
+
+
+def test_lengths_that_differ_from_full_encodes_are_found(run, demo, tmp_path):
+    """Of a table that another tool has edited; it stays, and exit status 3 says so."""
+    data, output = write_lines(tmp_path / "data.jsonl", chats(40)), tmp_path / "lengths.parquet"
+    words = (data, "--model", demo / "models" / "qwen2")
+    run(*words)
+    table = pq.read_table(output)
+    edited = table["length"].to_numpy().copy()
+    edited[3] += 1
+    pq.write_table(table.set_column(2, "length", pa.array(edited)), output)
+
+    said = run(*words, "--check", 40, status=3)
+
+    assert "1 sample of 40 encodes otherwise" in said
+    assert "sample 3 measured" in said
+    assert edited[3] == rows_of(output)[3]["length"]
+
+
+def test_bad_records_have_a_row_and_are_not_known(write_run, run, demo, tmp_path):
+    """
+    By default the first stops; where they are skipped, they are flagged, and measured by runs.
+    """
+    data = write_lines(tmp_path / "data.jsonl", [*chats(4), {"query": "no answer"}, *chats(5, first=4)])
+    model = demo / "models" / "qwen2"
+    said = run(data, "--model", model, status=2)
+    assert "data.jsonl, line 5" in said
+
+    run(data, "--model", model, "custom.on_bad_record=skip", "custom.max_bad_share=0.2")
+
+    rows = rows_of(tmp_path / "lengths.parquet")
+    assert [index == 4 for index in range(10)] == [row["bad"] for row in rows]
+    custom = {"train_jsonl": data, "lengths": str(tmp_path / "lengths.parquet")}
+    assert 2 == plan.main(["build", str(write_run("qwen2", template={"system": None}, custom=custom))])
+
+
+def test_what_cannot_be_measured_is_named(  # noqa: PLR0917  # fixtures
+    write_run, run, demo, text_jsonl, tmp_path, capfd
+):
+    """A model, data or output that is none; a table of other inputs; an option without another."""
+    model = demo / "models" / "qwen2"
+    text = tmp_path / "text.txt"
+    text.write_text("mine")
+    for words, output, fault in (
+        ((text_jsonl,), None, "--model: is not given"),
+        (("--model", model), None, "DATA: is not given"),
+        ((text_jsonl, "--model", tmp_path / "none"), None, "model.model: "),
+        ((tmp_path / "none.jsonl", "--model", model), None, "none.jsonl cannot be read"),
+        ((text_jsonl, "--model", model, "template.max_pixel=5"), None, "did you mean max_pixels"),
+        ((text_jsonl, "--model", model), tmp_path / "none" / "lengths.parquet", "--output: .*whose folder"),
+        ((text_jsonl, "--model", model), text, "--output: .*is no table of lengths"),
+    ):
+        said = run(*words, status=2, output=output)
+        assert re.search(fault, said)
+        assert not list(tmp_path.glob("*.measuring"))
+    assert "mine" == text.read_text()
+
+    run(text_jsonl, "--model", model)
+    said = run(text_jsonl, "--model", model, "template.system=Look.", status=2)
+    assert "--output: the lengths in" in said
+    assert "template.system: stored None, now 'Look.'" in said
+    lengths = {"train_jsonl": str(text_jsonl), "lengths": str(tmp_path / "lengths.parquet")}
+    assert 2 == plan.main(["build", str(write_run("qwen2", custom=lengths))])
+    assert "remove custom.lengths to measure here" in capfd.readouterr().err
+    for name, fault in (("text.txt", "is no table of lengths"), ("none.parquet", "does not exist")):
+        lengths["lengths"] = str(tmp_path / name)
+        assert 2 == plan.main(["build", str(write_run("qwen2", custom=lengths))])
+        assert f"custom.lengths: {tmp_path / name} {fault}" in capfd.readouterr().err
+
+
+def test_the_page_packs_a_table(run, demo, few_scenes, tmp_path, monkeypatch):
+    """By the lines that it shows, with this library and by numpy alone, where the table is."""
+    run(few_scenes, "--model", demo / "models" / "qwen2_5_vl")
+    blocks = [part.split("```")[0] for part in PAGE.read_text(encoding="utf-8").split("```python\n")[1:]]
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+
+    for block in blocks:
+        exec(compile(block, "measure.md", "exec"), names)  # noqa: S102  # the page's own code
+
+    for packs in (names["plan"].packs.tolist(), names["packs"]):
+        assert list(range(12)) == sorted(index for pack in packs for index in pack)
+        assert max(names["lengths"][pack].sum() for pack in packs) <= 4096

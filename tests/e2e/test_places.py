@@ -1,0 +1,498 @@
+"""Records and media of other machines: measured by parts, known again, and without credentials."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import random
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import s3fs
+from PIL import Image
+
+from packplan.adapters.lifeline import open_pool
+from packplan.adapters.samples import urls
+from packplan.adapters.samples.measurer import SwiftMeasurer
+from packplan.adapters.samples.remote import copies, fsspec_transport, transport
+from packplan.adapters.samples.remote.copies import local_files
+from packplan.app import measure
+from packplan.app.demo.videos import MadeVideo
+from packplan.app.plan import __main__ as plan
+from packplan.app.planning.measure import REPEATED_SAMPLES
+from packplan.core.errors import DataSetError
+from packplan.core.samples import HEAD_BYTES
+from tests.e2e.test_plan_build import artefacts_of
+from tests.object_server import KEY, serving
+from tests.processes import finished
+
+pytestmark = pytest.mark.slow
+
+SECRET = "neverwritethissecretdown"  # noqa: S105  # it is made for this test
+
+NUM = 64
+
+
+@pytest.fixture(scope="module")
+def serving_all():
+    with serving() as objects:
+        yield objects
+
+
+@pytest.fixture
+def objects(serving_all, monkeypatch):
+    """Return an empty server of objects, which S3's libraries find, and no proxy."""
+    serving_all.held.clear()
+    serving_all.private.clear()
+    serving_all.sends_parts = True
+    serving_all.asked.clear()
+    serving_all.sent.clear()
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    settings = {"ENDPOINT_URL": serving_all.url, "ACCESS_KEY_ID": KEY, "SECRET_ACCESS_KEY": SECRET, "REGION": "here"}
+    for name, value in {**settings, "EC2_METADATA_DISABLED": "true", "CONFIG_FILE": "/dev/null"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setattr(fsspec_transport, "_systems", {})
+    s3fs.S3FileSystem.clear_instance_cache()
+    return serving_all
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """A folder of records, with images of more than 64 KiB and large videos at relative paths."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "images").mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
+    sink = io.BytesIO()
+    Image.fromarray(pixels).save(sink, "jpeg", quality=95)
+    assert len(sink.getvalue()) > HEAD_BYTES
+    for number in range(NUM):
+        (folder / "images" / f"{number}.jpg").write_bytes(sink.getvalue() + bytes(number))
+    large = folder / "clip.mp4"
+    MadeVideo(num_frames=50).write(large)
+    held = large.read_bytes()
+    moov = held.rindex(b"moov") - 4
+    free = 2**21
+    large.write_bytes(held[:moov] + free.to_bytes(4, "big") + b"free" + bytes(free - 8) + held[moov:])
+    MadeVideo("webm", "libvpx-vp9", seed=1).write(folder / "small.webm")
+    MadeVideo(rate=None, seed=3).write(folder / "vary.mp4")
+    records = [asked(f"say {n}", images=[f"images/{n}.jpg"]) for n in range(NUM)]
+    records += [asked("what moves?", videos=[name]) for name in ("clip.mp4", "small.webm", "vary.mp4")]
+    frames = [f"images/{n}.jpg" for n in range(3)]
+    records.append(asked("what moves?", videos=[frames]))
+    write(folder / "records.jsonl", records)
+    return folder
+
+
+def asked(text: str, images=(), videos=()):
+    record = {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "it is so"}]}
+    return {**record, **({"images": list(images)} if images else {}), **({"videos": list(videos)} if videos else {})}
+
+
+def write(path: Path, records) -> Path:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
+
+
+def uploaded(objects, folder: Path, kind: str, bucket: str = "bucket") -> str:
+    """Put a folder to a place, and return that."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            name = f"/{bucket}/data/{file.relative_to(folder)}"
+            objects.held[name] = file.read_bytes()
+            fsspec.filesystem("memory").pipe_file(name, file.read_bytes())
+    objects.sends_parts = kind != "whole"
+    places = {"http": f"{objects.url}/{bucket}/data", "s3": f"s3://{bucket}/data", "memory": f"memory://{bucket}/data"}
+    return places.get(kind, places["http"])
+
+
+@pytest.fixture
+def run(capfd, tmp_path, demo):
+    """Return a function that measures into a table, and returns what was printed."""
+
+    def main(*words: object, status: int = 0, output: str = "lengths.parquet", model: str = "qwen2_5_vl") -> str:
+        capfd.readouterr()
+        named = ["--model", str(demo / "models" / model), "-o", str(tmp_path / output)]
+        assert status == measure.main([*map(str, words), *named])
+        return "".join(capfd.readouterr())
+
+    return main
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[int]:
+    """Return the records that are measured, in order."""
+    found: list[int] = []
+    plain = SwiftMeasurer.batch
+
+    def batch(self, indices, *, in_full):
+        found.extend(indices)
+        return plain(self, indices, in_full=in_full)
+
+    monkeypatch.setattr(SwiftMeasurer, "batch", batch)
+    return found
+
+
+def lengths_of(path: Path):
+    """Return a table without what the records' folder decides."""
+    return pq.read_table(path).drop_columns(["sha256"])
+
+
+@pytest.mark.parametrize("kind", ["http", "s3", "whole"])
+def test_a_place_is_measured_as_its_files_are_and_media_by_parts(objects, data, run, tmp_path, kind):
+    """Lengths and facts of media; only a video without an index of its frames is read whole."""
+    place = uploaded(objects, data, kind)
+    run(data / "records.jsonl", output="files.parquet")
+
+    said = run(f"{place}/records.jsonl")
+
+    assert lengths_of(tmp_path / "files.parquet").equals(lengths_of(tmp_path / "lengths.parquet"))
+    assert "read from other machines: " in said
+    assert not list(tmp_path.glob("*.measuring"))
+    if kind in {"http", "s3"}:
+        path = "/bucket/data"
+        assert all(objects.sent[f"{path}/images/{n}.jpg"] == HEAD_BYTES for n in range(3, NUM))
+        assert objects.sent[f"{path}/clip.mp4"] < len(objects.held[f"{path}/clip.mp4"]) / 2
+        assert len(objects.held[f"{path}/records.jsonl"]) == objects.sent[f"{path}/records.jsonl"] - 1
+        assert max(objects.asked.values()) < 12
+
+
+def files_of(path: Path):
+    """Return the data files that a table names."""
+    return json.loads(pq.read_schema(path).metadata[b"packplan_lengths"])["files"]
+
+
+@pytest.mark.parametrize("kind", ["memory", "s3"])
+def test_patterns_of_places_are_listed(objects, run, tmp_path, kind):
+    """By name, as those of files; one that matches nothing is named."""
+    for number in (2, 1):
+        write(tmp_path / f"{number}.jsonl", [asked(f"part {number}")] * number)
+    place = uploaded(objects, tmp_path, kind, f"listed-{kind}")
+
+    run(f"{place}/*.jsonl", model="qwen2")
+
+    run(tmp_path / "*.jsonl", model="qwen2", output="files.parquet")
+    names = [files_of(tmp_path / f"{one}.parquet") for one in ("lengths", "files")]
+    assert ["*.jsonl"] * 2 == [one["source"] for one in names[0]] == [one["source"] for one in names[1]]
+    found = [one["file"].replace(":///", "://") for one in names[0]]
+    assert [f"{place}/1.jsonl", f"{place}/2.jsonl"] == found
+    assert pq.read_table(tmp_path / "files.parquet").equals(pq.read_table(tmp_path / "lengths.parquet"))
+    assert "no such file" in run(f"{place}/none-*.jsonl", status=2, model="qwen2").replace("matches no", "no such")
+
+
+@pytest.mark.parametrize("kind", ["http"])
+def test_measuring_that_was_interrupted_asks_for_nothing_twice(  # noqa: PLR0917  # fixtures
+    objects, data, run, tmp_path, monkeypatch, kind
+):
+    """Neither for the records nor for media that were measured, some that are compared aside."""
+    from packplan.adapters.stores.lengths import DiskLengthStore
+
+    place = uploaded(objects, data, kind)
+    words = (f"{place}/records.jsonl", "training.packing_length_cache_persist_every=10")
+    append, calls = DiskLengthStore.append, iter(range(100))
+
+    def interrupted(*arguments, **options):
+        if next(calls) == 4:
+            raise KeyboardInterrupt
+        return append(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskLengthStore, "append", interrupted)
+        run(*words, status=130)
+    objects.sent.clear()
+
+    run(*words)
+
+    path = "/bucket/data"
+    assert objects.sent[f"{path}/records.jsonl"] <= 1
+    compared = [n for n in range(40) if objects.sent[f"{path}/images/{n}.jpg"]]
+    assert len(compared) <= 2 * REPEATED_SAMPLES + 4
+    assert max(objects.sent[f"{path}/images/{n}.jpg"] for n in range(3, NUM)) <= HEAD_BYTES
+    run(*words, output="whole.parquet")
+    assert (tmp_path / "whole.parquet").read_bytes() == (tmp_path / "lengths.parquet").read_bytes()
+
+
+def test_a_file_that_changed_is_copied_again(objects, run, tmp_path, measured):
+    """And its old records are taken from the table; one that is gone is read from its copy."""
+    first = [asked(f"say {n}") for n in range(40)]
+    url, words = f"{objects.url}/bucket/a.jsonl", (f"custom.records_cache={tmp_path}/records",)
+    objects.held["/bucket/a.jsonl"] = write(tmp_path / "a.jsonl", first).read_bytes()
+    run(url, *words, model="qwen2")
+    measured.clear()
+    objects.held["/bucket/a.jsonl"] = write(tmp_path / "a.jsonl", [*first, asked("one more")]).read_bytes()
+
+    said = run(url, *words, model="qwen2")
+
+    assert "a.jsonl is another file than before: it was fetched again" in said
+    assert [40] == measured
+    objects.sent.clear()
+    run(url, *words, model="qwen2")
+    assert 1 == objects.sent["/bucket/a.jsonl"]
+    objects.held.clear()
+    assert "the server answers 404 Not Found; its copy of before is read" in run(url, *words, model="qwen2")
+
+
+def read_letters(place: str, start: int) -> bytes:
+    """Return two bytes of a place."""
+    return transport.read_part(place, start, start + 2, most=100, patience=transport.Patience()).held
+
+
+@pytest.mark.parametrize("kind", ["http", "memory", "s3"])
+def test_processes_that_are_forked_read_on_and_are_counted(objects, tmp_path, kind, capfd):
+    """With connections of their own; those of their parent stay open, and nothing is printed."""
+    (tmp_path / "letters").write_bytes(b"abcdef")
+    place = f"{uploaded(objects, tmp_path, kind)}/letters"
+    assert b"ab" == read_letters(place, 0)
+    transport.traffic.reset()
+
+    with open_pool(2, str) as pool:
+        found = list(pool.map(read_letters, [place] * 3, (0, 2, 4), timeout=60))
+
+    assert [b"ab", b"cd", b"ef"] == found
+    assert str(transport.traffic).startswith("6 bytes in ")
+    assert b"ab" == read_letters(place, 0)
+    assert ("", "") == capfd.readouterr()
+
+
+def test_a_file_that_changes_while_it_is_fetched_is_refused(objects, tmp_path, monkeypatch):
+    """And one that is sent whole or in parts comes as it is; an empty one too."""
+    monkeypatch.setattr(transport, "PART_BYTES", 100)
+    held = random.Random(1).randbytes(1234)  # noqa: S311  # as good as any
+    for objects.sends_parts in (True, False):
+        objects.held |= {"/bucket/a.jsonl": held, "/bucket/empty.jsonl": b""}
+        for name, expected in (("a", held), ("empty", b"")):
+            (copy,) = local_files(f"{objects.url}/bucket/{name}.jsonl", tmp_path / str(objects.sends_parts))
+            assert expected == copy.read_bytes()
+    objects.sends_parts = True
+    objects.held["/bucket/b.jsonl"] = held
+    plain = transport.read_part
+
+    def changing(place, start, *arguments, **options):
+        if start == 500:
+            objects.held["/bucket/b.jsonl"] = held[:700] + held[600:]
+        return plain(place, start, *arguments, **options)
+
+    monkeypatch.setattr(transport, "read_part", changing)
+    with pytest.raises(DataSetError, match=r"b\.jsonl cannot be read: it changed while it was fetched"):
+        local_files(f"{objects.url}/bucket/b.jsonl", tmp_path)
+    assert not list(tmp_path.rglob("b.jsonl"))
+
+
+def test_a_file_that_is_too_large_is_refused(objects, data, run, tmp_path, monkeypatch):
+    """Of records, images and videos, before it is fetched."""
+    place = uploaded(objects, data, "http")
+    for module, name, record in (
+        (copies, "MOST_BYTES", None),
+        (urls, "_MOST_BYTES", asked("say", images=["images/1.jpg"])),
+        (urls, "_MOST_VIDEO_BYTES", asked("say", videos=["clip.mp4"])),
+    ):
+        if record:
+            objects.held["/bucket/data/records.jsonl"] = json.dumps(record).encode()
+        objects.sent.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, 1000)
+            assert "it has more than 1,000 bytes" in run(f"{place}/records.jsonl", status=2)
+        assert sum(objects.sent.values()) < HEAD_BYTES + 1000
+
+
+def written(folder: Path) -> bytes:
+    return b"\n".join(file.read_bytes() + str(file).encode() for file in folder.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("kind", ["http", "s3"])
+def test_credentials_are_in_nothing_that_is_printed_or_written(  # noqa: PLR0917  # fixtures
+    objects, data, run, tmp_path, kind, caplog
+):
+    """Of signed URLs, of user names, of the environment; whether they suffice or not."""
+    caplog.set_level(logging.DEBUG)
+    place = uploaded(objects, data, kind, "private")
+    query = f"?X-Amz-Credential=me&X-Amz-Signature={SECRET}" if kind == "http" else ""
+    if kind == "s3":
+        objects.private.add("private")
+    records = [asked("say", images=[f"{place}/images/{n}.jpg{query}"]) for n in range(4)]
+    objects.held["/private/data/signed.jsonl"] = write(tmp_path / "signed.jsonl", records).read_bytes()
+    (tmp_path / "signed.jsonl").unlink()
+    cache = f"custom.media_cache={tmp_path}/media"
+
+    said = run(f"{place}/signed.jsonl{query}", cache, "--check", 4)
+
+    assert f"{place}/signed.jsonl" in said
+    objects.held.clear()
+    objects.private.add("private")
+    for words in ((f"{place}/other.jsonl{query}",), (f"{place.replace('//', f'//me:{SECRET}@', 1)}/a.jsonl",)):
+        said += run(*words, status=2)
+    assert SECRET not in said
+    assert SECRET not in "".join(record.getMessage() for record in caplog.records if record.name.startswith("packplan"))
+    assert SECRET.encode() not in written(tmp_path)
+
+
+def test_errors_of_libraries_lose_what_may_be_credentials(monkeypatch):
+    """Those of places in them, and values of the environment's secrets."""
+    monkeypatch.setenv("SOME_ACCESS_KEY", "anothersecret")
+    place = f"https://me:{SECRET}@host/a.jsonl?X-Amz-Signature={SECRET}"
+
+    text = transport.without_secrets(OSError(f"no answer of {place},\n with anothersecret"))
+
+    assert "no answer of https://host/a.jsonl?… with …" == text
+
+
+def test_another_signature_of_the_same_url_is_the_same_data(objects, data, run, tmp_path, measured):
+    """Of the file and of its images: nothing is measured again, and the table is equal."""
+    uploaded(objects, data, "http")
+    for signature in ("first", "second"):
+        objects.sent.clear()
+        measured.clear()
+        query = f"?X-Amz-Signature={signature}&X-Amz-Date={len(signature)}"
+        images = [f"{objects.url}/bucket/data/images/{n}.jpg{query}" for n in range(8)]
+        objects.held["/bucket/data/signed.jsonl"] = write(
+            tmp_path / "signed.jsonl", [asked("say", images=[image]) for image in images]
+        ).read_bytes()
+        run(f"{objects.url}/bucket/data/signed.jsonl{query}")
+        tables = [*locals().get("tables", []), pq.read_table(tmp_path / "lengths.parquet")]
+
+    assert tables[0].equals(tables[1])
+    assert not measured
+    objects.sent.clear()
+    place = f"{objects.url}/bucket/data/images/1.jpg?X-Amz-Signature="
+    files = {urls.MediaCache(tmp_path / "media").path(f"{place}{signature}") for signature in "ab"}
+    assert 1 == len(files)
+    assert len(objects.held["/bucket/data/images/1.jpg"]) == sum(objects.sent.values())
+
+
+@pytest.mark.parametrize("kind", ["http", "s3"])
+def test_a_place_that_asks_for_credentials_is_one_line(objects, data, run, monkeypatch, kind):
+    """Of records and of media; asked a few times at most."""
+    place = uploaded(objects, data, kind, "private")
+    objects.private.add("private")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDANOTHER")
+    open_place = uploaded(objects, data, kind)
+    image = f"{place}/images/1.jpg"
+    objects.held["/bucket/data/one.jsonl"] = json.dumps(asked("say", images=[image])).encode()
+    for words, named in ((f"{place}/records.jsonl", "records.jsonl"), (f"{open_place}/one.jsonl", "images/1.jpg")):
+        objects.asked.clear()
+        said = run(words, status=2)
+        (line,) = [line for line in said.splitlines() if "asks for" in line]
+        assert f"{place}/{named}" in line
+        assert objects.asked[f"/private/data/{named}"] <= 4
+
+
+def test_what_could_name_files_of_this_machine_is_refused(objects, run, tmp_path, demo):
+    """Schemes of local files, chains, playlists; and what no file system reads."""
+    (tmp_path / "mine.jsonl").write_text(json.dumps(asked("mine")))
+    for place in (
+        f"file://{tmp_path}/mine.jsonl",
+        f"local://{tmp_path}/mine.jsonl",
+        f"simplecache::file://{tmp_path}/mine.jsonl",
+        f"zip://mine.jsonl::{objects.url}/a.zip",
+        f"{objects.url}/a::file://{tmp_path}/mine.jsonl",
+        "ftp://127.0.0.1/mine.jsonl",
+    ):
+        assert "which is not read: name a file, or a place" in run(place, status=2, model="qwen2")
+    assert "gs:// is read by another package: pip install gcsfs" in run("gs://a/b.jsonl", status=2, model="qwen2")
+    MadeVideo(num_frames=5).write(tmp_path / "mine.ts.mp4")
+    playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nfile://{tmp_path}/mine.ts.mp4\n#EXT-X-ENDLIST\n"
+    objects.held |= {"/bucket/list.mp4": playlist.encode(), "/bucket/list.m3u8": playlist.encode()}
+    for name in ("list.mp4", "list.m3u8"):
+        objects.held["/bucket/a.jsonl"] = json.dumps(asked("mine", videos=[f"{objects.url}/bucket/{name}"])).encode()
+        assert f"{name} cannot be read" in run(f"{objects.url}/bucket/a.jsonl", status=2)
+
+
+def test_ranks_write_the_table_that_one_process_writes(  # noqa: PLR0917  # fixtures
+    objects, data, run, tmp_path, demo, server
+):
+    """Byte for byte, from a objects."""
+    place = uploaded(objects, data, "http")
+    run(f"{place}/records.jsonl", output="alone.parquet")
+    words = [f"{place}/records.jsonl", "--model", str(demo / "models" / "qwen2_5_vl")]
+    ranks = server.ranks(2, measure.main, [*words, "-o", str(tmp_path / "two.parquet")], folder=tmp_path / "logs")
+
+    assert [0, 0] == finished(ranks)
+    assert (tmp_path / "alone.parquet").read_bytes() == (tmp_path / "two.parquet").read_bytes()
+
+
+def test_a_run_plans_and_trains_a_place_and_then_needs_no_network(  # noqa: PLR0917  # fixtures
+    objects, data, run, write_run, execute, tmp_path
+):
+    """By the packs of the same files; its lengths may come from the table of a measurement."""
+    place = uploaded(objects, data, "http")
+    run(f"{place}/records.jsonl")
+    keys = {"template": {"system": None}, "training": {"packing_drop_last": False, "max_steps": 1}}
+    custom = {"train_jsonl": f"{place}/records.jsonl", "lengths": str(tmp_path / "lengths.parquet")}
+    path = write_run(custom={**custom, "media_cache": str(tmp_path / "media")}, **keys)
+    execute(path)
+    objects.held.clear()
+    objects.asked.clear()
+
+    execute(path)
+
+    assert {"/bucket/data/records.jsonl"} == {*objects.asked}
+    files = write_run(name="files", custom={"train_jsonl": str(data / "records.jsonl")}, **keys)
+    assert 0 == plan.main(["build", str(files)])
+    packs = [artefacts_of(tmp_path / name)["train/raw_plan.indices.bin"] for name in ("run", "files")]
+    assert packs[0] == packs[1]
+
+
+def test_data_sets_are_named_as_ms_swift_names_them(objects, run, tmp_path, monkeypatch):
+    """From a cache or a place, with a count, and folders of shards; what is nowhere is named."""
+    import datasets
+
+    for name in ("HF_HUB_CACHE", "USE_HF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    rows = [{"query": f"say {n}", "response": "yes " * n} for n in range(1, 13)]
+    table = datasets.Dataset.from_list(rows)
+    snapshot = tmp_path / "hf" / "hub" / "datasets--org--chats" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    write(snapshot / "train.jsonl", rows)
+    run(write(tmp_path / "rows.jsonl", rows), model="qwen2", output="files.parquet")
+    expected = lengths_of(tmp_path / "files.parquet")
+    shards = tmp_path / "shards" / "data"
+    shards.mkdir(parents=True)
+    for number in range(3):
+        table.shard(3, number, contiguous=True).to_parquet(shards / f"train-{number:05}-of-00003.parquet")
+
+    for words in (["HF::org/chats"], [tmp_path / "shards"]):
+        run(*words, model="qwen2")
+        assert expected.equals(lengths_of(tmp_path / "lengths.parquet"))
+    objects.held["/bucket/rows.jsonl"] = (tmp_path / "rows.jsonl").read_bytes()
+    for name, count in (("HF::org/chats", 5), (f"{objects.url}/bucket/rows.jsonl", 3)):
+        run(f"{name}#{count}", model="qwen2", output=f"{count}.parquet")
+        assert count == len(lengths_of(tmp_path / f"{count}.parquet"))
+    table.to_parquet(shards / "test-00000-of-00001.parquet")
+    assert "holds several data sets: name one of them, data/test*.parquet, data/train*.parquet" in run(
+        tmp_path / "shards", status=2, model="qwen2"
+    )
+    datasets.DatasetDict(train=table, test=table).save_to_disk(tmp_path / "saved")
+    assert "holds several splits: name one of its folders, test, train" in run(
+        tmp_path / "saved", status=2, model="qwen2"
+    )
+    assert "DATA: asks for #0 records" in run("HF::org/chats#0", status=2, model="qwen2")
+    assert "org/none, which is no file here, and no local cache holds it" in run("org/none", status=2, model="qwen2")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_file_read_by_parts_is_the_file(objects, seed):
+    """Wherever its reader goes; what came is not asked for again."""
+    from packplan.adapters.samples.remote.ranged import BLOCK, Ranged
+    from packplan.adapters.samples.remote.transport import Patience
+
+    draw = random.Random(seed)  # noqa: S311  # as good as any
+    held = draw.randbytes(draw.randrange(1, 12 * BLOCK))
+    objects.held["/bucket/a"] = held
+    ranged = Ranged(f"{objects.url}/bucket/a?{SECRET}", most=2**30, patience=Patience())
+    opened, plain = ranged.open(), io.BytesIO(held)
+
+    for _ in range(60):
+        place, size = draw.randrange(len(held) + 10), draw.choice([-1, 0, 1, 100, BLOCK, 3 * BLOCK])
+        opened.seek(place)
+        plain.seek(place)
+        assert plain.read(size) == opened.read(size)
+
+    assert objects.sent["/bucket/a"] <= 2 * len(held)
+    assert f"{objects.url}/bucket/a?…" == ranged

@@ -1,0 +1,296 @@
+"""Epochs with plans of their own: known before the first step, trained as they were counted."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import shutil
+import weakref
+from collections import Counter
+from pathlib import Path
+
+import attrs
+import pytest
+import yaml
+
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.trainer.packed_dataset import EpochDataset
+from packplan.app import sft
+from packplan.app.plan.__main__ import main as show_main
+from packplan.app.plan.figures import told_meetings
+from packplan.app.plan.stored import inspect_plan
+from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs
+from packplan.app.wiring import training
+from packplan.core.config import with_remedy
+from packplan.core.errors import ConfigError, MismatchError, NotBuiltError, StaleError
+from packplan.core.inspection import Meetings
+from packplan.core.schedule import PackStats
+from tests.e2e import rank_main
+from tests.processes import finished
+
+pytestmark = pytest.mark.slow
+
+SIZES = {"chat": (40, 5), "code": (25, 12), "long": (12, 30)}
+"""Source -> its records, and the longest of them in words."""
+
+CURRICULUM = {
+    "curriculum": [
+        {"by": "tokens", "tokens_per_epoch": 1500, "sources": [
+            {"jsonl": "chat", "ratio": 3}, {"jsonl": "code", "ratio": 1},
+        ]},
+        {"by": "tokens", "tokens_per_epoch": 1500, "sources": [
+            {"jsonl": "chat", "ratio": 1, "replacement": True}, {"jsonl": "code", "ratio": 1},
+            {"jsonl": "long", "ratio": 2, "replacement": True},
+        ]},
+    ]
+}  # fmt: skip
+
+KEYS = {"num_train_epochs": 3, "effective_batch_size": 2, "packing_drop_last": False, "lr_scheduler_type": "constant"}
+
+
+@pytest.fixture
+def write_mix(tmp_path, write_run):
+    """Return a function that writes three sources, a mix of them and its run, which it returns."""
+    for name, (count, most) in SIZES.items():
+        turns = [
+            [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "blue " * (1 + n * 7 % most)}]
+            for n in range(count)
+        ]
+        text = "".join(json.dumps({"messages": one}) + "\n" for one in turns)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+
+    def write(mix: dict = CURRICULUM, name: str = "run", custom: dict | None = None, **keys) -> Path:
+        entries = mix.get("curriculum", [mix])
+        named = [
+            {
+                **entry,
+                "sources": [{**one, "jsonl": str(tmp_path / f"{one['jsonl']}.jsonl")} for one in entry["sources"]],
+            }
+            for entry in entries
+        ]
+        path = tmp_path / f"{name}-mix.yaml"
+        path.write_text(yaml.safe_dump({"curriculum": named} if "curriculum" in mix else named[0]))
+        planned = {"fusion_config": str(path), "fusion_schedule": "planned", "train_jsonl": None}
+        return write_run(
+            "qwen2", name=name, template={"max_length": 160}, custom={**planned, **(custom or {})},
+            training={**KEYS, **keys},
+        )  # fmt: skip
+
+    return write
+
+
+def trained_samples(seen: list[dict], steps: int, *, accumulation: int) -> list[Counter]:
+    """Return the samples of each optimizer step, over all ranks."""
+    counts = []
+    for step in range(steps):
+        parts = [one["samples"][step * accumulation : (step + 1) * accumulation] for one in seen]
+        counts.append(Counter(sample for mine in parts for pack in mine for sample in pack))
+    return counts
+
+
+def planner_of(path: Path) -> EpochPlanner:
+    """Return the planner of a run whose plans are built."""
+    from packplan.app.plan.stored import open_split
+    from packplan.app.planning.split import samples_of
+    from packplan.app.wiring import stores
+    from packplan.app.wiring.recipes import recipe_of
+    from packplan.app.wiring.works import policy_of
+
+    config = training.read_config(path)
+    lengths = open_split("train", stores.open_stores(config, "train")).lengths
+    policy = policy_of(config, "train")
+    return EpochPlanner(
+        policy, recipe_of(config, "train"), samples_of(policy, lengths.rows.table, lengths.origin.files)
+    )
+
+
+def test_a_curriculum_on_two_ranks_goes_on_with_three(write_mix, start_ranks, tmp_path):
+    """
+    Each step trains the packs that were planned, in every epoch. On other ranks, each pack that is
+    left of the epoch is trained once, and all of the next epoch.
+    """
+    path = write_mix(name="two", save_strategy="steps", save_steps=1, effective_batch_size=4)
+    assert [0, 0] == finished(start_ranks(2, path, tmp_path / "out"))
+    two = rank_main.seen(tmp_path / "out", 2)
+    records, steps = two[0]["epochs"], two[0]["steps"]
+    manifest = json.loads((tmp_path / "two" / "static_packing" / "train" / "schedule_ws2.json").read_text())
+
+    assert [{**one, "steps": row["steps"]} for one, row in zip(records, manifest["epochs"], strict=True)] == manifest[
+        "epochs"
+    ]
+    assert sum(one["steps"] for one in manifest["epochs"]) == manifest["total_steps"] == steps
+    assert two[0]["planned_steps"] == steps == two[1]["steps"]
+    planner, first = planner_of(path), 0
+    for one in manifest["epochs"]:
+        wanted = planner.plan(one["epoch"]).raw.packs
+        fetched = trained_samples(two, steps, accumulation=2)[first : first + one["steps"]]
+        trained, planned = sum(fetched, Counter()), Counter(wanted.indices.tolist())
+        assert not planned - trained
+        assert (trained - planned).total() <= wanted.sizes().max()
+        first += one["steps"]
+
+    stop = manifest["epochs"][0]["steps"] + 1
+    shutil.copytree(tmp_path / "two" / "static_packing", tmp_path / "three" / "static_packing")
+    again = write_mix(
+        name="three", effective_batch_size=3, resume_from_checkpoint=str(tmp_path / "two" / f"checkpoint-{stop}")
+    )
+    assert [0, 0, 0] == finished(start_ranks(3, again, tmp_path / "more"))
+    three = rank_main.seen(tmp_path / "more", 3)
+    before = trained_samples(two, stop, accumulation=2)[manifest["epochs"][0]["steps"] :]
+    packs_left = planner.plan(1).raw.packs
+    num_left = len(packs_left) - 4
+    rest = trained_samples(three, -(-num_left // 3), accumulation=1)
+    visits = sum([*before, *rest], Counter())
+    assert not Counter(packs_left.indices.tolist()) - visits
+    assert (visits - Counter(packs_left.indices.tolist())).total() <= 2 * packs_left.sizes().max()
+    assert three[0]["planned_steps"] == three[0]["steps"] == stop + len(rest) + -(-len(planner.plan(2).raw.packs) // 3)
+
+
+def test_a_resumed_run_is_the_one_that_was_not_stopped(write_mix, execute, tmp_path):
+    """From the middle of a later epoch; another mix is refused, and more epochs are none."""
+    whole = execute(write_mix(name="whole", save_strategy="steps", save_steps=1, dataloader_num_workers=1))
+    stop = whole.schedule.steps_in(0) + 2
+    checkpoint = str(tmp_path / "whole" / f"checkpoint-{stop}")
+    shutil.copytree(tmp_path / "whole" / "static_packing", tmp_path / "again" / "static_packing")
+
+    resumed = execute(write_mix(name="again", resume_from_checkpoint=checkpoint, num_train_epochs=4))
+
+    losses = [[entry["loss"] for entry in run.history if "loss" in entry] for run in (whole, resumed)]
+    assert losses[0] == losses[1][: len(losses[0])]
+    assert whole.schedule.total_steps + resumed.schedule.steps_in(3) == resumed.num_steps
+    assert "train" not in whole.planned
+    assert not hasattr(EpochDataset, "set_epoch"), "a plan's data set is told no epoch"
+    for keys, named in (
+        ({"mix": changed(ratio=2)}, "custom.fusion_config"),
+        ({"packing_epochs": "replanned"}, "training.packing_epochs"),
+    ):
+        with pytest.raises(StaleError, match=r"plan: stored '\w+', now '") as raised:
+            execute(write_mix(**keys, name="again", resume_from_checkpoint=checkpoint))
+        assert f"changed: {named}\n" in with_remedy(raised.value)
+
+
+def shown(capsys, *arguments: str) -> str:
+    """Return what `packplan plan show` prints."""
+    capsys.readouterr()
+    assert 0 == show_main(["show", *arguments])
+    return capsys.readouterr().out
+
+
+def test_show_tells_every_epoch(write_mix, write_run, execute, text_jsonl, capsys):
+    """Shares as they were asked for and drawn; of packs drawn again, which pairs meet again."""
+    execute(path := write_mix())
+
+    document = json.loads(shown(capsys, str(path), "--epoch", "1", "--json"))["splits"]["train"]
+    epochs = document["epochs"]
+    assert [0, 1, 2] == [one["epoch"] for one in epochs["epochs"]]
+    assert sum(one["steps"] for one in epochs["epochs"]) == epochs["total_steps"] == document["schedule"]["total_steps"]
+    assert epochs["epochs"][1]["checksum"] == document["checksums"]["raw_plan"]
+    for share, source in zip(epochs["shares"], ("chat", "code", "long"), strict=True):
+        assert share["file"].endswith(f"{source}.jsonl")
+        assert share["share"] == pytest.approx(share["asked_share"], abs=160 / 1500)
+    text = shown(capsys, str(path), "--epoch", "1")
+    assert "chat.jsonl 2" in text
+    assert "of the tokens)" in text
+    assert re.search(r"epoch 1: .*long.jsonl: [\d.]+% drawn, 50.0000% asked for", text)
+    other = training.read_config(path, ["training.num_train_epochs=2"])
+    fewer = inspect_plan(other, "train", world_size=1)
+    assert 2 == len(fewer.epochs.records)
+    assert any(re.search(r"last optimizer step of \d of 2 epochs sees fewer", line) for line in fewer.warnings)
+    with pytest.raises(NotBuiltError, match="holds plans up to epoch 2, and the run has more epochs"):
+        inspect_plan(training.read_config(path, ["training.num_train_epochs=4"]), "train", world_size=1)
+    with pytest.raises(ConfigError, match="--epoch: is 3, but the epochs that are planned are 0 to 2"):
+        inspect_plan(training.read_config(path), "train", world_size=1, epoch=3)
+    one = re.search(r"sample (\d+): ", shown(capsys, str(path), "--epoch", "2", "--pack", "0"))
+    assert "in epoch 2, counted from 0: step" in shown(capsys, str(path), "--epoch", "2", "--sample", one[1])
+
+    again = write_run(
+        "qwen2", name="again", training={**KEYS, "packing_epochs": "replanned"}, template={"max_length": 200}
+    )
+    result = execute(again)
+    assert len({one.checksum for one in result.epochs}) == 3
+    assert re.search(r"epochs 0 and 1: [\d,]+ of [\d,]+ pairs of samples meets? again, ", shown(capsys, str(again)))
+    with pytest.raises(ConfigError, match="--epoch: is of runs whose epochs have plans of their own"):
+        same = write_run("qwen2", name="same", training=KEYS)
+        execute(same)
+        inspect_plan(training.read_config(same), "train", world_size=1, epoch=1)
+
+
+def test_where_there_is_no_other_packing_show_says_so():
+    """Packs of one sample, or pairs that all meet again; not of a mix, which draws others."""
+    assert told_meetings(Meetings(0, 0, 0.0), mixed=False).endswith(": no other packing of that quality was found")
+    assert told_meetings(Meetings(5, 5, 2.0), mixed=False).endswith(": no other packing of that quality was found")
+    assert "5 of 5 pairs of samples meet again, 2.50 times" in told_meetings(Meetings(5, 5, 2.0), mixed=True)
+    assert told_meetings(Meetings(1, 0, 0.0), mixed=True) == (
+        "0 of 1 pair of samples meet again, and none would in random packs"
+    )
+
+
+def test_a_mix_is_planned_on_request_alone(write_mix):
+    """By default it is refused, with both ways out."""
+    path = write_mix(custom={"fusion_schedule": None})
+
+    with pytest.raises(ConfigError, match=r"custom.fusion_config.*fusion_schedule: planned") as raised:
+        training.read_config(path)
+    assert "materialise" in str(raised.value)
+
+
+def changed(source: int = 0, entry: int = 1, **keys) -> dict:
+    """Return the curriculum with other keys of a source."""
+    entries = [{**one, "sources": [dict(each) for each in one["sources"]]} for one in CURRICULUM["curriculum"]]
+    entries[entry]["sources"][source] |= keys
+    return {"curriculum": entries}
+
+
+@pytest.mark.parametrize(
+    ("mix", "says"),
+    [
+        (changed(ratio=-1), r"curriculum\[1\].sources\[0\].ratio"),
+        (changed(ratio=float("nan")), r"curriculum\[1\].sources\[0\].ratio"),
+        (changed(ratio=0), r"curriculum\[1\].sources\[0\].ratio"),
+        (changed(jsonl="gone"), "gone.jsonl cannot be read"),
+        (changed(jsonl="empty"), r"curriculum\[1\].sources\[0\].*empty.jsonl holds no record"),
+        (changed(jsonl="code"), r"curriculum\[1\].sources\[1\].jsonl"),
+        ({"by": "tokens", "tokens_per_epoch": 10**6, "sources": CURRICULUM["curriculum"][0]["sources"]},
+         r"sources\[0\].*set replacement: true"),
+    ],
+)  # fmt: skip
+def test_bad_mixes_are_refused_before_training(write_mix, execute, tmp_path, mix, says):
+    """By key, also where only a later epoch would meet them."""
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=says):
+        run = write_mix(mix)
+        config = training.read_config(run)
+        from packplan.app.wiring import stores
+
+        stores.require_inputs(config)
+        sft.run(config, OneRank())
+
+
+def test_two_plans_at_most_are_held_and_each_is_the_one_that_was_counted(write_mix, execute):
+    """The next is planned while one is trained; another plan than the record's is refused."""
+    path = write_mix(max_steps=1, num_train_epochs=1)
+    execute(path)
+    planner = planner_of(path)
+    records = tuple(planner.record(planner.plan(epoch)) for epoch in range(6))
+    made: list[weakref.ref] = []
+
+    class Noted(EpochPlanner):
+        def plan(self, epoch):
+            plan = super().plan(epoch)
+            made.append(weakref.ref(plan.raw.packs))
+            return plan
+
+    epochs = PlannedEpochs(Noted(planner.policy, planner.recipe, planner.samples), records, works=None)
+    for epoch in range(6):
+        stats = epochs.stats(epoch)
+        assert isinstance(stats, PackStats)
+        assert planner.plan(epoch).raw.packs == stats.packs
+        if epoch < 5:
+            assert epochs._held[epoch + 1].result().packs == planner.plan(epoch + 1).raw.packs
+        gc.collect()
+        assert sum(packs() is not None for packs in made) <= 2
+
+    wrong = (attrs.evolve(records[0], checksum="0" * 64), *records[1:])
+    with pytest.raises(MismatchError, match="the plan of epoch 0 has the checksum"):
+        PlannedEpochs(planner, wrong, works=None).stats(0)

@@ -1,0 +1,173 @@
+"""`packplan probe`: what it prints, its exit status, and what it reads."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from packplan.adapters.probe import SmallProbe, loaded
+from packplan.adapters.probe.families import default_config
+from packplan.app import probe
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def config_of(tmp_path):
+    """Return a function that writes the config.json of a family, and no weights."""
+
+    def write(family):
+        default_config(family).save_pretrained(tmp_path / family)
+        return tmp_path / family
+
+    return write
+
+
+def lines_of(capsys):
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_model_that_keeps_samples_apart_is_proven(config_of, capsys):
+    """By folder and by config.json: every attention that runs here, and why others do not."""
+    assert 0 == probe.main([str(config_of("llama"))])
+    head, *rows = lines_of(capsys)
+    assert 0 == probe.main([str(config_of("llama") / "config.json")])
+
+    assert ["backend", "packs", "isolation", "equality", "seconds", "how"] == head.split()
+    assert ["auto", "varlen", "sdpa", "eager"] == [row.split()[0] for row in rows[:4]]
+    assert all(row.split()[1:3] == ["yes", "0"] for row in rows[:4])
+    assert rows[0].endswith("varlen, by itself")
+    assert "flex_attention: not run, since flex attention has no backward pass on a CPU" in rows
+    assert not any("mixed" in row for row in rows)
+
+
+def test_a_layer_that_mixes_is_named_where_packplan_splits_it_too(config_of, capsys):
+    """Somebody who trains elsewhere has no Packplan in between."""
+    assert 0 == probe.main([str(config_of("qwen3_next")), "--json"])
+    found = json.loads(capsys.readouterr().out)
+
+    assert found["passed"]
+    mixing = {one["backend"]: (one["packs"], one["by_itself"], one["mixes_in"]) for one in found["backends"]}
+    for name in ("auto", "varlen", "sdpa", "eager"):
+        assert (True, False, "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)") == mixing[name]
+    assert found["backends"][0]["verdict"]["split"] == ["Qwen3NextGatedDeltaNet"]
+
+
+@pytest.mark.parametrize(
+    ("family", "where"),
+    {
+        "bloom": "transformer.h.0.self_attention (BloomAttention)",
+        "llama4_text": "self_attn (Llama4TextAttention)",
+    }.items(),
+)
+def test_a_model_that_leaks_ends_with_3_and_names_the_layer(config_of, capsys, family, where):
+    """By gradients; or, where no gradient passes, by what differs from the sample alone."""
+    assert 3 == probe.main([str(config_of(family))])
+
+    printed = capsys.readouterr()
+    assert "auto     no" in printed.out
+    assert printed.err.splitlines()[-1].endswith(where)
+    assert "set training" not in printed.err
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_copies_compute_in_the_type_that_is_asked_for(config_of, capsys, dtype):
+    """Their differences are of that type's size, and the isolation stays exactly 0."""
+    assert 0 == probe.main([str(config_of("llama")), "--dtype", dtype, "--device", "cpu", "--json"])
+    auto = json.loads(capsys.readouterr().out)["backends"][0]
+
+    assert 0 == auto["isolation"]
+    assert 1e-4 < auto["equality"] < 1e-1
+
+
+def test_the_weights_are_read_if_asked_for(demo, capsys, monkeypatch):
+    """And the model that has them is probed under each attention; a leak in it alone is one."""
+    folder = str(demo / "models" / "qwen2")
+    asked = []
+    plain = loaded.probe_loaded
+    monkeypatch.setattr(
+        "packplan.adapters.probe.weights.probe_loaded",
+        lambda model, native: asked.append(model.config._attn_implementation) or plain(model, native=native),
+    )
+
+    assert 0 == probe.main([folder])
+    assert [] == asked
+    assert 0 == probe.main([folder, "--weights", "--dtype", "float32"])
+    assert ["packplan", "packplan", "sdpa", "eager"] == asked
+
+    def leak(model, _):
+        model.model.norm.register_forward_hook(lambda *call: call[-1] + 1e-3 * call[-1].roll(1, 1))
+
+    monkeypatch.setattr("packplan.adapters.probe.weights.attend_as", leak)
+    capsys.readouterr()
+    assert 3 == probe.main([folder, "--weights"])
+    assert "with its weights, gradients pass between samples of a row" in capsys.readouterr().err
+
+
+def test_weights_that_are_not_there_are_named(config_of, capsys):
+    """A folder with a config.json alone, and a file."""
+    folder = config_of("llama")
+
+    assert 2 == probe.main([str(folder / "config.json"), "--weights"])
+    assert "is no folder with weights" in capsys.readouterr().err
+    assert 3 == probe.main([str(folder), "--weights"])
+    assert "its weights cannot be loaded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    {
+        "nowhere": "nowhere is no folder with a config.json",
+        "some/model": "no local cache holds it: download it",
+    }.items(),
+)
+def test_a_model_that_is_not_here_is_named_before_anything_is_loaded(capsys, monkeypatch, name, said):
+    """With what downloads it, if it is an id."""
+    monkeypatch.setattr(probe, "loading_libraries", None)
+
+    assert 2 == probe.main([name])
+    assert said in capsys.readouterr().err
+
+
+def test_an_id_is_found_in_a_local_cache(config_of, monkeypatch, tmp_path, capsys):
+    """As `hf download` leaves it."""
+    folder = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
+    folder.parent.mkdir(parents=True)
+    config_of("llama").rename(folder)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    assert 0 == probe.main(["some/model"])
+    assert "auto     yes" in capsys.readouterr().out
+
+
+def test_a_configuration_that_transformers_refuses_is_an_error(tmp_path, capsys):
+    """A fault of the input, and no leak."""
+    (tmp_path / "config.json").write_text('{"model_type": "of_tomorrow"}')
+
+    assert 2 == probe.main([str(tmp_path)])
+    assert "transformers refuses" in capsys.readouterr().err
+
+
+def test_one_probe_asks_each_trial_once(config_of, monkeypatch):
+    """`auto` and `varlen` share theirs."""
+    from packplan.adapters.probe import probe as asking
+
+    tried = []
+    plain = asking._tried
+    monkeypatch.setattr(asking, "_tried", lambda place, trial: tried.append(trial) or plain(place, trial))
+    small = SmallProbe(default_config("llama"))
+
+    verdicts = [small.verdict(name) for name in ("auto", "varlen", "auto")]
+
+    assert 1 == len(tried)
+    assert verdicts[0] == verdicts[1] == verdicts[2]
+
+
+def test_a_gpu_that_is_not_here_is_a_fault_of_the_command(config_of, monkeypatch, capsys):
+    """Torch's own error names neither the option nor a way out."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    assert 2 == probe.main([str(config_of("llama")), "--device", "cuda"])
+
+    assert "--device: is cuda, but torch finds no such GPU here" in capsys.readouterr().err

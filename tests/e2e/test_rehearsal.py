@@ -1,0 +1,127 @@
+"""The heaviest packs, trained before the first step: nothing changes, or the run ends at once."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+from collections import defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.trainer import rehearsal
+from packplan.app.wiring import stores
+from packplan.core.errors import ConfigError, RunError
+from packplan.core.plan import build_raw_plan
+from packplan.core.schedule import PackStats
+from tests.e2e import rank_main
+from tests.processes import finished
+
+pytestmark = pytest.mark.slow
+
+KEYS = {
+    "effective_batch_size": 4, "max_steps": 3, "packing_max_dropped_share": 1, "tuner_type": "lora",
+    "lora_dropout": 0.3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("of", ["qwen2", "qwen2_5_vl"])
+def test_training_is_bit_for_bit_that_without_a_rehearsal(of, start_ranks, write_run, few_scenes, tmp_path):
+    """On two ranks: gradients of every step, drawn dropout and logged losses."""
+    custom = {"custom": {"train_jsonl": str(few_scenes)}} if of != "qwen2" else {}
+    seen = {}
+    for name, rehearses in (("plain", False), ("rehearsed", True)):
+        path = write_run(of, name=name, training={**KEYS, "packing_rehearse": rehearses}, **custom)
+        assert [0, 0] == finished(start_ranks(2, path, tmp_path / f"{name}_out", "gradients"))
+        seen[name] = rank_main.seen(tmp_path / f"{name}_out", 2)
+
+    for rank in range(2):
+        plain, rehearsed = (
+            torch.load(tmp_path / f"{name}_out" / f"gradients{rank}.pt", weights_only=True) for name in seen
+        )
+        assert 3 == len(plain) == len(rehearsed)
+        for before, after in zip(plain, rehearsed, strict=True):
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[name], after[name]) for name in before)
+        assert len(seen["plain"][rank]["fetched"]) < len(seen["rehearsed"][rank]["fetched"]), "nothing was rehearsed"
+        timed = re.compile("second|runtime|memory|elapsed|remaining|speed")
+        told = [
+            [
+                {key: value for key, value in entry.items() if not timed.search(key)}
+                for entry in seen[name][rank]["history"]
+            ]
+            for name in seen
+        ]
+        assert told[0] == told[1]
+
+
+def test_one_rank_s_lack_of_memory_ends_all_before_the_first_step(start_ranks, write_run, tmp_path):
+    """The text has a length that fits, of which twice as much need not."""
+    path = write_run("qwen2", training={**KEYS, "packing_rehearse": True})
+    ranks = start_ranks(2, path, tmp_path / "out", "memory")
+
+    assert [2, 2] == [rank.wait() for rank in ranks]
+    for rank in ranks:
+        found = re.search(r"a pack of (\d+) tokens does not fit.*; a pack of (\d+) tokens fits", rank.said)
+        tokens, fits = map(int, found.groups())
+        assert rank_main.ROOM - tokens // 8 < fits <= rank_main.ROOM < tokens
+        assert "'loss'" not in rank.said
+        assert "lower template.max_length" in rank.said
+
+
+def test_buffers_metrics_and_random_numbers_are_left_as_they_were():
+    """Where a rehearsal changes all of them, also where it fails."""
+    model, device = torch.nn.BatchNorm1d(3), torch.device("cpu")
+    metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(device=device), custom_metrics=metrics)
+
+    def drawn():
+        return random.random(), float(np.random.rand()), float(torch.rand(1))  # noqa: NPY002, S311
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    expected = drawn()
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+    torch.set_rng_state(states[2])
+    with contextlib.suppress(KeyError), rehearsal._left_unchanged(trainer, model):
+        drawn()
+        model(torch.rand(4, 3))
+        trainer.custom_metrics["train"]["token_acc"].append(1)
+        raise KeyError
+
+    assert expected == drawn()
+    assert torch.equal(torch.zeros(3), model.running_mean)
+    assert 0 == model.num_batches_tracked
+    assert trainer.custom_metrics is metrics
+    assert not metrics["train"]
+
+
+def test_shards_try_shorter_packs_before_the_heaviest():
+    """A rank that fails within a batch, where the others wait, names the longest that fitted."""
+    lengths = np.array([8] * 8)
+    stats = PackStats.from_plan(build_raw_plan(lengths, packing_length=64), lengths)
+    tried = []
+
+    def fits(packs):
+        tried.append(8 * len(packs[0]))
+        return tried[-1] <= 50
+
+    with pytest.raises(RunError, match=r"a pack of 64 tokens does not fit.*a pack of 48 tokens fits") as caught:
+        rehearsal._Rehearsal(stats, lengths, fits, OneRank(), rising=True).try_out([0])
+    assert [32, 48, 64] == tried
+    assert 48 == caught.value.details["fits"]
+
+
+def test_a_stream_has_no_packs_to_try(write_run):
+    """It is refused by name."""
+    streams = {
+        "custom": {"trainer_variant": "rollout"},
+        "training": {"packing_mode": "dynamic", "packing_rehearse": True},
+    }
+    path = write_run("qwen2", **streams)
+    with pytest.raises(ConfigError, match=r"training\.packing_rehearse"):
+        stores.read_config(path)

@@ -1,0 +1,137 @@
+"""
+`assert_step_loss` on trainers and loops of two ranks: sound steps pass, and each fault of their
+losses is found, with its factor and its reason.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.app.sft.prepare import prepare
+from packplan.app.wiring import training
+from packplan.core.errors import ModelError
+from packplan.testing import assert_step_loss
+from tests.e2e import step_loss_rank
+from tests.nearness import FLOAT32
+from tests.processes import finished
+
+pytestmark = pytest.mark.slow
+
+SOUND = (
+    "sound", "sound by a plan", "sound mean of packs", "sound by a function", "sharded weights", "shared rows",
+    "trainer", "trainer in bfloat16",
+)  # fmt: skip
+
+DIFFERENT = "though they learn different numbers of tokens"
+
+FAULTS = {
+    "accumulation is not divided by": rf"2\.005 times .* as the mean of the batches, {DIFFERENT}, and not divided by .*"
+    r"the accumulated batches \(2\)$",
+    "world size twice": r"is 1\.9555, 0\.5 times the 3\.911 that is due; the gradients are 0\.5 times .*: as the token "
+    r"mean divided by the ranks or the accumulated batches \(2\) once too often$",
+    "mean of batches": rf"the gradients are 0\.832\d times .*: as the mean of the batches, {DIFFERENT}$",
+    "ranks of unequal token counts": rf"as the mean of the ranks, {DIFFERENT}$",
+    "ignored labels are counted": r"0\.8667 times .* as a mean that counts ignored labels$",
+    "sum": r"104 times .* as the sum over the tokens, which nothing divides$",
+    "tail packs are trained again": r"the step trains sample \d of batch 1 on rank 1 once, and the plan not at all$",
+    "gradients stay apart": "the ranks have different gradients: they were not reduced before the update$",
+    "shared rows leak": r", (?:1\.[5-9]|[2-9])\S* times .*: by no known division: assert_isolated shows",
+    "shared rows average their parts": r"1\.9\d+ times .* the 2 ranks of a row may weigh their parts of it alike$",
+    "trainer not divided": rf"as the mean of the batches, {DIFFERENT}, and not divided by .*the accumulated batches",
+    "trainer divided twice": r"0\.5 times .* divided by the ranks",
+    "trainer with ranks of unequal token counts": rf"as the mean of the ranks, {DIFFERENT}$",
+    "trainer of others' samples": r"the step trains sample \d \(pack \d\) 2 times \(ranks 0, 1\), and the plan once$",
+    "trainer teaches prompts": r"sample \d \(pack \d\) teaches \d+ tokens, but \d+ in its batch: the collator changes",
+}
+
+REFUSED = {
+    "no update belongs in it": "the step changed weights: leave the optimizer's update out",
+    "nothing is computed": "the step learns no token",
+    "trainer smooths labels": "label_smoothing_factor is set, so the trainer's loss is no mean over tokens",
+    "trainer with no plan": "the trainer follows no plan, so nothing says what its step holds: give packs",
+}
+
+
+@pytest.fixture(scope="module")
+def found(server, tmp_path_factory) -> dict[str, str]:
+    """Run all cases on two ranks, and return what both found."""
+    folder = tmp_path_factory.mktemp("steps")
+    assert [0, 0] == finished(server.ranks(2, step_loss_rank.main, str(folder), folder=folder))
+    first, second = (json.loads((folder / f"found{rank}.json").read_text()) for rank in range(2))
+    assert first.keys() == second.keys() == {*SOUND, *FAULTS, *REFUSED, "trainer trains on"}
+    assert [] == [name for name in first if first[name][:12] != second[name][:12]], "ranks found other things"
+    return first
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_steps_pass(found, name):
+    """Means of tokens, packs and a function; plans, sharded weights, shared rows, dropout."""
+    numbers = dict(re.findall(r"(\w+)=([\d.e-]+)", found[name]))
+
+    assert float(numbers["loss"]) == pytest.approx(float(numbers["due"]), rel=FLOAT32)
+    assert float(numbers["gradients"]) < (0.01 if "bfloat16" in name else FLOAT32)
+
+
+@pytest.mark.parametrize(("name", "said"), FAULTS.items(), ids=FAULTS)
+def test_faults_are_found_with_their_factor_and_reason(found, name, said):
+    """Of division, of reduction, of shared rows, of samples, of labels."""
+    assert found[name].startswith("ProofError: ")
+    assert re.search(said, found[name]), found[name]
+
+
+@pytest.mark.parametrize(("name", "said"), REFUSED.items(), ids=REFUSED)
+def test_steps_that_cannot_be_compared_are_refused(found, name, said):
+    """An update, no passes, a loss that is no mean, a plan that nobody follows."""
+    assert found[name].startswith(f"ArgumentError: {said}"), found[name]
+
+
+def test_a_trainer_that_was_asked_trains_as_if_it_was_not(found):
+    """The same losses and weights to the last bit, with dropout and shuffled rows."""
+    asked, plain = json.loads(found["trainer trains on"])
+
+    assert plain == asked
+    assert plain[0] != plain[1]
+
+
+def test_trainers_of_ms_swift_are_asked(write_run):
+    """By the samples that they serve."""
+    trainer = prepare(training.read_config(write_run(of="qwen2")), OneRank()).trainer
+
+    step = assert_step_loss(trainer)
+
+    assert step.loss == pytest.approx(step.due, rel=FLOAT32)
+    assert step.tokens > step.samples > 1
+
+
+def placeholders():
+    """Return a model whose weights another process holds, as ZeRO-3 leaves them."""
+    model = step_loss_rank.llama()
+    model.lm_head.weight.data = model.lm_head.weight.data.new_empty(0)
+    return model
+
+
+HIDDEN = {
+    "placeholders": (placeholders, r"its weight lm_head\.weight is a placeholder of size 0, as ZeRO-3 leaves it"),
+    "frozen": (lambda: step_loss_rank.llama().requires_grad_(requires_grad=False), "none of its weights trains"),
+}
+
+
+@pytest.mark.parametrize(("make", "said"), HIDDEN.values(), ids=HIDDEN)
+def test_models_without_gradients_are_named(make, said):
+    """Before a pass is run."""
+    with pytest.raises(ModelError, match=said):
+        assert_step_loss(lambda: None, model=make())
+
+
+def test_a_model_that_is_random_without_dropout_is_named():
+    """No division would explain its numbers."""
+    loop = step_loss_rank.Loop(rank=0, world_size=1)
+    loop.model.lm_head.register_forward_hook(lambda _, __, logits: logits + torch.randn_like(logits))
+
+    with pytest.raises(ModelError, match="it is random in training mode with dropout off"):
+        assert_step_loss(lambda: loop.step(lambda total, _: total / loop.learned), model=loop.model)

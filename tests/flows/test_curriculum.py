@@ -1,0 +1,179 @@
+"""Mixes of a YAML: a curriculum of several, their files, and everything that is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import yaml
+
+from packplan.adapters.config.run import load_mixes, parse_config
+from packplan.app.wiring.inputs import with_inputs
+from packplan.app.wiring.mixes import materialise, mixes_of, open_mixes
+from packplan.app.wiring.stores import require_inputs
+from packplan.core.config import RunConfig
+from packplan.core.errors import ConfigError
+
+SIZES = {"a": 8, "b": 5, "c": 3}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Write three sources into the working directory, beside an empty file."""
+    monkeypatch.chdir(tmp_path)
+    for name, size in SIZES.items():
+        records = [{"messages": [], "from": name, "number": number} for number in range(size)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "empty.jsonl").touch()
+    return tmp_path
+
+
+def source(name: str, **more: object) -> dict[str, object]:
+    return {"jsonl": f"{name}.jsonl", **(more or {"ratio": 1})}
+
+
+def written(here, *entries: list[dict[str, object]], **more: object) -> str:
+    """Write a curriculum, whose entries all have the keys *more*; return its path."""
+    (here / "mix.yaml").write_text(yaml.safe_dump({"curriculum": [{"sources": entry, **more} for entry in entries]}))
+    return str(here / "mix.yaml")
+
+
+def run(path: str, **custom: object) -> RunConfig:
+    """Return a run of the mixes in *path*, planned unless other keys say so."""
+    sections = {
+        "model": {"model": "m"},
+        "template": {"max_length": 80},
+        "custom": {"fusion_config": path, "fusion_schedule": "planned", **custom},
+        "training": {"output_dir": "out"},
+    }
+    if custom.get("trainer_variant") == "rollout":
+        sections["training"] |= {"packing_mode": "dynamic", "max_steps": 1}
+    return parse_config(sections, "run.yaml", {})
+
+
+def faults_of(path: str, *, measured: bool = False) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        open_mixes(path, cache=None, measured=measured)
+    return [str(fault) for fault in raised.value.faults]
+
+
+def test_an_epoch_is_written_by_its_entry(here):
+    """The last entry stays."""
+    path = written(here, [source("a", count=2)], [source("b", count=4), source("a", count=1)], [source("c", count=3)])
+
+    for epoch, counts in enumerate([{"a": 2}, {"b": 4, "a": 1}, {"c": 3}, {"c": 3}]):
+        materialise(path, here / "out.jsonl", seed=1, epoch=epoch)
+        assert counts == Counter(json.loads(line)["from"] for line in (here / "out.jsonl").read_text().splitlines())
+
+
+def test_a_file_is_one_however_it_is_spelled(here):
+    """In several entries it is the same file; twice in one entry it is refused."""
+    (here / "link.jsonl").symlink_to(here / "b.jsonl")
+    spellings = [source("a")], [{"jsonl": str(here / "a.jsonl"), "ratio": 1}, source("./b")], [source("link")]
+
+    mixes, records = open_mixes(written(here, *spellings), cache=here)
+
+    assert ("a.jsonl", "./b.jsonl") == mixes.files
+    assert [8, 5] == list(map(len, records))
+    assert ["curriculum[1].sources[2].jsonl: is a.jsonl, as sources[0].jsonl is: name each file once"] == faults_of(
+        written(here, [source("a")], [source("a"), source("b"), source("../" + here.name + "/a")])
+    )
+    assert ["curriculum: b.jsonl is named twice, once as b.jsonl: its records would be there twice; remove one"] == (
+        faults_of(written(here, [source("b")], [source("[bc]")]))
+    )
+
+
+def test_files_of_later_epochs_are_looked_at_beforehand(here):
+    """One that is gone and one that is empty, by their places."""
+    gone, empty = source("gone"), source("empty")
+
+    found = faults_of(written(here, [source("a")], [empty], [source("b")], [source("a"), gone]))
+
+    assert 2 == len(found)
+    assert found[0].startswith("curriculum[1].sources[0].jsonl: empty.jsonl holds no record")
+    assert found[1].startswith("curriculum[3].sources[1].jsonl: gone.jsonl cannot be read (No such file or directory)")
+
+
+def test_files_are_looked_at_by_their_places_before_libraries_are_loaded(here):
+    """Each where it is named first."""
+    path = written(here, [source("a")], [source("gone"), source("b")], [source("gone")])
+    with pytest.raises(ConfigError) as raised:
+        require_inputs(with_inputs(run(path)))
+
+    (fault,) = [str(fault) for fault in raised.value.faults if fault.path.startswith("custom")]
+    assert fault.startswith("custom.fusion_config.curriculum[1].sources[0].jsonl: gone.jsonl cannot be read")
+
+
+def test_tokens_are_counted_by_static_plans_alone(here):
+    """What is drawn before it is measured takes samples."""
+    path = written(here, [source("a")], by="tokens")
+    (fault,) = faults_of(path)
+
+    assert fault.startswith("curriculum[0].by: is tokens, which only static plans count before they draw")
+    assert "tokens" == open_mixes(path, cache=here, measured=True)[0].at(0).by
+    assert "tokens" == mixes_of(run(path))[0].at(0).by
+    with pytest.raises(ConfigError, match=r"curriculum\[0\]\.by: is tokens"):
+        mixes_of(run(path, fusion_schedule=None, trainer_variant="rollout"))
+
+
+def test_sources_of_a_mix_have_names(here):
+    """As it spells them, or as evaluation does; another name is refused by its key."""
+    path = written(here, [source("a")])
+    (here / "v.jsonl").touch()
+    names = {"a.jsonl": "chats", "v.jsonl": "held out"}
+
+    assert mixes_of(run(path, val_jsonl=["v.jsonl"], source_names=names))
+    with pytest.raises(ConfigError, match=r"custom\.source_names\.b\.jsonl: is no file of the mix, nor of"):
+        mixes_of(run(path, source_names={"b.jsonl": "books"}))
+
+
+@pytest.mark.parametrize(
+    ("text", "faults"),
+    [
+        ("sources: .nan", ["sources: is nan, but has to be a list of sections"]),
+        ("sources:", ["sources: is None, but has to be a list of sections"]),
+        ("sources: [.nan]", ["sources[0]: is nan, but has to be a section of keys"]),
+        ("curriculum: .nan", ["curriculum: is nan, but has to be a list of sections"]),
+        ("curriculum: {sources: []}", ["curriculum: is {'sources': []}, but has to be a list of sections"]),
+        ("curriculum: []", ["curriculum: is empty: name at least one mix"]),
+        ("sources: []", ["sources: is empty: name at least one"]),
+        ("curriculum: [3]", ["curriculum[0]: is 3, but has to be a section of keys"]),
+        ("curriculum: [{by: words, sources: [{jsonl: a, ratio: .nan}]}]",
+         ["curriculum[0].sources[0].ratio: is nan, but has to be a finite number",
+          "curriculum[0].by: is 'words', but has to be one of samples, tokens"]),
+        ("curriculum: [{sources: [{jsonl: a, ratio: 1, cap: .inf}]}]",
+         ["curriculum[0].sources[0].cap: is inf, but has to be a whole number"]),
+        ("curriculum: [{sources: []}]\nsamples_per_epoch: 3",
+         ["samples_per_epoch: is no key of the top level: write curriculum[].samples_per_epoch"]),
+    ],
+)  # fmt: skip
+def test_what_is_no_mix_is_said(here, text, faults):
+    """Each by its place."""
+    (here / "mix.yaml").write_text(text)
+
+    with pytest.raises(ConfigError) as raised:
+        load_mixes(here / "mix.yaml")
+    assert faults == list(map(str, raised.value.faults))
+
+
+def test_a_curriculum_has_an_entry_and_an_entry_has_sources(here):
+    """None of either is a fault."""
+    assert ["curriculum: is empty: name at least one mix"] == faults_of(written(here))
+    assert ["curriculum[1].sources: is empty: name at least one"] == faults_of(written(here, [source("a")], []))
+
+
+@pytest.mark.slow
+def test_a_stream_follows_a_curriculum(here):
+    """Its order of an epoch has the records of that epoch's entry."""
+    from packplan.app.sft.stream import _order
+
+    path = written(here, [source("c", count=2)], [source("a", count=3), source("b", count=5)])
+
+    order, files = _order(run(path, fusion_schedule=None, trainer_variant="rollout"))
+
+    assert ("c.jsonl", "a.jsonl", "b.jsonl") == files
+    assert 2 == sum(index < 3 for index in order(0)) == len(order(0))
+    for epoch in (1, 2):
+        assert [3, 5] == [sum(3 <= index < 11 for index in order(epoch)), sum(index >= 11 for index in order(epoch))]
+    assert order(1).tolist() != order(2).tolist()

@@ -1,0 +1,199 @@
+"""Commands that foretell a run's time, over stored plans and calibrations that are made up."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+
+import attrs
+import numpy as np
+import pytest
+
+from benchmarks import forecast as benchmark
+from packplan.app.plan import __main__ as command
+from packplan.app.wiring.forecasts import timings
+from packplan.app.wiring.forecasts.runs import told_error, told_forecast
+from packplan.app.wiring.stores import read_config
+from packplan.core.forecast import Calibration, MeasuredStep, Pause, RunForecast, StepTime, Timing
+from tests.stored import store_run
+
+CONFIG = {
+    "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
+}  # fmt: skip
+
+TIME = StepTime(2.0, 0.5, 0.0, 1e-6, 0.0)
+"""Attention alone decides, unlike in FLOPs."""
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Return a function that stores a run whose model has sizes, and whose attention is named."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return partial(store_run, tmp_path, model={"model": str(tmp_path), "attn_impl": "sdpa"})
+
+
+@pytest.fixture
+def said(capfd):
+    """Return a function that runs a command, and returns its status and what it printed."""
+
+    def run(*arguments):
+        status = command.main([str(argument) for argument in arguments])
+        return status, *capfd.readouterr()
+
+    return run
+
+
+def calibrate(path, *, world_size=2, **others):
+    """Store a calibration of `TIME` for a run, perhaps of another machine or way to train."""
+    config = read_config(path)
+    steps = [MeasuredStep(1 + n % 3, 1e6 * (n % 4), 1e5 * (n % 5), 1e4 * (n % 7), 1.0) for n in range(20)]
+    calibration = Calibration("a made machine", tuple(attrs.evolve(one, seconds=one.predicted(TIME)) for one in steps))
+    key = timings.calibration_key(config, world_size=world_size, attention="sdpa")
+    timings.open_calibrations(config).save(attrs.evolve(key, inputs=key.inputs | others), calibration)
+    return path
+
+
+def test_a_calibration_that_fits_is_used_and_its_error_is_said(store, said):
+    """By time, show and whatif alike, with a cost by rank; each step of an epoch is told."""
+    path = calibrate(store(training={"effective_batch_size": 4, "num_train_epochs": 2}))
+
+    status, out, err = said("time", path, "--json", "--price", "3", "--world-size", "2")
+    told = json.loads(out)
+
+    assert (0, "") == (status, err)
+    assert (False, "20 steps measured on a made machine") == (told["is_guess"], told["basis"])
+    assert told["uncertainty"] == pytest.approx(0, abs=1e-4)
+    assert told["epoch_seconds"] == pytest.approx(sum(told["steps_of_epoch"]))
+    assert 2 * told["epoch_seconds"] == pytest.approx(told["seconds"])  # it saves after 500 steps alone
+    assert told["cost"] == pytest.approx(told["seconds"] / 3600 * 2 * 3)
+    assert min(told["steps_of_epoch"]) > TIME.step + 2 * TIME.pack
+    shown = json.loads(said("show", path, "--json", "--price", "3", "--world-size", "2")[1])["splits"]["train"]["time"]
+    (row,) = json.loads(said("whatif", path, "--json", "--price", "3", "--world-size", "2")[1])["alternatives"]
+    assert {name: value for name, value in told.items() if name != "steps_of_epoch"} == shown == row["time"]
+    assert "20 steps measured on a made machine" in said("show", path, "--world-size", "2")[1]
+    assert "cost" in said("whatif", path, "--price", "3", "--world-size", "2")[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("machine", "elsewhere"), ("model.torch_dtype", "float16"), ("attention", "eager"), ("ranks", 4)],
+)
+def test_a_calibration_of_something_else_is_not_used_and_that_is_said(store, said, name, other):
+    """The reason names both; the time is a guess, and says so."""
+    path = calibrate(store(), **{name: other})
+
+    _, out, err = said("time", path, "--world-size", "2")
+
+    assert f"a stored calibration is not used: {name}" in err
+    assert str(other) in err
+    assert "a guess: 40 % of the" in out
+    for command_name in ("show", "whatif"):
+        assert f"a stored calibration is not used: {name}" in said(command_name, path, "--world-size", "2")[1]
+    assert "TFLOP/s of H200" in said("time", path, "--device", "H200")[1]
+
+
+def test_evaluations_and_checkpoints_are_counted(store, said):
+    """After each of their steps, and the last; guessed ones take a third of training."""
+    trainer = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 0.5}
+    path = store(eval_lengths=[40, 50, 60], training={"num_train_epochs": 1, "effective_batch_size": 4, **trainer})
+    _, out, _ = said("time", path, "--json")
+    told = json.loads(out)
+
+    assert (4, math.ceil(told["steps"] / 2)) == (told["evaluation_every"], told["checkpoint_every"])
+    assert told["evaluation_seconds"] > 0
+    assert told["seconds"] == pytest.approx(
+        told["epoch_seconds"] + math.ceil(told["steps"] / 4) * told["evaluation_seconds"]
+    )
+    assert "an evaluation" in said("time", path)[1]
+    for strategy, every in (("no", 0), ("epoch", told["steps"]), ("best", 4)):
+        other = json.loads(said("time", path, "--json", f"training.save_strategy={strategy}")[1])
+        assert every == other["checkpoint_every"]
+
+
+def test_ranks_that_meet_in_each_microbatch_wait_in_each(store, said):
+    """Sharded ones, whatever their packs are assigned by."""
+    path = store(training={"effective_batch_size": 8, "packing_balance": "none"})
+
+    def seconds(*words):
+        return json.loads(said("time", path, "--json", "--world-size", "2", *words)[1])["epoch_seconds"]
+
+    assert seconds() < seconds("training.fsdp=full_shard")
+
+
+def test_ranks_are_balanced_by_seconds_where_a_calibration_says_them(store, said):
+    """
+    Steps are then even in seconds, not in FLOPs. Without a calibration, nothing is assumed: it is
+    refused, and what measures it is named.
+    """
+    seconds = {"packing_balance_by": "seconds", "effective_batch_size": 8}
+    path = store(training=seconds)
+    status, _, err = said("show", path, "--world-size", "2")
+    assert 2 == status
+    assert "training.packing_balance_by: is seconds, but no calibration fits this run: none is stored" in err
+    assert "packplan plan time --calibrate" in err
+    (row,) = json.loads(said("whatif", path, "--json", "--world-size", "2")[1])["alternatives"]
+    assert "no calibration fits" in row["problem"]
+
+    calibrate(path)
+
+    both = {}
+    for unit in ("seconds", "flops"):
+        words = ("time", path, "--json", "--world-size", "2", f"training.packing_balance_by={unit}")
+        both[unit] = json.loads(said(*words)[1])["epoch_seconds"]
+    assert both["seconds"] < both["flops"]
+    figures = json.loads(said("show", path, "--world-size", "2", "--json")[1])["splits"]["train"]
+    assert figures["schedule"]["above_bound"] < 0.02
+    assert "nanoseconds by the calibration" in said("show", path, "--world-size", "2", "--all")[1]
+
+
+def test_a_damaged_calibration_is_named_with_what_to_do(store, said):
+    """As all that is stored."""
+    path = calibrate(store())
+    (file,) = timings.open_calibrations(read_config(path))._folder.glob("*.json")
+    file.write_text(file.read_text().replace("1000000.0", "1000001.0"))
+
+    status, _, err = said("time", path, "--world-size", "2")
+
+    assert 3 == status
+    assert "delete it, and calibrate again" in err
+
+
+def test_a_wrong_option_is_refused(store, said, capfd):
+    """Prices above 0, and calibrations of the ranks that are there."""
+    assert 2 == said("time", store(), "--calibrate", "--world-size", "2")[0]
+    for price in ("0", "-1", "inf", "nan", "cheap"):
+        with pytest.raises(SystemExit):
+            command.main(["time", "run.yaml", "--price", price])
+    assert "--price" in capfd.readouterr().err
+
+
+def test_what_is_told_of_a_run_has_its_numbers():
+    """Before it and after it; a run that was ended early is compared up to there."""
+    timing = Timing(TIME, "3 steps measured on a")
+    forecast = RunForecast(
+        timing=attrs.evolve(timing, others=(TIME,) * 2), steps=np.full(4, 1800.0), others=np.array([7000.0, 7400.0]),
+        first=0, last=8, tokens=100, evaluation=Pause(0, 0), checkpoint=Pause(100.0, 8),
+    )  # fmt: skip
+
+    assert "predicted: 4.03 h for 8 optimizer steps (+- 5.6%)" in told_forecast(forecast)
+    assert "trained for 4.00 h; 4.03 h were predicted, 0.7% too long" in told_error(forecast, 8, 14400)
+    assert "trained for 2.50 h; 2.00 h were predicted, 20.0% too short" in told_error(forecast, 4, 9000)
+
+
+def test_the_benchmark_predicts_steps_that_its_fit_has_not_seen():
+    """From their median, so that one slow repeat of three is no error; the short step is fitted."""
+    rng = np.random.default_rng(0)
+    exact = [MeasuredStep(4, *map(float, one), 1.0) for one in rng.integers(1, 99, (8 + 3 + 7, 3))]
+    exact = [attrs.evolve(one, seconds=one.predicted(TIME)) for one in [*exact, MeasuredStep(1, 5.0, 5.0, 5.0, 1.0)]]
+    rounds = [[attrs.asdict(one) for one in exact] for _ in range(3)]
+    rounds[0][0] = rounds[0][1] = None
+    rounds[1][9]["seconds"] *= 5
+    rounds[2][12]["seconds"] *= 2
+
+    row = benchmark._row("made", {"fitted": 8, "rounds": rounds}, unseen=3)
+
+    assert (3 * 9 - 2, 3) == (row.num_fitted, len(row.errors))
+    assert row.errors == pytest.approx((0, 0, 0), abs=1e-6)
+    assert row.spread > 0

@@ -1,0 +1,247 @@
+"""Epochs with plans of their own follow from a recipe and the epoch, and are counted exactly."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import subprocess
+import sys
+from collections import Counter
+from decimal import Decimal
+from fractions import Fraction
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import assume, event, given
+from hypothesis import strategies as st
+
+from packplan.core.checksum import plan_checksum
+from packplan.core.epochs import (
+    MOST_EPOCHS,
+    EpochRecipe,
+    EpochSamples,
+    drawable,
+    plan_epoch,
+    plan_key,
+    record_of,
+    select_epoch,
+    with_epochs,
+)
+from packplan.core.errors import PlanError
+from packplan.core.mixes import Mix, Mixes, Source, drawn_faults
+from packplan.core.plan import build_raw_plan
+from packplan.core.policy import PlanPolicy
+from packplan.core.schedule import Progress
+from tests.strategies import plain_schedule
+
+PACKING_LENGTH = 50
+
+
+@st.composite
+def recipes(draw) -> tuple[EpochRecipe, PlanPolicy, EpochSamples]:
+    """Recipes with a curriculum of up to three mixes, or with none; some records are no samples."""
+    sizes = draw(st.lists(st.integers(4, 20), min_size=1, max_size=3))
+    lengths = np.array(draw(st.lists(st.sampled_from([0, *range(5, 61)]), min_size=sum(sizes), max_size=sum(sizes))))
+    policy = PlanPolicy(
+        packing_length=PACKING_LENGTH, allow_single_long=draw(st.booleans()), min_fill_ratio="0.1",
+        replanned=draw(st.booleans()),
+    )  # fmt: skip
+    samples = EpochSamples(lengths=lengths, sizes=tuple(sizes))
+    mixes = None
+    if draw(st.booleans()):
+        entries = []
+        for _ in range(draw(st.integers(1, 3))):
+            sources = tuple(
+                Source(
+                    jsonl=f"s{number}",
+                    ratio=Decimal(draw(st.sampled_from(["1", "3", "0.5"]))),
+                    replacement=draw(st.booleans()),
+                )
+                for number in range(len(sizes))
+            )
+            by = draw(st.sampled_from(["samples", "tokens"]))
+            entries.append(Mix(sources=sources, by=by))
+        mixes = Mixes(tuple(entries))
+        assume(not list(drawn_faults(mixes, drawable(policy, samples), samples.sizes, len(entries))))
+    assume(drawable(policy, samples).any())
+    return EpochRecipe(mixes=mixes, seed=draw(st.integers(0, 3))), policy, samples
+
+
+@given(recipes(), st.permutations(range(4)))
+def test_plans_follow_from_the_recipe_and_the_epoch_alone(made, epochs):
+    """In any order, with the same record; packs hold what was drawn, and keep the limit."""
+    recipe, policy, samples = made
+    event(f"a mix: {recipe.mixes is not None}")
+    plans = {epoch: plan_epoch(recipe, policy, samples, epoch) for epoch in range(4)}
+
+    for epoch in epochs:
+        again = plan_epoch(recipe, policy, samples, epoch, quick_bound=True)
+        assert again.raw.packs == plans[epoch].raw.packs
+        assert record_of(again, samples) == record_of(plans[epoch], samples)
+    for epoch, planned in plans.items():
+        plan = planned.raw
+        chosen = select_epoch(recipe, policy, samples, epoch)
+        held = Counter([*plan.packs.indices.tolist(), *plan.dropped_packs.indices.tolist(), *plan.skipped_long])
+        assert Counter(chosen.tolist()) == held
+        loads = plan.packs.loads(samples.lengths)
+        assert np.all((loads <= PACKING_LENGTH) | (plan.packs.sizes() == 1))
+        record = record_of(planned, samples)
+        assert (chosen.size, samples.lengths[chosen].sum()) == (record.num_samples, record.num_tokens)
+        drawn = (sum(record.source_samples), sum(record.source_tokens))
+        assert drawn == ((record.num_samples, record.num_tokens) if len(samples.sizes) > 1 else (0, 0))
+        assert hashlib.sha256(chosen.astype("<i8").tobytes()).hexdigest() == record.selection
+        assert plan_checksum(plan.packs) == record.checksum
+        if recipe.mixes is None:
+            alone = build_raw_plan(samples.lengths[samples.lengths > 0], policy, epoch=epoch)
+            assert alone.with_indices(np.flatnonzero(samples.lengths)).packs == plan.packs
+        elif not policy.allow_single_long:
+            assert not plan.skipped_long
+
+
+@given(recipes(), st.data())
+def test_what_another_run_left_is_the_first_epoch(made, data):
+    """
+    What was drawn is left as often as it was not visited. Later epochs are whole; the plans depend
+    on what was visited.
+    """
+    recipe, policy, samples = made
+    drawn = Counter(select_epoch(recipe, policy, samples, 2).tolist())
+    counts = data.draw(st.lists(st.integers(0, 2), min_size=samples.lengths.size, max_size=samples.lengths.size))
+    visited = np.array(counts, dtype=np.int32)
+    here = attrs.evolve(recipe, first=2, step=7, visited=visited)
+    left = drawn - Counter(dict(enumerate(counts)))
+    event(f"nothing is left: {not left}, drawn more than once: {max(drawn.values()) > 1}")
+
+    if left:
+        assert sorted(left.elements()) == select_epoch(here, policy, samples, 2).tolist()
+    else:
+        with pytest.raises(PlanError, match="of epoch 2"):
+            select_epoch(here, policy, samples, 2)
+    assert np.array_equal(select_epoch(recipe, policy, samples, 3), select_epoch(here, policy, samples, 3))
+    assert plan_key(here, policy, "d").differences(plan_key(recipe, policy, "d"))
+    assert Progress(step=7, epoch=2) == here.start
+    assert plan_key(None, policy, "d") == policy.fingerprint("d")
+
+
+@given(
+    recipes(),
+    st.sampled_from([1, 2.5, 3, 0.5]),
+    st.sampled_from([-1, 1, 5, 9]),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.data(),
+)
+def test_all_steps_are_counted_before_the_first(made, epochs, max_steps, ranks, accumulation, data):  # noqa: PLR0917
+    """As many epochs are planned as are trained, also after a resume at any step."""
+    recipe, policy, samples = made
+    schedule = plain_schedule(
+        1, ranks, gradient_accumulation_steps=accumulation, num_train_epochs=epochs, max_steps=max_steps
+    )
+
+    def record(epoch):
+        return record_of(plan_epoch(recipe, policy, samples, epoch), samples)
+
+    whole, records = with_epochs(schedule, record, first=0)
+
+    packs = [one.num_packs for one in records]
+    assert packs == list(whole.num_packs)
+    per_epoch = [math.ceil(math.ceil(num / ranks) / accumulation) for num in packs]
+    if max_steps > 0:
+        assert sum(per_epoch[:-1]) < max_steps <= sum(per_epoch)
+    else:
+        assert math.ceil(epochs) == len(records)
+        share = Fraction(str(epochs)) - (len(records) - 1)
+        assert sum(per_epoch[:-1]) + math.ceil(per_epoch[-1] * share) == whole.total_steps
+    steps = list(whole.steps())
+    assert whole.total_steps == len(steps)
+    stop = data.draw(st.integers(0, len(steps)))
+    resumed, again = with_epochs(attrs.evolve(schedule, start=whole.at(stop)), record, first=0)
+    assert records == again[: len(records)]
+    assert steps[stop:] == list(resumed.steps())
+
+
+def test_a_resume_beyond_fewer_epochs_knows_the_epoch_it_is_in():
+    """Nothing is left where the run now ends before the checkpoint. Endless runs are refused."""
+    recipe, policy, samples = EpochRecipe(), PlanPolicy(packing_length=10), EpochSamples(lengths=np.array([6, 6, 6]))
+
+    def record(epoch):
+        return record_of(plan_epoch(recipe, policy, samples, epoch), samples)
+
+    schedule = plain_schedule(9, 1, num_train_epochs=3)
+    whole, _ = with_epochs(schedule, record, first=0)
+    fewer = attrs.evolve(schedule, num_train_epochs=1, start=whole.at(4))
+    resumed, records = with_epochs(fewer, record, first=0)
+
+    assert (2, 4, []) == (len(records), resumed.total_steps, list(resumed.steps()))
+    one = record(0)
+    last = MOST_EPOCHS * 3
+    with pytest.raises(PlanError, match=f"epochs 0 to {MOST_EPOCHS - 1:,} end at optimizer step {last:,}, and"):
+        with_epochs(attrs.evolve(schedule, max_steps=last + 1), lambda _: one, first=0)
+    assert MOST_EPOCHS == len(with_epochs(attrs.evolve(schedule, max_steps=last), lambda _: one, first=0)[1])
+
+
+def test_an_epoch_without_a_pack_for_each_rank_is_refused():
+    """Before the first step, whichever epoch it is."""
+    recipe, policy = EpochRecipe(), PlanPolicy(packing_length=10)
+    samples = EpochSamples(lengths=np.array([6, 6, 6]))
+    schedule = plain_schedule(9, 4, dataloader_drop_last=True)
+
+    with pytest.raises(PlanError, match=r"^epoch 0: 3 packs cannot feed 4 ranks"):
+        with_epochs(schedule, lambda epoch: record_of(plan_epoch(recipe, policy, samples, epoch), samples), first=0)
+
+
+def test_works_are_those_of_the_samples_that_are_drawn():
+    """An algorithm that packs by work gets the works of the epoch's samples, in their order."""
+    lengths, works = np.arange(1, 41), np.arange(40)[::-1] ** 2.0
+    visited = np.arange(40) % 3 > 0
+    recipe = EpochRecipe(visited=visited.astype(np.int32))
+    policy = PlanPolicy(packing_length=60, algorithm="balanced", min_fill_ratio="0")
+
+    plan = plan_epoch(recipe, policy, EpochSamples(lengths=lengths, works=works), 0).raw
+
+    alone = build_raw_plan(lengths[::3], policy, works=works[::3])
+    assert alone.with_indices(np.arange(0, 40, 3)).packs == plan.packs
+
+
+def checksums() -> list[str]:
+    """Return the checksums of the epochs of a curriculum by tokens, packed again in each."""
+    sources = (Source(jsonl="b", ratio=Decimal("0.7")), Source(jsonl="a", ratio=Decimal("0.3"), replacement=True))
+    mixes = Mixes((Mix(sources=sources, by="tokens"), Mix(sources=sources)))
+    policy = PlanPolicy(packing_length=PACKING_LENGTH, replanned=True, seed=5)
+    samples = EpochSamples(lengths=np.arange(400) * 7 % 60 + 1, sizes=(150, 250))
+    recipe = EpochRecipe(mixes=mixes, seed=3)
+    return [record_of(plan_epoch(recipe, policy, samples, epoch), samples).checksum for epoch in range(3)]
+
+
+def test_another_process_plans_the_same_epochs():
+    """With another hash seed and another locale; epochs differ."""
+    code = "from tests.laws.test_epochs import checksums; print(*checksums())"
+    environment = {"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": "5", "LC_ALL": "C"}
+
+    other = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+
+    assert checksums() == other.stdout.split()
+    assert 3 == len(set(checksums()))
+
+
+def test_a_draw_of_almost_a_whole_source_leaves_one_out():
+    """And a whole one takes all."""
+    source = Source(jsonl="s", ratio=Decimal(1))
+    samples, policy = EpochSamples(lengths=np.full(5, 7), sizes=(5,)), PlanPolicy(packing_length=PACKING_LENGTH)
+    for wanted in (4, 5):
+        recipe = EpochRecipe(mixes=Mixes((Mix(sources=(source,), samples_per_epoch=wanted),)))
+        assert wanted == select_epoch(recipe, policy, samples, 0).size
+
+
+def test_epochs_before_the_first_have_no_packs():
+    """Those of a run that continues another one."""
+    recipe, policy, samples = EpochRecipe(first=2), PlanPolicy(packing_length=10), EpochSamples(lengths=np.full(3, 6))
+    schedule = attrs.evolve(plain_schedule(3, num_train_epochs=4), start=recipe.start)
+
+    found, records = with_epochs(
+        schedule, lambda epoch: record_of(plan_epoch(recipe, policy, samples, epoch), samples), first=2
+    )
+
+    assert [2, 3] == [one.epoch for one in records]
+    assert (0, 0, 3, 3) == found.num_packs

@@ -1,0 +1,228 @@
+"""A forecast is the sum of what was measured: of steps, of ranks, of pauses."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from packplan.core.forecast import (
+    PEAK_FLOPS,
+    REPEATS,
+    USED_SHARE,
+    Calibration,
+    MeasuredStep,
+    Pause,
+    StepTerms,
+    StepTime,
+    Timing,
+    calibration_packs,
+    fit,
+    forecast_run,
+    guessed_timing,
+)
+from packplan.core.packs import Packs
+from packplan.core.schedule import EpochStats
+from packplan.core.work import SampleWorks
+from tests.laws.test_telemetry import MODEL, trainings
+
+COEFFICIENTS = st.floats(0.01, 10)
+
+
+@st.composite
+def step_times(draw):
+    """Seconds by term; at least a step takes some."""
+    others = (
+        draw(st.sampled_from([0.0, 1.0]).flatmap(lambda one: st.just(one) if not one else COEFFICIENTS)) for _ in "1234"
+    )
+    return StepTime(draw(COEFFICIENTS), *others)
+
+
+def steps_of(time, terms, *, slowed=()):
+    """Return steps with these terms that take what the coefficients say, some of them thrice."""
+    steps = [MeasuredStep(*map(float, one), 1.0) for one in terms]
+    return [
+        attrs.evolve(one, packs=int(one.packs), seconds=one.predicted(time) * (3 if number in slowed else 1))
+        for number, one in enumerate(steps)
+    ]
+
+
+TERMS = st.lists(st.tuples(*[st.integers(1, 50)] * 4), min_size=12, max_size=24, unique=True)
+
+
+@given(step_times(), TERMS, TERMS)
+def test_steps_that_follow_the_terms_are_predicted_exactly(time, seen, others):
+    """Also steps that were not measured, where the measured ones vary in every direction."""
+    found = fit(steps_of(time, seen))
+    spans = np.linalg.matrix_rank(np.column_stack([np.ones(len(seen)), seen])) == 5
+    event(f"vary in every direction: {spans}")
+
+    assert min(attrs.astuple(found)) >= 0
+    for one in steps_of(time, seen + others if spans else seen):
+        assert one.seconds == pytest.approx(one.predicted(found), rel=1e-5)
+
+
+def test_steps_that_something_slowed_down_do_not_count():
+    """A quarter of them takes thrice as long; least squares would say so of all."""
+    time, terms = StepTime(1, 0, 2, 0, 0), [(1, number, 0, 0) for number in range(1, 25)]
+
+    found = fit(steps_of(time, terms, slowed=range(0, 24, 4)))
+
+    assert attrs.astuple(time) == pytest.approx(attrs.astuple(found))
+
+
+def test_a_term_that_does_not_vary_is_part_of_the_constant():
+    """Of equal packs, nothing says which part of a step they are; what is absent stays 0."""
+    found = fit(steps_of(StepTime(1, 2, 3, 0, 0), [(4, 5, number, 0) for number in range(1, 9)]))
+
+    assert (0, 0, 0) == (found.pack, found.text, found.vision)
+    assert found.step == pytest.approx(1 + 2 * 4 + 3 * 5)
+
+
+@given(trainings(), step_times(), st.sampled_from(["step", "microbatch"]), st.integers(0, 9))
+def test_a_step_takes_as_long_as_its_busiest_ranks(training, time, meeting, done):
+    """One by one, over ranks and microbatches; an epoch, from where a run resumes."""
+    lengths, plan, schedule, stats = training
+    schedule = attrs.evolve(schedule, meeting=meeting, start=schedule.at(done % schedule.total_steps))
+    images = np.arange(len(lengths)) % 3
+    flops = SampleWorks.from_lengths(MODEL, lengths, images=images, patches=4 * images)
+    epoch = schedule.at(schedule.start.step).epoch
+    terms = StepTerms.from_epoch(EpochStats.from_schedule(stats, schedule, epoch), flops, meeting=meeting)
+    event(f"packed: {stats.packed}, {meeting}")
+
+    def seconds(batch):
+        samples = [index for pack in batch for index in plan.packs[pack]]
+        widths = [lengths[index] for index in samples]
+        widths = widths if stats.packed else [max(widths)] * len(widths)
+        text, attention = 4 * sum(widths), 2 * sum(width * (width + 1) / 2 for width in widths)
+        media = sum(flops.images[index] for index in samples)
+        return time.pack + time.text * text + time.attention * attention + time.vision * media
+
+    window = schedule.gradient_accumulation_steps
+    ranks = [[seconds(batch) for batch in schedule.batches(epoch, rank=rank)] for rank in range(schedule.world_size)]
+    for number, found in enumerate(terms.seconds(time)):
+        here = [rank[number * window : (number + 1) * window] for rank in ranks]
+        waits = max(map(sum, here)) if meeting == "step" else sum(map(max, zip(*here, strict=True)))
+        assert found == pytest.approx(time.step + waits)
+    assert number + 1 == schedule.num_steps(epoch)
+    # Coefficients of 1 find the busiest rank by FLOPs, so that the fit sees what they predict.
+    busiest = terms.busiest().sum(axis=1)
+    assert busiest == pytest.approx(terms.seconds(StepTime(0, 0, 1, 1, 1)))
+
+
+@given(st.integers(0, 9), st.integers(0, 50), st.integers(0, 50), st.integers(0, 50))
+def test_pauses_follow_the_steps_of_their_interval_and_the_last(every, start, stop, last):
+    """The last step of a run has one, once."""
+    start, stop, last = sorted([start, stop, last])
+    times = [step for step in range(start + 1, stop + 1) if every and (not step % every or step == last)]
+
+    assert 2.0 * len(times) == Pause(2.0, every).total(start, stop, last)
+
+
+@given(trainings(), step_times(), st.tuples(st.integers(0, 5), st.integers(0, 5)), st.integers(0, 9))
+def test_a_run_takes_its_steps_and_pauses(training, time, every, done):
+    """Time never goes back; at the end, only the last pauses are missing."""
+    lengths, _, schedule, stats = training
+    schedule = attrs.evolve(schedule, start=schedule.at(done % schedule.total_steps))
+    flops = SampleWorks.from_lengths(MODEL, lengths)
+    timing = Timing(time, "test", evaluation=0.5, checkpoint=7.0)
+    trained = EpochStats.from_schedule(stats, schedule, schedule.at(schedule.start.step).epoch)
+    forward = StepTerms.from_epoch(trained, flops, meeting="step") if every[0] else None
+    found = forecast_run(timing, trained, schedule, flops, evaluated=forward, every=every)
+    event(f"epochs: {schedule.num_epochs}")
+
+    times = [found.until(step) for step in range(found.first, found.last + 1)]
+    assert 0 == times[0]
+    assert sorted(times) == times
+    last = sum(pause.seconds for pause in (found.evaluation, found.checkpoint) if pause.every)
+    assert found.seconds == pytest.approx(times[-1] + last)
+    count, steps = found.last - found.first, found.steps
+    beyond = max(0, count - len(steps)) * steps.mean()
+    pauses = sum(pause.total(found.first, found.last, found.last) for pause in (found.evaluation, found.checkpoint))
+    assert found.seconds == pytest.approx(steps[:count].sum() + beyond + pauses)
+    assert found.evaluation.seconds == pytest.approx(
+        0.5 * (found.epoch_seconds - time.step * len(found.steps)) if every[0] else 0
+    )
+    assert found.tokens_per_second == pytest.approx(found.tokens / sum(found.steps))
+    assert found.uncertainty is None
+
+
+def test_exact_steps_leave_no_uncertainty_and_uneven_ones_do():
+    """Its error is that of steps that were left out; an evaluation is a share of training."""
+    time, terms = StepTime(1, 0, 2, 0, 0), [(1, number, 0, 0) for number in range(1, 25)]
+    exact = Calibration("here", tuple(steps_of(time, terms)), MeasuredStep(1, 50, 0, 0, 25), 3.0).timing()
+    uneven = Calibration("here", tuple(steps_of(time, terms, slowed=range(0, 24, 3)))).timing()
+
+    assert (0, 0) == pytest.approx((exact.step_error, exact.uncertainty(2.0, [2.0] * 7)), abs=1e-6)
+    assert (0.25, 3.0) == pytest.approx((exact.evaluation, exact.checkpoint))
+    assert not exact.is_guess
+    assert "24 steps measured on here" == exact.basis
+    assert uneven.step_error > 0.5
+    assert uneven.uncertainty(2.0, [2.1, 1.9] * 3) == pytest.approx(2 * 5**0.5 * 0.05)
+    # A term that one step alone has is known where that step is not left out.
+    rare = Calibration("here", tuple(steps_of(StepTime(1, 0, 0, 0, 1), [(1, 1, 0, 0)] * 7 + [(1, 1, 0, 9)]))).timing()
+    assert (1, 1) == pytest.approx((rare.time.vision, rare.time.step + rare.time.text))
+    assert rare.step_error > 0.5
+    # Nothing varies in one step, so an evaluation is no share of anything.
+    single = Calibration("here", tuple(steps_of(time, terms[:1])), MeasuredStep(1, 0, 0, 0, 25)).timing()
+    assert (3, 1 / 3) == pytest.approx((single.time.step, single.evaluation))
+
+
+def test_the_works_of_a_time_are_nanoseconds():
+    """By which the assignment of packs is decided."""
+    flops = SampleWorks.from_lengths(MODEL, [3, 5], images=[0, 1], patches=[0, 4])
+
+    works = StepTime(9, 9, 1e-6, 2e-6, 3e-6).works(flops).flops
+
+    media = flops.images[1] * 3e3
+    assert [4e3 * 3 + 2 * 2e3 * 6, 4e3 * 5 + 2 * 2e3 * 15 + media] == works.tolist()
+
+
+@pytest.mark.parametrize("name", PEAK_FLOPS)
+def test_a_device_is_found_in_its_own_name(name):
+    """And no name hides another; what is not known is a CPU, by its cores."""
+    guess = guessed_timing(f"NVIDIA {name} 80GB")
+
+    assert guess.is_guess
+    assert 1 / guess.time.text == pytest.approx(USED_SHARE * PEAK_FLOPS[name])
+    assert name in guess.basis
+    assert guess.uncertainty(1.0, []) is None
+    one, four = guessed_timing("CPU"), guessed_timing("unheard-of", cores=4)
+    assert one.time.text == pytest.approx(4 * four.time.text)
+
+
+@given(st.data())
+def test_calibration_trains_whole_steps_of_the_plans_packs(data):
+    """Among them the lightest, the heaviest and those of most images; packs, or halves of them."""
+    sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=40))
+    starts = np.cumsum([0, *sizes])
+    packs = Packs.from_lists([list(range(a, b)) for a, b in pairwise(starts)])
+    number = st.integers(0, 9)
+    work, vision = (np.array([data.draw(number) for _ in sizes], dtype=float) for _ in "12")
+    world_size, batches, batch_size = (data.draw(st.integers(1, 3)) for _ in "123")
+    order = np.arange(len(sizes))
+
+    chosen = calibration_packs(
+        packs, work, vision, order, world_size=world_size, batches=batches, batch_size=batch_size
+    )
+
+    each, short = world_size * batches * batch_size, world_size * batch_size * (batches > 1)
+    whole, rest = divmod(len(chosen) - short, each)
+    assert 0 == rest
+    assert REPEATS * (whole + (short > 0)) >= 15
+    listed = packs.tolist()
+    halves = [pack[: -(-len(pack) // 2)] for pack in listed]
+    assert all(pack in listed or pack in halves for pack in chosen)
+    assert whole == 7 + (np.ptp(vision) > 0) + (batch_size == 1)
+    steps = [
+        [listed.index(pack) for pack in chosen[n * each : (n + 1) * each]] for n in range(whole - (batch_size == 1))
+    ]
+    assert (work.max(), work.min()) == (max(work[steps[0]]), min(work[steps[1]]))
+    assert vision.max() == max(vision[pack] for step in steps for pack in step)
+    assert steps[-2] == np.resize(order[:each], each).tolist()
+    if batch_size == 1:
+        assert all(pack in halves for pack in chosen[(whole - 1) * each : whole * each])

@@ -1,0 +1,67 @@
+"""The heaviest packs, and shorter ones."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packplan.core.plan import build_raw_plan
+from packplan.core.schedule import PackStats, heaviest_packs, shorter_pack
+from packplan.core.work import SampleWorks, VisionWork, WorkModel
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+
+
+def stats_of(lengths: list[int], images: list[int] | None = None) -> PackStats:
+    plan = build_raw_plan(lengths, packing_length=32, drop_last=False)
+    vision = VisionWork(per_patch=1000, per_image_pair=1, per_window_pair=0, window=0)
+    model = WorkModel(per_position=1, per_pair=1, vision=vision)
+    number = np.zeros(len(lengths), dtype=np.int64) if images is None else np.array(images)
+    works = SampleWorks.from_lengths(model, lengths, images=np.minimum(number, 1), patches=number)
+    return PackStats.from_plan(plan, np.array(lengths), works=works)
+
+
+@given(LENGTHS, st.data())
+def test_no_pack_has_more_of_anything_than_the_heaviest(lengths, data):
+    """Tokens, work and work in images are each the most in one of the batches."""
+    images = data.draw(st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths)))
+    stats = stats_of(lengths, images)
+    batches = heaviest_packs(stats)
+
+    for weight in (stats.tokens, stats.work, stats.images):
+        assert max(weight) == max(weight[pack] for (pack,) in batches)
+    assert len(batches) == len(set(batches))
+
+
+@given(LENGTHS, st.integers(1, 4))
+def test_a_batch_has_the_longest_packs(lengths, size):
+    """As many as there are; without images, none is sought for them."""
+    stats = stats_of(lengths)
+    first, *others = heaviest_packs(stats, size=size)
+
+    assert sorted(stats.tokens)[::-1][:size] == [stats.tokens[pack] for pack in first]
+    assert len(others) <= 1
+
+
+@given(LENGTHS, st.integers(0, 50), st.data())
+def test_a_shorter_pack_is_as_long_as_allowed(lengths, most, data):
+    """Its samples are different ones of the plan, and none of the others fits beside them."""
+    stats = stats_of(lengths)
+    position = data.draw(st.integers(0, len(stats.packs) - 1))
+    found = shorter_pack(stats, np.array(lengths), position, most=most)
+
+    planned = set(stats.packs.indices.tolist())
+    room = most - sum(lengths[sample] for sample in found)
+    assert room >= 0
+    assert len(set(found)) == len(found)
+    assert set(found) <= planned
+    assert all(lengths[sample] > room for sample in planned - set(found))
+    if most >= stats.tokens[position]:
+        assert set(stats.packs[position]) <= set(found)
+
+
+def test_a_sample_is_taken_once():
+    """Where a pack leaves room for it again."""
+    stats = stats_of([3, 4])
+    assert [0, 1] == sorted(shorter_pack(stats, np.array([3, 4]), 0, most=20))

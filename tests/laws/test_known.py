@@ -1,0 +1,81 @@
+"""Measurements that are found by the content of records."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from packplan.core.samples import (
+    BAD,
+    UNKNOWN,
+    KnownLengths,
+    MeasuredSample,
+    Measurement,
+    MediaFacts,
+    from_tables,
+    media_identity,
+    to_row,
+)
+
+
+def digest(number: int) -> str:
+    return hashlib.sha256(str(number).encode()).hexdigest()
+
+
+@st.composite
+def tables(draw):
+    """Draw records, each a number, a folder, and its measurement: of text, of images, or bad."""
+    records = draw(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab"), st.integers(-1, 3)), max_size=20))
+    samples = [
+        MeasuredSample(BAD)
+        if images < 0
+        else MeasuredSample(
+            Measurement(10 + number, 1, images, 4 * images),
+            tuple(MediaFacts(number, ord(folder), place, 0) for place in range(images)),
+        )
+        for number, folder, images in records
+    ]
+    return records, samples
+
+
+def known(records, samples) -> KnownLengths:
+    identities = [
+        media_identity(digest(number), folder) if images > 0 else digest(number) for number, folder, images in records
+    ]
+    table = np.array([to_row(one.measurement) for one in samples], np.int32).reshape(-1, 9)
+    media = np.array(
+        [(one.num_bytes, one.width, one.height, one.head, 0, 0, 0) for each in samples for one in each.media], np.int64
+    )
+    return KnownLengths(np.array([one.encode() for one in identities], "S64"), table, media.reshape(-1, 7))
+
+
+@given(tables(), st.lists(st.tuples(st.integers(0, 11), st.sampled_from("abc")), max_size=20))
+def test_a_record_is_known_by_its_content_and_with_media_by_their_folder_too(table, asked):
+    """Bad records are not known; whichever of equal records answers, it is one of them."""
+    records, samples = table
+
+    rows = known(records, samples).rows([digest(number) for number, _ in asked], [folder for _, folder in asked])
+
+    for (number, folder), row in zip(asked, rows.tolist(), strict=True):
+        fitting = {
+            place
+            for place, (own, lies, images) in enumerate(records)
+            if own == number and (images == 0 or (images > 0 and lies == folder))
+        }
+        event(f"known: {bool(fitting)}")
+        assert row in (fitting or {UNKNOWN})
+
+
+@given(tables())
+def test_a_row_gives_the_measurement_and_its_media(table):
+    """As the tables of all records have them."""
+    records, samples = table
+    lengths = known(records, samples)
+
+    found = [lengths.sample(row) for row in range(len(samples))]
+
+    assert samples == found
+    assert found == from_tables(lengths.table, lengths.media, range(len(samples)))

@@ -1,0 +1,101 @@
+"""Places are named without credentials, and are the same however they are signed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packplan.core.samples import (
+    PACKAGES,
+    digest_of,
+    folder_of,
+    is_place,
+    located,
+    place_fault,
+    scheme_of,
+    without_credentials,
+    without_signature,
+)
+
+names = st.text(alphabet="abcXYZ019._-é", min_size=1, max_size=8)
+secrets = st.text(alphabet="qwkjQWKJ", min_size=12, max_size=20)
+schemes = st.sampled_from(sorted(PACKAGES))
+paths = st.lists(names.map("a{}".format), min_size=1, max_size=3).map("/".join)
+
+SIGNED = ("X-Amz-Signature", "X-Goog-Signature", "Signature", "sig")
+
+ADDED = ("X-Amz-Date", "X-Goog-Expires", "Expires", "AWSAccessKeyId", "se", "X-Amz-Security-Token")
+
+
+@given(schemes, names, paths, secrets, st.sampled_from(["user", "query", "fragment"]), names)
+def test_no_text_has_what_may_be_a_credential(scheme, host, path, secret, where, before):  # noqa: PLR0917
+    """Wherever in a place it stands; what names the file stays, and twice is once."""
+    place = {
+        "user": f"{scheme}://me:{secret}@{host}/{path}",
+        "query": f"{scheme}://{host}/{path}?a={secret}",
+        "fragment": f"{scheme}://{host}/{path}#{secret}",
+    }[where]
+
+    text = without_credentials(f"{before} {place}: no such file")
+
+    assert secret not in text
+    assert f"{before} {scheme}://{host}/{path}" in text
+    assert text.endswith("no such file")
+    assert text == without_credentials(text)
+    assert secret not in folder_of(place)
+    assert is_place(place)
+
+
+@given(paths, st.sampled_from(SIGNED), st.lists(st.sampled_from(ADDED), unique=True), secrets, secrets, names)
+def test_a_place_is_the_same_however_it_is_signed(path, signed, added, first, second, version):  # noqa: PLR0917
+    """Its other parameters decide; a record with it has one digest, a text with it has not."""
+    url = f"https://host/{path}?version={version}"
+    both = [f"{url}&{'&'.join(f'{name}={secret}' for name in (*added, signed))}" for secret in (first, second)]
+
+    assert url == without_signature(both[0]) == without_signature(both[1]) == without_signature(url)
+    assert f"https://host/{path}" == without_signature(f"https://host/{path}?{signed}={first}#part")
+    part = [{"type": "image_url", "image_url": {"url": one}} for one in both]
+    for key, held in (("images", both), ("Videos", both), ("image", [{"path": one} for one in both])):
+        assert digest_of({key: [held[0]]}) == digest_of({key: [held[1]]}) != digest_of({key: [f"{url}1"]})
+    assert digest_of({"messages": [{"content": [part[0]]}]}) == digest_of({"messages": [{"content": [part[1]]}]})
+    assert (first == second) == (digest_of({"text": both[0]}) == digest_of({"text": both[1]}))
+
+
+@given(schemes, names, paths, st.lists(st.one_of(names, st.just("..")), min_size=1, max_size=6).map("/".join))
+def test_relative_media_stay_with_their_server(scheme, host, path, relative):
+    """Whatever their path; absolute paths and other places stay what they are."""
+    folder = folder_of(f"{scheme}://{host}/{path}")
+
+    found = located(folder, relative)
+
+    start, server, *parts = found.removeprefix(f"{scheme}:/").split("/")
+    assert (start, server) == ("", host)
+    assert ".." not in parts
+    assert "s3://other/a.png" == located(folder, "s3://other/a.png")
+    assert "/a.png" == located(folder, "/a.png")
+    assert f"{folder}/a/b.png" == located(folder, "./a//b.png")
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("data/a.jsonl", None),
+        ("a::b.jsonl", None),
+        ("S3://bucket/a.jsonl", None),
+        ("https://host/a.jsonl?b=c::d", None),
+        ("file:///a.jsonl", "is at file://, which"),
+        ("local://a.jsonl", "is at local://, which"),
+        ("sftp://host/a.jsonl", "is at sftp://, which"),
+        ("zip://a.jsonl::s3://bucket/a.zip", "is a chain of places"),
+        ("zip://a.jsonl::/etc/a.zip", "is a chain of places"),
+        ("simplecache::s3://bucket/a.jsonl", "is a chain of places"),
+        ("s3://bucket/a::file:///b", "is a chain of places"),
+    ],
+)
+def test_only_places_of_known_schemes_are_read(name, fault):
+    """And none that leads to another place, as one on this machine."""
+    assert (fault is None) == (place_fault(name) is None)
+    assert fault is None or place_fault(name).startswith(fault)
+    assert is_place(name) == (fault is None and scheme_of(name) is not None)
+    assert not is_place(None)

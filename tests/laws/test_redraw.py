@@ -1,0 +1,251 @@
+"""Redrawn packs have the quality of the algorithm's own; meetings count pairs that meet again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import combinations
+from math import comb
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import event, example, given
+from hypothesis import strategies as st
+
+from benchmarks.distributions import DISTRIBUTIONS, trace
+from packplan.core.checksum import plan_checksum
+from packplan.core.inspection import meetings
+from packplan.core.packers import ALGORITHMS, pack, redraw
+from packplan.core.packs import Packs
+from packplan.core.plan import build_raw_plan
+from packplan.core.policy import PlanPolicy
+from packplan.core.shuffling import shuffled
+from packplan.core.work import WorkModel
+from tests.strategies import packable, raw_lengths
+
+MORE = 200
+"""Packs for each further one that a draw may have."""
+
+DRAWING = [name for name, one in ALGORITHMS.items() if not one.keeps_order]
+
+seeds, epochs = st.integers(0, 2**64 - 1), st.integers(0, 1000)
+
+
+def redrawn(lengths, capacity, algorithm="constant_volume", seed=0, epoch=0):
+    return redraw(np.array(lengths, dtype=np.int64), capacity=capacity, algorithm=algorithm, seed=seed, epoch=epoch)
+
+
+def chat(num_samples):
+    """Return lengths of real chats below 4,096 tokens."""
+    recorded = trace("chat")
+    return np.random.default_rng(1).choice(recorded[recorded < 4096], num_samples).astype(np.int64)
+
+
+@pytest.mark.parametrize("algorithm", DRAWING)
+@given(case=packable(), seed=seeds, epoch=epochs)
+def test_a_draw_has_each_sample_once_within_the_capacity_in_as_few_packs(algorithm, case, seed, epoch):
+    """At most one pack in 200 more than the algorithm's own, in canonical order."""
+    lengths, capacity = case
+
+    found = redrawn(lengths, capacity, algorithm, seed, epoch)
+    own = pack(lengths, capacity=capacity, algorithm=algorithm, seed=seed)
+
+    event(f"level: {found.level}, other packs: {found.packs != own}")
+    assert sorted(found.packs.indices.tolist()) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in members) <= capacity for members in found.packs)
+    assert found.packs.tolist() == sorted(sorted(members) for members in found.packs)
+    assert len(found.packs) <= len(own) + len(own) // MORE
+
+
+@pytest.mark.parametrize("name", ["vlm-4096", "vlm-16384", "detcap-8192", "sft-2048", "uniform-8192", "zipf-8192"])
+@pytest.mark.parametrize("algorithm", ["constant_volume", "modified_first_fit_decreasing"])
+@pytest.mark.untraced
+def test_a_draw_of_larger_data_keeps_the_quality_too(algorithm, name):
+    """Some thousand samples, so that one pack in 200 is more than none."""
+    capacity, lengths = DISTRIBUTIONS[name].capacity, DISTRIBUTIONS[name].lengths(3000, seed=2)
+
+    own = pack(lengths, capacity=capacity, algorithm=algorithm)
+    draws = [redrawn(lengths, capacity, algorithm, epoch=epoch).packs for epoch in range(2)]
+
+    assert all(packs.loads(lengths).max() <= capacity for packs in draws)
+    assert all(len(packs) <= len(own) + len(own) // MORE for packs in draws)
+    assert draws[0] != draws[1]
+
+
+@given(case=packable(min_size=1), epoch=epochs)
+def test_where_only_equal_lengths_change_places_packs_have_the_algorithms_own_contents(case, epoch):
+    """And so its number of packs."""
+    lengths, capacity = case
+    own = pack(lengths, capacity=capacity)
+    found = redrawn(lengths, capacity, epoch=epoch)
+    event(f"level: {found.level}")
+
+    def contents(packs):
+        return sorted(sorted(lengths[i] for i in members) for members in packs)
+
+    assert found.level != "equal lengths" or contents(own) == contents(found.packs)
+
+
+def test_packs_of_a_searching_algorithm_are_kept_where_its_first_stage_needs_more():
+    """Best fit needs 5 % more packs of these, so samples of equal length change places."""
+    lengths = DISTRIBUTIONS["detcap-8192"].lengths(400, seed=0)
+    own = pack(lengths, capacity=8192, algorithm="certified")
+    assert len(pack(lengths, capacity=8192, algorithm="best_fit_decreasing")) > len(own) + len(own) // MORE
+
+    found = redrawn(lengths, 8192, "certified")
+
+    assert "equal lengths" == found.level
+    assert own != found.packs
+    assert sorted(sorted(lengths[p].tolist()) for p in own) == sorted(sorted(lengths[p].tolist()) for p in found.packs)
+
+
+def test_draws_of_one_epoch_are_the_same_in_every_process_and_those_of_two_differ():
+    """Also under another hash seed and locale."""
+    lengths = chat(2000)
+    expected = [plan_checksum(redrawn(lengths, 4096, seed=7, epoch=epoch).packs) for epoch in range(3)]
+    code = (
+        "from tests.laws.test_redraw import *\n"
+        "for epoch in range(3): print(plan_checksum(redrawn(chat(2000), 4096, seed=7, epoch=epoch).packs))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": "5", "LC_ALL": "C"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+
+    assert 3 == len(set(expected))
+    assert expected == run.stdout.split()
+
+
+GOLDEN = {
+    "constant_volume": ("groups", 282, "54636f670373"),
+    "best_fit_decreasing": ("groups", 282, "d75f02dccbfc"),
+    "first_fit_decreasing": ("groups", 282, "fbcfa2fed051"),
+    "modified_first_fit_decreasing": ("groups", 282, "d739e6522d88"),
+    "first_fit_shuffle": ("order", 282, "5ff7510091c6"),
+    "balanced": ("order", 282, "9f79fb74d1b5"),
+    "certified": ("groups", 282, "d75f02dccbfc"),
+}
+"""Algorithm -> level, number of packs, and their checksum."""
+
+
+@pytest.mark.parametrize("algorithm", DRAWING)
+def test_golden_draws(algorithm):
+    """Other packs need another `REDRAW_VERSION`."""
+    found = redrawn(chat(3000), 4096, algorithm, seed=3, epoch=2)
+
+    assert GOLDEN[algorithm] == (found.level, len(found.packs), plan_checksum(found.packs)[:12])
+
+
+@given(length=st.integers(1, 50), num=st.integers(0, 30), epoch=epochs)
+def test_one_packing_stays_one(length, num, epoch):
+    """If each pack is a sample, or one pack has all, every draw is the algorithm's own packing."""
+    lengths = [length] * num
+    for capacity in (length, length * max(num, 1)):
+        assert pack(lengths, capacity=capacity) == redrawn(lengths, capacity, epoch=epoch).packs
+
+
+@pytest.mark.parametrize("algorithm", DRAWING)
+def test_pairs_of_real_chats_meet_again_at_most_twice_as_often_as_at_random(algorithm):
+    """In packs of 4,096 tokens, between each two of three epochs."""
+    lengths = chat(20_000) if algorithm in {"balanced", "first_fit_shuffle"} else trace("chat").astype(np.int64)
+    lengths = lengths[lengths < 4096]
+    draws = [redrawn(lengths, 4096, algorithm, epoch=epoch).packs for epoch in range(3)]
+
+    for first, second in combinations(draws, 2):
+        found = meetings(first, second)
+        assert found.pairs_again <= 2 * found.expected
+
+
+def test_an_algorithm_that_keeps_the_order_has_no_draws():
+    """It is named."""
+    with pytest.raises(ValueError, match="concatenative keeps the order of the data"):
+        redrawn([3, 4], 9, "concatenative")
+
+
+def test_works_are_refused_where_they_change_nothing():
+    """As `pack` does."""
+    with pytest.raises(ValueError, match="works do not change the packs of constant_volume"):
+        redraw(np.array([3, 4]), capacity=9, algorithm="constant_volume", seed=0, epoch=0, works=[1, 2])
+
+
+def test_balanced_draws_level_the_works_that_are_given():
+    """Over several groups of packs, the works are as even as in the algorithm's own packing."""
+    lengths = chat(4000)
+    works = WorkModel(per_position=5, per_pair=3).sample_flops(lengths)
+
+    def unevenness(packs):
+        sums = packs.sums(works)
+        return sums.std() / sums.mean()
+
+    with patch.multiple("packplan.core.packers.balanced", _GROUP_SAMPLES=1000, _GROUP_PACKS=100):
+        own = pack(lengths, capacity=4096, algorithm="balanced", works=works)
+        found = redraw(lengths, capacity=4096, algorithm="balanced", seed=0, epoch=1, works=works).packs
+
+    assert len(own) == len(found)
+    assert own != found
+    assert unevenness(found) < 1.5 * unevenness(own)
+
+
+@given(case=raw_lengths(), epoch=epochs, seed=seeds)
+def test_an_epoch_changes_a_plan_only_if_it_is_replanned(case, epoch, seed):
+    """The packs of a replanned one are drawn before the fill filter."""
+    lengths, packing_length = case
+    policy = PlanPolicy(packing_length=packing_length, seed=seed)
+    short = [n for n in lengths if n < packing_length]
+
+    plan = build_raw_plan(lengths, policy, epoch=epoch)
+    drawn = build_raw_plan(lengths, policy, epoch=epoch, replanned=True)
+
+    assert build_raw_plan(lengths, policy) == plan
+    assert len(redrawn(short, packing_length, seed=seed, epoch=epoch).packs) == len(drawn.packs) - len(plan.single_long)
+    assert plan.single_long == drawn.single_long
+
+
+def test_a_plan_that_keeps_the_order_cannot_be_replanned():
+    """All its epochs would pack alike."""
+    with pytest.raises(ValueError, match="concatenative keeps the order of the data"):
+        PlanPolicy(packing_length=8, algorithm="concatenative", replanned=True)
+
+
+pack_labels = st.lists(st.integers(-1, 5), min_size=1, max_size=20)
+"""Pack of each sample; -1 for none."""
+
+
+def packs_of(labels):
+    return Packs.from_lists([p for n in range(6) if (p := [i for i, label in enumerate(labels) if label == n])])
+
+
+@example(first=[-1, -1], second=[0, -1])
+@given(first=pack_labels, second=pack_labels)
+def test_meetings_are_counted_pair_by_pair(first, second):
+    """Among the samples that both plans have."""
+    one, other = packs_of(first), packs_of(second)
+    both = {i for p in one for i in p} & {i for p in other for i in p}
+    pairs, again = ({c for p in packs for c in combinations(sorted(both & set(p)), 2)} for packs in (one, other))
+
+    found = meetings(one, other)
+
+    assert (len(pairs), len(pairs & again)) == (found.pairs, found.pairs_again)
+    assert pytest.approx(len(pairs) * len(again) / max(1, comb(len(both), 2))) == found.expected
+
+
+@given(labels=pack_labels, repeated=st.lists(st.integers(0, 19), max_size=9))
+def test_a_sample_that_is_drawn_again_counts_in_its_first_pack(labels, repeated):
+    """Packs of repetitions behind the plan change nothing."""
+    packs = packs_of(labels)
+    known = [i for i in repeated if i in set(packs.indices.tolist())]
+    longer = Packs.from_lists([*packs, known] if known else [*packs])
+
+    assert meetings(packs, packs) == meetings(longer, packs) == meetings(packs, longer)
+
+
+def test_expected_meetings_are_the_mean_over_random_packs():
+    """Of the sizes of the second plan's packs."""
+    num = 300
+    packs = [Packs(np.arange(0, num + 1, size), shuffled(num, seed=size)) for size in (5, 6)]
+    counted = [
+        meetings(packs[0], Packs(packs[1].offsets, shuffled(num, seed=(1, draw)))).pairs_again for draw in range(400)
+    ]
+
+    assert pytest.approx(np.mean(counted), rel=0.05) == meetings(*packs).expected

@@ -1,0 +1,110 @@
+"""
+A server of objects on this machine: files over http, and the part of S3 that reading takes.
+
+It counts requests and bytes by path. A bucket may ask for a signature by a key that it knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+KEY = "AKIDPACKPLANTEST"
+
+
+class ObjectServer(ThreadingHTTPServer):
+    """Objects by path, `/bucket/name`."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answers)
+        self.held: dict[str, bytes] = {}
+        self.private: set[str] = set()
+        """Buckets that ask for a signature."""
+        self.sends_parts = True
+        self.asked: Counter[str] = Counter()
+        """Requests by path."""
+        self.sent: Counter[str] = Counter()
+        """Bytes by path."""
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Answers(BaseHTTPRequestHandler):
+    server: ObjectServer
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Write nothing."""
+
+    def do_HEAD(self) -> None:
+        """Answer as to a GET, without the content."""
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        """Answer with an object, a part of it, or a list of objects."""
+        asked = urlsplit(self.path)
+        path, query = unquote(asked.path), parse_qs(asked.query, keep_blank_values=True)
+        self.server.asked[path] += 1
+        bucket = path.split("/")[1]
+        if bucket in self.server.private and f"Credential={KEY}/" not in self.headers.get("Authorization", ""):
+            return self._answer(403, b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>")
+        if "list-type" in query:
+            return self._answer(200, self._listed(bucket, query.get("prefix", [""])[0]))
+        if path not in self.server.held:
+            return self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+        return self._send(path, self.server.held[path])
+
+    def _send(self, path: str, held: bytes) -> None:
+        headers = {"ETag": f'"{hashlib.md5(held, usedforsecurity=False).hexdigest()}"', "Accept-Ranges": "bytes"}
+        part = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if part is None or not self.server.sends_parts:
+            sent, status = held, 200
+        else:
+            start, stop = int(part[1]), min(int(part[2] or len(held)) + 1, len(held))
+            sent, status = held[start:stop], 206 if start < len(held) else 416
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(held)}" if sent else f"bytes */{len(held)}"
+        if self.command == "GET":
+            self.server.sent[path] += len(sent)
+        self._answer(status, sent, headers)
+
+    def _listed(self, bucket: str, prefix: str) -> bytes:
+        start = f"/{bucket}/"
+        keys = sorted(path.removeprefix(start) for path in self.server.held if path.startswith(start + prefix))
+        listed = "".join(
+            f"<Contents><Key>{escape(key)}</Key><Size>{len(self.server.held[start + key])}</Size>"
+            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+            for key in keys
+        )
+        about = f"<Name>{bucket}</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(keys)}</KeyCount>"
+        return f"<ListBucketResult>{about}<IsTruncated>false</IsTruncated>{listed}</ListBucketResult>".encode()
+
+    def _answer(self, status: int, held: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(held)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(held)
+
+
+@contextmanager
+def serving() -> Iterator[ObjectServer]:
+    """Serve objects on this machine alone."""
+    server = ObjectServer()
+    thread = threading.Thread(target=partial(server.serve_forever, poll_interval=0.01))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
