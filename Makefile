@@ -12,7 +12,7 @@ export PYTHONUNBUFFERED = 1
 # Where compiled modules are not kept, every process of the tests compiles the project anew: 1 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-hosts explore lint reference models clean
+.PHONY: demo test test-fast test-hosts test-pages test-swift-page explore lint reference models clean
 
 demo: $(READY)
 	@$(RUN) -m app.demo
@@ -24,8 +24,14 @@ test-fast: $(READY)
 	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" --ignore=tests/e2e
 
 # All requirements of the pages at once: the newest trainers beside one torch; ms-swift has an environment of its own.
+# Both wait for processes half of the time, so they run side by side.
 test-hosts: $(HOSTS)/.ready $(READY)
+	$(MAKE) --jobs=2 --output-sync=target --no-print-directory test-pages test-swift-page
+
+test-pages:
 	HOST_PYTHON=$(abspath $(HOSTS)/bin/python) $(HOSTS)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/hosts
+
+test-swift-page:
 	HOST_PYTHON=$(abspath $(RUN)) $(RUN) -m pytest tests/hosts/test_swift_page.py
 
 $(HOSTS)/.ready: pyproject.toml $(wildcard docs/use-it-in/*.md)
@@ -57,9 +63,9 @@ $(READY): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Packplan needs Python 3.11 or later")'
 	@echo "Setting up $(VENV), once; this takes some minutes."
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet -c constraints.txt setuptools
-	$(RUN) -m pip install --quiet -c constraints.txt torch
-	$(RUN) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(RUN) -m pip install --quiet --no-compile -c constraints.txt setuptools
+	$(RUN) -m pip install --quiet --no-compile -c constraints.txt torch
+	$(RUN) -m pip install --quiet --no-compile -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $(READY)
 
 clean:

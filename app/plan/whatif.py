@@ -28,13 +28,14 @@ from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
 from packplan.app.wiring import stores
 from packplan.app.wiring.commands import ranks_of, read_run
 from packplan.app.wiring.forecasts.runs import run_forecast
-from packplan.app.wiring.forecasts.timings import attention_name, find_timing
+from packplan.app.wiring.forecasts.timings import attention_name, find_full_peaks, find_timing
 from packplan.app.wiring.works import policy_of, work_of
 from packplan.core.config import RunConfig, with_remedy
 from packplan.core.epochs import EpochRecipe
 from packplan.core.errors import ConfigError, counted
 from packplan.core.forecast import RunForecast
 from packplan.core.inspection import Alternative, PlanSummary, ScheduleSummary, best_of, what_if
+from packplan.core.memory import peak_of_full, with_margin, written_bytes
 from packplan.core.plan import RawPlan, refuse_dropped, refuse_longer
 from packplan.core.ports import StoredLengths
 from packplan.core.schedule import EpochSchedule, PackStats
@@ -144,6 +145,11 @@ def _alternatives(
         refuse_dropped(raw, lengths, policy)
         return raw
 
+    peaks = {
+        ranks: find_full_peaks(config, world_size=ranks, data_digest=stored.origin.data_digest)
+        if split == "train" else {} for ranks in world_sizes
+    }  # fmt: skip
+
     def schedule(raw: RawPlan, world_size: int) -> EpochSchedule:
         aligned = alignment.align(raw, world_size=world_size)
         works = work_of(config, stored.rows.table, timings[world_size]).samples
@@ -155,7 +161,8 @@ def _alternatives(
 
     return what_if(
         lengths, packing_lengths=packing_lengths, world_sizes=world_sizes, plan=plan, schedule=schedule,
-        forecast=forecast, works=flops, explain=with_remedy,
+        forecast=forecast, peak=lambda tokens, ranks: peak_of_full(peaks[ranks], tokens), works=flops,
+        explain=with_remedy,
     )  # fmt: skip
 
 
@@ -171,7 +178,7 @@ def _document(one: Alternative, best: dict[int, Alternative], price: float | Non
 
 def _print(alternatives: list[Alternative], best: dict[int, Alternative], price: float | None) -> None:
     table = Table()
-    times = ("time", "tokens/s", *(["cost"] if price else []))
+    times = ("time", "tokens/s", *(["cost"] if price else []), "memory")
     for name in ("max_length", "ranks", *COLUMNS, *times, ""):
         table.add_column(name, justify="right" if name else "left")
     for one in alternatives:
@@ -181,6 +188,7 @@ def _print(alternatives: list[Alternative], best: dict[int, Alternative], price:
             cells = [
                 *(text(one.plan, one.schedule) for text in COLUMNS.values()), duration(one.forecast.seconds),
                 f"{one.forecast.tokens_per_second:,.0f}", *([] if spent is None else [f"{spent:,.2f}"]),
+                "-" if one.peak is None else written_bytes(with_margin(one.peak)),
             ]  # fmt: skip
         mark = "best" if best.get(one.world_size) is one else ""
         table.add_row(f"{one.packing_length:,}", f"{one.world_size:,}", *cells, mark)
@@ -188,18 +196,28 @@ def _print(alternatives: list[Alternative], best: dict[int, Alternative], price:
     # A terminal that is too narrow wraps the lines, but all digits are there.
     console.width = max(console.width, console.measure(table, options=console.options.update(width=1000)).maximum)
     console.print(table, soft_wrap=False)
-    console.print(f"best, for each number of ranks: the least {RULE}")
+    for line in _notes(alternatives, best):
+        console.print(line)
+
+
+def _notes(alternatives: list[Alternative], best: dict[int, Alternative]) -> Iterator[str]:
+    """Yield what the table's columns mean, and what was not planned."""
+    yield f"best, for each number of ranks: the least {RULE}"
     for ranks, one in best.items():
         if one.forecast is not None:
             timing = one.forecast.timing
             unused = f"; a stored calibration is not used: {timing.unused}" if timing.unused else ""
-            console.print(f"time on {counted(ranks, 'rank')}: {timing.basis}{unused}")
+            yield f"time on {counted(ranks, 'rank')}: {timing.basis}{unused}"
+    if any(one.peak for one in alternatives):
+        yield "memory: of each rank, for full packs, with the margin of a GPU; by packplan plan fit"
+    if any(one.plan and one.peak is None for one in alternatives):
+        yield "memory: packplan plan fit --world-size N says it for N ranks, and keeps it"
     if any(one.plan and one.plan.oversized_packs for one in alternatives):
-        console.print(
+        yield (
             "over 110 %: packs that exceed max_length by more than 10 %, each a long sample; "
             "training.packing_allow_single_long: false skips long samples"
         )
     for one in alternatives:
         if one.problem:
             where = f"max_length {one.packing_length:,}, {counted(one.world_size, 'rank')}"
-            console.print(f"not planned: {where}: {one.problem}")
+            yield f"not planned: {where}: {one.problem}"

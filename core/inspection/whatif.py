@@ -33,6 +33,9 @@ class Alternative:
     forecast: RunForecast | None = None
     """Predicted time of the run; None without a plan."""
 
+    peak: int | None = None
+    """Predicted peak of memory of a step on a rank in bytes; None if it is not known."""
+
 
 def what_if(
     lengths: Lengths,
@@ -42,6 +45,7 @@ def what_if(
     plan: Callable[[int], RawPlan],
     schedule: Callable[[RawPlan, int], EpochSchedule],
     forecast: Callable[[RawPlan, EpochSchedule], RunForecast] | None = None,
+    peak: Callable[[int, int], int | None] = lambda *_: None,
     works: SampleWorks | None = None,
     explain: Callable[[UserError], str] = str,
 ) -> Iterator[Alternative]:
@@ -55,6 +59,8 @@ def what_if(
         plan: Packing length -> plan of the samples; may raise UserError.
         schedule: Plan and world size -> schedule; may raise UserError.
         forecast: Plan and schedule -> predicted time; may raise UserError. None predicts none.
+        peak: Tokens of the longest pack and world size -> predicted peak of memory of a rank in
+            bytes, or None.
         works: Work of samples; None counts the squares of their lengths.
         explain: Error -> text of a problem.
     """
@@ -66,6 +72,7 @@ def what_if(
             yield from (Alternative(packing_length, world_size, problem=explain(error)) for world_size in world_sizes)
             continue
         summary = summarise(planned, array)
+        most = max(packing_length, summary.longest_pack)
         for world_size in world_sizes:
             try:
                 trained = schedule(planned, world_size)
@@ -74,7 +81,8 @@ def what_if(
             except UserError as error:
                 yield Alternative(packing_length, world_size, problem=explain(error))
             else:
-                yield Alternative(packing_length, world_size, summary, over, forecast=predicted)
+                known = peak(most, world_size)
+                yield Alternative(packing_length, world_size, summary, over, forecast=predicted, peak=known)
 
 
 def best_of(alternatives: Iterable[Alternative]) -> dict[int, Alternative]:

@@ -5,7 +5,14 @@ ranks, estimates from sizes alone, and the longest packing length that fits.
 
 from __future__ import annotations
 
-from packplan.core.memory.longest import MARGIN, Longest, longest_fitting, with_margin
+from packplan.core.memory.longest import (
+    MARGIN,
+    Longest,
+    longest_fitting,
+    other_length,
+    peak_of_full,
+    with_margin,
+)
 from packplan.core.memory.quantity import parse_bytes, written_bytes
 from packplan.core.memory.sharding import (
     SHARDINGS,
@@ -33,7 +40,9 @@ __all__ = [
     "estimated_activations",
     "longest_fitting",
     "optimizer_bytes",
+    "other_length",
     "parse_bytes",
+    "peak_of_full",
     "rank_parts",
     "with_margin",
     "written_bytes",

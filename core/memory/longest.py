@@ -1,8 +1,8 @@
-"""Longest packing length whose peak fits, by a line through lengths that a third one checks."""
+"""Peaks of full packs of other lengths, and the longest that fits: by lines through traced ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import ceil
 
 import attrs
@@ -34,6 +34,30 @@ class Longest:
     """Whether the model's positions end there, and not the memory."""
 
 
+def peak_of_full(known: Mapping[int, int], tokens: int) -> int | None:
+    """
+    Return the peak of a full pack in bytes, by a line through the two nearest lengths.
+
+    Args:
+        known: Packing length -> traced peak of a full pack, in bytes.
+        tokens: Packing length that is asked for.
+
+    Returns:
+        The traced peak, where there is one; None with fewer than two lengths.
+
+    >>> peak_of_full({512: 1100, 1024: 2100}, 2048)
+    4100
+    """
+    if tokens in known or len(known) < _TWO:
+        return known.get(tokens)
+    length, other = sorted(known, key=lambda one: abs(one - tokens))[:2]
+    slope = (known[other] - known[length]) / (other - length)
+    return round(known[length] + slope * (tokens - length))
+
+
+_TWO = 2
+
+
 def with_margin(peak: float) -> int:
     """Return the bytes that a GPU needs for a peak."""
     return ceil(peak * (1 + MARGIN))
@@ -56,9 +80,7 @@ def longest_fitting(peak_at: Callable[[int], int], *, start: int, limit: int, mo
     9984
     """
     room = limit / (1 + MARGIN)
-    # Twice a pack has the pack's own share of images, which half of it may not have.
-    other = 2 * start if 2 * start <= most else max(1, start // 2)
-    known = {one: peak_at(one) for one in {start, other}}
+    known = {one: peak_at(one) for one in {start, other_length(start, most)}}
     error: float | None = None
     for _ in range(_ATTEMPTS):
         length, expected = _on_line(known, room, most=most)
@@ -73,6 +95,11 @@ def longest_fitting(peak_at: Callable[[int], int], *, start: int, limit: int, mo
     fitting = [one for one, peak in known.items() if peak <= room and one <= most]
     longest = max(fitting, default=0)
     return Longest(longest, known.get(longest, min(known.values())), error or 0.0, limited=longest == most)
+
+
+def other_length(start: int, most: int) -> int:
+    """Return the second length of a line: twice the first, which has its images' share, or half."""
+    return 2 * start if 2 * start <= most else max(1, start // 2)
 
 
 _ENOUGH = 0.03

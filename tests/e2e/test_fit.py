@@ -18,9 +18,9 @@ def forecast_of():
     from packplan.app.wiring import training
     from tests.stored import asked
 
-    def forecast_run(path, *, ranks=1, sharding="ddp", memory=None):
+    def forecast_run(path, *changed, ranks=1, sharding="ddp", memory=None):
         asked(path)
-        return forecast(training.read_config(path), memory=memory, ranks=ranks, sharding=sharding)
+        return forecast(training.read_config(path, changed), memory=memory, ranks=ranks, sharding=sharding)
 
     return forecast_run
 
@@ -110,7 +110,7 @@ def test_what_weights_alone_exceed_is_said_before_tracing(write_run, forecast_of
     assert found.parts.total > 2**20
 
 
-def test_the_command_prints_one_document_whose_lengths_fit(write_run, server, capsys):
+def test_the_command_prints_one_document_whose_lengths_fit(write_run, server, forecast_of, capsys):
     """The longest length fits with the margin, and a run of it forecasts the same peak."""
     path = write_run("qwen2", training=TRAINING)
 
@@ -124,6 +124,11 @@ def test_the_command_prints_one_document_whose_lengths_fit(write_run, server, ca
     assert {"weights", "gradients", "optimizer", "activations", "temporaries"} == set(found["packs"][0]["peak"])
     highest = max(pack["total"] for pack in found["packs"])
     assert highest == shown_peak(path, capsys)
+    assert main(["whatif", str(path), "--max-length", "256,320", "--json", "--quiet"]) == 0
+    own, longer = (one["peak"] for one in json.loads(capsys.readouterr().out)["alternatives"])
+    assert own == found["packs"][1]["total"]
+    assert len(found["full"]) > 2
+    assert longer == pytest.approx(forecast_of(path, "template.max_length=320").packs[1].peak.total, rel=0.03)
     for changed in ("training.gradient_checkpointing=true", "training.lora_rank=4"):
         assert shown_peak(path, capsys, changed) is None
     assert 0 == main(["show", str(path), "--quiet"])

@@ -19,6 +19,7 @@ from packplan.core.memory import (
     longest_fitting,
     optimizer_bytes,
     parse_bytes,
+    peak_of_full,
     rank_parts,
     with_margin,
     written_bytes,
@@ -200,6 +201,18 @@ def test_where_memory_is_a_line_the_longest_length_is_exact(slope, start, times)
     assert found.tokens in {64 * times, 64 * (times - 1), 64 * times - 128, start, 2 * start}
     assert found.tokens >= 64 * (times - 2)
     assert abs(found.error) < 1e-9
+
+
+@given(st.integers(1, 500), st.integers(0, 10**6), st.sets(st.integers(64, 4096), min_size=2), st.integers(1, 10**5))
+def test_a_line_has_the_peak_of_every_length(slope, held, traced, tokens):
+    """Where memory is a line, any two lengths foretell all others, and one foretells none."""
+    known = {one: held + slope * one for one in traced}
+
+    assert held + slope * tokens == peak_of_full(known, tokens)
+    (length, *_) = traced
+    assert (known[length], None) == (
+        peak_of_full({length: known[length]}, length), peak_of_full({length: known[length]}, length + 1)
+    )  # fmt: skip
 
 
 def test_memory_that_does_not_grow_fits_at_every_length():

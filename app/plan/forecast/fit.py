@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import attrs
@@ -45,6 +45,7 @@ from packplan.core.memory import (
     estimated_activations,
     longest_fitting,
     optimizer_bytes,
+    other_length,
     parse_bytes,
     rank_parts,
     with_margin,
@@ -80,6 +81,9 @@ class Fit:
 
     is_traced: bool = True
     """Whether peaks are traced, and not estimated from sizes."""
+
+    full: Mapping[int, int] = attrs.field(factory=dict)
+    """Packing length -> peak of a full pack in bytes, of all that were traced."""
 
     longest: Longest | None = None
     notes: tuple[str, ...] = ()
@@ -192,8 +196,12 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int, sharding: Sha
         rough = attrs.evolve(found, is_traced=False, notes=(note, *found.notes))
         return search(rough, peak_of=_estimator(config, sizes, parts))
     if planned.key is not None and sharding == _sharding_of(config, ranks):
-        heaviest = max(one.peak.total for one in traced_fit.packs)
-        open_peaks(config).save(memory_key(config, world_size=ranks, plan=planned.key), heaviest)
+        kept = open_peaks(config)
+        kept.save(
+            memory_key(config, world_size=ranks, plan=planned.key.digest),
+            {one.tokens: one.peak.total for one in traced_fit.packs},
+        )
+        kept.save(memory_key(config, world_size=ranks, data=planned.data_digest), traced_fit.full)
     return traced_fit
 
 
@@ -250,15 +258,23 @@ def _searched(
     heaviest = max(measured, key=lambda one: one.peak.total)
     samples = encoded[int(heaviest.name.split()[1])]
 
-    @cache
-    def full(tokens: int) -> PeakMemory:
-        return heaviest.peak if tokens == heaviest.tokens else peak_of(of_length(samples, tokens))
+    traced: dict[int, PeakMemory] = {}
 
-    packs = (heaviest, PackMemory("full pack", length, full(length)))
+    def full(tokens: int) -> int:
+        if tokens not in traced:
+            is_heaviest = tokens == heaviest.tokens
+            traced[tokens] = heaviest.peak if is_heaviest else peak_of(of_length(samples, tokens))
+        return traced[tokens].total
+
     longest = None
-    if found.memory is not None:
-        longest = longest_fitting(lambda tokens: full(tokens).total, start=length, limit=found.memory, most=most)
-    return attrs.evolve(found, packs=packs, longest=longest)
+    if found.memory is None:
+        full(other_length(length, most))
+    else:
+        longest = longest_fitting(full, start=length, limit=found.memory, most=most)
+    full(length)
+    packs = (heaviest, PackMemory("full pack", length, traced[length]))
+    peaks = {tokens: peak.total for tokens, peak in sorted(traced.items())}
+    return attrs.evolve(found, packs=packs, full=peaks, longest=longest)
 
 
 def _positions(sizes: Mapping[str, Any]) -> int:

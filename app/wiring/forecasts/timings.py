@@ -127,20 +127,21 @@ def shared_timing(config: RunConfig, group: RankGroup, *, attention: str, deadli
     return cattrs.structure(json.loads(arrays["timing"].tobytes()), Timing)
 
 
-def memory_key(config: RunConfig, *, world_size: int, plan: Fingerprint) -> Fingerprint:
+def memory_key(config: RunConfig, *, world_size: int, **packed: str) -> Fingerprint:
     """
     Return everything that the peak of a run's step depends on.
 
     Args:
         config: The run.
         world_size: Data-parallel learners.
-        plan: Fingerprint of the plan of `train`.
+        **packed: Digest of the plan of `train`, for the plan's own peak; of its data, for the
+            peaks of full packs of any length.
     """
     settings = json.dumps([attrs.asdict(config.model), attrs.asdict(config.training)], sort_keys=True, default=str)
     return Fingerprint(
         {
             "ranks": world_size,
-            "plan": plan.digest,
+            **packed,
             "config.json": config_digest(config.model),
             "settings": hashlib.sha256(settings.encode()).hexdigest(),
         }
@@ -159,10 +160,29 @@ def find_peak(config: RunConfig, *, world_size: int, plan: Fingerprint) -> int |
     Raises:
         CorruptArtefactError: It is damaged.
     """
+    return max(_peaks(config, world_size=world_size, plan=plan.digest).values(), default=None)
+
+
+def find_full_peaks(config: RunConfig, *, world_size: int, data_digest: str) -> dict[int, int]:
+    """
+    Return the stored peaks of full packs of a run's data: packing length -> bytes of a rank.
+
+    Args:
+        config: The run.
+        world_size: Data-parallel learners.
+        data_digest: Digest of the records of `train`.
+
+    Raises:
+        CorruptArtefactError: They are damaged.
+    """
+    return _peaks(config, world_size=world_size, data=data_digest)
+
+
+def _peaks(config: RunConfig, *, world_size: int, **packed: str) -> dict[int, int]:
     try:
-        return open_peaks(config).load(memory_key(config, world_size=world_size, plan=plan))
+        return open_peaks(config).load(memory_key(config, world_size=world_size, **packed))
     except ConfigError:  # the model is not there
-        return None
+        return {}
 
 
 def open_peaks(config: RunConfig) -> DiskPeakStore:

@@ -1,0 +1,126 @@
+"""Reader of docs/use-it-in/, who copies a page's files and types its commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import packplan as pp
+from tests.processes import ROOT, descendants, end
+
+PAGES = ROOT / "docs" / "use-it-in"
+
+HOSTS = Path(os.environ["HOST_PYTHON"]).parent if "HOST_PYTHON" in os.environ else None
+
+hosted = pytest.mark.skipif(HOSTS is None, reason="needs the environment of `make test-hosts`")
+
+DEADLINE_S = 300
+
+TRAINED = re.compile(r"rank (\d+) step (\d+) pack (\d+)")
+
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def commands(page: str) -> list[list[str]]:
+    """Return the commands of a page that run its files."""
+    lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if not line.startswith("pip ")]
+
+
+class Reader:
+    """Somebody who copies a page's files into a folder and types its commands."""
+
+    def __init__(self, page: str, folder: Path, given: dict[str, Path], python: Path) -> None:
+        self.folder, self._given, self._python = folder, given, python
+        self.commands = commands(page)
+        for block in blocks(page, "python"):
+            name = re.match(r"# (\w+\.py)\n", block)
+            assert name, f"a block of {page}.md does not say which file it is"
+            for text, path in given.items():
+                block = block.replace(f'"{text}"', repr(str(path)))  # noqa: PLW2901
+            (folder / name.group(1)).write_text(block)
+
+    def start(self, words: list[str]) -> subprocess.Popen[str]:
+        """Type a command; what it prints goes to `printed.txt`."""
+        named = [str(self._given.get(word, word)) for word in words]
+        with (self.folder / "printed.txt").open("a") as printed:
+            return subprocess.Popen(
+                [self._python / named[0], *named[1:]], cwd=self.folder, stdout=printed, stderr=subprocess.STDOUT,
+                text=True,
+            )  # fmt: skip
+
+    def run(self, words: list[str]) -> str:
+        """Type a command, wait for its end, and return what it printed."""
+        before = len(self.printed())
+        process = self.start(words)
+        try:
+            assert 0 == process.wait(DEADLINE_S), self.printed()[-3000:]
+        finally:
+            self.kill(process)
+        return self.printed()[before:]
+
+    def run_until(self, words: list[str], there: str | Callable[[], bool]) -> str:
+        """Type a command, kill it once it printed or did something, and return what it printed."""
+        process = self.start(words)
+        try:
+            self.wait_until(process, there if callable(there) else lambda: there in self.printed())
+        finally:
+            self.kill(process)
+        return self.printed()
+
+    def wait_until(self, process: subprocess.Popen[str], holds: Callable[[], bool]) -> None:
+        """Wait for something that a running command does."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not holds():
+            assert process.poll() is None, self.printed()[-3000:]
+            assert time.monotonic() < deadline, self.printed()[-3000:]
+            time.sleep(0.05)
+
+    def kill(self, process: subprocess.Popen[str]) -> None:
+        """Kill a process and all that it started."""
+        started = descendants(process.pid)
+        process.kill()
+        end(started)
+        process.wait()
+
+    def printed(self) -> str:
+        path = self.folder / "printed.txt"
+        return COLOURS.sub("", path.read_text(errors="replace")) if path.exists() else ""
+
+
+def plan_of(made: Path) -> pp.Plan:
+    import pyarrow as pa
+
+    (path,) = (made / "rows").glob("data-*.arrow")  # beside what trainers cache
+    with pa.memory_map(str(path)) as source:
+        ids = pa.ipc.open_stream(source).read_all()["input_ids"]
+    return pp.plan([len(row) for row in ids.to_pylist()], 256)
+
+
+def trained_packs(printed: str) -> Counter[tuple[int, int, int]]:
+    """Return how often each rank printed each step and pack."""
+    return Counter(tuple(map(int, found)) for found in TRAINED.findall(printed))
+
+
+def planned_packs(schedule: pp.EpochSchedule, *, start: int = 0) -> Counter[tuple[int, int, int]]:
+    """Return the steps and packs of all ranks behind step *start*."""
+    return Counter(
+        (rank, step.number, pack)
+        for rank in range(schedule.world_size)
+        for step in schedule.steps(rank=rank)
+        if step.number > start
+        for (pack,) in step.batches
+    )

@@ -1,0 +1,79 @@
+"""The pages of docs/use-it-in/ on loops and loaders, by their own commands."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.hosts.pages import DEADLINE_S, hosted, plan_of, planned_packs, trained_packs
+from tests.processes import descendants
+
+pytestmark = pytest.mark.slow
+
+
+@hosted
+def test_the_loop_goes_on_with_fewer_ranks(reader, made):
+    """Of the epoch in which it was killed, each pack is trained that was not before."""
+    import attrs
+
+    at = reader("torch")
+    first = at.run_until(at.commands[0], "rank 0 step 3 ")
+    rest = trained_packs(at.run(at.commands[1]))
+
+    plan = plan_of(made)
+    whole = plan.schedule(world_size=2, packs_per_step=4, epochs=2)
+    start = min(step for _, step, _ in rest) - 1
+    resumed = attrs.evolve(plan.schedule(packs_per_step=4, epochs=2), start=whole.at(start))
+    assert planned_packs(resumed) == rest
+    assert trained_packs(first) <= planned_packs(whole)
+
+
+@hosted
+def test_lightning_goes_on_in_the_middle_of_an_epoch(reader, made):
+    """With the batch behind the checkpoint's last one."""
+    at = reader("lightning")
+    first = trained_packs(at.run_until(at.commands[0], "rank 0 step 5 "))
+    rest = trained_packs(at.run(at.commands[1]))
+
+    schedule = plan_of(made).schedule(packs_per_step=2, epochs=2)
+    planned = planned_packs(schedule)
+    start = min(step for _, step, _ in rest) - 1
+    # The process may save once more before it is killed.
+    assert start in range(3, schedule.total_steps, 3), "a checkpoint of every third step"
+    assert start % schedule.steps_per_epoch, "in the middle of an epoch"
+    assert first <= planned
+    assert {key: times for key, times in planned.items() if key[1] > start} == rest
+
+
+@hosted
+def test_ray_starts_lost_workers_again_where_they_were(reader, made):
+    """From the checkpoint of the last step that all workers reported."""
+    at = reader("ray-train")
+    process = at.start(at.commands[0])
+    log = at.folder / "rank0.txt"
+    try:
+        at.wait_until(process, lambda: log.exists() and "rank 0 step 2 " in log.read_text())
+        (worker, *_) = [one for one in descendants(process.pid) if "RayTrainWorker" in " ".join(one.cmdline())]
+        worker.kill()
+        assert 0 == process.wait(DEADLINE_S), at.printed()[-3000:]
+    finally:
+        at.kill(process)
+
+    trained = trained_packs("".join(path.read_text() for path in at.folder.glob("rank*.txt")))
+    planned = planned_packs(plan_of(made).schedule(world_size=2, packs_per_step=4))
+    again = {step for (_, step, _), times in trained.items() if times > 1}
+    assert set(planned) == set(trained)
+    assert len(again) <= 2, "the steps behind the last checkpoint"
+
+
+@hosted
+def test_grain_reads_on(reader, made):
+    """Both reads together are what a rank trains."""
+    at = reader("grain")
+    read = [at.run(command) for command in at.commands]
+
+    packs = [int(pack) for printed in read for pack in re.findall(r"pack (\d+) of \d+ tokens", printed)]
+    schedule = plan_of(made).schedule(world_size=2, packs_per_step=4, epochs=2)
+    assert 5 == len(re.findall("pack", read[0]))
+    assert [pack for step in schedule.steps(rank=0) for (pack,) in step.batches] == packs
