@@ -18,7 +18,7 @@ _SHOWN = 5
 """Bad records that the log names; `lengths.json` names all."""
 
 
-_OTHERWISE = "plan build --list-failures names all such records, custom.on_bad_record: skip leaves them out"
+_OTHERWISE = "custom.on_bad_record: skip leaves such records out; plan build --list-failures names all those of a run"
 
 
 MOST_REASONS = 1000
