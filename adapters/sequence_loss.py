@@ -31,6 +31,8 @@ NO_TARGET = -1
 
 Metrics = Mapping[str, Any]
 
+Normalisation = Literal["token", "sequence", "constant"]
+
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 26
 """Logits in float32 at a time: as many as a core's cache holds, or 256 MB to keep a GPU busy."""
 
@@ -63,8 +65,15 @@ class TokenLoss(Protocol):
         """Fields that the loss reads; of a token or of its sequence."""
 
     @property
-    def normalisation(self) -> Literal["token", "sequence"]:
-        """Mean over all tokens, or over sequences of the mean over their tokens."""
+    def normalisation(self) -> Normalisation:
+        """
+        Mean over all tokens, over sequences of the mean over their tokens, or over sequences of
+        their sums divided by a constant.
+        """
+
+    @property
+    def divisor(self) -> float:
+        """Tokens by which `constant` divides the sum of a sequence."""
 
     def __call__(
         self, log_probabilities: torch.Tensor, fields: Mapping[str, torch.Tensor]
@@ -233,6 +242,8 @@ class FusedLoss:
         losses, metrics = self.loss(log_probabilities, fields)
         if self.loss.normalisation == "token":
             weights = mask / max(num_tokens, 1)
+        elif self.loss.normalisation == "constant":
+            weights = mask / (self.loss.divisor * max(num_sequences, 1))
         else:
             weights = mask / (
                 _sequence_weights(data["token_mask"], layout)[predicted.sequence].clamp(min=1) * max(num_sequences, 1)

@@ -165,7 +165,8 @@ def _step(
     fields = {"old_log_probabilities": _log_probabilities(config, workers, batch, logprob)}
     if config.grpo.kl_coefficient:
         fields["reference_log_probabilities"] = _log_probabilities(config, workers, batch, logprob, of_reference=True)
-    advantages = group_advantages(rewards, group_size=config.grpo.num_generations_per_prompt)
+    size, scale = config.grpo.num_generations_per_prompt, config.grpo.scale_rewards
+    advantages = group_advantages(rewards, group_size=size, scale=scale)
     batch = batch.with_fields(**fields, advantages=torch.as_tensor(advantages, dtype=torch.float32))
     scored = time.perf_counter()
     sharding = cut(config, lengths, work=work, shards=shards, batch_size=batch_size, training=True)

@@ -108,12 +108,18 @@ class GrpoConfig:
 
     loss: str = "clipped"
     """
-    `clipped`, the policy-gradient loss of PPO and GRPO, or `module:function`, a loss over a
-    sequence's logits (`adapters.sequence_loss.SequenceLoss`).
+    `clipped`, the policy-gradient loss of PPO and GRPO, `cispo`, `reinforce`, or
+    `module:function`, a loss over a sequence's logits (`adapters.sequence_loss.SequenceLoss`).
     """
 
-    normalisation: Literal["token", "sequence"] = "token"
-    """Unit of equal weight in the clipped loss: token or answer."""
+    normalisation: Literal["token", "sequence", "constant"] = "token"
+    """
+    Unit of equal weight in the loss: token, answer, or answers of `max_new_tokens` tokens
+    (`constant`, Dr. GRPO).
+    """
+
+    scale_rewards: bool = True
+    """Divide advantages by the deviation of the answers to a prompt; Dr. GRPO does not."""
 
     ratio_clip_min: float = key(0.2, check=at_least(0))
     """How far below 1 the ratio of new to old probability counts."""
@@ -121,8 +127,26 @@ class GrpoConfig:
     ratio_clip_max: float = key(0.2, check=at_least(0))
     """How far above 1."""
 
+    ratio_clip_c: float | None = key(None, check=must(lambda limit: limit > 1, "above 1"))
+    """Dual clip: largest loss of an unfavourable token, over its advantage; above 1."""
+
+    force_on_policy_ratio: bool = False
+    """Take 1 for the ratio: each answer is trained once, by the policy that gave it."""
+
     save_every: int | None = key(None, check=at_least(1))
     """Steps between saves to `policy-<step>/`; unset, one at the end, to `policy/`."""
 
     kl_coefficient: float = key(0.0, check=at_least(0))
     """Weight of the divergence from the initial model; 0 keeps no copy of it."""
+
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the divergence, by its name in Schulman's "Approximating KL Divergence"."""
+
+    kl_input_clamp_value: float | None = key(None, check=above_0)
+    """Largest logarithm of a ratio that the estimator reads; 20 in NeMo-RL."""
+
+    kl_output_clamp_value: float | None = key(None, check=above_0)
+    """Largest estimate of a token; 10 in NeMo-RL."""
+
+    kl_sampling_gradient: bool = False
+    """Add the gradient of the sampling, so that the penalty's is the divergence's own."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import attrs
 
 from packplan.core.config.keys import key_faults, key_of
-from packplan.core.config.rl import PolicyConfig
+from packplan.core.config.rl import GrpoConfig, PolicyConfig
 from packplan.core.config.run import RunConfig, TemplateConfig
 from packplan.core.errors import Fault
 
@@ -36,9 +37,43 @@ def rl_faults(config: RunConfig) -> Iterator[Fault]:
         )
     if ":" in grpo.loss and policy.context_parallel_size > 1:
         yield Fault("grpo.loss", "is of your own, which needs whole sequences: set policy.context_parallel_size: 1")
+    yield from _loss_faults(config)
     if not any(key_faults(policy)):
         yield from _policy_faults(policy)
         yield from _budget_faults(config)
+
+
+_READ_BY: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "ratio_clip_min": frozenset({"clipped", "cispo"}),
+        "ratio_clip_max": frozenset({"clipped", "cispo"}),
+        "ratio_clip_c": frozenset({"clipped"}),
+        "force_on_policy_ratio": frozenset({"clipped", "cispo"}),
+    }
+)
+"""Key of `grpo.` -> losses by name that read it."""
+
+_OF_PENALTY = ("kl_estimator", "kl_input_clamp_value", "kl_output_clamp_value", "kl_sampling_gradient")
+
+
+def _loss_faults(config: RunConfig) -> Iterator[Fault]:
+    """Yield settings of losses that change nothing, and those that the batches contradict."""
+    grpo, defaults = config.grpo, attrs.fields_dict(GrpoConfig)
+    for name, losses in _READ_BY.items():
+        if ":" not in grpo.loss and grpo.loss not in losses and getattr(grpo, name) != defaults[name].default:
+            reason = f"is not read by grpo.loss: {grpo.loss}, but by {' and '.join(sorted(losses))}: remove it"
+            yield Fault(f"grpo.{name}", reason)
+    for name in _OF_PENALTY:
+        if not grpo.kl_coefficient and getattr(grpo, name) != defaults[name].default:
+            yield Fault(f"grpo.{name}", "changes nothing without a penalty: set grpo.kl_coefficient, or remove it")
+    answers = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    batch_size = config.policy.train_global_batch_size
+    if grpo.force_on_policy_ratio and batch_size is not None and batch_size < answers:
+        reason = (
+            f"holds for the first update of a step alone, but its {answers:,} answers are trained in updates of "
+            f"{batch_size:,} (policy.train_global_batch_size): remove either"
+        )
+        yield Fault("grpo.force_on_policy_ratio", reason)
 
 
 def _budget_faults(config: RunConfig) -> Iterator[Fault]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.adapters import policy_loss, sequence_loss
-from packplan.adapters.policy_loss import ClippedPolicyLoss
+from packplan.adapters.policy_loss import PolicyLoss
 from packplan.adapters.sequence_loss import (
     NO_TARGET,
     FusedLoss,
@@ -39,9 +40,13 @@ def plain_policy_loss(logits, data, *, num_sequences, num_tokens):  # every loss
 
 
 LOSSES = [
-    ClippedPolicyLoss(),
-    ClippedPolicyLoss(clip_low=0.1, clip_high=0.4, kl_weight=0.3, normalisation="sequence"),
-    ClippedPolicyLoss(kl_weight=0.1),
+    PolicyLoss(),
+    PolicyLoss(clip_low=0.1, clip_high=0.4, kl_weight=0.3, normalisation="sequence"),
+    PolicyLoss(kl_weight=0.1),
+    PolicyLoss(0.2, 0.28, dual_clip=1.5, normalisation="constant", divisor=7),
+    PolicyLoss(0.3, 0.5, 0.2, surrogate="cispo", kl_estimator="k2", kl_input_clamp=1.5),
+    PolicyLoss(surrogate="reinforce", kl_weight=0.2, kl_estimator="k1", kl_output_clamp=0.5),
+    PolicyLoss(on_policy=True, kl_weight=0.3, kl_sampling=True, kl_input_clamp=2, kl_output_clamp=1),
 ]
 
 
@@ -97,14 +102,57 @@ def run(loss, logits, *args, **options):
 
 
 def test_losses_are_opened_by_name_with_the_settings_of_a_run():
-    """Each setting reaches the clipped loss; its defaults are those of the run."""
+    """Each setting reaches the loss; its defaults are those of the run."""
     grpo = GrpoConfig(ratio_clip_min=0.1, ratio_clip_max=0.3, kl_coefficient=0.5, normalisation="sequence")
 
-    assert ClippedPolicyLoss(0.1, 0.3, 0.5, "sequence") == policy_loss.LOSSES["clipped"](grpo)
-    assert ClippedPolicyLoss() == policy_loss.LOSSES[GrpoConfig().loss](GrpoConfig())
+    assert PolicyLoss(0.1, 0.3, 0.5, "sequence", 64) == policy_loss.LOSSES["clipped"](grpo)
+    assert PolicyLoss(divisor=64) == policy_loss.LOSSES[GrpoConfig().loss](GrpoConfig())
+    grpo = GrpoConfig(
+        loss="cispo", normalisation="constant", max_new_tokens=9, ratio_clip_c=3, force_on_policy_ratio=True,
+        kl_coefficient=0.1, kl_estimator="k1", kl_input_clamp_value=20, kl_output_clamp_value=10,
+        kl_sampling_gradient=True,
+    )  # fmt: skip
+    assert PolicyLoss(
+        0.2, 0.2, 0.1, "constant", 9, "cispo", 3, on_policy=True, kl_estimator="k1", kl_input_clamp=20,
+        kl_output_clamp=10, kl_sampling=True,
+    ) == policy_loss.LOSSES["cispo"](grpo)  # fmt: skip
 
 
-def reference(logits, fields, loss: ClippedPolicyLoss) -> tuple[torch.Tensor, float]:
+KL = "reference_log_probabilities"
+
+
+def token_reference(loss, p, advantage, token):
+    """Return the loss of a token of log-probability *p*, from the definitions."""
+    ratio = (p - (p.detach() if loss.on_policy else token["old_log_probabilities"])).exp()
+    low, high = 1 - loss.clip_low, 1 + loss.clip_high
+    if loss.surrogate == "reinforce":
+        gain = advantage * p
+    elif loss.surrogate == "cispo":
+        gain = ratio.detach().clamp(low, high) * advantage * p
+    elif loss.dual_clip and advantage < 0 and ratio > loss.dual_clip:
+        gain = 0 * p + loss.dual_clip * advantage
+    else:
+        gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    away = token[KL] - p
+    if loss.kl_input_clamp and away.detach().abs() > loss.kl_input_clamp:
+        away = 0 * p + loss.kl_input_clamp * away.detach().sign()
+    kl = {"k1": -away, "k2": away**2 / 2, "k3": away.exp() - 1 - away}[loss.kl_estimator]
+    if loss.kl_output_clamp and kl.detach().abs() > loss.kl_output_clamp:
+        kl = 0 * p + loss.kl_output_clamp * kl.detach().sign()
+    sampled = kl.detach() * (p - p.detach()) if loss.kl_sampling else 0
+    return loss.kl_weight * (kl + sampled) - gain
+
+
+def largest_term(loss, p, advantage, token):
+    """Return a bound on the terms of a token's loss and of its gradient."""
+    p = p.detach()
+    away = token[KL] - p
+    ratio = torch.exp(p - token["old_log_probabilities"])
+    gain = ratio.clamp(min=1 + loss.clip_high) * (1 + p.abs()) * advantage.abs()
+    return float(gain + loss.kl_weight * (away.exp() + 2 + away.abs() + away**2))
+
+
+def reference(logits, fields, loss: PolicyLoss) -> tuple[torch.Tensor, float]:
     """
     Return the loss in float64, token by token, from its definition; and the sum of its absolute
     terms.
@@ -115,19 +163,17 @@ def reference(logits, fields, loss: ClippedPolicyLoss) -> tuple[torch.Tensor, fl
         for t in range(1, len(mask)):
             if mask[t]:
                 p = torch.log_softmax(logits[b, t - 1].double(), -1)[fields["input_ids"][b, t]]
-                ratio, advantage = (p - fields["old_log_probabilities"][b, t]).exp(), fields["advantages"][b].double()
-                limited = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
-                away = fields["reference_log_probabilities"][b, t] - p
-                kl = loss.kl_weight * (away.exp() - away - 1)
-                tokens.append(kl - torch.minimum(ratio * advantage, limited * advantage))
-                gain = float(torch.maximum(ratio, limited).detach() * advantage.abs())
-                terms.append(gain + loss.kl_weight * float((away.exp() + away.abs()).detach()))
+                token = {name: fields[name][b, t].double() for name in ("old_log_probabilities", KL)}
+                tokens.append(token_reference(loss, p, fields["advantages"][b].double(), token))
+                terms.append(largest_term(loss, p, fields["advantages"][b].double(), token))
         rows.append(tokens)
         sizes.append(terms)
 
     def mean(of):
         if loss.normalisation == "token":
             return sum(map(sum, of)) / max(1, sum(map(len, of)))
+        if loss.normalisation == "constant":
+            return sum(map(sum, of)) / loss.divisor / max(1, sum(map(bool, of)))
         return sum(sum(tokens) / len(tokens) for tokens in of if tokens) / max(1, sum(map(bool, of)))
 
     return torch.as_tensor(mean(rows)), float(mean(sizes))
@@ -240,9 +286,7 @@ def test_without_a_token_that_counts_there_is_no_loss():
     """Nor a gradient; extremes are those of nothing."""
     fields = {"input_ids": torch.ones(1, 3).long(), "token_mask": torch.tensor([[1.0, 0, 0]]),
               "advantages": torch.ones(1), "old_log_probabilities": torch.full((1, 3), -torch.inf)}  # fmt: skip
-    value, metrics, gradient = run(
-        FusedLoss(ClippedPolicyLoss()), torch.ones(1, 3, 5), fields, num_sequences=0, num_tokens=0
-    )
+    value, metrics, gradient = run(FusedLoss(PolicyLoss()), torch.ones(1, 3, 5), fields, num_sequences=0, num_tokens=0)
 
     assert 0 == value == metrics["ratio"]
     assert (torch.inf, -torch.inf) == (metrics["ratio_min"], metrics["ratio_max"])
@@ -284,12 +328,55 @@ def test_no_second_copy_of_the_logits_is_kept():
     assert sum(tensor.nbytes for tensor in kept.values()) < logits.nbytes + 64 * 16
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_with_the_sampling_s_term_a_penalty_has_the_divergence_s_gradient(estimator):
+    """Over all tokens of a policy, each as often as it is drawn; without the term it has not."""
+    generator = torch.Generator().manual_seed(0)
+    logits, other = torch.randn(2, 6, dtype=torch.float64, generator=generator)
+    logits.requires_grad_()
+    policy, towards = torch.log_softmax(logits, 0), torch.log_softmax(other, 0)
+    (gradient,) = torch.autograd.grad((policy.exp() * (policy - towards)).sum(), logits, retain_graph=True)
+    fields = {"advantages": torch.zeros(6), "old_log_probabilities": policy.detach(), KL: towards}
+
+    def of_penalty(*, kl_sampling):
+        losses, _ = PolicyLoss(kl_weight=1, kl_estimator=estimator, kl_sampling=kl_sampling)(policy, fields)
+        return torch.autograd.grad((policy.exp().detach() * losses).sum(), logits, retain_graph=True)[0]
+
+    torch.testing.assert_close(of_penalty(kl_sampling=True), gradient)
+    assert (of_penalty(kl_sampling=False) - gradient).norm() > 0.1 * gradient.norm()
+
+
+def test_one_token_far_from_the_reference_does_not_decide_a_clamped_penalty():
+    """Its estimate would be exp(30); NeMo-RL's clamps, 20 and 10, leave 10, and no gradient."""
+    p = torch.tensor([-30.0, -1.0], requires_grad=True)
+    fields = {"advantages": torch.zeros(2), "old_log_probabilities": p.detach(), KL: torch.tensor([0.0, -1.5])}
+
+    _, metrics = PolicyLoss(kl_weight=1, kl_input_clamp=20, kl_output_clamp=10)(p, fields)
+    (gradient,) = torch.autograd.grad(metrics["reference_kl"].sum(), p)
+
+    assert [10, pytest.approx(float(np.exp(-0.5)) - 0.5)] == metrics["reference_kl"].tolist()
+    assert [0, pytest.approx(1 - float(np.exp(-0.5)))] == gradient.tolist()
+
+
+def test_a_bad_answer_that_became_likely_has_a_limit():
+    """By hand: dual clip bounds what a ratio of 9 multiplies, and leaves good answers alone."""
+    p = torch.tensor([9.0, 2.0, 9.0]).log().requires_grad_()
+    fields = {"advantages": torch.tensor([-1.0, -1.0, 1.0]), "old_log_probabilities": torch.zeros(3)}
+
+    losses, metrics = PolicyLoss(dual_clip=3)(p, fields)
+    (gradient,) = torch.autograd.grad(losses.sum(), p)
+
+    assert [3, 2, pytest.approx(-1.2)] == losses.tolist()
+    assert [0, 2, 0] == gradient.tolist()
+    assert [1, 0, 1] == metrics["clipped"].tolist()
+
+
 def test_a_ratio_beyond_its_limit_is_not_pushed_further():
     """
     By hand: what is good is not made more likely above 1 + clip_high, what is bad not less likely
     below 1 - clip_low.
     """
-    loss = ClippedPolicyLoss(clip_low=0.1, clip_high=0.3)
+    loss = PolicyLoss(clip_low=0.1, clip_high=0.3)
     ratios = torch.tensor([1.2, 1.4, 0.85, 1.4, 0.95])
     log_probabilities = ratios.log().requires_grad_()
     advantages = torch.tensor([2.0, 2.0, -2.0, -2.0, -2.0])
@@ -334,7 +421,7 @@ def test_losses_that_compare_sequences_are_refused_by_name(loss):
         with pytest.raises(ArgumentError, match="needs the whole batch at once") as caught:
             refuse(loss)
         assert caught.value.details["loss"] in {"DPOLoss", "SimPOLoss", "PairedLoss", "kto_loss"}
-    for other in (PreferenceFreeLoss(), ClippedPolicyLoss(), plain_policy_loss, lambda: None):
+    for other in (PreferenceFreeLoss(), PolicyLoss(), plain_policy_loss, lambda: None):
         refuse_whole_batch(other)
 
 
@@ -343,14 +430,14 @@ def test_what_does_not_fit_is_refused():
     fields = {"input_ids": torch.ones(1, 3).long(), "token_mask": torch.ones(1, 3), "advantages": torch.ones(1)}
     given = {"num_sequences": 1, "num_tokens": 2}
     with pytest.raises(ValueError, match="needs old_log_probabilities, but the data have input_ids, token_mask, adv"):
-        FusedLoss(ClippedPolicyLoss())(torch.ones(1, 3, 5), fields, **given)
+        FusedLoss(PolicyLoss())(torch.ones(1, 3, 5), fields, **given)
     layout = PackedLayout.from_lengths([3], cp_size=2)
-    for loss in (FusedLoss(ClippedPolicyLoss()), PackedLoss(plain_policy_loss)):
+    for loss in (FusedLoss(PolicyLoss()), PackedLoss(plain_policy_loss)):
         with pytest.raises(
             ValueError, match=r"layout has \d positions in 1 row, but the logits have the shape \(1, 3, 5\)"
         ):
             loss(torch.ones(1, 3, 5), fields, layout=layout, **given)
     with pytest.raises(ValueError, match="clip_low"):
-        ClippedPolicyLoss(clip_low=-1)
+        PolicyLoss(clip_low=-1)
     with pytest.raises(ValueError, match="normalisation"):
-        ClippedPolicyLoss(normalisation="mean")
+        PolicyLoss(normalisation="mean")

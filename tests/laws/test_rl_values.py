@@ -32,7 +32,11 @@ def test_answers_are_compared_with_those_to_their_prompt(size, groups):
     """Distance from the group's mean in standard deviations; nothing where all score the same."""
     groups = [group[:size] for group in groups]
 
-    found = group_advantages(np.array(groups, dtype=np.float64).ravel(), group_size=size).reshape(-1, size)
+    rewards = np.array(groups, dtype=np.float64).ravel()
+    found = group_advantages(rewards, group_size=size).reshape(-1, size)
+    distances = group_advantages(rewards, group_size=size, scale=False).reshape(-1, size)
+
+    assert np.allclose(distances, rewards.reshape(-1, size) - rewards.reshape(-1, size).mean(axis=1, keepdims=True))
 
     for rewards, advantages in zip(groups, found, strict=True):
         spread = statistics.pstdev(rewards)

@@ -53,6 +53,13 @@ def test_each_mode_is_accepted(policy):
         ({"grpo.num_generations_per_prompt": 1}, "grpo.num_generations_per_prompt", "at least 2: answers are"),
         ({"grpo.temperature": 0}, "grpo.temperature", "is 0.0, but has to be above 0"),
         ({"grpo.kl_coefficient": -1}, "grpo.kl_coefficient", "is -1.0, but has to be at least 0"),
+        ({"grpo": {"loss": "reinforce", "ratio_clip_max": 0.3}}, "grpo.ratio_clip_max", "but by cispo and clipped"),
+        ({"grpo": {"loss": "cispo", "ratio_clip_c": 3}}, "grpo.ratio_clip_c", "is not read by grpo.loss: cispo"),
+        ({"grpo.ratio_clip_c": 1}, "grpo.ratio_clip_c", "is 1.0, but has to be above 1"),
+        ({"grpo.kl_estimator": "k1"}, "grpo.kl_estimator", "changes nothing without a penalty"),
+        ({"grpo": {"kl_coefficient": 0.1, "kl_estimator": "k4"}}, "grpo.kl_estimator", "is 'k4'"),
+        ({"grpo.force_on_policy_ratio": True, "policy.train_global_batch_size": 63}, "grpo.force_on_policy_ratio",
+         "its 64 answers are trained in updates of 63"),
         # Keys of other trainings.
         ({"training.warmup_steps": 3}, "training.warmup_steps", "which takes ddp_timeout, learning_rate"),
         ({"training.effective_batch_size": 4}, "training.effective_batch_size", "is not used by app.rl"),
