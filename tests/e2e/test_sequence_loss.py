@@ -189,7 +189,10 @@ def near_metrics(expected: dict[str, float]) -> object:
     return pytest.approx(expected, rel=FLOAT32, abs=FLOAT32)
 
 
-@given(batches(), st.sampled_from(LOSSES))
+@pytest.mark.parametrize(
+    "loss", LOSSES, ids=lambda loss: f"{loss.surrogate}, {loss.normalisation}, {loss.kl_estimator}"
+)
+@given(batch=batches())
 def test_every_way_gives_the_loss_of_the_sequences_alone(batch, loss):
     """
     Fused, in a loop, padded, and over the parts of ranks: value, metrics and gradients; padding has
