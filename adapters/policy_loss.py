@@ -104,7 +104,7 @@ class PolicyLoss:
             losses = losses + self.kl_weight * divergence
             if self.kl_sampling:
                 sampled = log_probabilities - log_probabilities.detach()
-                losses = losses + self.kl_weight * divergence.detach() * sampled
+                losses = losses + self.kl_weight * divergence * sampled  # `sampled` is 0, and has a gradient
             metrics["reference_kl"] = divergence
         return losses, metrics
 
