@@ -99,7 +99,7 @@ def _calls(model: torch.nn.Module, keep: Callable[[Any], Any | None]) -> Iterato
 
 
 def _kept(value: Any, keep: Callable[[Any], Any | None]) -> list[Any]:
-    """Return what is kept of the tensors in nested arguments or outputs."""
+    """Return the kept copies of the tensors in nested arguments or outputs."""
     if isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, (tuple, list)):

@@ -83,7 +83,7 @@ class _Sample:
         return int((self.targets != IGNORED_LABEL).sum())
 
     def without_tensors(self) -> _Sample:
-        """Return what other ranks need to know of it."""
+        """Return the sample without its tensors, to be sent to other ranks."""
         return attrs.evolve(self, inputs={})
 
 

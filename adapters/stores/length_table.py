@@ -103,7 +103,7 @@ def read_length_table(path: Path) -> KnownLengths:
 
 
 def _about(path: Path) -> Mapping[str, Any]:
-    """Return what a table says of itself."""
+    """Return the manifest that a table has in its metadata."""
     try:
         about: dict[str, Any] = json.loads((pq.read_schema(path).metadata or {})[_ABOUT])
     except FileNotFoundError:

@@ -184,7 +184,7 @@ class WordCounter:
 
 
 def prove_words(library: Tokenizer) -> WordCounter | None:
-    """Return what counts the tokens of texts by words, as a library does; None where none does."""
+    """Return the counter of tokens by words that equals a tokenizer; None where there is none."""
     tokens = library.get_added_tokens_decoder().values()
     if not isinstance(library.model, models.BPE) or library.model.dropout or library.encode_special_tokens:
         return None

@@ -116,7 +116,7 @@ def _standing(system: Any, path: str) -> Standing:
 
 
 def _called(call: Any, *arguments: Any, **options: Any) -> Any:
-    """Return what a call returns; RefusedError if it fails."""
+    """Call a function, and return its result; RefusedError if it fails."""
     try:
         return call(*arguments, **options)
     except MemoryError:

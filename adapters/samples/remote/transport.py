@@ -133,7 +133,7 @@ traffic = Traffic()
 
 
 def transport_of(place: str) -> Transport:
-    """Return what reads a place."""
+    """Return the transport that reads a place."""
     if scheme_of(place) in {"http", "https"}:
         from packplan.adapters.samples.remote.http_transport import HttpTransport
 
@@ -144,7 +144,7 @@ def transport_of(place: str) -> Transport:
 
 
 def in_attempts(call: Callable[[], T], patience: Patience) -> T:
-    """Return what a call returns, in a few attempts; RefusedError if none succeeds."""
+    """Call a function in a few attempts, and return its result; RefusedError if none succeeds."""
     for wait in (*patience.waits_s, None):
         try:
             return call()
