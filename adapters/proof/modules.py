@@ -99,7 +99,7 @@ def _calls(model: torch.nn.Module, keep: Callable[[Any], Any | None]) -> Iterato
 
 
 def _kept(value: Any, keep: Callable[[Any], Any | None]) -> list[Any]:
-    """Return the kept copies of the tensors in nested arguments or outputs."""
+    """Return the results of *keep* on nested arguments or outputs, those that are not None."""
     if isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, (tuple, list)):
