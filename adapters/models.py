@@ -1,6 +1,6 @@
 """
-Evaluation mode of a model, its weights from a checkpoint, norms of gradients, and a check of
-weights before they are saved.
+Evaluation mode of a model, its state and that of chance, weights from a checkpoint, norms of
+gradients, and a check of weights before they are saved.
 
 The check goes by the root mean square of the trained weights. A step with a learning rate of 1e30
 leaves finite weights that hold nothing of the model. The loss of another forward pass may be finite
@@ -13,11 +13,13 @@ rate, and runs from random weights end at a few times their first size.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -42,6 +44,21 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def same_state(model: torch.nn.Module) -> Iterator[None]:
+    """Restore a model's buffers, and the random state of Python, numpy and torch, at the end."""
+    drawn, drawn_by_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # that of others
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            yield
+    finally:
+        random.setstate(drawn)
+        np.random.set_state(drawn_by_numpy)  # noqa: NPY002  # see above
+        for buffer, before in buffers:
+            buffer.data.copy_(before)
 
 
 @torch.no_grad()

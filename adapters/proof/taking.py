@@ -10,7 +10,6 @@ trainer's attributes are as before.
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from packplan.adapters.models import Gradients
+from packplan.adapters.models import Gradients, same_state
 from packplan.core.errors import ArgumentError, ModelError
 
 _NO_MEAN = ("label_smoothing_factor", "output_router_logits")
@@ -207,24 +206,17 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def _untouched(model: torch.nn.Module) -> Iterator[None]:
     """Restore gradients, buffers, modes and random state at the end."""
     gradients = [(one, one.grad) for one in model.parameters()]
-    buffers = [(one, one.clone()) for one in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
-    chance = random.getstate(), np.random.get_state()  # noqa: NPY002  # that of the user's libraries
     try:
         for weight, _ in gradients:
             weight.grad = None
-        with torch.random.fork_rng(), without_dropout(model):
+        with same_state(model), without_dropout(model):
             yield
     finally:
         for weight, gradient in gradients:
             weight.grad = gradient
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
         for module, training in modes:
             module.training = training
-        random.setstate(chance[0])
-        np.random.set_state(chance[1])  # noqa: NPY002  # see above
 
 
 @contextmanager

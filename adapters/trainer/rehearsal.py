@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from swift.callbacks.lisa import LISACallback
 from swift.trainers import Seq2SeqTrainer
 from torch.distributed.tensor import DTensor
 
+from packplan.adapters.models import same_state
 from packplan.adapters.trainer.loader import NORMALISER
 from packplan.core.errors import PackplanError, RunError, counted
 from packplan.core.lengths import IntArray
@@ -64,12 +64,14 @@ def rehearse(trainer: PackTrainer, model: Any, stats: PackStats) -> None:
     if not trainer.is_sharded:
         # Ranks that exchange nothing may fail alone, and try something shorter together.
         model = trainer.accelerator.unwrap_model(model, keep_torch_compile=True)
-    lengths = column(trainer.train_dataset.planned, "length").astype(np.int64)
+    lengths, supervised = (
+        column(trainer.train_dataset.planned, name).astype(np.int64) for name in ("length", "supervised")
+    )
 
     def fits(packs: Sequence[Sequence[int]]) -> bool:
         return _fits(trainer, model, packs)
 
-    heaviest = heaviest_packs(stats, size=trainer.args.per_device_train_batch_size)
+    heaviest = heaviest_packs(stats, supervised, size=trainer.args.per_device_train_batch_size)
     rehearsal = _Rehearsal(stats, lengths, fits, trainer.group, rising=trainer.is_sharded)
     started, device = time.perf_counter(), trainer.accelerator.device
     if device.type == "cuda":
@@ -208,18 +210,11 @@ def _left_unchanged(trainer: PackTrainer, model: Any) -> Iterator[None]:
         trainer: Trainer of the run.
         model: Model of the trainer.
     """
-    device = trainer.accelerator.device
-    drawn, drawn_by_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # that of others
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     metrics, trainer.custom_metrics = trainer.custom_metrics, {k: copy(v) for k, v in trainer.custom_metrics.items()}
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with same_state(model):
             yield
     finally:
-        random.setstate(drawn)
-        np.random.set_state(drawn_by_numpy)  # noqa: NPY002
-        for buffer, before in buffers:
-            buffer.data.copy_(before)
         trainer.custom_metrics = metrics
 
 

@@ -24,12 +24,14 @@ def stats_of(lengths: list[int], images: list[int] | None = None) -> PackStats:
 
 @given(LENGTHS, st.data())
 def test_no_pack_has_more_of_anything_than_the_heaviest(lengths, data):
-    """Tokens, work and work in images are each the most in one of the batches."""
-    images = data.draw(st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths)))
+    """Tokens, those with a loss, work and work in images are each the most in one batch."""
+    images, supervised = (
+        data.draw(st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths))) for _ in range(2)
+    )
     stats = stats_of(lengths, images)
-    batches = heaviest_packs(stats)
+    batches = heaviest_packs(stats, np.array(supervised))
 
-    for weight in (stats.tokens, stats.work, stats.images):
+    for weight in (stats.tokens, stats.packs.loads(np.array(supervised)), stats.work, stats.images):
         assert max(weight) == max(weight[pack] for (pack,) in batches)
     assert len(batches) == len(set(batches))
 
@@ -38,7 +40,7 @@ def test_no_pack_has_more_of_anything_than_the_heaviest(lengths, data):
 def test_a_batch_has_the_longest_packs(lengths, size):
     """As many as there are; without images, none is sought for them."""
     stats = stats_of(lengths)
-    first, *others = heaviest_packs(stats, size=size)
+    first, *others = heaviest_packs(stats, np.array(lengths), size=size)
 
     assert sorted(stats.tokens)[::-1][:size] == [stats.tokens[pack] for pack in first]
     assert len(others) <= 1
