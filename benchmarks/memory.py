@@ -1,8 +1,9 @@
 """
 Forecast peaks of memory beside those of the CPU's allocator, as torch's profiler records them.
 
-Each setting trains two epochs over all packs of a plan: one rank by the real trainer, two ranks as
-accelerate wraps FSDP 2. The forecast is that of `packplan plan fit` for the heaviest pack.
+Each setting trains two epochs over all packs of a plan: one rank by the real trainer, two ranks
+under DDP, or as accelerate wraps FSDP 2. The forecast is that of `packplan plan fit` for the
+heaviest pack.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from benchmarks.options import add_names, add_number
 from benchmarks.table import show
 from packplan.adapters.progress import progress
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from packplan.core.memory import written_bytes
+from packplan.core.memory import Sharding, written_bytes
 
 LIMIT_S = 1800.0
 
@@ -42,12 +43,27 @@ class Setting:
     checkpointing: bool = False
     ranks: int = 1
     bf16: bool = False
+    copies: bool = False
+    """Whether each rank holds the whole model (DDP), and not its part (FSDP 2)."""
+
+    microbatches: int = 1
+    """Packs of a rank in an optimizer step."""
 
     @property
     def name(self) -> str:
         """Name of the setting, as the option takes it."""
-        parts = [self.family, self.tuner, "checkpointing" if self.checkpointing else "", "bf16" if self.bf16 else ""]
-        return "-".join([*filter(None, parts), f"{self.ranks}"])
+        told = {
+            "checkpointing": self.checkpointing,
+            "bf16": self.bf16,
+            "ddp": self.copies,
+            "accumulation": self.microbatches > 1,
+        }
+        return "-".join([self.family, self.tuner, *(name for name, holds in told.items() if holds), f"{self.ranks}"])
+
+    @property
+    def sharding(self) -> Sharding:
+        """How ranks share the model."""
+        return "ddp" if self.copies or self.ranks == 1 else "fsdp2"
 
 
 SETTINGS = MappingProxyType(
@@ -64,6 +80,10 @@ SETTINGS = MappingProxyType(
             Setting("images", "lora", checkpointing=True),
             Setting("text", checkpointing=True, ranks=2),
             Setting("images", "lora", ranks=2),
+            Setting("text", microbatches=2),
+            Setting("text", checkpointing=True, ranks=2, microbatches=2),
+            Setting("text", checkpointing=True, ranks=2, copies=True),
+            Setting("images", "lora", ranks=2, copies=True),
         )
     }
 )
@@ -91,6 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--layers", 4, "layers of the models")
     add_number(parser, "--max-length", 1024, "packing length in tokens")
     add_number(parser, "--samples", 48, "samples of the data")
+    add_number(parser, "--seed", 1, "of the data")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -120,7 +141,7 @@ def _write(folder: Path, options: argparse.Namespace) -> None:
     write_sized_model(folder / "images", options.width, options.layers)
     write_sized_text_model(folder / "text", options.width, options.layers)
     for kind in ("text", "images"):
-        write_training_data(folder, kind, options.samples)
+        write_training_data(folder, kind, options.samples, seed=options.seed)
 
 
 def _config(setting: Setting, folder: Path, max_length: int) -> RunConfig:
@@ -131,7 +152,7 @@ def _config(setting: Setting, folder: Path, max_length: int) -> RunConfig:
         training=TrainingConfig(
             output_dir=str(folder / setting.name),
             packing_drop_last=False,
-            effective_batch_size=setting.ranks,
+            effective_batch_size=setting.ranks * setting.microbatches,
             num_train_epochs=_EPOCHS,
             tuner_type=setting.tuner,  # type: ignore[arg-type]  # of the table
             trainer={
@@ -148,14 +169,14 @@ def _config(setting: Setting, folder: Path, max_length: int) -> RunConfig:
 
 
 def _row(setting: Setting, config: RunConfig) -> MemoryRow:
-    forecast = run_in_child(partial(_forecast, config, setting.ranks), limit_s=LIMIT_S)
+    forecast = run_in_child(partial(_forecast, config, setting), limit_s=LIMIT_S)
     if setting.ranks == 1:
         measured = run_in_child(partial(_measured, config), limit_s=LIMIT_S)
     else:
         with ExitStack() as stack:
             file = Path(config.training.output_dir) / "meeting"
             ranks = [
-                stack.enter_context(Child(partial(_measured_rank, config, rank, setting.ranks, file)))
+                stack.enter_context(Child(partial(_measured_rank, config, rank, setting, file)))
                 for rank in range(setting.ranks)
             ]
             with ThreadPoolExecutor(setting.ranks) as threads:
@@ -164,10 +185,10 @@ def _row(setting: Setting, config: RunConfig) -> MemoryRow:
     return MemoryRow(setting.name, forecast, measured)
 
 
-def _forecast(config: RunConfig, ranks: int) -> int:
+def _forecast(config: RunConfig, setting: Setting) -> int:
     from packplan.app.plan.forecast.fit import forecast
 
-    found = forecast(config, memory=None, ranks=ranks, sharding="fsdp2" if ranks > 1 else "ddp")
+    found = forecast(config, memory=None, ranks=setting.ranks, sharding=setting.sharding)
     return found.packs[0].peak.total
 
 
@@ -180,8 +201,8 @@ def _measured(config: RunConfig) -> int:
     return allocator_peak((*trainer.model.parameters(), *trainer.model.buffers()), trainer.train)
 
 
-def _measured_rank(config: RunConfig, rank: int, ranks: int, file: Path) -> Iterator[int]:
-    """Yield the peak of one rank under FSDP 2, which a CPU's trainer would not take."""
+def _measured_rank(config: RunConfig, rank: int, setting: Setting, file: Path) -> Iterator[int]:
+    """Yield the peak of one of several ranks; a CPU's trainer would not take FSDP 2."""
     import torch
     import torch.distributed as dist
 
@@ -193,24 +214,38 @@ def _measured_rank(config: RunConfig, rank: int, ranks: int, file: Path) -> Iter
     trainer._prepare_gradient_checkpointing(trainer.template.get_base_model(trainer.model))  # noqa: SLF001
     trainer.model.train()
     trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
-    shard_as_accelerate(trainer.model, ranks, mixed=trainer.accelerator.mixed_precision)
-    weights = [one for one in trainer.model.parameters() if one.requires_grad]
-    optimizer = torch.optim.AdamW(weights, fused=True)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=setting.ranks)
+    if not setting.copies:
+        shard_as_accelerate(trainer.model, setting.ranks, mixed=trainer.accelerator.mixed_precision)
+    optimizer = torch.optim.AdamW([one for one in trainer.model.parameters() if one.requires_grad], fused=True)
 
     def train(pack: int) -> None:
-        batch = trainer.data_collator([trainer.train_dataset[pack]])
-        with trainer.media_hook():
-            inputs = trainer._prepare_inputs(dict(batch))  # noqa: SLF001
-            count = torch.tensor(batch["loss_normaliser"])
-            trainer.compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=count).backward()
+        for left in reversed(range(setting.microbatches)):
+            if not setting.copies:
+                trainer.model.set_requires_gradient_sync(not left)
+            batch = trainer.data_collator([trainer.train_dataset[pack]])
+            with trainer.media_hook():
+                inputs = trainer._prepare_inputs(dict(batch))  # noqa: SLF001
+                count = torch.tensor(batch["loss_normaliser"])
+                trainer.compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=count).backward()
+            del batch, inputs, count
         optimizer.step()
         optimizer.zero_grad()
 
+    def train_copy() -> None:
+        # Buckets are tensors of nobody, so they are seen only while they are made.
+        trainer.model_wrapped = torch.nn.parallel.DistributedDataParallel(trainer.model)
+        for pack in (0, *range(len(trainer.train_dataset))):
+            train(pack)
+
+    held = (*trainer.model.parameters(), *trainer.model.buffers())
+    if setting.copies:
+        yield allocator_peak(held, train_copy)
+        return
     train(0)
     # One step at a time: the profiler does not see what gloo's threads free, which would add up.
     states = [one for state in optimizer.state.values() for one in state.values()]
-    held = (*trainer.model.parameters(), *trainer.model.buffers(), *states)
+    held = (*held, *states)
     yield max(allocator_peak(held, partial(train, pack)) for pack in range(len(trainer.train_dataset)))
 
 

@@ -96,7 +96,7 @@ def write_records(path: Path, records: Iterable[dict[str, Any]]) -> Path:
     return path
 
 
-def write_training_data(folder: Path, kind: str, num_samples: int) -> Path:
+def write_training_data(folder: Path, kind: str, num_samples: int, *, seed: int = 0) -> Path:
     """
     Write samples to train from, unless they are there; return the data file.
 
@@ -104,8 +104,9 @@ def write_training_data(folder: Path, kind: str, num_samples: int) -> Path:
         folder: Folder of the data file and its images.
         kind: `text` of real lengths, or `images` with text.
         num_samples: Number of samples.
+        seed: Seed of lengths and images.
     """
-    path, rng = folder / f"{kind}.jsonl", np.random.default_rng(0)
+    path, rng = folder / f"{kind}.jsonl", np.random.default_rng(seed)
     if path.exists():
         return path
     if kind == "text":

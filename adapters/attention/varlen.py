@@ -11,7 +11,9 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
 
@@ -328,9 +330,23 @@ def fused_arguments(
     }
 
 
+@contextmanager
+def traced_as_on_gpu() -> Iterator[None]:
+    """Take tensors without numbers for those of a GPU with the kernel, inside."""
+    token = _TRACED.set(_CAPABILITY)
+    try:
+        yield
+    finally:
+        _TRACED.reset(token)
+
+
+_TRACED: ContextVar[tuple[int, int] | None] = ContextVar("traced", default=None)
+"""Compute capability of the GPU in whose place another device traces."""
+
+
 def _capability(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability of a CUDA GPU; None for other devices."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else _TRACED.get()
 
 
 def _dtype(query: torch.Tensor) -> torch.dtype:

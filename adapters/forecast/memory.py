@@ -8,10 +8,10 @@ Other ways to share a model are computed from the trace of the whole one.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Trainer
 
+from packplan.adapters.attention.varlen import traced_as_on_gpu
 from packplan.adapters.forecast.tracing import MemoryTracer, forget_numbers
 from packplan.adapters.loaders.positions import TYPES
 from packplan.adapters.samples.encoder import IGNORED_LABEL
@@ -75,7 +76,7 @@ class StepTracer:
     """Whether a step has several microbatches: gradients of earlier ones are held meanwhile."""
 
     on_gpu: bool
-    """Whether the optimizer updates all weights at once, as it does on a GPU."""
+    """Whether a GPU trains, by its attention and an optimizer that updates all weights at once."""
 
     _tracer: MemoryTracer = attrs.field(init=False)
 
@@ -147,7 +148,7 @@ class StepTracer:
         given = {
             key: tracer.without_numbers(one) if isinstance(one, torch.Tensor) else one for key, one in batch.items()
         }
-        with trainer.media_hook():
+        with traced_as_on_gpu() if self.on_gpu else nullcontext(), trainer.media_hook():
             inputs = trainer._prepare_inputs(given)  # noqa: SLF001  # its own
             count = torch.tensor(batch["loss_normaliser"])
             loss = trainer.compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=count)
@@ -292,7 +293,7 @@ def shard_as_accelerate(model: Any, world_size: int, *, mixed: str) -> None:
     fsdp2_prepare_model(stand_in, model)
 
 
-@contextlib.contextmanager
+@contextmanager
 def ranks_in_name(world_size: int) -> Iterator[None]:
     """Let this process be rank 0 of a group that exchanges nothing, inside."""
     if dist.is_initialized():

@@ -330,7 +330,7 @@ class RunError(UserError):
 class MismatchError(VerificationError):
     """Packs, ranks, samples or artefacts are not what was planned."""
 
-    kind: Literal["coverage", "unequal", "unequal_lengths", "unsound", "ranks_disagree"]
+    kind: Literal["coverage", "unequal", "unequal_lengths", "unsound", "ranks_disagree", "too_large"]
     fact: str
     details: Mapping[str, Any] = attrs.field(factory=dict)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -94,24 +95,32 @@ def optimizer_bytes(name: str, *, num_trained: int, itemsize: int) -> int:
 
 
 def estimated_activations(
-    sizes: Mapping[str, Any], *, tokens: int, supervised: int, itemsize: int, checkpointing: bool
+    sizes: Mapping[str, Any], *, tokens: int, supervised: int, patches: int, itemsize: int, checkpointing: bool
 ) -> int:
     """
     Return a rough estimate of a pack's activations and temporaries in bytes, by the keys of a
-    text model's configuration. It ignores vision towers and experts.
+    model's configuration. It ignores experts.
 
     Args:
         sizes: Content of config.json, or of its text part.
         tokens: Tokens of the pack.
         supervised: Tokens with a loss, whose logits and gradients are held in float32.
+        patches: Patches of the pack's images and videos.
         itemsize: Bytes of one activation.
         checkpointing: Whether layers are computed again.
     """
-    part = sizes.get("text_config")
+    part, seeing = sizes.get("text_config"), sizes.get("vision_config")
     text: Mapping[str, Any] = part if isinstance(part, Mapping) else sizes
-    width, layers = int(text.get("hidden_size") or 0), int(text.get("num_hidden_layers") or 0)
-    inner = int(text.get("intermediate_size") or 4 * width)
+    of_layers = partial(_layer_numbers, checkpointing=checkpointing)
+    found = tokens * of_layers(text) + (patches * of_layers(seeing) if isinstance(seeing, Mapping) else 0)
+    return found * itemsize + 3 * _FULL_PRECISION * supervised * int(text.get("vocab_size") or 0)
+
+
+def _layer_numbers(sizes: Mapping[str, Any], *, checkpointing: bool) -> int:
+    """Return the numbers that the layers of a text model or a vision tower hold for a position."""
+    width = int(sizes.get("hidden_size") or sizes.get("embed_dim") or 0)
+    layers = int(sizes.get("num_hidden_layers") or sizes.get("depth") or 0)
+    inner = int(sizes.get("intermediate_size") or 4 * width)
     # Norms in float32, queries, keys, values and outputs; gate, input and product of the inner one.
-    layer = tokens * itemsize * (12 * width + 4 * inner)
-    kept = layers * tokens * itemsize * width + layer if checkpointing else layers * layer
-    return kept + 3 * _FULL_PRECISION * supervised * int(text.get("vocab_size") or 0)
+    layer = 12 * width + 4 * inner
+    return layers * width + layer if checkpointing else layers * layer

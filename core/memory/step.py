@@ -99,11 +99,17 @@ class StepTrace:
 
 
 def candidate_packs(
-    tokens: NDArray[Any], supervised: NDArray[Any], patches: NDArray[Any], *, per_token: float, per_supervised: float
+    tokens: NDArray[Any],
+    supervised: NDArray[Any],
+    patches: NDArray[Any],
+    *,
+    per_token: float,
+    per_supervised: float,
+    per_patch: float,
 ) -> tuple[int, ...]:
     """
-    Return the packs that may need the most memory: the one of most bytes for its tokens, and where
-    packs have images, the one of most patches. An equal one is given once.
+    Return the packs that may need the most memory: the one of most bytes by a rough estimate, and
+    the second one where packs have images, whose sizes the estimate ignores.
 
     Args:
         tokens: Tokens of each pack; shape (num_packs,).
@@ -111,10 +117,11 @@ def candidate_packs(
         patches: Vision patches of each pack; same shape.
         per_token: Bytes of a token, roughly.
         per_supervised: Bytes of a token's logits, roughly.
+        per_patch: Bytes of a patch, roughly.
 
-    >>> supervised, patches = np.array([1, 2]), np.array([0, 0])
-    >>> candidate_packs(np.array([9, 8]), supervised, patches, per_token=1, per_supervised=3)
+    >>> tokens, supervised, patches = np.array([[9, 8], [1, 2], [0, 0]])
+    >>> candidate_packs(tokens, supervised, patches, per_token=1, per_supervised=3, per_patch=1)
     (1,)
     """
-    heaviest = int((tokens * per_token + supervised * per_supervised).argmax())
-    return tuple(dict.fromkeys([heaviest, int(patches.argmax())] if patches.any() else [heaviest]))
+    rough = tokens * per_token + supervised * per_supervised + patches * per_patch
+    return tuple(np.argsort(-rough, kind="stable")[: 2 if patches.any() else 1].tolist())

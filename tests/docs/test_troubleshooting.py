@@ -157,6 +157,11 @@ EXAMPLES = (
     errors.MismatchError(
         "ranks_disagree", "ranks disagree on the train plan's checksum: rank 0: ad441f64dbd8; rank 1: 8bc83601250a"
     ),
+    errors.MismatchError(
+        "too_large",
+        "a step of the plan takes up to 98.20 GiB on each rank, of 80.00 GiB; the longest template.max_length that "
+        "fits is 11,200",
+    ),
     errors.ProofError(
         "leak",
         "samples of the row are not apart: sample 1 depends on sample 0, by a gradient of 0.32 of its own, where 0 is "

@@ -80,6 +80,41 @@ def test_accumulated_gradients_are_there_throughout(write_run, forecast_of):
     assert once.gradients < twice.gradients <= twice.weights < twice.gradients * 1.01
 
 
+@pytest.fixture
+def tracer_of():
+    """Return a function that opens the tracer of a run of one rank, and its first sample."""
+    from packplan.app.wiring import training
+    from packplan.app.wiring.gather import gather
+
+    def open_tracer(path, *, on_gpu):
+        config = training.as_traced(training.read_config(path))
+        model = training.open_outline(config, training.decide_attention(config, isolated=True))
+        samples = gather(config).samples["train"]
+        options = {"sharding": "ddp", "world_size": 1, "accumulates": False, "on_gpu": on_gpu}
+        return training.open_step_tracer(config, model, samples, **options), samples.encode(0)
+
+    return open_tracer
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_attention_of_a_gpu_is_one_kernel_for_all_samples(on_gpu, write_run, tracer_of):
+    """On a GPU many samples take the tensors and the memory of few; on a CPU, more tensors."""
+    from tests.stored import asked
+
+    tracer, sample = tracer_of(asked(write_run("qwen2", training={"bf16": True})), on_gpu=on_gpu)
+
+    def blocks(*lengths):
+        token, trained = sample["labels"][-1], 72 // len(lengths)
+        labels = [[-100] * (n - trained) + [token] * trained for n in lengths]
+        given = zip(lengths, labels, strict=True)
+        return tracer.step([sample | {"input_ids": [token] * n, "labels": one, "length": n} for n, one in given])
+
+    few, many = blocks(60, 76), blocks(*range(10, 25, 2))
+
+    assert many.peak().total == pytest.approx(few.peak().total, rel=0.001 if on_gpu else 0.1)
+    assert (len(many.sizes) == len(few.sizes)) == on_gpu
+
+
 def test_a_model_that_reads_numbers_is_estimated_and_named(write_run, forecast_of, monkeypatch):
     """Control flow by numbers cannot be traced: the place is named, and the estimate marked."""
     from transformers.models.qwen2 import modeling_qwen2
@@ -100,14 +135,18 @@ def test_a_model_that_reads_numbers_is_estimated_and_named(write_run, forecast_o
     assert found.longest.tokens > 256
 
 
-def test_what_weights_alone_exceed_is_said_before_tracing(write_run, forecast_of, monkeypatch):
+def test_what_weights_alone_exceed_is_said_before_tracing(write_run, forecast_of, monkeypatch, capsys):
     """Where what a rank holds throughout is too much, nothing is planned or traced."""
     monkeypatch.setattr("packplan.app.wiring.gather.gather", None)
 
-    found = forecast_of(write_run("qwen2", training=TRAINING), memory=2**20)
+    path = write_run("qwen2", training=TRAINING)
+
+    found = forecast_of(path, memory=2**20)
 
     assert (False, ()) == (found.fits, found.packs)
     assert found.parts.total > 2**20
+    assert 3 == main(["fit", str(path), "--memory", "1MiB", "--quiet"])
+    assert "of 1.00 MiB; no packing length fits" in capsys.readouterr().err
 
 
 def test_the_command_prints_one_document_whose_lengths_fit(write_run, server, forecast_of, capsys):
@@ -139,6 +178,19 @@ def shown_peak(path, capsys, *changed):
     """Return the bytes that `plan show` has of a run, perhaps with another setting."""
     assert 0 == main(["show", str(path), *changed, "--json", "--quiet"])
     return json.loads(capsys.readouterr().out)["splits"]["train"]["peak_bytes"]
+
+
+def test_a_long_sample_that_does_not_fit_is_named():
+    """A shorter packing length would not help: it is trained alone."""
+    from packplan.app.plan.forecast.fit import Fit, PackMemory, told_excess
+    from packplan.core.memory import Longest, PeakMemory, RankParts
+
+    peaks = [PeakMemory(1000, 0, 0, tokens * 10, 0) for tokens in (900, 512)]
+    packs = tuple(PackMemory("pack", peak.activations // 10, peak) for peak in peaks)
+    found = Fit(1, "ddp", 8000, RankParts(1000, 0, 0), packs, longest=Longest(576, 6760, 0.0, limited=False))
+
+    assert found.fits is False
+    assert "a sample of 900 tokens that is longer than a pack; packs of up to 576 fit" in told_excess(found)
 
 
 def test_a_run_without_packs_is_refused(write_run):

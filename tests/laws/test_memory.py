@@ -145,23 +145,26 @@ def test_estimates_grow_with_tokens_and_shrink_with_checkpointing():
     """The estimate is linear in tokens and in supervised tokens, of flat and nested sizes alike."""
     sizes = {"hidden_size": 8, "num_hidden_layers": 5, "vocab_size": 100}
     options = {"itemsize": 2, "checkpointing": False}
-    one = estimated_activations(sizes, tokens=1, supervised=0, **options)
+    one = estimated_activations(sizes, tokens=1, supervised=0, patches=0, **options)
+    seen = {"text_config": sizes, "vision_config": {"embed_dim": 8, "depth": 5}}
 
-    assert 7 * one + 3 * 1200 == estimated_activations({"text_config": sizes}, tokens=7, supervised=3, **options)
-    assert one > estimated_activations(sizes, tokens=1, supervised=0, itemsize=2, checkpointing=True)
+    assert 7 * one + 3 * 1200 == estimated_activations(
+        {"text_config": sizes}, tokens=7, supervised=3, patches=9, **options
+    )
+    assert 16 * one == estimated_activations(seen, tokens=7, supervised=0, patches=9, **options)
+    assert one > estimated_activations(sizes, tokens=1, supervised=0, patches=0, itemsize=2, checkpointing=True)
 
 
 @given(st.lists(st.tuples(st.integers(1, 99), st.integers(0, 99), st.integers(0, 9)), min_size=1, max_size=9))
-def test_candidates_have_the_most_bytes_and_the_most_patches(packs):
-    """The first candidate has the most bytes; one candidate has the most patches, if any."""
+def test_candidates_have_the_most_bytes(packs):
+    """The first has the most; where packs have images, there is a second one."""
     tokens, supervised, patches = (np.array(column) for column in zip(*packs, strict=True))
 
-    found = candidate_packs(tokens, supervised, patches, per_token=2.0, per_supervised=5.0)
+    found = candidate_packs(tokens, supervised, patches, per_token=2.0, per_supervised=5.0, per_patch=3.0)
 
-    weights = 2 * tokens + 5 * supervised
-    assert weights.max() == weights[found[0]]
-    assert patches.max() == max(patches[list(found)]) or not patches.any()
-    assert len(set(found)) == len(found) <= 2
+    weights = 2 * tokens + 5 * supervised + 3 * patches
+    assert sorted(weights)[::-1][: len(found)] == weights[list(found)].tolist()
+    assert len(set(found)) == len(found) == (min(2, len(packs)) if patches.any() else 1)
 
 
 @given(

@@ -31,7 +31,7 @@ from packplan.app.wiring import stores
 from packplan.app.wiring.commands import ranks_of, read_run
 from packplan.app.wiring.forecasts.timings import memory_key, open_peaks
 from packplan.core.config import RunConfig
-from packplan.core.errors import ConfigError, Fault, ModelError, counted
+from packplan.core.errors import ConfigError, Fault, MismatchError, ModelError, counted
 from packplan.core.memory import (
     KINDS,
     MARGIN,
@@ -91,8 +91,12 @@ class Fit:
     @property
     def fits(self) -> bool | None:
         """Whether the plan fits, with the margin; None if the memory is not said."""
-        peaks = [one.peak.total for one in self.packs] or [self.parts.total]
-        return None if self.memory is None else with_margin(max(peaks)) <= self.memory
+        return None if self.memory is None else self.needed <= self.memory
+
+    @property
+    def needed(self) -> int:
+        """Bytes that a step takes on a rank's device, with the margin."""
+        return with_margin(max([one.peak.total for one in self.packs] or [self.parts.total]))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,6 +141,8 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(document, indent=2))
     else:
         _print(found)
+    if found.fits is False:
+        raise MismatchError("too_large", told_excess(found))
 
 
 def _sharding_of(config: RunConfig, ranks: int) -> Sharding:
@@ -176,7 +182,7 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int, sharding: Sha
     with training.joined_ranks(config) as group:
         planned = plan_split(gathered.splits["train"], group=group, deadline=deadline, world_size=ranks)
     sizes = model.config.to_dict()
-    encoded = _packs_to_trace(planned, gathered.samples["train"], sizes)
+    encoded = _packs_to_trace(planned, gathered.samples["train"], _rough_activations(config, sizes))
     accumulates = batch_of(config, world_size=ranks).accumulation.gradient_accumulation_steps > 1
     search = partial(
         _searched, encoded=encoded, of_length=training.of_length, length=config.packing_length, most=_positions(sizes)
@@ -192,9 +198,9 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int, sharding: Sha
     except ModelError as error:
         if error.kind != "trace":
             raise
-        note = f"{error.fact}: estimated from sizes, without vision towers and experts; never compared with a peak"
+        note = f"{error.fact}: estimated from sizes, without experts; never compared with a measured peak"
         rough = attrs.evolve(found, is_traced=False, notes=(note, *found.notes))
-        return search(rough, peak_of=_estimator(config, sizes, parts))
+        return search(rough, peak_of=_estimator(_rough_activations(config, sizes), parts))
     if planned.key is not None and sharding == _sharding_of(config, ranks):
         kept = open_peaks(config)
         kept.save(
@@ -222,21 +228,30 @@ def _notes(config: RunConfig, sharding: Sharding) -> list[str]:
     if config.training.trainer.get("use_liger_kernel"):
         notes.append("fused losses are computed by leaving logits out, and were never compared with a measured peak")
     if not config.training.trainer.get("use_cpu"):
-        notes.append("kernels are traced as on a CPU: attention there joins its blocks once more than on a GPU")
+        notes.append("buffers that a GPU's kernels take and free within one call are not counted")
     if config.model.quant_method is not None:
         notes.append("weights are traced unquantised: model.quant_method is not counted")
     return notes
 
 
-def _packs_to_trace(planned: PlannedSplit, samples: Any, sizes: Mapping[str, Any]) -> dict[int, list[Any]]:
+def _rough_activations(config: RunConfig, sizes: Mapping[str, Any]) -> Callable[..., int]:
+    """Return `estimated_activations` of a run's settings, for numbers of tokens and patches."""
+    settings = config.training.trainer
+    return partial(
+        estimated_activations, sizes, itemsize=2 if settings.get("bf16") or settings.get("fp16") else 4,
+        checkpointing=bool(settings.get("gradient_checkpointing", True)),
+    )  # fmt: skip
+
+
+def _packs_to_trace(planned: PlannedSplit, samples: Any, roughly: Callable[..., int]) -> dict[int, list[Any]]:
     """Return the packs that may need the most memory, by their index, as encoded samples."""
     table, packs = planned.table, planned.raw.packs
     names = ("length", "supervised", "patches", "video_patches")
     tokens, supervised, images, videos = (packs.sums(column(table, name).astype(np.int64)) for name in names)
-    roughly = partial(estimated_activations, sizes, itemsize=2, checkpointing=True)
     chosen = candidate_packs(
-        tokens, supervised, images + videos, per_token=roughly(tokens=1, supervised=0),
-        per_supervised=roughly(tokens=0, supervised=1),
+        tokens, supervised, images + videos, per_token=roughly(tokens=1, supervised=0, patches=0),
+        per_supervised=roughly(tokens=0, supervised=1, patches=0),
+        per_patch=roughly(tokens=0, supervised=0, patches=1),
     )  # fmt: skip
     return {pack: [samples.fetch(index, table) for index in packs[pack]] for pack in chosen}
 
@@ -288,17 +303,15 @@ _MOST_TOKENS = 131_072
 """Longest packing length that is looked at where a model says none."""
 
 
-def _estimator(config: RunConfig, sizes: Mapping[str, Any], parts: RankParts) -> Callable[[list[Any]], PeakMemory]:
+def _estimator(roughly: Callable[..., int], parts: RankParts) -> Callable[[list[Any]], PeakMemory]:
     """Return a function that estimates the peak of a pack from sizes alone."""
-    settings = config.training.trainer
-    half = bool(settings.get("bf16") or settings.get("fp16"))
 
     def estimate(samples: list[Any]) -> PeakMemory:
-        activations = estimated_activations(
-            sizes, tokens=sum(one["length"] for one in samples),
+        activations = roughly(
+            tokens=sum(one["length"] for one in samples),
             supervised=sum(label != -100 for one in samples for label in one["labels"]),
-            itemsize=2 if half else 4, checkpointing=bool(settings.get("gradient_checkpointing", True)),
-        )  # fmt: skip
+            patches=sum(len(one.get(name, ())) for one in samples for name in ("pixel_values", "pixel_values_videos")),
+        )
         return PeakMemory(parts.weights, parts.gradients, parts.optimizer, activations, parts.buckets)
 
     return estimate
@@ -323,13 +336,28 @@ def _print(found: Fit) -> None:
     else:
         held = written_bytes(found.parts.total)
         console.print(f"weights, gradients and optimizer alone take {held} on each rank; no packing length fits")
-    if found.memory is not None and found.packs:
-        verdict = "fits into" if found.fits else "does not fit into"
-        console.print(f"the plan {verdict} {written_bytes(found.memory)}")
+    if found.memory is not None and found.fits:
+        console.print(f"the plan fits into {written_bytes(found.memory)}")
     if found.longest is not None:
         _print_longest(found.longest, console.print)
     for note in found.notes:
         console.print(f"note: {note}")
+
+
+def told_excess(found: Fit) -> str:
+    """Return in words that a plan does not fit, and the length that would."""
+    needed, memory = written_bytes(found.needed), written_bytes(found.memory or 0)
+    need = f"a step of the plan takes up to {needed} on each rank, of {memory}"
+    if found.longest is None or not found.longest.tokens:
+        return f"{need}; no packing length fits"
+    heaviest, full = found.packs
+    if heaviest.tokens > full.tokens:
+        return (
+            f"{need}, by a sample of {heaviest.tokens:,} tokens that is longer than a pack; packs of up to "
+            f"{found.longest.tokens:,} fit: training.packing_allow_single_long: false leaves longer samples out, and "
+            "template.truncation_strategy truncates them"
+        )
+    return f"{need}; the longest template.max_length that fits is {found.longest.tokens:,}"
 
 
 def _print_longest(longest: Longest, report: Callable[[str], None]) -> None:
