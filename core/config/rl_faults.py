@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 import attrs
@@ -37,6 +37,7 @@ def rl_faults(config: RunConfig) -> Iterator[Fault]:
         )
     if ":" in grpo.loss and policy.context_parallel_size > 1:
         yield Fault("grpo.loss", "is of your own, which needs whole sequences: set policy.context_parallel_size: 1")
+    yield from _unread_keys(grpo)
     yield from _loss_faults(config)
     if not any(key_faults(policy)):
         yield from _policy_faults(policy)
@@ -45,27 +46,74 @@ def rl_faults(config: RunConfig) -> Iterator[Fault]:
 
 _READ_BY: Mapping[str, frozenset[str]] = MappingProxyType(
     {
-        "ratio_clip_min": frozenset({"clipped", "cispo"}),
-        "ratio_clip_max": frozenset({"clipped", "cispo"}),
-        "ratio_clip_c": frozenset({"clipped"}),
+        "ratio_clip_min": frozenset({"clipped", "gspo", "cispo"}),
+        "ratio_clip_max": frozenset({"clipped", "gspo", "cispo"}),
+        "ratio_clip_c": frozenset({"clipped", "gspo"}),
         "force_on_policy_ratio": frozenset({"clipped", "cispo"}),
     }
 )
 """Key of `grpo.` -> losses by name that read it."""
 
-_OF_PENALTY = ("kl_estimator", "kl_input_clamp_value", "kl_output_clamp_value", "kl_sampling_gradient")
+_NEEDED_BY: Mapping[str, tuple[str, Callable[[GrpoConfig], object]]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("kl_estimator", "kl_input_clamp_value", "kl_output_clamp_value", "kl_sampling_gradient"),
+            ("without a penalty: set grpo.kl_coefficient", lambda grpo: grpo.kl_coefficient),
+        ),
+        **dict.fromkeys(
+            ("discount", "gae_lambda", "value_coefficient", "value_clip"),
+            ("without a value head: set grpo.baseline: value", lambda grpo: grpo.baseline == "value"),
+        ),
+        "importance_max": (
+            "without a correction: set grpo.importance_correction",
+            lambda grpo: grpo.importance_correction != "none",
+        ),
+        "importance_min": (
+            "without a lower limit: set grpo.importance_correction: icepop",
+            lambda grpo: grpo.importance_correction == "icepop",
+        ),
+    }
+)
+"""Key of `grpo.` -> what it changes nothing without, and whether a run has that."""
+
+_OF_TOKENS = ("entropy_coefficient", "importance_correction")
+"""Keys of `grpo.` that losses by name read, and losses of one's own do not."""
+
+
+_COMPARED = 2
+"""Fewest answers that are compared with each other."""
+
+
+def _unread_keys(grpo: GrpoConfig) -> Iterator[Fault]:
+    """Yield settings of losses that change nothing."""
+    defaults, is_own = attrs.fields_dict(GrpoConfig), ":" in grpo.loss
+
+    def is_set(name: str) -> bool:
+        return bool(getattr(grpo, name) != defaults[name].default)
+
+    for name, losses in _READ_BY.items():
+        if not is_own and grpo.loss not in losses and is_set(name):
+            reason = f"is not read by grpo.loss: {grpo.loss}, but by {' and '.join(sorted(losses))}: remove it"
+            yield Fault(f"grpo.{name}", reason)
+    for name, (without, has) in _NEEDED_BY.items():
+        if is_set(name) and not has(grpo):
+            yield Fault(f"grpo.{name}", f"changes nothing {without}, or remove it")
+    for name in _OF_TOKENS:
+        if is_own and is_set(name):
+            yield Fault(f"grpo.{name}", f"is not read by grpo.loss: {grpo.loss}, but by losses by name: remove it")
 
 
 def _loss_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield settings of losses that change nothing, and those that the batches contradict."""
-    grpo, defaults = config.grpo, attrs.fields_dict(GrpoConfig)
-    for name, losses in _READ_BY.items():
-        if ":" not in grpo.loss and grpo.loss not in losses and getattr(grpo, name) != defaults[name].default:
-            reason = f"is not read by grpo.loss: {grpo.loss}, but by {' and '.join(sorted(losses))}: remove it"
-            yield Fault(f"grpo.{name}", reason)
-    for name in _OF_PENALTY:
-        if not grpo.kl_coefficient and getattr(grpo, name) != defaults[name].default:
-            yield Fault(f"grpo.{name}", "changes nothing without a penalty: set grpo.kl_coefficient, or remove it")
+    """Yield settings of losses that contradict each other, or the batches."""
+    grpo = config.grpo
+    if ":" in grpo.loss and grpo.baseline == "value":
+        yield Fault("grpo.baseline", "is value, which losses by name train, and not one of your own: set another")
+    if grpo.num_generations_per_prompt < _COMPARED and grpo.baseline in {"group", "leave_one_out"}:
+        reason = "is 1, but answers are compared with others to their prompt: raise it, or set grpo.baseline: batch"
+        yield Fault("grpo.num_generations_per_prompt", reason)
+    if grpo.importance_correction == "icepop" and grpo.importance_min >= grpo.importance_max:
+        reason = f"is {grpo.importance_min}, but has to be below grpo.importance_max, {grpo.importance_max}"
+        yield Fault("grpo.importance_min", reason)
     answers = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
     batch_size = config.policy.train_global_batch_size
     if grpo.force_on_policy_ratio and batch_size is not None and batch_size < answers:
