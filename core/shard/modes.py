@@ -467,16 +467,18 @@ class _Workers:
     def _balanced(self, packs: Packs, costs: IntArray, works: IntArray, meeting: Meeting) -> IntArray:
         """Return the microbatch of each slot, so that workers wait as little as possible."""
         rounds = spread(costs, works, shards=self.shards, rounds=self.rounds, capacity=self.capacity)
-        if rounds is not None and meeting == "microbatch":
-            return in_rounds(rounds, costs, works, shards=self.shards, capacity=self.capacity)
+        if rounds is not None:
+            even = in_rounds(rounds, costs, works, shards=self.shards, capacity=self.capacity)
+            mean = -(-int(works.sum()) // self.shards)
+            # No other cut can have a busiest worker below the mean.
+            if meeting == "microbatch" or self._busiest(even, works) <= _nearly(mean):
+                return even
         by_worker = balanced(costs, works, shards=self.shards, per_shard=self.rounds, capacity=self.capacity)
         if by_worker is None:
             by_worker = assign_packs(self._whole(packs, costs), works, self.shards, balance=True)
-        start = by_worker if rounds is None else rounds
-        even = in_rounds(start, costs, works, shards=self.shards, capacity=self.capacity)
-        # Even microbatches are taken if they add at most a thousandth to the busiest worker.
-        least = self._busiest(by_worker, works)
-        level_enough = self._busiest(even, works) <= least + least // 1000
+        if rounds is None:
+            even = in_rounds(by_worker, costs, works, shards=self.shards, capacity=self.capacity)
+        level_enough = self._busiest(even, works) <= _nearly(self._busiest(by_worker, works))
         return even if meeting == "microbatch" or level_enough else by_worker
 
     def _whole(self, packs: Packs, costs: IntArray) -> Packs:
@@ -505,6 +507,11 @@ class _Workers:
             rounds = order.reshape(self.shards, -1)
             order = rounds[:, np.argsort(first[rounds].min(axis=0), kind="stable")].ravel()
         return np.argsort(order)[labels]
+
+
+def _nearly(work: int) -> int:
+    """Return the work that counts as equal: even microbatches may add a thousandth."""
+    return work + work // 1000
 
 
 def _numbers(rows: Sequence[int], capacity: int) -> IntArray:
