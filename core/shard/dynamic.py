@@ -8,7 +8,17 @@ import numpy as np
 
 from packplan.core.lengths import IntArray, Lengths, positive
 from packplan.core.shard.assignment import round_up
-from packplan.core.shard.inputs import BatchSize, WhenLong, WhenShort, Work, filled, global_batches, padded_lengths
+from packplan.core.shard.inputs import (
+    BatchSize,
+    FloatArray,
+    SequenceWorks,
+    WhenLong,
+    WhenShort,
+    Work,
+    filled,
+    global_batches,
+    padded_lengths,
+)
 from packplan.core.shard.sharding import Part, Sharding, join
 
 
@@ -22,6 +32,7 @@ def shard_dynamic(
     when_short: WhenShort = "fill",
     when_long: WhenLong = "error",
     work: Work | None = None,
+    media_work: Sequence[float] | FloatArray | None = None,
 ) -> Sharding:
     """
     Cut a batch into microbatches of sequences of similar length, padded to one width.
@@ -43,6 +54,7 @@ def shard_dynamic(
             microbatch (`alone`).
         work: Work of the model; None counts the square of a row's width. Or the work of each
             sequence, in any unit.
+        media_work: Work of each sequence's images and videos, in the same unit, beside *work*.
 
     Raises:
         ArgumentError: A sequence alone is wider than the budget and `when_long` is `error`, there
@@ -57,6 +69,7 @@ def shard_dynamic(
     capacity = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
     shards = positive("shards", shards)
     array, padded = padded_lengths(lengths, sequence_length_round, capacity, when_long)
+    works = SequenceWorks.from_arguments(work, media_work, array.size)
     parts = []
     for batch in global_batches(array.size, batch_size):
         costs = padded[batch.start : batch.stop]
@@ -71,7 +84,7 @@ def shard_dynamic(
         parts.append(Part(ascending + batch.start, labels, widths.size, widths))
     return join(
         "dynamic", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_round),
-        work=work,
+        work=works,
     )  # fmt: skip
 
 

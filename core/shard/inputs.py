@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Literal, Self, get_args
 
+import attrs
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,7 +14,9 @@ from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, positive, squares
 from packplan.core.work import WorkModel
 
-Work = WorkModel | Sequence[float] | NDArray[Any]
+FloatArray = NDArray[np.floating | np.integer]
+
+Work = WorkModel | Sequence[float] | FloatArray
 """Work of a model, or the work of each sequence in any unit."""
 
 BatchSize = int | Sequence[int] | NDArray[np.integer]
@@ -63,16 +66,28 @@ def padded_lengths(
     return array, padded
 
 
-def row_works(widths: IntArray, model: WorkModel | None) -> NDArray[np.float64]:
-    """Return the work of rows of one sequence each, padding included."""
-    return squares(widths) if model is None else model.sample_flops(widths)
+@attrs.frozen(eq=False)
+class SequenceWorks:
+    """Work of sequences: that of the rows they are in, and that of each sequence beside it."""
 
+    of_rows: Callable[[IntArray], NDArray[np.float64]]
+    """Work of rows of one sequence each, from their widths."""
 
-def sequence_works(padded: IntArray, work: Work | None) -> NDArray[np.float64]:
-    """Return the work of each sequence; ArgumentError if plain numbers are not one for each."""
-    if work is None or isinstance(work, WorkModel):
-        return row_works(padded, work)
-    return checked_works(work, padded.size, of="sequences")
+    own: NDArray[np.float64]
+    """Work of each sequence that no padding changes; shape (num_sequences,)."""
+
+    @classmethod
+    def from_arguments(cls, work: Work | None, media_work: Sequence[float] | FloatArray | None, num: int) -> Self:
+        """
+        Return the works of *num* sequences; ArgumentError if numbers are not one for each, or
+        negative.
+        """
+        own = np.zeros(num) if media_work is None else checked_works(media_work, num, of="media")
+        if work is None:
+            return cls(squares, own)
+        if isinstance(work, WorkModel):
+            return cls(work.sample_flops, own)
+        return cls(lambda widths: np.zeros(widths.shape), own + checked_works(work, num, of="sequences"))
 
 
 def global_batches(num: int, batch_size: BatchSize) -> list[range]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Literal, get_args
@@ -19,6 +19,8 @@ from packplan.core.shard.balance import cut_evenly
 from packplan.core.shard.groups import assign_groups, checked_groups
 from packplan.core.shard.inputs import (
     BatchSize,
+    FloatArray,
+    SequenceWorks,
     WhenLong,
     WhenShort,
     Work,
@@ -26,7 +28,6 @@ from packplan.core.shard.inputs import (
     global_batches,
     one_of,
     padded_lengths,
-    sequence_works,
 )
 from packplan.core.shard.sharding import Part, Sharding, join
 from packplan.core.work import Meeting, in_units
@@ -55,6 +56,7 @@ def shard_packed(
     when_long: WhenLong = "error",
     seed: int = 0,
     work: Work | None = None,
+    media_work: Sequence[float] | FloatArray | None = None,
     meeting: Meeting = "microbatch",
     groups: Lengths | None = None,
 ) -> Sharding:
@@ -86,6 +88,7 @@ def shard_packed(
         seed: Seed of random algorithms.
         work: Work of the model; None counts the square of a sequence's length. Or the work of each
             sequence, in any unit.
+        media_work: Work of each sequence's images and videos, in the same unit, beside *work*.
         meeting: Point where workers wait for each other. `microbatch`, as under FSDP, equalises
             microbatches that run together. `step`, the end of a global batch, equalises the sums of
             workers, and then microbatches as far as possible.
@@ -120,8 +123,9 @@ def shard_packed(
     labels_of = None if groups is None else checked_groups(groups, batches)
     # A sequence over the budget counts as a full row, so that it is alone.
     costs_of = np.minimum(padded, capacity)
+    works_of = SequenceWorks.from_arguments(work, media_work, array.size)
     # At least 1, so that a microbatch with sequences is never taken for an empty one.
-    units = np.maximum(in_units(sequence_works(padded, work)), 1)
+    units = np.maximum(in_units(works_of.of_rows(padded) + works_of.own), 1)
     done = np.zeros(shards, dtype=np.int64)
     workers = _Workers(
         shards, capacity, partial(pack, capacity=capacity, algorithm=algorithm, seed=seed), least, multiple,
@@ -142,7 +146,7 @@ def shard_packed(
         parts.append(Part(items + batch.start, labels, rounds, widest[row_width]))
     return join(
         "packed", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_pad_multiple),
-        work=work,
+        work=works_of,
     )  # fmt: skip
 
 

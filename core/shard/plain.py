@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import Lengths, positive
-from packplan.core.shard.inputs import BatchSize, Work, global_batches, padded_lengths
+from packplan.core.shard.inputs import BatchSize, FloatArray, SequenceWorks, Work, global_batches, padded_lengths
 from packplan.core.shard.sharding import Part, Sharding, join
 
 
@@ -19,6 +21,7 @@ def shard_plain(
     sequence_length_round: int = 1,
     allow_uneven: bool = False,
     work: Work | None = None,
+    media_work: Sequence[float] | FloatArray | None = None,
 ) -> Sharding:
     """
     Cut a batch into equal ranges of neighbours, padded to the longest sequence of the global batch.
@@ -35,6 +38,7 @@ def shard_plain(
             global batch. A worker without one gets the shortest with weight 0.
         work: Work of the model; None counts the square of a row's width. Or the work of each
             sequence, in any unit.
+        media_work: Work of each sequence's images and videos, in the same unit, beside *work*.
 
     Raises:
         ArgumentError: The workers do not divide a global batch, and that is not allowed,
@@ -46,6 +50,7 @@ def shard_plain(
     """
     shards = positive("shards", shards)
     array, padded = padded_lengths(lengths, sequence_length_round)
+    works = SequenceWorks.from_arguments(work, media_work, array.size)
     parts = []
     for batch in global_batches(array.size, batch_size):
         costs = padded[batch.start : batch.stop]
@@ -64,5 +69,5 @@ def shard_plain(
         widths = np.full(num, costs.max())
         parts.append(Part(np.concatenate(items) + batch.start, np.concatenate(labels), num, widths))
     return join(
-        "plain", array, padded, parts, shards=shards, capacity=1, multiple=int(sequence_length_round), work=work
+        "plain", array, padded, parts, shards=shards, capacity=1, multiple=int(sequence_length_round), work=works
     )

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from packplan.core.lengths import IntArray
 from packplan.core.packs import Packs
-from packplan.core.shard.inputs import Work, row_works, sequence_works
-from packplan.core.work import WorkModel
+from packplan.core.shard.inputs import SequenceWorks
 
 Mode = Literal["packed", "dynamic", "plain"]
 
@@ -184,7 +183,7 @@ def join(
     shards: int,
     capacity: int,
     multiple: int,
-    work: Work | None,
+    work: SequenceWorks,
 ) -> Sharding:
     """
     Join the global batches, worker by worker.
@@ -197,7 +196,7 @@ def join(
         shards: Data-parallel workers.
         capacity: Positions of a microbatch that holds no longer sequence.
         multiple: Pad multiple of sequences or of widths.
-        work: Work of the model or of each sequence.
+        work: Work of the sequences.
     """
     total = sum(part.num for part in parts)
     first = np.cumsum([0, *(part.num for part in parts[:-1])])
@@ -219,10 +218,11 @@ def join(
     if mode == "packed":
         widths = np.maximum(slots.loads(padded), widths)
     positions = widths if mode == "packed" else slots.sizes() * widths
-    if mode == "packed" or not (work is None or isinstance(work, WorkModel)):
-        works = np.add.reduceat(sequence_works(padded, work)[slots.indices], slots.offsets[:-1])
+    works = np.add.reduceat(work.own[slots.indices], slots.offsets[:-1])
+    if mode == "packed":
+        works += np.add.reduceat(work.of_rows(padded)[slots.indices], slots.offsets[:-1])
     else:
-        works = slots.sizes() * row_works(widths, work)
+        works += slots.sizes() * work.of_rows(widths)
     return Sharding(
         mode=mode,
         num_shards=shards,

@@ -441,6 +441,26 @@ def test_works_may_be_plain_numbers(mode):
         assert np.ptp(even) <= 1
 
 
+@given(batches(), st.data())
+def test_work_of_media_is_added_to_that_of_the_text(case, data):
+    """To each microbatch, that of its own sequences; and sequences are spread by both together."""
+    num = len(case["lengths"])
+    media = data.draw(st.lists(st.integers(0, 9000), min_size=num, max_size=num))
+    sharding = cut(case, media_work=media)
+
+    if sharding.mode == "packed":
+        padded = [-(-length // case["multiple"]) * case["multiple"] for length in case["lengths"]]
+        numbers = [float(width**2 + extra) for width, extra in zip(padded, media, strict=True)]
+        alone = cut(case, work=numbers)
+        assert alone.slots == sharding.slots
+        assert alone.works.tolist() == sharding.works.tolist()
+    else:
+        text = cut(case)
+        assert text.slots == sharding.slots
+        own = [sum(media[i] for i in members) for members in sharding.slots]
+        assert own == (sharding.works - text.works).tolist()
+
+
 @given(batches(modes=("packed", "round_robin")))
 def test_rows_of_one_width(case):
     """That of the longest row of a global batch, or the budget; metrics count these positions."""
