@@ -68,6 +68,7 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
     if estimated and is_first:
         log.warning("work counts tokens and squares of lengths, for %s", estimated)
     history = []
+    warned = not config.policy.dynamic_batching.enabled
     started = time.perf_counter()
     for step, drawn in zip(range(config.grpo.num_steps), _drawn(config, len(prompts)), strict=False):
         asked = _asked(samples, prompts, drawn)
@@ -76,6 +77,7 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
             left_s = (time.perf_counter() - started) / (step + 1) * (config.grpo.num_steps - step - 1)
             folder.append(_finite(history[-1]))
             _log(history[-1], num_steps=config.grpo.num_steps, left_s=left_s)
+            warned = warned or _warn_of_rounding(config, history[-1]["train"])
         if config.grpo.save_every and not (step + 1) % config.grpo.save_every:
             run_on_all(workers, "save", [str(folder.policy(step + 1))] * shards, config)
     run_on_all(workers, "save", [str(folder.policy())] * shards, config)
@@ -120,6 +122,7 @@ def cut(
             algorithm=packing.algorithm,
             assignment=packing.assignment,
             microbatch_order=packing.microbatch_order,
+            row_width=packing.row_width,
             seed=config.training.seed,
             # Workers sum their gradients once, after the global batch.
             meeting="step",
@@ -133,6 +136,19 @@ def cut(
         )
     size = of_phase(policy.train_micro_batch_size, policy.logprob_batch_size)
     return shard_plain(lengths, **workers, micro_batch_size=size, allow_uneven=True)
+
+
+def _warn_of_rounding(config: RunConfig, figures: Mapping[str, float]) -> bool:
+    """Warn if dynamic batching computes more than padding would; return whether it does."""
+    if figures["computed_share"] <= 1:
+        return False
+    log.warning(
+        "dynamic batching computes %s positions, but padding every answer to the longest %s: lower "
+        "policy.dynamic_batching.sequence_length_round (%d), to which widths are rounded up",
+        f"{figures['computed_tokens']:,.0f}", f"{figures['computed_tokens'] / figures['computed_share']:,.0f}",
+        config.policy.dynamic_batching.sequence_length_round,
+    )  # fmt: skip
+    return True
 
 
 def run_on_all(workers: Workers, method: str, shards: list[Any], config: RunConfig, **options: Any) -> list[Arrays]:

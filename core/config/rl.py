@@ -38,6 +38,12 @@ class SequencePackingConfig:
     microbatch_order: Literal["packer", "largest_first"] = "packer"
     """Order of a worker's rows: by first sequence, or most tokens first."""
 
+    row_width: Literal["own", "longest", "budget"] = "own"
+    """
+    Positions that rows are padded to: none beyond their sequences (`own`), those of the `longest`
+    row of the update, or the whole `budget`, so that all rows of a run have one shape.
+    """
+
 
 @attrs.frozen(kw_only=True)
 class DynamicBatchingConfig:

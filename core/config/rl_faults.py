@@ -8,7 +8,7 @@ from types import MappingProxyType
 import attrs
 
 from packplan.core.config.keys import key_faults, key_of
-from packplan.core.config.rl import GrpoConfig, PolicyConfig
+from packplan.core.config.rl import GrpoConfig, PolicyConfig, SequencePackingConfig
 from packplan.core.config.run import RunConfig, TemplateConfig
 from packplan.core.errors import Fault
 
@@ -42,6 +42,7 @@ def rl_faults(config: RunConfig) -> Iterator[Fault]:
     if not any(key_faults(policy)):
         yield from _policy_faults(policy)
         yield from _budget_faults(config)
+        yield from _row_faults(policy.sequence_packing)
 
 
 _READ_BY: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -141,6 +142,21 @@ def _budget_faults(config: RunConfig) -> Iterator[Fault]:
                     f"sequence_length_round): raise it, or lower template.max_length"
                 )
                 yield Fault(f"policy.{name}.{key}", reason)
+
+
+def _row_faults(packing: SequencePackingConfig) -> Iterator[Fault]:
+    """Yield budgets that rows of whole sequences cannot be as wide as, if they have to."""
+    multiple = packing.sequence_length_round
+    for name, budget in (
+        ("train_mb_tokens", packing.train_mb_tokens),
+        ("logprob_mb_tokens", packing.logprob_mb_tokens),
+    ):
+        if packing.enabled and packing.row_width == "budget" and budget is not None and budget % multiple:
+            reason = (
+                f"is {budget:,}, but rows of that width (row_width: budget) have to be a multiple of {multiple:,} "
+                f"(sequence_length_round): set it to {-(-budget // multiple) * multiple:,}"
+            )
+            yield Fault(f"policy.sequence_packing.{name}", reason)
 
 
 def _policy_faults(policy: PolicyConfig) -> Iterator[Fault]:

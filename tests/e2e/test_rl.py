@@ -27,6 +27,7 @@ PACKED = {
 
 MODES = {
     "packed": PACKED,
+    "rows of the budget": {"sequence_packing": {**PACKED["sequence_packing"], "row_width": "budget"}},
     "dynamic": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 128, "sequence_length_round": 8}},
     "plain": {"train_micro_batch_size": 3},
 }
@@ -280,6 +281,20 @@ def test_a_step_of_several_updates_says_what_all_of_them_did(write_rl, tmp_path,
     assert trained["loss/ratio_min"].min() == entry["loss/ratio_min"] < 0.99
     assert trained["loss/ratio_max"].max() == entry["loss/ratio_max"] > 1.01
     assert trained["loss/ratio"].mean() == pytest.approx(entry["loss/ratio"])
+
+
+def test_dynamic_batching_that_computes_more_than_padding_warns(write_rl, capsys):
+    """Once in a run, with both numbers of positions, and the key that widths are rounded by."""
+    from packplan.app.rl import __main__ as rl
+
+    policy = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 4096, "sequence_length_round": 64}}
+    assert 0 == rl.main([str(write_rl(policy=policy, grpo={"num_steps": 2, "max_new_tokens": 4}))])
+
+    key = r"policy.dynamic_batching.sequence_length_round \(64\)"
+    says = rf"dynamic batching computes ([\d,]+) positions, .* longest ([\d,]+): lower {key}"
+    said = re.findall(says, " ".join(capsys.readouterr().err.split()))
+    ((computed, padded),) = said
+    assert int(computed.replace(",", "")) > int(padded.replace(",", ""))
 
 
 OWN_LOSSES = """

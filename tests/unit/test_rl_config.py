@@ -14,7 +14,8 @@ DYNAMIC = {"dynamic_batching": {"enabled": True}}
     "policy",
     [{}, PACKING, DYNAMIC, {**DYNAMIC, "sequence_packing": {"enabled": False}},
      {"sequence_packing": {"enabled": True, "sequence_length_round": 16}, "context_parallel_size": 2},
-     {"sequence_packing": {"enabled": True, "sequence_length_round": 3}}],
+     {"sequence_packing": {"enabled": True, "sequence_length_round": 3}},
+     {"sequence_packing": {"enabled": True, "sequence_length_round": 16, "row_width": "budget"}}],
 )  # fmt: skip
 def test_each_mode_is_accepted(policy):
     """
@@ -38,6 +39,9 @@ def test_each_mode_is_accepted(policy):
          "policy.sequence_packing.train_mb_tokens", "is 79, but a sequence may take 80"),
         ({"policy.dynamic_batching": {"enabled": True, "logprob_mb_tokens": 127}},
          "policy.dynamic_batching.logprob_mb_tokens", "is 127, but a sequence may take 128"),
+        ({"policy.sequence_packing": {"enabled": True, "sequence_length_round": 8, "row_width": "budget",
+                                      "logprob_mb_tokens": 1001}},
+         "policy.sequence_packing.logprob_mb_tokens", "a multiple of 8 (sequence_length_round): set it to 1,008"),
         ({"policy.sequence_packing": {"enabled": True, "sequence_length_round": 20}, "policy.context_parallel_size": 4},
          "policy.sequence_packing.sequence_length_round", "a multiple of 8 (2 * context_parallel_size): set it to 24"),
         ({"policy.sequence_packing": {"enabled": True, "sequence_length_round": 4}, "policy.context_parallel_size": 2,
