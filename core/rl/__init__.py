@@ -1,9 +1,11 @@
-"""Rewards of answers, and advantages within the answers to one prompt."""
+"""Answers, the draws that they follow from, their rewards, and advantages among those to a prompt."""
 
 from __future__ import annotations
 
 from packplan.core.rl.advantages import group_advantages
+from packplan.core.rl.completions import Completion
+from packplan.core.rl.draws import draw_keys
 from packplan.core.rl.rewards import REWARDS, Reward
-from packplan.core.rl.sampling import Sampling
+from packplan.core.rl.sampling import Sampling, deal_prompts
 
-__all__ = ["REWARDS", "Reward", "Sampling", "group_advantages"]
+__all__ = ["REWARDS", "Completion", "Reward", "Sampling", "deal_prompts", "draw_keys", "group_advantages"]
