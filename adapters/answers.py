@@ -173,6 +173,13 @@ def _signed(number: int) -> int:
     return number - (1 << 64)
 
 
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Return the token ids that end an answer; the tokenizer's own is the first."""
+    others = model.generation_config.eos_token_id
+    listed = others if isinstance(others, list) else [others]
+    return [*dict.fromkeys(end for end in (tokenizer.eos_token_id, *listed) if end is not None)]
+
+
 def score(reward: Reward, completion: str, answer: str, *, record: str, key: str) -> float:
     """
     Score an answer to a prompt.
@@ -188,9 +195,11 @@ def score(reward: Reward, completion: str, answer: str, *, record: str, key: str
         ConfigError: The reward function fails, or returns no finite number.
     """
     try:
-        found = float(reward(completion, answer))
+        given = reward(completion, answer)
+        # float reads text too, while a reward that returns text is most often a mistake.
+        found = math.nan if isinstance(given, str) else float(given)
     except Exception as error:  # of the user's own function
         raise ConfigError.at(key, f"fails on an answer to {record}: {type(error).__name__}: {error}") from error
     if not math.isfinite(found):
-        raise ConfigError.at(key, f"gives {found} for an answer to {record}, and no finite number")
+        raise ConfigError.at(key, f"gives {given!r:.80} for an answer to {record}, and no finite number")
     return found

@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from packplan.adapters.answers import generate
+from packplan.adapters.answers import end_tokens, generate
 from packplan.adapters.microbatches import BatchedData
-from packplan.core.ports import Arrays
+from packplan.core.errors import ConfigError
+from packplan.core.ports import Arrays, Engine
 from packplan.core.rl import Completion, draw_keys
+
+_COMPARED = 8
+"""Prompts whose first token is compared with an engine's."""
+
+_NEAR = 0.25
+"""Standard deviations of a position's logits within which two of them count as equal."""
 
 Generations = list[list[Completion]]
 """Answers to each of several prompts."""
-
-
-def end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Return the token ids that end an answer; the tokenizer's own is the first."""
-    others = model.generation_config.eos_token_id
-    listed = others if isinstance(others, list) else [others]
-    return [*dict.fromkeys(end for end in (tokenizer.eos_token_id, *listed) if end is not None)]
 
 
 def keys_of(prompts: BatchedData, *, seed: int, step: int, num: int, max_new_tokens: int) -> np.ndarray:
@@ -84,6 +84,59 @@ def answer(
     completions = [Completion(tokens[:length], logs[:length], version) for tokens, logs, length in found]
     num = len(completions) // len(prompts)
     return [completions[first : first + num] for first in range(0, len(completions), num)]
+
+
+def ask(
+    engine: Engine, prompts: BatchedData, keys: np.ndarray, *, temperature: float, max_new_tokens: int
+) -> Generations:
+    """
+    Have an engine answer prompts; see `answer`.
+
+    Args:
+        engine: Engine that has the policy's weights.
+        prompts: Prompts with `input_ids`, padded on the right.
+        keys: Key of each token; an engine gets that of each first token.
+        temperature: Temperature of sampling.
+        max_new_tokens: Most tokens of an answer.
+    """
+    num = len(keys) // len(prompts)
+    asked = [prompt for prompt in token_lists(prompts) for _ in range(num)]
+    found = engine.complete(asked, keys[:, 0].tolist(), temperature=temperature, max_new_tokens=max_new_tokens)
+    return [found[first : first + num] for first in range(0, len(found), num)]
+
+
+def require_same_weights(engine: Engine, model: Any, prompts: BatchedData) -> None:
+    """
+    Compare the engine's most likely first token of some prompts with the policy's.
+
+    A token is taken for the policy's if its logit is near the greatest, since engines round in
+    another way. Tokens that are lost in text are not compared.
+
+    Args:
+        engine: Engine that should have the policy's weights.
+        model: The policy.
+        prompts: Prompts with `input_ids`; the first few are read.
+
+    Raises:
+        ConfigError: A token is not the policy's.
+    """
+    asked = token_lists(prompts)[:_COMPARED]
+    found = engine.complete(asked, [0] * len(asked), temperature=0.0, max_new_tokens=1)
+    for prompt, completion in zip(asked, found, strict=True):
+        logits = model(input_ids=torch.tensor([prompt], device=model.device), use_cache=False).logits[0, -1].double()
+        below = float((logits.max() - logits[int(completion.tokens[0])]) / logits.std())
+        if completion.is_exact and below > _NEAR:
+            reason = (
+                f"answers with other weights than the policy's: the logit of its most likely token is {below:.2f} "
+                f"standard deviations below the policy's greatest, {_NEAR} allowed"
+            )
+            raise ConfigError.at("grpo.engine_command", reason)
+
+
+def token_lists(prompts: BatchedData) -> list[list[int]]:
+    """Return the token ids of each prompt, without padding."""
+    ids = prompts.tensor("input_ids").tolist()
+    return [row[:length] for row, length in zip(ids, prompts.lengths.tolist(), strict=True)]
 
 
 def as_arrays(generations: Sequence[Sequence[Completion]], *, width: int, padding: int) -> Arrays:

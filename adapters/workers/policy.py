@@ -21,17 +21,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import GenerationConfig
 
-from packplan.adapters.answers import score
+from packplan.adapters.answers import end_tokens, score
 from packplan.adapters.context_parallel import context_parallel, gather_row
 from packplan.adapters.files import saving
 from packplan.adapters.microbatches import WEIGHTS, Microbatch, ShardedData
 from packplan.adapters.models import is_ruined, mean_size
 from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss, combined, token_log_probabilities
-from packplan.adapters.workers.generation import Generations, answer, as_arrays, keys_of
+from packplan.adapters.workers.generation import Generations, answer, as_arrays, ask, keys_of, require_same_weights
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import RunError
-from packplan.core.ports import Arrays, RankGroup
+from packplan.core.ports import Arrays, Engine, RankGroup
 from packplan.core.rl import Reward
 
 
@@ -70,9 +71,11 @@ class PolicyWorker:
         loss: FusedLoss | PackedLoss | PaddedLoss,
         group: RankGroup,
         settings: PolicySettings,
+        engine: Engine | None = None,
     ) -> None:
         self._model, self._reference, self._tokenizer = model.eval(), reference, tokenizer
         self._reward, self._loss, self._settings = reward, loss, settings
+        self._engine, self._is_engine_compared = engine, True
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay
@@ -109,9 +112,19 @@ class PolicyWorker:
                 microbatch.data, seed=seed, step=step, num=settings.num_generations,
                 max_new_tokens=settings.max_new_tokens,
             )  # fmt: skip
-            generations += answer(
-                self._model, microbatch.data, keys, temperature=settings.temperature, tokenizer=tokenizer, version=step
-            )
+            if self._engine is None:
+                generations += answer(
+                    self._model, microbatch.data, keys, temperature=settings.temperature, tokenizer=tokenizer,
+                    version=step,
+                )  # fmt: skip
+                continue
+            if not self._is_engine_compared:
+                require_same_weights(self._engine, self._model, microbatch.data)
+                self._is_engine_compared = True
+            generations += ask(
+                self._engine, microbatch.data, keys, temperature=settings.temperature,
+                max_new_tokens=settings.max_new_tokens,
+            )  # fmt: skip
         rewards = [
             [
                 score(
@@ -222,6 +235,32 @@ class PolicyWorker:
                 self._model.save_pretrained(folder)
                 self._tokenizer.save_pretrained(folder)
         return {}
+
+    def update_engine(self, folder: str, *, version: int) -> Arrays:
+        """
+        Write the policy to a folder, and have the engine answer with it.
+
+        Args:
+            folder: Folder that the engine reads.
+            version: Number of steps that the policy has been trained for.
+        """
+        if self._engine is not None:
+            self.save(folder)
+            if self._rank == 0:
+                # Engines read their defaults here, and filter draws unless told otherwise.
+                ends = end_tokens(self._model, self._tokenizer)
+                sampling = {"do_sample": True, "temperature": self._settings.temperature, "top_k": 0, "top_p": 1.0}
+                GenerationConfig(
+                    **sampling, eos_token_id=ends, pad_token_id=self._tokenizer.pad_token_id
+                ).save_pretrained(folder)
+            self._engine.update(version, folder)
+            self._is_engine_compared = False
+        return {}
+
+    def close(self) -> None:
+        """End the engine."""
+        if self._engine is not None:
+            self._engine.close()
 
     def _share_layout(self, layout: PackedLayout) -> PackedLayout:
         return attrs.evolve(layout, cp_size=self._settings.context_parallel_size)

@@ -26,7 +26,7 @@ from packplan.adapters.sequence_loss import normalisers
 from packplan.app.wiring.stores import open_policy_folder
 from packplan.app.wiring.works import trained_work
 from packplan.core.config import RunConfig
-from packplan.core.errors import RecordError, counted
+from packplan.core.errors import ConfigError, RecordError, counted
 from packplan.core.ports import Arrays, Workers
 from packplan.core.rl import deal_prompts, group_advantages
 from packplan.core.shard import Sharding, batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
@@ -70,6 +70,10 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
     history = []
     started = time.perf_counter()
     for step, drawn in zip(range(config.grpo.num_steps), _drawn(config, len(prompts)), strict=False):
+        if config.grpo.engine_command and (not history or not step % (1 + config.grpo.max_staleness)):
+            run_on_all(workers, "update_engine", [str(folder.engine(step))] * shards, config, version=step)
+            if is_first:
+                folder.remove_engines(but=step)
         asked = _asked(samples, prompts, drawn)
         history.append({"step": step + 1, **_step(config, workers, asked, work, shards=shards, step=step)})
         if is_first:
@@ -80,6 +84,7 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
             run_on_all(workers, "save", [str(folder.policy(step + 1))] * shards, config)
     run_on_all(workers, "save", [str(folder.policy())] * shards, config)
     if is_first:
+        folder.remove_engines()
         log.info("the policy is in %s, what was logged in %s", folder.policy(), folder.log)
     return history
 
@@ -277,6 +282,9 @@ def _roll_out(
         {name: _padded(lists) for name, lists in rows.items()}, lengths=[len(row) for row in rows["input_ids"]]
     )
     lag = step - found["versions"]
+    if lag.max() > config.grpo.max_staleness:
+        reason = f"is {config.grpo.max_staleness}, but the engine's weights are {lag.max()} steps old"
+        raise ConfigError.at("grpo.max_staleness", reason)
     figures = {"stale_answers": int((lag > 0).sum()), "lag_max": int(lag.max()),
                "reencoded_answers": int((~found["exact"]).sum())}  # fmt: skip
     return batch, found["rewards"].ravel(), figures
