@@ -149,8 +149,8 @@ class ServerEngine:
             raise ConfigError.at(KEY, reason)
         tokens = self._tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
         num = usage["completion_tokens"]
-        # The text lacks the token that ends it. An answer of the greatest length may have one too.
-        if choice["finish_reason"] == "stop" or num == len(tokens) + 1:
+        # The text lacks the token that ends it.
+        if choice["finish_reason"] == "stop":
             tokens = [*tokens, self._tokenizer.eos_token_id]
         logs = (choice.get("logprobs") or {}).get("token_logprobs")
         is_exact = len(tokens) == num

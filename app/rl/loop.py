@@ -70,12 +70,15 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
     history = []
     started = time.perf_counter()
     for step, drawn in zip(range(config.grpo.num_steps), _drawn(config, len(prompts)), strict=False):
+        figures: dict[str, Any] = {"step": step + 1}
         if config.grpo.engine_command and (not history or not step % (1 + config.grpo.max_staleness)):
+            begun = time.perf_counter()
             run_on_all(workers, "update_engine", [str(folder.engine(step))] * shards, config, version=step)
             if is_first:
                 folder.remove_engines(but=step)
+            figures["engine_s"] = time.perf_counter() - begun
         asked = _asked(samples, prompts, drawn)
-        history.append({"step": step + 1, **_step(config, workers, asked, work, shards=shards, step=step)})
+        history.append({**figures, **_step(config, workers, asked, work, shards=shards, step=step)})
         if is_first:
             left_s = (time.perf_counter() - started) / (step + 1) * (config.grpo.num_steps - step - 1)
             folder.append(_finite(history[-1]))
