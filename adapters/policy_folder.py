@@ -11,7 +11,7 @@ from typing import Any
 from packplan.adapters.files import writing
 from packplan.core.errors import ConfigError
 
-_LOG, _POLICY = "rl.jsonl", "policy"
+_LOG, _POLICY, _ENGINE = "rl.jsonl", "policy", "engine"
 
 
 class PolicyFolder:
@@ -29,6 +29,16 @@ class PolicyFolder:
         """Return the folder of the policy after *step* steps; None for the final policy."""
         return self._folder / (_POLICY if step is None else f"{_POLICY}-{step}")
 
+    def engine(self, version: int) -> Path:
+        """Return the folder of the weights that an engine gets after *version* steps."""
+        return self._folder / f"{_ENGINE}-{version}"
+
+    def remove_engines(self, *, but: int | None = None) -> None:
+        """Delete the folders of engines, but that of one version."""
+        for folder in self._folder.glob(f"{_ENGINE}-*"):
+            if but is None or folder != self.engine(but):
+                shutil.rmtree(folder, ignore_errors=True)
+
     def make_room(self, *, overwrite: bool) -> None:
         """
         Make the folder, without files of an earlier run.
@@ -38,7 +48,7 @@ class PolicyFolder:
             OutputError: It cannot be written.
         """
         folder = self._folder
-        left = sorted(path for path in folder.glob("*") if path.name == _LOG or path.name.partition("-")[0] == _POLICY)
+        left = sorted(path for path in folder.glob("*") if path.name == _LOG or path.name.partition("-")[0] in {_POLICY, _ENGINE})
         if left and not overwrite:
             names = ", ".join(path.name for path in left)
             reason = (

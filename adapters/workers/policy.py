@@ -21,16 +21,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import GenerationConfig
 
-from packplan.adapters.answers import generate, score
+from packplan.adapters.answers import end_tokens, score
 from packplan.adapters.context_parallel import context_parallel, gather_row
 from packplan.adapters.files import saving
 from packplan.adapters.microbatches import WEIGHTS, Microbatch, ShardedData
 from packplan.adapters.models import is_ruined, mean_size
 from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss, combined, token_log_probabilities
+from packplan.adapters.workers.generation import Generations, answer, as_arrays, ask, keys_of, require_same_weights
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import RunError
-from packplan.core.ports import Arrays, RankGroup
+from packplan.core.ports import Arrays, Engine, RankGroup
 from packplan.core.rl import Reward
 
 
@@ -69,9 +71,11 @@ class PolicyWorker:
         loss: FusedLoss | PackedLoss | PaddedLoss,
         group: RankGroup,
         settings: PolicySettings,
+        engine: Engine | None = None,
     ) -> None:
         self._model, self._reference, self._tokenizer = model.eval(), reference, tokenizer
         self._reward, self._loss, self._settings = reward, loss, settings
+        self._engine, self._is_engine_compared = engine, True
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay
@@ -88,36 +92,53 @@ class PolicyWorker:
             self._group = groups[group.rank // size]
 
     @torch.no_grad()
-    def generate(self, shard: ShardedData, *, seed: Sequence[int]) -> Arrays:
+    def generate(self, shard: ShardedData, *, seed: int, step: int) -> Arrays:
         """
         Generate answers to prompts, and score them.
 
         Args:
             shard: Padded prompts with `input_ids`, the `answers` of their records, and `records`,
-                the places of the records.
-            seed: Seed of this step; workers with different shards draw differently.
+                the places of the records; `prompts` and `repeats` are the keys of their draws.
+            seed: Seed of the run.
+            step: Steps that the policy has been trained for.
 
         Returns:
-            `completions` (slots, answers, tokens) of int64, `completion_lengths` and `rewards`
-            (slots, answers).
+            The answers as in `generation.as_arrays`, and `rewards` (slots, answers).
         """
-        settings = self._settings
-        with torch.random.fork_rng(devices=[self._model.device] if self._model.device.type == "cuda" else []):
-            own = np.random.SeedSequence([*seed, self._rank // settings.context_parallel_size])
-            torch.manual_seed(int(own.generate_state(1)[0]))
-            answers = torch.cat([self._generate_answers(microbatch) for microbatch in shard])
-        # An answer ends with the end token, or at the limit.
-        ends = answers == self._tokenizer.eos_token_id
-        lengths = torch.where(ends.any(-1), ends.int().argmax(-1) + 1, answers.shape[-1])
-        rewards = np.zeros(lengths.shape)
-        for slot, (own_answer, record) in enumerate(zip(shard.data["answers"], shard.data["records"], strict=True)):
-            for number in range(settings.num_generations):
-                tokens = answers[slot, number, : lengths[slot, number]]
-                text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-                rewards[slot, number] = score(
-                    self._reward, text, str(own_answer), record=str(record), key="grpo.reward"
+        settings, tokenizer = self._settings, self._tokenizer
+        generations: Generations = []
+        for microbatch in shard:
+            keys = keys_of(
+                microbatch.data, seed=seed, step=step, num=settings.num_generations,
+                max_new_tokens=settings.max_new_tokens,
+            )  # fmt: skip
+            if self._engine is None:
+                generations += answer(
+                    self._model, microbatch.data, keys, temperature=settings.temperature, tokenizer=tokenizer,
+                    version=step,
+                )  # fmt: skip
+                continue
+            if not self._is_engine_compared:
+                require_same_weights(self._engine, self._model, microbatch.data)
+                self._is_engine_compared = True
+            generations += ask(
+                self._engine, microbatch.data, keys, temperature=settings.temperature,
+                max_new_tokens=settings.max_new_tokens,
+            )  # fmt: skip
+        rewards = [
+            [
+                score(
+                    self._reward, tokenizer.decode(one.tokens, skip_special_tokens=True), str(own_answer),
+                    record=str(record), key="grpo.reward",
                 )
-        return {"completions": answers.numpy(), "completion_lengths": lengths.numpy(), "rewards": rewards}
+                for one in answers
+            ]
+            for answers, own_answer, record in zip(
+                generations, shard.data["answers"], shard.data["records"], strict=True
+            )
+        ]  # fmt: skip
+        arrays = as_arrays(generations, width=settings.max_new_tokens, padding=tokenizer.pad_token_id)
+        return {**arrays, "rewards": np.array(rewards)}
 
     @torch.no_grad()
     def log_probabilities(self, shard: ShardedData, *, of_reference: bool = False) -> Arrays:
@@ -215,29 +236,31 @@ class PolicyWorker:
                 self._tokenizer.save_pretrained(folder)
         return {}
 
-    def _generate_answers(self, microbatch: Microbatch) -> Tensor:
+    def update_engine(self, folder: str, *, version: int) -> Arrays:
         """
-        Generate answers to prompts; shape (prompts, answers, max_new_tokens).
+        Write the policy to a folder, and have the engine answer with it.
 
-        Answers are padded behind their end.
+        Args:
+            folder: Folder that the engine reads.
+            version: Number of steps that the policy has been trained for.
         """
-        settings, data = self._settings, microbatch.data
-        # Answers begin where prompts end, so prompts are padded on the left.
-        shift = (torch.arange(data.width) - (data.width - data.lengths)[:, None]) % data.width
-        ids = data.tensor("input_ids").gather(1, shift)
-        mask = torch.arange(data.width) >= (data.width - data.lengths)[:, None]
-        answers = generate(
-            self._model,
-            {"input_ids": ids, "attention_mask": mask.long()},
-            num=settings.num_generations,
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            padding=self._tokenizer.pad_token_id,
-        ).cpu()
-        answers = torch.nn.functional.pad(
-            answers, (0, settings.max_new_tokens - answers.shape[1]), value=self._tokenizer.pad_token_id
-        )
-        return answers.view(len(data), settings.num_generations, settings.max_new_tokens)
+        if self._engine is not None:
+            self.save(folder)
+            if self._rank == 0:
+                # Engines read their defaults here, and filter draws unless told otherwise.
+                ends = end_tokens(self._model, self._tokenizer)
+                sampling = {"do_sample": True, "temperature": self._settings.temperature, "top_k": 0, "top_p": 1.0}
+                GenerationConfig(
+                    **sampling, eos_token_id=ends, pad_token_id=self._tokenizer.pad_token_id
+                ).save_pretrained(folder)
+            self._engine.update(version, folder)
+            self._is_engine_compared = False
+        return {}
+
+    def close(self) -> None:
+        """End the engine."""
+        if self._engine is not None:
+            self._engine.close()
 
     def _share_layout(self, layout: PackedLayout) -> PackedLayout:
         return attrs.evolve(layout, cp_size=self._settings.context_parallel_size)

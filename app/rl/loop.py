@@ -26,9 +26,9 @@ from packplan.adapters.sequence_loss import normalisers
 from packplan.app.wiring.stores import open_policy_folder
 from packplan.app.wiring.works import trained_work
 from packplan.core.config import RunConfig
-from packplan.core.errors import RecordError, counted
+from packplan.core.errors import ConfigError, RecordError, counted
 from packplan.core.ports import Arrays, Workers
-from packplan.core.rl import group_advantages
+from packplan.core.rl import deal_prompts, group_advantages
 from packplan.core.shard import Sharding, batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
 from packplan.core.shuffling import shuffled
 from packplan.core.work import WorkModel
@@ -71,8 +71,15 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
     warned = not config.policy.dynamic_batching.enabled
     started = time.perf_counter()
     for step, drawn in zip(range(config.grpo.num_steps), _drawn(config, len(prompts)), strict=False):
+        figures: dict[str, Any] = {"step": step + 1}
+        if config.grpo.engine_command and (not history or not step % (1 + config.grpo.max_staleness)):
+            begun = time.perf_counter()
+            run_on_all(workers, "update_engine", [str(folder.engine(step))] * shards, config, version=step)
+            if is_first:
+                folder.remove_engines(but=step)
+            figures["engine_s"] = time.perf_counter() - begun
         asked = _asked(samples, prompts, drawn)
-        history.append({"step": step + 1, **_step(config, workers, asked, work, shards=shards, step=step)})
+        history.append({**figures, **_step(config, workers, asked, work, shards=shards, step=step)})
         if is_first:
             left_s = (time.perf_counter() - started) / (step + 1) * (config.grpo.num_steps - step - 1)
             folder.append(_finite(history[-1]))
@@ -82,6 +89,7 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
             run_on_all(workers, "save", [str(folder.policy(step + 1))] * shards, config)
     run_on_all(workers, "save", [str(folder.policy())] * shards, config)
     if is_first:
+        folder.remove_engines()
         log.info("the policy is in %s, what was logged in %s", folder.policy(), folder.log)
     return history
 
@@ -173,12 +181,14 @@ def _step(
 ) -> dict[str, Any]:
     """Answer prompts, learn from the answers, and return the step's figures."""
     started = time.perf_counter()
-    batch, rewards = _roll_out(config, workers, asked, shards=shards, step=step)
+    batch, rewards, figures = _roll_out(config, workers, asked, shards=shards, step=step)
     answered = time.perf_counter()
     lengths = batch.lengths.numpy()
     batch_size = config.policy.train_global_batch_size or len(batch)
     logprob = cut(config, lengths, work=work, shards=shards, training=False)
-    fields = {"old_log_probabilities": _log_probabilities(config, workers, batch, logprob)}
+    old, drawn = _log_probabilities(config, workers, batch, logprob), batch.tensor("engine_log_probabilities")
+    # An engine that gives none is taken to have drawn from the policy's.
+    fields = {"old_log_probabilities": old, "engine_log_probabilities": torch.where(drawn.isnan(), old, drawn)}
     if config.grpo.kl_coefficient:
         fields["reference_log_probabilities"] = _log_probabilities(config, workers, batch, logprob, of_reference=True)
     size, scale = config.grpo.num_generations_per_prompt, config.grpo.scale_rewards
@@ -199,6 +209,7 @@ def _step(
         "reward": float(rewards.mean()),
         "reward_deviation": float(rewards.std()),
         "answer_tokens": float(batch.tensor("token_mask").sum() / len(batch)),
+        **figures,
         **{name: _OVER_CHUNKS.get(name[-4:], fmean)(values.tolist()) for name, values in trained.items()},
         "train": _figures(sharding),
         "logprob": _figures(logprob),
@@ -249,6 +260,9 @@ def _asked(samples: SwiftEncoder, prompts: Sequence[Sequence[int]], drawn: NDArr
             "input_ids": _padded([prompts[index] for index in indices]),
             "answers": [samples.answer(index) for index in indices],
             "records": [str(samples.records.where(index)) for index in indices],
+            "prompts": torch.tensor(indices),
+            # An epoch may end within a step, and a prompt come twice.
+            "repeats": torch.tensor([indices[:place].count(index) for place, index in enumerate(indices)]),
         },
         lengths=[len(prompts[index]) for index in indices],
     )
@@ -256,32 +270,43 @@ def _asked(samples: SwiftEncoder, prompts: Sequence[Sequence[int]], drawn: NDArr
 
 def _roll_out(
     config: RunConfig, workers: Workers, asked: BatchedData, *, shards: int, step: int
-) -> tuple[BatchedData, NDArray[np.float64]]:
+) -> tuple[BatchedData, NDArray[np.float64], dict[str, Any]]:
     """
-    Answer prompts on the workers; return prompts with answers, and their rewards.
+    Answer prompts on the workers; return prompts with answers, their rewards, and figures to log.
 
     The answers to one prompt are next to each other; `token_mask` is 1 on an answer. Rewards have
     the shape (num_answers,).
     """
+    # Records' own answers foretell the length of others; a token has about four characters.
+    expected = asked.lengths.numpy() + [len(str(answer)) // 4 for answer in asked["answers"]]
+    dealt = deal_prompts(expected, shards=shards)
+    asked_in_turn = asked.select(torch.from_numpy(dealt))
     sharding = shard_plain(
-        asked.lengths.numpy(), shards=shards, batch_size=len(asked),
+        asked_in_turn.lengths.numpy(), shards=shards, batch_size=len(asked),
         micro_batch_size=config.policy.generation_batch_size, allow_uneven=True,
     )  # fmt: skip
-    results = run_on_all(workers, "generate", asked.shard(sharding), config, seed=[config.training.seed, step])
-    said, ends, rewards = (
-        np.concatenate([result[name] for result in results])[sharding.restore]
-        for name in ("completions", "completion_lengths", "rewards")
+    results = run_on_all(
+        workers, "generate", asked_in_turn.shard(sharding), config, seed=config.training.seed, step=step
     )
-    ids, masks = [], []
-    for place, length in enumerate(asked.lengths.tolist()):
-        prompt = asked.tensor("input_ids")[place, :length].tolist()
-        for answer, end in zip(said[place], ends[place].tolist(), strict=True):
-            ids.append(prompt + answer[:end].tolist())
-            masks.append([0.0] * length + [1.0] * end)
+    back = sharding.restore[dealt.argsort()]
+    found = {name: np.concatenate([result[name] for result in results])[back] for name in results[0]}
+    rows: dict[str, list[list[float]]] = {"input_ids": [], "token_mask": [], "engine_log_probabilities": []}
+    for place, number in np.ndindex(found["completion_lengths"].shape):
+        length, end = int(asked.lengths[place]), int(found["completion_lengths"][place, number])
+        said, logs = (found[name][place, number, :end] for name in ("completions", "engine_log_probabilities"))
+        rows["input_ids"].append(asked.tensor("input_ids")[place, :length].tolist() + said.tolist())
+        rows["token_mask"].append([0.0] * length + [1.0] * end)
+        rows["engine_log_probabilities"].append([0.0] * length + logs.tolist())
     batch = BatchedData.from_fields(
-        {"input_ids": _padded(ids), "token_mask": _padded(masks)}, lengths=[len(row) for row in ids]
+        {name: _padded(lists) for name, lists in rows.items()}, lengths=[len(row) for row in rows["input_ids"]]
     )
-    return batch, rewards.ravel()
+    lag = step - found["versions"]
+    if lag.max() > config.grpo.max_staleness:
+        reason = f"is {config.grpo.max_staleness}, but the engine's weights are {lag.max()} steps old"
+        raise ConfigError.at("grpo.max_staleness", reason)
+    figures = {"stale_answers": int((lag > 0).sum()), "lag_max": int(lag.max()),
+               "reencoded_answers": int((~found["exact"]).sum())}  # fmt: skip
+    return batch, found["rewards"].ravel(), figures
 
 
 def _padded(rows: Sequence[Sequence[float]]) -> torch.Tensor:

@@ -107,6 +107,18 @@ class GrpoConfig:
     temperature: float = key(1.0, check=above_0)
     """Sampling temperature; above 0."""
 
+    engine_command: str | None = None
+    """
+    Command of a server of the OpenAI kind that answers prompts, `{folder}` and `{port}` in it:
+    `transformers serve {folder} --port {port}`. Unset, the policy answers.
+    """
+
+    max_staleness: int = key(0, check=at_least(0))
+    """
+    Steps by which the weights of an answer may be older than the policy: the engine gets new ones
+    before they are.
+    """
+
     reward: str = "word_overlap"
     """Score of an answer against the record's: one of `core.rl.REWARDS`, or `module:function`."""
 

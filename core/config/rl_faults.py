@@ -38,11 +38,28 @@ def rl_faults(config: RunConfig) -> Iterator[Fault]:
     if ":" in grpo.loss and policy.context_parallel_size > 1:
         yield Fault("grpo.loss", "is of your own, which needs whole sequences: set policy.context_parallel_size: 1")
     yield from _unread_keys(grpo)
+    yield from _engine_faults(config)
     yield from _loss_faults(config)
     if not any(key_faults(policy)):
         yield from _policy_faults(policy)
         yield from _budget_faults(config)
         yield from _row_faults(policy.sequence_packing)
+
+
+def _engine_faults(config: RunConfig) -> Iterator[Fault]:
+    """Yield faults of an engine other than the policy."""
+    command = config.grpo.engine_command
+    if command is None:
+        if config.grpo.max_staleness:
+            reason = "changes nothing while the policy answers itself: set grpo.engine_command, or remove it"
+            yield Fault("grpo.max_staleness", reason)
+        return
+    for name in ("{folder}", "{port}"):
+        if name not in command:
+            yield Fault("grpo.engine_command", f"is {command}, without {name}: put it where the server reads it")
+    if config.training.tuner_type != "full":
+        reason = f"is {config.training.tuner_type}, but an engine gets whole models: set it to full, or remove "
+        yield Fault("training.tuner_type", reason + "grpo.engine_command")
 
 
 _READ_BY: Mapping[str, frozenset[str]] = MappingProxyType(

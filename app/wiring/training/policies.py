@@ -18,6 +18,7 @@ from packplan.adapters.trainer.arguments import runs_on_cpu
 from packplan.adapters.trainer.model import open_model
 from packplan.adapters.workers.policy import PolicySettings, PolicyWorker
 from packplan.adapters.workers.ranks import RankWorkers
+from packplan.adapters.workers.server import ServerEngine
 from packplan.app.wiring.functions import named_function
 from packplan.app.wiring.stores import read_config
 from packplan.app.wiring.training.ranks import join_ranks, joined_ranks, require_same_weights
@@ -59,10 +60,12 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder, atte
     reference = None
     if grpo.kl_coefficient:
         reference = open_one().eval().requires_grad_(requires_grad=False)
+    tokenizer, command = samples.template.tokenizer, grpo.engine_command
     return PolicyWorker(
         model,
+        engine=None if command is None else ServerEngine(command, tokenizer=tokenizer, group=group),
         reference=reference,
-        tokenizer=samples.template.tokenizer,
+        tokenizer=tokenizer,
         reward=named_function(grpo.reward, REWARDS, key="grpo.reward"),
         loss=_open_loss(config),
         group=group,
@@ -131,4 +134,8 @@ def open_workers(
             ray.close()
         return
     with joined_ranks(config) as group:
-        yield RankWorkers(open_policy(config, group, samples, attention), group)
+        policy = open_policy(config, group, samples, attention)
+        try:
+            yield RankWorkers(policy, group)
+        finally:
+            policy.close()
