@@ -19,7 +19,6 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from packplan.adapters.answers import generate, score
@@ -28,6 +27,8 @@ from packplan.adapters.files import saving
 from packplan.adapters.microbatches import WEIGHTS, Microbatch, ShardedData
 from packplan.adapters.models import is_ruined, mean_size
 from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss, combined, token_log_probabilities
+from packplan.adapters.workers.checkpoints import is_whole, read_checkpoint, write_checkpoint
+from packplan.adapters.workers.sharding import RankGrid, clip_gradients, gathered_state, whole_weights
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import RunError
 from packplan.core.ports import Arrays, RankGroup
@@ -53,7 +54,10 @@ class PolicySettings:
     """Largest gradient norm; larger ones are scaled down, and 0 sets no limit."""
 
     context_parallel_size: int
-    """Number of neighbouring ranks that share each row, and hold the same shard."""
+    """Ranks that share each row."""
+
+    ranks_per_shard: int
+    """Neighbouring ranks that share the rows of a shard, or their layers."""
 
 
 class PolicyWorker:
@@ -68,6 +72,7 @@ class PolicyWorker:
         reward: Reward,
         loss: FusedLoss | PackedLoss | PaddedLoss,
         group: RankGroup,
+        grid: RankGrid,
         settings: PolicySettings,
     ) -> None:
         self._model, self._reference, self._tokenizer = model.eval(), reference, tokenizer
@@ -76,16 +81,9 @@ class PolicyWorker:
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay
         )
-        self._size_before = mean_size(self._parameters)
-        size = settings.context_parallel_size
-        self._ranks, self._rank, self._cp_rank = group, group.rank, group.rank % size
-        self._group: dist.ProcessGroup | None = None
-        if size > 1:
-            # Every rank has to take part in creating every group.
-            groups = [
-                dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)
-            ]
-            self._group = groups[group.rank // size]
+        self._ranks, self._rank, self._grid = group, group.rank, grid
+        self._cp_rank, self._group = grid.cp_rank, grid.context
+        self._size_before = self._mean_size()
 
     @torch.no_grad()
     def generate(self, shard: ShardedData, *, seed: Sequence[int]) -> Arrays:
@@ -103,9 +101,10 @@ class PolicyWorker:
         """
         settings = self._settings
         with torch.random.fork_rng(devices=[self._model.device] if self._model.device.type == "cuda" else []):
-            own = np.random.SeedSequence([*seed, self._rank // settings.context_parallel_size])
+            own = np.random.SeedSequence([*seed, self._rank // settings.ranks_per_shard])
             torch.manual_seed(int(own.generate_state(1)[0]))
-            answers = torch.cat([self._generate_answers(microbatch) for microbatch in shard])
+            with whole_weights(self._model):
+                answers = torch.cat([self._generate_answers(microbatch) for microbatch in shard])
         # An answer ends with the end token, or at the limit.
         ends = answers == self._tokenizer.eos_token_id
         lengths = torch.where(ends.any(-1), ends.int().argmax(-1) + 1, answers.shape[-1])
@@ -190,17 +189,17 @@ class PolicyWorker:
                 )
                 loss.backward()  # type: ignore[no-untyped-call]  # torch's own
                 parts.append({"loss": loss.detach(), **{f"loss/{name}": value for name, value in metrics.items()}})
-            self._sum_gradients()
+            self._grid.sum_gradients(self._model)
             row = self._over_workers(combined(parts))
-            row["grad_norm"] = float(
-                torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm or math.inf)
+            row["grad_norm"] = clip_gradients(
+                self._parameters, max_norm=self._settings.max_grad_norm, sharded=self._grid.is_sharded
             )
             for name in ("loss", "grad_norm"):
                 if not math.isfinite(row[name]):
                     raise RunError("not_finite", f"{name} is {row[name]}, so the policy was not updated and not saved")
             self._optimizer.step()
             # All workers hold the same weights, so all raise or none.
-            if is_ruined(size := mean_size(self._parameters), before=self._size_before):
+            if is_ruined(size := self._mean_size(), before=self._size_before):
                 what = f"the root mean square of the policy's weights ({self._size_before:.3g} before the first step)"
                 raise RunError("not_finite", f"{what} is {size}, so the policy was not saved")
             rows.append(row)
@@ -208,12 +207,38 @@ class PolicyWorker:
 
     def save(self, folder: str) -> Arrays:
         """Write the policy and its tokenizer to a folder, on the first worker alone."""
-        if self._rank == 0 and folder:
+        if not folder:
+            return {}
+        state = gathered_state(self._model, keep=self._rank == 0)
+        if self._rank == 0:
             with saving(Path(folder)):
                 Path(folder).mkdir(parents=True, exist_ok=True)
-                self._model.save_pretrained(folder)
+                self._model.save_pretrained(folder, state_dict=state)
                 self._tokenizer.save_pretrained(folder)
         return {}
+
+    def save_checkpoint(self, folder: str, *, facts: str) -> Arrays:
+        """
+        Write weights and optimizer states to a folder that appears once it is whole.
+
+        Args:
+            folder: The checkpoint, in a folder that all workers reach.
+            facts: What the checkpoint says about the run, as JSON.
+        """
+        write_checkpoint(Path(folder), self._model, self._optimizer, self._ranks, facts=json.loads(facts))
+        return {}
+
+    def verify_checkpoint(self, folder: str) -> Arrays:
+        """Return as `whole` whether a checkpoint's files are what was written, by their digests."""
+        return {"whole": np.array([is_whole(Path(folder), self._ranks)])}
+
+    def load_checkpoint(self, folder: str) -> Arrays:
+        """Load weights and optimizer states that any number of workers wrote."""
+        read_checkpoint(Path(folder), self._model, self._optimizer)
+        return {}
+
+    def _mean_size(self) -> float:
+        return mean_size(self._parameters, sharded=self._grid.is_sharded)
 
     def _generate_answers(self, microbatch: Microbatch) -> Tensor:
         """
@@ -260,13 +285,6 @@ class PolicyWorker:
             logits = model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits
         scaled: Tensor = logits.reshape(1, -1, logits.shape[-1]) / self._settings.temperature
         return scaled
-
-    def _sum_gradients(self) -> None:
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if dist.is_initialized():
-                dist.all_reduce(parameter.grad)
 
     def _over_workers(self, metrics: dict[str, Tensor]) -> dict[str, float]:
         """Return the combined metrics of all workers: minimum, maximum or sum, by their names."""

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from packplan.adapters.microbatches import BatchedData
 from packplan.adapters.sequence_loss import normalisers
+from packplan.adapters.workers.policy import PolicyWorker
 from packplan.adapters.workers.ranks import RankWorkers
 from packplan.app.rl import loop
 from packplan.app.wiring import training
@@ -74,9 +76,25 @@ def phases(path: str) -> dict:
         return {
             "old": old,
             "trained": {name: torch.tensor(np.array([one[name] for one in trained])) for name in trained[0]},
-            "gradients": {name: p.grad for name, p in worker._model.named_parameters()},
+            "gradients": {name: whole(p.grad) for name, p in worker._model.named_parameters()},
+            "bytes": torch.tensor(held_bytes(worker)),
             "share": sharding.positions.sum() / (len(LENGTHS) * max(LENGTHS)),
         }
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the parts of all ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def held_bytes(worker: PolicyWorker) -> list[int]:
+    """Return the bytes of parameters, gradients and optimizer states that this rank holds."""
+    weights = list(worker._model.parameters())
+    states = [state for one in worker._optimizer.state.values() for state in one.values()]
+    return [
+        sum((one.to_local() if isinstance(one, DTensor) else one).nbytes for one in kind)
+        for kind in (weights, [one.grad for one in weights], states)
+    ]
 
 
 def main(cases: dict[str, tuple[str, int]], out: str) -> None:
@@ -88,5 +106,5 @@ def main(cases: dict[str, tuple[str, int]], out: str) -> None:
         os.environ["MASTER_PORT"] = str(port)
         found = phases(path)
         if os.environ["RANK"] == "0":
-            kept = {key: value for key, value in found.items() if key in {"old", "trained", "gradients"}}
+            kept = {key: value for key, value in found.items() if key in {"old", "trained", "gradients", "bytes"}}
             torch.save(kept, Path(out) / f"{name}.pt")
