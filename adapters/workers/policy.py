@@ -290,4 +290,6 @@ class PolicyWorker:
         """Return the combined metrics of all workers: minimum, maximum or sum, by their names."""
         # By name, since workers may have other metrics, or in another order.
         gathered = self._ranks.gather(json.dumps({name: float(value) for name, value in metrics.items()}))
-        return {name: float(value) for name, value in combined([json.loads(one) for one in gathered]).items()}
+        # Those that share layers have the same ones.
+        found = [json.loads(one) for one in gathered[:: self._grid.tp_size]]
+        return {name: float(value) for name, value in combined(found).items()}

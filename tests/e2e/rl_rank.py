@@ -57,7 +57,7 @@ def phases(path: str) -> dict:
         samples = training.open_samples(config)["train"]
         worker = training.open_policy(config, group, samples, training.decide_attention(config, isolated=False))
         workers = RankWorkers(worker, group)
-        shards = group.world_size // config.policy.context_parallel_size
+        shards = group.world_size // config.policy.ranks_per_shard
         batch = rollouts(len(samples.template.tokenizer))
         lengths = batch.lengths.numpy()
         work, _ = trained_work(config)
