@@ -63,7 +63,9 @@ def write_checkpoint(
                 _state(model, optimizer), storage_writer=HuggingFaceStorageWriter(str(draft), save_distributed=True)
             )
         files = _share(sorted(file.name for file in draft.iterdir()), group)
-        digests = group.gather(json.dumps({name: _digest(draft / name) for name in files}))
+        own = json.dumps({name: _digest(draft / name) for name in files})
+        group.any(False)  # noqa: FBT003  # unlike `gather`, it notices at once that a worker is gone
+        digests = group.gather(own)
         if group.rank == 0:
             found = {name: digest for part in digests for name, digest in json.loads(part).items()}
             write_manifest(draft / MANIFEST, {"schema": CHECKPOINT_SCHEMA, **facts, "files": found})
