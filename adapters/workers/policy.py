@@ -19,7 +19,6 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -29,7 +28,9 @@ from packplan.adapters.files import saving
 from packplan.adapters.microbatches import WEIGHTS, Microbatch, ShardedData
 from packplan.adapters.models import is_ruined, mean_size
 from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss, combined, token_log_probabilities
+from packplan.adapters.workers.checkpoints import is_whole, read_checkpoint, write_checkpoint
 from packplan.adapters.workers.generation import Generations, answer, as_arrays, ask, keys_of, require_same_weights
+from packplan.adapters.workers.sharding import RankGrid, clip_gradients, gathered_state, whole_weights
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import RunError
 from packplan.core.ports import Arrays, Engine, RankGroup
@@ -55,7 +56,10 @@ class PolicySettings:
     """Largest gradient norm; larger ones are scaled down, and 0 sets no limit."""
 
     context_parallel_size: int
-    """Number of neighbouring ranks that share each row, and hold the same shard."""
+    """Ranks that share each row."""
+
+    ranks_per_shard: int
+    """Neighbouring ranks that share the rows of a shard, or their layers."""
 
 
 class PolicyWorker:
@@ -70,6 +74,7 @@ class PolicyWorker:
         reward: Reward,
         loss: FusedLoss | PackedLoss | PaddedLoss,
         group: RankGroup,
+        grid: RankGrid,
         settings: PolicySettings,
         engine: Engine | None = None,
     ) -> None:
@@ -80,16 +85,9 @@ class PolicyWorker:
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay
         )
-        self._size_before = mean_size(self._parameters)
-        size = settings.context_parallel_size
-        self._ranks, self._rank, self._cp_rank = group, group.rank, group.rank % size
-        self._group: dist.ProcessGroup | None = None
-        if size > 1:
-            # Every rank has to take part in creating every group.
-            groups = [
-                dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)
-            ]
-            self._group = groups[group.rank // size]
+        self._ranks, self._rank, self._grid = group, group.rank, grid
+        self._cp_rank, self._group = grid.cp_rank, grid.context
+        self._size_before = self._mean_size()
 
     @torch.no_grad()
     def generate(self, shard: ShardedData, *, seed: int, step: int) -> Arrays:
@@ -105,26 +103,10 @@ class PolicyWorker:
         Returns:
             The answers as in `generation.as_arrays`, and `rewards` (slots, answers).
         """
-        settings, tokenizer = self._settings, self._tokenizer
-        generations: Generations = []
-        for microbatch in shard:
-            keys = keys_of(
-                microbatch.data, seed=seed, step=step, num=settings.num_generations,
-                max_new_tokens=settings.max_new_tokens,
-            )  # fmt: skip
-            if self._engine is None:
-                generations += answer(
-                    self._model, microbatch.data, keys, temperature=settings.temperature, tokenizer=tokenizer,
-                    version=step,
-                )  # fmt: skip
-                continue
-            if not self._is_engine_compared:
-                require_same_weights(self._engine, self._model, microbatch.data)
-                self._is_engine_compared = True
-            generations += ask(
-                self._engine, microbatch.data, keys, temperature=settings.temperature,
-                max_new_tokens=settings.max_new_tokens,
-            )  # fmt: skip
+        tokenizer, generations = self._tokenizer, []
+        with whole_weights(self._model):
+            for microbatch in shard:
+                generations += self._generate_answers(microbatch, seed=seed, step=step)
         rewards = [
             [
                 score(
@@ -137,7 +119,7 @@ class PolicyWorker:
                 generations, shard.data["answers"], shard.data["records"], strict=True
             )
         ]  # fmt: skip
-        arrays = as_arrays(generations, width=settings.max_new_tokens, padding=tokenizer.pad_token_id)
+        arrays = as_arrays(generations, width=self._settings.max_new_tokens, padding=tokenizer.pad_token_id)
         return {**arrays, "rewards": np.array(rewards)}
 
     @torch.no_grad()
@@ -211,17 +193,17 @@ class PolicyWorker:
                 )
                 loss.backward()  # type: ignore[no-untyped-call]  # torch's own
                 parts.append({"loss": loss.detach(), **{f"loss/{name}": value for name, value in metrics.items()}})
-            self._sum_gradients()
+            self._grid.sum_gradients(self._model)
             row = self._over_workers(combined(parts))
-            row["grad_norm"] = float(
-                torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm or math.inf)
+            row["grad_norm"] = clip_gradients(
+                self._parameters, max_norm=self._settings.max_grad_norm, sharded=self._grid.is_sharded
             )
             for name in ("loss", "grad_norm"):
                 if not math.isfinite(row[name]):
                     raise RunError("not_finite", f"{name} is {row[name]}, so the policy was not updated and not saved")
             self._optimizer.step()
             # All workers hold the same weights, so all raise or none.
-            if is_ruined(size := mean_size(self._parameters), before=self._size_before):
+            if is_ruined(size := self._mean_size(), before=self._size_before):
                 what = f"the root mean square of the policy's weights ({self._size_before:.3g} before the first step)"
                 raise RunError("not_finite", f"{what} is {size}, so the policy was not saved")
             rows.append(row)
@@ -229,12 +211,51 @@ class PolicyWorker:
 
     def save(self, folder: str) -> Arrays:
         """Write the policy and its tokenizer to a folder, on the first worker alone."""
-        if self._rank == 0 and folder:
+        if not folder:
+            return {}
+        state = gathered_state(self._model, keep=self._rank == 0)
+        if self._rank == 0:
             with saving(Path(folder)):
                 Path(folder).mkdir(parents=True, exist_ok=True)
-                self._model.save_pretrained(folder)
+                self._model.save_pretrained(folder, state_dict=state)
                 self._tokenizer.save_pretrained(folder)
         return {}
+
+    def save_checkpoint(self, folder: str, *, facts: str) -> Arrays:
+        """
+        Write weights and optimizer states to a folder that appears once it is whole.
+
+        Args:
+            folder: The checkpoint, in a folder that all workers reach.
+            facts: What the checkpoint says about the run, as JSON.
+        """
+        write_checkpoint(Path(folder), self._model, self._optimizer, self._ranks, facts=json.loads(facts))
+        return {}
+
+    def verify_checkpoint(self, folder: str) -> Arrays:
+        """Return as `whole` whether a checkpoint's files are what was written, by their digests."""
+        return {"whole": np.array([is_whole(Path(folder), self._ranks)])}
+
+    def load_checkpoint(self, folder: str) -> Arrays:
+        """Load weights and optimizer states that any number of workers wrote."""
+        read_checkpoint(Path(folder), self._model, self._optimizer)
+        return {}
+
+    def _generate_answers(self, microbatch: Microbatch, *, seed: int, step: int) -> Generations:
+        """Return the answers to prompts, of the engine if there is one."""
+        settings, data = self._settings, microbatch.data
+        keys = keys_of(data, seed=seed, step=step, num=settings.num_generations, max_new_tokens=settings.max_new_tokens)
+        if self._engine is None:
+            return answer(
+                self._model, data, keys, temperature=settings.temperature, tokenizer=self._tokenizer, version=step
+            )
+        if not self._is_engine_compared:
+            require_same_weights(self._engine, self._model, data)
+            self._is_engine_compared = True
+        return ask(self._engine, data, keys, temperature=settings.temperature, max_new_tokens=settings.max_new_tokens)
+
+    def _mean_size(self) -> float:
+        return mean_size(self._parameters, sharded=self._grid.is_sharded)
 
     def update_engine(self, folder: str, *, version: int) -> Arrays:
         """
@@ -284,15 +305,10 @@ class PolicyWorker:
         scaled: Tensor = logits.reshape(1, -1, logits.shape[-1]) / self._settings.temperature
         return scaled
 
-    def _sum_gradients(self) -> None:
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if dist.is_initialized():
-                dist.all_reduce(parameter.grad)
-
     def _over_workers(self, metrics: dict[str, Tensor]) -> dict[str, float]:
         """Return the combined metrics of all workers: minimum, maximum or sum, by their names."""
         # By name, since workers may have other metrics, or in another order.
         gathered = self._ranks.gather(json.dumps({name: float(value) for name, value in metrics.items()}))
-        return {name: float(value) for name, value in combined([json.loads(one) for one in gathered]).items()}
+        # Those that share layers have the same ones.
+        found = [json.loads(one) for one in gathered[:: self._grid.tp_size]]
+        return {name: float(value) for name, value in combined(found).items()}

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from packplan.adapters.microbatches import BatchedData
 from packplan.adapters.progress import progress
 from packplan.adapters.sequence_loss import normalisers
+from packplan.app.rl.checkpoints import Checkpoints, is_first_rank
 from packplan.app.wiring.stores import open_policy_folder
 from packplan.app.wiring.works import trained_work
 from packplan.core.config import RunConfig
@@ -43,11 +44,6 @@ _OVER_CHUNKS: Mapping[str, Callable[[list[float]], float]] = {"_min": min, "_max
 """Reduction of metrics with these endings over a step's updates; others are averaged."""
 
 
-def is_first_rank() -> bool:
-    """Return whether this process is torchrun's first, or the only one: it logs."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict[str, Any]]:
     """
     Train a policy; return what was logged of each step.
@@ -60,17 +56,20 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
     Raises:
         PackplanError: Something the user can fix; RunError, if a worker dies.
     """
-    shards = workers.num_workers // config.policy.context_parallel_size
+    shards = workers.num_workers // config.policy.ranks_per_shard
     is_first = is_first_rank()
     folder = open_policy_folder(config)
     prompts = _encoded_prompts(config, samples, shown=is_first)
     work, estimated = trained_work(config)
     if estimated and is_first:
         log.warning("work counts tokens and squares of lengths, for %s", estimated)
+    checkpoints = Checkpoints.from_run(config, workers, samples, prompts)
+    first = checkpoints.resume() if config.training.resume_from_checkpoint else 0
     history = []
     warned = not config.policy.dynamic_batching.enabled
     started = time.perf_counter()
-    for step, drawn in zip(range(config.grpo.num_steps), _drawn(config, len(prompts)), strict=False):
+    steps = zip(range(config.grpo.num_steps), _drawn(config, len(prompts)), strict=False)
+    for step, drawn in islice(steps, first, None):
         figures: dict[str, Any] = {"step": step + 1}
         if config.grpo.engine_command and (not history or not step % (1 + config.grpo.max_staleness)):
             begun = time.perf_counter()
@@ -81,16 +80,15 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
         asked = _asked(samples, prompts, drawn)
         history.append({**figures, **_step(config, workers, asked, work, shards=shards, step=step)})
         if is_first:
-            left_s = (time.perf_counter() - started) / (step + 1) * (config.grpo.num_steps - step - 1)
+            left_s = (time.perf_counter() - started) / (step + 1 - first) * (config.grpo.num_steps - step - 1)
             folder.append(_finite(history[-1]))
             _log(history[-1], num_steps=config.grpo.num_steps, left_s=left_s)
             warned = warned or _warn_of_rounding(config, history[-1]["train"])
-        if config.grpo.save_every and not (step + 1) % config.grpo.save_every:
-            run_on_all(workers, "save", [str(folder.policy(step + 1))] * shards, config)
-    run_on_all(workers, "save", [str(folder.policy())] * shards, config)
+        checkpoints.save(step + 1)
+    run_on_all(workers, "save", [str(folder.policy)] * shards, config)
     if is_first:
         folder.remove_engines()
-        log.info("the policy is in %s, what was logged in %s", folder.policy(), folder.log)
+        log.info("the policy is in %s, what was logged in %s", folder.policy, folder.log)
     return history
 
 
@@ -132,8 +130,8 @@ def cut(
             microbatch_order=packing.microbatch_order,
             row_width=packing.row_width,
             seed=config.training.seed,
-            # Workers sum their gradients once, after the global batch.
-            meeting="step",
+            # Workers sum their gradients once, after the global batch; with FSDP, in each.
+            meeting="step" if policy.sharding == "none" else "microbatch",
         )
     if dynamic.enabled:
         return shard_dynamic(
@@ -161,17 +159,17 @@ def _warn_of_rounding(config: RunConfig, figures: Mapping[str, float]) -> bool:
 
 def run_on_all(workers: Workers, method: str, shards: list[Any], config: RunConfig, **options: Any) -> list[Arrays]:
     """
-    Call a method on all workers, those that share rows with the same shard; return one result for
-    each shard.
+    Call a method on all workers, those that share rows or layers with the same shard; return one
+    result for each shard.
 
     Args:
         workers: They hold the policy.
         method: Name of the method; it takes a shard and the options.
-        shards: One for each group of workers that share rows.
-        config: The run; it says how many workers share rows.
+        shards: One for each group of workers that share rows or layers.
+        config: The run; it says how many workers do.
         options: Options that all workers share.
     """
-    size = config.policy.context_parallel_size
+    size = config.policy.ranks_per_shard
     held = [shard for shard in shards for _ in range(size)]
     return workers.run_all_workers_sharded_data(method, held, **options)[::size]
 

@@ -10,9 +10,12 @@ import attrs
 from packplan.core.config.keys import key_faults, key_of
 from packplan.core.config.rl import GrpoConfig, PolicyConfig, SequencePackingConfig
 from packplan.core.config.run import RunConfig, TemplateConfig
+from packplan.core.context_parallel import padded_length
 from packplan.core.errors import Fault
 
-RL_TRAINER_KEYS = frozenset({"learning_rate", "weight_decay", "max_grad_norm", "use_cpu", "ddp_timeout"})
+RL_TRAINER_KEYS = frozenset(
+    {"learning_rate", "weight_decay", "max_grad_norm", "use_cpu", "ddp_timeout", "save_total_limit"}
+)
 """Keys of `TrainingConfig.trainer` that `packplan rl` reads."""
 
 
@@ -35,6 +38,9 @@ def rl_faults(config: RunConfig) -> Iterator[Fault]:
         yield Fault(
             f"training.{name}", f"is not used by app.rl, which takes {', '.join(sorted(RL_TRAINER_KEYS))}: remove it"
         )
+    if policy.tensor_parallel_size > 1 and config.training.tuner_type != "full":
+        reason = "shares layers of the whole model, but low-rank adapters are added to them: set it to 1"
+        yield Fault("policy.tensor_parallel_size", reason)
     if ":" in grpo.loss and policy.context_parallel_size > 1:
         yield Fault("grpo.loss", "is of your own, which needs whole sequences: set policy.context_parallel_size: 1")
     yield from _unread_keys(grpo)
@@ -179,7 +185,7 @@ def _row_faults(packing: SequencePackingConfig) -> Iterator[Fault]:
 def _policy_faults(policy: PolicyConfig) -> Iterator[Fault]:
     """Yield faults of modes that do not go together."""
     packing, dynamic = policy.sequence_packing, policy.dynamic_batching
-    multiple = 2 * policy.context_parallel_size if policy.context_parallel_size > 1 else 1
+    multiple = padded_length(1, cp_size=policy.context_parallel_size, tp_size=policy.tensor_parallel_size)
     if packing.enabled and dynamic.enabled:
         reason = "and policy.sequence_packing exclude each other: disable one; packing computes less"
         yield Fault("policy.dynamic_batching", reason)
@@ -188,7 +194,8 @@ def _policy_faults(policy: PolicyConfig) -> Iterator[Fault]:
         yield Fault("policy.context_parallel_size", reason)
     if packing.enabled and packing.sequence_length_round % multiple:
         reason = (
-            f"is {packing.sequence_length_round}, but the ranks that share a row need a multiple of {multiple} (2 * "
-            f"context_parallel_size): set it to {-(-packing.sequence_length_round // multiple) * multiple}"
+            f"is {packing.sequence_length_round}, but the ranks that share a row or a layer need a multiple of "
+            f"{multiple} (2 * context_parallel_size, times tensor_parallel_size): set it to "
+            f"{-(-packing.sequence_length_round // multiple) * multiple}"
         )
         yield Fault("policy.sequence_packing.sequence_length_round", reason)
