@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from packplan.adapters.files import saving
 from packplan.adapters.microbatches import WEIGHTS, Microbatch, ShardedData
 from packplan.adapters.models import is_ruined, mean_size
 from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss, combined, token_log_probabilities
+from packplan.adapters.workers.media import MEDIA, PolicyInputs
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import RunError
 from packplan.core.ports import Arrays, RankGroup
@@ -76,6 +78,7 @@ class PolicyWorker:
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay
         )
+        self._inputs = PolicyInputs.from_model(model)
         self._size_before = mean_size(self._parameters)
         size = settings.context_parallel_size
         self._ranks, self._rank, self._cp_rank = group, group.rank, group.rank % size
@@ -222,14 +225,13 @@ class PolicyWorker:
         Answers are padded behind their end.
         """
         settings, data = self._settings, microbatch.data
-        # Answers begin where prompts end, so prompts are padded on the left.
-        shift = (torch.arange(data.width) - (data.width - data.lengths)[:, None]) % data.width
-        ids = data.tensor("input_ids").gather(1, shift)
-        mask = torch.arange(data.width) >= (data.width - data.lengths)[:, None]
+        # A row for each answer: transformers, asked for several answers, repeats images one by one,
+        # which is another order than a prompt's.
+        copies = settings.num_generations if MEDIA in data else 1
         answers = generate(
             self._model,
-            {"input_ids": ids, "attention_mask": mask.long()},
-            num=settings.num_generations,
+            self._inputs.prompts(data.select(torch.arange(len(data)).repeat_interleave(copies))),
+            num=settings.num_generations // copies,
             max_new_tokens=settings.max_new_tokens,
             temperature=settings.temperature,
             padding=self._tokenizer.pad_token_id,
@@ -248,16 +250,9 @@ class PolicyWorker:
 
         The shape is (1, positions of this rank, vocabulary).
         """
-        ids = microbatch.input_ids.to(model.device)
-        if layout.cp_size > 1:
-            own = torch.as_tensor(layout.positions(self._cp_rank))
-            with context_parallel(model, layout=layout, group=self._group):
-                logits = model(input_ids=ids[:, own], use_cache=False).logits
-        else:
-            mask = microbatch.attention_mask
-            inputs = {} if mask is None else {"attention_mask": mask.to(model.device)}
-            positions = microbatch.position_ids.to(model.device)
-            logits = model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits
+        shared = context_parallel(model, layout=layout, group=self._group) if layout.cp_size > 1 else nullcontext()
+        with shared:
+            logits = model(**self._inputs.forward(microbatch), use_cache=False).logits
         scaled: Tensor = logits.reshape(1, -1, logits.shape[-1]) / self._settings.temperature
         return scaled
 

@@ -23,7 +23,6 @@ from packplan.app.cli.command import (
 )
 from packplan.app.rl.actors import build_in_actor
 from packplan.app.wiring import stores
-from packplan.core.errors import ConfigError
 
 KEPT = (
     "the steps so far are in rl.jsonl, the policy where grpo.save_every wrote it; a run does not go on: start it again"
@@ -60,10 +59,6 @@ def main(arguments: list[str] | None = None) -> int:
         if loop.is_first_rank():
             stores.open_policy_folder(config).make_room(overwrite=options.overwrite)
         samples = training.open_samples(config)["train"]
-        if samples.sees_images:
-            raise ConfigError.at(
-                "model.model", "reads images, but packplan rl trains models of text: name one of these"
-            )
         with training.open_workers(
             config,
             samples,

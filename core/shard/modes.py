@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import attrs
 import numpy as np
@@ -175,6 +175,7 @@ def shard_packed(
     when_short: Literal["fill", "error"] = "fill",
     seed: int = 0,
     work: WorkModel | None = None,
+    media_work: Any = None,
     meeting: Meeting = "microbatch",
 ) -> Sharding:
     """
@@ -198,6 +199,8 @@ def shard_packed(
             microbatches.
         seed: Seed of random algorithms.
         work: Work of the model; None counts the square of a sequence's length.
+        media_work: Work of each sequence's images and videos, in the same unit; None: there are
+            none.
         meeting: Point where workers wait for each other. `microbatch`, as under FSDP, equalises
             microbatches that run together. `step`, the end of a global batch, equalises the sums of
             workers, and then microbatches as far as possible.
@@ -220,7 +223,7 @@ def shard_packed(
     array, padded = _padded(lengths, sequence_length_pad_multiple, capacity)
     balance = assignment == "balanced"
     # At least 1, so that a microbatch with sequences is never taken for an empty one.
-    units = np.maximum(in_units(_works(padded, work)), 1)
+    units = np.maximum(in_units(_works(padded, work) + _media(media_work, array.size)), 1)
     done = np.zeros(shards, dtype=np.int64)
     parts = []
     for batch in _global_batches(array.size, batch_size):
@@ -237,7 +240,7 @@ def shard_packed(
         parts.append(_Part(items + batch.start, labels, num // shards))
     return _sharding(
         "packed", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_pad_multiple),
-        work=work,
+        work=work, media_work=media_work,
     )  # fmt: skip
 
 
@@ -250,6 +253,7 @@ def shard_dynamic(
     sequence_length_round: int = 1,
     when_short: Literal["fill", "error"] = "fill",
     work: WorkModel | None = None,
+    media_work: Any = None,
 ) -> Sharding:
     """
     Cut a batch into microbatches of sequences of similar length, padded to one width.
@@ -267,6 +271,8 @@ def shard_dynamic(
         when_short: Whether to fill up with weight 0 or raise if workers do not divide a global
             batch.
         work: Work of the model; None counts the square of a row's width.
+        media_work: Work of each sequence's images and videos, in the same unit; None: there are
+            none.
 
     Raises:
         ArgumentError: A sequence alone is wider than the budget, there is no sequence, or the
@@ -293,7 +299,7 @@ def shard_dynamic(
         parts.append(_Part(ascending + batch.start, labels, widths.size, widths))
     return _sharding(
         "dynamic", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_round),
-        work=work,
+        work=work, media_work=media_work,
     )  # fmt: skip
 
 
@@ -306,6 +312,7 @@ def shard_plain(
     sequence_length_round: int = 1,
     allow_uneven: bool = False,
     work: WorkModel | None = None,
+    media_work: Any = None,
 ) -> Sharding:
     """
     Cut a batch into equal ranges of neighbours, padded to the longest sequence of the global batch.
@@ -320,6 +327,8 @@ def shard_plain(
         allow_uneven: Whether some workers may have one sequence more if workers do not divide a
             global batch. A worker without one gets the shortest with weight 0.
         work: Work of the model; None counts the square of a row's width.
+        media_work: Work of each sequence's images and videos, in the same unit; None: there are
+            none.
 
     Raises:
         ArgumentError: The workers do not divide a global batch, and that is not allowed,
@@ -349,8 +358,9 @@ def shard_plain(
         widths = np.full(num, costs.max())
         parts.append(_Part(np.concatenate(items) + batch.start, np.concatenate(labels), num, widths))
     return _sharding(
-        "plain", array, padded, parts, shards=shards, capacity=None, multiple=int(sequence_length_round), work=work
-    )
+        "plain", array, padded, parts, shards=shards, capacity=None, multiple=int(sequence_length_round),
+        work=work, media_work=media_work,
+    )  # fmt: skip
 
 
 @attrs.frozen(eq=False)
@@ -398,6 +408,18 @@ def _padded(lengths: Lengths, multiple: int, capacity: int | None) -> tuple[IntA
 def _works(widths: IntArray, work: WorkModel | None) -> NDArray[np.float64]:
     """Return the work of rows of one sequence each, padding included."""
     return squares(widths) if work is None else work.sample_flops(widths)
+
+
+def _media(works: Any, num: int) -> NDArray[np.float64]:
+    """
+    Return the work of each sequence's media; ArgumentError if these are no numbers of at least 0,
+    one for each sequence.
+    """
+    found = np.zeros(num) if works is None else np.asarray(works, dtype=np.float64)
+    if found.shape != (num,) or not (np.isfinite(found) & (found >= 0)).all():
+        fact = f"media_work has the shape {found.shape}, but is a number of at least 0 for each of {num:,} sequences"
+        raise ArgumentError("batch", fact)
+    return found
 
 
 def _global_batches(num: int, batch_size: int) -> Iterator[range]:
@@ -531,6 +553,7 @@ def _sharding(
     capacity: int | None,
     multiple: int,
     work: WorkModel | None,
+    media_work: Any,
 ) -> Sharding:
     """Join the global batches, worker by worker."""
     total = sum(part.num for part in parts)
@@ -549,6 +572,7 @@ def _sharding(
     weights = np.zeros(slots.num_samples, dtype=np.int64)
     weights[np.unique(slots.indices, return_index=True)[1]] = 1
     widths = slots.loads(padded)
+    media = np.add.reduceat(_media(media_work, lengths.size)[slots.indices], slots.offsets[:-1])
     positions, works = widths, np.add.reduceat(_works(padded, work)[slots.indices], slots.offsets[:-1])
     if mode != "packed":
         widths = np.tile(np.concatenate([part.widths for part in parts if part.widths is not None]), shards)
@@ -562,7 +586,7 @@ def _sharding(
         weights=weights,
         widths=widths,
         positions=positions,
-        works=works,
+        works=works + media,
         capacity=int(positions.max()) if capacity is None else capacity,
         multiple=multiple,
     )

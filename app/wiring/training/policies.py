@@ -13,9 +13,12 @@ import torch
 
 from packplan.adapters.policy_loss import LOSSES
 from packplan.adapters.samples.encoder import SwiftEncoder
+from packplan.adapters.samples.video.reading import reads_videos
 from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss
 from packplan.adapters.trainer.arguments import runs_on_cpu
 from packplan.adapters.trainer.model import open_model
+from packplan.adapters.trainer.vision import DummyImage
+from packplan.adapters.workers.media import never_sample_placeholders
 from packplan.adapters.workers.policy import PolicySettings, PolicyWorker
 from packplan.adapters.workers.ranks import RankWorkers
 from packplan.app.wiring.functions import named_function
@@ -54,11 +57,20 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder, atte
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     log.info("attention: %s", attention)
     open_one = partial(open_model, config.model, config.training, attention=attention, device=device)
-    model = open_one()
+    model: Any = open_one()
     require_same_weights(group, model)
     reference = None
     if grpo.kl_coefficient:
         reference = open_one().eval().requires_grad_(requires_grad=False)
+    if samples.sees_images:
+        for one in filter(None, (model, reference)):
+            never_sample_placeholders(one)
+        # Where workers meet in a pass of the tower, all take each; and a row of text has to depend
+        # on something that is trained.
+        if group.world_size > 1 or config.training.freeze_llm:
+            passes = 1 + reads_videos(samples.template)
+            for one in filter(None, (model, reference)):
+                DummyImage.from_model(one, samples.template).ensure_seen(passes=passes)
     return PolicyWorker(
         model,
         reference=reference,
