@@ -15,6 +15,7 @@ import torch
 
 from packplan.adapters.answers import end_tokens, generate
 from packplan.adapters.microbatches import BatchedData
+from packplan.adapters.workers.media import PolicyInputs
 from packplan.core.errors import ConfigError
 from packplan.core.ports import Arrays, Engine
 from packplan.core.rl import Completion, draw_keys
@@ -53,26 +54,30 @@ def keys_of(prompts: BatchedData, *, seed: int, step: int, num: int, max_new_tok
 
 
 def answer(
-    model: Any, prompts: BatchedData, keys: np.ndarray, *, temperature: float, tokenizer: Any, version: int
+    model: Any,
+    inputs: PolicyInputs,
+    prompts: BatchedData,
+    keys: np.ndarray,
+    *,
+    temperature: float,
+    tokenizer: Any,
+    version: int,
 ) -> Generations:
     """
     Generate answers to prompts by the policy itself.
 
     Args:
         model: The policy.
-        prompts: Prompts with `input_ids`, padded on the right.
+        inputs: Makes the inputs of the policy.
+        prompts: Prompts with `input_ids`, padded on the right, and media.
         keys: Key of each token; see `keys_of`.
         temperature: Temperature of sampling.
         tokenizer: Tokenizer of the policy.
         version: Number of steps that the policy has been trained for.
     """
-    width = int(prompts.lengths.max())
-    # Answers begin where prompts end, so prompts are padded on the left.
-    before = (width - prompts.lengths)[:, None]
-    ids = prompts.tensor("input_ids").gather(1, (torch.arange(width) - before) % width)
     answers = generate(
         model,
-        {"input_ids": ids, "attention_mask": (torch.arange(width) >= before).long()},
+        inputs.prompts(prompts.truncate(int(prompts.lengths.max()))),
         keys=keys,
         temperature=temperature,
         padding=tokenizer.pad_token_id,

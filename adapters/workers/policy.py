@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from packplan.adapters.models import is_ruined, mean_size
 from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss, combined, token_log_probabilities
 from packplan.adapters.workers.checkpoints import is_whole, read_checkpoint, write_checkpoint
 from packplan.adapters.workers.generation import Generations, answer, as_arrays, ask, keys_of, require_same_weights
+from packplan.adapters.workers.media import PolicyInputs
 from packplan.adapters.workers.sharding import RankGrid, clip_gradients, gathered_state, whole_weights
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import RunError
@@ -88,6 +90,7 @@ class PolicyWorker:
         self._ranks, self._rank, self._grid = group, group.rank, grid
         self._cp_rank, self._group = grid.cp_rank, grid.context
         self._size_before = self._mean_size()
+        self._inputs = PolicyInputs.from_model(model)
 
     @torch.no_grad()
     def generate(self, shard: ShardedData, *, seed: int, step: int) -> Arrays:
@@ -247,8 +250,9 @@ class PolicyWorker:
         keys = keys_of(data, seed=seed, step=step, num=settings.num_generations, max_new_tokens=settings.max_new_tokens)
         if self._engine is None:
             return answer(
-                self._model, data, keys, temperature=settings.temperature, tokenizer=self._tokenizer, version=step
-            )
+                self._model, self._inputs, data, keys, temperature=settings.temperature, tokenizer=self._tokenizer,
+                version=step,
+            )  # fmt: skip
         if not self._is_engine_compared:
             require_same_weights(self._engine, self._model, data)
             self._is_engine_compared = True
@@ -292,16 +296,9 @@ class PolicyWorker:
 
         The shape is (1, positions of this rank, vocabulary).
         """
-        ids = microbatch.input_ids.to(model.device)
-        if layout.cp_size > 1:
-            own = torch.as_tensor(layout.positions(self._cp_rank))
-            with context_parallel(model, layout=layout, group=self._group):
-                logits = model(input_ids=ids[:, own], use_cache=False).logits
-        else:
-            mask = microbatch.attention_mask
-            inputs = {} if mask is None else {"attention_mask": mask.to(model.device)}
-            positions = microbatch.position_ids.to(model.device)
-            logits = model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits
+        shared = context_parallel(model, layout=layout, group=self._group) if layout.cp_size > 1 else nullcontext()
+        with shared:
+            logits = model(**self._inputs.forward(microbatch), use_cache=False).logits
         scaled: Tensor = logits.reshape(1, -1, logits.shape[-1]) / self._settings.temperature
         return scaled
 

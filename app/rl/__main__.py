@@ -63,9 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
         if checkpoints.is_first_rank() and not config.training.resume_from_checkpoint:
             stores.open_policy_folder(config).make_room(overwrite=options.overwrite)
         samples = training.open_samples(config)["train"]
-        if samples.sees_images:
+        if samples.sees_images and config.grpo.engine_command:
             raise ConfigError.at(
-                "model.model", "reads images, but packplan rl trains models of text: name one of these"
+                "grpo.engine_command", "answers text, but the model reads images: remove it"
             )
         with (
             checkpoints.named_at_failure(config),

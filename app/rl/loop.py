@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ from numpy.typing import NDArray
 from packplan.adapters.microbatches import BatchedData
 from packplan.adapters.progress import progress
 from packplan.adapters.sequence_loss import normalisers
+from packplan.adapters.workers.media import MEDIA, MEDIA_WORK, media_of
+from packplan.app.planning.split import table_works
 from packplan.app.rl.checkpoints import Checkpoints, is_first_rank
 from packplan.app.wiring.stores import open_policy_folder
 from packplan.app.wiring.works import trained_work
@@ -30,6 +33,7 @@ from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, RecordError, counted
 from packplan.core.ports import Arrays, Workers
 from packplan.core.rl import deal_prompts, group_advantages
+from packplan.core.samples import Table, to_row
 from packplan.core.shard import Sharding, batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
 from packplan.core.shuffling import shuffled
 from packplan.core.work import WorkModel
@@ -59,8 +63,9 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
     shards = workers.num_workers // config.policy.ranks_per_shard
     is_first = is_first_rank()
     folder = open_policy_folder(config)
-    prompts = _encoded_prompts(config, samples, shown=is_first)
+    prompts, measured = _encoded_prompts(config, samples, shown=is_first)
     work, estimated = trained_work(config)
+    media_work = table_works(work, measured).images
     if estimated and is_first:
         log.warning("work counts tokens and squares of lengths, for %s", estimated)
     checkpoints = Checkpoints.from_run(config, workers, samples, prompts)
@@ -77,7 +82,7 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
             if is_first:
                 folder.remove_engines(but=step)
             figures["engine_s"] = time.perf_counter() - begun
-        asked = _asked(samples, prompts, drawn)
+        asked = _asked(samples, prompts, media_work, drawn)
         history.append({**figures, **_step(config, workers, asked, work, shards=shards, step=step)})
         if is_first:
             left_s = (time.perf_counter() - started) / (step + 1 - first) * (config.grpo.num_steps - step - 1)
@@ -99,6 +104,7 @@ def cut(
     work: WorkModel,
     shards: int,
     batch_size: int | None = None,
+    media_work: NDArray[np.float64] | None = None,
     training: bool,
 ) -> Sharding:
     """
@@ -110,11 +116,14 @@ def cut(
         work: Work model of a sequence.
         shards: Data-parallel workers.
         batch_size: Sequences of an optimizer step; None: all.
+        media_work: FLOPs of each sequence's images and videos; None: there are none.
         training: Whether gradients are computed, or log-probabilities alone.
     """
     policy = config.policy
     packing, dynamic = policy.sequence_packing, policy.dynamic_batching
-    workers: dict[str, Any] = {"shards": shards, "batch_size": batch_size or len(lengths), "work": work}
+    workers: dict[str, Any] = {
+        "shards": shards, "batch_size": batch_size or len(lengths), "work": work, "media_work": media_work,
+    }  # fmt: skip
 
     def of_phase(train: int, logprob: int | None) -> int:
         return train if training or logprob is None else logprob
@@ -183,7 +192,8 @@ def _step(
     answered = time.perf_counter()
     lengths = batch.lengths.numpy()
     batch_size = config.policy.train_global_batch_size or len(batch)
-    logprob = cut(config, lengths, work=work, shards=shards, training=False)
+    cut_into = partial(cut, config, lengths, work=work, media_work=batch.tensor(MEDIA_WORK).numpy(), shards=shards)
+    logprob = cut_into(training=False)
     old, drawn = _log_probabilities(config, workers, batch, logprob), batch.tensor("engine_log_probabilities")
     # An engine that gives none is taken to have drawn from the policy's.
     fields = {"old_log_probabilities": old, "engine_log_probabilities": torch.where(drawn.isnan(), old, drawn)}
@@ -193,7 +203,7 @@ def _step(
     advantages = group_advantages(rewards, group_size=size, scale=scale)
     batch = batch.with_fields(**fields, advantages=torch.as_tensor(advantages, dtype=torch.float32))
     scored = time.perf_counter()
-    sharding = cut(config, lengths, work=work, shards=shards, batch_size=batch_size, training=True)
+    sharding = cut_into(batch_size=batch_size, training=True)
     counts = [
         normalisers(batch.tensor("token_mask")[start : start + batch_size])
         for start in range(0, len(batch), batch_size)
@@ -217,13 +227,20 @@ def _step(
     }
 
 
-def _encoded_prompts(config: RunConfig, samples: SwiftEncoder, *, shown: bool) -> list[list[int]]:
-    """Encode all prompts; RecordError if one leaves no room for an answer."""
+def _encoded_prompts(config: RunConfig, samples: SwiftEncoder, *, shown: bool) -> tuple[list[list[int]], Table]:
+    """
+    Return the tokens of all prompts, and their measurements; RecordError if one leaves no room for
+    an answer, or cannot be encoded.
+    """
     room = config.packing_length - config.grpo.max_new_tokens
     prompts: list[list[int]] = []
+    rows = []
     indices = range(len(samples))
     for index in progress(indices, desc="prompts", leave=False) if shown else indices:
-        prompts.append(list(samples.prompt(index)["input_ids"]))
+        encoded = samples.prompt(index)
+        media_of(encoded)  # refused here, and not in a later step
+        prompts.append(list(encoded["input_ids"]))
+        rows.append(to_row(samples.measured(index, {**encoded, "labels": []})))
         if len(prompts[-1]) > room:
             reason = (
                 f"the prompt has {counted(len(prompts[-1]), 'token')}, and an answer may have "
@@ -232,7 +249,7 @@ def _encoded_prompts(config: RunConfig, samples: SwiftEncoder, *, shown: bool) -
                 "that, or leave the record out"
             )
             raise RecordError(str(samples.records.where(index)), reason)
-    return prompts
+    return prompts, np.array(rows, dtype=np.int32)
 
 
 def _drawn(config: RunConfig, num_prompts: int) -> Iterator[NDArray[np.int64]]:
@@ -250,20 +267,24 @@ def _drawn(config: RunConfig, num_prompts: int) -> Iterator[NDArray[np.int64]]:
         waiting = waiting[size:]
 
 
-def _asked(samples: SwiftEncoder, prompts: Sequence[Sequence[int]], drawn: NDArray[np.int64]) -> BatchedData:
-    """Return the drawn prompts as a batch, with their records' own answers."""
+def _asked(
+    samples: SwiftEncoder, prompts: Sequence[Sequence[int]], media_work: NDArray[np.float64], drawn: NDArray[np.int64]
+) -> BatchedData:
+    """Return the drawn prompts as a batch, with their media and their records' own answers."""
     indices = drawn.tolist()
-    return BatchedData.from_fields(
-        {
-            "input_ids": _padded([prompts[index] for index in indices]),
-            "answers": [samples.answer(index) for index in indices],
-            "records": [str(samples.records.where(index)) for index in indices],
-            "prompts": torch.tensor(indices),
-            # An epoch may end within a step, and a prompt come twice.
-            "repeats": torch.tensor([indices[:place].count(index) for place, index in enumerate(indices)]),
-        },
-        lengths=[len(prompts[index]) for index in indices],
-    )
+    fields: dict[str, Any] = {
+        "input_ids": _padded([prompts[index] for index in indices]),
+        "answers": [samples.answer(index) for index in indices],
+        "records": [str(samples.records.where(index)) for index in indices],
+        "prompts": torch.tensor(indices),
+        # An epoch may end within a step, and a prompt come twice.
+        "repeats": torch.tensor([indices[:place].count(index) for place, index in enumerate(indices)]),
+        MEDIA_WORK: torch.as_tensor(media_work[drawn]),
+    }
+    if samples.sees_images:
+        # Encoded again: the pixels of all prompts together may exceed the memory.
+        fields[MEDIA] = [media_of(samples.prompt(index)) for index in indices]
+    return BatchedData.from_fields(fields, lengths=[len(prompts[index]) for index in indices])
 
 
 def _roll_out(
@@ -295,9 +316,10 @@ def _roll_out(
         rows["input_ids"].append(asked.tensor("input_ids")[place, :length].tolist() + said.tolist())
         rows["token_mask"].append([0.0] * length + [1.0] * end)
         rows["engine_log_probabilities"].append([0.0] * length + logs.tolist())
-    batch = BatchedData.from_fields(
-        {name: _padded(lists) for name, lists in rows.items()}, lengths=[len(row) for row in rows["input_ids"]]
-    )
+    followed = asked.select(torch.arange(len(asked)).repeat_interleave(config.grpo.num_generations_per_prompt))
+    fields: dict[str, Any] = {name: _padded(lists) for name, lists in rows.items()}
+    fields |= {name: followed[name] for name in (MEDIA, MEDIA_WORK) if name in asked}
+    batch = BatchedData.from_fields(fields, lengths=[len(row) for row in rows["input_ids"]])
     lag = step - found["versions"]
     if lag.max() > config.grpo.max_staleness:
         reason = f"is {config.grpo.max_staleness}, but the engine's weights are {lag.max()} steps old"

@@ -12,9 +12,12 @@ import torch
 
 from packplan.adapters.policy_loss import LOSSES
 from packplan.adapters.samples.encoder import SwiftEncoder
+from packplan.adapters.samples.video.reading import reads_videos
 from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss
 from packplan.adapters.trainer.arguments import runs_on_cpu
 from packplan.adapters.trainer.model import open_model
+from packplan.adapters.trainer.vision import DummyImage
+from packplan.adapters.workers.media import never_sample_placeholders
 from packplan.adapters.workers.policy import PolicySettings, PolicyWorker
 from packplan.adapters.workers.ranks import RankWorkers
 from packplan.adapters.workers.server import ServerEngine
@@ -74,6 +77,15 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder, atte
     if grpo.kl_coefficient:
         reference = open_one().eval().requires_grad_(requires_grad=False)
     tokenizer, command = samples.template.tokenizer, grpo.engine_command
+    if samples.sees_images:
+        for one in filter(None, (model, reference)):
+            never_sample_placeholders(one)
+        # Where workers meet in a pass of the tower, all take each; and a row of text has to depend
+        # on something that is trained.
+        if group.world_size > 1 or config.training.freeze_llm:
+            passes = 1 + reads_videos(samples.template)
+            for one in filter(None, (model, reference)):
+                DummyImage.from_model(one, samples.template).ensure_seen(passes=passes)
     return PolicyWorker(
         model,
         engine=None if command is None else ServerEngine(command, tokenizer=tokenizer, group=group),
