@@ -20,6 +20,7 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -28,11 +29,19 @@ from packplan.adapters.context_parallel import context_parallel, gather_row
 from packplan.adapters.files import saving
 from packplan.adapters.microbatches import WEIGHTS, Microbatch, ShardedData
 from packplan.adapters.models import is_ruined, mean_size
-from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss, combined, token_log_probabilities
+from packplan.adapters.sequence_loss import (
+    NO_TARGET,
+    FusedLoss,
+    PackedLoss,
+    PaddedLoss,
+    combined,
+    token_log_probabilities,
+)
 from packplan.adapters.workers.checkpoints import is_whole, read_checkpoint, write_checkpoint
 from packplan.adapters.workers.generation import Generations, answer, as_arrays, ask, keys_of, require_same_weights
 from packplan.adapters.workers.media import PolicyInputs
 from packplan.adapters.workers.sharding import RankGrid, clip_gradients, gathered_state, whole_weights
+from packplan.adapters.workers.value_head import ValueHead, save_head, split_state
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import RunError
 from packplan.core.ports import Arrays, Engine, RankGroup
@@ -79,6 +88,7 @@ class PolicyWorker:
         grid: RankGrid,
         settings: PolicySettings,
         engine: Engine | None = None,
+        value_head: ValueHead | None = None,
     ) -> None:
         self._model, self._reference, self._tokenizer = model.eval(), reference, tokenizer
         self._reward, self._loss, self._settings = reward, loss, settings
@@ -90,7 +100,7 @@ class PolicyWorker:
         self._ranks, self._rank, self._grid = group, group.rank, grid
         self._cp_rank, self._group = grid.cp_rank, grid.context
         self._size_before = self._mean_size()
-        self._inputs = PolicyInputs.from_model(model)
+        self._inputs, self._value_head = PolicyInputs.from_model(model), value_head
 
     @torch.no_grad()
     def generate(self, shard: ShardedData, *, seed: int, step: int) -> Arrays:
@@ -135,28 +145,36 @@ class PolicyWorker:
             of_reference: Use the reference model instead of the policy.
 
         Returns:
-            `log_probabilities` (slots, width) of float32; 0 for first tokens and padding.
+            `log_probabilities` (slots, width) of float32; 0 for first tokens and padding. With a
+            value head, `values` before each token too.
         """
         model = self._reference if of_reference else self._model
-        found = shard.data.tensor("input_ids").new_zeros((len(shard.data), shard.data.width), dtype=torch.float32)
-        done = 0
+        rows: dict[str, list[Tensor]] = {}
         for microbatch in shard:
             layout = self._share_layout(microbatch.layout)
             logits = self._logits(model, microbatch, layout)
-            has_target = torch.as_tensor(layout.targets >= 0)
-            following = torch.as_tensor(np.maximum(layout.targets, 0))
-            targets = microbatch.input_ids.reshape(-1)[following].masked_fill(~has_target, -1)
-            own = targets[torch.as_tensor(layout.positions(self._cp_rank))].to(logits.device)
-            predicted = token_log_probabilities(logits[0], own)
-            if layout.cp_size > 1:
-                predicted = gather_row(predicted, layout=layout, group=self._group, dim=0)
-            row = torch.zeros(layout.num_positions)
-            row[following[has_target]] = predicted.cpu()[has_target]
-            # Widths are rounded up, and may exceed the batch's width.
-            own_values = microbatch.unpacked(row)[:, : shard.data.width]
-            found[done : done + len(own_values), : own_values.shape[1]] = own_values
-            done += len(own_values)
-        return {"log_probabilities": found.numpy()}
+            targets = torch.as_tensor(layout.targets)
+            ids = microbatch.input_ids.reshape(-1)[targets.clamp(min=0)].masked_fill(targets < 0, NO_TARGET)
+            own = ids[torch.as_tensor(layout.positions(self._cp_rank))].to(logits.device)
+            found = {"log_probabilities": token_log_probabilities(logits[0], own)}
+            if self._value_head is not None and not of_reference:
+                found["values"] = self._value_head.values[0]
+            for name, predicted in found.items():
+                rows.setdefault(name, []).append(self._of_tokens(predicted, microbatch, layout, shard.data.width))
+        return {name: torch.cat(parts).numpy() for name, parts in rows.items()}
+
+    def _of_tokens(self, predicted: Tensor, microbatch: Microbatch, layout: PackedLayout, width: int) -> Tensor:
+        """
+        Return what positions predict of their next tokens, at these; shape (sequences, width).
+        """
+        if layout.cp_size > 1:
+            predicted = gather_row(predicted, layout=layout, group=self._group, dim=0)
+        has_target = torch.as_tensor(layout.targets >= 0)
+        row = torch.zeros(layout.num_positions)
+        row[torch.as_tensor(layout.targets)[has_target]] = predicted.float().cpu()[has_target]
+        # Widths are rounded up, and may exceed the batch's width, or stay below it.
+        values = microbatch.unpacked(row)[:, :width]
+        return torch.nn.functional.pad(values, (0, width - values.shape[1]))
 
     def train(self, shard: ShardedData, *, num_sequences: Sequence[int], num_tokens: Sequence[float]) -> Arrays:
         """
@@ -185,14 +203,14 @@ class PolicyWorker:
                 data = microbatch.data.to(self._model.device)
                 # Filler has the weight 0.
                 weighed = data.tensor("token_mask") * data.tensor(WEIGHTS)[:, None]
-                own = {"cp_rank": self._cp_rank} if isinstance(self._loss, FusedLoss) else {}
+                logits = self._logits(self._model, microbatch, layout)
                 loss, metrics = self._loss(
-                    self._logits(self._model, microbatch, layout),
+                    logits,
                     {**data.fields, "token_mask": weighed},
                     layout=layout,
                     num_sequences=sequences,
                     num_tokens=tokens,
-                    **own,
+                    **self._options_of_loss(),
                 )
                 loss.backward()  # type: ignore[no-untyped-call]  # torch's own
                 parts.append({"loss": loss.detach(), **{f"loss/{name}": value for name, value in metrics.items()}})
@@ -212,16 +230,31 @@ class PolicyWorker:
             rows.append(row)
         return {name: np.array([row.get(name, math.nan) for row in rows]) for name in dict.fromkeys(chain(*rows))}
 
+    def _options_of_loss(self) -> dict[str, Any]:
+        """Return what a loss on tokens needs to know of this rank."""
+        if not isinstance(self._loss, FusedLoss):
+            return {}
+        values = None if self._value_head is None else self._value_head.values
+        return {"cp_rank": self._cp_rank, "sum_over_ranks": self._sum_over_row, "values": values}
+
+    def _sum_over_row(self, sums: Tensor) -> Tensor:
+        """Return the sum over the ranks that share rows."""
+        if self._group is not None:
+            dist.all_reduce(sums, group=self._group)
+        return sums
+
     def save(self, folder: str) -> Arrays:
-        """Write the policy and its tokenizer to a folder, on the first worker alone."""
+        """Write policy, value head and tokenizer to a folder, on the first worker alone."""
         if not folder:
             return {}
-        state = gathered_state(self._model, keep=self._rank == 0)
+        state, of_head = split_state(gathered_state(self._model, keep=self._rank == 0))
         if self._rank == 0:
             with saving(Path(folder)):
                 Path(folder).mkdir(parents=True, exist_ok=True)
                 self._model.save_pretrained(folder, state_dict=state)
                 self._tokenizer.save_pretrained(folder)
+                if of_head:
+                    save_head(Path(folder), of_head)
         return {}
 
     def save_checkpoint(self, folder: str, *, facts: str) -> Arrays:

@@ -64,9 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
             stores.open_policy_folder(config).make_room(overwrite=options.overwrite)
         samples = training.open_samples(config)["train"]
         if samples.sees_images and config.grpo.engine_command:
-            raise ConfigError.at(
-                "grpo.engine_command", "answers text, but the model reads images: remove it"
-            )
+            raise ConfigError.at("grpo.engine_command", "answers text, but the model reads images: remove it")
         with (
             checkpoints.named_at_failure(config),
             training.open_workers(

@@ -29,10 +29,10 @@ from packplan.app.planning.split import table_works
 from packplan.app.rl.checkpoints import Checkpoints, is_first_rank
 from packplan.app.wiring.stores import open_policy_folder
 from packplan.app.wiring.works import trained_work
-from packplan.core.config import RunConfig
+from packplan.core.config import GrpoConfig, RunConfig
 from packplan.core.errors import ConfigError, RecordError, counted
 from packplan.core.ports import Arrays, Workers
-from packplan.core.rl import deal_prompts, group_advantages
+from packplan.core.rl import batch_advantages, deal_prompts, generalised_advantages, group_advantages, standardised
 from packplan.core.samples import Table, to_row
 from packplan.core.shard import Sharding, batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
 from packplan.core.shuffling import shuffled
@@ -194,14 +194,15 @@ def _step(
     batch_size = config.policy.train_global_batch_size or len(batch)
     cut_into = partial(cut, config, lengths, work=work, media_work=batch.tensor(MEDIA_WORK).numpy(), shards=shards)
     logprob = cut_into(training=False)
-    old, drawn = _log_probabilities(config, workers, batch, logprob), batch.tensor("engine_log_probabilities")
+    fields = {f"old_{name}": field for name, field in _predicted(config, workers, batch, logprob).items()}
+    old, drawn = fields["old_log_probabilities"], batch.tensor("engine_log_probabilities")
     # An engine that gives none is taken to have drawn from the policy's.
-    fields = {"old_log_probabilities": old, "engine_log_probabilities": torch.where(drawn.isnan(), old, drawn)}
+    fields["engine_log_probabilities"] = torch.where(drawn.isnan(), old, drawn)
     if config.grpo.kl_coefficient:
-        fields["reference_log_probabilities"] = _log_probabilities(config, workers, batch, logprob, of_reference=True)
-    size, scale = config.grpo.num_generations_per_prompt, config.grpo.scale_rewards
-    advantages = group_advantages(rewards, group_size=size, scale=scale)
-    batch = batch.with_fields(**fields, advantages=torch.as_tensor(advantages, dtype=torch.float32))
+        of_reference = _predicted(config, workers, batch, logprob, of_reference=True)
+        fields["reference_log_probabilities"] = of_reference["log_probabilities"]
+    values = fields["old_values"].numpy() if "old_values" in fields else None
+    batch = batch.with_fields(**fields, **_advantages(config.grpo, rewards, batch.tensor("token_mask"), values))
     scored = time.perf_counter()
     sharding = cut_into(batch_size=batch_size, training=True)
     counts = [
@@ -333,12 +334,40 @@ def _padded(rows: Sequence[Sequence[float]]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
-def _log_probabilities(
+def _predicted(
     config: RunConfig, workers: Workers, batch: BatchedData, sharding: Sharding, **options: bool
-) -> torch.Tensor:
-    """Return every token's log-probability, in the order of the batch; shape of `input_ids`."""
+) -> dict[str, torch.Tensor]:
+    """
+    Return every token's log-probability, and its value if the policy has a value head, in the order
+    of the batch; shape of `input_ids`.
+    """
     results = run_on_all(workers, "log_probabilities", batch.shard(sharding), config, **options)
-    return torch.as_tensor(np.concatenate([result["log_probabilities"] for result in results])[sharding.restore])
+    return {
+        name: torch.as_tensor(np.concatenate([result[name] for result in results])[sharding.restore])
+        for name in results[0]
+    }
+
+
+def _advantages(
+    grpo: GrpoConfig, rewards: NDArray[np.float64], token_mask: torch.Tensor, values: NDArray[np.float32] | None
+) -> dict[str, torch.Tensor]:
+    """Return the advantages of answers, or of their tokens with the returns that values learn."""
+    found: dict[str, NDArray[np.float64]] = {}
+    if values is not None:
+        mask = token_mask.numpy() > 0
+        found["advantages"], found["returns"] = generalised_advantages(
+            rewards, values.astype(np.float64), mask, discount=grpo.discount, trace_decay=grpo.gae_lambda
+        )
+        if grpo.scale_rewards:
+            found["advantages"] = standardised(found["advantages"], mask)
+    elif grpo.baseline == "batch":
+        found["advantages"] = batch_advantages(rewards, scale=grpo.scale_rewards)
+    else:
+        found["advantages"] = group_advantages(
+            rewards, group_size=grpo.num_generations_per_prompt, scale=grpo.scale_rewards,
+            leave_one_out=grpo.baseline == "leave_one_out",
+        )  # fmt: skip
+    return {name: torch.as_tensor(field, dtype=torch.float32) for name, field in found.items()}
 
 
 def _figures(sharding: Sharding) -> dict[str, Any]:

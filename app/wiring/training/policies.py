@@ -22,6 +22,7 @@ from packplan.adapters.workers.policy import PolicySettings, PolicyWorker
 from packplan.adapters.workers.ranks import RankWorkers
 from packplan.adapters.workers.server import ServerEngine
 from packplan.adapters.workers.sharding import RankGrid
+from packplan.adapters.workers.value_head import ValueHead
 from packplan.app.wiring.functions import named_function
 from packplan.app.wiring.stores import read_config
 from packplan.app.wiring.training.ranks import join_ranks, joined_ranks, require_same_weights
@@ -67,15 +68,16 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder, atte
     # Parts go to the device layer by layer, which need not hold the whole model.
     first = torch.device("cpu") if grid.is_sharded else device
 
-    def open_one() -> Any:
+    def open_one(*, with_values: bool = False) -> tuple[Any, ValueHead | None]:
         opened = open_model(config.model, config.training, attention=attention, device=first)
         require_same_weights(group, opened)
+        head = ValueHead(opened) if with_values else None
         grid.shard(opened)
-        return opened.to(device)
+        return opened.to(device), head
 
-    model, reference = open_one(), None
+    (model, value_head), reference = open_one(with_values=grpo.baseline == "value"), None
     if grpo.kl_coefficient:
-        reference = open_one().eval().requires_grad_(requires_grad=False)
+        reference = open_one()[0].eval().requires_grad_(requires_grad=False)
     tokenizer, command = samples.template.tokenizer, grpo.engine_command
     if samples.sees_images:
         for one in filter(None, (model, reference)):
@@ -95,6 +97,7 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder, atte
         loss=_open_loss(config),
         group=group,
         grid=grid,
+        value_head=value_head,
         settings=PolicySettings(
             temperature=grpo.temperature,
             max_new_tokens=grpo.max_new_tokens,
