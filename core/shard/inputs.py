@@ -35,7 +35,7 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 
     Args:
         name: Name of the option.
-        value: Its value.
+        value: Value that was given.
         choices: Values that it may have.
 
     Raises:
