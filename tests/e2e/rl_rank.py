@@ -8,7 +8,9 @@ It is imported once by a process that ranks fork from.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,6 +79,51 @@ def phases(path: str) -> dict:
             "gradients": {name: p.grad for name, p in worker._model.named_parameters()},
             "share": sharding.positions.sum() / (len(LENGTHS) * max(LENGTHS)),
         }
+
+
+ASKED = [7, 3, 20, 3, 11]
+"""Prompts of a step, which 2 and 4 workers do not divide; one comes twice."""
+
+
+def answered(path: str, *, order: Sequence[int] = range(len(ASKED)), steps: Sequence[int] = (0,)) -> list[dict]:
+    """Answer prompts at fixed weights; return rows and rewards of each step, in the order of `ASKED`."""
+    config = training.read_config(path, rl=True)
+    with training.joined_ranks(config) as group:
+        samples = training.open_samples(config)["train"]
+        worker = training.open_policy(config, group, samples, training.decide_attention(config, isolated=False))
+        prompts = loop._encoded_prompts(config, samples, shown=False)
+        asked = loop._asked(samples, prompts, np.array(ASKED)).select(list(order))
+        found = []
+        for step in steps:
+            batch, rewards, _ = loop._roll_out(
+                config, RankWorkers(worker, group), asked, shards=group.world_size, step=step
+            )
+            back = np.argsort(np.repeat(order, config.grpo.num_generations_per_prompt), kind="stable")
+            found.append({
+                "rows": [batch.tensor("input_ids")[row, : batch.lengths[row]].tolist() for row in back],
+                "logs": [batch.tensor("engine_log_probabilities")[row, : batch.lengths[row]] for row in back],
+                "rewards": rewards[back].tolist(),
+            })  # fmt: skip
+        return found
+
+
+def trained(path: str, *, is_double: bool) -> dict:
+    """Run steps of a run; return the weights, and what was logged."""
+    config = training.read_config(path, rl=True)
+    with training.joined_ranks(config) as group:
+        samples = training.open_samples(config)["train"]
+        worker = training.open_policy(config, group, samples, training.decide_attention(config, isolated=True))
+        if is_double:
+            worker._model.double()
+        history = loop.run(config, RankWorkers(worker, group), samples)
+        return {"weights": worker._model.state_dict(), "rewards": [entry["reward"] for entry in history]}
+
+
+def keep(function: Callable[..., Any], path: str, out: str, **options: Any) -> None:
+    """Run one of the functions above; rank 0 keeps what it returns."""
+    found = function(path, **options)
+    if os.environ["RANK"] == "0":
+        torch.save(found, out)
 
 
 def main(cases: dict[str, tuple[str, int]], out: str) -> None:
