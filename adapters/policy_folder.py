@@ -48,7 +48,9 @@ class PolicyFolder:
             OutputError: It cannot be written.
         """
         folder = self._folder
-        left = sorted(path for path in folder.glob("*") if path.name == _LOG or path.name.partition("-")[0] in {_POLICY, _ENGINE})
+        left = sorted(
+            path for path in folder.glob("*") if path.name == _LOG or path.name.partition("-")[0] in {_POLICY, _ENGINE}
+        )
         if left and not overwrite:
             names = ", ".join(path.name for path in left)
             reason = (

@@ -126,9 +126,8 @@ class ServerEngine:
 
     def _post(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return the server's answer to a request for a completion."""
-        body = request.Request(
-            f"{self._address}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
-        )
+        url, headers = f"{self._address}/v1/completions", {"Content-Type": "application/json"}
+        body = request.Request(url, json.dumps(asked).encode(), headers)  # noqa: S310  # http alone, see `_start`
         try:
             with _HTTP.open(body, timeout=ANSWER_S) as answer:
                 found: dict[str, Any] = json.load(answer)

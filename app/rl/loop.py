@@ -67,7 +67,7 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
     work, estimated = trained_work(config)
     if estimated and is_first:
         log.warning("work counts tokens and squares of lengths, for %s", estimated)
-    history = []
+    history: list[dict[str, Any]] = []
     started = time.perf_counter()
     for step, drawn in zip(range(config.grpo.num_steps), _drawn(config, len(prompts)), strict=False):
         figures: dict[str, Any] = {"step": step + 1}

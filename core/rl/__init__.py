@@ -1,4 +1,4 @@
-"""Answers, the draws that they follow from, their rewards, and advantages among those to a prompt."""
+"""Answers of a policy, their draws and rewards, and advantages among those to a prompt."""
 
 from __future__ import annotations
 

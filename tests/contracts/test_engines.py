@@ -60,7 +60,7 @@ def complete(engine, *texts, keys=None, temperature=0.5, max_new_tokens=9):
 
 
 def test_answers_come_in_order_as_tokens(engine):
-    """The end token belongs to an answer that ended before the limit; keys and temperature arrive."""
+    """The end token belongs to an answer that ended by itself; keys and temperature arrive."""
     assert [("dc ba$", True), ("a very lo", True)] == complete(engine, "ab cd", "gnol yrev a")
     assert [(f"{2**31 - 1}"[:9], True), ("5$", True)] == complete(engine, "seed", "seed", keys=[2**64 - 1, 5 << 33])
     assert [("0.25$", True)] == complete(engine, "heat", temperature=0.25)
@@ -110,10 +110,10 @@ def test_each_version_has_a_server_of_its_own(engine, tmp_path):
 
     assert not lives(before)
     assert [("4$", True)] == complete(engine, "folder")
-    with pytest.raises(ConfigError, match="grpo.engine_command: ended with status 7: out of memory"):
+    with pytest.raises(ConfigError, match=r"grpo.engine_command: ended with status 7: out of memory"):
         complete(engine, "die")
     engine.close()
-    with pytest.raises(ConfigError, match="does not answer on http://127.0.0.1:.*refused"):
+    with pytest.raises(ConfigError, match=r"does not answer on http://127.0.0.1:.*refused"):
         complete(engine, "ab")
 
 

@@ -86,7 +86,7 @@ ASKED = [7, 3, 20, 3, 11]
 
 
 def answered(path: str, *, order: Sequence[int] = range(len(ASKED)), steps: Sequence[int] = (0,)) -> list[dict]:
-    """Answer prompts at fixed weights; return rows and rewards of each step, in the order of `ASKED`."""
+    """Return rows and rewards of each step at fixed weights, in the order of `ASKED`."""
     config = training.read_config(path, rl=True)
     with training.joined_ranks(config) as group:
         samples = training.open_samples(config)["train"]
@@ -108,15 +108,17 @@ def answered(path: str, *, order: Sequence[int] = range(len(ASKED)), steps: Sequ
 
 
 def trained(path: str, *, is_double: bool) -> dict:
-    """Run steps of a run; return the weights, and what was logged."""
+    """Run steps of a run; return by how much they moved the weights, and what was logged."""
     config = training.read_config(path, rl=True)
     with training.joined_ranks(config) as group:
         samples = training.open_samples(config)["train"]
         worker = training.open_policy(config, group, samples, training.decide_attention(config, isolated=True))
         if is_double:
             worker._model.double()
+        before = {name: weight.clone() for name, weight in worker._model.state_dict().items()}
         history = loop.run(config, RankWorkers(worker, group), samples)
-        return {"weights": worker._model.state_dict(), "rewards": [entry["reward"] for entry in history]}
+        moved = {name: weight - before[name] for name, weight in worker._model.state_dict().items()}
+        return {"moved": moved, "rewards": [entry["reward"] for entry in history]}
 
 
 def keep(function: Callable[..., Any], path: str, out: str, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""`packplan rl` has another engine answer, with its own weights at each step, and refuses others."""
+"""`packplan rl` has another engine answer, with the policy's weights, and refuses other ones."""
 
 from __future__ import annotations
 
@@ -32,12 +32,19 @@ def test_transformers_serve_answers_each_step_with_its_weights(write_rl, tmp_pat
     from packplan.app.rl import loop
 
     script = tmp_path / "serve.sh"
-    script.write_text(f'cp -r "$1" "{tmp_path}/of-$(basename "$1")"\nexec "{sys.executable}" -c "{SERVE}" serve "$1" --port "$2"')
+    script.write_text(
+        f'cp -r "$1" "{tmp_path}/of-$(basename "$1")"\nexec "{sys.executable}" -c "{SERVE}" serve "$1" --port "$2"'
+    )
     batches = []
     roll_out = loop._roll_out
     monkeypatch.setattr(loop, "_roll_out", lambda *a, **o: batches.append(roll_out(*a, **o)) or batches[-1])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    grpo = {"engine_command": f"sh {script} {{folder}} {{port}}", "num_steps": 2, "num_prompts_per_step": 2, "num_generations_per_prompt": 3}
+    grpo = {
+        "engine_command": f"sh {script} {{folder}} {{port}}",
+        "num_steps": 2,
+        "num_prompts_per_step": 2,
+        "num_generations_per_prompt": 3,
+    }
 
     assert 0 == rl.main([str(write_rl(grpo=grpo))])
 
@@ -70,7 +77,9 @@ class ScriptedEngine:
 
 
 def test_an_engine_with_other_weights_is_refused(demo):
-    """Its most likely tokens are not near the policy's; those that text has lost are not compared."""
+    """
+    Its most likely tokens are not near the policy's; those that text has lost are not compared.
+    """
     from transformers import AutoModelForCausalLM
 
     from packplan.adapters.microbatches import BatchedData
@@ -104,7 +113,7 @@ def test_an_engine_with_other_weights_is_refused(demo):
         ({"engine_command": COMMAND}, {"tuner_type": "lora"}, "training.tuner_type: is lora, but an engine gets"),
     ],
 )
-def test_what_no_engine_can_do_is_refused(write_rl, tmp_path, capsys, grpo, training, says):
+def test_what_no_engine_can_do_is_refused(write_rl, tmp_path, capsys, grpo, training, says):  # noqa: PLR0917
     """By its key, before the first step; no server is left."""
     import psutil
 

@@ -221,8 +221,8 @@ def write_answers(write_rl):
 
 def test_a_worker_scores_what_it_draws(write_answers, demo):
     """
-    Prompts stay as they are; answers end with the token that ends them, or at the limit; rewards are
-    those of their texts, log-probabilities those of the policy, and none is a prompt's.
+    Answers end with the token that ends them, or at the limit. Rewards are those of their texts,
+    log-probabilities those of the policy; a prompt has none.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -261,7 +261,9 @@ def test_answers_do_not_depend_on_workers_batches_or_order(write_answers, server
 
     path = write_answers("whole")
     started = [
-        server.ranks(size, rl_rank.keep, rl_rank.answered, path, str(tmp_path / f"{size}.pt"), folder=tmp_path / str(size))
+        server.ranks(
+            size, rl_rank.keep, rl_rank.answered, path, str(tmp_path / f"{size}.pt"), folder=tmp_path / str(size)
+        )
         for size in (2, 4)
     ]
     expected, other = rl_rank.answered(path, steps=(0, 1))
@@ -277,7 +279,9 @@ def test_answers_do_not_depend_on_workers_batches_or_order(write_answers, server
 
 @pytest.mark.parametrize(("num_steps", "is_double"), [(1, False), (5, True)])
 def test_updates_do_not_depend_on_workers(write_rl, server, tmp_path, num_steps, is_double):
-    """Weights after a step in float32, and after five in float64, are equal to 1e-5 on two workers."""
+    """
+    A step in float32, and five in float64, move the weights alike on two workers, to 1e-5.
+    """
     from tests.e2e import rl_rank
 
     policy = {"sequence_packing": {"enabled": True, "train_mb_tokens": 200}}
@@ -289,7 +293,12 @@ def test_updates_do_not_depend_on_workers(write_rl, server, tmp_path, num_steps,
         rank
         for size, path in enumerate(paths, start=1)
         for rank in server.ranks(
-            size, rl_rank.keep, partial(rl_rank.trained, is_double=is_double), path, f"{path}.pt", folder=tmp_path / str(size)
+            size,
+            rl_rank.keep,
+            partial(rl_rank.trained, is_double=is_double),
+            path,
+            f"{path}.pt",
+            folder=tmp_path / str(size),
         )
     ]
     assert [0, 0, 0] == finished(ranks)
@@ -297,7 +306,7 @@ def test_updates_do_not_depend_on_workers(write_rl, server, tmp_path, num_steps,
     one, two = (torch.load(f"{path}.pt") for path in paths)
     assert one["rewards"] == two["rewards"]
     assert num_steps == len(one["rewards"])
-    assert apart(two["weights"], one["weights"]) < FLOAT32
+    assert apart(two["moved"], one["moved"]) < FLOAT32
 
 
 def test_the_reward_rises(write_rl, tmp_path, capsys):
