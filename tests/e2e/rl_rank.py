@@ -87,6 +87,7 @@ def phases(path: str, checkpoint: str = "") -> dict:
             "trained": {name: torch.tensor(np.array([one[name] for one in trained])) for name in trained[0]},
             "gradients": {name: whole(p.grad) for name, p in worker._model.named_parameters()},
             "bytes": torch.tensor(held_bytes(worker)),
+            "size": torch.tensor(worker._mean_size(), dtype=torch.float64),
             "share": sharding.positions.sum() / (len(LENGTHS) * max(LENGTHS)),
         }
 
@@ -162,7 +163,7 @@ def main(cases: dict[str, tuple[str, int]], out: str) -> None:
         os.environ["MASTER_PORT"] = str(port)
         found = phases(path, f"{out}/{name}")
         if os.environ["RANK"] == "0":
-            kept = {key: value for key, value in found.items() if key in {"old", "trained", "gradients", "bytes"}}
+            kept = {key: value for key, value in found.items() if key != "share"}
             torch.save(kept, Path(out) / f"{name}.pt")
 
 
