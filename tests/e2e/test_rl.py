@@ -369,8 +369,9 @@ def test_dynamic_batching_that_computes_more_than_padding_warns(write_rl, capsys
 
     key = r"policy.dynamic_batching.sequence_length_round \(64\)"
     says = rf"dynamic batching computes ([\d,]+) positions, .* longest ([\d,]+): lower {key}"
-    said = re.findall(says, " ".join(capsys.readouterr().err.split()))
-    ((computed, padded),) = said
+    printed = " ".join(capsys.readouterr().err.split())
+    assert 1 == printed.count("dynamic batching computes")
+    ((computed, padded),) = re.findall(says, printed)
     assert int(computed.replace(",", "")) > int(padded.replace(",", ""))
 
 
