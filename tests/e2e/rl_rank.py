@@ -21,6 +21,7 @@ from packplan.adapters.microbatches import BatchedData
 from packplan.adapters.sequence_loss import normalisers
 from packplan.adapters.workers.policy import PolicyWorker
 from packplan.adapters.workers.ranks import RankWorkers
+from packplan.adapters.workers.sharding import whole_weights
 from packplan.app.rl import loop
 from packplan.app.wiring import training
 from packplan.app.wiring.works import trained_work
@@ -80,6 +81,11 @@ def phases(path: str, checkpoint: str = "") -> dict:
             trained = loop.run_on_all(
                 workers, "train", batch.shard(sharding), config, num_sequences=[sequences], num_tokens=[tokens]
             )
+        with whole_weights(worker._model):
+            # Ranks whose answers end later run more passes.
+            if group.rank == 0 and config.policy.tensor_parallel_size == 1:
+                with torch.no_grad():
+                    worker._model(input_ids=torch.tensor([[1, 2, 3]]))
         if checkpoint:
             worker.save_checkpoint(checkpoint, facts="{}")
         return {

@@ -330,7 +330,7 @@ def test_the_reward_rises(write_rl, tmp_path, capsys):
 
     again = str(write_rl(policy=packing, grpo={**grpo, "num_steps": 1}))
     assert 2 == rl.main([again])
-    assert "holds policy, rl.jsonl of an earlier run" in capsys.readouterr().err
+    assert "holds checkpoint-10, policy, rl.jsonl of an earlier run" in capsys.readouterr().err
     assert 0 == rl.main([again, "--overwrite"])
     assert 1 == len(logged(tmp_path / "rl"))
 
