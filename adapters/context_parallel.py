@@ -79,7 +79,9 @@ def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGro
     parts = {name: getattr(config, name) for name in config.sub_configs}
     # A vision tower attends as before, on every rank to all patches.
     before = {name: part._attn_implementation for name, part in {"": config, **parts}.items() if part is not None}  # noqa: SLF001  # has no public name
-    model.set_attn_implementation(before | {"": ATTENTION} | {name: ATTENTION for name in parts if parts[name] is decoder.config})
+    model.set_attn_implementation(
+        before | {"": ATTENTION} | {name: ATTENTION for name in parts if parts[name] is decoder.config}
+    )
     try:
         with decoder.register_forward_pre_hook(attach, with_kwargs=True):
             yield

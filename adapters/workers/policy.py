@@ -67,13 +67,14 @@ class PolicyWorker:
         *,
         reference: Any | None,
         tokenizer: Any,
+        processor: Any,
         reward: Reward,
         loss: FusedLoss | PackedLoss | PaddedLoss,
         group: RankGroup,
         settings: PolicySettings,
     ) -> None:
         self._model, self._reference, self._tokenizer = model.eval(), reference, tokenizer
-        self._reward, self._loss, self._settings = reward, loss, settings
+        self._processor, self._reward, self._loss, self._settings = processor, reward, loss, settings
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay
@@ -210,12 +211,14 @@ class PolicyWorker:
         return {name: np.array([row.get(name, math.nan) for row in rows]) for name in dict.fromkeys(chain(*rows))}
 
     def save(self, folder: str) -> Arrays:
-        """Write the policy and its tokenizer to a folder, on the first worker alone."""
+        """
+        Write the policy and its processor, which has the tokenizer, on the first worker alone.
+        """
         if self._rank == 0 and folder:
             with saving(Path(folder)):
                 Path(folder).mkdir(parents=True, exist_ok=True)
                 self._model.save_pretrained(folder)
-                self._tokenizer.save_pretrained(folder)
+                self._processor.save_pretrained(folder)
         return {}
 
     def _generate_answers(self, microbatch: Microbatch) -> Tensor:

@@ -202,9 +202,7 @@ def _step(
     }
 
 
-def _encoded_prompts(
-    config: RunConfig, samples: SwiftEncoder, *, shown: bool
-) -> tuple[list[list[int]], Table]:
+def _encoded_prompts(config: RunConfig, samples: SwiftEncoder, *, shown: bool) -> tuple[list[list[int]], Table]:
     """
     Return the tokens of all prompts, and their measurements; RecordError if one leaves no room for
     an answer, or cannot be encoded.

@@ -75,6 +75,7 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder, atte
         model,
         reference=reference,
         tokenizer=samples.template.tokenizer,
+        processor=samples.template.processor,
         reward=named_function(grpo.reward, REWARDS, key="grpo.reward"),
         loss=_open_loss(config),
         group=group,
