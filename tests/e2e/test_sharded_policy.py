@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from packplan.core.errors import ConfigError
-from tests.e2e.test_rl import far, one_by_one, write_phases  # noqa: F401  # a fixture
+from tests.e2e.test_rl import far, update_of_text, write_phases  # noqa: F401  # a fixture
 from tests.nearness import FLOAT32, apart, norm
 from tests.network import free_port
 from tests.processes import finished
@@ -81,7 +81,7 @@ def test_workers_that_share_weights_give_what_one_gives(write_phases, demo, serv
 
     for name, (model, policy) in CASES[world_size].items():
         found = torch.load(tmp_path / f"{name}.pt", weights_only=True)
-        expected = one_by_one(demo, model)
+        expected = update_of_text(demo, model)
         before = norm(expected["gradients"])
         assert before == pytest.approx(float(found["trained"]["grad_norm"][0]), rel=FLOAT32)
         expected["gradients"] = {key: one * CLIPPED_TO / before for key, one in expected["gradients"].items()}
