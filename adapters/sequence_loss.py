@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
@@ -395,15 +395,13 @@ class _TokenStatistics(torch.autograd.Function):
         found = torch.empty_like(logits)
         for block in _blocks(logits):
             shares = torch.softmax(logits[block], -1, dtype=torch.float32)
-            # The gradient of the entropy H is -p (log p + H).
-            spread = None
+            parts = []
             if bonus is not None:
-                spread = bonus[block] * (torch.special.entr(shares) - shares * entropy[block, None])
-            if scale is None:
-                found[block] = spread
-                continue
-            excess = shares.mul_(-scale[block]).scatter_add_(1, picked[block], scale[block])
-            found[block] = excess if spread is None else excess + spread
+                # The gradient of the entropy H is -p (log p + H).
+                parts.append(bonus[block] * (torch.special.entr(shares) - shares * entropy[block, None]))
+            if scale is not None:
+                parts.append(shares.mul_(-scale[block]).scatter_add_(1, picked[block], scale[block]))
+            found[block] = reduce(torch.add, parts)
         return found, None, None
 
 
