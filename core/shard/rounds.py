@@ -157,7 +157,6 @@ class _Fill:
         if step < self._most_step or size <= self._most_size:
             for level, pool in zip(self._levels, self._heavy, strict=True):
                 if (key := pool.add(size, step, min(level - step, below))) is not None:
-                    self._most_step = self._limit
                     return key
             self._limit_heavy()
         if not self._is_light_open and len(self._light):
@@ -179,7 +178,7 @@ class _Fill:
         return None
 
     def _limit_heavy(self) -> None:
-        """Find which items all heavy pools refuse, until one of these changes."""
+        """Find which items all heavy pools refuse, until a level rises or a pool is added."""
         levels = zip(self._levels, self._heavy, strict=True)
         self._most_step = max((level - pool.keys[0] for level, pool in levels if pool.keys), default=0)
         self._most_size = max((pool.most_waiting for pool in self._heavy), default=0)
