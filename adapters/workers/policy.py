@@ -26,7 +26,7 @@ from transformers import GenerationConfig
 from packplan.adapters.answers import end_tokens, score
 from packplan.adapters.context_parallel import context_parallel, gather_row
 from packplan.adapters.files import saving
-from packplan.adapters.microbatches import WEIGHTS, Microbatch, ShardedData
+from packplan.adapters.microbatches import WEIGHTS, BatchedData, Microbatch, ShardedData
 from packplan.adapters.models import is_ruined, mean_size
 from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss, combined, token_log_probabilities
 from packplan.adapters.workers.generation import Generations, answer, as_arrays, ask, keys_of, require_same_weights
@@ -105,40 +105,16 @@ class PolicyWorker:
         Returns:
             The answers as in `generation.as_arrays`, and `rewards` (slots, answers).
         """
-        settings, tokenizer = self._settings, self._tokenizer
-        generations: Generations = []
-        for microbatch in shard:
-            keys = keys_of(
-                microbatch.data, seed=seed, step=step, num=settings.num_generations,
-                max_new_tokens=settings.max_new_tokens,
-            )  # fmt: skip
-            if self._engine is None:
-                generations += answer(
-                    self._model, microbatch.data, keys, temperature=settings.temperature, tokenizer=tokenizer,
-                    version=step,
-                )  # fmt: skip
-                continue
-            if not self._is_engine_compared:
-                require_same_weights(self._engine, self._model, microbatch.data)
-                self._is_engine_compared = True
-            generations += ask(
-                self._engine, microbatch.data, keys, temperature=settings.temperature,
-                max_new_tokens=settings.max_new_tokens,
-            )  # fmt: skip
-        rewards = [
-            [
-                score(
-                    self._reward, tokenizer.decode(one.tokens, skip_special_tokens=True), str(own_answer),
-                    record=str(record), key="grpo.reward",
+        generations = [answers for microbatch in shard for answers in self._answers(microbatch.data, seed, step)]
+        rewards = np.zeros((len(generations), self._settings.num_generations))
+        for slot, (own_answer, record) in enumerate(zip(shard.data["answers"], shard.data["records"], strict=True)):
+            for number, completion in enumerate(generations[slot]):
+                text = self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
+                rewards[slot, number] = score(
+                    self._reward, text, str(own_answer), record=str(record), key="grpo.reward"
                 )
-                for one in answers
-            ]
-            for answers, own_answer, record in zip(
-                generations, shard.data["answers"], shard.data["records"], strict=True
-            )
-        ]  # fmt: skip
-        arrays = as_arrays(generations, width=settings.max_new_tokens, padding=tokenizer.pad_token_id)
-        return {**arrays, "rewards": np.array(rewards)}
+        arrays = as_arrays(generations, width=self._settings.max_new_tokens, padding=self._tokenizer.pad_token_id)
+        return {**arrays, "rewards": rewards}
 
     @torch.no_grad()
     def log_probabilities(self, shard: ShardedData, *, of_reference: bool = False) -> Arrays:
@@ -261,6 +237,17 @@ class PolicyWorker:
         """End the engine."""
         if self._engine is not None:
             self._engine.close()
+
+    def _answers(self, prompts: BatchedData, seed: int, step: int) -> Generations:
+        """Return answers of the policy, or of the engine once it is known to have its weights."""
+        heat, most = self._settings.temperature, self._settings.max_new_tokens
+        keys = keys_of(prompts, seed=seed, step=step, num=self._settings.num_generations, max_new_tokens=most)
+        if self._engine is None:
+            return answer(self._model, prompts, keys, temperature=heat, tokenizer=self._tokenizer, version=step)
+        if not self._is_engine_compared:
+            require_same_weights(self._engine, self._model, prompts)
+            self._is_engine_compared = True
+        return ask(self._engine, prompts, keys, temperature=heat, max_new_tokens=most)
 
     def _share_layout(self, layout: PackedLayout) -> PackedLayout:
         return attrs.evolve(layout, cp_size=self._settings.context_parallel_size)
