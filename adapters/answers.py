@@ -72,7 +72,7 @@ def generate(
 
 
 _OF_ITS_OWN_LOOP = frozenset({"logits_processor", "stopping_criteria", "generation_config"})
-"""What `generate` of transformers gives to a loop, beside the inputs of the model."""
+"""Arguments of a loop of transformers beside the inputs of the model; ours has its own."""
 
 
 def _decode(
@@ -158,10 +158,12 @@ def gumbel_noise(keys: Tensor, size: int) -> Tensor:
     """
     bits = keys[:, None] + torch.arange(1, size + 1, device=keys.device) * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        bits = (bits ^ _shifted(bits, shift)) * _signed(factor)
-    bits = bits ^ _shifted(bits, 31)
-    # 52 bits, so that the middle of an interval is exact and neither 0 nor 1.
-    return -(-((_shifted(bits, 12).double() + 0.5) * 2.0**-52).log()).log()
+        bits ^= _shifted(bits, shift)
+        bits *= _signed(factor)
+    bits ^= _shifted(bits, 31)
+    # 52 bits, so that the middle of an interval is exact and neither 0 nor 1. In place, since
+    # a vocabulary for each row is large.
+    return _shifted(bits, 12).double().add_(0.5).mul_(2.0**-52).log_().neg_().log_().neg_()
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:

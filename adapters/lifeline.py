@@ -2,9 +2,9 @@
 Processes that end when their parent ends, even if SIGKILL ends the parent.
 
 Each process that this project starts calls `end_with_parent` first: measuring processes, loader
-workers, ranks of a launcher, benchmarks. There are two exceptions. Rank 0's heartbeat has to
-outlive rank 0 for a moment, and notices its end by a pipe. Ray takes up to a minute to end its
-actors, so actors on the driver's machine watch the driver themselves.
+workers, ranks of a launcher, servers of engines, benchmarks. There are two exceptions. Rank 0's
+heartbeat has to outlive rank 0 for a moment, and notices its end by a pipe. Ray takes up to a
+minute to end its actors, so actors on the driver's machine watch the driver themselves.
 """
 
 from __future__ import annotations

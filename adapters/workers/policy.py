@@ -27,7 +27,7 @@ from transformers import GenerationConfig
 from packplan.adapters.answers import end_tokens, score
 from packplan.adapters.context_parallel import context_parallel, gather_row
 from packplan.adapters.files import saving
-from packplan.adapters.microbatches import WEIGHTS, Microbatch, ShardedData
+from packplan.adapters.microbatches import WEIGHTS, BatchedData, Microbatch, ShardedData
 from packplan.adapters.models import is_ruined, mean_size
 from packplan.adapters.sequence_loss import (
     NO_TARGET,
@@ -117,24 +117,17 @@ class PolicyWorker:
         Returns:
             The answers as in `generation.as_arrays`, and `rewards` (slots, answers).
         """
-        tokenizer, generations = self._tokenizer, []
         with whole_weights(self._model):
-            for microbatch in shard:
-                generations += self._generate_answers(microbatch, seed=seed, step=step)
-        rewards = [
-            [
-                score(
-                    self._reward, tokenizer.decode(one.tokens, skip_special_tokens=True), str(own_answer),
-                    record=str(record), key="grpo.reward",
+            generations = [one for microbatch in shard for one in self._answers(microbatch.data, seed, step)]
+        rewards = np.zeros((len(generations), self._settings.num_generations))
+        for slot, (own_answer, record) in enumerate(zip(shard.data["answers"], shard.data["records"], strict=True)):
+            for number, completion in enumerate(generations[slot]):
+                text = self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
+                rewards[slot, number] = score(
+                    self._reward, text, str(own_answer), record=str(record), key="grpo.reward"
                 )
-                for one in answers
-            ]
-            for answers, own_answer, record in zip(
-                generations, shard.data["answers"], shard.data["records"], strict=True
-            )
-        ]  # fmt: skip
-        arrays = as_arrays(generations, width=self._settings.max_new_tokens, padding=tokenizer.pad_token_id)
-        return {**arrays, "rewards": np.array(rewards)}
+        arrays = as_arrays(generations, width=self._settings.max_new_tokens, padding=self._tokenizer.pad_token_id)
+        return {**arrays, "rewards": rewards}
 
     @torch.no_grad()
     def log_probabilities(self, shard: ShardedData, *, of_reference: bool = False) -> Arrays:
@@ -278,20 +271,6 @@ class PolicyWorker:
         read_checkpoint(Path(folder), self._model, self._optimizer)
         return {}
 
-    def _generate_answers(self, microbatch: Microbatch, *, seed: int, step: int) -> Generations:
-        """Return the answers to prompts, of the engine if there is one."""
-        settings, data = self._settings, microbatch.data
-        keys = keys_of(data, seed=seed, step=step, num=settings.num_generations, max_new_tokens=settings.max_new_tokens)
-        if self._engine is None:
-            return answer(
-                self._model, self._inputs, data, keys, temperature=settings.temperature, tokenizer=self._tokenizer,
-                version=step,
-            )  # fmt: skip
-        if not self._is_engine_compared:
-            require_same_weights(self._engine, self._model, data)
-            self._is_engine_compared = True
-        return ask(self._engine, data, keys, temperature=settings.temperature, max_new_tokens=settings.max_new_tokens)
-
     def _mean_size(self) -> float:
         return mean_size(self._parameters, sharded=self._grid.is_sharded)
 
@@ -320,6 +299,19 @@ class PolicyWorker:
         """End the engine."""
         if self._engine is not None:
             self._engine.close()
+
+    def _answers(self, prompts: BatchedData, seed: int, step: int) -> Generations:
+        """Return answers of the policy, or of the engine once it is known to have its weights."""
+        heat, most = self._settings.temperature, self._settings.max_new_tokens
+        keys = keys_of(prompts, seed=seed, step=step, num=self._settings.num_generations, max_new_tokens=most)
+        if self._engine is None:
+            return answer(
+                self._model, self._inputs, prompts, keys, temperature=heat, tokenizer=self._tokenizer, version=step
+            )
+        if not self._is_engine_compared:
+            require_same_weights(self._engine, self._model, prompts)
+            self._is_engine_compared = True
+        return ask(self._engine, prompts, keys, temperature=heat, max_new_tokens=most)
 
     def _share_layout(self, layout: PackedLayout) -> PackedLayout:
         return attrs.evolve(layout, cp_size=self._settings.context_parallel_size)

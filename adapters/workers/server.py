@@ -63,7 +63,7 @@ class ServerEngine:
         self._address, self._folder, self._version = "", "", 0
 
     def update(self, version: int, folder: str, /) -> None:
-        """See `core.ports.Engine`; all workers call this."""
+        """Start the server on other weights, on the first worker; see `core.ports.Engine`."""
         self._version, self._folder = version, folder
         started: Mapping[str, str] = self._start() if self._group.rank == 0 else {}
         started = json.loads(self._group.gather(json.dumps(started), timeout_s=2 * START_S)[0])
@@ -74,7 +74,15 @@ class ServerEngine:
     def complete(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[int], /, *, temperature: float, max_new_tokens: int
     ) -> list[Completion]:
-        """See `core.ports.Engine`."""
+        """
+        Answer prompts by requests, several at a time; see `core.ports.Engine`.
+
+        Args:
+            prompts: Token ids of each prompt.
+            keys: A number for each answer, whose high bits are the request's seed.
+            temperature: Temperature of sampling; 0 takes the most likely token.
+            max_new_tokens: Most tokens of an answer.
+        """
 
         def ask(prompt: Sequence[int], key: int) -> Completion:
             asked = {

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packplan.core.errors import ConfigError
 from packplan.core.rl import draw_keys
 from tests.nearness import FLOAT32, apart
 
@@ -131,3 +132,21 @@ def test_tokens_are_drawn_as_often_as_is_likely():
         found = (logits / temperature + noise).argmax(-1).bincount(minlength=len(logits)) / num
 
         assert ((found - expected).abs() < 5 * (expected * (1 - expected) / num).sqrt()).all()
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        (lambda *_: float("nan"), "gives nan for an answer to line 3, and no finite number"),
+        (lambda *_: "0.5", "gives '0.5' for an answer to line 3"),
+        (lambda *_: None, "fails on an answer to line 3: TypeError"),
+        (lambda *_: 1 / 0, "fails on an answer to line 3: ZeroDivisionError"),
+    ],
+)
+def test_a_reward_that_is_no_number_is_refused(reward, says):
+    """By its key, with the record and what was found."""
+    from packplan.adapters.answers import score
+
+    with pytest.raises(ConfigError, match=f"grpo.reward: {says}"):
+        score(reward, "said", "wanted", record="line 3", key="grpo.reward")
+    assert score(lambda *_: True, "said", "wanted", record="line 3", key="grpo.reward") == 1
