@@ -27,7 +27,8 @@ from packplan.adapters.context_parallel import context_parallel, gather_row
 from packplan.adapters.files import saving
 from packplan.adapters.microbatches import WEIGHTS, Microbatch, ShardedData
 from packplan.adapters.models import is_ruined, mean_size
-from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss, combined, token_log_probabilities
+from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss, combined
+from packplan.adapters.token_statistics import token_log_probabilities
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import RunError
 from packplan.core.ports import Arrays, RankGroup

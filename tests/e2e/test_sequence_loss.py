@@ -10,17 +10,10 @@ import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.adapters import policy_loss, sequence_loss
+from packplan.adapters import policy_loss, token_statistics
 from packplan.adapters.policy_loss import PolicyLoss
-from packplan.adapters.sequence_loss import (
-    NO_TARGET,
-    FusedLoss,
-    PackedLoss,
-    combined,
-    normalisers,
-    refuse_whole_batch,
-    token_log_probabilities,
-)
+from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, combined, normalisers, refuse_whole_batch
+from packplan.adapters.token_statistics import NO_TARGET, token_log_probabilities
 from packplan.core.config import GrpoConfig
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import ArgumentError
@@ -51,6 +44,10 @@ NAMED = {
     ),
     "GSPO": PolicyLoss(0.2, 0.3, surrogate="gspo", normalisation="sequence", dual_clip=2),
     "icepop": PolicyLoss(surrogate="gspo", correction="icepop", correction_max=1.5, entropy_weight=0.2),
+    "importance of sequences": PolicyLoss(
+        surrogate="gspo", normalisation="sequence", correction="sequence", correction_max=3
+    ),
+    "mask of sequences": PolicyLoss(correction="sequence_mask", correction_min=0.8, correction_max=2.5),
     "truncated importance": PolicyLoss(correction="truncated", correction_max=1.2, value_weight=0.5, value_clip=0.3),
     "entropy, values": PolicyLoss(entropy_weight=0.7, value_weight=0.3, normalisation="sequence"),
 }
@@ -69,7 +66,7 @@ def batches(draw) -> tuple[torch.Tensor, dict, PackedLayout]:
     number.
     """
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
-    layout = PackedLayout.from_lengths(lengths, cp_size=draw(st.integers(1, 3)), tp_size=draw(st.integers(1, 2)))
+    layout = PackedLayout.from_lengths(lengths, cp_size=draw(st.sampled_from([1, 2, 4])), tp_size=draw(st.integers(1, 2)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     shape = (len(lengths), max(lengths) + draw(st.integers(0, 2)))
     inside = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
@@ -153,15 +150,35 @@ def with_values(loss, logits, data, **options):
 
 def of_ranks(loss, row, fields, layout, **options):
     """Return what each rank of a group finds, whose sums over the group are those of all ranks."""
-    sums = []
 
     def found(rank, total):
         own = {"layout": layout, "cp_rank": rank, "sum_over_ranks": total, **options}
         return run(loss, row[:, layout.positions(rank)], fields, **own)
 
-    for rank in range(layout.cp_size):
-        found(rank, lambda part: sums.append(part) or part)
-    return [found(rank, lambda _: sum(sums)) for rank in range(layout.cp_size)]
+    parts = [[] for _ in range(layout.cp_size)]
+    for rank, own in enumerate(parts if any(name.startswith("sequence_") for name in loss.loss.fields) else []):
+        found(rank, lambda part, own=own: own.append(part) or part)
+    # The first exchange of every rank, the second, and so on.
+    totals = [list(map(sum, zip(*parts, strict=True)))[::-1] for _ in parts]
+    return [found(rank, lambda _, left=left: left.pop()) for rank, left in enumerate(totals)]
+
+
+def importance(loss, token):
+    """Return the factor that corrects a token for the engine which drew it, from the definitions."""
+    ratio = (token["old_log_probabilities"] - token["engine_log_probabilities"]).exp()
+    least, most = loss.correction_min, loss.correction_max
+    match loss.correction:
+        case "none":
+            return 1
+        case "truncated":
+            return ratio.clamp(max=most)
+        case "sequence":
+            return token["sequence_trust"].prod().clamp(max=most)
+        case "icepop":
+            return ratio if least <= ratio <= most else 0
+        case "sequence_mask":
+            mean = token["sequence_trust"].log().mean().exp()
+            return ratio if least <= mean <= most else 0
 
 
 def token_reference(loss, p, advantage, token):
@@ -169,7 +186,7 @@ def token_reference(loss, p, advantage, token):
     ratio = (p - (p.detach() if loss.on_policy else token["old_log_probabilities"])).exp()
     if loss.surrogate == "gspo":
         ratio = token["sequence_ratio"]
-        if loss.correction != "none":  # factors of tokens weigh their own gradients: GSPO-token
+        if loss.correction == "icepop":  # factors of tokens weigh their own gradients: GSPO-token
             ratio = ratio.detach() * (p - p.detach()).exp()
     low, high = 1 - loss.clip_low, 1 + loss.clip_high
     if loss.surrogate == "reinforce":
@@ -180,18 +197,14 @@ def token_reference(loss, p, advantage, token):
         gain = 0 * p + loss.dual_clip * advantage
     else:
         gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-    away = token[KL] - p
+    away, is_clamped = token[KL] - p, False
     if loss.kl_input_clamp and away.detach().abs() > loss.kl_input_clamp:
-        away = 0 * p + loss.kl_input_clamp * away.detach().sign()
+        is_clamped, away = True, 0 * p + loss.kl_input_clamp * away.detach().sign()
     kl = {"k1": -away, "k2": away**2 / 2, "k3": away.exp() - 1 - away}[loss.kl_estimator]
     if loss.kl_output_clamp and kl.detach().abs() > loss.kl_output_clamp:
-        kl = 0 * p + loss.kl_output_clamp * kl.detach().sign()
-    sampled = kl.detach() * (p - p.detach()) if loss.kl_sampling else 0
-    if loss.correction != "none":
-        trust = (token["old_log_probabilities"] - token["engine_log_probabilities"]).exp()
-        is_beyond = trust > loss.correction_max or trust < loss.correction_min
-        left = 0 if is_beyond else trust
-        gain = gain * (left if loss.correction == "icepop" else trust.clamp(max=loss.correction_max))
+        is_clamped, kl = True, 0 * p + loss.kl_output_clamp * kl.detach().sign()
+    sampled = kl.detach() * (p - p.detach()) if loss.kl_sampling and not is_clamped else 0
+    gain = gain * importance(loss, token)
     error = (token["value"] - token["returns"]) ** 2
     if loss.value_clip:
         near = token["value"].clamp(token["old_values"] - loss.value_clip, token["old_values"] + loss.value_clip)
@@ -226,12 +239,17 @@ def reference(logits, fields, loss: PolicyLoss) -> tuple[torch.Tensor, float]:
         counted = [t for t in range(1, len(mask)) if mask[t]]
         drawn = {t: every[t - 1][fields["input_ids"][b, t]] for t in counted}
         away = [drawn[t] - fields["old_log_probabilities"][b, t].double() for t in counted]
+        trust = [
+            fields["old_log_probabilities"][b, t].double() - fields["engine_log_probabilities"][b, t].double()
+            for t in counted
+        ]
         sequence_ratio = (sum(away) / max(1, len(away)) + 0 * every.sum()).exp()
         for t in range(1, len(mask)):
             if mask[t]:
                 p = drawn[t]
                 token = {name: fields[name][b, t].double() for name in OF_TOKENS} | {
                     "sequence_ratio": sequence_ratio,
+                    "sequence_trust": torch.stack(trust).exp(),
                     "entropy": -(every[t - 1].exp() * every[t - 1]).sum(),
                     "value": values_of(logits[b, t - 1].double()),
                 }
@@ -369,7 +387,7 @@ def test_log_probabilities_are_computed_block_by_block(monkeypatch, dtype, near)
     As log-softmax gives them, also in a last block that is not full; rows without a target have
     none.
     """
-    monkeypatch.setattr(sequence_loss, "_CPU_BLOCK", 3 * 50)
+    monkeypatch.setattr(token_statistics, "_CPU_BLOCK", 3 * 50)
     generator = torch.Generator().manual_seed(0)
     logits = (5 * torch.randn(10, 50, generator=generator)).to(dtype).requires_grad_()
     targets = torch.randint(0, 50, (10,), generator=generator)
@@ -390,7 +408,7 @@ def test_log_probabilities_are_computed_block_by_block(monkeypatch, dtype, near)
 @pytest.mark.parametrize("with_both", [True, False])
 def test_entropy_is_computed_block_by_block(monkeypatch, with_both):
     """In nats, with its gradient, beside that of log-probabilities or alone; the impossible adds 0."""
-    monkeypatch.setattr(sequence_loss, "_CPU_BLOCK", 3 * 50)
+    monkeypatch.setattr(token_statistics, "_CPU_BLOCK", 3 * 50)
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(10, 50, generator=generator)
     logits[2, 7] = -torch.inf
@@ -403,7 +421,7 @@ def test_entropy_is_computed_block_by_block(monkeypatch, with_both):
     drawn = every.gather(1, targets.clamp(min=0)[:, None])[:, 0] * (targets >= 0)
     (gradient,) = torch.autograd.grad((exact * outer[0] + with_both * drawn * outer[1]).sum(), logits)
 
-    found, entropy = sequence_loss._token_statistics(logits, targets, with_entropy=True)
+    found, entropy = token_statistics.token_statistics(logits, targets, with_entropy=True)
     of_both = (entropy * outer[0]).sum() + ((found * outer[1]).sum() if with_both else 0)
     (mine,) = torch.autograd.grad(of_both, logits)
 
