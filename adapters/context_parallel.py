@@ -45,11 +45,12 @@ class _Share:
 @contextmanager
 def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """
-    Let a model compute this rank's part of a packed row, as `input_ids` of shape (1, num_positions
-    / cp_size).
+    Let a model compute this rank's part of a packed row.
 
-    The logits are those of the part. Position ids default to the layout's. With gradient
-    checkpointing the backward pass belongs inside too, since it runs the layers again.
+    It is given the part as `input_ids` of shape (1, num_positions / cp_size), or the whole row and
+    perhaps images: every rank embeds these, and the layers compute the part. The logits are those
+    of the part. Position ids default to the layout's. With gradient checkpointing the backward pass
+    belongs inside too, since it runs the layers again.
 
     Args:
         model: Model of transformers with causal attention.
@@ -64,20 +65,52 @@ def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGro
         raise ValueError(f"the layout is for {layout.cp_size} ranks, but the group has {dist.get_world_size(group)}")
     rank = dist.get_rank(group)
     share = _Share(group, layout.blocks(rank).tolist(), torch.as_tensor(layout.restore, device=model.device))
-    position_ids = torch.as_tensor(layout.position_ids[layout.positions(rank)], device=model.device)[None]
+    own = torch.as_tensor(layout.positions(rank), device=model.device)
+    position_ids = torch.as_tensor(layout.position_ids, device=model.device)[own][None]
 
     def attach(_: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if options.get("attention_mask") is not None:
             raise ValueError("an attention_mask is given, but the layout marks the padding")
-        return arguments, {"position_ids": position_ids, "use_cache": False, **options, "cp_share": share}
+        if options.get("position_ids") is None:
+            options = {**options, "position_ids": position_ids}
+        return arguments, {**_cut(options, own, layout.num_positions), "use_cache": False, "cp_share": share}
 
-    before = model.config._attn_implementation  # noqa: SLF001  # has no public name
-    model.set_attn_implementation(ATTENTION)
+    decoder, config = model.get_decoder(), model.config
+    parts = {name: getattr(config, name) for name in config.sub_configs}
+    # A vision tower attends as before, on every rank to all patches.
+    before = {name: part._attn_implementation for name, part in {"": config, **parts}.items() if part is not None}  # noqa: SLF001  # has no public name
+    model.set_attn_implementation(
+        before | {"": ATTENTION} | {name: ATTENTION for name in parts if parts[name] is decoder.config}
+    )
     try:
-        with model.register_forward_pre_hook(attach, with_kwargs=True):
+        with decoder.register_forward_pre_hook(attach, with_kwargs=True):
             yield
     finally:
         model.set_attn_implementation(before)
+
+
+def _cut(options: dict[str, Any], own: torch.Tensor, num_positions: int) -> dict[str, Any]:
+    """
+    Return the arguments of a decoder for this rank's positions, cut where they are those of the
+    whole row.
+
+    Args:
+        options: Arguments of the decoder.
+        own: Positions of this rank, ascending.
+        num_positions: Positions of the whole row.
+    """
+    axes = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "visual_pos_masks": 1}
+    whole = {
+        name: axis
+        for name, axis in axes.items()
+        if options.get(name) is not None and options[name].shape[axis] == num_positions
+    }
+    cut = {**options, **{name: options[name].index_select(axis, own) for name, axis in whole.items()}}
+    if "visual_pos_masks" in whole and options.get("deepstack_visual_embeds") is not None:
+        # Features of image tokens that deeper layers add, one for each token of an image.
+        kept = torch.isin(options["visual_pos_masks"][0].nonzero()[:, 0], own)
+        cut["deepstack_visual_embeds"] = [features[kept] for features in options["deepstack_visual_embeds"]]
+    return cut
 
 
 def gather_row(

@@ -132,7 +132,7 @@ def flatten(rows: Sequence[Row], *, positions: Callable[[Row], torch.Tensor] | N
     joined = own if positions is None else torch.cat([own[None], torch.cat([positions(row) for row in rows], -1)])
     tokens = torch.cat([_tokens(row[_TOKENS]) for row in rows])[None]
     labels = torch.cat([_labels(row) for row in rows])[None].masked_fill(own == 0, IGNORED_LABEL)
-    return {_TOKENS: tokens, _LABELS: labels, _POSITIONS: joined, **_media(rows)}
+    return {_TOKENS: tokens, _LABELS: labels, _POSITIONS: joined, **joined_media(rows)}
 
 
 def learned(labels: torch.Tensor) -> int:
@@ -154,7 +154,7 @@ def _labels(row: Row) -> torch.Tensor:
     return labels
 
 
-def _media(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+def joined_media(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     """Return the tensors of images and videos that a processor made, joined over the rows."""
     found: dict[str, list[torch.Tensor]] = {}
     for row in rows:

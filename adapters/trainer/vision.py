@@ -189,7 +189,10 @@ class DummyImage:
         def add_dummy(
             __: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            for _ in range(passes - max(passes_run.values(), default=0)):
+            # A token that is generated behind cached ones has no image on any rank.
+            cached = named.get("past_key_values")
+            missing = 0 if cached is not None and cached.get_seq_length() else passes
+            for _ in range(missing - max(passes_run.values(), default=0)):
                 embeds = named["inputs_embeds"]
                 named = {**named, "inputs_embeds": embeds + self.nothing(embeds.device).to(embeds.dtype)}
             passes_run.clear()

@@ -85,6 +85,17 @@ class PolicyConfig:
     context_parallel_size: int = key(1, check=at_least(1))
     """Ranks that share each row; needs packing."""
 
+    tensor_parallel_size: int = key(1, check=at_least(1))
+    """Ranks that share each layer, by the model's own plan in transformers."""
+
+    sharding: Literal["none", "fsdp2"] = "none"
+    """`fsdp2`: workers hold a share of weights, gradients and optimizer states each."""
+
+    @property
+    def ranks_per_shard(self) -> int:
+        """Number of ranks that compute the same shard of a batch together."""
+        return self.context_parallel_size * self.tensor_parallel_size
+
 
 @attrs.frozen(kw_only=True)
 class GrpoConfig:
@@ -106,6 +117,18 @@ class GrpoConfig:
 
     temperature: float = key(1.0, check=above_0)
     """Sampling temperature; above 0."""
+
+    engine_command: str | None = None
+    """
+    Command of a server of the OpenAI kind that answers prompts, `{folder}` and `{port}` in it:
+    `transformers serve {folder} --port {port}`. Unset, the policy answers.
+    """
+
+    max_staleness: int = key(0, check=at_least(0))
+    """
+    Steps by which the weights of an answer may be older than the policy: the engine gets new ones
+    before they are.
+    """
 
     reward: str = "word_overlap"
     """Score of an answer against the record's: one of `core.rl.REWARDS`, or `module:function`."""
@@ -171,8 +194,11 @@ class GrpoConfig:
     force_on_policy_ratio: bool = False
     """Take 1 for the ratio: each answer is trained once, by the policy that gave it."""
 
-    save_every: int | None = key(None, check=at_least(1))
-    """Steps between saves to `policy-<step>/`; unset, one at the end, to `policy/`."""
+    save_every: int | None = key(10, check=at_least(1))
+    """
+    Steps between checkpoints, `checkpoint-<step>/`, from which a run resumes; `null` writes none.
+    The policy is saved at the end, to `policy/`.
+    """
 
     kl_coefficient: float = key(0.0, check=at_least(0))
     """Weight of the divergence from the initial model; 0 keeps no copy of it."""

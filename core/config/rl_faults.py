@@ -10,9 +10,12 @@ import attrs
 from packplan.core.config.keys import key_faults, key_of
 from packplan.core.config.rl import GrpoConfig, PolicyConfig, SequencePackingConfig
 from packplan.core.config.run import RunConfig, TemplateConfig
+from packplan.core.context_parallel import padded_length
 from packplan.core.errors import Fault
 
-RL_TRAINER_KEYS = frozenset({"learning_rate", "weight_decay", "max_grad_norm", "use_cpu", "ddp_timeout"})
+RL_TRAINER_KEYS = frozenset(
+    {"learning_rate", "weight_decay", "max_grad_norm", "use_cpu", "ddp_timeout", "save_total_limit"}
+)
 """Keys of `TrainingConfig.trainer` that `packplan rl` reads."""
 
 
@@ -35,14 +38,34 @@ def rl_faults(config: RunConfig) -> Iterator[Fault]:
         yield Fault(
             f"training.{name}", f"is not used by app.rl, which takes {', '.join(sorted(RL_TRAINER_KEYS))}: remove it"
         )
+    if policy.tensor_parallel_size > 1 and config.training.tuner_type != "full":
+        reason = "shares layers of the whole model, but low-rank adapters are added to them: set it to 1"
+        yield Fault("policy.tensor_parallel_size", reason)
     if ":" in grpo.loss and policy.context_parallel_size > 1:
         yield Fault("grpo.loss", "is of your own, which needs whole sequences: set policy.context_parallel_size: 1")
     yield from _unread_keys(grpo)
+    yield from _engine_faults(config)
     yield from _loss_faults(config)
     if not any(key_faults(policy)):
         yield from _policy_faults(policy)
         yield from _budget_faults(config)
         yield from _row_faults(policy.sequence_packing)
+
+
+def _engine_faults(config: RunConfig) -> Iterator[Fault]:
+    """Yield faults of an engine other than the policy."""
+    command = config.grpo.engine_command
+    if command is None:
+        if config.grpo.max_staleness:
+            reason = "changes nothing while the policy answers itself: set grpo.engine_command, or remove it"
+            yield Fault("grpo.max_staleness", reason)
+        return
+    for name in ("{folder}", "{port}"):
+        if name not in command:
+            yield Fault("grpo.engine_command", f"is {command}, without {name}: put it where the server reads it")
+    if config.training.tuner_type != "full":
+        reason = f"is {config.training.tuner_type}, but an engine gets whole models: set it to full, or remove "
+        yield Fault("training.tuner_type", reason + "grpo.engine_command")
 
 
 _READ_BY: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -165,7 +188,7 @@ def _row_faults(packing: SequencePackingConfig) -> Iterator[Fault]:
 def _policy_faults(policy: PolicyConfig) -> Iterator[Fault]:
     """Yield faults of modes that do not go together."""
     packing, dynamic = policy.sequence_packing, policy.dynamic_batching
-    multiple = 2 * policy.context_parallel_size if policy.context_parallel_size > 1 else 1
+    multiple = padded_length(1, cp_size=policy.context_parallel_size, tp_size=policy.tensor_parallel_size)
     if packing.enabled and dynamic.enabled:
         reason = "and policy.sequence_packing exclude each other: disable one; packing computes less"
         yield Fault("policy.dynamic_batching", reason)
@@ -174,7 +197,8 @@ def _policy_faults(policy: PolicyConfig) -> Iterator[Fault]:
         yield Fault("policy.context_parallel_size", reason)
     if packing.enabled and packing.sequence_length_round % multiple:
         reason = (
-            f"is {packing.sequence_length_round}, but the ranks that share a row need a multiple of {multiple} (2 * "
-            f"context_parallel_size): set it to {-(-packing.sequence_length_round // multiple) * multiple}"
+            f"is {packing.sequence_length_round}, but the ranks that share a row or a layer need a multiple of "
+            f"{multiple} (2 * context_parallel_size, times tensor_parallel_size): set it to "
+            f"{-(-packing.sequence_length_round // multiple) * multiple}"
         )
         yield Fault("policy.sequence_packing.sequence_length_round", reason)

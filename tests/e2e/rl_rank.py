@@ -8,17 +8,21 @@ It is imported once by a process that ranks fork from.
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from packplan.adapters.microbatches import BatchedData
 from packplan.adapters.sequence_loss import normalisers
+from packplan.adapters.workers.policy import PolicyWorker
 from packplan.adapters.workers.ranks import RankWorkers
 from packplan.app.rl import loop
 from packplan.app.wiring import training
 from packplan.app.wiring.works import trained_work
+from packplan.core.ports import RankGroup
 
 LENGTHS = [9, 41, 5, 30, 2, 17, 61, 8, 12, 25, 33]
 """
@@ -48,14 +52,17 @@ def rollouts(vocabulary: int) -> BatchedData:
     )
 
 
-def phases(path: str) -> dict:
-    """Compute log-probabilities and an update of rollouts that are given, as `packplan rl` does."""
+def phases(path: str, checkpoint: str = "") -> dict:
+    """
+    Compute log-probabilities and an update of rollouts that are given, as `packplan rl` does; write
+    a checkpoint afterwards if its folder is named.
+    """
     config = training.read_config(path, rl=True)
     with training.joined_ranks(config) as group:
         samples = training.open_samples(config)["train"]
         worker = training.open_policy(config, group, samples, training.decide_attention(config, isolated=False))
         workers = RankWorkers(worker, group)
-        shards = group.world_size // config.policy.context_parallel_size
+        shards = group.world_size // config.policy.ranks_per_shard
         batch = rollouts(len(samples.template.tokenizer))
         lengths = batch.lengths.numpy()
         work, _ = trained_work(config)
@@ -71,12 +78,30 @@ def phases(path: str) -> dict:
             trained = loop.run_on_all(
                 workers, "train", batch.shard(sharding), config, num_sequences=[sequences], num_tokens=[tokens]
             )
+        if checkpoint:
+            worker.save_checkpoint(checkpoint, facts="{}")
         return {
             "old": old,
             "trained": {name: torch.tensor(np.array([one[name] for one in trained])) for name in trained[0]},
-            "gradients": {name: p.grad for name, p in worker._model.named_parameters()},
+            "gradients": {name: whole(p.grad) for name, p in worker._model.named_parameters()},
+            "bytes": torch.tensor(held_bytes(worker)),
             "share": sharding.positions.sum() / (len(LENGTHS) * max(LENGTHS)),
         }
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the parts of all ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def held_bytes(worker: PolicyWorker) -> list[int]:
+    """Return the bytes of parameters, gradients and optimizer states that this rank holds."""
+    weights = list(worker._model.parameters())
+    states = [state for one in worker._optimizer.state.values() for state in one.values()]
+    return [
+        sum((one.to_local() if isinstance(one, DTensor) else one).nbytes for one in kind)
+        for kind in (weights, [one.grad for one in weights], states)
+    ]
 
 
 def main(cases: dict[str, tuple[str, int]], out: str) -> None:
@@ -86,7 +111,26 @@ def main(cases: dict[str, tuple[str, int]], out: str) -> None:
     """
     for name, (path, port) in cases.items():
         os.environ["MASTER_PORT"] = str(port)
-        found = phases(path)
+        found = phases(path, f"{out}/{name}")
         if os.environ["RANK"] == "0":
-            kept = {key: value for key, value in found.items() if key in {"old", "trained", "gradients"}}
+            kept = {key: value for key, value in found.items() if key in {"old", "trained", "gradients", "bytes"}}
             torch.save(kept, Path(out) / f"{name}.pt")
+
+
+def killed_in_a_checkpoint(arguments: list[str], number: int) -> int:
+    """
+    Run `packplan rl`, and kill the second rank in its *number*-th checkpoint, when all parts are
+    written.
+    """
+    from packplan.adapters.workers import checkpoints
+    from packplan.app.rl import __main__ as rl
+
+    plain, calls = checkpoints._share, iter(range(1, 100))
+
+    def share(names: list[str], group: RankGroup) -> list[str]:
+        if next(calls) == number and group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(names, group)
+
+    checkpoints._share = share
+    return rl.main(arguments)

@@ -52,7 +52,7 @@ def logged(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "rl.jsonl").read_text().splitlines()]
 
 
-def one_by_one(demo) -> dict:
+def one_by_one(demo, name="qwen2") -> dict:
     """
     Compute the update sequence by sequence, with the plain model and the loss as its papers write
     it.
@@ -61,7 +61,7 @@ def one_by_one(demo) -> dict:
 
     from tests.e2e.rl_rank import LENGTHS, rollouts
 
-    model = AutoModelForCausalLM.from_pretrained(demo / "models" / "qwen2")
+    model = AutoModelForCausalLM.from_pretrained(demo / "models" / name)
     batch = rollouts(model.config.vocab_size)
     old = torch.zeros(len(LENGTHS), max(LENGTHS))
     total = scale = gradient_scale = 0.0
@@ -270,10 +270,8 @@ def test_a_step_of_several_updates_says_what_all_of_them_did(write_rl, tmp_path,
         loop, "run_on_all", lambda _, method, *a, **o: returned.setdefault(method, plain(_, method, *a, **o))
     )
     policy = {"sequence_packing": {"enabled": True, "train_mb_tokens": 200}, "train_global_batch_size": 6}
-    assert 0 == rl.main([str(write_rl(policy=policy, grpo={"num_steps": 1, "save_every": 1}))])
+    assert 0 == rl.main([str(write_rl(policy=policy, grpo={"num_steps": 1}))])
 
-    first, last = ((tmp_path / "rl" / name / "model.safetensors").read_bytes() for name in ("policy-1", "policy"))
-    assert first == last
     (entry,) = logged(tmp_path / "rl")
     assert 3 == len(entry["train"]["chunks"])
     assert 1 == len(entry["logprob"]["chunks"])

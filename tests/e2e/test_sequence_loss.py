@@ -407,7 +407,7 @@ def test_log_probabilities_are_computed_block_by_block(monkeypatch, dtype, near)
 
 @pytest.mark.parametrize("with_both", [True, False])
 def test_entropy_is_computed_block_by_block(monkeypatch, with_both):
-    """In nats, with its gradient, beside that of log-probabilities or alone; the impossible adds 0."""
+    """In nats, with its gradient, beside that of log-probabilities or alone."""
     monkeypatch.setattr(token_statistics, "_CPU_BLOCK", 3 * 50)
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(10, 50, generator=generator)
