@@ -67,10 +67,14 @@ def phases(path: str, checkpoint: str = "") -> dict:
         lengths = batch.lengths.numpy()
         work, _ = trained_work(config)
         cut = loop.cut(config, lengths, work=work, shards=shards, training=False)
-        old = loop._log_probabilities(config, workers, batch, cut)
+        if worker._value_head is not None:
+            with_some_values(worker._value_head._head)
+        found = loop._predicted(config, workers, batch, cut)
+        old, noise = found["log_probabilities"], batch.tensor("noise")
         batch = batch.with_fields(
-            old_log_probabilities=old + batch.tensor("noise"), reference_log_probabilities=old - batch.tensor("noise")
-        )
+            old_log_probabilities=old + noise, reference_log_probabilities=old - noise,
+            engine_log_probabilities=old + 1.5 * noise, old_values=old + noise, returns=noise,
+        )  # fmt: skip
         sequences, tokens = normalisers(batch.tensor("token_mask"))
         sharding = loop.cut(config, lengths, work=work, shards=shards, training=True)
         # Twice: what one update leaves is not added to the next.
@@ -82,11 +86,19 @@ def phases(path: str, checkpoint: str = "") -> dict:
             worker.save_checkpoint(checkpoint, facts="{}")
         return {
             "old": old,
+            "values": found.get("values", torch.empty(0)),
             "trained": {name: torch.tensor(np.array([one[name] for one in trained])) for name in trained[0]},
             "gradients": {name: whole(p.grad) for name, p in worker._model.named_parameters()},
             "bytes": torch.tensor(held_bytes(worker)),
             "share": sharding.positions.sum() / (len(LENGTHS) * max(LENGTHS)),
         }
+
+
+def with_some_values(head: torch.nn.Linear) -> None:
+    """Let a value head, which starts at 0, expect something."""
+    with torch.no_grad():
+        head.weight.copy_(torch.linspace(-0.5, 0.5, head.in_features))
+        head.bias.fill_(0.1)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,7 +125,7 @@ def main(cases: dict[str, tuple[str, int]], out: str) -> None:
         os.environ["MASTER_PORT"] = str(port)
         found = phases(path, f"{out}/{name}")
         if os.environ["RANK"] == "0":
-            kept = {key: value for key, value in found.items() if key in {"old", "trained", "gradients", "bytes"}}
+            kept = {key: value for key, value in found.items() if key in {"old", "values", "trained", "gradients", "bytes"}}
             torch.save(kept, Path(out) / f"{name}.pt")
 
 

@@ -142,6 +142,56 @@ def test_ranks_together_give_what_one_gives(write_phases, demo, server, tmp_path
         assert far(torch.load(tmp_path / f"{name}.pt", weights_only=True), expected) < FLOAT32, name
 
 
+VALUED = {
+    "loss": "gspo", "baseline": "value", "value_clip": 0.3, "importance_correction": "sequence",
+    "entropy_coefficient": 0.1,
+}  # fmt: skip
+"""A loss that reads whole sequences, entropies and a value head."""
+
+
+def values_one_by_one(demo) -> torch.Tensor:
+    """Compute the value before each token, sequence by sequence, from the plain model's last states."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.e2e.rl_rank import LENGTHS, rollouts, with_some_values
+
+    model = AutoModelForCausalLM.from_pretrained(demo / "models" / "qwen2")
+    batch, head = rollouts(model.config.vocab_size), torch.nn.Linear(model.config.hidden_size, 1)
+    with_some_values(head)
+    found = torch.zeros(len(LENGTHS), max(LENGTHS))
+    for number, length in enumerate(LENGTHS):
+        states = model.model(input_ids=batch.tensor("input_ids")[number : number + 1, :length]).last_hidden_state
+        found[number, 1:length] = head(states)[0, :-1, 0].detach()
+    return found
+
+
+def test_a_value_head_and_ratios_of_sequences_are_the_same_in_every_mode(write_phases, demo, server, tmp_path):
+    """
+    Values, loss, metrics and gradients, the head's too, on packed, dynamic and padded rows, and on
+    rows that two ranks share.
+    """
+    from tests.e2e import rl_rank
+
+    shared = {
+        "sequence_packing": {**PACKED["sequence_packing"], "sequence_length_round": 4},
+        "context_parallel_size": 2,
+    }
+    case = {"shared": (str(asked(write_phases("shared", shared, **VALUED), rl=True)), free_port())}
+    ranks = server.ranks(2, rl_rank.main, case, str(tmp_path), folder=tmp_path)
+    found = {mode: rl_rank.phases(str(write_phases(mode, policy, **VALUED))) for mode, policy in MODES.items()}
+    assert [0, 0] == finished(ranks)
+    found["shared"] = torch.load(tmp_path / "shared.pt", weights_only=True)
+
+    values, first = values_one_by_one(demo), found["packed"]
+    assert first["gradients"]["value_head.weight"].any()
+    assert first["trained"]["loss/value_error"] > 0
+    for mode, each in found.items():
+        assert apart({"": each["values"]}, {"": values}) < FLOAT32, mode
+        assert apart(each["gradients"], first["gradients"]) < FLOAT32, mode
+        for name, metric in first["trained"].items():
+            assert metric.item() == pytest.approx(each["trained"][name].ravel()[0].item(), rel=1e-5, abs=1e-5), (mode, name)
+
+
 class Answering:
     """
     Workers that answer prompts by a rule: answer g to a prompt of n tokens is n + g tokens of 100 n
