@@ -100,7 +100,8 @@ def _share(tensor: torch.Tensor) -> float:
     if not isinstance(tensor, DTensor):
         return 1.0 / dist.get_world_size()
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    return math.prod(size for placement, size in sizes if not placement.is_replicate()) / dist.get_world_size()
+    parts: int = math.prod(size for placement, size in sizes if not placement.is_replicate())
+    return parts / dist.get_world_size()
 
 
 def is_ruined(size: float, *, before: float) -> bool:

@@ -78,7 +78,7 @@ def rearrange_micro_batches(  # noqa: PLR0917  # verl's own arguments, by place
         raise ArgumentError("batch", f"{fact} rows that stay together: give more rows to a step")
     if agreed > sharding.num_microbatches[0]:
         sharding = cut(agreed)
-    order = range(agreed)
+    order = list(range(agreed))
     if use_dynamic_bsz_balance:
         falling = np.argsort(-sharding.works, kind="stable").tolist()
         order = [*falling[::2][::-1], *falling[1::2]]
@@ -92,7 +92,7 @@ def rearrange_micro_batches(  # noqa: PLR0917  # verl's own arguments, by place
 def _lengths(batch: Any) -> torch.Tensor:
     """Return the tokens of each row; int64, shape (batch,), on the CPU."""
     ids = batch["input_ids"]
-    lengths = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
+    lengths: torch.Tensor = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
     return lengths.long().cpu()
 
 

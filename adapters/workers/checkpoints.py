@@ -47,7 +47,7 @@ def write_checkpoint(
         model: The policy.
         optimizer: AdamW over its trained weights.
         group: The workers.
-        facts: What the manifest says about the run.
+        facts: Entries of the manifest about the run.
 
     Raises:
         OutputError: It cannot be written.

@@ -35,8 +35,8 @@ def keys_of(prompts: BatchedData, *, seed: int, step: int, num: int, max_new_tok
     Return the key of each token of the answers to some prompts.
 
     Args:
-        prompts: Prompts with `prompts`, their indices, and `repeats`, how often the same prompt came
-            before in the step.
+        prompts: Prompts with `prompts`, their indices, and `repeats`, the number of times that the
+            same prompt came before in the step.
         seed: Seed of the run.
         step: Step of the run.
         num: Answers to a prompt.

@@ -257,7 +257,7 @@ class PolicyWorker:
 
         Args:
             folder: The checkpoint, in a folder that all workers reach.
-            facts: What the checkpoint says about the run, as JSON.
+            facts: Entries of the manifest about the run, as JSON.
         """
         write_checkpoint(Path(folder), self._model, self._optimizer, self._ranks, facts=json.loads(facts))
         return {}

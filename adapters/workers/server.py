@@ -126,9 +126,8 @@ class ServerEngine:
 
     def _post(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return the server's answer to a request for a completion."""
-        body = request.Request(
-            f"{self._address}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
-        )
+        url, headers = f"{self._address}/v1/completions", {"Content-Type": "application/json"}
+        body = request.Request(url, json.dumps(asked).encode(), headers)  # noqa: S310  # http alone, see `_start`
         try:
             with _HTTP.open(body, timeout=ANSWER_S) as answer:
                 found: dict[str, Any] = json.load(answer)
@@ -136,7 +135,8 @@ class ServerEngine:
         except HTTPError as error:
             reason = f"answers with status {error.code}: {error.read(400).decode(errors='replace')}"
         except (OSError, HTTPException, ValueError) as error:
-            reason = self._ended() or f"does not answer on {self._address}: {type(error).__name__}: {error}"
+            # Its connections end before it does.
+            reason = self._ended(within_s=2.0) or f"does not answer on {self._address}: {type(error).__name__}: {error}"
         raise ConfigError.at(KEY, reason)
 
     def _completion(self, found: Mapping[str, Any], *, num_prompt: int, max_new_tokens: int) -> Completion:
@@ -175,11 +175,12 @@ class ServerEngine:
     def _log(self) -> Path:
         return Path(self._folder) / "engine.log"
 
-    def _ended(self) -> str:
+    def _ended(self, *, within_s: float = 0.0) -> str:
         """Return how the server ended; empty while it runs, or where another worker started it."""
-        if self._process is None or (status := self._process.poll()) is None:
-            return ""
-        return f"ended with status {status}: {self._last_words()}"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._process is not None:
+                return f"ended with status {self._process.wait(within_s)}: {self._last_words()}"
+        return ""
 
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()

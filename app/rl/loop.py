@@ -70,7 +70,7 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
         log.warning("work counts tokens and squares of lengths, for %s", estimated)
     checkpoints = Checkpoints.from_run(config, workers, samples, prompts)
     first = checkpoints.resume() if config.training.resume_from_checkpoint else 0
-    history = []
+    history: list[dict[str, Any]] = []
     warned = not config.policy.dynamic_batching.enabled
     started = time.perf_counter()
     steps = zip(range(config.grpo.num_steps), _drawn(config, len(prompts)), strict=False)

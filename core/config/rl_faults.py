@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
@@ -63,6 +64,10 @@ def _engine_faults(config: RunConfig) -> Iterator[Fault]:
     for name in ("{folder}", "{port}"):
         if name not in command:
             yield Fault("grpo.engine_command", f"is {command}, without {name}: put it where the server reads it")
+    try:
+        shlex.split(command)
+    except ValueError as error:
+        yield Fault("grpo.engine_command", f"is {command}, which is no command: {str(error).lower()}")
     if config.training.tuner_type != "full":
         reason = f"is {config.training.tuner_type}, but an engine gets whole models: set it to full, or remove "
         yield Fault("training.tuner_type", reason + "grpo.engine_command")

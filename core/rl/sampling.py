@@ -1,4 +1,4 @@
-"""Sampling of answers by the model, for training on them, and prompts that are answered together."""
+"""Sampling of answers by the model, and the prompts that are answered together."""
 
 from __future__ import annotations
 

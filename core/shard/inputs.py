@@ -30,7 +30,17 @@ WhenShort = Literal["fill", "error"]
 
 
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Require that an option is one of its values; ValueError otherwise."""
+    """
+    Require that an option is one of its values.
+
+    Args:
+        name: Name of the option.
+        value: Value that was given.
+        choices: Values that it may have.
+
+    Raises:
+        ValueError: It has another one.
+    """
     if value not in choices:
         message = f"{name} is {value!r}, but has to be one of {', '.join(choices)}"
         raise ValueError(message)
@@ -79,8 +89,15 @@ class SequenceWorks:
     @classmethod
     def from_arguments(cls, work: Work | None, media_work: Sequence[float] | FloatArray | None, num: int) -> Self:
         """
-        Return the works of *num* sequences; ArgumentError if numbers are not one for each, or
-        negative.
+        Return the works of sequences.
+
+        Args:
+            work: Work of the model or of each sequence; None counts squares of widths.
+            media_work: Work of each sequence's images and videos; None for none.
+            num: Sequences.
+
+        Raises:
+            ArgumentError: Numbers are not one for each sequence, or negative.
         """
         own = np.zeros(num) if media_work is None else checked_works(media_work, num, of="media")
         if work is None:
@@ -115,8 +132,15 @@ def global_batches(num: int, batch_size: BatchSize) -> list[range]:
 
 def filled(costs: IntArray, wanted: int, when_short: WhenShort) -> IntArray:
     """
-    Return the sequences of a global batch, filled with the shortest up to *wanted*; shape (>=
-    wanted,).
+    Return the sequences of a global batch, filled with the shortest; shape (>= wanted,).
+
+    Args:
+        costs: Positions of each sequence.
+        wanted: Fewest slots.
+        when_short: Whether to fill or raise if there are fewer sequences.
+
+    Raises:
+        ArgumentError: There are fewer, and *when_short* is `error`.
     """
     short = max(0, wanted - costs.size)
     one_of("when_short", when_short, get_args(WhenShort))

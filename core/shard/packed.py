@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Literal, get_args
 
 import attrs
@@ -222,7 +221,7 @@ class _Workers:
             held = assign_groups(groups, values, self.shards)
             packs = [self.pack(costs[items]) for items in held]
             choices.append((max(map(len, packs)), held, packs))
-        needed, held, packs = min(choices, key=itemgetter(0))
+        needed, held, packs = min(choices, key=lambda choice: choice[0])
         rounds = max(self.least, round_up(needed, self.multiple))
         short = max(rounds - min(items.size for items in held), 0)
         if short and self.when_short == "error":

@@ -90,7 +90,7 @@ class _Pool:
 
         Args:
             size: Positions of the item.
-            step: What the item adds to a key.
+            step: Work of the item, in units of a key.
             below: Limit of the key before.
         """
         keys, waiting, room = self.keys, self._waiting, self._room

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,6 +92,7 @@ def phases(path: str, checkpoint: str = "") -> dict:
             "trained": {name: torch.tensor(np.array([one[name] for one in trained])) for name in trained[0]},
             "gradients": {name: whole(p.grad) for name, p in worker._model.named_parameters()},
             "bytes": torch.tensor(held_bytes(worker)),
+            "size": torch.tensor(worker._mean_size(), dtype=torch.float64),
             "share": sharding.positions.sum() / (len(LENGTHS) * max(LENGTHS)),
         }
 
@@ -116,6 +119,53 @@ def held_bytes(worker: PolicyWorker) -> list[int]:
     ]
 
 
+ASKED = [7, 3, 20, 3, 11]
+"""Prompts of a step, which 2 and 4 workers do not divide; one comes twice."""
+
+
+def answered(path: str, *, order: Sequence[int] = range(len(ASKED)), steps: Sequence[int] = (0,)) -> list[dict]:
+    """Return rows and rewards of each step at fixed weights, in the order of `ASKED`."""
+    config = training.read_config(path, rl=True)
+    with training.joined_ranks(config) as group:
+        samples = training.open_samples(config)["train"]
+        worker = training.open_policy(config, group, samples, training.decide_attention(config, isolated=False))
+        prompts, _ = loop._encoded_prompts(config, samples, shown=False)
+        asked = loop._asked(samples, prompts, np.zeros(len(prompts)), np.array(ASKED)).select(list(order))
+        found = []
+        for step in steps:
+            batch, rewards, _ = loop._roll_out(
+                config, RankWorkers(worker, group), asked, shards=group.world_size, step=step
+            )
+            back = np.argsort(np.repeat(order, config.grpo.num_generations_per_prompt), kind="stable")
+            found.append({
+                "rows": [batch.tensor("input_ids")[row, : batch.lengths[row]].tolist() for row in back],
+                "logs": [batch.tensor("engine_log_probabilities")[row, : batch.lengths[row]] for row in back],
+                "rewards": rewards[back].tolist(),
+            })  # fmt: skip
+        return found
+
+
+def trained(path: str, *, is_double: bool) -> dict:
+    """Run steps of a run; return by how much they moved the weights, and what was logged."""
+    config = training.read_config(path, rl=True)
+    with training.joined_ranks(config) as group:
+        samples = training.open_samples(config)["train"]
+        worker = training.open_policy(config, group, samples, training.decide_attention(config, isolated=True))
+        if is_double:
+            worker._model.double()
+        before = {name: weight.clone() for name, weight in worker._model.state_dict().items()}
+        history = loop.run(config, RankWorkers(worker, group), samples)
+        moved = {name: weight - before[name] for name, weight in worker._model.state_dict().items()}
+        return {"moved": moved, "rewards": [entry["reward"] for entry in history]}
+
+
+def keep(function: Callable[..., Any], path: str, out: str, **options: Any) -> None:
+    """Run one of the functions above; rank 0 keeps what it returns."""
+    found = function(path, **options)
+    if os.environ["RANK"] == "0":
+        torch.save(found, out)
+
+
 def main(cases: dict[str, tuple[str, int]], out: str) -> None:
     """
     Run the phases of several YAMLs, each on a port of its own; rank 0 keeps what came out, by the
@@ -125,7 +175,7 @@ def main(cases: dict[str, tuple[str, int]], out: str) -> None:
         os.environ["MASTER_PORT"] = str(port)
         found = phases(path, f"{out}/{name}")
         if os.environ["RANK"] == "0":
-            kept = {key: value for key, value in found.items() if key in {"old", "values", "trained", "gradients", "bytes"}}
+            kept = {key: value for key, value in found.items() if key != "share"}
             torch.save(kept, Path(out) / f"{name}.pt")
 
 

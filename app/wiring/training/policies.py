@@ -69,7 +69,9 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder, atte
     first = torch.device("cpu") if grid.is_sharded else device
 
     def open_one(*, with_values: bool = False) -> tuple[Any, ValueHead | None]:
-        opened = open_model(config.model, config.training, attention=attention, device=first)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.training.seed)  # adapters begin at random
+            opened = open_model(config.model, config.training, attention=attention, device=first)
         require_same_weights(group, opened)
         head = ValueHead(opened) if with_values else None
         grid.shard(opened)
