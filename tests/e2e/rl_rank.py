@@ -69,8 +69,6 @@ def phases(path: str, checkpoint: str = "") -> dict:
         lengths = batch.lengths.numpy()
         work, _ = trained_work(config)
         cut = loop.cut(config, lengths, work=work, shards=shards, training=False)
-        if worker._value_head is not None:
-            with_some_values(worker._value_head._head)
         found = loop._predicted(config, workers, batch, cut)
         old, noise = found["log_probabilities"], batch.tensor("noise")
         batch = batch.with_fields(
@@ -95,13 +93,6 @@ def phases(path: str, checkpoint: str = "") -> dict:
             "size": torch.tensor(worker._mean_size(), dtype=torch.float64),
             "share": sharding.positions.sum() / (len(LENGTHS) * max(LENGTHS)),
         }
-
-
-def with_some_values(head: torch.nn.Linear) -> None:
-    """Let a value head, which starts at 0, expect something."""
-    with torch.no_grad():
-        head.weight.copy_(torch.linspace(-0.5, 0.5, head.in_features))
-        head.bias.fill_(0.1)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

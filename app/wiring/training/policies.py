@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder, atte
             torch.manual_seed(config.training.seed)  # adapters begin at random
             opened = open_model(config.model, config.training, attention=attention, device=first)
         require_same_weights(group, opened)
-        head = ValueHead(opened) if with_values else None
+        head = ValueHead(opened, Path(config.model.model)) if with_values else None
         grid.shard(opened)
         return opened.to(device), head
 
