@@ -38,7 +38,7 @@ _REFUSED = frozenset({"token_type_ids", "cross_attention_mask"})
 """Inputs for each token beside images, which answers of any length would lack."""
 
 _NEVER = -1e4
-"""Logit of a token that is never sampled, at any usual temperature; finite, so that no loss is NaN."""
+"""Logit of a token that is never sampled; finite, so that no loss is NaN."""
 
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 
@@ -81,7 +81,7 @@ class PolicyInputs:
     """Makes the inputs of a model's forward pass."""
 
     positions: Callable[[Mapping[str, Any]], Tensor] | None
-    """The model's own positions of a sequence with media; see `positions_of`. None counts tokens."""
+    """Function of `positions_of`; None counts tokens."""
 
     device: torch.device
 
@@ -114,6 +114,7 @@ class PolicyInputs:
         Args:
             data: Prompts, padded on the right.
         """
+        data = data.truncate(int(data.lengths.max()))
         padding = (data.width - data.lengths)[:, None]
         columns = torch.arange(data.width)
         starts = torch.arange(len(data)) * data.width + padding[:, 0]

@@ -76,6 +76,7 @@ class PolicyWorker:
         *,
         reference: Any | None,
         tokenizer: Any,
+        processor: Any,
         reward: Reward,
         loss: FusedLoss | PackedLoss | PaddedLoss,
         group: RankGroup,
@@ -85,7 +86,7 @@ class PolicyWorker:
         value_head: ValueHead | None = None,
     ) -> None:
         self._model, self._reference, self._tokenizer = model.eval(), reference, tokenizer
-        self._reward, self._loss, self._settings = reward, loss, settings
+        self._processor, self._reward, self._loss, self._settings = processor, reward, loss, settings
         self._engine, self._is_engine_compared = engine, True
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
@@ -238,7 +239,7 @@ class PolicyWorker:
         return sums
 
     def save(self, folder: str) -> Arrays:
-        """Write policy, value head and tokenizer to a folder, on the first worker alone."""
+        """Write policy, value head, and processor with its tokenizer, on the first worker alone."""
         if not folder:
             return {}
         state, of_head = split_state(gathered_state(self._model, keep=self._rank == 0))
@@ -246,7 +247,7 @@ class PolicyWorker:
             with saving(Path(folder)):
                 Path(folder).mkdir(parents=True, exist_ok=True)
                 self._model.save_pretrained(folder, state_dict=state)
-                self._tokenizer.save_pretrained(folder)
+                self._processor.save_pretrained(folder)
                 if of_head:
                     save_head(Path(folder), of_head)
         return {}

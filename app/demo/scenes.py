@@ -51,13 +51,13 @@ class Shape:
 
 def write_data(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
     """
-    Write `train.jsonl` and `val.jsonl` (dense captions), `messages.jsonl`, their images, and the
-    tasks of text `repeat.jsonl` and `count.jsonl` under *folder*.
+    Write `train.jsonl` and `val.jsonl` (dense captions), `messages.jsonl`, and their images under
+    *folder*; for reinforcement learning `repeat.jsonl`, `count.jsonl` and `colours.jsonl`.
 
     Args:
         folder: Made if missing.
         seed: Decides every byte.
-        num_train: Records to learn from; as many again in `messages.jsonl`, over the same images.
+        num_train: Records to learn from; as many again in each of the other files.
         num_val: Records of other scenes, never learned from.
     """
     (folder / "images").mkdir(parents=True, exist_ok=True)
@@ -68,6 +68,24 @@ def write_data(folder: Path, *, seed: int, num_train: int, num_val: int) -> None
             _write_lines(folder / "messages.jsonl", [messages for _, messages in records])
     for name, task in (("repeat", _to_repeat), ("count", _to_count)):
         _write_lines(folder / f"{name}.jsonl", [task(random.Random(f"{seed} {name} {n}")) for n in range(num_train)])  # noqa: S311
+    drawn = (random.Random(f"{seed} colour {n}") for n in range(num_train))  # noqa: S311  # no secret
+    _write_lines(folder / "colours.jsonl", [_to_name(folder, rng, number) for number, rng in enumerate(drawn)])
+
+
+def _to_name(folder: Path, rng: random.Random, number: int) -> dict[str, Any]:
+    """
+    Draw a task whose answer can be verified by looking alone: to name the colour of a picture.
+
+    Each of four colours is the answer as often, so that no answer without looking is right more
+    often than in one of four records.
+    """
+    colour = list(COLOURS)[number % 4]
+    image = f"images/colour_{number:05d}.png"
+    Image.new("RGB", (rng.choice((56, 84)), rng.choice((56, 84))), COLOURS[colour]).save(folder / image)
+    return {
+        "messages": [{"role": "user", "content": "<image>Colour:"}, {"role": "assistant", "content": colour}],
+        "images": [image],
+    }
 
 
 def _to_repeat(rng: random.Random) -> dict[str, Any]:

@@ -7,6 +7,7 @@ It is imported once by a process that ranks fork from.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -19,8 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from packplan.adapters.microbatches import BatchedData
 from packplan.adapters.sequence_loss import normalisers
+from packplan.adapters.workers.media import MEDIA, MEDIA_WORK
 from packplan.adapters.workers.policy import PolicyWorker
 from packplan.adapters.workers.ranks import RankWorkers
+from packplan.adapters.workers.sharding import whole_weights
+from packplan.app.demo.tiny_models import SPECIAL_TOKENS
 from packplan.app.rl import loop
 from packplan.app.wiring import training
 from packplan.app.wiring.works import trained_work
@@ -54,6 +58,52 @@ def rollouts(vocabulary: int) -> BatchedData:
     )
 
 
+GRIDS = {
+    1: [(1, 4, 4)],
+    3: [(1, 2, 4), (1, 2, 2)],
+    5: [(1, 2, 2)],
+    6: [(1, 6, 8)],
+    9: [(2, 2, 4)],
+    10: [(1, 4, 8)],
+}
+"""
+Frames, rows and columns of patches of the images of some rollouts, and of the video of one; the
+others are text.
+"""
+
+VIDEO = 9
+"""The rollout whose medium is a video."""
+
+
+def seeing_rollouts(config, vocabulary: int) -> BatchedData:
+    """
+    Return `rollouts` of which some begin with images of several sizes, one with two, and one with a
+    video.
+
+    Args:
+        config: Configuration of the model.
+        vocabulary: Tokens of the model, those of media among the last.
+    """
+    batch, drawn = rollouts(vocabulary - len(SPECIAL_TOKENS)), torch.Generator().manual_seed(4)
+    ids, media, second_per_grid = batch.tensor("input_ids").clone(), [], config.model_type == "qwen2_5_vl"
+    for number in range(len(batch)):
+        grids, kind = GRIDS.get(number, []), ("video" if number == VIDEO else "image")
+        tokens = [1]
+        for frames, rows, columns in grids:
+            # Qwen3-VL writes each frame of a video by itself.
+            parts = 1 if second_per_grid else frames
+            placeholders = [getattr(config, f"{kind}_token_id")] * (frames * rows * columns // 4 // parts)
+            tokens += parts * [config.vision_start_token_id, *placeholders, config.vision_end_token_id]
+        ids[number, : len(tokens)] = torch.tensor(tokens)
+        pixels = torch.randn(sum(map(math.prod, grids)), 3 * 2 * config.vision_config.patch_size**2, generator=drawn)
+        own = {f"pixel_values{'_videos' * (kind == 'video')}": pixels, f"{kind}_grid_thw": torch.tensor(grids)}
+        if kind == "video" and second_per_grid:
+            own["second_per_grid_ts"] = torch.tensor([0.5])
+        media.append(own if grids else {})
+    work = torch.tensor([float(sum(map(math.prod, GRIDS.get(number, [])))) for number in range(len(batch))])
+    return batch.with_fields(input_ids=ids, **{MEDIA: media, MEDIA_WORK: work})
+
+
 def phases(path: str, checkpoint: str = "") -> dict:
     """
     Compute log-probabilities and an update of rollouts that are given, as `packplan rl` does; write
@@ -65,7 +115,9 @@ def phases(path: str, checkpoint: str = "") -> dict:
         worker = training.open_policy(config, group, samples, training.decide_attention(config, isolated=False))
         workers = RankWorkers(worker, group)
         shards = group.world_size // config.policy.ranks_per_shard
-        batch = rollouts(len(samples.template.tokenizer))
+        vocabulary = len(samples.template.tokenizer)
+        sees = samples.sees_images
+        batch = seeing_rollouts(worker._model.config, vocabulary) if sees else rollouts(vocabulary)
         lengths = batch.lengths.numpy()
         work, _ = trained_work(config)
         cut = loop.cut(config, lengths, work=work, shards=shards, training=False)
@@ -82,6 +134,11 @@ def phases(path: str, checkpoint: str = "") -> dict:
             trained = loop.run_on_all(
                 workers, "train", batch.shard(sharding), config, num_sequences=[sequences], num_tokens=[tokens]
             )
+        with whole_weights(worker._model):
+            # Ranks whose answers end later run more passes.
+            if group.rank == 0 and config.policy.tensor_parallel_size == 1:
+                with torch.no_grad():
+                    worker._model(input_ids=torch.tensor([[1, 2, 3]]))
         if checkpoint:
             worker.save_checkpoint(checkpoint, facts="{}")
         return {

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from packplan.adapters.microbatches import WEIGHTS, BatchedData, concatenate, pack_row, pad_rows
@@ -131,6 +131,7 @@ def test_a_field_of_another_dimension_is_declared():
 
 @settings(max_examples=40)
 @given(case=st.fixed_dictionaries(cases), more=st.integers(1, 5))
+@example(case={"mode": "packed", "lengths": [5, 2, 3], "shards": 1, "global_batch": 3, "multiple": 4}, more=2)
 def test_fields_are_padded_with_their_own_value(case, more):
     """Wherever padding is added: in rows, in wider batches and in batches that become one."""
     own = {"tokens": 7, "labels": -100, "values": 0.3}
@@ -180,16 +181,16 @@ def test_the_batched_data_dict_of_the_specification():
 @pytest.mark.parametrize("row_width", ["longest", "budget"])
 def test_packed_sequences_are_padded_to_the_maximum_packed_length(row_width):
     """As pipelines need of the specification: all rows of a global batch have one shape."""
-    lengths = [5, 3, 7, 2, 6, 1, 4]
+    lengths = [15, 3, 2, 1, 6, 1, 4]
     batch = batch_of(lengths)
-    sharding = shard_packed(
-        lengths, shards=2, batch_size=4, max_tokens_per_microbatch=16, sequence_length_pad_multiple=4,
-        row_width=row_width,
-    )  # fmt: skip
+    options = {"shards": 2, "batch_size": 4, "max_tokens_per_microbatch": 24, "sequence_length_pad_multiple": 4}
+    own, sharding = shard_packed(lengths, **options), shard_packed(lengths, **options, row_width=row_width)
 
     for number in range(2):
         shapes = {row.input_ids.shape for worker in batch.shard(sharding) for row in worker.microbatches(number)}
-        assert 1 == len(shapes)
+        widest = max(int(worker[number].widths.max()) for worker in own)
+        assert {(1, widest if row_width == "longest" else 24)} == shapes
+    assert len(set(own.widths.tolist())) > 2
     (row, *_), *_ = batch.shard(sharding)
     tokens = row.data.tensor("input_ids")
     assert tokens[tokens > 0].tolist() == row.input_ids[row.input_ids > 0].tolist()

@@ -55,28 +55,25 @@ def logged(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "rl.jsonl").read_text().splitlines()]
 
 
-def one_by_one(demo, name="qwen2") -> dict:
+def one_by_one(model, batch, compute) -> dict:
     """
     Compute the update sequence by sequence, with the plain model and the loss as its papers write
     it.
+
+    Args:
+        model: The plain model.
+        batch: The rollouts.
+        compute: Returns the model's outputs for the tokens of a rollout, given also its number.
     """
-    from transformers import AutoModelForCausalLM
+    from tests.e2e.rl_rank import LENGTHS
 
-    from tests.e2e.rl_rank import LENGTHS, rollouts
-
-    model = AutoModelForCausalLM.from_pretrained(demo / "models" / name)
-    batch = rollouts(model.config.vocab_size)
     old = torch.zeros(len(LENGTHS), max(LENGTHS))
     total = scale = gradient_scale = 0.0
     gradients = {}
     counted = [number for number in range(len(LENGTHS)) if batch.tensor("token_mask")[number, 1:].sum()]
     for number, length in enumerate(LENGTHS):
         ids = batch.tensor("input_ids")[number, :length]
-        now = (
-            (model(input_ids=ids[None], use_cache=False).logits[0] / 0.7)
-            .log_softmax(-1)[:-1]
-            .gather(1, ids[1:, None])[:, 0]
-        )
+        now = (compute(ids, number).logits[0] / 0.7).log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
         old[number, 1:length] = now.detach()
         noise = batch.tensor("noise")[number, 1:length]
         ratio = (now - (now.detach() + noise)).exp()
@@ -89,11 +86,28 @@ def one_by_one(demo, name="qwen2") -> dict:
             model.zero_grad()
             share = (loss * mask).double().sum() / mask.sum() / len(counted)
             share.backward()
-            own = {name: p.grad for name, p in model.named_parameters()}
+            own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             total, gradient_scale = total + share.detach(), gradient_scale + norm(own)
             gradients |= {name: gradients.get(name, 0) + gradient for name, gradient in own.items()}
             scale += float((loss.detach().abs() * mask).sum() / mask.sum()) / len(counted)
     return {"old": old, "loss": total, "scale": scale, "gradients": gradients, "gradient_scale": gradient_scale}
+
+
+def update_of_text(demo, name="qwen2") -> dict:
+    """Compute the update of rollouts of text, sequence by sequence."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.e2e.rl_rank import rollouts
+
+    model = AutoModelForCausalLM.from_pretrained(demo / "models" / name)
+    batch = rollouts(model.config.vocab_size)
+    return one_by_one(model, batch, lambda ids, _: model(input_ids=ids[None], use_cache=False))
+
+
+@pytest.fixture(scope="module")
+def expected(demo) -> dict:
+    """Return the update of rollouts of text, sequence by sequence."""
+    return update_of_text(demo)
 
 
 def far(found, expected) -> float:
@@ -106,14 +120,13 @@ def far(found, expected) -> float:
     return max(loss, apart({"": found["old"]}, {"": expected["old"]}), gradients)
 
 
-def test_all_modes_give_what_the_sequences_give_one_by_one(write_phases, demo):
+def test_all_modes_give_what_the_sequences_give_one_by_one(write_phases, expected):
     """
     Log-probabilities, loss and gradients of the same rollouts, up to rounding; packing computes
     least.
     """
     from tests.e2e.rl_rank import phases
 
-    expected = one_by_one(demo)
     found = {mode: phases(str(write_phases(mode, policy))) for mode, policy in MODES.items()}
 
     assert all(far(each, expected) < FLOAT32 for each in found.values()), {
@@ -124,7 +137,7 @@ def test_all_modes_give_what_the_sequences_give_one_by_one(write_phases, demo):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_together_give_what_one_gives(write_phases, demo, server, tmp_path, world_size):
+def test_ranks_together_give_what_one_gives(write_phases, expected, server, tmp_path, world_size):
     """Data-parallel in every mode; rows shared by two ranks, and by two of four."""
     from tests.e2e import rl_rank
 
@@ -140,7 +153,6 @@ def test_ranks_together_give_what_one_gives(write_phases, demo, server, tmp_path
 
     assert [0] * world_size == finished(ranks)
 
-    expected = one_by_one(demo)
     for name in cases:
         assert far(torch.load(tmp_path / f"{name}.pt", weights_only=True), expected) < FLOAT32, name
 
@@ -267,10 +279,11 @@ class Answering:
 
 def test_answers_are_put_to_their_prompts_and_they_alone_are_trained(write_rl):
     """
-    In the prompts' order, over two workers of which one has a prompt less; those of older weights
-    are counted, or refused.
+    In the prompts' order, with their media, over two workers of which one has a prompt less; those
+    of older weights are counted, or refused.
     """
     from packplan.adapters.microbatches import BatchedData
+    from packplan.adapters.workers.media import MEDIA
     from packplan.app.rl import loop
     from packplan.app.wiring import training as wiring
 
@@ -279,13 +292,16 @@ def test_answers_are_put_to_their_prompts_and_they_alone_are_trained(write_rl):
     )
     lengths = [3, 1, 4, 2, 6]
     ids = torch.tensor([[n] * n + [0] * (6 - n) for n in lengths])
-    asked = BatchedData.from_fields({"input_ids": ids, "answers": [""] * 5, "records": [""] * 5}, lengths=lengths)
+    media = [{"pixel_values": torch.full((1,), n)} for n in lengths]
+    fields = {"input_ids": ids, "answers": [""] * 5, "records": [""] * 5, MEDIA: media}
+    asked = BatchedData.from_fields(fields, lengths=lengths)
 
     batch, rewards, figures = loop._roll_out(config, Answering(), asked, shards=2, step=0)
 
     rows = [(n, g) for n in lengths for g in (0, 1)]
     for place, (n, g) in enumerate(rows):
         size = 2 * n + g
+        assert n == batch[MEDIA][place]["pixel_values"].item()
         expected = [n] * n + [100 * n + g] * (n + g)
         assert size == int(batch.lengths[place])
         assert expected == batch.tensor("input_ids")[place, :size].tolist()
@@ -423,7 +439,7 @@ def test_the_reward_rises(write_rl, tmp_path, capsys):
 
     again = str(write_rl(policy=packing, grpo={**grpo, "num_steps": 1}))
     assert 2 == rl.main([again])
-    assert "holds policy, rl.jsonl of an earlier run" in capsys.readouterr().err
+    assert "holds checkpoint-10, policy, rl.jsonl of an earlier run" in capsys.readouterr().err
     assert 0 == rl.main([again, "--overwrite"])
     assert 1 == len(logged(tmp_path / "rl"))
 
@@ -462,8 +478,9 @@ def test_dynamic_batching_that_computes_more_than_padding_warns(write_rl, capsys
 
     key = r"policy.dynamic_batching.sequence_length_round \(64\)"
     says = rf"dynamic batching computes ([\d,]+) positions, .* longest ([\d,]+): lower {key}"
-    said = re.findall(says, " ".join(capsys.readouterr().err.split()))
-    ((computed, padded),) = said
+    printed = " ".join(capsys.readouterr().err.split())
+    assert 1 == printed.count("dynamic batching computes")
+    ((computed, padded),) = re.findall(says, printed)
     assert int(computed.replace(",", "")) > int(padded.replace(",", ""))
 
 
@@ -543,7 +560,6 @@ def test_a_learning_rate_that_ruins_the_policy_ends_the_run(write_rl, tmp_path, 
          "does not divide 1 workers"),
         ({}, {}, {"reward": "kindness"}, "grpo.reward: is kindness: neither one of"),
         ({}, {}, {"max_new_tokens": 120}, "repeat.jsonl, line 1: the prompt has .* tokens, and an answer may have 120"),
-        ({"model": "qwen2_5_vl"}, {}, {}, "packplan rl trains models of text"),
         ({"model": "qwen2", "attn_impl": "paged|sdpa"}, {"sequence_packing": {"enabled": True}}, {},
          r"may not pack under attn_impl paged\|sdpa"),
     ],

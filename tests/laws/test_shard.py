@@ -14,7 +14,9 @@ from benchmarks.distributions import DISTRIBUTIONS
 from packplan.core.errors import ArgumentError
 from packplan.core.packers import ALGORITHMS, pack
 from packplan.core.shard import batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
+from packplan.core.shard.rounds import spread
 from packplan.core.work import WorkModel
+from tests.references import spread_slowly
 
 MODES = ("packed", "round_robin", "dynamic", "plain")
 
@@ -228,6 +230,34 @@ def test_microbatches_that_run_together_have_equal_work(name, shards, budget, si
         assert in_turn.microbatch_imbalance > 1 + 3 * (most - 1)
 
     assert np.median(found, axis=0).max() <= most
+
+
+def test_sums_of_workers_are_even_where_microbatches_cannot_be():
+    """Under a tight budget, long sequences leave no level cut: `meeting` says which counts."""
+    lengths = DISTRIBUTIONS["chat-8192"].lengths(512, seed=0)
+    options = {**CHAT_BATCH, "max_tokens_per_microbatch": 8192}
+    step, microbatch = (
+        pooled(batch_metrics(shard_packed(lengths, **options, meeting=meeting))) for meeting in ("step", "microbatch")
+    )
+
+    assert step.work_imbalance < 1.001
+    assert microbatch.work_imbalance > 1.1
+    assert microbatch.microbatch_imbalance < 1.2 < step.microbatch_imbalance
+
+
+@given(batches(modes=("packed",)), st.integers(1, 3), st.booleans())
+def test_heavy_rounds_are_filled_to_their_level_and_the_others_evenly(case, rounds, tight):
+    """As the rule says it, one sequence at a time, over all microbatches."""
+    shards, num = case["shards"], case["shards"] * rounds
+    lengths = np.array([*case["lengths"], *[1] * num])
+    works = lengths**2 if tight else lengths * 1000 + lengths**2
+    capacity = max(int(lengths.max()), int(lengths.sum() / num * (1.02 if tight else 2)) + 1)
+
+    found = spread(lengths, works, shards=shards, rounds=rounds, capacity=capacity)
+
+    expected = spread_slowly(lengths.tolist(), works.tolist(), shards=shards, num=num, capacity=capacity)
+    event(f"fits: {expected is not None}")
+    assert expected == (None if found is None else found.tolist())
 
 
 def test_attention_work_of_microbatches_is_as_even_as_long_sequences_allow():

@@ -96,6 +96,7 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder, atte
         engine=None if command is None else ServerEngine(command, tokenizer=tokenizer, group=group),
         reference=reference,
         tokenizer=tokenizer,
+        processor=samples.template.processor,
         reward=named_function(grpo.reward, REWARDS, key="grpo.reward"),
         loss=_open_loss(config),
         group=group,
