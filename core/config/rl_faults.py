@@ -96,6 +96,10 @@ _NEEDED_BY: Mapping[str, tuple[str, Callable[[GrpoConfig], object]]] = MappingPr
             ("discount", "gae_lambda", "value_coefficient", "value_clip"),
             ("without a value head: set grpo.baseline: value", lambda grpo: grpo.baseline == "value"),
         ),
+        "importance_correction": (
+            "while the policy answers itself: set grpo.engine_command",
+            lambda grpo: grpo.engine_command is not None,
+        ),
         "importance_max": (
             "without a correction: set grpo.importance_correction",
             lambda grpo: grpo.importance_correction != "none",

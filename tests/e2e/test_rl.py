@@ -158,8 +158,7 @@ def test_ranks_together_give_what_one_gives(write_phases, expected, server, tmp_
 
 
 VALUED = {
-    "loss": "gspo", "baseline": "value", "value_clip": 0.3, "importance_correction": "sequence",
-    "entropy_coefficient": 0.1,
+    "loss": "gspo", "baseline": "value", "value_clip": 0.3, "entropy_coefficient": 0.1,
 }  # fmt: skip
 """A loss that reads whole sequences, entropies and a value head."""
 
@@ -230,21 +229,19 @@ def test_a_value_head_and_ratios_of_sequences_are_the_same_in_every_mode(write_p
 
 def test_a_value_head_is_trained_and_saved_beside_its_policy(write_rl, tmp_path):
     """
-    Which other tools read as before; the run is logged, and corrects nothing where the policy
-    itself has drawn.
+    Which other tools read as before; its error and the entropy are logged.
     """
     from safetensors.torch import load_file
 
     from packplan.app.rl import __main__ as rl
 
     policy = {"sequence_packing": {"enabled": True, "train_mb_tokens": 200}}
-    grpo = {"num_steps": 1, "num_generations_per_prompt": 1, "baseline": "value", "importance_correction": "truncated"}
+    grpo = {"num_steps": 1, "num_generations_per_prompt": 1, "baseline": "value"}
     assert 0 == rl.main([str(write_rl(policy=policy, grpo=grpo))])
 
     (entry,) = logged(tmp_path / "rl")
     assert 0 < entry["loss/value_error"] < 1
     assert 0 < entry["loss/entropy"]
-    assert 1 == pytest.approx(entry["loss/correction"], rel=1e-4)
     assert load_file(tmp_path / "rl" / "policy" / "value_head.safetensors")["bias"].item() > 0  # rewards are
     assert not [name for name in load_file(tmp_path / "rl" / "policy" / "model.safetensors") if "value" in name]
 
