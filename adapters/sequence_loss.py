@@ -35,7 +35,7 @@ _OF_SEQUENCES = {
     "sequence_log_ratio": ("log_probabilities", "old_log_probabilities"),
     "sequence_correction": ("old_log_probabilities", "engine_log_probabilities"),
 }
-"""Field -> the two log-probabilities of a token whose difference it is, as a mean of its sequence."""
+"""Field -> the log-probabilities of a token whose difference it is, as a mean of its sequence."""
 
 DERIVED = frozenset({"entropy", "values", "sequence_tokens", *_OF_SEQUENCES})
 """
@@ -241,7 +241,8 @@ class FusedLoss:
             layout = PackedLayout.from_lengths([logits.shape[1]] * logits.shape[0])
             logits = logits.reshape(1, -1, logits.shape[-1])
         _check_size(logits, layout.num_positions // layout.cp_size)
-        read = [name for name in self.loss.fields if name not in DERIVED]
+        derived = DERIVED if values is not None else DERIVED - {"values"}
+        read = [name for name in self.loss.fields if name not in derived]
         missing = {"input_ids", "token_mask", *read} - data.keys()
         if missing:
             raise ValueError(f"the loss needs {', '.join(sorted(missing))}, but the data have {', '.join(data)}")
@@ -252,24 +253,18 @@ class FusedLoss:
         log_probabilities, entropy = token_statistics(
             logits.flatten(0, 1), targets, with_entropy="entropy" in self.loss.fields
         )
+        totals = _sequence_weights(data["token_mask"], layout)
         # Entries of tokens that do not count are arbitrary, and values that are not finite would
         # reach the gradients.
         fields = {name: _zero_where(predicted.values(data[name]), ~counts) for name in read}
-        totals = _sequence_weights(data["token_mask"], layout)
-        if "entropy" in self.loss.fields:
-            fields["entropy"] = entropy
-        if "sequence_tokens" in self.loss.fields:
-            fields["sequence_tokens"] = totals[predicted.sequence]
+        fields |= {"entropy": entropy, "sequence_tokens": totals[predicted.sequence]}
+        if values is not None:
+            fields["values"] = _zero_where(values.reshape(-1), ~counts)
         known = {**fields, "log_probabilities": log_probabilities.detach()}
         for name, (one, other) in _OF_SEQUENCES.items():
             if name in self.loss.fields:
-                away = mask * (known[one] - known[other])
-                sums = sum_over_ranks(torch.zeros_like(totals).index_add(0, predicted.sequence, away))
+                sums = sum_over_ranks(predicted.sums(mask * (known[one] - known[other]), like=totals))
                 fields[name] = (sums / totals.masked_fill(totals == 0, 1))[predicted.sequence].float()
-        if "values" in self.loss.fields:
-            if values is None:
-                raise ValueError("the loss needs the values that a value head predicts")
-            fields["values"] = _zero_where(values.reshape(-1), ~counts)
         losses, metrics = self.loss(log_probabilities, fields)
         if self.loss.normalisation == "token":
             weights = mask / max(num_tokens, 1)
@@ -339,6 +334,10 @@ class _Predicted:
         """Return a field's value for each row, 0 without a target; shape (num_rows, …)."""
         wide = field.ndim > 1 and field.shape[1] == self.width
         return _zero_where(field[self.sequence, self.column] if wide else field[self.sequence], ~self.exists)
+
+    def sums(self, values: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each sequence's rows, of the shape and type of *like*."""
+        return torch.zeros_like(like).index_add(0, self.sequence, values)
 
 
 def _call_loss(

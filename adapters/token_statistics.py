@@ -87,9 +87,9 @@ class _TokenStatistics(torch.autograd.Function):
         scale, bonus = (None if one is None else (one * has_target)[:, None] for one in (gradient, of_entropy))
         found = torch.empty_like(logits)
         for block in _blocks(logits):
-            if bonus is None:
+            if bonus is None and scale is not None:
                 shares, factors = torch.softmax(logits[block], -1, dtype=torch.float32), -scale[block]
-            else:
+            elif bonus is not None:
                 # The gradient of the entropy H is -p (log p + H).
                 every = torch.log_softmax(logits[block], -1, dtype=torch.float32).clamp_(min=_LEAST)
                 shares = every.exp()

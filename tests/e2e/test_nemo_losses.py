@@ -17,7 +17,7 @@ from packplan.adapters.policy_loss import PolicyLoss
 from packplan.adapters.sequence_loss import FusedLoss, normalisers
 
 NOW, OLD, ENGINE = [log(0.5) - 1, -1.0, log(1.5) - 1], [-1.0, -1.0, -1.0], [-0.5, -1.5, -0.8]
-"""Log-probabilities of an answer of three tokens: the ratios of the first two are 0.5, 1 and 1.5."""
+"""Log-probabilities of an answer of three tokens. Ratios of the first two are 0.5, 1 and 1.5."""
 
 ADVANTAGES = [1.0, -1.0, 2.0]
 
@@ -46,7 +46,7 @@ class Case:
     now: list[list[float]] = [NOW]  # noqa: RUF008  # never changed
     old: list[list[float]] = [OLD]  # noqa: RUF008
     engine: list[list[float]] = [ENGINE]  # noqa: RUF008
-    advantages: list[float] = ADVANTAGES  # noqa: RUF008
+    advantages: list[float] = ADVANTAGES
 
 
 def weighed(factors, losses=CLIPPED):
@@ -114,7 +114,7 @@ class Noting:
 
 
 def logits_of(rows):
-    """Return logits of a vocabulary of two, whose token 0 has these log-probabilities from place 1."""
+    """Return logits of a vocabulary of two, whose token 0 has these log-probabilities."""
     held = torch.full((len(rows), 4, 2), 0.0, dtype=torch.float64)
     held[:, :3, 0] = torch.tensor(rows, dtype=torch.float64)
     held[:, :3, 1] = torch.log1p(-held[:, :3, 0].exp())
@@ -161,7 +161,7 @@ def test_losses_are_those_of_nemo_rl(name):
     ],
 )
 def test_estimates_of_the_divergence_are_clamped_as_in_nemo_rl(estimator, free, clamped):
-    """Of a policy at -1 and references at 0, -15 and -30; NeMo-RL's default clamps are 20 and 10."""
+    """Of a policy at -1 and references at 0, -15 and -30; its default clamps are 20 and 10."""
     expected = {None: free, 20.0: clamped}
     for input_clamp, divergences in expected.items():
         _, metrics, found = run(

@@ -207,7 +207,11 @@ def test_a_value_head_and_ratios_of_sequences_are_the_same_in_every_mode(write_p
         return str(path)
 
     packing = {**PACKED["sequence_packing"], "sequence_length_round": 4}
-    keys = {"shared": {"context_parallel_size": 2}, "fsdp2": {"sharding": "fsdp2"}, "tensor": {"tensor_parallel_size": 2}}
+    keys = {
+        "shared": {"context_parallel_size": 2},
+        "fsdp2": {"sharding": "fsdp2"},
+        "tensor": {"tensor_parallel_size": 2},
+    }
     cases = {
         name: (str(asked(Path(written(name, {"sequence_packing": packing, **own})), rl=True)), free_port())
         for name, own in keys.items()
@@ -224,7 +228,10 @@ def test_a_value_head_and_ratios_of_sequences_are_the_same_in_every_mode(write_p
         assert apart({"": each["values"]}, {"": values}) < FLOAT32, mode
         assert apart(each["gradients"], first["gradients"]) < FLOAT32, mode
         for name, metric in first["trained"].items():
-            assert metric.item() == pytest.approx(each["trained"][name].ravel()[0].item(), rel=1e-5, abs=1e-5), (mode, name)
+            assert metric.item() == pytest.approx(each["trained"][name].ravel()[0].item(), rel=1e-5, abs=1e-5), (
+                mode,
+                name,
+            )
 
 
 def test_a_value_head_is_trained_and_saved_beside_its_policy(write_rl, tmp_path):

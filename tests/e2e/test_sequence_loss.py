@@ -66,7 +66,9 @@ def batches(draw) -> tuple[torch.Tensor, dict, PackedLayout]:
     number.
     """
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
-    layout = PackedLayout.from_lengths(lengths, cp_size=draw(st.sampled_from([1, 2, 4])), tp_size=draw(st.integers(1, 2)))
+    layout = PackedLayout.from_lengths(
+        lengths, cp_size=draw(st.sampled_from([1, 2, 4])), tp_size=draw(st.integers(1, 2))
+    )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     shape = (len(lengths), max(lengths) + draw(st.integers(0, 2)))
     inside = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
@@ -164,7 +166,7 @@ def of_ranks(loss, row, fields, layout, **options):
 
 
 def importance(loss, token):
-    """Return the factor that corrects a token for the engine which drew it, from the definitions."""
+    """Return the factor that corrects a token for the engine which drew it, by the definitions."""
     ratio = (token["old_log_probabilities"] - token["engine_log_probabilities"]).exp()
     least, most = loss.correction_min, loss.correction_max
     match loss.correction:
@@ -553,7 +555,7 @@ def test_what_does_not_fit_is_refused():
         ):
             loss(torch.ones(1, 3, 5), fields, layout=layout, **given)
     fields |= dict.fromkeys(("old_log_probabilities", "old_values", "returns"), torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="needs the values"):
+    with pytest.raises(ValueError, match="needs values, but the data have"):
         FusedLoss(PolicyLoss(value_weight=1))(torch.ones(1, 3, 5), fields, **given)
     with pytest.raises(ValueError, match="clip_low"):
         PolicyLoss(clip_low=-1)

@@ -171,7 +171,6 @@ def test_fingerprints_depend_on_exactly_the_keys_that_declare_it(path, bases):
 LEAST = {
     "custom.data_seed": 0, "training.seed": 0, "training.packing_group_by_work": 0,
     "training.packing_max_displacement": 0, "training.max_steps": -1, "template.fps_max_frames": 2,
-    "grpo.num_generations_per_prompt": 2,
 }  # fmt: skip
 """Keys that take whole numbers, but not from 1 on."""
 
