@@ -84,19 +84,18 @@ class _TokenStatistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor | None, of_entropy: torch.Tensor | None) -> tuple[Any, None, None]:
         logits, picked, has_target, entropy = ctx.saved_tensors
-        scale, bonus = (None if one is None else (one * has_target)[:, None] for one in (gradient, of_entropy))
+        scale = (torch.zeros_like(entropy) if gradient is None else gradient * has_target)[:, None]
+        bonus = None if of_entropy is None else (of_entropy * has_target)[:, None]
         found = torch.empty_like(logits)
         for block in _blocks(logits):
-            if bonus is None and scale is not None:
+            if bonus is None:
                 shares, factors = torch.softmax(logits[block], -1, dtype=torch.float32), -scale[block]
-            elif bonus is not None:
+            else:
                 # The gradient of the entropy H is -p (log p + H).
                 every = torch.log_softmax(logits[block], -1, dtype=torch.float32).clamp_(min=_LEAST)
                 shares = every.exp()
-                factors = every.add_(entropy[block, None]).mul_(-bonus[block])
-                factors = factors if scale is None else factors.sub_(scale[block])
-            shares.mul_(factors)
-            found[block] = shares if scale is None else shares.scatter_add_(1, picked[block], scale[block])
+                factors = every.add_(entropy[block, None]).mul_(-bonus[block]).sub_(scale[block])
+            found[block] = shares.mul_(factors).scatter_add_(1, picked[block], scale[block])
         return found, None, None
 
 

@@ -225,22 +225,22 @@ def test_a_reward_that_fails_leaves_a_run_that_resumes(write_rl, tmp_path, monke
     """
     from packplan.app.rl import __main__ as rl
 
-    module = tmp_path / "my_rewards.py"
+    module = tmp_path / "failing_rewards.py"
     module.write_text("CALLS, BAD = [], lambda: 1 / 0\ndef reward(answer, own):\n    CALLS.append(0)\n"
                       "    return BAD() if len(CALLS) > 16 and BAD else len(answer)\n")  # fmt: skip
     monkeypatch.syspath_prepend(tmp_path)
-    import my_rewards  # type: ignore[import-not-found]
+    import failing_rewards
 
-    run = str(write_rl(grpo={"num_steps": 2, "save_every": 1, "reward": "my_rewards:reward"}, tuner_type="lora"))
+    run = str(write_rl(grpo={"num_steps": 2, "save_every": 1, "reward": "failing_rewards:reward"}, tuner_type="lora"))
     for number, (bad, says) in enumerate({
         lambda: 1 / 0: "ZeroDivisionError", lambda: "good": "gives 'good'", lambda: float("nan"): "gives nan",
     }.items()):  # fmt: skip
-        my_rewards.BAD = bad
+        failing_rewards.BAD = bad
         assert 2 == rl.main([run, *([LAST] if number else [])])
         message = capsys.readouterr().err
         assert says in message
         assert (f"goes on from {tmp_path / 'rl' / 'checkpoint-1'}" in message) == (number == 0)
-    my_rewards.BAD = None
+    failing_rewards.BAD = None
     assert 0 == rl.main([run, LAST])
     resumed = result(tmp_path / "rl")
     assert 0 == rl.main([run, "--overwrite"])
