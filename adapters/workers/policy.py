@@ -27,10 +27,16 @@ from transformers import GenerationConfig
 from packplan.adapters.answers import end_tokens, score
 from packplan.adapters.context_parallel import context_parallel, gather_row
 from packplan.adapters.files import saving
+from packplan.adapters.losses import (
+    NO_TARGET,
+    FusedLoss,
+    PackedLoss,
+    PaddedLoss,
+    combined,
+    token_log_probabilities,
+)
 from packplan.adapters.microbatches import WEIGHTS, Microbatch, ShardedData
 from packplan.adapters.models import is_ruined, mean_size
-from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss, combined
-from packplan.adapters.token_statistics import NO_TARGET, token_log_probabilities
 from packplan.adapters.workers.checkpoints import is_whole, read_checkpoint, write_checkpoint
 from packplan.adapters.workers.generation import Generations, answer, as_arrays, ask, keys_of, require_same_weights
 from packplan.adapters.workers.media import PolicyInputs

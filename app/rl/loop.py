@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from packplan.adapters.losses import normalisers
 from packplan.adapters.microbatches import BatchedData
 from packplan.adapters.progress import progress
-from packplan.adapters.sequence_loss import normalisers
 from packplan.adapters.workers.media import MEDIA, MEDIA_WORK, media_of
 from packplan.app.planning.split import table_works
 from packplan.app.rl.checkpoints import Checkpoints, is_first_rank

@@ -136,7 +136,7 @@ class GrpoConfig:
     loss: str = "clipped"
     """
     `clipped`, the policy-gradient loss of PPO and GRPO, `gspo`, `cispo`, `reinforce`, or
-    `module:function`, a loss over a sequence's logits (`adapters.sequence_loss.SequenceLoss`).
+    `module:function`, a loss over a sequence's logits (`adapters.losses.sequences.SequenceLoss`).
     """
 
     normalisation: Literal["token", "sequence", "constant"] = "token"

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from packplan.adapters.losses import normalisers
 from packplan.adapters.microbatches import BatchedData
-from packplan.adapters.sequence_loss import normalisers
 from packplan.adapters.workers.media import MEDIA, MEDIA_WORK
 from packplan.adapters.workers.policy import PolicyWorker
 from packplan.adapters.workers.ranks import RankWorkers

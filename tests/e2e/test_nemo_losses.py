@@ -13,8 +13,7 @@ import attrs
 import pytest
 import torch
 
-from packplan.adapters.policy_loss import PolicyLoss
-from packplan.adapters.sequence_loss import FusedLoss, normalisers
+from packplan.adapters.losses import FusedLoss, PolicyLoss, normalisers
 
 NOW, OLD, ENGINE = [log(0.5) - 1, -1.0, log(1.5) - 1], [-1.0, -1.0, -1.0], [-0.5, -1.5, -0.8]
 """Log-probabilities of an answer of three tokens. Ratios of the first two are 0.5, 1 and 1.5."""

@@ -10,10 +10,18 @@ import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.adapters import policy_loss, token_statistics
-from packplan.adapters.policy_loss import PolicyLoss
-from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, combined, normalisers, refuse_whole_batch
-from packplan.adapters.token_statistics import NO_TARGET, token_log_probabilities
+from packplan.adapters.losses import (
+    LOSSES,
+    NO_TARGET,
+    FusedLoss,
+    PackedLoss,
+    PolicyLoss,
+    combined,
+    normalisers,
+    refuse_whole_batch,
+    token_log_probabilities,
+    token_statistics,
+)
 from packplan.core.config import GrpoConfig
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import ArgumentError
@@ -51,8 +59,6 @@ NAMED = {
     "truncated importance": PolicyLoss(correction="truncated", correction_max=1.2, value_weight=0.5, value_clip=0.3),
     "entropy, values": PolicyLoss(entropy_weight=0.7, value_weight=0.3, normalisation="sequence"),
 }
-
-LOSSES = [*NAMED.values()]
 
 OF_TOKENS = (
     "old_log_probabilities", "reference_log_probabilities", "engine_log_probabilities", "old_values", "returns",
@@ -122,8 +128,8 @@ def test_losses_are_opened_by_name_with_the_settings_of_a_run():
     """Each setting reaches the loss; its defaults are those of the run."""
     grpo = GrpoConfig(ratio_clip_min=0.1, ratio_clip_max=0.3, kl_coefficient=0.5, normalisation="sequence")
 
-    assert PolicyLoss(0.1, 0.3, 0.5, "sequence", 64) == policy_loss.LOSSES["clipped"](grpo)
-    assert PolicyLoss(divisor=64) == policy_loss.LOSSES[GrpoConfig().loss](GrpoConfig())
+    assert PolicyLoss(0.1, 0.3, 0.5, "sequence", 64) == LOSSES["clipped"](grpo)
+    assert PolicyLoss(divisor=64) == LOSSES[GrpoConfig().loss](GrpoConfig())
     grpo = GrpoConfig(
         loss="cispo", normalisation="constant", max_new_tokens=9, ratio_clip_c=3, force_on_policy_ratio=True,
         kl_coefficient=0.1, kl_estimator="k1", kl_input_clamp_value=20, kl_output_clamp_value=10,
@@ -132,14 +138,14 @@ def test_losses_are_opened_by_name_with_the_settings_of_a_run():
     assert PolicyLoss(
         divisor=64, surrogate="gspo", entropy_weight=0.1, correction="icepop", correction_max=3, correction_min=0.1,
         value_weight=0.4, value_clip=0.2,
-    ) == policy_loss.LOSSES["gspo"](GrpoConfig(
+    ) == LOSSES["gspo"](GrpoConfig(
         loss="gspo", entropy_coefficient=0.1, importance_correction="icepop", importance_max=3, importance_min=0.1,
         baseline="value", value_coefficient=0.4, value_clip=0.2,
     ))  # fmt: skip
     assert PolicyLoss(
         0.2, 0.2, 0.1, "constant", 9, "cispo", 3, on_policy=True, kl_estimator="k1", kl_input_clamp=20,
         kl_output_clamp=10, kl_sampling=True,
-    ) == policy_loss.LOSSES["cispo"](grpo)  # fmt: skip
+    ) == LOSSES["cispo"](grpo)  # fmt: skip
 
 
 KL = "reference_log_probabilities"
@@ -280,7 +286,7 @@ def near_metrics(expected: dict[str, float]) -> object:
     return pytest.approx(expected, rel=FLOAT32, abs=FLOAT32)
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=NAMED)
+@pytest.mark.parametrize("loss", NAMED.values(), ids=NAMED)
 @given(batch=batches())
 def test_every_way_gives_the_loss_of_the_sequences_alone(batch, loss):
     """
@@ -315,7 +321,7 @@ def test_every_way_gives_the_loss_of_the_sequences_alone(batch, loss):
         )
 
 
-@given(batches(), st.sampled_from(LOSSES))
+@given(batches(), st.sampled_from([*NAMED.values()]))
 def test_padding_never_counts(batch, loss):
     """
     Whatever a mask says of positions beyond a sequence's end, and of a first token, which nothing

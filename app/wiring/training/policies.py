@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from packplan.adapters.policy_loss import LOSSES
+from packplan.adapters.losses import LOSSES, FusedLoss, PackedLoss, PaddedLoss
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.video.reading import reads_videos
-from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss
 from packplan.adapters.trainer.arguments import runs_on_cpu
 from packplan.adapters.trainer.model import open_model
 from packplan.adapters.trainer.vision import DummyImage

@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol
 import attrs
 import torch
 
-from packplan.adapters.token_statistics import NO_TARGET, token_statistics
+from packplan.adapters.losses.token_statistics import NO_TARGET, token_statistics
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import ArgumentError
 

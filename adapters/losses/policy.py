@@ -10,7 +10,7 @@ import attrs
 import torch
 from attrs.validators import ge, gt, in_, optional
 
-from packplan.adapters.sequence_loss import Normalisation, TokenLoss
+from packplan.adapters.losses.sequences import Normalisation, TokenLoss
 from packplan.core.config import GrpoConfig
 
 Correction = Literal["none", "truncated", "sequence", "icepop", "sequence_mask"]
