@@ -27,9 +27,7 @@ from transformers import GenerationConfig
 from packplan.adapters.answers import end_tokens, score
 from packplan.adapters.context_parallel import context_parallel, gather_row
 from packplan.adapters.files import saving
-from packplan.adapters.microbatches import WEIGHTS, BatchedData, Microbatch, ShardedData
-from packplan.adapters.models import is_ruined, mean_size
-from packplan.adapters.sequence_loss import (
+from packplan.adapters.losses import (
     NO_TARGET,
     FusedLoss,
     PackedLoss,
@@ -37,6 +35,8 @@ from packplan.adapters.sequence_loss import (
     combined,
     token_log_probabilities,
 )
+from packplan.adapters.microbatches import WEIGHTS, BatchedData, Microbatch, ShardedData
+from packplan.adapters.models import is_ruined, mean_size
 from packplan.adapters.workers.checkpoints import is_whole, read_checkpoint, write_checkpoint
 from packplan.adapters.workers.generation import Generations, answer, as_arrays, ask, keys_of, require_same_weights
 from packplan.adapters.workers.media import PolicyInputs

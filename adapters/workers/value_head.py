@@ -2,7 +2,8 @@
 A value head: what a policy expects an answer to be rewarded, at each of its tokens.
 
 It reads what the policy's layer of logits reads, and so works on any row that the policy does. It
-starts at 0, and is a part of the policy's module, so it is trained, sharded and kept with it.
+starts at 0, or as it was saved beside the model, and is a part of the policy's module, so it is
+trained, sharded and kept with it.
 """
 
 from __future__ import annotations
@@ -11,21 +12,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from packplan.adapters.files import loading
+
 _NAME = "value_head"
+_FILE = f"{_NAME}.safetensors"
 
 
 class ValueHead:
     """Value head of a policy, with its values in the latest forward pass."""
 
-    def __init__(self, model: Any) -> None:
-        """Add the head to a model of transformers, before its weights are sharded."""
+    def __init__(self, model: Any, folder: Path) -> None:
+        """
+        Add the head to a model of transformers, before its weights are sharded.
+
+        Args:
+            model: Model that gets the head.
+            folder: Folder of the model, which may have a saved head.
+
+        Raises:
+            ConfigError: The saved head cannot be read, or is of another model.
+        """
         logits = model.get_output_embeddings()
         head = torch.nn.Linear(logits.in_features, 1, dtype=logits.weight.dtype, device=logits.weight.device)
         torch.nn.init.zeros_(head.weight)
         torch.nn.init.zeros_(head.bias)
+        if (folder / _FILE).exists():
+            with loading("model.model", f"{folder / _FILE} is no value head of this model"):
+                head.load_state_dict(load_file(folder / _FILE))
         model.add_module(_NAME, head)
         logits.register_forward_pre_hook(self._note)
         self._head, self._values = head, torch.empty(0)
@@ -48,4 +64,4 @@ def split_state(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 def save_head(folder: Path, state: dict[str, Tensor]) -> None:
     """Write the weights of a value head beside those of its policy."""
-    save_file(state, folder / f"{_NAME}.safetensors")
+    save_file(state, folder / _FILE)

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from packplan.adapters.losses import normalisers
 from packplan.adapters.microbatches import BatchedData
 from packplan.adapters.progress import progress
-from packplan.adapters.sequence_loss import normalisers
 from packplan.adapters.workers.media import MEDIA, MEDIA_WORK, media_of
 from packplan.app.planning.split import table_works
 from packplan.app.rl.checkpoints import Checkpoints, is_first_rank
@@ -195,9 +195,9 @@ def _step(
     cut_into = partial(cut, config, lengths, work=work, media_work=batch.tensor(MEDIA_WORK).numpy(), shards=shards)
     logprob = cut_into(training=False)
     fields = {f"old_{name}": field for name, field in _predicted(config, workers, batch, logprob).items()}
-    old, drawn = fields["old_log_probabilities"], batch.tensor("engine_log_probabilities")
-    # An engine that gives none is taken to have drawn from the policy's.
-    fields["engine_log_probabilities"] = torch.where(drawn.isnan(), old, drawn)
+    fields["engine_log_probabilities"] = _drawn_with(
+        batch, fields["old_log_probabilities"], needed=not step and config.grpo.importance_correction != "none"
+    )
     if config.grpo.kl_coefficient:
         of_reference = _predicted(config, workers, batch, logprob, of_reference=True)
         fields["reference_log_probabilities"] = of_reference["log_probabilities"]
@@ -346,6 +346,18 @@ def _predicted(
         name: torch.as_tensor(np.concatenate([result[name] for result in results])[sharding.restore])
         for name in results[0]
     }
+
+
+def _drawn_with(batch: BatchedData, old: torch.Tensor, *, needed: bool) -> torch.Tensor:
+    """
+    Return the log-probability that each token was drawn with: the policy's where the engine gives
+    none. ConfigError if they are needed and it gives none at all.
+    """
+    drawn = batch.tensor("engine_log_probabilities")
+    if needed and drawn[batch.tensor("token_mask") > 0].isnan().all():
+        reason = "needs the probabilities of draws, but the engine gives none: set it to none"
+        raise ConfigError.at("grpo.importance_correction", reason)
+    return torch.where(drawn.isnan(), old, drawn)
 
 
 def _advantages(

@@ -136,7 +136,7 @@ class GrpoConfig:
     loss: str = "clipped"
     """
     `clipped`, the policy-gradient loss of PPO and GRPO, `gspo`, `cispo`, `reinforce`, or
-    `module:function`, a loss over a sequence's logits (`adapters.sequence_loss.SequenceLoss`).
+    `module:function`, a loss over a sequence's logits (`adapters.losses.sequences.SequenceLoss`).
     """
 
     normalisation: Literal["token", "sequence", "constant"] = "token"
@@ -169,17 +169,18 @@ class GrpoConfig:
     entropy_coefficient: float = key(0.0, check=at_least(0))
     """Weight of the entropy, which the loss rewards; it is logged in any case."""
 
-    importance_correction: Literal["none", "truncated", "icepop"] = "none"
+    importance_correction: Literal["none", "truncated", "sequence", "icepop", "sequence_mask"] = "none"
     """
-    Weigh tokens by the policy's probability over that of the engine which drew them: up to a limit,
-    or without those beyond one.
+    Weigh tokens by the policy's probability over that of the engine which drew them, up to a limit
+    (`truncated`), or by the product over the answer (`sequence`). Leave out tokens beyond a limit
+    (`icepop`), or answers whose mean is (`sequence_mask`).
     """
 
     importance_max: float = key(2.0, check=above_0)
-    """Largest weight."""
+    """Largest weight; `.inf` sets no limit."""
 
     importance_min: float = key(0.5, check=at_least(0))
-    """Smallest weight of `icepop`."""
+    """Smallest weight of `icepop` and `sequence_mask`."""
 
     ratio_clip_min: float = key(0.2, check=at_least(0))
     """How far below 1 the ratio of new to old probability counts."""

@@ -83,6 +83,9 @@ _READ_BY: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 """Key of `grpo.` -> losses by name that read it."""
 
+_WITH_MINIMUM = frozenset({"icepop", "sequence_mask"})
+"""Corrections that leave out what is below a limit."""
+
 _NEEDED_BY: Mapping[str, tuple[str, Callable[[GrpoConfig], object]]] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -93,13 +96,17 @@ _NEEDED_BY: Mapping[str, tuple[str, Callable[[GrpoConfig], object]]] = MappingPr
             ("discount", "gae_lambda", "value_coefficient", "value_clip"),
             ("without a value head: set grpo.baseline: value", lambda grpo: grpo.baseline == "value"),
         ),
+        "importance_correction": (
+            "while the policy answers itself: set grpo.engine_command",
+            lambda grpo: grpo.engine_command is not None,
+        ),
         "importance_max": (
             "without a correction: set grpo.importance_correction",
             lambda grpo: grpo.importance_correction != "none",
         ),
         "importance_min": (
             "without a lower limit: set grpo.importance_correction: icepop",
-            lambda grpo: grpo.importance_correction == "icepop",
+            lambda grpo: grpo.importance_correction in _WITH_MINIMUM,
         ),
     }
 )
@@ -140,7 +147,7 @@ def _loss_faults(config: RunConfig) -> Iterator[Fault]:
     if grpo.num_generations_per_prompt < _COMPARED and grpo.baseline in {"group", "leave_one_out"}:
         reason = "is 1, but answers are compared with others to their prompt: raise it, or set grpo.baseline: batch"
         yield Fault("grpo.num_generations_per_prompt", reason)
-    if grpo.importance_correction == "icepop" and grpo.importance_min >= grpo.importance_max:
+    if grpo.importance_correction in _WITH_MINIMUM and grpo.importance_min >= grpo.importance_max:
         reason = f"is {grpo.importance_min}, but has to be below grpo.importance_max, {grpo.importance_max}"
         yield Fault("grpo.importance_min", reason)
     answers = grpo.num_prompts_per_step * grpo.num_generations_per_prompt

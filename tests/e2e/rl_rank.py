@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from packplan.adapters.losses import normalisers
 from packplan.adapters.microbatches import BatchedData
-from packplan.adapters.sequence_loss import normalisers
 from packplan.adapters.workers.media import MEDIA, MEDIA_WORK
 from packplan.adapters.workers.policy import PolicyWorker
 from packplan.adapters.workers.ranks import RankWorkers
@@ -121,10 +121,12 @@ def phases(path: str, checkpoint: str = "") -> dict:
         lengths = batch.lengths.numpy()
         work, _ = trained_work(config)
         cut = loop.cut(config, lengths, work=work, shards=shards, training=False)
-        old = loop._predicted(config, workers, batch, cut)["log_probabilities"]
+        found = loop._predicted(config, workers, batch, cut)
+        old, noise = found["log_probabilities"], batch.tensor("noise")
         batch = batch.with_fields(
-            old_log_probabilities=old + batch.tensor("noise"), reference_log_probabilities=old - batch.tensor("noise")
-        )
+            old_log_probabilities=old + noise, reference_log_probabilities=old - noise,
+            engine_log_probabilities=old + 1.5 * noise, old_values=old + noise, returns=noise,
+        )  # fmt: skip
         sequences, tokens = normalisers(batch.tensor("token_mask"))
         sharding = loop.cut(config, lengths, work=work, shards=shards, training=True)
         # Twice: what one update leaves is not added to the next.
@@ -141,6 +143,7 @@ def phases(path: str, checkpoint: str = "") -> dict:
             worker.save_checkpoint(checkpoint, facts="{}")
         return {
             "old": old,
+            "values": found.get("values", torch.empty(0)),
             "trained": {name: torch.tensor(np.array([one[name] for one in trained])) for name in trained[0]},
             "gradients": {name: whole(p.grad) for name, p in worker._model.named_parameters()},
             "bytes": torch.tensor(held_bytes(worker)),

@@ -64,6 +64,26 @@ def test_transformers_serve_answers_each_step_with_its_weights(write_rl, tmp_pat
     assert {"checkpoint-2", "policy", "rl.jsonl"} == {path.name for path in (tmp_path / "rl").iterdir()}
 
 
+def test_a_correction_needs_an_engine_that_gives_probabilities():
+    """
+    The policy's stand where single answers came without; that all do is refused if they are needed.
+    """
+    from packplan.adapters.microbatches import BatchedData
+    from packplan.app.rl.loop import _drawn_with
+
+    mask, old = torch.tensor([[0.0, 1, 1], [0, 1, 1]]), torch.full((2, 3), -1.0)
+
+    def batch(second):
+        fields = {"input_ids": torch.ones(2, 3, dtype=torch.long), "token_mask": mask}
+        logs = torch.tensor([[0.0, torch.nan, torch.nan], [0.0, second, second]])
+        return BatchedData.from_fields({**fields, "engine_log_probabilities": logs}, lengths=[3, 3])
+
+    assert [[0, -1, -1], [0, -2, -2]] == _drawn_with(batch(-2.0), old, needed=True).tolist()
+    assert [[0, -1, -1], [0, -1, -1]] == _drawn_with(batch(torch.nan), old, needed=False).tolist()
+    with pytest.raises(ConfigError, match="importance_correction: needs the probabilities of draws, but the engine"):
+        _drawn_with(batch(torch.nan), old, needed=True)
+
+
 class ScriptedEngine:
     """Answers each prompt with the token of a rule."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import statistics
 from functools import partial
 from pathlib import Path
@@ -154,6 +155,102 @@ def test_ranks_together_give_what_one_gives(write_phases, expected, server, tmp_
 
     for name in cases:
         assert far(torch.load(tmp_path / f"{name}.pt", weights_only=True), expected) < FLOAT32, name
+
+
+VALUED = {
+    "loss": "gspo", "baseline": "value", "value_clip": 0.3, "entropy_coefficient": 0.1,
+}  # fmt: skip
+"""A loss that reads whole sequences, entropies and a value head."""
+
+
+@pytest.fixture(scope="module")
+def valued(demo) -> Path:
+    """Return a model with a value head beside it, which expects something."""
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
+
+    folder = demo / "models" / "qwen2 with values"
+    shutil.copytree(demo / "models" / "qwen2", folder)
+    weight = torch.linspace(-0.5, 0.5, AutoConfig.from_pretrained(folder).hidden_size)[None]
+    save_file({"weight": weight, "bias": torch.tensor([0.1])}, folder / "value_head.safetensors")
+    return folder
+
+
+def values_one_by_one(folder: Path) -> torch.Tensor:
+    """
+    Compute the value before each token, sequence by sequence, from the plain model's last states.
+    """
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from tests.e2e.rl_rank import LENGTHS, rollouts
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    batch, head = rollouts(model.config.vocab_size), load_file(folder / "value_head.safetensors")
+    found = torch.zeros(len(LENGTHS), max(LENGTHS))
+    for number, length in enumerate(LENGTHS):
+        states = model.model(input_ids=batch.tensor("input_ids")[number : number + 1, :length]).last_hidden_state
+        found[number, 1:length] = (states @ head["weight"][0] + head["bias"])[0, :-1].detach()
+    return found
+
+
+def test_a_value_head_and_ratios_of_sequences_are_the_same_in_every_mode(write_phases, valued, server, tmp_path):
+    """
+    Values, loss, metrics and gradients, the head's too, on packed, dynamic and padded rows, and on
+    two ranks that share rows, weights or layers.
+    """
+    from tests.e2e import rl_rank
+
+    def written(name, policy):
+        path = write_phases(name, policy, **VALUED)
+        path.write_text(path.read_text().replace(str(valued).removesuffix(" with values"), str(valued)))
+        return str(path)
+
+    packing = {**PACKED["sequence_packing"], "sequence_length_round": 4}
+    keys = {
+        "shared": {"context_parallel_size": 2},
+        "fsdp2": {"sharding": "fsdp2"},
+        "tensor": {"tensor_parallel_size": 2},
+    }
+    cases = {
+        name: (str(asked(Path(written(name, {"sequence_packing": packing, **own})), rl=True)), free_port())
+        for name, own in keys.items()
+    }
+    ranks = server.ranks(2, rl_rank.main, cases, str(tmp_path), folder=tmp_path)
+    found = {mode: rl_rank.phases(written(mode, policy)) for mode, policy in MODES.items()}
+    assert [0, 0] == finished(ranks)
+    found |= {name: torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in cases}
+
+    values, first = values_one_by_one(valued), found["packed"]
+    assert first["gradients"]["value_head.weight"].any()
+    assert first["trained"]["loss/value_error"] > 0
+    for mode, each in found.items():
+        assert apart({"": each["values"]}, {"": values}) < FLOAT32, mode
+        assert apart(each["gradients"], first["gradients"]) < FLOAT32, mode
+        for name, metric in first["trained"].items():
+            assert metric.item() == pytest.approx(each["trained"][name].ravel()[0].item(), rel=1e-5, abs=1e-5), (
+                mode,
+                name,
+            )
+
+
+def test_a_value_head_is_trained_and_saved_beside_its_policy(write_rl, tmp_path):
+    """
+    Which other tools read as before; its error and the entropy are logged.
+    """
+    from safetensors.torch import load_file
+
+    from packplan.app.rl import __main__ as rl
+
+    policy = {"sequence_packing": {"enabled": True, "train_mb_tokens": 200}}
+    grpo = {"num_steps": 1, "num_generations_per_prompt": 1, "baseline": "value"}
+    assert 0 == rl.main([str(write_rl(policy=policy, grpo=grpo))])
+
+    (entry,) = logged(tmp_path / "rl")
+    assert 0 < entry["loss/value_error"] < 1
+    assert 0 < entry["loss/entropy"]
+    assert load_file(tmp_path / "rl" / "policy" / "value_head.safetensors")["bias"].item() > 0  # rewards are
+    assert not [name for name in load_file(tmp_path / "rl" / "policy" / "model.safetensors") if "value" in name]
 
 
 class Answering:

@@ -10,16 +10,17 @@ import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.adapters import policy_loss, sequence_loss
-from packplan.adapters.policy_loss import PolicyLoss
-from packplan.adapters.sequence_loss import (
+from packplan.adapters.losses import (
+    LOSSES,
     NO_TARGET,
     FusedLoss,
     PackedLoss,
+    PolicyLoss,
     combined,
     normalisers,
     refuse_whole_batch,
     token_log_probabilities,
+    token_statistics,
 )
 from packplan.core.config import GrpoConfig
 from packplan.core.context_parallel import PackedLayout
@@ -51,11 +52,13 @@ NAMED = {
     ),
     "GSPO": PolicyLoss(0.2, 0.3, surrogate="gspo", normalisation="sequence", dual_clip=2),
     "icepop": PolicyLoss(surrogate="gspo", correction="icepop", correction_max=1.5, entropy_weight=0.2),
+    "importance of sequences": PolicyLoss(
+        surrogate="gspo", normalisation="sequence", correction="sequence", correction_max=3
+    ),
+    "mask of sequences": PolicyLoss(correction="sequence_mask", correction_min=0.8, correction_max=2.5),
     "truncated importance": PolicyLoss(correction="truncated", correction_max=1.2, value_weight=0.5, value_clip=0.3),
     "entropy, values": PolicyLoss(entropy_weight=0.7, value_weight=0.3, normalisation="sequence"),
 }
-
-LOSSES = [*NAMED.values()]
 
 OF_TOKENS = (
     "old_log_probabilities", "reference_log_probabilities", "engine_log_probabilities", "old_values", "returns",
@@ -69,7 +72,9 @@ def batches(draw) -> tuple[torch.Tensor, dict, PackedLayout]:
     number.
     """
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
-    layout = PackedLayout.from_lengths(lengths, cp_size=draw(st.integers(1, 3)), tp_size=draw(st.integers(1, 2)))
+    layout = PackedLayout.from_lengths(
+        lengths, cp_size=draw(st.sampled_from([1, 2, 4])), tp_size=draw(st.integers(1, 2))
+    )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     shape = (len(lengths), max(lengths) + draw(st.integers(0, 2)))
     inside = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
@@ -123,8 +128,8 @@ def test_losses_are_opened_by_name_with_the_settings_of_a_run():
     """Each setting reaches the loss; its defaults are those of the run."""
     grpo = GrpoConfig(ratio_clip_min=0.1, ratio_clip_max=0.3, kl_coefficient=0.5, normalisation="sequence")
 
-    assert PolicyLoss(0.1, 0.3, 0.5, "sequence", 64) == policy_loss.LOSSES["clipped"](grpo)
-    assert PolicyLoss(divisor=64) == policy_loss.LOSSES[GrpoConfig().loss](GrpoConfig())
+    assert PolicyLoss(0.1, 0.3, 0.5, "sequence", 64) == LOSSES["clipped"](grpo)
+    assert PolicyLoss(divisor=64) == LOSSES[GrpoConfig().loss](GrpoConfig())
     grpo = GrpoConfig(
         loss="cispo", normalisation="constant", max_new_tokens=9, ratio_clip_c=3, force_on_policy_ratio=True,
         kl_coefficient=0.1, kl_estimator="k1", kl_input_clamp_value=20, kl_output_clamp_value=10,
@@ -133,14 +138,14 @@ def test_losses_are_opened_by_name_with_the_settings_of_a_run():
     assert PolicyLoss(
         divisor=64, surrogate="gspo", entropy_weight=0.1, correction="icepop", correction_max=3, correction_min=0.1,
         value_weight=0.4, value_clip=0.2,
-    ) == policy_loss.LOSSES["gspo"](GrpoConfig(
+    ) == LOSSES["gspo"](GrpoConfig(
         loss="gspo", entropy_coefficient=0.1, importance_correction="icepop", importance_max=3, importance_min=0.1,
         baseline="value", value_coefficient=0.4, value_clip=0.2,
     ))  # fmt: skip
     assert PolicyLoss(
         0.2, 0.2, 0.1, "constant", 9, "cispo", 3, on_policy=True, kl_estimator="k1", kl_input_clamp=20,
         kl_output_clamp=10, kl_sampling=True,
-    ) == policy_loss.LOSSES["cispo"](grpo)  # fmt: skip
+    ) == LOSSES["cispo"](grpo)  # fmt: skip
 
 
 KL = "reference_log_probabilities"
@@ -153,15 +158,35 @@ def with_values(loss, logits, data, **options):
 
 def of_ranks(loss, row, fields, layout, **options):
     """Return what each rank of a group finds, whose sums over the group are those of all ranks."""
-    sums = []
 
     def found(rank, total):
         own = {"layout": layout, "cp_rank": rank, "sum_over_ranks": total, **options}
         return run(loss, row[:, layout.positions(rank)], fields, **own)
 
-    for rank in range(layout.cp_size):
-        found(rank, lambda part: sums.append(part) or part)
-    return [found(rank, lambda _: sum(sums)) for rank in range(layout.cp_size)]
+    parts = [[] for _ in range(layout.cp_size)]
+    for rank, own in enumerate(parts if any(name.startswith("sequence_") for name in loss.loss.fields) else []):
+        found(rank, lambda part, own=own: own.append(part) or part)
+    # The first exchange of every rank, the second, and so on.
+    totals = [list(map(sum, zip(*parts, strict=True)))[::-1] for _ in parts]
+    return [found(rank, lambda _, left=left: left.pop()) for rank, left in enumerate(totals)]
+
+
+def importance(loss, token):
+    """Return the factor that corrects a token for the engine which drew it, by the definitions."""
+    ratio = (token["old_log_probabilities"] - token["engine_log_probabilities"]).exp()
+    least, most = loss.correction_min, loss.correction_max
+    match loss.correction:
+        case "none":
+            return 1
+        case "truncated":
+            return ratio.clamp(max=most)
+        case "sequence":
+            return token["sequence_trust"].prod().clamp(max=most)
+        case "icepop":
+            return ratio if least <= ratio <= most else 0
+        case "sequence_mask":
+            mean = token["sequence_trust"].log().mean().exp()
+            return ratio if least <= mean <= most else 0
 
 
 def token_reference(loss, p, advantage, token):
@@ -169,7 +194,7 @@ def token_reference(loss, p, advantage, token):
     ratio = (p - (p.detach() if loss.on_policy else token["old_log_probabilities"])).exp()
     if loss.surrogate == "gspo":
         ratio = token["sequence_ratio"]
-        if loss.correction != "none":  # factors of tokens weigh their own gradients: GSPO-token
+        if loss.correction == "icepop":  # factors of tokens weigh their own gradients: GSPO-token
             ratio = ratio.detach() * (p - p.detach()).exp()
     low, high = 1 - loss.clip_low, 1 + loss.clip_high
     if loss.surrogate == "reinforce":
@@ -180,18 +205,14 @@ def token_reference(loss, p, advantage, token):
         gain = 0 * p + loss.dual_clip * advantage
     else:
         gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-    away = token[KL] - p
+    away, is_clamped = token[KL] - p, False
     if loss.kl_input_clamp and away.detach().abs() > loss.kl_input_clamp:
-        away = 0 * p + loss.kl_input_clamp * away.detach().sign()
+        is_clamped, away = True, 0 * p + loss.kl_input_clamp * away.detach().sign()
     kl = {"k1": -away, "k2": away**2 / 2, "k3": away.exp() - 1 - away}[loss.kl_estimator]
     if loss.kl_output_clamp and kl.detach().abs() > loss.kl_output_clamp:
-        kl = 0 * p + loss.kl_output_clamp * kl.detach().sign()
-    sampled = kl.detach() * (p - p.detach()) if loss.kl_sampling else 0
-    if loss.correction != "none":
-        trust = (token["old_log_probabilities"] - token["engine_log_probabilities"]).exp()
-        is_beyond = trust > loss.correction_max or trust < loss.correction_min
-        left = 0 if is_beyond else trust
-        gain = gain * (left if loss.correction == "icepop" else trust.clamp(max=loss.correction_max))
+        is_clamped, kl = True, 0 * p + loss.kl_output_clamp * kl.detach().sign()
+    sampled = kl.detach() * (p - p.detach()) if loss.kl_sampling and not is_clamped else 0
+    gain = gain * importance(loss, token)
     error = (token["value"] - token["returns"]) ** 2
     if loss.value_clip:
         near = token["value"].clamp(token["old_values"] - loss.value_clip, token["old_values"] + loss.value_clip)
@@ -226,12 +247,17 @@ def reference(logits, fields, loss: PolicyLoss) -> tuple[torch.Tensor, float]:
         counted = [t for t in range(1, len(mask)) if mask[t]]
         drawn = {t: every[t - 1][fields["input_ids"][b, t]] for t in counted}
         away = [drawn[t] - fields["old_log_probabilities"][b, t].double() for t in counted]
+        trust = [
+            fields["old_log_probabilities"][b, t].double() - fields["engine_log_probabilities"][b, t].double()
+            for t in counted
+        ]
         sequence_ratio = (sum(away) / max(1, len(away)) + 0 * every.sum()).exp()
         for t in range(1, len(mask)):
             if mask[t]:
                 p = drawn[t]
                 token = {name: fields[name][b, t].double() for name in OF_TOKENS} | {
                     "sequence_ratio": sequence_ratio,
+                    "sequence_trust": torch.stack(trust).exp(),
                     "entropy": -(every[t - 1].exp() * every[t - 1]).sum(),
                     "value": values_of(logits[b, t - 1].double()),
                 }
@@ -260,7 +286,7 @@ def near_metrics(expected: dict[str, float]) -> object:
     return pytest.approx(expected, rel=FLOAT32, abs=FLOAT32)
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=NAMED)
+@pytest.mark.parametrize("loss", NAMED.values(), ids=NAMED)
 @given(batch=batches())
 def test_every_way_gives_the_loss_of_the_sequences_alone(batch, loss):
     """
@@ -295,7 +321,7 @@ def test_every_way_gives_the_loss_of_the_sequences_alone(batch, loss):
         )
 
 
-@given(batches(), st.sampled_from(LOSSES))
+@given(batches(), st.sampled_from([*NAMED.values()]))
 def test_padding_never_counts(batch, loss):
     """
     Whatever a mask says of positions beyond a sequence's end, and of a first token, which nothing
@@ -369,7 +395,7 @@ def test_log_probabilities_are_computed_block_by_block(monkeypatch, dtype, near)
     As log-softmax gives them, also in a last block that is not full; rows without a target have
     none.
     """
-    monkeypatch.setattr(sequence_loss, "_CPU_BLOCK", 3 * 50)
+    monkeypatch.setattr(token_statistics, "_CPU_BLOCK", 3 * 50)
     generator = torch.Generator().manual_seed(0)
     logits = (5 * torch.randn(10, 50, generator=generator)).to(dtype).requires_grad_()
     targets = torch.randint(0, 50, (10,), generator=generator)
@@ -390,7 +416,7 @@ def test_log_probabilities_are_computed_block_by_block(monkeypatch, dtype, near)
 @pytest.mark.parametrize("with_both", [True, False])
 def test_entropy_is_computed_block_by_block(monkeypatch, with_both):
     """In nats, with its gradient, beside that of log-probabilities or alone."""
-    monkeypatch.setattr(sequence_loss, "_CPU_BLOCK", 3 * 50)
+    monkeypatch.setattr(token_statistics, "_CPU_BLOCK", 3 * 50)
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(10, 50, generator=generator)
     logits[2, 7] = -torch.inf
@@ -403,7 +429,7 @@ def test_entropy_is_computed_block_by_block(monkeypatch, with_both):
     drawn = every.gather(1, targets.clamp(min=0)[:, None])[:, 0] * (targets >= 0)
     (gradient,) = torch.autograd.grad((exact * outer[0] + with_both * drawn * outer[1]).sum(), logits)
 
-    found, entropy = sequence_loss._token_statistics(logits, targets, with_entropy=True)
+    found, entropy = token_statistics.token_statistics(logits, targets, with_entropy=True)
     of_both = (entropy * outer[0]).sum() + ((found * outer[1]).sum() if with_both else 0)
     (mine,) = torch.autograd.grad(of_both, logits)
 
@@ -535,7 +561,7 @@ def test_what_does_not_fit_is_refused():
         ):
             loss(torch.ones(1, 3, 5), fields, layout=layout, **given)
     fields |= dict.fromkeys(("old_log_probabilities", "old_values", "returns"), torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="needs the values"):
+    with pytest.raises(ValueError, match="needs values, but the data have"):
         FusedLoss(PolicyLoss(value_weight=1))(torch.ones(1, 3, 5), fields, **given)
     with pytest.raises(ValueError, match="clip_low"):
         PolicyLoss(clip_low=-1)

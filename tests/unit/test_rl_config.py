@@ -10,6 +10,8 @@ from packplan.core.config import changed_settings, resume_faults, resume_values
 from tests.documents import faults_of, parsed
 
 PACKING = {"sequence_packing": {"enabled": True}}
+ENGINE = {"engine_command": "serve {folder} {port}"}
+
 DYNAMIC = {"dynamic_batching": {"enabled": True}}
 
 
@@ -67,8 +69,12 @@ def test_each_mode_is_accepted(policy):
         ({"grpo": {"baseline": "value", "loss": "m:f"}}, "grpo.baseline", "which losses by name train"),
         ({"grpo.gae_lambda": 1}, "grpo.gae_lambda", "without a value head: set grpo.baseline: value"),
         ({"grpo.importance_max": 3}, "grpo.importance_max", "without a correction"),
-        ({"grpo": {"importance_correction": "truncated", "importance_min": 0.1}}, "grpo.importance_min", "icepop"),
-        ({"grpo": {"importance_correction": "icepop", "importance_min": 2}}, "grpo.importance_min", "to be below"),
+        ({"grpo.importance_correction": "truncated"}, "grpo.importance_correction", "while the policy answers itself"),
+        ({"grpo": {**ENGINE, "importance_correction": "truncated", "importance_min": 0.1}}, "grpo.importance_min",
+         "icepop"),
+        *[({"grpo": {**ENGINE, "importance_correction": correction, "importance_min": 2}}, "grpo.importance_min",
+           "to be below grpo.importance_max, 2.0") for correction in ("icepop", "sequence_mask")],
+        ({"grpo": {**ENGINE, "importance_correction": "tis"}}, "grpo.importance_correction", "is 'tis'"),
         ({"grpo": {"loss": "gspo", "force_on_policy_ratio": True}}, "grpo.force_on_policy_ratio", "not read by"),
         ({"grpo.temperature": 0}, "grpo.temperature", "is 0.0, but has to be above 0"),
         ({"grpo.kl_coefficient": -1}, "grpo.kl_coefficient", "is -1.0, but has to be at least 0"),

@@ -6,14 +6,14 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from packplan.adapters.policy_loss import LOSSES
+from packplan.adapters.losses import LOSSES, FusedLoss, PackedLoss, PaddedLoss
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.video.reading import reads_videos
-from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss
 from packplan.adapters.trainer.arguments import runs_on_cpu
 from packplan.adapters.trainer.model import open_model
 from packplan.adapters.trainer.vision import DummyImage
@@ -73,7 +73,7 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder, atte
             torch.manual_seed(config.training.seed)  # adapters begin at random
             opened = open_model(config.model, config.training, attention=attention, device=first)
         require_same_weights(group, opened)
-        head = ValueHead(opened) if with_values else None
+        head = ValueHead(opened, Path(config.model.model)) if with_values else None
         grid.shard(opened)
         return opened.to(device), head
 

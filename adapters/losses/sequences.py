@@ -16,31 +16,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import attrs
 import torch
-from torch.autograd.function import once_differentiable
 
+from packplan.adapters.losses.token_statistics import NO_TARGET, token_statistics
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import ArgumentError
-
-NO_TARGET = -1
 
 Metrics = Mapping[str, Any]
 
 Normalisation = Literal["token", "sequence", "constant"]
 
-_CPU_BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 26
-"""Logits in float32 at a time: as many as a core's cache holds, or 256 MB to keep a GPU busy."""
+_OF_SEQUENCES = {
+    "sequence_log_ratio": ("log_probabilities", "old_log_probabilities"),
+    "sequence_correction": ("old_log_probabilities", "engine_log_probabilities"),
+}
+"""Field -> the log-probabilities of a token whose difference it is, as a mean of its sequence."""
 
-DERIVED = frozenset({"entropy", "sequence_log_ratio", "values"})
+DERIVED = frozenset({"entropy", "values", "sequence_tokens", *_OF_SEQUENCES})
 """
-Fields that a loss may ask for and no batch has: entropy of the token's distribution, in nats; mean
-of the log-ratios of its sequence to `old_log_probabilities`, without a gradient; what a value head
-predicts.
+Fields that a loss may ask for and no batch has: entropy of the token's distribution, in nats; what
+a value head predicts; the total weight of the tokens of its sequence; and mean log-ratios of its
+sequence, without a gradient, of the policy to `old_log_probabilities` (`sequence_log_ratio`), and
+of these to `engine_log_probabilities` (`sequence_correction`).
 """
 
 _PREFERENCES = {"bpo", "cpo", "dpo", "ipo", "kto", "orpo", "preference", "preferences", "rpo", "simpo"}
@@ -239,7 +241,8 @@ class FusedLoss:
             layout = PackedLayout.from_lengths([logits.shape[1]] * logits.shape[0])
             logits = logits.reshape(1, -1, logits.shape[-1])
         _check_size(logits, layout.num_positions // layout.cp_size)
-        read = [name for name in self.loss.fields if name not in DERIVED]
+        derived = DERIVED if values is not None else DERIVED - {"values"}
+        read = [name for name in self.loss.fields if name not in derived]
         missing = {"input_ids", "token_mask", *read} - data.keys()
         if missing:
             raise ValueError(f"the loss needs {', '.join(sorted(missing))}, but the data have {', '.join(data)}")
@@ -247,24 +250,21 @@ class FusedLoss:
         mask = predicted.values(data["token_mask"]).double()
         counts = mask > 0
         targets = predicted.values(data["input_ids"]).masked_fill(~counts, NO_TARGET)
-        log_probabilities, entropy = _token_statistics(
+        log_probabilities, entropy = token_statistics(
             logits.flatten(0, 1), targets, with_entropy="entropy" in self.loss.fields
         )
+        totals = _sequence_weights(data["token_mask"], layout)
         # Entries of tokens that do not count are arbitrary, and values that are not finite would
         # reach the gradients.
         fields = {name: _zero_where(predicted.values(data[name]), ~counts) for name in read}
-        totals = _sequence_weights(data["token_mask"], layout)
-        if "entropy" in self.loss.fields:
-            fields["entropy"] = entropy
-        if "sequence_log_ratio" in self.loss.fields:
-            away = mask * (log_probabilities.detach() - fields["old_log_probabilities"])
-            sums = sum_over_ranks(torch.zeros_like(totals).index_add(0, predicted.sequence, away))
-            means = sums / totals.masked_fill(totals == 0, 1)
-            fields["sequence_log_ratio"] = means[predicted.sequence].to(log_probabilities.dtype)
-        if "values" in self.loss.fields:
-            if values is None:
-                raise ValueError("the loss needs the values that a value head predicts")
+        fields |= {"entropy": entropy, "sequence_tokens": totals[predicted.sequence]}
+        if values is not None:
             fields["values"] = _zero_where(values.reshape(-1), ~counts)
+        known = {**fields, "log_probabilities": log_probabilities.detach()}
+        for name, (one, other) in _OF_SEQUENCES.items():
+            if name in self.loss.fields:
+                sums = sum_over_ranks(predicted.sums(mask * (known[one] - known[other]), like=totals))
+                fields[name] = (sums / totals.masked_fill(totals == 0, 1))[predicted.sequence].float()
         losses, metrics = self.loss(log_probabilities, fields)
         if self.loss.normalisation == "token":
             weights = mask / max(num_tokens, 1)
@@ -275,34 +275,6 @@ class FusedLoss:
         return _weighted_sum(losses, weights), {
             name: _reduce(name, values.detach(), weights, counts) for name, values in metrics.items()
         }
-
-
-def token_log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """
-    Return the log-probability of each target.
-
-    Forward and backward passes convert a block of rows at a time to float32. No third array of the
-    size of the logits is made beside them and their gradient.
-
-    Args:
-        logits: Any floating type; shape (num_rows, vocabulary). If ranks share a row, this rank's
-            part.
-        targets: Token that each row predicts, or `NO_TARGET`; shape (num_rows,).
-
-    Returns:
-        float32 of shape (num_rows,); 0 where there is no target.
-    """
-    return _token_statistics(logits, targets, with_entropy=False)[0]
-
-
-def _token_statistics(
-    logits: torch.Tensor, targets: torch.Tensor, *, with_entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities, and the entropy of each row in nats, or nothing of it."""
-    found: tuple[torch.Tensor, torch.Tensor] = _TokenStatistics.apply(  # type: ignore[no-untyped-call]
-        logits, targets, with_entropy
-    )
-    return found
 
 
 def normalisers(token_mask: torch.Tensor) -> tuple[int, float]:
@@ -363,51 +335,9 @@ class _Predicted:
         wide = field.ndim > 1 and field.shape[1] == self.width
         return _zero_where(field[self.sequence, self.column] if wide else field[self.sequence], ~self.exists)
 
-
-class _TokenStatistics(torch.autograd.Function):
-    """Log-softmax and gather, and the entropy of each row, in blocks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        with_entropy: bool,  # noqa: FBT001  # `apply` has no keywords
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        has_target = targets != NO_TARGET
-        picked = targets.clamp(min=0)[:, None]
-        found = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-        entropy = torch.empty(len(targets) if with_entropy else 0, dtype=torch.float32, device=logits.device)
-        for block in _blocks(logits):
-            every = torch.log_softmax(logits[block], -1, dtype=torch.float32)
-            found[block] = every.gather(1, picked[block])[:, 0]
-            if with_entropy:
-                entropy[block] = torch.special.entr(every.exp()).sum(-1)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, picked, has_target, entropy)
-        return found.masked_fill_(~has_target, 0), entropy.masked_fill(~has_target, 0) if with_entropy else entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor | None, of_entropy: torch.Tensor | None) -> tuple[Any, None, None]:
-        logits, picked, has_target, entropy = ctx.saved_tensors
-        scale, bonus = (None if one is None else (one * has_target)[:, None] for one in (gradient, of_entropy))
-        found = torch.empty_like(logits)
-        for block in _blocks(logits):
-            shares = torch.softmax(logits[block], -1, dtype=torch.float32)
-            parts = []
-            if bonus is not None:
-                # The gradient of the entropy H is -p (log p + H).
-                parts.append(bonus[block] * (torch.special.entr(shares) - shares * entropy[block, None]))
-            if scale is not None:
-                parts.append(shares.mul_(-scale[block]).scatter_add_(1, picked[block], scale[block]))
-            found[block] = reduce(torch.add, parts)
-        return found, None, None
-
-
-def _blocks(logits: torch.Tensor) -> list[slice]:
-    size = max(1, (_CPU_BLOCK if logits.device.type == "cpu" else _DEVICE_BLOCK) // logits.shape[1])
-    return [slice(start, start + size) for start in range(0, logits.shape[0], size)]
+    def sums(self, values: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each sequence's rows, of the shape and type of *like*."""
+        return torch.zeros_like(like).index_add(0, self.sequence, values)
 
 
 def _call_loss(

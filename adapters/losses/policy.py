@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 import attrs
 import torch
 from attrs.validators import ge, gt, in_, optional
 
-from packplan.adapters.sequence_loss import Normalisation, TokenLoss
+from packplan.adapters.losses.sequences import Normalisation, TokenLoss
 from packplan.core.config import GrpoConfig
+
+Correction = Literal["none", "truncated", "sequence", "icepop", "sequence_mask"]
 
 
 @attrs.frozen
@@ -71,21 +73,21 @@ class PolicyLoss:
     entropy_weight: float = attrs.field(default=0.0, validator=ge(0))
     """Weight of the entropy, which the loss rewards (Williams and Peng 1991); 0 only reports it."""
 
-    correction: Literal["none", "truncated", "icepop"] = attrs.field(
-        default="none", validator=in_(("none", "truncated", "icepop"))
-    )
+    correction: Correction = attrs.field(default="none", validator=in_(get_args(Correction)))
     """
     Correction of a token by its ratio of the policy's old probability to that of the engine which
     drew it. `truncated` multiplies by the ratio, up to a limit (Yao et al. 2025, "Your Efficient RL
-    Framework Secretly Brings You Off-Policy RL Training"). `icepop` multiplies too, and leaves out
-    tokens whose ratio is beyond either limit (Ling Team 2025, "Every Step Evolves").
+    Framework Secretly Brings You Off-Policy RL Training"). `sequence` takes the product of the
+    sequence's ratios instead. `icepop` multiplies too, and leaves out tokens whose ratio is beyond
+    either limit (Ling Team 2025, "Every Step Evolves"). `sequence_mask` leaves out sequences by the
+    geometric mean of their ratios (Li et al. 2025, "When Speed Kills Stability").
     """
 
     correction_max: float = attrs.field(default=2.0, validator=gt(0))
-    """Largest ratio of the correction."""
+    """Largest ratio of the correction; infinity sets no limit."""
 
     correction_min: float = attrs.field(default=0.5, validator=ge(0))
-    """Smallest ratio of `icepop`."""
+    """Smallest ratio of `icepop` and `sequence_mask`."""
 
     value_weight: float = attrs.field(default=0.0, validator=ge(0))
     """Weight of the squared error of a value head (Schulman et al. 2017); 0 without one."""
@@ -124,6 +126,7 @@ class PolicyLoss:
             "reference_log_probabilities": self.kl_weight,
             "engine_log_probabilities": self.correction != "none",
             "sequence_log_ratio": self.surrogate == "gspo",
+            **dict.fromkeys(("sequence_correction", "sequence_tokens"), self.correction.startswith("sequence")),
             **dict.fromkeys(("values", "old_values", "returns"), self.value_weight),
         }
         return ("advantages", "old_log_probabilities", "entropy", *(name for name, needed in asked.items() if needed))
@@ -142,27 +145,35 @@ class PolicyLoss:
         losses, clipped = SURROGATES[self.surrogate](self, log_probabilities, ratios, fields["advantages"])
         metrics = {"ratio": ratios, "ratio_min": ratios, "ratio_max": ratios, "clipped": clipped.float()}
         if self.correction != "none":
-            weights = self._corrections(fields["old_log_probabilities"] - fields["engine_log_probabilities"])
-            losses, metrics["correction"] = losses * weights, weights
-        losses, metrics["entropy"] = losses - self.entropy_weight * fields["entropy"], fields["entropy"]
+            weights, beyond = self._corrections(fields)
+            losses = losses * weights
+            metrics |= {"correction": weights, "correction_max": weights, "corrected": beyond.float()}
+        metrics["entropy"] = fields["entropy"]
+        if self.entropy_weight:  # else the backward pass computes no gradient of it
+            losses = losses - self.entropy_weight * fields["entropy"]
         if self.value_weight:
             errors = self._value_errors(fields)
             losses, metrics["value_error"] = losses + self.value_weight * errors, errors
         if self.kl_weight:
-            divergence = self._divergence(fields["reference_log_probabilities"] - log_probabilities)
-            losses = losses + self.kl_weight * divergence
-            if self.kl_sampling:
-                sampled = log_probabilities - log_probabilities.detach()
-                losses = losses + self.kl_weight * divergence * sampled  # `sampled` is 0, and has a gradient
-            metrics["reference_kl"] = divergence
+            metrics["reference_kl"] = self._divergence(log_probabilities, fields["reference_log_probabilities"])
+            losses = losses + self.kl_weight * metrics["reference_kl"]
         return losses, metrics
 
-    def _corrections(self, log_ratios: torch.Tensor) -> torch.Tensor:
-        """Return the factor of each token, of the policy's old probability over the engine's."""
-        ratios = log_ratios.exp()
-        if self.correction == "truncated":
-            return ratios.clamp(max=self.correction_max)
-        return ratios.masked_fill((ratios < self.correction_min) | (ratios > self.correction_max), 0)
+    def _corrections(self, fields: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Return the factor of each token, of the policy's old probability over the engine's, and
+        whether a limit changed it.
+        """
+        factors = judged = (fields["old_log_probabilities"] - fields["engine_log_probabilities"]).exp()
+        if self.correction == "sequence":
+            factors = judged = (fields["sequence_correction"] * fields["sequence_tokens"]).exp()
+        elif self.correction == "sequence_mask":
+            judged = fields["sequence_correction"].exp()
+        beyond = judged > self.correction_max
+        if self.correction in {"truncated", "sequence"}:
+            return factors.clamp(max=self.correction_max), beyond
+        beyond = beyond | (judged < self.correction_min)
+        return factors.masked_fill(beyond, 0), beyond
 
     def _value_errors(self, fields: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return half the squared error of each token's value, the larger one if it is clipped."""
@@ -173,9 +184,13 @@ class PolicyLoss:
             errors = torch.maximum(errors, (limited - fields["returns"]).square())
         return errors / 2
 
-    def _divergence(self, log_ratio: torch.Tensor) -> torch.Tensor:
-        """Return the estimate of each token, of the reference's probability over the policy's."""
+    def _divergence(self, log_probabilities: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+        """Return the estimate of each token; where a clamp changes it, it has no gradient."""
+        log_ratio = reference - log_probabilities
+        # Its value is 1, its gradient that of the log-probability.
+        sampled = 1 + log_probabilities - log_probabilities.detach()
         if self.kl_input_clamp is not None:
+            sampled = torch.where(log_ratio.abs() > self.kl_input_clamp, 1, sampled)
             log_ratio = log_ratio.clamp(-self.kl_input_clamp, self.kl_input_clamp)
         match self.kl_estimator:
             case "k1":
@@ -185,6 +200,8 @@ class PolicyLoss:
             case "k3":
                 # Unbiased estimator of low variance, never negative.
                 divergence = torch.expm1(log_ratio) - log_ratio
+        if self.kl_sampling:
+            divergence = divergence * sampled
         if self.kl_output_clamp is not None:
             divergence = divergence.clamp(-self.kl_output_clamp, self.kl_output_clamp)
         return divergence

@@ -1,0 +1,27 @@
+"""Losses on packed logits, and the policy losses among them by their name."""
+
+from __future__ import annotations
+
+from packplan.adapters.losses.policy import LOSSES, PolicyLoss
+from packplan.adapters.losses.sequences import (
+    FusedLoss,
+    PackedLoss,
+    PaddedLoss,
+    combined,
+    normalisers,
+    refuse_whole_batch,
+)
+from packplan.adapters.losses.token_statistics import NO_TARGET, token_log_probabilities
+
+__all__ = [
+    "LOSSES",
+    "NO_TARGET",
+    "FusedLoss",
+    "PackedLoss",
+    "PaddedLoss",
+    "PolicyLoss",
+    "combined",
+    "normalisers",
+    "refuse_whole_batch",
+    "token_log_probabilities",
+]

@@ -1,0 +1,104 @@
+"""
+Log-probabilities of tokens, and entropies of their distributions, from logits.
+
+Forward and backward passes convert a block of rows at a time to float32. No third array of the size
+of the logits is made beside them and their gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+NO_TARGET = -1
+
+_LEAST = torch.finfo(torch.float32).min
+"""Logarithm of an impossible token's probability, which times 0 is 0."""
+
+_CPU_BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 26
+"""Logits in float32 at a time: as many as a core's cache holds, or 256 MB to keep a GPU busy."""
+
+
+def token_log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """
+    Return the log-probability of each target.
+
+    Args:
+        logits: Any floating type; shape (num_rows, vocabulary). If ranks share a row, this rank's
+            part.
+        targets: Token that each row predicts, or `NO_TARGET`; shape (num_rows,).
+
+    Returns:
+        float32 of shape (num_rows,); 0 where there is no target.
+    """
+    return token_statistics(logits, targets, with_entropy=False)[0]
+
+
+def token_statistics(
+    logits: torch.Tensor, targets: torch.Tensor, *, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Return the log-probability of each target, and the entropy of the distribution that it is of.
+
+    Args:
+        logits: See `token_log_probabilities`.
+        targets: See `token_log_probabilities`.
+        with_entropy: Whether entropies are computed; their gradient is only if it is used.
+
+    Returns:
+        Log-probabilities and entropies, in nats; float32 of shape (num_rows,), 0 where there is no
+        target. Entropies that are not computed have the shape (0,).
+    """
+    found: tuple[torch.Tensor, torch.Tensor] = _TokenStatistics.apply(  # type: ignore[no-untyped-call]
+        logits, targets, with_entropy
+    )
+    return found
+
+
+class _TokenStatistics(torch.autograd.Function):
+    """Log-softmax and gather, and the entropy of each row, in blocks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        with_entropy: bool,  # noqa: FBT001  # `apply` has no keywords
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        has_target = targets != NO_TARGET
+        picked = targets.clamp(min=0)[:, None]
+        found = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+        entropy = torch.empty(len(targets) if with_entropy else 0, dtype=torch.float32, device=logits.device)
+        for block in _blocks(logits):
+            every = torch.log_softmax(logits[block], -1, dtype=torch.float32)
+            found[block] = every.gather(1, picked[block])[:, 0]
+            if with_entropy:
+                entropy[block] = -torch.linalg.vecdot(every.exp(), every.clamp_(min=_LEAST))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, picked, has_target, entropy)
+        return found.masked_fill_(~has_target, 0), entropy.masked_fill(~has_target, 0) if with_entropy else entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor | None, of_entropy: torch.Tensor | None) -> tuple[Any, None, None]:
+        logits, picked, has_target, entropy = ctx.saved_tensors
+        scale = (torch.zeros_like(entropy) if gradient is None else gradient * has_target)[:, None]
+        bonus = None if of_entropy is None else (of_entropy * has_target)[:, None]
+        found = torch.empty_like(logits)
+        for block in _blocks(logits):
+            if bonus is None:
+                shares, factors = torch.softmax(logits[block], -1, dtype=torch.float32), -scale[block]
+            else:
+                # The gradient of the entropy H is -p (log p + H).
+                every = torch.log_softmax(logits[block], -1, dtype=torch.float32).clamp_(min=_LEAST)
+                shares = every.exp()
+                factors = every.add_(entropy[block, None]).mul_(-bonus[block]).sub_(scale[block])
+            found[block] = shares.mul_(factors).scatter_add_(1, picked[block], scale[block])
+        return found, None, None
+
+
+def _blocks(logits: torch.Tensor) -> list[slice]:
+    size = max(1, (_CPU_BLOCK if logits.device.type == "cpu" else _DEVICE_BLOCK) // logits.shape[1])
+    return [slice(start, start + size) for start in range(0, logits.shape[0], size)]
