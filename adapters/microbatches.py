@@ -4,7 +4,8 @@ that they need.
 
 Rules: every field has one entry per sequence, along the first dimension of a tensor or in a list
 (images, texts). Tensors that run along the sequence are right-padded to one width; which dimension
-that is, is found once, where the batch is made.
+that is, is found once, where the batch is made. Wherever padding is added, it is the field's own
+pad value.
 """
 
 from __future__ import annotations
@@ -13,19 +14,23 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from itertools import chain
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import attrs
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from packplan.core.context_parallel import PackedLayout, cu_seqlens
 from packplan.core.errors import ArgumentError, counted
-from packplan.core.lengths import positive
+from packplan.core.lengths import IntArray, positive
 from packplan.core.shard import Mode, ShardBatch, Sharding
 
 Field = Tensor | list[Any]
+
+IGNORED = -100
+"""Label of a token that no loss counts, as in PyTorch and transformers."""
 
 WEIGHTS = "weights"
 """Field of a shard: 1, or 0 for filler; float32, shape (batch,)."""
@@ -52,59 +57,82 @@ class BatchedData:
     sequence_dims: Mapping[str, int]
     """The dimension that runs along the sequence, for each field that has one."""
 
+    pad_values: Mapping[str, float] = MappingProxyType({})
+    """Padding of each field that has another one than 0."""
+
+    input_key: str = "input_ids"
+    """Field of the tokens."""
+
+    input_lengths_key: str | None = None
+    """Field of the lengths, if the batch has one."""
+
     @classmethod
     def from_fields(
         cls,
         fields: Mapping[str, Field],
         *,
-        lengths: Sequence[int] | Tensor,
+        lengths: Sequence[int] | Tensor | None = None,
         sequence_dims: Mapping[str, int] | None = None,
-    ) -> BatchedData:
+        pad_values: Mapping[str, float] | None = None,
+        input_key: str = "input_ids",
+        input_lengths_key: str = "input_lengths",
+    ) -> Self:
         """
         Build a batch.
 
         Args:
-            fields: Tensors of shape (batch, …), and lists of `batch` entries; `input_ids` is
+            fields: Tensors of shape (batch, …), and lists of `batch` entries; the tokens are
                 (batch, width).
-            lengths: Tokens of each sequence.
+            lengths: Tokens of each sequence; None: those of the field `input_lengths_key`.
             sequence_dims: Dimensions that run along the sequence, by field; None: the second,
-                wherever it is as long as that of `input_ids`.
+                wherever it is as long as that of the tokens.
+            pad_values: Padding by field, such as the pad id of the tokens and -100 of labels; 0
+                for others.
+            input_key: Field of the tokens.
+            input_lengths_key: Field of the lengths, which the batch need not have.
 
         Raises:
             ArgumentError: A field has another number of entries, a sequence is longer than the
-                batch is wide, or `input_ids`, lengths or dimensions are not what they have to be.
+                batch is wide, or tokens, lengths, dimensions or pad values are not what they have
+                to be.
         """
+        if lengths is None and input_lengths_key not in fields:
+            message = f"a batch has lengths: give them as lengths, or as the field {input_lengths_key}"
+            raise ArgumentError("batch", message)
         message = "lengths of a batch are whole numbers of at least 1 token, one for each sequence"
-        lengths = _whole_numbers(lengths, 1, float("inf"), message)
-        ids = fields.get("input_ids")
+        of_field = fields.get(input_lengths_key)
+        checked = _whole_numbers(of_field if lengths is None else lengths, 1, float("inf"), message)
+        if of_field is not None:
+            if lengths is not None and _whole_numbers(of_field, 1, float("inf"), message).tolist() != checked.tolist():
+                message = f"lengths differ from the field {input_lengths_key}: give one of them"
+                raise ArgumentError("batch", message)
+            fields = {**fields, input_lengths_key: checked}
+        ids = fields.get(input_key)
         if not isinstance(ids, Tensor) or ids.ndim != 2:
-            raise ArgumentError("batch", "a batch has input_ids, a tensor of shape (batch, width)")
+            raise ArgumentError("batch", f"a batch has {input_key}, a tensor of shape (batch, width)")
         for name, field in fields.items():
             sized = field.ndim > 0 if isinstance(field, Tensor) else isinstance(field, Sized)
-            if not sized or len(field) != len(lengths):
+            if not sized or len(field) != len(checked):
                 number = f"{len(field):,}" if sized else "no"
-                message = f"field {name} has {number} entries, but the batch has {len(lengths):,} sequences"
+                message = f"field {name} has {number} entries, but the batch has {len(checked):,} sequences"
                 raise ArgumentError("batch", message)
-        if sequence_dims is None:
-            sequence_dims = _second_dims(fields, ids.shape[1])
-        sequence_dims = {"input_ids": 1, **sequence_dims}
-        for name, dim in sequence_dims.items():
-            along = fields.get(name)
-            if not isinstance(along, Tensor) or not 0 < dim < along.ndim or along.shape[dim] != ids.shape[1]:
-                message = (
-                    f"dimension {dim} of {name} is not as long as input_ids are wide, {ids.shape[1]:,} (sequence_dims)"
-                )
-                raise ArgumentError("batch", message)
-        batch = cls(MappingProxyType(dict(fields)), lengths, MappingProxyType(dict(sequence_dims)))
-        if len(lengths) and int(lengths.max()) > batch.width:
-            message = f"a sequence has {int(lengths.max()):,} tokens, but the batch is {batch.width:,} wide"
+        batch = cls(
+            MappingProxyType(dict(fields)),
+            checked,
+            _checked_dims(fields, sequence_dims, input_key),
+            _checked_pads(fields, pad_values or {}),
+            input_key,
+            None if of_field is None else input_lengths_key,
+        )
+        if len(checked) and int(checked.max()) > batch.width:
+            message = f"a sequence has {int(checked.max()):,} tokens, but the batch is {batch.width:,} wide"
             raise ArgumentError("batch", message)
         return batch
 
     @property
     def width(self) -> int:
         """Positions of each sequence, padding included."""
-        return self.tensor("input_ids").shape[1]
+        return self.tensor(self.input_key).shape[1]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -124,15 +152,26 @@ class BatchedData:
             raise ArgumentError("batch", f"field {name} is a list, where a tensor is needed")
         return field
 
-    def with_fields(self, **fields: Field) -> BatchedData:
+    def pad_value(self, name: str) -> float:
+        """Return the padding of a field."""
+        return self.pad_values.get(name, 0)
+
+    def with_fields(self, **fields: Field) -> Self:
         """
         Return the batch with more fields, of one entry per sequence; tensors as wide as the batch
         run along it.
         """
         dims = {**self.sequence_dims, **_second_dims(fields, self.width)}
-        return BatchedData.from_fields({**self.fields, **fields}, lengths=self.lengths, sequence_dims=dims)
+        return self.from_fields(
+            {**self.fields, **fields},
+            lengths=self.lengths,
+            sequence_dims=dims,
+            pad_values=self.pad_values,
+            input_key=self.input_key,
+            input_lengths_key=self.input_lengths_key or "",
+        )
 
-    def select(self, indices: Sequence[int] | Tensor) -> BatchedData:
+    def select(self, indices: Sequence[int] | Tensor) -> Self:
         """
         Return the sequences at *indices*, in that order; an index may repeat. ArgumentError if the
         batch has no such sequence.
@@ -144,33 +183,36 @@ class BatchedData:
             name: field[places.to(field.device)] if isinstance(field, Tensor) else [field[place] for place in listed]
             for name, field in self.fields.items()
         }
-        return BatchedData(fields, self.lengths[places], self.sequence_dims)
+        return attrs.evolve(self, fields=fields, lengths=self.lengths[places])
 
-    def slice(self, start: int, stop: int) -> BatchedData:
+    def slice(self, start: int, stop: int) -> Self:
         """Return sequences *start* to *stop* - 1, without a copy."""
         fields = {name: field[start:stop] for name, field in self.fields.items()}
-        return BatchedData(fields, self.lengths[start:stop], self.sequence_dims)
+        return attrs.evolve(self, fields=fields, lengths=self.lengths[start:stop])
 
-    def truncate(self, width: int) -> BatchedData:
+    def truncate(self, width: int) -> Self:
         """
-        Return the batch *width* positions wide, in every field that runs along the sequence:
-        padding is cut, or added as 0.
+        Return the batch *width* positions wide, in every field that runs along the sequence: its
+        end is cut, or the field's padding is added.
         """
         positive("width", width)
+        lengths = self.lengths.clamp(max=width)
         fields = {
-            name: _fitted(field, self.sequence_dims[name], width)
+            name: _fitted(field, self.sequence_dims[name], width, self.pad_value(name))
             if isinstance(field, Tensor) and name in self.sequence_dims
             else field
             for name, field in self.fields.items()
         }
-        return BatchedData(fields, self.lengths.clamp(max=width), self.sequence_dims)
+        if self.input_lengths_key is not None:
+            fields[self.input_lengths_key] = lengths
+        return attrs.evolve(self, fields=fields, lengths=lengths)
 
-    def to(self, device: torch.device) -> BatchedData:
+    def to(self, device: torch.device) -> Self:
         """
         Return the batch with its tensors on a device; lengths stay, since they steer the work.
         """
         fields = {name: field.to(device) if isinstance(field, Tensor) else field for name, field in self.fields.items()}
-        return BatchedData(fields, self.lengths, self.sequence_dims)
+        return attrs.evolve(self, fields=fields)
 
     def shard(self, sharding: Sharding) -> list[ShardedData]:
         """
@@ -192,19 +234,23 @@ class BatchedData:
 
 def concatenate(batches: Sequence[BatchedData]) -> BatchedData:
     """
-    Return the sequences of all batches, padded with 0 to the widest.
+    Return the sequences of all batches, each field padded to the widest with its own pad value.
+
+    A batch without sequences, or with filler alone (`weights` of 0), may lack fields. Its filler
+    gets padding there, and None in lists.
 
     Raises:
         ArgumentError: There is no batch, or one has other fields than the first: in name, in kind,
-            or in shape.
+            in shape or in padding.
     """
     if not batches:
         raise ArgumentError("batch", "there is no batch to concatenate: give at least one")
+    batches = _completed(batches)
     for number, batch in enumerate(batches):
         if other := list(_differences(batches[0], batch)):
             message = (
-                f"batch {number} has other fields than batch 0: {'; '.join(other)}: give all the same fields and "
-                "sequence_dims"
+                f"batch {number} has other fields than batch 0: {'; '.join(other)}: give all the same fields, "
+                "sequence_dims and pad_values"
             )
             raise ArgumentError("batch", message)
     width = max(batch.width for batch in batches)
@@ -215,7 +261,40 @@ def concatenate(batches: Sequence[BatchedData]) -> BatchedData:
             fields[name] = torch.cat([batch.tensor(name) for batch in wide])
         else:
             fields[name] = [entry for batch in wide for entry in batch[name]]
-    return BatchedData(fields, torch.cat([batch.lengths for batch in wide]), wide[0].sequence_dims)
+    like = next(filter(_counts, wide), wide[0])
+    return attrs.evolve(like, fields=fields, lengths=torch.cat([batch.lengths for batch in wide]))
+
+
+def _completed(batches: Sequence[BatchedData]) -> list[BatchedData]:
+    """Return the batches, those of no sequence that counts with the fields of the others."""
+    known = {name: batch for batch in reversed(batches) for name in batch.fields}
+    return [batch if _counts(batch) else _with_padding(batch, known) for batch in batches]
+
+
+def _counts(batch: BatchedData) -> bool:
+    """Return whether a sequence of a batch counts, which is not filler."""
+    weights = batch.fields.get(WEIGHTS)
+    return bool(len(batch)) and (not isinstance(weights, Tensor) or bool(weights.any()))
+
+
+def _with_padding(batch: BatchedData, known: Mapping[str, BatchedData]) -> BatchedData:
+    """Return a batch with each field that only others have, filled with padding."""
+    dims, pads, fields = dict(batch.sequence_dims), dict(batch.pad_values), dict(batch.fields)
+    for name, other in known.items():
+        if name in fields:
+            continue
+        field = other[name]
+        if isinstance(field, Tensor):
+            shape = [len(batch), *field.shape[1:]]
+            if name in other.sequence_dims:
+                dims[name] = other.sequence_dims[name]
+                shape[dims[name]] = batch.width
+            fields[name] = field.new_full(shape, other.pad_value(name))
+        else:
+            fields[name] = [None] * len(batch)
+        if name in other.pad_values:
+            pads[name] = other.pad_values[name]
+    return attrs.evolve(batch, fields=fields, sequence_dims=dims, pad_values=pads)
 
 
 def _differences(first: BatchedData, batch: BatchedData) -> Iterator[str]:
@@ -235,7 +314,8 @@ def _kind(batch: BatchedData, name: str) -> str:
     if name in batch.sequence_dims:
         sizes[batch.sequence_dims[name]] = "width"
     dtype = str(field.dtype).removeprefix("torch.")
-    return f"a tensor of {dtype}, shape ({', '.join(sizes)})"
+    padded = f", padded with {pad}" if (pad := batch.pad_value(name)) else ""
+    return f"a tensor of {dtype}, shape ({', '.join(sizes)}){padded}"
 
 
 @attrs.frozen(eq=False)
@@ -255,20 +335,14 @@ class ShardedData:
         """Yield the microbatches of all global batches."""
         return chain.from_iterable(map(self.microbatches, range(len(self.global_batches))))
 
-    def microbatches(self, batch: int, *, row_length: int | None = None) -> Iterator[Microbatch]:
-        """
-        Yield the microbatches of a global batch, packed or padded as the batch was sharded.
-
-        Args:
-            batch: Number of the global batch.
-            row_length: Positions of every packed row; see `pack_row`.
-        """
+    def microbatches(self, batch: int) -> Iterator[Microbatch]:
+        """Yield the microbatches of a global batch, packed or padded as the batch was sharded."""
         first = sum(len(earlier.indices) for earlier in self.global_batches[:batch])
         cut = self.global_batches[batch]
         for (start, stop), width in zip(cut.boundaries, cut.widths.tolist(), strict=True):
             held = self.data.slice(first + start, first + stop)
             if self.mode == "packed":
-                yield pack_row(held, multiple=self.multiple, row_length=row_length)
+                yield pack_row(held, multiple=self.multiple, row_length=width)
             else:
                 yield pad_rows(held.truncate(width))
 
@@ -278,7 +352,7 @@ class Microbatch:
     """Input of one forward pass: one packed row, or a padded row for each sequence."""
 
     input_ids: Tensor
-    """Shape (rows, width); padding is 0."""
+    """Shape (rows, width); padding is `pad_id`."""
 
     layout: PackedLayout
     """Layout of the sequences in all rows together, one row after the other."""
@@ -290,6 +364,25 @@ class Microbatch:
     def position_ids(self) -> Tensor:
         """Positions that restart with each sequence; shape (rows, width)."""
         return torch.as_tensor(self.layout.position_ids, device=self.input_ids.device).view(self.input_ids.shape)
+
+    @property
+    def pad_id(self) -> int:
+        """Token of padding."""
+        return int(self.data.pad_value(self.data.input_key))
+
+    @property
+    def labels(self) -> Tensor:
+        """
+        Labels as models of transformers take them, not shifted; shape (rows, width). They are the
+        field `labels`, or else the tokens; first tokens of sequences and padding are ignored.
+        """
+        name = "labels" if "labels" in self.data else self.data.input_key
+        source = self.data.tensor(name)
+        flat = source.new_full((self.layout.num_positions,), IGNORED)
+        counts = self.layout.is_token & (self.layout.position_ids > 0)
+        sequence, position = (_at(of, counts, source) for of in (self.layout.sequence, self.layout.position_ids))
+        flat[torch.as_tensor(counts, device=flat.device)] = source[sequence, position]
+        return flat.view(self.input_ids.shape)
 
     @property
     def attention_mask(self) -> Tensor | None:
@@ -311,12 +404,18 @@ class Microbatch:
         """Positions before each sequence, and in all; int32, shape (num_sequences + 1,)."""
         return torch.tensor(self.layout.cu_seqlens_padded, dtype=torch.int32)
 
-    def unpacked(self, values: Tensor) -> Tensor:
+    @property
+    def max_seqlen(self) -> int:
+        """Positions of the longest sequence with its padding, for kernels of variable length."""
+        return int(np.diff(self.layout.cu_seqlens_padded).max())
+
+    def unpacked(self, values: Tensor, *, pad_value: float = 0) -> Tensor:
         """
-        Return values of all positions sequence by sequence, padded with 0 to the width of `data`.
+        Return values of all positions sequence by sequence, padded to the width of `data`.
 
         Args:
             values: Shape (rows * width, …).
+            pad_value: Padding.
 
         Raises:
             ArgumentError: There are more or fewer values than positions.
@@ -325,17 +424,19 @@ class Microbatch:
             shape, positions = tuple(values.shape), counted(self.layout.num_positions, "position")
             message = f"values have the shape {shape}, but the microbatch has {positions}"
             raise ArgumentError("batch", message)
-        token = torch.as_tensor(self.layout.is_token)
-        batch = values.new_zeros((len(self.data), self.data.width, *values.shape[1:]))
-        sequence, position = (torch.as_tensor(of)[token] for of in (self.layout.sequence, self.layout.position_ids))
-        batch[sequence, position] = values[token.to(values.device)]
+        batch = values.new_full((len(self.data), self.data.width, *values.shape[1:]), pad_value)
+        token = self.layout.is_token
+        sequence, position = (_at(of, token, values) for of in (self.layout.sequence, self.layout.position_ids))
+        batch[sequence, position] = values[torch.as_tensor(token, device=values.device)]
         return batch
 
 
 def pad_rows(batch: BatchedData) -> Microbatch:
     """Return a batch as it is, a row for each sequence."""
     starts = np.arange(len(batch) + 1) * batch.width
-    return Microbatch(batch.tensor("input_ids"), PackedLayout([0, *batch.lengths.cumsum(0).tolist()], starts), batch)
+    return Microbatch(
+        batch.tensor(batch.input_key), PackedLayout([0, *batch.lengths.cumsum(0).tolist()], starts), batch
+    )
 
 
 def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None) -> Microbatch:
@@ -361,12 +462,45 @@ def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None
             raise ArgumentError("batch", message)
         ends[-1] = row_length
     layout = PackedLayout(cu_seqlens(lengths), ends)
-    source = batch.tensor("input_ids")
-    ids = source.new_zeros(layout.num_positions)
-    token = torch.as_tensor(layout.is_token)
-    sequence, position = (torch.as_tensor(of)[token] for of in (layout.sequence, layout.position_ids))
-    ids[token.to(ids.device)] = source[sequence.to(ids.device), position.to(ids.device)]
+    source = batch.tensor(batch.input_key)
+    ids = source.new_full((layout.num_positions,), batch.pad_value(batch.input_key))
+    sequence, position = (_at(of, layout.is_token, ids) for of in (layout.sequence, layout.position_ids))
+    ids[torch.as_tensor(layout.is_token, device=ids.device)] = source[sequence, position]
     return Microbatch(ids[None], layout, batch)
+
+
+def _at(values: IntArray, mask: NDArray[np.bool_], like: Tensor) -> Tensor:
+    """Return the values under a mask as indices into a tensor, on its device."""
+    return torch.as_tensor(values[mask], device=like.device)
+
+
+def _checked_dims(
+    fields: Mapping[str, Field], sequence_dims: Mapping[str, int] | None, input_key: str
+) -> Mapping[str, int]:
+    """Return the dimension that runs along the sequence by field; ArgumentError if it does not."""
+    width = fields[input_key].shape[1]  # type: ignore[union-attr]  # a tensor
+    dims = {input_key: 1, **(_second_dims(fields, width) if sequence_dims is None else sequence_dims)}
+    for name, dim in dims.items():
+        along = fields.get(name)
+        if not isinstance(along, Tensor) or not 0 < dim < along.ndim or along.shape[dim] != width:
+            message = f"dimension {dim} of {name} is not as long as {input_key} are wide, {width:,} (sequence_dims)"
+            raise ArgumentError("batch", message)
+    return MappingProxyType(dims)
+
+
+def _checked_pads(fields: Mapping[str, Field], pad_values: Mapping[str, float]) -> Mapping[str, float]:
+    """Return the padding by field; ArgumentError if there is no such field, or not of numbers."""
+    for name, value in pad_values.items():
+        field = fields.get(name)
+        if not isinstance(field, Tensor):
+            message = f"pad_values names {name}, which is no tensor of the batch: give numbers by field"
+            raise ArgumentError("batch", message)
+        with suppress(RuntimeError, TypeError):
+            if field.new_full((), value).item() == value or field.is_floating_point():
+                continue
+        kind = str(field.dtype).removeprefix("torch.")
+        raise ArgumentError("batch", f"the pad value of {name} is {value!r}, which {kind} cannot hold")
+    return MappingProxyType(dict(pad_values))
 
 
 def _second_dims(fields: Mapping[str, Field], width: int) -> dict[str, int]:
@@ -388,10 +522,10 @@ def _whole_numbers(values: Any, least: int, below: float, message: str) -> Tenso
     raise ArgumentError("batch", message)
 
 
-def _fitted(field: Tensor, dim: int, width: int) -> Tensor:
+def _fitted(field: Tensor, dim: int, width: int, pad_value: float) -> Tensor:
     have = field.shape[dim]
     if width <= have:
         return field.narrow(dim, 0, width)
     shape = list(field.shape)
     shape[dim] = width - have
-    return torch.cat([field, field.new_zeros(shape)], dim=dim)
+    return torch.cat([field, field.new_full(shape, pad_value)], dim=dim)

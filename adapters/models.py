@@ -70,16 +70,38 @@ def mean_size(weights: Iterable[torch.Tensor], *, sharded: bool = False) -> floa
         weights: Weights of the model, or this rank's part of them.
         sharded: Sum over all ranks, which all call this.
     """
+    squares, number = sum_of_squares((one for one in weights if one.requires_grad), sharded=sharded)
+    return math.sqrt(squares / max(1.0, number))
+
+
+@torch.no_grad()
+def sum_of_squares(tensors: Iterable[torch.Tensor], *, sharded: bool) -> tuple[float, float]:
+    """
+    Return the sum of squares of all elements, and their number.
+
+    Args:
+        tensors: Tensors, or this rank's parts.
+        sharded: Sum over all ranks, which all call this; what several hold counts once.
+    """
     sums = torch.zeros(2, dtype=torch.float64)
-    for weight in weights:
-        if weight.requires_grad:
-            part = weight.to_local() if isinstance(weight, DTensor) else weight
-            norm = torch.linalg.vector_norm(part, dtype=torch.float64).cpu()
-            sums += torch.stack([norm**2, torch.tensor(part.numel(), dtype=torch.float64)])
+    for tensor in tensors:
+        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        share = _share(tensor) if sharded else 1.0
+        norm = torch.linalg.vector_norm(part, dtype=torch.float64).cpu()
+        sums += share * torch.stack([norm**2, torch.tensor(part.numel(), dtype=torch.float64)])
     if sharded:
         dist.all_reduce(sums)
     squares, number = sums.tolist()
-    return math.sqrt(squares / max(1.0, number))
+    return squares, number
+
+
+def _share(tensor: torch.Tensor) -> float:
+    """Return the share of its part that a rank counts, so that all ranks together count it once."""
+    if not isinstance(tensor, DTensor):
+        return 1.0 / dist.get_world_size()
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    parts: int = math.prod(size for placement, size in sizes if not placement.is_replicate())
+    return parts / dist.get_world_size()
 
 
 def is_ruined(size: float, *, before: float) -> bool:

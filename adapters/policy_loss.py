@@ -20,8 +20,9 @@ class PolicyLoss:
     Policy-gradient loss on the ratio of new to old probabilities, with a penalty for the distance
     to a reference model.
 
-    Reads `advantages` of sequences or tokens, `old_log_probabilities` of tokens and, with a
-    penalty, `reference_log_probabilities` of tokens.
+    Reads `advantages` of sequences or tokens, `old_log_probabilities` of tokens, and of tokens, if
+    asked for, `reference_log_probabilities`, `engine_log_probabilities`, `old_values` and
+    `returns`.
     """
 
     clip_low: float = attrs.field(default=0.2, validator=ge(0))
@@ -67,6 +68,31 @@ class PolicyLoss:
     estimation for RL").
     """
 
+    entropy_weight: float = attrs.field(default=0.0, validator=ge(0))
+    """Weight of the entropy, which the loss rewards (Williams and Peng 1991); 0 only reports it."""
+
+    correction: Literal["none", "truncated", "icepop"] = attrs.field(
+        default="none", validator=in_(("none", "truncated", "icepop"))
+    )
+    """
+    Correction of a token by its ratio of the policy's old probability to that of the engine which
+    drew it. `truncated` multiplies by the ratio, up to a limit (Yao et al. 2025, "Your Efficient RL
+    Framework Secretly Brings You Off-Policy RL Training"). `icepop` multiplies too, and leaves out
+    tokens whose ratio is beyond either limit (Ling Team 2025, "Every Step Evolves").
+    """
+
+    correction_max: float = attrs.field(default=2.0, validator=gt(0))
+    """Largest ratio of the correction."""
+
+    correction_min: float = attrs.field(default=0.5, validator=ge(0))
+    """Smallest ratio of `icepop`."""
+
+    value_weight: float = attrs.field(default=0.0, validator=ge(0))
+    """Weight of the squared error of a value head (Schulman et al. 2017); 0 without one."""
+
+    value_clip: float | None = attrs.field(default=None, validator=optional(gt(0)))
+    """Distance from its old value up to which a new one lowers the error; None sets no limit."""
+
     @classmethod
     def from_config(cls, grpo: GrpoConfig) -> PolicyLoss:
         """Return the loss of a run."""
@@ -83,22 +109,45 @@ class PolicyLoss:
             kl_input_clamp=grpo.kl_input_clamp_value,
             kl_output_clamp=grpo.kl_output_clamp_value,
             kl_sampling=grpo.kl_sampling_gradient,
+            entropy_weight=grpo.entropy_coefficient,
+            correction=grpo.importance_correction,
+            correction_max=grpo.importance_max,
+            correction_min=grpo.importance_min,
+            value_weight=grpo.value_coefficient if grpo.baseline == "value" else 0.0,
+            value_clip=grpo.value_clip,
         )
 
     @property
     def fields(self) -> tuple[str, ...]:
         """Fields that the loss reads."""
-        reference = ("reference_log_probabilities",) if self.kl_weight else ()
-        return ("advantages", "old_log_probabilities", *reference)
+        asked = {
+            "reference_log_probabilities": self.kl_weight,
+            "engine_log_probabilities": self.correction != "none",
+            "sequence_log_ratio": self.surrogate == "gspo",
+            **dict.fromkeys(("values", "old_values", "returns"), self.value_weight),
+        }
+        return ("advantages", "old_log_probabilities", "entropy", *(name for name, needed in asked.items() if needed))
 
     def __call__(
         self, log_probabilities: torch.Tensor, fields: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of each token, and metrics of the ratios; see `TokenLoss`."""
         old = log_probabilities.detach() if self.on_policy else fields["old_log_probabilities"]
-        ratios = (log_probabilities - old).exp()
+        if self.surrogate == "gspo":
+            # The sequence's ratio, whose gradient is that of each token (GSPO-token). Where all
+            # tokens of a sequence weigh the same, the sum is the gradient of the sequence's ratio.
+            ratios = (fields["sequence_log_ratio"] + log_probabilities - log_probabilities.detach()).exp()
+        else:
+            ratios = (log_probabilities - old).exp()
         losses, clipped = SURROGATES[self.surrogate](self, log_probabilities, ratios, fields["advantages"])
         metrics = {"ratio": ratios, "ratio_min": ratios, "ratio_max": ratios, "clipped": clipped.float()}
+        if self.correction != "none":
+            weights = self._corrections(fields["old_log_probabilities"] - fields["engine_log_probabilities"])
+            losses, metrics["correction"] = losses * weights, weights
+        losses, metrics["entropy"] = losses - self.entropy_weight * fields["entropy"], fields["entropy"]
+        if self.value_weight:
+            errors = self._value_errors(fields)
+            losses, metrics["value_error"] = losses + self.value_weight * errors, errors
         if self.kl_weight:
             divergence = self._divergence(fields["reference_log_probabilities"] - log_probabilities)
             losses = losses + self.kl_weight * divergence
@@ -107,6 +156,22 @@ class PolicyLoss:
                 losses = losses + self.kl_weight * divergence * sampled  # `sampled` is 0, and has a gradient
             metrics["reference_kl"] = divergence
         return losses, metrics
+
+    def _corrections(self, log_ratios: torch.Tensor) -> torch.Tensor:
+        """Return the factor of each token, of the policy's old probability over the engine's."""
+        ratios = log_ratios.exp()
+        if self.correction == "truncated":
+            return ratios.clamp(max=self.correction_max)
+        return ratios.masked_fill((ratios < self.correction_min) | (ratios > self.correction_max), 0)
+
+    def _value_errors(self, fields: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return half the squared error of each token's value, the larger one if it is clipped."""
+        errors = (fields["values"] - fields["returns"]).square()
+        if self.value_clip is not None:
+            old = fields["old_values"]
+            limited = old + (fields["values"] - old).clamp(-self.value_clip, self.value_clip)
+            errors = torch.maximum(errors, (limited - fields["returns"]).square())
+        return errors / 2
 
     def _divergence(self, log_ratio: torch.Tensor) -> torch.Tensor:
         """Return the estimate of each token, of the reference's probability over the policy's."""
@@ -171,8 +236,13 @@ def _reinforce(
     return -advantages * log_probabilities, torch.zeros_like(ratios, dtype=torch.bool)
 
 
-SURROGATES: Mapping[str, Surrogate] = MappingProxyType({"clipped": _clipped, "cispo": _cispo, "reinforce": _reinforce})
-"""Name in `grpo.loss` -> its function."""
+SURROGATES: Mapping[str, Surrogate] = MappingProxyType(
+    {"clipped": _clipped, "gspo": _clipped, "cispo": _cispo, "reinforce": _reinforce}
+)
+"""
+Name in `grpo.loss` -> its function. `gspo` clips the ratio of a whole sequence, the geometric mean
+of its tokens' (Zheng et al. 2025, "Group Sequence Policy Optimization", equation 5).
+"""
 
 
 LOSSES: Mapping[str, Callable[[GrpoConfig], TokenLoss]] = MappingProxyType(

@@ -15,8 +15,8 @@ by minimum and maximum.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
@@ -35,6 +35,13 @@ Normalisation = Literal["token", "sequence", "constant"]
 
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 26
 """Logits in float32 at a time: as many as a core's cache holds, or 256 MB to keep a GPU busy."""
+
+DERIVED = frozenset({"entropy", "sequence_log_ratio", "values"})
+"""
+Fields that a loss may ask for and no batch has: entropy of the token's distribution, in nats; mean
+of the log-ratios of its sequence to `old_log_probabilities`, without a gradient; what a value head
+predicts.
+"""
 
 _PREFERENCES = {"bpo", "cpo", "dpo", "ipo", "kto", "orpo", "preference", "preferences", "rpo", "simpo"}
 """Words in the names of losses that compare answers with each other."""
@@ -62,7 +69,7 @@ class TokenLoss(Protocol):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Fields that the loss reads; of a token or of its sequence."""
+        """Fields that the loss reads, of a token or of its sequence; see also `DERIVED`."""
 
     @property
     def normalisation(self) -> Normalisation:
@@ -208,6 +215,8 @@ class FusedLoss:
         num_tokens: float,
         layout: PackedLayout | None = None,
         cp_rank: int = 0,
+        sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums,
+        values: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """
         Return the loss, float64, and metrics; sums are in float64.
@@ -222,32 +231,47 @@ class FusedLoss:
             num_tokens: See `SequenceLoss`.
             layout: Layout of the sequences in the row.
             cp_rank: Rank within the group that shares the row.
+            sum_over_ranks: Function that adds a tensor over the group that shares the row.
+            values: Predictions of a value head, of the first two dimensions of the logits.
         """
         if layout is None:
             # A padded batch is a row of sequences that are all as long as the widest.
             layout = PackedLayout.from_lengths([logits.shape[1]] * logits.shape[0])
             logits = logits.reshape(1, -1, logits.shape[-1])
         _check_size(logits, layout.num_positions // layout.cp_size)
-        missing = {"input_ids", "token_mask", *self.loss.fields} - data.keys()
+        read = [name for name in self.loss.fields if name not in DERIVED]
+        missing = {"input_ids", "token_mask", *read} - data.keys()
         if missing:
             raise ValueError(f"the loss needs {', '.join(sorted(missing))}, but the data have {', '.join(data)}")
         predicted = _Predicted.from_layout(layout, cp_rank, data["input_ids"])
         mask = predicted.values(data["token_mask"]).double()
         counts = mask > 0
         targets = predicted.values(data["input_ids"]).masked_fill(~counts, NO_TARGET)
-        log_probabilities = token_log_probabilities(logits.flatten(0, 1), targets)
+        log_probabilities, entropy = _token_statistics(
+            logits.flatten(0, 1), targets, with_entropy="entropy" in self.loss.fields
+        )
         # Entries of tokens that do not count are arbitrary, and values that are not finite would
         # reach the gradients.
-        fields = {name: _zero_where(predicted.values(data[name]), ~counts) for name in self.loss.fields}
+        fields = {name: _zero_where(predicted.values(data[name]), ~counts) for name in read}
+        totals = _sequence_weights(data["token_mask"], layout)
+        if "entropy" in self.loss.fields:
+            fields["entropy"] = entropy
+        if "sequence_log_ratio" in self.loss.fields:
+            away = mask * (log_probabilities.detach() - fields["old_log_probabilities"])
+            sums = sum_over_ranks(torch.zeros_like(totals).index_add(0, predicted.sequence, away))
+            means = sums / totals.masked_fill(totals == 0, 1)
+            fields["sequence_log_ratio"] = means[predicted.sequence].to(log_probabilities.dtype)
+        if "values" in self.loss.fields:
+            if values is None:
+                raise ValueError("the loss needs the values that a value head predicts")
+            fields["values"] = _zero_where(values.reshape(-1), ~counts)
         losses, metrics = self.loss(log_probabilities, fields)
         if self.loss.normalisation == "token":
             weights = mask / max(num_tokens, 1)
         elif self.loss.normalisation == "constant":
             weights = mask / (self.loss.divisor * max(num_sequences, 1))
         else:
-            weights = mask / (
-                _sequence_weights(data["token_mask"], layout)[predicted.sequence].clamp(min=1) * max(num_sequences, 1)
-            )
+            weights = mask / (totals[predicted.sequence].clamp(min=1) * max(num_sequences, 1))
         return _weighted_sum(losses, weights), {
             name: _reduce(name, values.detach(), weights, counts) for name, values in metrics.items()
         }
@@ -268,7 +292,16 @@ def token_log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torc
     Returns:
         float32 of shape (num_rows,); 0 where there is no target.
     """
-    found: torch.Tensor = _LogProbabilities.apply(logits, targets)  # type: ignore[no-untyped-call]
+    return _token_statistics(logits, targets, with_entropy=False)[0]
+
+
+def _token_statistics(
+    logits: torch.Tensor, targets: torch.Tensor, *, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probabilities, and the entropy of each row in nats, or nothing of it."""
+    found: tuple[torch.Tensor, torch.Tensor] = _TokenStatistics.apply(  # type: ignore[no-untyped-call]
+        logits, targets, with_entropy
+    )
     return found
 
 
@@ -331,32 +364,45 @@ class _Predicted:
         return _zero_where(field[self.sequence, self.column] if wide else field[self.sequence], ~self.exists)
 
 
-class _LogProbabilities(torch.autograd.Function):
-    """Log-softmax and gather, in blocks."""
+class _TokenStatistics(torch.autograd.Function):
+    """Log-softmax and gather, and the entropy of each row, in blocks."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        with_entropy: bool,  # noqa: FBT001  # `apply` has no keywords
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         has_target = targets != NO_TARGET
         picked = targets.clamp(min=0)[:, None]
         found = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+        entropy = torch.empty(len(targets) if with_entropy else 0, dtype=torch.float32, device=logits.device)
         for block in _blocks(logits):
             every = torch.log_softmax(logits[block], -1, dtype=torch.float32)
             found[block] = every.gather(1, picked[block])[:, 0]
-        ctx.save_for_backward(logits, picked, has_target)
-        return found.masked_fill_(~has_target, 0)
+            if with_entropy:
+                entropy[block] = torch.special.entr(every.exp()).sum(-1)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, picked, has_target, entropy)
+        return found.masked_fill_(~has_target, 0), entropy.masked_fill(~has_target, 0) if with_entropy else entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        logits, picked, has_target = ctx.saved_tensors
-        gradient = -(gradient * has_target)[:, None]
-        minus_one = gradient.new_full((1, 1), -1)
+    def backward(ctx: Any, gradient: torch.Tensor | None, of_entropy: torch.Tensor | None) -> tuple[Any, None, None]:
+        logits, picked, has_target, entropy = ctx.saved_tensors
+        scale, bonus = (None if one is None else (one * has_target)[:, None] for one in (gradient, of_entropy))
         found = torch.empty_like(logits)
         for block in _blocks(logits):
-            excess = torch.softmax(logits[block], -1, dtype=torch.float32)
-            excess.scatter_add_(1, picked[block], minus_one.expand(len(excess), 1))
-            torch.mul(excess, gradient[block], out=found[block])
-        return found, None
+            shares = torch.softmax(logits[block], -1, dtype=torch.float32)
+            parts = []
+            if bonus is not None:
+                # The gradient of the entropy H is -p (log p + H).
+                parts.append(bonus[block] * (torch.special.entr(shares) - shares * entropy[block, None]))
+            if scale is not None:
+                parts.append(shares.mul_(-scale[block]).scatter_add_(1, picked[block], scale[block]))
+            found[block] = reduce(torch.add, parts)
+        return found, None, None
 
 
 def _blocks(logits: torch.Tensor) -> list[slice]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import epochs, forecast, lengths, memory, order, planner, redraw, rl, rollouts, train, work
+from benchmarks import epochs, forecast, lengths, memory, order, planner, policy, redraw, rl, rollouts, train, work
 from packplan.app.cli.command import run_command, run_program
 
 BENCHMARKS = {
@@ -23,6 +23,7 @@ BENCHMARKS = {
     "memory": (memory, "forecast peaks of memory beside measured ones"),
     "work": (work, "how even the work of ranks is"),
     "rl": (rl, "microbatches of RL batches"),
+    "policy": (policy, "a policy trained on packed, dynamic and padded microbatches"),
     "rollouts": (rollouts, "answering prompts one at a time and in batches"),
 }
 """Command -> its module and a summary."""

@@ -102,13 +102,13 @@ def _train(folder: Path, kind: str, way: str, options: argparse.Namespace) -> di
 
     answers, calls = RolloutStream.answers, list[tuple[int, float, float]]()
 
-    def timed(rollouts: RolloutStream, indices: Sequence[int]) -> list[list[str]]:
+    def timed(rollouts: RolloutStream, places: Sequence[int]) -> list[list[str]]:
         started = time.perf_counter()
         if way == "in batches":
-            found = answers(rollouts, indices)
+            found = answers(rollouts, places)
         else:
-            found = [answers(rollouts, [index])[0] for index in indices]
-        calls.append((len(indices), started, time.perf_counter() - started))
+            found = [answers(rollouts, [place])[0] for place in places]
+        calls.append((len(places), started, time.perf_counter() - started))
         return found
 
     with patch.object(RolloutStream, "answers", timed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from packplan.core.lengths import IntArray
@@ -119,3 +120,39 @@ def fewest_in_order(lengths: Sequence[int], capacity: int, most: int) -> int:
                 following[reached] = min(state, following.get(reached, state))
         states = following
     return states[frozenset(range(len(lengths)))][0]
+
+
+def spread_slowly(sizes: list[int], works: list[int], *, shards: int, num: int, capacity: int) -> list[int] | None:
+    """
+    Return the microbatch of each sequence as `core.shard.rounds` says it: by descending work, into
+    heavy rounds up to their level, then into the least loaded of the others; None without room.
+    """
+    pools, levels = [list(range(num))], [0]  # the light microbatches, then the heavy rounds
+    room, held, labels, is_open = [capacity] * num, [0] * num, [0] * len(sizes), False
+    order = sorted(range(len(sizes)), key=lambda item: (-works[item], -sizes[item], item))
+    for number, item in enumerate(order):
+        size, work, left = sizes[item], works[item], order[number:]
+
+        def least(pool: list[int], level: float = math.inf) -> int | None:
+            places = [(held[place], place) for place in pool if room[place] >= size]  # noqa: B023
+            load, place = min(places, default=(math.inf, -1))
+            must_open = len(left) <= held.count(0) and load  # noqa: B023
+            return None if place < 0 or load + work > level or must_open else place  # noqa: B023
+
+        place = next((found for pool, level in zip(pools[1:], levels[1:], strict=True)
+                      if (found := least(pool, level)) is not None), None)  # fmt: skip
+        total = sum(works[one] for one in left)
+        density = total / sum(sizes[one] for one in left)
+        taken = sum(min(level - held[one], room[one] * density)
+                    for pool, level in zip(pools[1:], levels[1:], strict=True) for one in pool)  # fmt: skip
+        if place is None and not is_open and pools[0] and work > (total - taken) / len(pools[0]):
+            pools, levels = [pools[0][shards:], *pools[1:], pools[0][:shards]], [*levels, work]
+            place = pools[-1][0]
+        for index, pool in enumerate(pools if place is None else []):
+            if place is None and (found := least(pool)) is not None:
+                place, is_open = found, is_open or not index
+                levels[index] = max(levels[index], held[found] + work)
+        if place is None:
+            return None
+        room[place], held[place], labels[item] = room[place] - size, held[place] + work, place
+    return labels

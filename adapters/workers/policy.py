@@ -22,17 +22,29 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import GenerationConfig
 
-from packplan.adapters.answers import generate, score
+from packplan.adapters.answers import end_tokens, score
 from packplan.adapters.context_parallel import context_parallel, gather_row
 from packplan.adapters.files import saving
 from packplan.adapters.microbatches import WEIGHTS, Microbatch, ShardedData
 from packplan.adapters.models import is_ruined, mean_size
-from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss, combined, token_log_probabilities
-from packplan.adapters.workers.media import MEDIA, PolicyInputs
+from packplan.adapters.sequence_loss import (
+    NO_TARGET,
+    FusedLoss,
+    PackedLoss,
+    PaddedLoss,
+    combined,
+    token_log_probabilities,
+)
+from packplan.adapters.workers.checkpoints import is_whole, read_checkpoint, write_checkpoint
+from packplan.adapters.workers.generation import Generations, answer, as_arrays, ask, keys_of, require_same_weights
+from packplan.adapters.workers.media import PolicyInputs
+from packplan.adapters.workers.sharding import RankGrid, clip_gradients, gathered_state, whole_weights
+from packplan.adapters.workers.value_head import ValueHead, save_head, split_state
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import RunError
-from packplan.core.ports import Arrays, RankGroup
+from packplan.core.ports import Arrays, Engine, RankGroup
 from packplan.core.rl import Reward
 
 
@@ -55,7 +67,10 @@ class PolicySettings:
     """Largest gradient norm; larger ones are scaled down, and 0 sets no limit."""
 
     context_parallel_size: int
-    """Number of neighbouring ranks that share each row, and hold the same shard."""
+    """Ranks that share each row."""
+
+    ranks_per_shard: int
+    """Neighbouring ranks that share the rows of a shard, or their layers."""
 
 
 class PolicyWorker:
@@ -71,57 +86,55 @@ class PolicyWorker:
         reward: Reward,
         loss: FusedLoss | PackedLoss | PaddedLoss,
         group: RankGroup,
+        grid: RankGrid,
         settings: PolicySettings,
+        engine: Engine | None = None,
+        value_head: ValueHead | None = None,
     ) -> None:
         self._model, self._reference, self._tokenizer = model.eval(), reference, tokenizer
         self._processor, self._reward, self._loss, self._settings = processor, reward, loss, settings
+        self._engine, self._is_engine_compared = engine, True
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay
         )
-        self._inputs = PolicyInputs.from_model(model)
-        self._size_before = mean_size(self._parameters)
-        size = settings.context_parallel_size
-        self._ranks, self._rank, self._cp_rank = group, group.rank, group.rank % size
-        self._group: dist.ProcessGroup | None = None
-        if size > 1:
-            # Every rank has to take part in creating every group.
-            groups = [
-                dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)
-            ]
-            self._group = groups[group.rank // size]
+        self._ranks, self._rank, self._grid = group, group.rank, grid
+        self._cp_rank, self._group = grid.cp_rank, grid.context
+        self._size_before = self._mean_size()
+        self._inputs, self._value_head = PolicyInputs.from_model(model), value_head
 
     @torch.no_grad()
-    def generate(self, shard: ShardedData, *, seed: Sequence[int]) -> Arrays:
+    def generate(self, shard: ShardedData, *, seed: int, step: int) -> Arrays:
         """
         Generate answers to prompts, and score them.
 
         Args:
             shard: Padded prompts with `input_ids`, the `answers` of their records, and `records`,
-                the places of the records.
-            seed: Seed of this step; workers with different shards draw differently.
+                the places of the records; `prompts` and `repeats` are the keys of their draws.
+            seed: Seed of the run.
+            step: Steps that the policy has been trained for.
 
         Returns:
-            `completions` (slots, answers, tokens) of int64, `completion_lengths` and `rewards`
-            (slots, answers).
+            The answers as in `generation.as_arrays`, and `rewards` (slots, answers).
         """
-        settings = self._settings
-        with torch.random.fork_rng(devices=[self._model.device] if self._model.device.type == "cuda" else []):
-            own = np.random.SeedSequence([*seed, self._rank // settings.context_parallel_size])
-            torch.manual_seed(int(own.generate_state(1)[0]))
-            answers = torch.cat([self._generate_answers(microbatch) for microbatch in shard])
-        # An answer ends with the end token, or at the limit.
-        ends = answers == self._tokenizer.eos_token_id
-        lengths = torch.where(ends.any(-1), ends.int().argmax(-1) + 1, answers.shape[-1])
-        rewards = np.zeros(lengths.shape)
-        for slot, (own_answer, record) in enumerate(zip(shard.data["answers"], shard.data["records"], strict=True)):
-            for number in range(settings.num_generations):
-                tokens = answers[slot, number, : lengths[slot, number]]
-                text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-                rewards[slot, number] = score(
-                    self._reward, text, str(own_answer), record=str(record), key="grpo.reward"
+        tokenizer, generations = self._tokenizer, []
+        with whole_weights(self._model):
+            for microbatch in shard:
+                generations += self._generate_answers(microbatch, seed=seed, step=step)
+        rewards = [
+            [
+                score(
+                    self._reward, tokenizer.decode(one.tokens, skip_special_tokens=True), str(own_answer),
+                    record=str(record), key="grpo.reward",
                 )
-        return {"completions": answers.numpy(), "completion_lengths": lengths.numpy(), "rewards": rewards}
+                for one in answers
+            ]
+            for answers, own_answer, record in zip(
+                generations, shard.data["answers"], shard.data["records"], strict=True
+            )
+        ]  # fmt: skip
+        arrays = as_arrays(generations, width=self._settings.max_new_tokens, padding=tokenizer.pad_token_id)
+        return {**arrays, "rewards": np.array(rewards)}
 
     @torch.no_grad()
     def log_probabilities(self, shard: ShardedData, *, of_reference: bool = False) -> Arrays:
@@ -133,28 +146,36 @@ class PolicyWorker:
             of_reference: Use the reference model instead of the policy.
 
         Returns:
-            `log_probabilities` (slots, width) of float32; 0 for first tokens and padding.
+            `log_probabilities` (slots, width) of float32; 0 for first tokens and padding. With a
+            value head, `values` before each token too.
         """
         model = self._reference if of_reference else self._model
-        found = shard.data.tensor("input_ids").new_zeros((len(shard.data), shard.data.width), dtype=torch.float32)
-        done = 0
+        rows: dict[str, list[Tensor]] = {}
         for microbatch in shard:
             layout = self._share_layout(microbatch.layout)
             logits = self._logits(model, microbatch, layout)
-            has_target = torch.as_tensor(layout.targets >= 0)
-            following = torch.as_tensor(np.maximum(layout.targets, 0))
-            targets = microbatch.input_ids.reshape(-1)[following].masked_fill(~has_target, -1)
-            own = targets[torch.as_tensor(layout.positions(self._cp_rank))].to(logits.device)
-            predicted = token_log_probabilities(logits[0], own)
-            if layout.cp_size > 1:
-                predicted = gather_row(predicted, layout=layout, group=self._group, dim=0)
-            row = torch.zeros(layout.num_positions)
-            row[following[has_target]] = predicted.cpu()[has_target]
-            # Widths are rounded up, and may exceed the batch's width.
-            own_values = microbatch.unpacked(row)[:, : shard.data.width]
-            found[done : done + len(own_values), : own_values.shape[1]] = own_values
-            done += len(own_values)
-        return {"log_probabilities": found.numpy()}
+            targets = torch.as_tensor(layout.targets)
+            ids = microbatch.input_ids.reshape(-1)[targets.clamp(min=0)].masked_fill(targets < 0, NO_TARGET)
+            own = ids[torch.as_tensor(layout.positions(self._cp_rank))].to(logits.device)
+            found = {"log_probabilities": token_log_probabilities(logits[0], own)}
+            if self._value_head is not None and not of_reference:
+                found["values"] = self._value_head.values[0]
+            for name, predicted in found.items():
+                rows.setdefault(name, []).append(self._of_tokens(predicted, microbatch, layout, shard.data.width))
+        return {name: torch.cat(parts).numpy() for name, parts in rows.items()}
+
+    def _of_tokens(self, predicted: Tensor, microbatch: Microbatch, layout: PackedLayout, width: int) -> Tensor:
+        """
+        Return what positions predict of their next tokens, at these; shape (sequences, width).
+        """
+        if layout.cp_size > 1:
+            predicted = gather_row(predicted, layout=layout, group=self._group, dim=0)
+        has_target = torch.as_tensor(layout.targets >= 0)
+        row = torch.zeros(layout.num_positions)
+        row[torch.as_tensor(layout.targets)[has_target]] = predicted.float().cpu()[has_target]
+        # Widths are rounded up, and may exceed the batch's width, or stay below it.
+        values = microbatch.unpacked(row)[:, :width]
+        return torch.nn.functional.pad(values, (0, width - values.shape[1]))
 
     def train(self, shard: ShardedData, *, num_sequences: Sequence[int], num_tokens: Sequence[float]) -> Arrays:
         """
@@ -183,66 +204,122 @@ class PolicyWorker:
                 data = microbatch.data.to(self._model.device)
                 # Filler has the weight 0.
                 weighed = data.tensor("token_mask") * data.tensor(WEIGHTS)[:, None]
-                own = {"cp_rank": self._cp_rank} if isinstance(self._loss, FusedLoss) else {}
+                logits = self._logits(self._model, microbatch, layout)
                 loss, metrics = self._loss(
-                    self._logits(self._model, microbatch, layout),
+                    logits,
                     {**data.fields, "token_mask": weighed},
                     layout=layout,
                     num_sequences=sequences,
                     num_tokens=tokens,
-                    **own,
+                    **self._options_of_loss(),
                 )
                 loss.backward()  # type: ignore[no-untyped-call]  # torch's own
                 parts.append({"loss": loss.detach(), **{f"loss/{name}": value for name, value in metrics.items()}})
-            self._sum_gradients()
+            self._grid.sum_gradients(self._model)
             row = self._over_workers(combined(parts))
-            row["grad_norm"] = float(
-                torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm or math.inf)
+            row["grad_norm"] = clip_gradients(
+                self._parameters, max_norm=self._settings.max_grad_norm, sharded=self._grid.is_sharded
             )
             for name in ("loss", "grad_norm"):
                 if not math.isfinite(row[name]):
                     raise RunError("not_finite", f"{name} is {row[name]}, so the policy was not updated and not saved")
             self._optimizer.step()
             # All workers hold the same weights, so all raise or none.
-            if is_ruined(size := mean_size(self._parameters), before=self._size_before):
+            if is_ruined(size := self._mean_size(), before=self._size_before):
                 what = f"the root mean square of the policy's weights ({self._size_before:.3g} before the first step)"
                 raise RunError("not_finite", f"{what} is {size}, so the policy was not saved")
             rows.append(row)
         return {name: np.array([row.get(name, math.nan) for row in rows]) for name in dict.fromkeys(chain(*rows))}
 
+    def _options_of_loss(self) -> dict[str, Any]:
+        """Return what a loss on tokens needs to know of this rank."""
+        if not isinstance(self._loss, FusedLoss):
+            return {}
+        values = None if self._value_head is None else self._value_head.values
+        return {"cp_rank": self._cp_rank, "sum_over_ranks": self._sum_over_row, "values": values}
+
+    def _sum_over_row(self, sums: Tensor) -> Tensor:
+        """Return the sum over the ranks that share rows."""
+        if self._group is not None:
+            dist.all_reduce(sums, group=self._group)
+        return sums
+
     def save(self, folder: str) -> Arrays:
-        """
-        Write the policy and its processor, which has the tokenizer, on the first worker alone.
-        """
-        if self._rank == 0 and folder:
+        """Write policy, value head, and processor with its tokenizer, on the first worker alone."""
+        if not folder:
+            return {}
+        state, of_head = split_state(gathered_state(self._model, keep=self._rank == 0))
+        if self._rank == 0:
             with saving(Path(folder)):
                 Path(folder).mkdir(parents=True, exist_ok=True)
-                self._model.save_pretrained(folder)
+                self._model.save_pretrained(folder, state_dict=state)
                 self._processor.save_pretrained(folder)
+                if of_head:
+                    save_head(Path(folder), of_head)
         return {}
 
-    def _generate_answers(self, microbatch: Microbatch) -> Tensor:
+    def save_checkpoint(self, folder: str, *, facts: str) -> Arrays:
         """
-        Generate answers to prompts; shape (prompts, answers, max_new_tokens).
+        Write weights and optimizer states to a folder that appears once it is whole.
 
-        Answers are padded behind their end.
+        Args:
+            folder: The checkpoint, in a folder that all workers reach.
+            facts: Entries of the manifest about the run, as JSON.
         """
+        write_checkpoint(Path(folder), self._model, self._optimizer, self._ranks, facts=json.loads(facts))
+        return {}
+
+    def verify_checkpoint(self, folder: str) -> Arrays:
+        """Return as `whole` whether a checkpoint's files are what was written, by their digests."""
+        return {"whole": np.array([is_whole(Path(folder), self._ranks)])}
+
+    def load_checkpoint(self, folder: str) -> Arrays:
+        """Load weights and optimizer states that any number of workers wrote."""
+        read_checkpoint(Path(folder), self._model, self._optimizer)
+        return {}
+
+    def _generate_answers(self, microbatch: Microbatch, *, seed: int, step: int) -> Generations:
+        """Return the answers to prompts, of the engine if there is one."""
         settings, data = self._settings, microbatch.data
-        # A row for each answer: transformers, asked for several answers, repeats images one by one,
-        # which is another order than a prompt's.
-        copies = settings.num_generations if MEDIA in data else 1
-        answers = generate(
-            self._model,
-            self._inputs.prompts(data.select(torch.arange(len(data)).repeat_interleave(copies))),
-            num=settings.num_generations // copies,
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            padding=self._tokenizer.pad_token_id,
-        ).cpu()
-        answers = torch.nn.functional.pad(
-            answers, (0, settings.max_new_tokens - answers.shape[1]), value=self._tokenizer.pad_token_id
-        )
-        return answers.view(len(data), settings.num_generations, settings.max_new_tokens)
+        keys = keys_of(data, seed=seed, step=step, num=settings.num_generations, max_new_tokens=settings.max_new_tokens)
+        if self._engine is None:
+            return answer(
+                self._model, self._inputs, data, keys, temperature=settings.temperature, tokenizer=self._tokenizer,
+                version=step,
+            )  # fmt: skip
+        if not self._is_engine_compared:
+            require_same_weights(self._engine, self._model, data)
+            self._is_engine_compared = True
+        return ask(self._engine, data, keys, temperature=settings.temperature, max_new_tokens=settings.max_new_tokens)
+
+    def _mean_size(self) -> float:
+        return mean_size(self._parameters, sharded=self._grid.is_sharded)
+
+    def update_engine(self, folder: str, *, version: int) -> Arrays:
+        """
+        Write the policy to a folder, and have the engine answer with it.
+
+        Args:
+            folder: Folder that the engine reads.
+            version: Number of steps that the policy has been trained for.
+        """
+        if self._engine is not None:
+            self.save(folder)
+            if self._rank == 0:
+                # Engines read their defaults here, and filter draws unless told otherwise.
+                ends = end_tokens(self._model, self._tokenizer)
+                sampling = {"do_sample": True, "temperature": self._settings.temperature, "top_k": 0, "top_p": 1.0}
+                GenerationConfig(
+                    **sampling, eos_token_id=ends, pad_token_id=self._tokenizer.pad_token_id
+                ).save_pretrained(folder)
+            self._engine.update(version, folder)
+            self._is_engine_compared = False
+        return {}
+
+    def close(self) -> None:
+        """End the engine."""
+        if self._engine is not None:
+            self._engine.close()
 
     def _share_layout(self, layout: PackedLayout) -> PackedLayout:
         return attrs.evolve(layout, cp_size=self._settings.context_parallel_size)
@@ -259,15 +336,10 @@ class PolicyWorker:
         scaled: Tensor = logits.reshape(1, -1, logits.shape[-1]) / self._settings.temperature
         return scaled
 
-    def _sum_gradients(self) -> None:
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if dist.is_initialized():
-                dist.all_reduce(parameter.grad)
-
     def _over_workers(self, metrics: dict[str, Tensor]) -> dict[str, float]:
         """Return the combined metrics of all workers: minimum, maximum or sum, by their names."""
         # By name, since workers may have other metrics, or in another order.
         gathered = self._ranks.gather(json.dumps({name: float(value) for name, value in metrics.items()}))
-        return {name: float(value) for name, value in combined([json.loads(one) for one in gathered]).items()}
+        # Those that share layers have the same ones.
+        found = [json.loads(one) for one in gathered[:: self._grid.tp_size]]
+        return {name: float(value) for name, value in combined(found).items()}

@@ -41,6 +41,7 @@ class RankWorkers:
                 message = f"another rank is gone, so rank {rank} cannot go on with {method}: {error}"
                 raise RunError("rank_gone", message) from error
             raise RunError.worker(rank, method, f"{type(error).__name__}: {error}") from error
+        self._group.any(False)  # noqa: FBT003  # unlike `gather_arrays`, it notices at once that a rank is gone
         return list(self._group.gather_arrays(result))
 
     def close(self) -> None:

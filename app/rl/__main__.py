@@ -23,9 +23,11 @@ from packplan.app.cli.command import (
 )
 from packplan.app.rl.actors import build_in_actor
 from packplan.app.wiring import stores
+from packplan.core.errors import ConfigError
 
 KEPT = (
-    "the steps so far are in rl.jsonl, the policy where grpo.save_every wrote it; a run does not go on: start it again"
+    "the steps so far are in rl.jsonl; training.resume_from_checkpoint=last goes on from the newest checkpoint, if one "
+    "was saved (grpo.save_every)"
 )
 
 
@@ -50,22 +52,29 @@ def main(arguments: list[str] | None = None) -> int:
         stores.require_inputs(config, loads=True)
 
         with loading_libraries():
-            from packplan.app.rl import loop
+            from packplan.app.rl import checkpoints, loop
             from packplan.app.wiring import training
 
         if options.quiet:
             config = training.without_progress(config)
         attention = training.decide_attention(config, isolated=config.policy.sequence_packing.enabled)
-        if loop.is_first_rank():
+        if options.overwrite and config.training.resume_from_checkpoint:
+            raise ConfigError.at("training.resume_from_checkpoint", "goes on with what --overwrite removes: choose one")
+        if checkpoints.is_first_rank() and not config.training.resume_from_checkpoint:
             stores.open_policy_folder(config).make_room(overwrite=options.overwrite)
         samples = training.open_samples(config)["train"]
-        with training.open_workers(
-            config,
-            samples,
-            attention,
-            ray_workers=options.ray_workers,
-            build_in_actor=partial(build_in_actor, options.config, options.overrides),
-        ) as workers:
+        if samples.sees_images and config.grpo.engine_command:
+            raise ConfigError.at("grpo.engine_command", "answers text, but the model reads images: remove it")
+        with (
+            checkpoints.named_at_failure(config),
+            training.open_workers(
+                config,
+                samples,
+                attention,
+                ray_workers=options.ray_workers,
+                build_in_actor=partial(build_in_actor, options.config, options.overrides),
+            ) as workers,
+        ):
             loop.run(config, workers, samples)
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet, kept=KEPT)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,13 @@ from packplan.adapters.progress import progress
 from packplan.adapters.sequence_loss import normalisers
 from packplan.adapters.workers.media import MEDIA, MEDIA_WORK, media_of
 from packplan.app.planning.split import table_works
+from packplan.app.rl.checkpoints import Checkpoints, is_first_rank
 from packplan.app.wiring.stores import open_policy_folder
 from packplan.app.wiring.works import trained_work
-from packplan.core.config import RunConfig
-from packplan.core.errors import RecordError, counted
+from packplan.core.config import GrpoConfig, RunConfig
+from packplan.core.errors import ConfigError, RecordError, counted
 from packplan.core.ports import Arrays, Workers
-from packplan.core.rl import group_advantages
+from packplan.core.rl import batch_advantages, deal_prompts, generalised_advantages, group_advantages, standardised
 from packplan.core.samples import Table, to_row
 from packplan.core.shard import Sharding, batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
 from packplan.core.shuffling import shuffled
@@ -47,11 +48,6 @@ _OVER_CHUNKS: Mapping[str, Callable[[list[float]], float]] = {"_min": min, "_max
 """Reduction of metrics with these endings over a step's updates; others are averaged."""
 
 
-def is_first_rank() -> bool:
-    """Return whether this process is torchrun's first, or the only one: it logs."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict[str, Any]]:
     """
     Train a policy; return what was logged of each step.
@@ -64,7 +60,7 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
     Raises:
         PackplanError: Something the user can fix; RunError, if a worker dies.
     """
-    shards = workers.num_workers // config.policy.context_parallel_size
+    shards = workers.num_workers // config.policy.ranks_per_shard
     is_first = is_first_rank()
     folder = open_policy_folder(config)
     prompts, measured = _encoded_prompts(config, samples, shown=is_first)
@@ -72,20 +68,32 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
     media_work = table_works(work, measured).images
     if estimated and is_first:
         log.warning("work counts tokens and squares of lengths, for %s", estimated)
-    history = []
+    checkpoints = Checkpoints.from_run(config, workers, samples, prompts)
+    first = checkpoints.resume() if config.training.resume_from_checkpoint else 0
+    history: list[dict[str, Any]] = []
+    warned = not config.policy.dynamic_batching.enabled
     started = time.perf_counter()
-    for step, drawn in zip(range(config.grpo.num_steps), _drawn(config, len(prompts)), strict=False):
+    steps = zip(range(config.grpo.num_steps), _drawn(config, len(prompts)), strict=False)
+    for step, drawn in islice(steps, first, None):
+        figures: dict[str, Any] = {"step": step + 1}
+        if config.grpo.engine_command and (not history or not step % (1 + config.grpo.max_staleness)):
+            begun = time.perf_counter()
+            run_on_all(workers, "update_engine", [str(folder.engine(step))] * shards, config, version=step)
+            if is_first:
+                folder.remove_engines(but=step)
+            figures["engine_s"] = time.perf_counter() - begun
         asked = _asked(samples, prompts, media_work, drawn)
-        history.append({"step": step + 1, **_step(config, workers, asked, work, shards=shards, step=step)})
+        history.append({**figures, **_step(config, workers, asked, work, shards=shards, step=step)})
         if is_first:
-            left_s = (time.perf_counter() - started) / (step + 1) * (config.grpo.num_steps - step - 1)
+            left_s = (time.perf_counter() - started) / (step + 1 - first) * (config.grpo.num_steps - step - 1)
             folder.append(_finite(history[-1]))
             _log(history[-1], num_steps=config.grpo.num_steps, left_s=left_s)
-        if config.grpo.save_every and not (step + 1) % config.grpo.save_every:
-            run_on_all(workers, "save", [str(folder.policy(step + 1))] * shards, config)
-    run_on_all(workers, "save", [str(folder.policy())] * shards, config)
+            warned = warned or _warn_of_rounding(config, history[-1]["train"])
+        checkpoints.save(step + 1)
+    run_on_all(workers, "save", [str(folder.policy)] * shards, config)
     if is_first:
-        log.info("the policy is in %s, what was logged in %s", folder.policy(), folder.log)
+        folder.remove_engines()
+        log.info("the policy is in %s, what was logged in %s", folder.policy, folder.log)
     return history
 
 
@@ -129,9 +137,10 @@ def cut(
             algorithm=packing.algorithm,
             assignment=packing.assignment,
             microbatch_order=packing.microbatch_order,
+            row_width=packing.row_width,
             seed=config.training.seed,
-            # Workers sum their gradients once, after the global batch.
-            meeting="step",
+            # Workers sum their gradients once, after the global batch; with FSDP, in each.
+            meeting="step" if policy.sharding == "none" else "microbatch",
         )
     if dynamic.enabled:
         return shard_dynamic(
@@ -144,19 +153,32 @@ def cut(
     return shard_plain(lengths, **workers, micro_batch_size=size, allow_uneven=True)
 
 
+def _warn_of_rounding(config: RunConfig, figures: Mapping[str, float]) -> bool:
+    """Warn if dynamic batching computes more than padding would; return whether it does."""
+    if figures["computed_share"] <= 1:
+        return False
+    log.warning(
+        "dynamic batching computes %s positions, but padding every answer to the longest %s: lower "
+        "policy.dynamic_batching.sequence_length_round (%d), to which widths are rounded up",
+        f"{figures['computed_tokens']:,.0f}", f"{figures['computed_tokens'] / figures['computed_share']:,.0f}",
+        config.policy.dynamic_batching.sequence_length_round,
+    )  # fmt: skip
+    return True
+
+
 def run_on_all(workers: Workers, method: str, shards: list[Any], config: RunConfig, **options: Any) -> list[Arrays]:
     """
-    Call a method on all workers, those that share rows with the same shard; return one result for
-    each shard.
+    Call a method on all workers, those that share rows or layers with the same shard; return one
+    result for each shard.
 
     Args:
         workers: They hold the policy.
         method: Name of the method; it takes a shard and the options.
-        shards: One for each group of workers that share rows.
-        config: The run; it says how many workers share rows.
+        shards: One for each group of workers that share rows or layers.
+        config: The run; it says how many workers do.
         options: Options that all workers share.
     """
-    size = config.policy.context_parallel_size
+    size = config.policy.ranks_per_shard
     held = [shard for shard in shards for _ in range(size)]
     return workers.run_all_workers_sharded_data(method, held, **options)[::size]
 
@@ -166,18 +188,21 @@ def _step(
 ) -> dict[str, Any]:
     """Answer prompts, learn from the answers, and return the step's figures."""
     started = time.perf_counter()
-    batch, rewards = _roll_out(config, workers, asked, shards=shards, step=step)
+    batch, rewards, figures = _roll_out(config, workers, asked, shards=shards, step=step)
     answered = time.perf_counter()
     lengths = batch.lengths.numpy()
     batch_size = config.policy.train_global_batch_size or len(batch)
     cut_into = partial(cut, config, lengths, work=work, media_work=batch.tensor(MEDIA_WORK).numpy(), shards=shards)
     logprob = cut_into(training=False)
-    fields = {"old_log_probabilities": _log_probabilities(config, workers, batch, logprob)}
+    fields = {f"old_{name}": field for name, field in _predicted(config, workers, batch, logprob).items()}
+    old, drawn = fields["old_log_probabilities"], batch.tensor("engine_log_probabilities")
+    # An engine that gives none is taken to have drawn from the policy's.
+    fields["engine_log_probabilities"] = torch.where(drawn.isnan(), old, drawn)
     if config.grpo.kl_coefficient:
-        fields["reference_log_probabilities"] = _log_probabilities(config, workers, batch, logprob, of_reference=True)
-    size, scale = config.grpo.num_generations_per_prompt, config.grpo.scale_rewards
-    advantages = group_advantages(rewards, group_size=size, scale=scale)
-    batch = batch.with_fields(**fields, advantages=torch.as_tensor(advantages, dtype=torch.float32))
+        of_reference = _predicted(config, workers, batch, logprob, of_reference=True)
+        fields["reference_log_probabilities"] = of_reference["log_probabilities"]
+    values = fields["old_values"].numpy() if "old_values" in fields else None
+    batch = batch.with_fields(**fields, **_advantages(config.grpo, rewards, batch.tensor("token_mask"), values))
     scored = time.perf_counter()
     sharding = cut_into(batch_size=batch_size, training=True)
     counts = [
@@ -193,6 +218,7 @@ def _step(
         "reward": float(rewards.mean()),
         "reward_deviation": float(rewards.std()),
         "answer_tokens": float(batch.tensor("token_mask").sum() / len(batch)),
+        **figures,
         **{name: _OVER_CHUNKS.get(name[-4:], fmean)(values.tolist()) for name, values in trained.items()},
         "train": _figures(sharding),
         "logprob": _figures(logprob),
@@ -251,6 +277,9 @@ def _asked(
         "input_ids": _padded([prompts[index] for index in indices]),
         "answers": [samples.answer(index) for index in indices],
         "records": [str(samples.records.where(index)) for index in indices],
+        "prompts": torch.tensor(indices),
+        # An epoch may end within a step, and a prompt come twice.
+        "repeats": torch.tensor([indices[:place].count(index) for place, index in enumerate(indices)]),
         MEDIA_WORK: torch.as_tensor(media_work[drawn]),
     }
     if samples.sees_images:
@@ -261,44 +290,84 @@ def _asked(
 
 def _roll_out(
     config: RunConfig, workers: Workers, asked: BatchedData, *, shards: int, step: int
-) -> tuple[BatchedData, NDArray[np.float64]]:
+) -> tuple[BatchedData, NDArray[np.float64], dict[str, Any]]:
     """
-    Answer prompts on the workers; return prompts with answers, and their rewards.
+    Answer prompts on the workers; return prompts with answers, their rewards, and figures to log.
 
     The answers to one prompt are next to each other; `token_mask` is 1 on an answer. Rewards have
     the shape (num_answers,).
     """
+    # Records' own answers foretell the length of others; a token has about four characters.
+    expected = asked.lengths.numpy() + [len(str(answer)) // 4 for answer in asked["answers"]]
+    dealt = deal_prompts(expected, shards=shards)
+    asked_in_turn = asked.select(torch.from_numpy(dealt))
     sharding = shard_plain(
-        asked.lengths.numpy(), shards=shards, batch_size=len(asked),
+        asked_in_turn.lengths.numpy(), shards=shards, batch_size=len(asked),
         micro_batch_size=config.policy.generation_batch_size, allow_uneven=True,
     )  # fmt: skip
-    results = run_on_all(workers, "generate", asked.shard(sharding), config, seed=[config.training.seed, step])
-    said, ends, rewards = (
-        np.concatenate([result[name] for result in results])[sharding.restore]
-        for name in ("completions", "completion_lengths", "rewards")
+    results = run_on_all(
+        workers, "generate", asked_in_turn.shard(sharding), config, seed=config.training.seed, step=step
     )
-    ids, masks = [], []
-    for place, length in enumerate(asked.lengths.tolist()):
-        prompt = asked.tensor("input_ids")[place, :length].tolist()
-        for answer, end in zip(said[place], ends[place].tolist(), strict=True):
-            ids.append(prompt + answer[:end].tolist())
-            masks.append([0.0] * length + [1.0] * end)
-    followed = asked.select(torch.arange(len(asked)).repeat_interleave(said.shape[1]))
-    fields: dict[str, Any] = {"input_ids": _padded(ids), "token_mask": _padded(masks)}
+    back = sharding.restore[dealt.argsort()]
+    found = {name: np.concatenate([result[name] for result in results])[back] for name in results[0]}
+    rows: dict[str, list[list[float]]] = {"input_ids": [], "token_mask": [], "engine_log_probabilities": []}
+    for place, number in np.ndindex(found["completion_lengths"].shape):
+        length, end = int(asked.lengths[place]), int(found["completion_lengths"][place, number])
+        said, logs = (found[name][place, number, :end] for name in ("completions", "engine_log_probabilities"))
+        rows["input_ids"].append(asked.tensor("input_ids")[place, :length].tolist() + said.tolist())
+        rows["token_mask"].append([0.0] * length + [1.0] * end)
+        rows["engine_log_probabilities"].append([0.0] * length + logs.tolist())
+    followed = asked.select(torch.arange(len(asked)).repeat_interleave(config.grpo.num_generations_per_prompt))
+    fields: dict[str, Any] = {name: _padded(lists) for name, lists in rows.items()}
     fields |= {name: followed[name] for name in (MEDIA, MEDIA_WORK) if name in asked}
-    return BatchedData.from_fields(fields, lengths=[len(row) for row in ids]), rewards.ravel()
+    batch = BatchedData.from_fields(fields, lengths=[len(row) for row in rows["input_ids"]])
+    lag = step - found["versions"]
+    if lag.max() > config.grpo.max_staleness:
+        reason = f"is {config.grpo.max_staleness}, but the engine's weights are {lag.max()} steps old"
+        raise ConfigError.at("grpo.max_staleness", reason)
+    figures = {"stale_answers": int((lag > 0).sum()), "lag_max": int(lag.max()),
+               "reencoded_answers": int((~found["exact"]).sum())}  # fmt: skip
+    return batch, found["rewards"].ravel(), figures
 
 
 def _padded(rows: Sequence[Sequence[float]]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
-def _log_probabilities(
+def _predicted(
     config: RunConfig, workers: Workers, batch: BatchedData, sharding: Sharding, **options: bool
-) -> torch.Tensor:
-    """Return every token's log-probability, in the order of the batch; shape of `input_ids`."""
+) -> dict[str, torch.Tensor]:
+    """
+    Return every token's log-probability, and its value if the policy has a value head, in the order
+    of the batch; shape of `input_ids`.
+    """
     results = run_on_all(workers, "log_probabilities", batch.shard(sharding), config, **options)
-    return torch.as_tensor(np.concatenate([result["log_probabilities"] for result in results])[sharding.restore])
+    return {
+        name: torch.as_tensor(np.concatenate([result[name] for result in results])[sharding.restore])
+        for name in results[0]
+    }
+
+
+def _advantages(
+    grpo: GrpoConfig, rewards: NDArray[np.float64], token_mask: torch.Tensor, values: NDArray[np.float32] | None
+) -> dict[str, torch.Tensor]:
+    """Return the advantages of answers, or of their tokens with the returns that values learn."""
+    found: dict[str, NDArray[np.float64]] = {}
+    if values is not None:
+        mask = token_mask.numpy() > 0
+        found["advantages"], found["returns"] = generalised_advantages(
+            rewards, values.astype(np.float64), mask, discount=grpo.discount, trace_decay=grpo.gae_lambda
+        )
+        if grpo.scale_rewards:
+            found["advantages"] = standardised(found["advantages"], mask)
+    elif grpo.baseline == "batch":
+        found["advantages"] = batch_advantages(rewards, scale=grpo.scale_rewards)
+    else:
+        found["advantages"] = group_advantages(
+            rewards, group_size=grpo.num_generations_per_prompt, scale=grpo.scale_rewards,
+            leave_one_out=grpo.baseline == "leave_one_out",
+        )  # fmt: skip
+    return {name: torch.as_tensor(field, dtype=torch.float32) for name, field in found.items()}
 
 
 def _figures(sharding: Sharding) -> dict[str, Any]:

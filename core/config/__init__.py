@@ -13,6 +13,7 @@ from packplan.core.config.ranks import OWN, PATHS, flat_values, rank_differences
 from packplan.core.config.remedies import EVEN_STEPS, LESS_DROPPED, with_remedy
 from packplan.core.config.rl import GrpoConfig
 from packplan.core.config.rl_faults import rl_faults
+from packplan.core.config.rl_resume import changed_settings, resume_faults, resume_values
 from packplan.core.config.run import (
     REFUSED_TRAINING_KEYS,
     TUNERS,
@@ -38,6 +39,7 @@ __all__ = [
     "RunConfig",
     "TemplateConfig",
     "TrainingConfig",
+    "changed_settings",
     "closest",
     "configured_inputs",
     "faults",
@@ -46,6 +48,8 @@ __all__ = [
     "keys_of",
     "plan_policy",
     "rank_differences",
+    "resume_faults",
+    "resume_values",
     "rl_faults",
     "run_values",
     "tuners_of",

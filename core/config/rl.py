@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from packplan.core.config.keys import above_0, at_least, key, must, one_of
+from packplan.core.config.keys import above_0, at_least, key, must, one_of, share
 from packplan.core.packers import ALGORITHMS
 
 _OF_BATCHES = [name for name, algorithm in ALGORITHMS.items() if not algorithm.displaces]
@@ -37,6 +37,12 @@ class SequencePackingConfig:
 
     microbatch_order: Literal["packer", "largest_first"] = "packer"
     """Order of a worker's rows: by first sequence, or most tokens first."""
+
+    row_width: Literal["own", "longest", "budget"] = "own"
+    """
+    Positions that rows are padded to: none beyond their sequences (`own`), those of the `longest`
+    row of the update, or the whole `budget`, so that all rows of a run have one shape.
+    """
 
 
 @attrs.frozen(kw_only=True)
@@ -79,6 +85,17 @@ class PolicyConfig:
     context_parallel_size: int = key(1, check=at_least(1))
     """Ranks that share each row; needs packing."""
 
+    tensor_parallel_size: int = key(1, check=at_least(1))
+    """Ranks that share each layer, by the model's own plan in transformers."""
+
+    sharding: Literal["none", "fsdp2"] = "none"
+    """`fsdp2`: workers hold a share of weights, gradients and optimizer states each."""
+
+    @property
+    def ranks_per_shard(self) -> int:
+        """Number of ranks that compute the same shard of a batch together."""
+        return self.context_parallel_size * self.tensor_parallel_size
+
 
 @attrs.frozen(kw_only=True)
 class GrpoConfig:
@@ -92,10 +109,8 @@ class GrpoConfig:
     num_prompts_per_step: int = key(8, check=at_least(1))
     """Prompts of a round, in an order drawn for each epoch."""
 
-    num_generations_per_prompt: int = key(
-        8, check=must(lambda answers: answers >= 2, "at least 2: answers are compared with each other")
-    )
-    """Answers to a prompt, compared with each other; at least 2."""
+    num_generations_per_prompt: int = key(8, check=at_least(1))
+    """Answers to a prompt; at least 2 where they are compared with each other."""
 
     max_new_tokens: int = key(64, check=at_least(1))
     """Tokens of an answer."""
@@ -103,12 +118,24 @@ class GrpoConfig:
     temperature: float = key(1.0, check=above_0)
     """Sampling temperature; above 0."""
 
+    engine_command: str | None = None
+    """
+    Command of a server of the OpenAI kind that answers prompts, `{folder}` and `{port}` in it:
+    `transformers serve {folder} --port {port}`. Unset, the policy answers.
+    """
+
+    max_staleness: int = key(0, check=at_least(0))
+    """
+    Steps by which the weights of an answer may be older than the policy: the engine gets new ones
+    before they are.
+    """
+
     reward: str = "word_overlap"
     """Score of an answer against the record's: one of `core.rl.REWARDS`, or `module:function`."""
 
     loss: str = "clipped"
     """
-    `clipped`, the policy-gradient loss of PPO and GRPO, `cispo`, `reinforce`, or
+    `clipped`, the policy-gradient loss of PPO and GRPO, `gspo`, `cispo`, `reinforce`, or
     `module:function`, a loss over a sequence's logits (`adapters.sequence_loss.SequenceLoss`).
     """
 
@@ -118,8 +145,41 @@ class GrpoConfig:
     (`constant`, Dr. GRPO).
     """
 
+    baseline: Literal["group", "leave_one_out", "batch", "value"] = "group"
+    """
+    What rewards are compared with: the answers to a prompt, the other ones of them (RLOO), all
+    answers of a step (REINFORCE++), or what a value head expects (PPO).
+    """
+
     scale_rewards: bool = True
-    """Divide advantages by the deviation of the answers to a prompt; Dr. GRPO does not."""
+    """Divide advantages by the deviation of what they are compared with; Dr. GRPO does not."""
+
+    discount: float = key(1.0, check=share)
+    """With a value head: weight of what one more token ahead gives."""
+
+    gae_lambda: float = key(0.95, check=share)
+    """With a value head: 0 trusts the value of the next token, 1 the reward alone."""
+
+    value_coefficient: float = key(0.5, check=above_0)
+    """Weight of a value head's squared error."""
+
+    value_clip: float | None = key(None, check=above_0)
+    """Distance from its old value up to which a new one lowers the error; unset, any."""
+
+    entropy_coefficient: float = key(0.0, check=at_least(0))
+    """Weight of the entropy, which the loss rewards; it is logged in any case."""
+
+    importance_correction: Literal["none", "truncated", "icepop"] = "none"
+    """
+    Weigh tokens by the policy's probability over that of the engine which drew them: up to a limit,
+    or without those beyond one.
+    """
+
+    importance_max: float = key(2.0, check=above_0)
+    """Largest weight."""
+
+    importance_min: float = key(0.5, check=at_least(0))
+    """Smallest weight of `icepop`."""
 
     ratio_clip_min: float = key(0.2, check=at_least(0))
     """How far below 1 the ratio of new to old probability counts."""
@@ -133,8 +193,11 @@ class GrpoConfig:
     force_on_policy_ratio: bool = False
     """Take 1 for the ratio: each answer is trained once, by the policy that gave it."""
 
-    save_every: int | None = key(None, check=at_least(1))
-    """Steps between saves to `policy-<step>/`; unset, one at the end, to `policy/`."""
+    save_every: int | None = key(10, check=at_least(1))
+    """
+    Steps between checkpoints, `checkpoint-<step>/`, from which a run resumes; `null` writes none.
+    The policy is saved at the end, to `policy/`.
+    """
 
     kl_coefficient: float = key(0.0, check=at_least(0))
     """Weight of the divergence from the initial model; 0 keeps no copy of it."""

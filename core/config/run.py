@@ -480,7 +480,7 @@ class TrainingConfig:
     seed: int = key(42, plan=True, rl=True, check=seed_number)
     """Seed of weights, dropout, and each epoch's order of packs."""
 
-    resume_from_checkpoint: PathText | None = key(None, neither=_TRAINS)
+    resume_from_checkpoint: PathText | None = key(None, neither=_TRAINS, rl=True)
     """Folder of a checkpoint, or `last` for the newest whole one of `output_dir`."""
 
     continue_from: PathText | None = key(None, neither=_SELECTS)

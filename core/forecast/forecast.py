@@ -22,9 +22,13 @@ class Pause:
     every: int
     """Optimizer steps between two; 0 if there is none. The last step always has one."""
 
+    at_start: bool = False
+    """Whether there is one before the first step too."""
+
     def total(self, start: int, stop: int, last: int) -> float:
         """
-        Return the seconds of those after the steps from *start* + 1 to *stop*.
+        Return the seconds of the one at the start, and of those after the steps from *start* + 1 to
+        *stop*.
 
         Args:
             start: Optimizer steps before.
@@ -34,9 +38,9 @@ class Pause:
         >>> Pause(2.0, every=4).total(4, 10, 10)
         4.0
         """
-        if not self.every:
-            return 0.0
-        count = stop // self.every - start // self.every + (start < stop == last and stop % self.every > 0)
+        count = int(self.at_start)
+        if self.every:
+            count += stop // self.every - start // self.every + (start < stop == last and stop % self.every > 0)
         return count * self.seconds
 
 
@@ -114,6 +118,7 @@ def forecast_run(
     *,
     evaluated: StepTerms | None = None,
     every: Sequence[int] = (0, 0),
+    evaluates_first: bool = False,
 ) -> RunForecast:
     """
     Return the forecast of a run.
@@ -125,6 +130,7 @@ def forecast_run(
         flops: Works of the samples in FLOPs.
         evaluated: Terms of the evaluation; None without one.
         every: Optimizer steps between two evaluations, and between two checkpoints; 0 for none.
+        evaluates_first: Whether an evaluation comes before the first step.
     """
     terms = StepTerms.from_epoch(trained, flops, meeting=schedule.meeting)
     evaluation = 0.0
@@ -138,6 +144,6 @@ def forecast_run(
         first=schedule.start.step,
         last=max(schedule.total_steps, schedule.start.step),
         tokens=trained.tokens(0, len(terms.counts)).useful,
-        evaluation=Pause(evaluation, every[0]),
+        evaluation=Pause(evaluation, every[0], at_start=evaluates_first),
         checkpoint=Pause(timing.checkpoint, every[1]),
     )

@@ -1,9 +1,22 @@
-"""Rewards of answers, and advantages within the answers to one prompt."""
+"""Rewards of answers, advantages, and what is drawn from the policy."""
 
 from __future__ import annotations
 
-from packplan.core.rl.advantages import group_advantages
+from packplan.core.rl.advantages import batch_advantages, generalised_advantages, group_advantages, standardised
+from packplan.core.rl.completions import Completion
+from packplan.core.rl.draws import draw_keys
 from packplan.core.rl.rewards import REWARDS, Reward
-from packplan.core.rl.sampling import Sampling
+from packplan.core.rl.sampling import Sampling, deal_prompts
 
-__all__ = ["REWARDS", "Reward", "Sampling", "group_advantages"]
+__all__ = [
+    "REWARDS",
+    "Completion",
+    "Reward",
+    "Sampling",
+    "batch_advantages",
+    "deal_prompts",
+    "draw_keys",
+    "generalised_advantages",
+    "group_advantages",
+    "standardised",
+]

@@ -44,7 +44,23 @@ def exact_match(completion: str, answer: str) -> float:
     return float(completion.strip() == answer.strip())
 
 
+def word_count(completion: str, answer: str) -> float:
+    """
+    Return the smaller number of words over the larger, whatever the words are.
+
+    >>> word_count("a b", "c d e")
+    0.6666666666666666
+    """
+    given, wanted = len(completion.split()), len(answer.split())
+    return min(given, wanted) / max(given, wanted) if given or wanted else 1.0
+
+
 REWARDS: Mapping[str, Reward] = MappingProxyType(
-    {"word_overlap": word_overlap, "character_overlap": character_overlap, "exact_match": exact_match}
+    {
+        "word_overlap": word_overlap,
+        "character_overlap": character_overlap,
+        "exact_match": exact_match,
+        "word_count": word_count,
+    }
 )
 """Rewards by the name that a run gives them; it may also name a function of its own."""

@@ -1,12 +1,13 @@
-"""Sampling of answers by the model, for training on them."""
+"""Sampling of answers by the model, and the prompts that are answered together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import attrs
+import numpy as np
 
-from packplan.core.lengths import Lengths, as_lengths
+from packplan.core.lengths import IntArray, Lengths, as_lengths
 
 
 @attrs.frozen
@@ -43,3 +44,21 @@ class Sampling:
             size = max(1, max_tokens // width)
             yield rest[:size]
             rest = rest[size:]
+
+
+def deal_prompts(lengths: Lengths, *, shards: int) -> IntArray:
+    """
+    Return the positions of prompts, each worker's next to each other, its longest first.
+
+    The first workers have one prompt more where workers do not divide them, as in
+    `numpy.array_split`. Workers get like lengths, and batches of neighbours need little padding.
+
+    Args:
+        lengths: Expected tokens of each prompt with an answer.
+        shards: Data-parallel workers, >= 1.
+
+    >>> deal_prompts([20, 50, 30, 10, 40], shards=2).tolist()
+    [1, 2, 3, 4, 0]
+    """
+    order = (-as_lengths(lengths)).argsort(kind="stable")
+    return np.concatenate([order[worker::shards] for worker in range(shards)])

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.metrics import PackingMetrics, aggregate, metrics_of_loads
-from packplan.core.shard.modes import Sharding
+from packplan.core.shard.sharding import Sharding
 
 
 @attrs.frozen(eq=False)

@@ -11,8 +11,8 @@ Works are whole numbers, and ties go to the lower index: every process gets the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from heapq import heappop, heappush
+from collections.abc import Iterator
+from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 
@@ -40,131 +40,163 @@ def spread(costs: IntArray, works: IntArray, *, shards: int, rounds: int, capaci
         rounds: Microbatches of each worker.
         capacity: Positions of a microbatch.
     """
-    fill = _Fill(costs, works, shards, rounds, capacity)
-    labels = [0] * costs.size
-    left = costs.size
-    for item in np.lexsort((-costs, -works)).tolist():
-        place = fill.add(item, must_open=left <= fill.num_empty)
-        if place is None:
+    order = np.lexsort((-costs, -works))
+    fill = _Fill(costs[order], works[order], shards, shards * rounds, capacity)
+    places: list[int] = []
+    while len(places) < order.size:
+        if (place := fill.add(len(places))) is None:
             return None
-        labels[item] = place
-        left -= 1
-    return np.array(labels)
+        places.append(place)
+        places += fill.add_light(len(places))
+    labels = np.empty_like(order)
+    labels[order] = places
+    return labels
 
 
 class _Pool:
-    """Microbatches that take items, the one of least work first."""
+    """
+    Microbatches that take items, the one of least work first.
 
-    def __init__(self, places: Iterable[int], room: list[int]) -> None:
-        self._room = room
-        # The heap has work and microbatch. Microbatches that lacked room wait, the roomiest first,
-        # for a shorter item.
-        self._heap = [(0, place) for place in places]
-        self._waiting: list[tuple[int, int, int]] = []
+    A key has the work and the index of a microbatch in one number: `work * num + index`.
+    """
+
+    def __init__(self, keys: list[int], room: list[int]) -> None:
+        self.keys, self._room = keys, room
+        # Microbatches that lacked room wait, the roomiest first, for a shorter item.
+        self._waiting: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
-        return len(self._heap) + len(self._waiting)
+        return len(self.keys) + len(self._waiting)
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Yield the work and the index of each microbatch."""
-        yield from self._heap
-        yield from ((work, place) for _, work, place in self._waiting)
+    def __iter__(self) -> Iterator[int]:
+        """Yield the key of each microbatch."""
+        yield from self.keys
+        yield from (key for _, key in self._waiting)
 
-    def take(self, num: int, room: list[int]) -> _Pool:
+    @property
+    def most_waiting(self) -> int:
+        """Positions of the longest item that a waiting microbatch has room for."""
+        return -self._waiting[0][0] if self._waiting else 0
+
+    def take(self, num: int) -> _Pool:
         """Move the first *num* microbatches, which are empty, into a separate pool."""
-        ordered = sorted(self._heap)
-        self._heap = ordered[num:]  # what is sorted is a heap
-        return _Pool([place for _, place in ordered[:num]], room)
+        ordered = sorted(self.keys)
+        self.keys = ordered[num:]  # what is sorted is a heap
+        return _Pool(ordered[:num], self._room)
 
-    def add(self, size: int, work: int, *, level: int | None, must_open: bool) -> tuple[int, int] | None:
+    def add(self, size: int, step: int, below: int) -> int | None:
         """
-        Put an item into the least loaded microbatch with room. Return the microbatch and its work
-        before, or None.
+        Put an item into the least loaded microbatch with room. Return its key before, or None.
 
         Args:
             size: Positions of the item.
-            work: Work of the item.
-            level: Limit of work of a microbatch; None for no limit.
-            must_open: Whether only an empty microbatch may take it.
+            step: Work of the item, in units of a key.
+            below: Limit of the key before.
         """
-        while self._waiting and -self._waiting[0][0] >= size:
-            _, held, place = heappop(self._waiting)
-            heappush(self._heap, (held, place))
-        while self._heap:
-            held, place = self._heap[0]
-            if (level is not None and held + work > level) or (must_open and held):
-                return None
-            heappop(self._heap)
-            if self._room[place] >= size:
-                self._room[place] -= size
-                heappush(self._heap, (held + work, place))
-                return place, held
-            heappush(self._waiting, (-self._room[place], held, place))
+        keys, waiting, room = self.keys, self._waiting, self._room
+        while waiting and -waiting[0][0] >= size:
+            heappush(keys, heappop(waiting)[1])
+        while keys and (key := keys[0]) < below:
+            place = key % len(room)
+            if room[place] >= size:
+                room[place] -= size
+                heapreplace(keys, key + step)
+                return key
+            heappush(waiting, (-room[place], heappop(keys)))
         return None
 
 
 class _Fill:
     """Microbatches that take items by descending work."""
 
-    def __init__(self, costs: IntArray, works: IntArray, shards: int, rounds: int, capacity: int) -> None:
-        self._sizes, self._works = costs.tolist(), works.tolist()
-        self._shards = shards
-        self._left, self._left_positions = sum(self._works), sum(self._sizes)
-        self._room = [capacity] * (shards * rounds)
-        self._light = _Pool(range(shards * rounds), self._room)
+    def __init__(self, costs: IntArray, works: IntArray, shards: int, num: int, capacity: int) -> None:
+        self._sizes, self._steps = costs.tolist(), [work * num for work in works.tolist()]
+        # Works and positions from each item on.
+        self._left, self._positions_left = (np.cumsum(values[::-1])[::-1] for values in (works, costs))
+        self._room = [capacity] * num
+        self._shards, self._num, self._num_empty = shards, num, num
+        self._limit = num * (int(self._left[0]) + 1)
+        self._light = _Pool(list(range(num)), self._room)
         self._is_light_open = False
+        # Keys of the microbatches of a heavy pool stay below its level.
         self._levels: list[int] = []
         self._heavy: list[_Pool] = []
-        self.num_empty = shards * rounds
+        # No heavy pool takes an item that is longer and adds as much.
+        self._most_step, self._most_size = self._limit, 0
 
-    def add(self, item: int, *, must_open: bool) -> int | None:
-        """
-        Return the microbatch that takes an item, or None without room.
-
-        Args:
-            item: An item at least as heavy as all later ones.
-            must_open: Whether only an empty microbatch may take it, since no more items are left
-                than empty ones.
-        """
-        size, work = self._sizes[item], self._works[item]
-        if (found := self._placed(size, work, must_open=must_open)) is None:
+    def add(self, item: int) -> int | None:
+        """Return the microbatch that takes the next item, or None without room."""
+        # If no more items are left than empty microbatches, only these take them.
+        must_open = len(self._sizes) - item <= self._num_empty
+        key = self._add(item, self._num if must_open else self._limit)
+        if key is None:
             return None
-        place, held = found
-        self.num_empty -= not held
-        self._left -= work
-        self._left_positions -= size
-        return place
+        self._num_empty -= key < self._num
+        return key % self._num
 
-    def _placed(self, size: int, work: int, *, must_open: bool) -> tuple[int, int] | None:
-        for level, pool in zip(self._levels, self._heavy, strict=True):
-            if found := pool.add(size, work, level=level, must_open=must_open):
-                return found
-        if not self._is_light_open and len(self._light) and work > self._mean_of_light():
-            # The first item of a round sets its level. The next ones fill it up to this level.
-            self._levels.append(work)
-            self._heavy.append(self._light.take(self._shards, self._room))
-            return self._heavy[-1].add(size, work, level=work, must_open=must_open)
-        if found := self._light.add(size, work, level=None, must_open=must_open):
+    def add_light(self, item: int) -> list[int]:
+        """Return the microbatches that take the next items, as long as only light ones can."""
+        places: list[int] = []
+        if self._num_empty or not self._is_light_open:
+            return places
+        keys, room, num, sizes, steps = self._light.keys, self._room, self._num, self._sizes, self._steps
+        most_step, most_size = self._most_step, max(self._most_size, self._light.most_waiting)
+        while item < len(sizes) and keys and steps[item] >= most_step and sizes[item] > most_size:
+            place = keys[0] % num
+            if room[place] < sizes[item]:
+                break
+            room[place] -= sizes[item]
+            heapreplace(keys, keys[0] + steps[item])
+            places.append(place)
+            item += 1
+        return places
+
+    def _add(self, item: int, below: int) -> int | None:
+        """Return the key, before, of the microbatch that takes an item. It is below a limit."""
+        size, step = self._sizes[item], self._steps[item]
+        if step < self._most_step or size <= self._most_size:
+            for level, pool in zip(self._levels, self._heavy, strict=True):
+                if (key := pool.add(size, step, min(level - step, below))) is not None:
+                    self._most_step = self._limit
+                    return key
+            self._limit_heavy()
+        if not self._is_light_open and len(self._light):
+            if step > self._num * self._mean_of_light(item):
+                # The first item of a round sets its level. The next ones fill it up to this level.
+                self._levels.append(step + self._num)
+                self._heavy.append(self._light.take(self._shards))
+                self._most_step = self._limit
+                return self._heavy[-1].add(size, step, below)
             self._is_light_open = True
-            return found
+        if (key := self._light.add(size, step, below)) is not None:
+            return key
         for number, pool in enumerate(self._heavy):
-            if found := pool.add(size, work, level=None, must_open=must_open):
-                self._levels[number] = max(self._levels[number], found[1] + work)
-                return found
+            if (key := pool.add(size, step, below)) is not None:
+                level = (key // self._num + 1) * self._num + step
+                self._levels[number] = max(self._levels[number], level)
+                self._most_step = self._limit
+                return key
         return None
 
-    def _mean_of_light(self) -> float:
+    def _limit_heavy(self) -> None:
+        """Find which items all heavy pools refuse, until one of these changes."""
+        levels = zip(self._levels, self._heavy, strict=True)
+        self._most_step = max((level - pool.keys[0] for level, pool in levels if pool.keys), default=0)
+        self._most_size = max((pool.most_waiting for pool in self._heavy), default=0)
+
+    def _mean_of_light(self, item: int) -> float:
         """
         Estimate the mean work of a microbatch of the other rounds after the heavy rounds are
-        filled.
+        filled with items from *item* on.
         """
-        density = self._left / self._left_positions
+        left = int(self._left[item])
+        density = left / int(self._positions_left[item])
         taken = sum(
-            min(level - work, self._room[place] * density)
+            min(level // self._num - 1 - key // self._num, self._room[key % self._num] * density)
             for level, pool in zip(self._levels, self._heavy, strict=True)
-            for work, place in pool
+            for key in pool
         )
-        return float(self._left - taken) / len(self._light)
+        return float(left - taken) / len(self._light)
 
 
 def in_rounds(labels: IntArray, costs: IntArray, works: IntArray, *, shards: int, capacity: int) -> IntArray:

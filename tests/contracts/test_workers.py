@@ -94,7 +94,7 @@ def test_ranks_and_ray_give_the_same(server, driver, write_rl, tmp_path):
 
     grpo, policy = (
         {"num_steps": 1, "kl_coefficient": 0.01},
-        {"sequence_packing": {"enabled": True, "train_mb_tokens": 200}},
+        {"sequence_packing": {"enabled": True, "train_mb_tokens": 200}, "sharding": "fsdp2"},
     )
     ranks = server.ranks(
         2, rl.main, [str(asked(write_rl("ranks", policy=policy, grpo=grpo), rl=True))], folder=tmp_path / "logs"

@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import math
 import os
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from packplan.adapters.microbatches import BatchedData
 from packplan.adapters.sequence_loss import normalisers
 from packplan.adapters.workers.media import MEDIA, MEDIA_WORK
+from packplan.adapters.workers.policy import PolicyWorker
 from packplan.adapters.workers.ranks import RankWorkers
+from packplan.adapters.workers.sharding import whole_weights
 from packplan.app.demo.tiny_models import SPECIAL_TOKENS
 from packplan.app.rl import loop
 from packplan.app.wiring import training
 from packplan.app.wiring.works import trained_work
+from packplan.core.ports import RankGroup
 
 LENGTHS = [9, 41, 5, 30, 2, 17, 61, 8, 12, 25, 33]
 """
@@ -97,21 +104,24 @@ def seeing_rollouts(config, vocabulary: int) -> BatchedData:
     return batch.with_fields(input_ids=ids, **{MEDIA: media, MEDIA_WORK: work})
 
 
-def phases(path: str) -> dict:
-    """Compute log-probabilities and an update of rollouts that are given, as `packplan rl` does."""
+def phases(path: str, checkpoint: str = "") -> dict:
+    """
+    Compute log-probabilities and an update of rollouts that are given, as `packplan rl` does; write
+    a checkpoint afterwards if its folder is named.
+    """
     config = training.read_config(path, rl=True)
     with training.joined_ranks(config) as group:
         samples = training.open_samples(config)["train"]
         worker = training.open_policy(config, group, samples, training.decide_attention(config, isolated=False))
         workers = RankWorkers(worker, group)
-        shards = group.world_size // config.policy.context_parallel_size
+        shards = group.world_size // config.policy.ranks_per_shard
         vocabulary = len(samples.template.tokenizer)
         sees = samples.sees_images
         batch = seeing_rollouts(worker._model.config, vocabulary) if sees else rollouts(vocabulary)
         lengths = batch.lengths.numpy()
         work, _ = trained_work(config)
         cut = loop.cut(config, lengths, work=work, shards=shards, training=False)
-        old = loop._log_probabilities(config, workers, batch, cut)
+        old = loop._predicted(config, workers, batch, cut)["log_probabilities"]
         batch = batch.with_fields(
             old_log_probabilities=old + batch.tensor("noise"), reference_log_probabilities=old - batch.tensor("noise")
         )
@@ -122,12 +132,83 @@ def phases(path: str) -> dict:
             trained = loop.run_on_all(
                 workers, "train", batch.shard(sharding), config, num_sequences=[sequences], num_tokens=[tokens]
             )
+        with whole_weights(worker._model):
+            # Ranks whose answers end later run more passes.
+            if group.rank == 0 and config.policy.tensor_parallel_size == 1:
+                with torch.no_grad():
+                    worker._model(input_ids=torch.tensor([[1, 2, 3]]))
+        if checkpoint:
+            worker.save_checkpoint(checkpoint, facts="{}")
         return {
             "old": old,
             "trained": {name: torch.tensor(np.array([one[name] for one in trained])) for name in trained[0]},
-            "gradients": {name: p.grad for name, p in worker._model.named_parameters()},
+            "gradients": {name: whole(p.grad) for name, p in worker._model.named_parameters()},
+            "bytes": torch.tensor(held_bytes(worker)),
+            "size": torch.tensor(worker._mean_size(), dtype=torch.float64),
             "share": sharding.positions.sum() / (len(LENGTHS) * max(LENGTHS)),
         }
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the parts of all ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def held_bytes(worker: PolicyWorker) -> list[int]:
+    """Return the bytes of parameters, gradients and optimizer states that this rank holds."""
+    weights = list(worker._model.parameters())
+    states = [state for one in worker._optimizer.state.values() for state in one.values()]
+    return [
+        sum((one.to_local() if isinstance(one, DTensor) else one).nbytes for one in kind)
+        for kind in (weights, [one.grad for one in weights], states)
+    ]
+
+
+ASKED = [7, 3, 20, 3, 11]
+"""Prompts of a step, which 2 and 4 workers do not divide; one comes twice."""
+
+
+def answered(path: str, *, order: Sequence[int] = range(len(ASKED)), steps: Sequence[int] = (0,)) -> list[dict]:
+    """Return rows and rewards of each step at fixed weights, in the order of `ASKED`."""
+    config = training.read_config(path, rl=True)
+    with training.joined_ranks(config) as group:
+        samples = training.open_samples(config)["train"]
+        worker = training.open_policy(config, group, samples, training.decide_attention(config, isolated=False))
+        prompts, _ = loop._encoded_prompts(config, samples, shown=False)
+        asked = loop._asked(samples, prompts, np.zeros(len(prompts)), np.array(ASKED)).select(list(order))
+        found = []
+        for step in steps:
+            batch, rewards, _ = loop._roll_out(
+                config, RankWorkers(worker, group), asked, shards=group.world_size, step=step
+            )
+            back = np.argsort(np.repeat(order, config.grpo.num_generations_per_prompt), kind="stable")
+            found.append({
+                "rows": [batch.tensor("input_ids")[row, : batch.lengths[row]].tolist() for row in back],
+                "logs": [batch.tensor("engine_log_probabilities")[row, : batch.lengths[row]] for row in back],
+                "rewards": rewards[back].tolist(),
+            })  # fmt: skip
+        return found
+
+
+def trained(path: str, *, is_double: bool) -> dict:
+    """Run steps of a run; return by how much they moved the weights, and what was logged."""
+    config = training.read_config(path, rl=True)
+    with training.joined_ranks(config) as group:
+        samples = training.open_samples(config)["train"]
+        worker = training.open_policy(config, group, samples, training.decide_attention(config, isolated=True))
+        if is_double:
+            worker._model.double()
+        before = {name: weight.clone() for name, weight in worker._model.state_dict().items()}
+        history = loop.run(config, RankWorkers(worker, group), samples)
+        moved = {name: weight - before[name] for name, weight in worker._model.state_dict().items()}
+        return {"moved": moved, "rewards": [entry["reward"] for entry in history]}
+
+
+def keep(function: Callable[..., Any], path: str, out: str, **options: Any) -> None:
+    """Run one of the functions above; rank 0 keeps what it returns."""
+    found = function(path, **options)
+    if os.environ["RANK"] == "0":
+        torch.save(found, out)
 
 
 def main(cases: dict[str, tuple[str, int]], out: str) -> None:
@@ -137,7 +218,26 @@ def main(cases: dict[str, tuple[str, int]], out: str) -> None:
     """
     for name, (path, port) in cases.items():
         os.environ["MASTER_PORT"] = str(port)
-        found = phases(path)
+        found = phases(path, f"{out}/{name}")
         if os.environ["RANK"] == "0":
-            kept = {key: value for key, value in found.items() if key in {"old", "trained", "gradients"}}
+            kept = {key: value for key, value in found.items() if key != "share"}
             torch.save(kept, Path(out) / f"{name}.pt")
+
+
+def killed_in_a_checkpoint(arguments: list[str], number: int) -> int:
+    """
+    Run `packplan rl`, and kill the second rank in its *number*-th checkpoint, when all parts are
+    written.
+    """
+    from packplan.adapters.workers import checkpoints
+    from packplan.app.rl import __main__ as rl
+
+    plain, calls = checkpoints._share, iter(range(1, 100))
+
+    def share(names: list[str], group: RankGroup) -> list[str]:
+        if next(calls) == number and group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(names, group)
+
+    checkpoints._share = share
+    return rl.main(arguments)

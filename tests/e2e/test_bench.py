@@ -416,3 +416,15 @@ def test_rollouts_are_measured_in_both_ways(document):
     assert ["one at a time", "in batches"] == [row["way"] for row in rows]
     assert all(row["prompts"] % 4 == 0 < row["prompts"] for row in rows)
     assert all(0 < row["generation_s"] < row["seconds"] for row in rows)
+
+
+@pytest.mark.slow
+def test_a_policy_is_trained_in_every_way(document, write_rl):
+    """Packed, dynamic and padded, on the same answers; packing computes the fewest positions."""
+    path = write_rl(policy={"sequence_packing": {"enabled": True}})
+    rows = document("policy", "--config", str(path), "--steps", "1", "--workers", "1")["rows"]
+
+    assert ["packed", "dynamic", "padded"] == [row["way"] for row in rows]
+    assert 1 == len({row["answer_tokens"] for row in rows})
+    assert rows[0]["positions"] < min(row["positions"] for row in rows[1:])
+    assert all(row["seconds"] > 0 < row["generate_seconds"] for row in rows)

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from packplan.adapters.microbatches import WEIGHTS, BatchedData, concatenate, pack_row, pad_rows
@@ -129,6 +129,113 @@ def test_a_field_of_another_dimension_is_declared():
     assert torch.equal(fields["scores"], narrow.tensor("scores"))
 
 
+@settings(max_examples=40)
+@given(case=st.fixed_dictionaries(cases), more=st.integers(1, 5))
+@example(case={"mode": "packed", "lengths": [5, 2, 3], "shards": 1, "global_batch": 3, "multiple": 4}, more=2)
+def test_fields_are_padded_with_their_own_value(case, more):
+    """Wherever padding is added: in rows, in wider batches and in batches that become one."""
+    own = {"tokens": 7, "labels": -100, "values": 0.3}
+    lengths = case["lengths"]
+    ids, values = (batch_of(lengths).tensor(name) for name in ("input_ids", "values"))
+    narrow = BatchedData.from_fields(
+        {"tokens": ids, "labels": ids, "values": values, "marks": values},
+        lengths=lengths, input_key="tokens", pad_values=own,
+    ).truncate(max(lengths))  # fmt: skip
+
+    wide = narrow.truncate(max(lengths) + more)
+    for name in narrow.fields:
+        assert torch.equal(narrow.tensor(name), wide.tensor(name)[:, : narrow.width])
+        assert (wide.tensor(name)[:, narrow.width :] == own.get(name, 0)).all()
+        assert torch.equal(wide.tensor(name), concatenate([narrow, wide]).tensor(name)[: len(narrow)])
+    for worker in narrow.shard(cut(**case)):
+        for microbatch in worker:
+            flat, labels = microbatch.input_ids.reshape(-1), microbatch.labels.reshape(-1)
+            token = torch.as_tensor(microbatch.layout.is_token)
+            starts = torch.as_tensor(microbatch.layout.position_ids) == 0
+            if case["mode"] == "packed":
+                assert (flat[~token] == 7).all()
+            assert 7 == microbatch.pad_id
+            assert torch.equal(flat[token & ~starts], labels[token & ~starts])
+            assert (labels[starts | ~token] == -100).all()
+            assert int(microbatch.cu_seqlens_padded.diff().max()) == microbatch.max_seqlen
+            back = microbatch.unpacked(labels, pad_value=-100)
+            assert (back[:, 0] == -100).all()
+            assert [int((row != -100).sum()) for row in back] == (microbatch.data.lengths - 1).tolist()
+
+
+def test_the_batched_data_dict_of_the_specification():
+    """Its `input_key` and `input_lengths_key` name the tokens and their lengths, in every part."""
+    fields = {"prompt_ids": torch.arange(1, 13).view(3, 4), "num_tokens": torch.tensor([4, 2, 3])}
+    batch = BatchedData.from_fields(fields, input_key="prompt_ids", input_lengths_key="num_tokens")
+
+    sharding = shard_packed(batch.lengths.numpy(), shards=1, batch_size=3, max_tokens_per_microbatch=6)
+    (worker,) = batch.shard(sharding)
+    rows = [(microbatch.input_ids.tolist(), microbatch.data["num_tokens"].tolist()) for microbatch in worker]
+
+    assert [([[1, 2, 3, 4]], [4]), ([[5, 6, 9, 10, 11]], [2, 3])] == sorted(rows)
+    assert [3, 2, 3] == batch.truncate(3).tensor("num_tokens").tolist()
+    assert [2, 4] == batch.with_fields(x=torch.ones(3)).select([1, 0]).tensor("num_tokens").tolist()
+    assert "input_lengths" not in BatchedData.from_fields({"input_ids": IDS}, lengths=[1, 2])
+
+
+@pytest.mark.parametrize("row_width", ["longest", "budget"])
+def test_packed_sequences_are_padded_to_the_maximum_packed_length(row_width):
+    """As pipelines need of the specification: all rows of a global batch have one shape."""
+    lengths = [15, 3, 2, 1, 6, 1, 4]
+    batch = batch_of(lengths)
+    options = {"shards": 2, "batch_size": 4, "max_tokens_per_microbatch": 24, "sequence_length_pad_multiple": 4}
+    own, sharding = shard_packed(lengths, **options), shard_packed(lengths, **options, row_width=row_width)
+
+    for number in range(2):
+        shapes = {row.input_ids.shape for worker in batch.shard(sharding) for row in worker.microbatches(number)}
+        widest = max(int(worker[number].widths.max()) for worker in own)
+        assert {(1, widest if row_width == "longest" else 24)} == shapes
+    assert len(set(own.widths.tolist())) > 2
+    (row, *_), *_ = batch.shard(sharding)
+    tokens = row.data.tensor("input_ids")
+    assert tokens[tokens > 0].tolist() == row.input_ids[row.input_ids > 0].tolist()
+
+
+def test_an_empty_or_filler_part_may_lack_fields():
+    """It gets them from the others, as padding; a part that counts may not."""
+    whole = BatchedData.from_fields(
+        {"input_ids": IDS, "labels": IDS, "texts": ["a", "b"], "scores": torch.ones(2)},
+        lengths=[4, 2], pad_values={"labels": -100},
+    ).with_fields(weights=torch.ones(2))  # fmt: skip
+    bare = BatchedData.from_fields({"input_ids": torch.ones((1, 6), dtype=torch.int64)}, lengths=[3])
+    filler, empty = bare.with_fields(weights=torch.zeros(1)), bare.select([])
+
+    for batches in ([empty, filler, whole], [whole, filler, empty]):
+        together = concatenate(batches)
+        place = 0 if batches[0] is empty else 2
+        assert [-100] * 6 == together.tensor("labels")[place].tolist()
+        assert (None, 0.0) == (together["texts"][place], together.tensor("scores")[place].item())
+        kept = together.select([1, 2] if place == 0 else [0, 1])
+        assert [[1, 1, 1, 1, -100, -100]] * 2 == kept.tensor("labels").tolist()
+    for weights in (torch.ones(1), None):
+        counts = bare if weights is None else bare.with_fields(weights=weights)
+        with pytest.raises(ArgumentError, match="labels is absent, in batch 0 a tensor of int64"):
+            concatenate([whole, counts])
+    other = whole.from_fields(dict(whole.fields), lengths=whole.lengths)
+    with pytest.raises(ArgumentError, match=r"labels is .* width\), in batch 0 .*, padded with -100"):
+        concatenate([whole, other])
+
+
+@pytest.mark.parametrize(
+    ("pads", "says"),
+    [
+        ({"gone": 1}, "pad_values names gone, which is no tensor"),
+        ({"texts": 1}, "pad_values names texts, which is no tensor"),
+        ({"input_ids": 0.5}, "the pad value of input_ids is 0.5, which int64 cannot hold"),
+        ({"input_ids": "x"}, "the pad value of input_ids is 'x', which int64 cannot hold"),
+    ],
+)
+def test_a_pad_value_that_is_none_is_refused(pads, says):
+    """Of a field that is no tensor, or a number that the field cannot hold."""
+    with pytest.raises(ArgumentError, match=says):
+        BatchedData.from_fields({"input_ids": IDS, "texts": ["a", "b"]}, lengths=[1, 2], pad_values=pads)
+
+
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), more=st.integers(0, 9))
 def test_rows_of_one_length_are_padded_behind_the_last_sequence(lengths, more):
     """As stages of a pipeline exchange them; what does not fit is refused."""
@@ -163,13 +270,14 @@ IDS = torch.ones((2, 4), dtype=torch.int64)
                 [True, True],
                 ["a", "b"],
                 [1, [2]],
-                None,
                 torch.tensor([1j, 2]),
             )
         ),
         *((fields, [1, 2], "a batch has input_ids") for fields in ({}, {"input_ids": [1, 2]}, {"input_ids": IDS[0]})),
         ({"input_ids": IDS}, [], "field input_ids has 2 entries, but the batch has 0 sequences"),
         *(({"input_ids": IDS, "x": x}, [1, 2], "field x has no entries") for x in (None, torch.tensor(3))),
+        ({"input_ids": IDS}, None, "give them as lengths, or as the field input_lengths"),
+        ({"input_ids": IDS, "input_lengths": [1, 2]}, [2, 2], "lengths differ from the field input_lengths"),
     ],
 )
 def test_a_batch_that_is_none_is_refused(fields, lengths, says):

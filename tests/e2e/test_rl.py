@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from functools import partial
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 
-from packplan.core.errors import ArgumentError
+from packplan.core.errors import ArgumentError, ConfigError
 from tests.nearness import FLOAT32, apart, norm
 from tests.network import free_port
 from tests.processes import finished
@@ -27,6 +29,7 @@ PACKED = {
 
 MODES = {
     "packed": PACKED,
+    "rows of the budget": {"sequence_packing": {**PACKED["sequence_packing"], "row_width": "budget"}},
     "dynamic": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 128, "sequence_length_round": 8}},
     "plain": {"train_micro_batch_size": 3},
 }
@@ -89,16 +92,21 @@ def one_by_one(model, batch, compute) -> dict:
     return {"old": old, "loss": total, "scale": scale, "gradients": gradients, "gradient_scale": gradient_scale}
 
 
-@pytest.fixture(scope="module")
-def expected(demo) -> dict:
-    """Return the update of rollouts of text, sequence by sequence."""
+def update_of_text(demo, name="qwen2") -> dict:
+    """Compute the update of rollouts of text, sequence by sequence."""
     from transformers import AutoModelForCausalLM
 
     from tests.e2e.rl_rank import rollouts
 
-    model = AutoModelForCausalLM.from_pretrained(demo / "models" / "qwen2")
+    model = AutoModelForCausalLM.from_pretrained(demo / "models" / name)
     batch = rollouts(model.config.vocab_size)
     return one_by_one(model, batch, lambda ids, _: model(input_ids=ids[None], use_cache=False))
+
+
+@pytest.fixture(scope="module")
+def expected(demo) -> dict:
+    """Return the update of rollouts of text, sequence by sequence."""
+    return update_of_text(demo)
 
 
 def far(found, expected) -> float:
@@ -151,10 +159,13 @@ def test_ranks_together_give_what_one_gives(write_phases, expected, server, tmp_
 class Answering:
     """
     Workers that answer prompts by a rule: answer g to a prompt of n tokens is n + g tokens of 100 n
-    + g.
+    + g, of the log-probability -n.
     """
 
     num_workers = 2
+
+    def __init__(self, version=0):
+        self._version = version
 
     def run_all_workers_sharded_data(self, method, shards, /, **_):
         """Answer each shard."""
@@ -167,13 +178,17 @@ class Answering:
             tokens = shard.data.lengths.numpy()[:, None] * 100 + np.array([[0, 1]])
             results.append({
                 "completions": np.repeat(tokens[..., None], 20, axis=2), "completion_lengths": own,
-                "rewards": tokens / 2,
+                "engine_log_probabilities": np.repeat(-(tokens // 100)[..., None], 20, axis=2).astype(np.float32),
+                "versions": np.full(tokens.shape, self._version), "exact": tokens % 2 == 0, "rewards": tokens / 2,
             })  # fmt: skip
         return results
 
 
 def test_answers_are_put_to_their_prompts_and_they_alone_are_trained(write_rl):
-    """In the prompts' order, with their media, over two workers of which one has a prompt less."""
+    """
+    In the prompts' order, with their media, over two workers of which one has a prompt less; those
+    of older weights are counted, or refused.
+    """
     from packplan.adapters.microbatches import BatchedData
     from packplan.adapters.workers.media import MEDIA
     from packplan.app.rl import loop
@@ -188,7 +203,7 @@ def test_answers_are_put_to_their_prompts_and_they_alone_are_trained(write_rl):
     fields = {"input_ids": ids, "answers": [""] * 5, "records": [""] * 5, MEDIA: media}
     asked = BatchedData.from_fields(fields, lengths=lengths)
 
-    batch, rewards = loop._roll_out(config, Answering(), asked, shards=2, step=0)
+    batch, rewards, figures = loop._roll_out(config, Answering(), asked, shards=2, step=0)
 
     rows = [(n, g) for n in lengths for g in (0, 1)]
     for place, (n, g) in enumerate(rows):
@@ -199,46 +214,116 @@ def test_answers_are_put_to_their_prompts_and_they_alone_are_trained(write_rl):
         assert expected == batch.tensor("input_ids")[place, :size].tolist()
         mask = batch.tensor("token_mask")[place]
         assert [0] * n + [1] * (n + g) + [0] * (len(mask) - size) == mask.tolist()
+        assert (-n * mask).tolist() == batch.tensor("engine_log_probabilities")[place].tolist()
     assert [(100 * n + g) / 2 for n, g in rows] == rewards.tolist()
+    assert {"stale_answers": 0, "lag_max": 0, "reencoded_answers": 5} == figures
+
+    stale = attrs.evolve(config, grpo=attrs.evolve(config.grpo, max_staleness=2))
+    *_, figures = loop._roll_out(stale, Answering(version=1), asked, shards=2, step=3)
+    assert {"stale_answers": 10, "lag_max": 2, "reencoded_answers": 5} == figures
+    with pytest.raises(ConfigError, match=r"grpo.max_staleness: is 2, but the engine's weights are 3 steps old"):
+        loop._roll_out(stale, Answering(version=1), asked, shards=2, step=4)
 
 
-def test_prompts_are_answered_from_their_end_and_answers_end_with_their_token(write_rl, monkeypatch):
+@pytest.fixture
+def write_answers(write_rl):
+    """Return a function that writes a run of answers of several lengths."""
+
+    def write(name, **policy):
+        grpo = {"num_generations_per_prompt": 3, "max_new_tokens": 6, "temperature": 1.5}
+        return str(asked(write_rl(name, policy=policy, grpo=grpo), rl=True))
+
+    return write
+
+
+def test_a_worker_scores_what_it_draws(write_answers, demo):
     """
-    Padding comes before prompts of unequal length; the token that ends an answer belongs to it,
-    what follows does not.
+    Answers end with the token that ends them, or at the limit. Rewards are those of their texts,
+    log-probabilities those of the policy; a prompt has none.
     """
-    from packplan.adapters.microbatches import BatchedData
-    from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.app.wiring import training as wiring
-    from packplan.core.shard import shard_plain
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    config = wiring.read_config(write_rl(grpo={"num_generations_per_prompt": 2, "max_new_tokens": 4}), rl=True)
-    samples = wiring.open_samples(config)["train"]
-    worker = wiring.open_policy(config, OneRank(), samples, wiring.decide_attention(config, isolated=False))
-    end = samples.template.tokenizer.eos_token_id
-    prompts = [[30, 31, 32], [33], [34, 35]]
-    given = []
+    from packplan.core.rl import REWARDS
+    from tests.e2e import rl_rank
 
-    def answered(*, input_ids, attention_mask, num_return_sequences, **_):
-        given.extend(row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True))
-        assert (attention_mask.diff(dim=1) >= 0).all()
-        said = torch.tensor([[40, 41, 42, 43], [end, 41, end, 43], [40, end, 42, 43]] * num_return_sequences)
-        return torch.cat([input_ids.repeat_interleave(num_return_sequences, 0), said], dim=1)
+    model, tokenizer = (
+        kind.from_pretrained(demo / "models" / "qwen2") for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    lines = (demo / "data" / "repeat.jsonl").read_text().splitlines()
+    turns = [json.loads(lines[index])["messages"] for index in rl_rank.ASKED for _ in range(3)]
 
-    monkeypatch.setattr(worker._model, "generate", answered)
-    monkeypatch.setattr(worker, "_reward", lambda text, _: len(text))
-    ids = torch.zeros((3, 3), dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)] = torch.tensor(prompt)
-    asked = BatchedData.from_fields({"input_ids": ids, "answers": [""] * 3, "records": [""] * 3}, lengths=[3, 1, 2])
-    (shard,) = asked.shard(shard_plain([3, 1, 2], shards=1, batch_size=3))
+    (found,) = rl_rank.answered(write_answers("one"))
 
-    found = worker.generate(shard, seed=[0, 0])
+    for row, logs, reward, messages in zip(found["rows"], found["logs"], found["rewards"], turns, strict=True):
+        # ms-swift's template begins with a system prompt of its own.
+        told = tokenizer(f"user\n{messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+        prompt = row[: next(end for end in range(len(row)) if row[end - len(told) : end] == told)]
+        answer = row[len(prompt) :]
+        assert 6 == len(answer) or answer.index(tokenizer.eos_token_id) == len(answer) - 1
+        text = tokenizer.decode(answer, skip_special_tokens=True)
+        assert REWARDS["character_overlap"](text, messages[-1]["content"]) == reward
+        with torch.no_grad():
+            expected = (model(input_ids=torch.tensor([row])).logits[0, :-1] / 1.5).log_softmax(-1)
+        expected = expected.gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+        assert not logs[: len(prompt)].any()
+        assert apart({"": logs[len(prompt) :]}, {"": expected[len(prompt) - 1 :]}) < FLOAT32
 
-    assert prompts == given
-    assert [[4, 1], [2, 4], [1, 2]] == found["completion_lengths"].tolist()
-    text = [len(samples.template.tokenizer.decode(tokens)) for tokens in ([40, 41, 42, 43], [], [40])]
-    assert [[text[0], text[1]], [text[2], text[0]], [text[1], text[2]]] == found["rewards"].tolist()
+
+def test_answers_do_not_depend_on_workers_batches_or_order(write_answers, server, tmp_path):
+    """
+    Nor do rewards, at fixed weights. Another step, another generation and a prompt that comes again
+    draw others.
+    """
+    from tests.e2e import rl_rank
+
+    path = write_answers("whole")
+    started = [
+        server.ranks(
+            size, rl_rank.keep, rl_rank.answered, path, str(tmp_path / f"{size}.pt"), folder=tmp_path / str(size)
+        )
+        for size in (2, 4)
+    ]
+    expected, other = rl_rank.answered(path, steps=(0, 1))
+    batched = rl_rank.answered(write_answers("single", generation_batch_size=1), order=[4, 0, 2, 1, 3])
+    assert [0] * 6 == finished([rank for ranks in started for rank in ranks])
+
+    for found in (*batched, *(torch.load(tmp_path / f"{size}.pt")[0] for size in (2, 4))):
+        assert expected["rows"] == found["rows"]
+        assert expected["rewards"] == found["rewards"]
+    rows = {tuple(row) for step in (expected, other) for row in step["rows"]}
+    assert 2 * 15 == len(rows)
+
+
+@pytest.mark.parametrize(("num_steps", "is_double"), [(1, False), (5, True)])
+def test_updates_do_not_depend_on_workers(write_rl, server, tmp_path, num_steps, is_double):
+    """
+    A step in float32, and five in float64, move the weights alike on two workers, to 1e-5.
+    """
+    from tests.e2e import rl_rank
+
+    policy = {"sequence_packing": {"enabled": True, "train_mb_tokens": 200}}
+    grpo = {"num_steps": num_steps, "num_prompts_per_step": 3, "max_new_tokens": 6}
+    paths = [
+        str(asked(write_rl(name, policy=policy, grpo=grpo, learning_rate=1e-3), rl=True)) for name in ("one", "two")
+    ]
+    ranks = [
+        rank
+        for size, path in enumerate(paths, start=1)
+        for rank in server.ranks(
+            size,
+            rl_rank.keep,
+            partial(rl_rank.trained, is_double=is_double),
+            path,
+            f"{path}.pt",
+            folder=tmp_path / str(size),
+        )
+    ]
+    assert [0, 0, 0] == finished(ranks)
+
+    one, two = (torch.load(f"{path}.pt") for path in paths)
+    assert one["rewards"] == two["rewards"]
+    assert num_steps == len(one["rewards"])
+    assert apart(two["moved"], one["moved"]) < FLOAT32
 
 
 def test_the_reward_rises(write_rl, tmp_path, capsys):
@@ -261,7 +346,7 @@ def test_the_reward_rises(write_rl, tmp_path, capsys):
 
     again = str(write_rl(policy=packing, grpo={**grpo, "num_steps": 1}))
     assert 2 == rl.main([again])
-    assert "holds policy, rl.jsonl of an earlier run" in capsys.readouterr().err
+    assert "holds checkpoint-10, policy, rl.jsonl of an earlier run" in capsys.readouterr().err
     assert 0 == rl.main([again, "--overwrite"])
     assert 1 == len(logged(tmp_path / "rl"))
 
@@ -280,10 +365,8 @@ def test_a_step_of_several_updates_says_what_all_of_them_did(write_rl, tmp_path,
         loop, "run_on_all", lambda _, method, *a, **o: returned.setdefault(method, plain(_, method, *a, **o))
     )
     policy = {"sequence_packing": {"enabled": True, "train_mb_tokens": 200}, "train_global_batch_size": 6}
-    assert 0 == rl.main([str(write_rl(policy=policy, grpo={"num_steps": 1, "save_every": 1}))])
+    assert 0 == rl.main([str(write_rl(policy=policy, grpo={"num_steps": 1}))])
 
-    first, last = ((tmp_path / "rl" / name / "model.safetensors").read_bytes() for name in ("policy-1", "policy"))
-    assert first == last
     (entry,) = logged(tmp_path / "rl")
     assert 3 == len(entry["train"]["chunks"])
     assert 1 == len(entry["logprob"]["chunks"])
@@ -291,6 +374,21 @@ def test_a_step_of_several_updates_says_what_all_of_them_did(write_rl, tmp_path,
     assert trained["loss/ratio_min"].min() == entry["loss/ratio_min"] < 0.99
     assert trained["loss/ratio_max"].max() == entry["loss/ratio_max"] > 1.01
     assert trained["loss/ratio"].mean() == pytest.approx(entry["loss/ratio"])
+
+
+def test_dynamic_batching_that_computes_more_than_padding_warns(write_rl, capsys):
+    """Once in a run, with both numbers of positions, and the key that widths are rounded by."""
+    from packplan.app.rl import __main__ as rl
+
+    policy = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 4096, "sequence_length_round": 64}}
+    assert 0 == rl.main([str(write_rl(policy=policy, grpo={"num_steps": 2, "max_new_tokens": 4}))])
+
+    key = r"policy.dynamic_batching.sequence_length_round \(64\)"
+    says = rf"dynamic batching computes ([\d,]+) positions, .* longest ([\d,]+): lower {key}"
+    printed = " ".join(capsys.readouterr().err.split())
+    assert 1 == printed.count("dynamic batching computes")
+    ((computed, padded),) = re.findall(says, printed)
+    assert int(computed.replace(",", "")) > int(padded.replace(",", ""))
 
 
 OWN_LOSSES = """

@@ -39,15 +39,27 @@ def plain_policy_loss(logits, data, *, num_sequences, num_tokens):  # every loss
     return (losses * mask).sum() / num_tokens, {"ratio": (ratios.detach() * mask).sum() / num_tokens}
 
 
-LOSSES = [
-    PolicyLoss(),
-    PolicyLoss(clip_low=0.1, clip_high=0.4, kl_weight=0.3, normalisation="sequence"),
-    PolicyLoss(kl_weight=0.1),
-    PolicyLoss(0.2, 0.28, dual_clip=1.5, normalisation="constant", divisor=7),
-    PolicyLoss(0.3, 0.5, 0.2, surrogate="cispo", kl_estimator="k2", kl_input_clamp=1.5),
-    PolicyLoss(surrogate="reinforce", kl_weight=0.2, kl_estimator="k1", kl_output_clamp=0.5),
-    PolicyLoss(on_policy=True, kl_weight=0.3, kl_sampling=True, kl_input_clamp=2, kl_output_clamp=1),
-]
+NAMED = {
+    "PPO": PolicyLoss(),
+    "GRPO": PolicyLoss(clip_low=0.1, clip_high=0.4, kl_weight=0.3, normalisation="sequence"),
+    "penalty": PolicyLoss(kl_weight=0.1),
+    "dual clip, Dr. GRPO": PolicyLoss(0.2, 0.28, dual_clip=1.5, normalisation="constant", divisor=7),
+    "CISPO": PolicyLoss(0.3, 0.5, 0.2, surrogate="cispo", kl_estimator="k2", kl_input_clamp=1.5),
+    "REINFORCE": PolicyLoss(surrogate="reinforce", kl_weight=0.2, kl_estimator="k1", kl_output_clamp=0.5),
+    "on-policy ratio of 1, clamps of the divergence": PolicyLoss(
+        on_policy=True, kl_weight=0.3, kl_sampling=True, kl_input_clamp=2, kl_output_clamp=1
+    ),
+    "GSPO": PolicyLoss(0.2, 0.3, surrogate="gspo", normalisation="sequence", dual_clip=2),
+    "icepop": PolicyLoss(surrogate="gspo", correction="icepop", correction_max=1.5, entropy_weight=0.2),
+    "truncated importance": PolicyLoss(correction="truncated", correction_max=1.2, value_weight=0.5, value_clip=0.3),
+    "entropy, values": PolicyLoss(entropy_weight=0.7, value_weight=0.3, normalisation="sequence"),
+}
+
+LOSSES = [*NAMED.values()]
+
+OF_TOKENS = (
+    "old_log_probabilities", "reference_log_probabilities", "engine_log_probabilities", "old_values", "returns",
+)  # fmt: skip
 
 
 @st.composite
@@ -66,11 +78,10 @@ def batches(draw) -> tuple[torch.Tensor, dict, PackedLayout]:
         "input_ids": torch.randint(0, VOCABULARY, shape, generator=generator),
         "token_mask": (inside & counts).float(),
         "advantages": torch.randn(len(lengths), generator=generator),
-        "old_log_probabilities": -1 - 3 * torch.rand(shape, generator=generator),
-        "reference_log_probabilities": -1 - 3 * torch.rand(shape, generator=generator),
+        **{name: -1 - 3 * torch.rand(shape, generator=generator) for name in OF_TOKENS},
         "names": [f"sequence {number}" for number in range(len(lengths))],
     }
-    for name in ("old_log_probabilities", "reference_log_probabilities"):
+    for name in OF_TOKENS:
         fields[name] = fields[name].masked_fill(~inside, torch.nan)
     logits = 2 * torch.randn(*shape, VOCABULARY, generator=generator)
     event(f"a sequence of one token: {1 in lengths}")
@@ -93,9 +104,16 @@ def unpack(row: torch.Tensor, layout: PackedLayout, shape: torch.Size) -> torch.
     return batch
 
 
+def values_of(logits):
+    """Return what a value head predicts, here a part of each row of logits."""
+    return logits[..., 0] / 3
+
+
 def run(loss, logits, *args, **options):
-    """Return loss, metrics and the logits' gradient."""
+    """Return loss, metrics and the logits' gradient, which a value head's error reaches too."""
     logits = logits.clone().requires_grad_()
+    if isinstance(loss, FusedLoss):
+        options["values"] = values_of(logits)
     value, metrics = loss(logits, *args, **options)
     (gradient,) = torch.autograd.grad(value, logits)
     return float(value.detach()), {name: float(metric) for name, metric in metrics.items()}, gradient
@@ -113,6 +131,13 @@ def test_losses_are_opened_by_name_with_the_settings_of_a_run():
         kl_sampling_gradient=True,
     )  # fmt: skip
     assert PolicyLoss(
+        divisor=64, surrogate="gspo", entropy_weight=0.1, correction="icepop", correction_max=3, correction_min=0.1,
+        value_weight=0.4, value_clip=0.2,
+    ) == policy_loss.LOSSES["gspo"](GrpoConfig(
+        loss="gspo", entropy_coefficient=0.1, importance_correction="icepop", importance_max=3, importance_min=0.1,
+        baseline="value", value_coefficient=0.4, value_clip=0.2,
+    ))  # fmt: skip
+    assert PolicyLoss(
         0.2, 0.2, 0.1, "constant", 9, "cispo", 3, on_policy=True, kl_estimator="k1", kl_input_clamp=20,
         kl_output_clamp=10, kl_sampling=True,
     ) == policy_loss.LOSSES["cispo"](grpo)  # fmt: skip
@@ -121,9 +146,31 @@ def test_losses_are_opened_by_name_with_the_settings_of_a_run():
 KL = "reference_log_probabilities"
 
 
+def with_values(loss, logits, data, **options):
+    """Return the loss of one sequence and of what a value head predicts of it."""
+    return loss(logits, data, values=values_of(logits), **options)
+
+
+def of_ranks(loss, row, fields, layout, **options):
+    """Return what each rank of a group finds, whose sums over the group are those of all ranks."""
+    sums = []
+
+    def found(rank, total):
+        own = {"layout": layout, "cp_rank": rank, "sum_over_ranks": total, **options}
+        return run(loss, row[:, layout.positions(rank)], fields, **own)
+
+    for rank in range(layout.cp_size):
+        found(rank, lambda part: sums.append(part) or part)
+    return [found(rank, lambda _: sum(sums)) for rank in range(layout.cp_size)]
+
+
 def token_reference(loss, p, advantage, token):
     """Return the loss of a token of log-probability *p*, from the definitions."""
     ratio = (p - (p.detach() if loss.on_policy else token["old_log_probabilities"])).exp()
+    if loss.surrogate == "gspo":
+        ratio = token["sequence_ratio"]
+        if loss.correction != "none":  # factors of tokens weigh their own gradients: GSPO-token
+            ratio = ratio.detach() * (p - p.detach()).exp()
     low, high = 1 - loss.clip_low, 1 + loss.clip_high
     if loss.surrogate == "reinforce":
         gain = advantage * p
@@ -140,7 +187,17 @@ def token_reference(loss, p, advantage, token):
     if loss.kl_output_clamp and kl.detach().abs() > loss.kl_output_clamp:
         kl = 0 * p + loss.kl_output_clamp * kl.detach().sign()
     sampled = kl.detach() * (p - p.detach()) if loss.kl_sampling else 0
-    return loss.kl_weight * (kl + sampled) - gain
+    if loss.correction != "none":
+        trust = (token["old_log_probabilities"] - token["engine_log_probabilities"]).exp()
+        is_beyond = trust > loss.correction_max or trust < loss.correction_min
+        left = 0 if is_beyond else trust
+        gain = gain * (left if loss.correction == "icepop" else trust.clamp(max=loss.correction_max))
+    error = (token["value"] - token["returns"]) ** 2
+    if loss.value_clip:
+        near = token["value"].clamp(token["old_values"] - loss.value_clip, token["old_values"] + loss.value_clip)
+        error = torch.maximum(error, (near - token["returns"]) ** 2)
+    bonus = loss.entropy_weight * token["entropy"]
+    return loss.kl_weight * (kl + sampled) + loss.value_weight * error / 2 - gain - bonus
 
 
 def largest_term(loss, p, advantage, token):
@@ -149,7 +206,12 @@ def largest_term(loss, p, advantage, token):
     away = token[KL] - p
     ratio = torch.exp(p - token["old_log_probabilities"])
     gain = ratio.clamp(min=1 + loss.clip_high) * (1 + p.abs()) * advantage.abs()
-    return float(gain + loss.kl_weight * (away.exp() + 2 + away.abs() + away**2))
+    if loss.surrogate == "gspo":
+        gain = gain + token["sequence_ratio"].detach() * advantage.abs()
+    gain = gain * loss.correction_max
+    error = (token["value"].detach().abs() + token["returns"].abs() + 2) ** 2
+    rest = loss.value_weight * error + 4 * loss.entropy_weight
+    return float(gain + rest + loss.kl_weight * (away.exp() + 2 + away.abs() + away**2))
 
 
 def reference(logits, fields, loss: PolicyLoss) -> tuple[torch.Tensor, float]:
@@ -160,10 +222,19 @@ def reference(logits, fields, loss: PolicyLoss) -> tuple[torch.Tensor, float]:
     rows, sizes = [], []
     for b, mask in enumerate(fields["token_mask"].tolist()):
         tokens, terms = [], []
+        every = torch.log_softmax(logits[b, :-1].double(), -1)
+        counted = [t for t in range(1, len(mask)) if mask[t]]
+        drawn = {t: every[t - 1][fields["input_ids"][b, t]] for t in counted}
+        away = [drawn[t] - fields["old_log_probabilities"][b, t].double() for t in counted]
+        sequence_ratio = (sum(away) / max(1, len(away)) + 0 * every.sum()).exp()
         for t in range(1, len(mask)):
             if mask[t]:
-                p = torch.log_softmax(logits[b, t - 1].double(), -1)[fields["input_ids"][b, t]]
-                token = {name: fields[name][b, t].double() for name in ("old_log_probabilities", KL)}
+                p = drawn[t]
+                token = {name: fields[name][b, t].double() for name in OF_TOKENS} | {
+                    "sequence_ratio": sequence_ratio,
+                    "entropy": -(every[t - 1].exp() * every[t - 1]).sum(),
+                    "value": values_of(logits[b, t - 1].double()),
+                }
                 tokens.append(token_reference(loss, p, fields["advantages"][b].double(), token))
                 terms.append(largest_term(loss, p, fields["advantages"][b].double(), token))
         rows.append(tokens)
@@ -189,9 +260,7 @@ def near_metrics(expected: dict[str, float]) -> object:
     return pytest.approx(expected, rel=FLOAT32, abs=FLOAT32)
 
 
-@pytest.mark.parametrize(
-    "loss", LOSSES, ids=lambda loss: f"{loss.surrogate}, {loss.normalisation}, {loss.kl_estimator}"
-)
+@pytest.mark.parametrize("loss", LOSSES, ids=NAMED)
 @given(batch=batches())
 def test_every_way_gives_the_loss_of_the_sequences_alone(batch, loss):
     """
@@ -209,11 +278,9 @@ def test_every_way_gives_the_loss_of_the_sequences_alone(batch, loss):
 
     padded = run(FusedLoss(loss), logits, fields, **given)
     fused = run(FusedLoss(loss), row, fields, layout=PackedLayout(layout.cu_seqlens, layout.cu_seqlens_padded), **given)
-    loop = run(PackedLoss(FusedLoss(loss)), row, fields, layout=layout, **given)
-    parts = [
-        run(FusedLoss(loss), row[:, layout.positions(rank)], fields, layout=layout, cp_rank=rank, **given)
-        for rank in range(layout.cp_size)
-    ]
+    one_by_one = PackedLoss(partial(with_values, FusedLoss(loss)))
+    loop = run(one_by_one, row, fields, layout=layout, **given)
+    parts = of_ranks(FusedLoss(loss), row, fields, layout, **given)
     shared = (
         sum(part[0] for part in parts),
         {name: float(value) for name, value in combined([part[1] for part in parts]).items()},
@@ -320,6 +387,31 @@ def test_log_probabilities_are_computed_block_by_block(monkeypatch, dtype, near)
     assert not mine[4].any()
 
 
+@pytest.mark.parametrize("with_both", [True, False])
+def test_entropy_is_computed_block_by_block(monkeypatch, with_both):
+    """In nats, with its gradient, beside that of log-probabilities or alone."""
+    monkeypatch.setattr(sequence_loss, "_CPU_BLOCK", 3 * 50)
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(10, 50, generator=generator)
+    logits[2, 7] = -torch.inf
+    logits.requires_grad_()
+    targets = torch.randint(8, 50, (10,), generator=generator)
+    targets[4] = NO_TARGET
+    outer = torch.randn(2, 10, generator=generator)
+    every = torch.log_softmax(logits.double(), -1)
+    exact = -(every.exp() * every.masked_fill(every == -torch.inf, 0)).sum(-1) * (targets >= 0)
+    drawn = every.gather(1, targets.clamp(min=0)[:, None])[:, 0] * (targets >= 0)
+    (gradient,) = torch.autograd.grad((exact * outer[0] + with_both * drawn * outer[1]).sum(), logits)
+
+    found, entropy = sequence_loss._token_statistics(logits, targets, with_entropy=True)
+    of_both = (entropy * outer[0]).sum() + ((found * outer[1]).sum() if with_both else 0)
+    (mine,) = torch.autograd.grad(of_both, logits)
+
+    torch.testing.assert_close(entropy.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine, gradient, rtol=1e-4, atol=1e-5)
+    assert not mine[4].any()
+
+
 def test_no_second_copy_of_the_logits_is_kept():
     """Between forward and backward: the logits themselves, and a few numbers of each row."""
     kept = {}
@@ -340,6 +432,7 @@ def test_with_the_sampling_s_term_a_penalty_has_the_divergence_s_gradient(estima
     policy, towards = torch.log_softmax(logits, 0), torch.log_softmax(other, 0)
     (gradient,) = torch.autograd.grad((policy.exp() * (policy - towards)).sum(), logits, retain_graph=True)
     fields = {"advantages": torch.zeros(6), "old_log_probabilities": policy.detach(), KL: towards}
+    fields["entropy"] = torch.zeros(6)
 
     def of_penalty(*, kl_sampling):
         losses, _ = PolicyLoss(kl_weight=1, kl_estimator=estimator, kl_sampling=kl_sampling)(policy, fields)
@@ -353,6 +446,7 @@ def test_one_token_far_from_the_reference_does_not_decide_a_clamped_penalty():
     """Its estimate would be exp(30); NeMo-RL's clamps, 20 and 10, leave 10, and no gradient."""
     p = torch.tensor([-30.0, -1.0], requires_grad=True)
     fields = {"advantages": torch.zeros(2), "old_log_probabilities": p.detach(), KL: torch.tensor([0.0, -1.5])}
+    fields["entropy"] = torch.zeros(2)
 
     _, metrics = PolicyLoss(kl_weight=1, kl_input_clamp=20, kl_output_clamp=10)(p, fields)
     (gradient,) = torch.autograd.grad(metrics["reference_kl"].sum(), p)
@@ -364,7 +458,8 @@ def test_one_token_far_from_the_reference_does_not_decide_a_clamped_penalty():
 def test_a_bad_answer_that_became_likely_has_a_limit():
     """By hand: dual clip bounds what a ratio of 9 multiplies, and leaves good answers alone."""
     p = torch.tensor([9.0, 2.0, 9.0]).log().requires_grad_()
-    fields = {"advantages": torch.tensor([-1.0, -1.0, 1.0]), "old_log_probabilities": torch.zeros(3)}
+    fields = {"advantages": torch.tensor([-1.0, -1.0, 1.0])}
+    fields |= dict.fromkeys(("old_log_probabilities", "entropy"), torch.zeros(3))
 
     losses, metrics = PolicyLoss(dual_clip=3)(p, fields)
     (gradient,) = torch.autograd.grad(losses.sum(), p)
@@ -384,9 +479,8 @@ def test_a_ratio_beyond_its_limit_is_not_pushed_further():
     log_probabilities = ratios.log().requires_grad_()
     advantages = torch.tensor([2.0, 2.0, -2.0, -2.0, -2.0])
 
-    losses, metrics = loss(
-        log_probabilities, {"advantages": advantages, "old_log_probabilities": torch.zeros_like(ratios)}
-    )
+    none = dict.fromkeys(("old_log_probabilities", "entropy"), torch.zeros_like(ratios))
+    losses, metrics = loss(log_probabilities, {"advantages": advantages, **none})
     (gradient,) = torch.autograd.grad(losses.sum(), log_probabilities)
 
     assert [-2.4, -2.6, 1.8, 2.8, 1.9] == pytest.approx(losses.tolist())
@@ -440,6 +534,9 @@ def test_what_does_not_fit_is_refused():
             ValueError, match=r"layout has \d positions in 1 row, but the logits have the shape \(1, 3, 5\)"
         ):
             loss(torch.ones(1, 3, 5), fields, layout=layout, **given)
+    fields |= dict.fromkeys(("old_log_probabilities", "old_values", "returns"), torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="needs the values"):
+        FusedLoss(PolicyLoss(value_weight=1))(torch.ones(1, 3, 5), fields, **given)
     with pytest.raises(ValueError, match="clip_low"):
         PolicyLoss(clip_low=-1)
     with pytest.raises(ValueError, match="normalisation"):

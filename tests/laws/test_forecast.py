@@ -116,11 +116,12 @@ def test_a_step_takes_as_long_as_its_busiest_ranks(training, time, meeting, done
 
 @given(st.integers(0, 9), st.integers(0, 50), st.integers(0, 50), st.integers(0, 50))
 def test_pauses_follow_the_steps_of_their_interval_and_the_last(every, start, stop, last):
-    """The last step of a run has one, once."""
+    """The last step of a run has one, once; one at the start is one more."""
     start, stop, last = sorted([start, stop, last])
     times = [step for step in range(start + 1, stop + 1) if every and (not step % every or step == last)]
 
     assert 2.0 * len(times) == Pause(2.0, every).total(start, stop, last)
+    assert 2.0 * (len(times) + 1) == Pause(2.0, every, at_start=True).total(start, stop, last)
 
 
 @given(trainings(), step_times(), st.tuples(st.integers(0, 5), st.integers(0, 5)), st.integers(0, 9))

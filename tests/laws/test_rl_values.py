@@ -9,7 +9,14 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.core.rl import REWARDS, Sampling, group_advantages
+from packplan.core.rl import (
+    REWARDS,
+    Sampling,
+    batch_advantages,
+    generalised_advantages,
+    group_advantages,
+    standardised,
+)
 
 texts = st.text("ab c.\n", max_size=30)
 
@@ -42,6 +49,61 @@ def test_answers_are_compared_with_those_to_their_prompt(size, groups):
         spread = statistics.pstdev(rewards)
         expected = [(reward - statistics.fmean(rewards)) / spread if spread else 0.0 for reward in rewards]
         assert expected == pytest.approx(advantages.tolist(), abs=1e-4)
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=12))
+def test_an_answer_may_be_left_out_of_its_own_baseline(rewards):
+    """The mean is that of the other answers; of a batch, it is that of all."""
+    rewards = np.array(rewards, dtype=np.float64)
+
+    found = group_advantages(rewards, group_size=rewards.size, scale=False, leave_one_out=True)
+    others = [(rewards.sum() - own) / (rewards.size - 1) for own in rewards]
+    assert np.allclose(rewards - others, found)
+    assert np.allclose(rewards - rewards.mean(), batch_advantages(rewards, scale=False))
+    assert np.allclose(group_advantages(rewards, group_size=rewards.size), batch_advantages(rewards))
+
+
+@st.composite
+def valued_answers(draw):
+    """Rewards, values of every token, and which tokens each answer has, behind a prompt."""
+    ends = draw(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=4))
+    width = max(map(sum, ends)) + draw(st.integers(0, 2))
+    numbers = st.floats(-3, 3, width=16)
+    values = np.array([[draw(numbers) for _ in range(width)] for _ in ends])
+    mask = np.array([[start <= t < start + length for t in range(width)] for start, length in ends])
+    return np.array([draw(numbers) for _ in ends]), values, mask
+
+
+@given(valued_answers(), st.floats(0, 1), st.floats(0, 1))
+def test_advantages_of_tokens_are_sums_of_later_errors(answers, discount, decay):
+    """Each is what the rest of its answer gave beyond its values (GAE), by the definition."""
+    rewards, values, mask = answers
+    event(f"an answer without a token: {not mask.any(axis=1).all()}")
+
+    found, returns = generalised_advantages(rewards, values, mask, discount=discount, trace_decay=decay)
+
+    expected = np.zeros_like(values)
+    for row, reward in enumerate(rewards):
+        tokens = np.flatnonzero(mask[row]).tolist()
+        after = [*(values[row, token] for token in tokens[1:]), 0.0][: len(tokens)]
+        gains = [reward * (token == tokens[-1]) for token in tokens]
+        errors = [gain + discount * v - values[row, t] for gain, v, t in zip(gains, after, tokens, strict=True)]
+        for place, token in enumerate(tokens):
+            expected[row, token] = sum((discount * decay) ** k * error for k, error in enumerate(errors[place:]))
+    assert np.allclose(expected, found)
+    assert np.allclose(expected + values * mask, returns)
+
+
+@given(valued_answers())
+def test_standardised_advantages_have_mean_0_and_deviation_1(answers):
+    """Over the tokens of answers; others stay 0."""
+    _, values, mask = answers
+    found = standardised(values * mask, mask)
+
+    assert not found[~mask].any()
+    if mask.any():
+        assert abs(found[mask].mean()) < 1e-9
+        assert values[mask].std() < 1e-3 or found[mask].std() == pytest.approx(1, abs=1e-2)
 
 
 @given(st.lists(st.integers(1, 90), max_size=30), st.integers(1, 5), st.integers(1, 64), st.integers(1, 2000))

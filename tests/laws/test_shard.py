@@ -14,7 +14,9 @@ from benchmarks.distributions import DISTRIBUTIONS
 from packplan.core.errors import ArgumentError
 from packplan.core.packers import ALGORITHMS, pack
 from packplan.core.shard import batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
+from packplan.core.shard.rounds import spread
 from packplan.core.work import WorkModel
+from tests.references import spread_slowly
 
 MODES = ("packed", "round_robin", "dynamic", "plain")
 
@@ -230,6 +232,34 @@ def test_microbatches_that_run_together_have_equal_work(name, shards, budget, si
     assert np.median(found, axis=0).max() <= most
 
 
+def test_sums_of_workers_are_even_where_microbatches_cannot_be():
+    """Under a tight budget, long sequences leave no level cut: `meeting` says which counts."""
+    lengths = DISTRIBUTIONS["chat-8192"].lengths(512, seed=0)
+    options = {**CHAT_BATCH, "max_tokens_per_microbatch": 8192}
+    step, microbatch = (
+        pooled(batch_metrics(shard_packed(lengths, **options, meeting=meeting))) for meeting in ("step", "microbatch")
+    )
+
+    assert step.work_imbalance < 1.001
+    assert microbatch.work_imbalance > 1.1
+    assert microbatch.microbatch_imbalance < 1.2 < step.microbatch_imbalance
+
+
+@given(batches(modes=("packed",)), st.integers(1, 3), st.booleans())
+def test_heavy_rounds_are_filled_to_their_level_and_the_others_evenly(case, rounds, tight):
+    """As the rule says it, one sequence at a time, over all microbatches."""
+    shards, num = case["shards"], case["shards"] * rounds
+    lengths = np.array([*case["lengths"], *[1] * num])
+    works = lengths**2 if tight else lengths * 1000 + lengths**2
+    capacity = max(int(lengths.max()), int(lengths.sum() / num * (1.02 if tight else 2)) + 1)
+
+    found = spread(lengths, works, shards=shards, rounds=rounds, capacity=capacity)
+
+    expected = spread_slowly(lengths.tolist(), works.tolist(), shards=shards, num=num, capacity=capacity)
+    event(f"fits: {expected is not None}")
+    assert expected == (None if found is None else found.tolist())
+
+
 def test_attention_work_of_microbatches_is_as_even_as_long_sequences_allow():
     """A long sequence sets the level of its round, and the others fill up to it."""
     lengths = DISTRIBUTIONS["chat-8192"].lengths(512, seed=0)
@@ -332,7 +362,7 @@ def test_what_cannot_be_sharded_is_refused():
         shard_plain([1, 1, 1], shards=2, batch_size=3)
     with pytest.raises(ValueError, match="shards is 0"):
         shard_plain([1], shards=0, batch_size=1)
-    for option in ("assignment", "microbatch_order", "when_short", "meeting"):
+    for option in ("assignment", "microbatch_order", "when_short", "when_long", "row_width", "meeting"):
         with pytest.raises(ValueError, match=f"{option} is 'zzz', but has to be one of"):
             shard_packed([1], shards=1, batch_size=1, max_tokens_per_microbatch=1, **{option: "zzz"})
 
@@ -343,6 +373,159 @@ def test_small_numbers_of_numpy_are_numbers():
     small = {name: np.uint8(number) for name, number in options.items()}
     for shard in (shard_packed, shard_dynamic):
         assert shard(lengths, **options).slots == shard(np.array(lengths, dtype=np.uint8), **small).slots
+
+
+@given(batches(modes=("packed", "round_robin", "dynamic")), st.integers(1, 60))
+def test_a_sequence_over_the_budget_may_be_alone(case, budget):
+    """The other microbatches keep the budget, and all other rules of a cut hold."""
+    sharding = cut({**case, "budget": budget}, when_long="alone")
+
+    multiple = case["multiple"]
+    padded = [-(-length // multiple) * multiple for length in case["lengths"]]
+    event(f"sequences over the budget: {min(sum(width > budget for width in padded), 3)}, {case['mode']}")
+    require_rules(sharding, {**case, "budget": max(budget, *padded, 0)})
+    for members, positions in zip(sharding.slots, sharding.positions.tolist(), strict=True):
+        assert positions <= budget or len(members) == 1
+    assert all(0 < batch.packing.utilisation <= 1 for batch in batch_metrics(sharding))
+
+
+@given(batches(modes=("packed", "round_robin")), st.integers(1, 6), st.integers(1, 3))
+def test_a_worker_has_at_least_so_many_microbatches(case, least, multiple):
+    """Also in multiples, filled with weight 0 where sequences are too few."""
+    sharding = cut(case, min_microbatches=least, microbatch_multiple=multiple)
+
+    require_rules(sharding, case)
+    own = cut(case, microbatch_multiple=multiple).num_microbatches
+    assert tuple(max(num, -(-least // multiple) * multiple) for num in own) == sharding.num_microbatches
+
+
+@given(batches(), st.data())
+def test_every_global_batch_has_the_size_that_is_asked_for(case, data):
+    """In the order of the batch; equal sizes are one number written often."""
+    sizes, left = [], len(case["lengths"])
+    while left:
+        sizes.append(data.draw(st.integers(1, left)))
+        left -= sizes[-1]
+    sharding = cut({**case, "batch_size": sizes})
+
+    ends = np.cumsum(sizes)
+    for number, (size, end) in enumerate(zip(sizes, ends.tolist(), strict=True)):
+        parts = [worker[number] for worker in sharding]
+        found = sorted(index for part in parts for index in part.indices[part.weights == 1].tolist())
+        assert list(range(end - size, end)) == found
+    whole = [case["batch_size"]] * (len(case["lengths"]) // case["batch_size"])
+    rest = len(case["lengths"]) - sum(whole)
+    named = cut({**case, "batch_size": np.array(whole + [rest] * (rest > 0))})
+    assert cut(case).slots == named.slots
+
+
+@given(batches(modes=("packed",)), st.data())
+def test_a_group_stays_on_one_worker(case, data):
+    """Whatever the labels, and with all rules of a cut, options included."""
+    num, size = len(case["lengths"]), case["batch_size"]
+    labels = data.draw(st.lists(st.integers(-5, 5), min_size=num, max_size=num))
+    groups = [100 * (index // size) + label for index, label in enumerate(labels)]
+    least, multiple, meeting = (
+        data.draw(st.sampled_from(choices)) for choices in ([1, 3], [1, 2], ["step", "microbatch"])
+    )
+    options = {"min_microbatches": least, "microbatch_multiple": multiple, "meeting": meeting}
+    sharding = cut(case, groups=groups, **options)
+
+    require_rules(sharding, case)
+    assert all(num >= least and num % multiple == 0 for num in sharding.num_microbatches)
+    owners = {}
+    for rank, worker in enumerate(sharding):
+        for batch in worker:
+            for index in batch.indices[batch.weights == 1].tolist():
+                owners.setdefault(groups[index], set()).add(rank)
+    event(f"workers with groups: {len(set().union(*owners.values()))}, filler: {sharding.num_filler > 0}")
+    assert {1} == set(map(len, owners.values()))
+
+
+def test_groups_are_spread_by_their_work():
+    """16 groups of 8 answers on 4 workers: nearly even, in at most a round more than sequences."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(50, 800, 128) * np.repeat(rng.integers(1, 4, 16), 8)
+    options = {"shards": 4, "batch_size": 128, "max_tokens_per_microbatch": 8192}
+
+    sharding = shard_packed(lengths, **options, groups=np.repeat(np.arange(16), 8))
+
+    (metrics,) = batch_metrics(sharding)
+    in_order = np.square(lengths, dtype=float).reshape(4, -1).sum(axis=1)
+    assert metrics.work_imbalance < 1.06 < in_order.max() / in_order.mean()
+    assert sharding.num_microbatches[0] <= shard_packed(lengths, **options).num_microbatches[0] + 1
+
+
+@pytest.mark.parametrize("mode", ["packed", "dynamic", "plain"])
+def test_works_may_be_plain_numbers(mode):
+    """A microbatch has the sum of its sequences' works; a model's own works cut alike."""
+    case = {"mode": mode, "lengths": [9, 4, 7, 1, 5, 3], "shards": 2, "batch_size": 6, "multiple": 1, "budget": 12}
+    works = [5.0, 1.0, 2.0, 0.0, 9.0, 4.0]
+    sharding = cut(case, work=works)
+
+    assert [sum(works[i] for i in members) for members in sharding.slots] == sharding.works.tolist()
+    if mode == "packed":
+        numbers = MODEL.sample_flops(case["lengths"])
+        assert cut(case, work=MODEL).slots == cut(case, work=numbers).slots
+        even = sharding.by_worker(sharding.works).sum(axis=1)
+        assert np.ptp(even) <= 1
+
+
+@given(batches(), st.data())
+def test_work_of_media_is_added_to_that_of_the_text(case, data):
+    """To each microbatch, that of its own sequences; and sequences are spread by both together."""
+    num = len(case["lengths"])
+    media = data.draw(st.lists(st.integers(0, 9000), min_size=num, max_size=num))
+    sharding = cut(case, media_work=media)
+
+    if sharding.mode == "packed":
+        padded = [-(-length // case["multiple"]) * case["multiple"] for length in case["lengths"]]
+        numbers = [float(width**2 + extra) for width, extra in zip(padded, media, strict=True)]
+        alone = cut(case, work=numbers)
+        assert alone.slots == sharding.slots
+        assert alone.works.tolist() == sharding.works.tolist()
+    else:
+        text = cut(case)
+        assert text.slots == sharding.slots
+        own = [sum(media[i] for i in members) for members in sharding.slots]
+        assert own == (sharding.works - text.works).tolist()
+
+
+@given(batches(modes=("packed", "round_robin")))
+def test_rows_of_one_width(case):
+    """That of the longest row of a global batch, or the budget; metrics count these positions."""
+    multiple = case["multiple"]
+    case["budget"] += -case["budget"] % multiple
+    own, longest, budget = (cut(case, row_width=name) for name in ("own", "longest", "budget"))
+
+    assert own.slots == longest.slots == budget.slots
+    assert {case["budget"]} == set(budget.widths.tolist())
+    for number in range(len(own.num_microbatches)):
+        widths = {width for worker in longest for width in worker[number].widths.tolist()}
+        assert {max(int(worker[number].widths.max()) for worker in own)} == widths
+    assert case["budget"] * len(budget.slots) == pooled(batch_metrics(budget)).computed_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"groups": [1, 1, 2], "assignment": "round_robin"}, "assignment='round_robin' assigns packs in turn"),
+        ({"groups": [1, 2]}, r"groups are labels of shape \(2,\) and type int64, but the batch has 3"),
+        ({"groups": [1.5, 2.5, 2.5]}, "type float64"),
+        ({"groups": [7, 1, 7], "batch_size": 2}, "group 7 has sequences in global batches 0 and 1"),
+        ({"groups": [1, 1, 1], "when_short": "error"}, "have 1 sequence fewer than its 1"),
+        ({"row_width": "budget", "when_long": "alone"}, "exclude each other"),
+        ({"row_width": "budget", "sequence_length_pad_multiple": 4}, "do not end at a multiple of 4"),
+        ({"batch_size": [2, 2]}, "batch_size adds up to 4, but the batch has 3 sequences"),
+        ({"batch_size": []}, "batch_size adds up to 0"),
+        ({"work": [1.0, 2.0]}, "works and sequences differ in number"),
+        ({"work": [1.0, -2.0, 1.0]}, "work 1 is -2.0"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(options, says):
+    """With their names, before anything is cut."""
+    with pytest.raises(ArgumentError, match=says):
+        shard_packed([3, 2, 4], **{"shards": 2, "batch_size": 3, "max_tokens_per_microbatch": 10, **options})
 
 
 @given(batches())

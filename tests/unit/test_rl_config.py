@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from packplan.core.config import changed_settings, resume_faults, resume_values
 from tests.documents import faults_of, parsed
 
 PACKING = {"sequence_packing": {"enabled": True}}
@@ -14,7 +17,8 @@ DYNAMIC = {"dynamic_batching": {"enabled": True}}
     "policy",
     [{}, PACKING, DYNAMIC, {**DYNAMIC, "sequence_packing": {"enabled": False}},
      {"sequence_packing": {"enabled": True, "sequence_length_round": 16}, "context_parallel_size": 2},
-     {"sequence_packing": {"enabled": True, "sequence_length_round": 3}}],
+     {"sequence_packing": {"enabled": True, "sequence_length_round": 3}},
+     {"sequence_packing": {"enabled": True, "sequence_length_round": 16, "row_width": "budget"}}],
 )  # fmt: skip
 def test_each_mode_is_accepted(policy):
     """
@@ -38,8 +42,16 @@ def test_each_mode_is_accepted(policy):
          "policy.sequence_packing.train_mb_tokens", "is 79, but a sequence may take 80"),
         ({"policy.dynamic_batching": {"enabled": True, "logprob_mb_tokens": 127}},
          "policy.dynamic_batching.logprob_mb_tokens", "is 127, but a sequence may take 128"),
+        ({"policy.sequence_packing": {"enabled": True, "sequence_length_round": 8, "row_width": "budget",
+                                      "logprob_mb_tokens": 1001}},
+         "policy.sequence_packing.logprob_mb_tokens", "a multiple of 8 (sequence_length_round): set it to 1,008"),
         ({"policy.sequence_packing": {"enabled": True, "sequence_length_round": 20}, "policy.context_parallel_size": 4},
-         "policy.sequence_packing.sequence_length_round", "a multiple of 8 (2 * context_parallel_size): set it to 24"),
+         "policy.sequence_packing.sequence_length_round", "a multiple of 8 (2 * context_parallel_size, times"),
+        ({"policy": {**PACKING, "tensor_parallel_size": 4}}, "policy.sequence_packing.sequence_length_round",
+         "need a multiple of 4 (2 * "),
+        ({"training.tuner_type": "lora", "policy.tensor_parallel_size": 2}, "policy.tensor_parallel_size",
+         "adapters are added to them: set it to 1"),
+        ({"policy.sharding": "fsdp1"}, "policy.sharding", "has to be one of"),
         ({"policy.sequence_packing": {"enabled": True, "sequence_length_round": 4}, "policy.context_parallel_size": 2,
           "grpo.loss": "m:f"}, "grpo.loss", "is of your own"),
         ({"policy.train_micro_batch_size": 0}, "policy.train_micro_batch_size", "is 0, but has to be at least 1"),
@@ -50,10 +62,17 @@ def test_each_mode_is_accepted(policy):
         ({"policy.dynamic_batching": True}, "policy.dynamic_batching", "is True, but has to be a section of keys"),
         ({"grpo.save_every": 0}, "grpo.save_every", "is 0, but has to be at least 1"),
         ({"grpo.num_steps": 0}, "grpo.num_steps", "is 0, but has to be at least 1"),
-        ({"grpo.num_generations_per_prompt": 1}, "grpo.num_generations_per_prompt", "at least 2: answers are"),
+        ({"grpo.num_generations_per_prompt": 1}, "grpo.num_generations_per_prompt", "is 1, but answers are compared"),
+        ({"grpo": {"entropy_coefficient": 0.1, "loss": "m:f"}}, "grpo.entropy_coefficient", "but by losses by name"),
+        ({"grpo": {"baseline": "value", "loss": "m:f"}}, "grpo.baseline", "which losses by name train"),
+        ({"grpo.gae_lambda": 1}, "grpo.gae_lambda", "without a value head: set grpo.baseline: value"),
+        ({"grpo.importance_max": 3}, "grpo.importance_max", "without a correction"),
+        ({"grpo": {"importance_correction": "truncated", "importance_min": 0.1}}, "grpo.importance_min", "icepop"),
+        ({"grpo": {"importance_correction": "icepop", "importance_min": 2}}, "grpo.importance_min", "to be below"),
+        ({"grpo": {"loss": "gspo", "force_on_policy_ratio": True}}, "grpo.force_on_policy_ratio", "not read by"),
         ({"grpo.temperature": 0}, "grpo.temperature", "is 0.0, but has to be above 0"),
         ({"grpo.kl_coefficient": -1}, "grpo.kl_coefficient", "is -1.0, but has to be at least 0"),
-        ({"grpo": {"loss": "reinforce", "ratio_clip_max": 0.3}}, "grpo.ratio_clip_max", "but by cispo and clipped"),
+        ({"grpo": {"loss": "reinforce", "ratio_clip_max": 0.3}}, "grpo.ratio_clip_max", "is not read by"),
         ({"grpo": {"loss": "cispo", "ratio_clip_c": 3}}, "grpo.ratio_clip_c", "is not read by grpo.loss: cispo"),
         ({"grpo.ratio_clip_c": 1}, "grpo.ratio_clip_c", "is 1.0, but has to be above 1"),
         ({"grpo.kl_estimator": "k1"}, "grpo.kl_estimator", "changes nothing without a penalty"),
@@ -63,7 +82,6 @@ def test_each_mode_is_accepted(policy):
         # Keys of other trainings.
         ({"training.warmup_steps": 3}, "training.warmup_steps", "which takes ddp_timeout, learning_rate"),
         ({"training.effective_batch_size": 4}, "training.effective_batch_size", "is not used by app.rl"),
-        ({"training.resume_from_checkpoint": "last"}, "training.resume_from_checkpoint", "is not used by app.rl"),
         ({"training.max_steps": 1}, "training.max_steps", "is not used by app.rl"),
         *[({"training.learning_rate": rate}, "training.learning_rate", "but has to be a number of at least 0")
           for rate in (-1, float("nan"), float("inf"))],
@@ -79,3 +97,31 @@ def test_what_does_not_go_together_is_refused(keys, key, says):
 
     assert {key} == set(found)
     assert says in found[key]
+
+
+VALUES = st.dictionaries(st.sampled_from(["training.seed", "model.model", "grpo.reward", "grpo.loss"]), st.text("ab"))
+
+
+@given(VALUES, VALUES)
+def test_every_changed_setting_of_a_resumed_run_is_refused_or_named(then, now):
+    """Model, data, seed and batch sizes may not change; others are told with both values."""
+    refused = {fault.path for fault in resume_faults("checkpoint-1", then, now)}
+    told = {text.partition(" ")[0] for text in changed_settings(then, now)}
+
+    changed = {key for key in {*then, *now} if then.get(key) != now.get(key)}
+    assert changed & {"training.seed", "model.model"} == refused
+    assert changed - refused == told
+
+
+def test_what_a_checkpoint_keeps_leaves_the_number_of_steps_free():
+    """Digest of the prompts and name of the model in place of their paths."""
+    runs = [
+        parsed({"policy": PACKING, "grpo.num_steps": steps, "grpo.save_every": steps}, rl=True, learning_rate=rate)
+        for steps, rate in ((3, 1e-5), (4, 1e-6))
+    ]
+    first, second = (resume_values(run, model="whole path", prompts="digest") for run in runs)
+
+    assert ('"whole path"', '"digest"') == (first["model.model"], first["custom.train_jsonl"])
+    assert ["training.learning_rate (1e-05, now 1e-06)"] == changed_settings(first, second)
+    (fault,) = resume_faults("checkpoint-1", first, {**first, "custom.train_jsonl": "another"})
+    assert "gives other prompts or answers" in fault.reason

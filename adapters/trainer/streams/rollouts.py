@@ -8,16 +8,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from packplan.adapters.answers import generate, score
+from packplan.adapters.answers import end_tokens, generate, score
 from packplan.adapters.loaders.positions import TYPES
 from packplan.adapters.models import evaluating
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.trainer.loader import collated_as
 from packplan.adapters.trainer.packed_dataset import Sample
 from packplan.adapters.trainer.vision import model_media
-from packplan.core.rl import Reward, Sampling
+from packplan.core.rl import Reward, Sampling, draw_keys
 from packplan.core.stream import Item, Order
 
 
@@ -80,6 +81,7 @@ class RolloutStream(RecordStream):
         sampling: Sampling,
         group_size: int,
         max_tokens: int,
+        seed: int,
     ) -> None:
         """
         Answer the prompts of a data set.
@@ -92,8 +94,10 @@ class RolloutStream(RecordStream):
             sampling: Number, length and temperature of the answers.
             group_size: Prompts that are answered before the first of their answers is a sample.
             max_tokens: Most tokens of a batch of answers, with their prompts.
+            seed: Seed of the answers; each follows from it, the epoch, and its place.
         """
         super().__init__(samples, order)
+        self._seed, self._epoch = seed, 0
         self._model, self._reward, self._sampling = model, reward, sampling
         self._group_size, self._max_tokens = group_size, max_tokens
         self._scores: list[float] = []
@@ -103,17 +107,23 @@ class RolloutStream(RecordStream):
         """Answer the prompts of some places, group by group, and yield the best answers."""
         for first in range(0, len(places), self._group_size):
             group = places[first : first + self._group_size]
-            answers = zip(group, self.answers([self.index(place) for place in group]), strict=True)
+            answers = zip(group, self.answers(group), strict=True)
             yield len(group), [Item(place, text) for place, texts in answers for text in self._best(place, texts)]
 
-    def answers(self, indices: Sequence[int]) -> list[list[str]]:
-        """Return the model's answers to each prompt."""
-        prompts = [self.encoded.prompt(index) for index in indices]
+    def set_epoch(self, epoch: int) -> None:
+        """Use the order of *epoch*, and draw other answers, from now on."""
+        super().set_epoch(epoch)
+        self._epoch = epoch
+
+    def answers(self, places: Sequence[int]) -> list[list[str]]:
+        """Return the model's answers to the prompt at each place of the epoch."""
+        prompts = [self.encoded.prompt(self.index(place)) for place in places]
         lengths = [len(prompt["input_ids"]) for prompt in prompts]
         found: dict[int, list[str]] = {}
         for batch in self._sampling.batches(lengths, max_tokens=self._max_tokens):
-            found |= zip(batch, self._generate([prompts[place] for place in batch]), strict=True)
-        return [found[place] for place in range(len(indices))]
+            drawn = self._generate([prompts[number] for number in batch], [places[number] for number in batch])
+            found |= zip(batch, drawn, strict=True)
+        return [found[number] for number in range(len(places))]
 
     def logs(self) -> Mapping[str, tuple[float, int]]:
         """Return the rewards of all answers, and of the kept ones, since the last call."""
@@ -132,24 +142,28 @@ class RolloutStream(RecordStream):
         self._kept += [points for points, _ in best]
         return [text for _, text in best]
 
-    def _generate(self, prompts: Sequence[Sample]) -> list[list[str]]:
+    def _generate(self, prompts: Sequence[Sample], places: Sequence[int]) -> list[list[str]]:
         """Return the answers to each of some encoded prompts, which are one batch."""
-        template, sampling = self.encoded.template, self._sampling
-        # Each prompt is a row for each answer: transformers, asked for several answers, repeats
-        # images one by one, which is another order than a prompt's.
-        rows = [dict(prompt) for prompt in prompts for _ in range(sampling.completions)]
+        template, num = self.encoded.template, self._sampling.completions
+        keys = draw_keys(
+            seed=self._seed, step=self._epoch, prompts=np.repeat(places, num).tolist(),
+            generations=[*range(num)] * len(places), num=self._sampling.max_new_tokens,
+        )  # fmt: skip
         # ms-swift's hooks prepare inputs for training; generation uses the model's own inputs.
-        with evaluating(self._model), torch.no_grad(), template.generate_context():
+        with evaluating(self._model), template.generate_context():
             answers = generate(
                 self._model,
-                self._padded(rows),
-                num=1,
-                max_new_tokens=sampling.max_new_tokens,
-                temperature=sampling.temperature,
+                self._padded([dict(prompt) for prompt in prompts]),
+                keys=keys,
+                temperature=self._sampling.temperature,
                 padding=template.tokenizer.pad_token_id,
+                ends=end_tokens(self._model, template.tokenizer),
             )
-        texts = template.tokenizer.batch_decode(answers, skip_special_tokens=True)
-        return [texts[first : first + sampling.completions] for first in range(0, len(texts), sampling.completions)]
+        texts = [
+            template.tokenizer.decode(tokens[:length], skip_special_tokens=True)
+            for tokens, length in zip(answers.tokens, answers.lengths.tolist(), strict=True)
+        ]
+        return [texts[first : first + num] for first in range(0, len(texts), num)]
 
     def _padded(self, rows: list[Sample]) -> dict[str, torch.Tensor]:
         """Return encoded prompts and their media as inputs of the model; changes the rows."""

@@ -42,7 +42,10 @@ def run_forecast(
     """
     trained = EpochStats.from_schedule(stats, schedule, schedule.at(schedule.start.step).epoch)
     forward = None if evaluated is None else evaluation_terms(config, evaluated)
-    return forecast_run(timing, trained, schedule, flops, evaluated=forward, every=_every(config, schedule))
+    return forecast_run(
+        timing, trained, schedule, flops, evaluated=forward, every=_every(config, schedule),
+        evaluates_first=bool(config.training.trainer.get("eval_on_start")),
+    )  # fmt: skip
 
 
 def evaluation_terms(config: RunConfig, planned: PlannedSplit) -> StepTerms:

@@ -58,9 +58,15 @@ def calibration_key(config: RunConfig, *, world_size: int, attention: str | None
             "training.tuner_type": training.tuner_type,
             "training.freeze_llm": training.freeze_llm,
             "training.freeze_vit": training.freeze_vit,
+            "training.logging_steps is 1": logs_each_step(config),
             **settings,
         }
     )
+
+
+def logs_each_step(config: RunConfig) -> bool:
+    """Return whether each step is logged, and so takes longer."""
+    return bool(config.training.trainer.get("logging_steps") == 1)
 
 
 def find_timing(config: RunConfig, *, world_size: int, attention: str | None, device: str | None = None) -> Timing:

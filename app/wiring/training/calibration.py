@@ -20,7 +20,7 @@ from packplan.adapters.trainer.static import PackTrainer
 from packplan.app.planning.schedule import meeting_point
 from packplan.app.planning.split import PlannedSplit
 from packplan.app.wiring.forecasts.runs import evaluation_terms
-from packplan.app.wiring.forecasts.timings import calibration_key, open_calibrations
+from packplan.app.wiring.forecasts.timings import calibration_key, logs_each_step, open_calibrations
 from packplan.app.wiring.works import work_of
 from packplan.core.align import align_plan
 from packplan.core.config import RunConfig
@@ -35,7 +35,10 @@ _EVALUATED = 8
 
 
 def calibrated_run(config: RunConfig) -> RunConfig:
-    """Return a run that trains without logs, and evaluates and saves at its last step alone."""
+    """
+    Return a run that evaluates and saves at its last step alone, and logs each step or none: the
+    accuracy of tokens is computed where a step is logged.
+    """
     training, end = config.training, 10**9
     evaluates = bool(config.custom.val_jsonl) and training.trainer.get("eval_strategy") != "no"
     trainer = {
@@ -44,7 +47,7 @@ def calibrated_run(config: RunConfig) -> RunConfig:
         "eval_steps": end,
         "save_strategy": "no" if training.trainer.get("save_strategy") == "no" else "steps",
         "save_steps": end,
-        "logging_steps": end,
+        "logging_steps": 1 if logs_each_step(config) else end,
         "load_best_model_at_end": False,
         "eval_on_start": False,
         "push_to_hub": False,

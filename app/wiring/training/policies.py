@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,6 +20,9 @@ from packplan.adapters.trainer.vision import DummyImage
 from packplan.adapters.workers.media import never_sample_placeholders
 from packplan.adapters.workers.policy import PolicySettings, PolicyWorker
 from packplan.adapters.workers.ranks import RankWorkers
+from packplan.adapters.workers.server import ServerEngine
+from packplan.adapters.workers.sharding import RankGrid
+from packplan.adapters.workers.value_head import ValueHead
 from packplan.app.wiring.functions import named_function
 from packplan.app.wiring.stores import read_config
 from packplan.app.wiring.training.ranks import join_ranks, joined_ranks, require_same_weights
@@ -46,22 +48,39 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder, atte
         samples: The prompts; their template encodes answers too.
         attention: Attention of the run.
     """
-    if group.world_size % config.policy.context_parallel_size:
-        reason = (
-            f"is {config.policy.context_parallel_size}, which does not divide {group.world_size} workers: start a "
-            "multiple"
-        )
-        raise ConfigError.at("policy.context_parallel_size", reason)
     grpo, trainer, policy = config.grpo, config.training.trainer, config.policy
+    for name, size in (("context_parallel_size", policy.context_parallel_size),
+                       ("tensor_parallel_size", policy.ranks_per_shard)):  # fmt: skip
+        if group.world_size % size:
+            reason = (
+                f"needs workers in groups of {size}, which does not divide {group.world_size} workers: start a multiple"
+            )
+            raise ConfigError.at(f"policy.{name}", reason)
     cuda = torch.cuda.is_available() and not runs_on_cpu(trainer)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     log.info("attention: %s", attention)
-    open_one = partial(open_model, config.model, config.training, attention=attention, device=device)
-    model: Any = open_one()
-    require_same_weights(group, model)
-    reference = None
+    grid = RankGrid.from_sizes(
+        device,
+        cp_size=policy.context_parallel_size,
+        tp_size=policy.tensor_parallel_size,
+        fully=policy.sharding == "fsdp2",
+    )
+    # Parts go to the device layer by layer, which need not hold the whole model.
+    first = torch.device("cpu") if grid.is_sharded else device
+
+    def open_one(*, with_values: bool = False) -> tuple[Any, ValueHead | None]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.training.seed)  # adapters begin at random
+            opened = open_model(config.model, config.training, attention=attention, device=first)
+        require_same_weights(group, opened)
+        head = ValueHead(opened) if with_values else None
+        grid.shard(opened)
+        return opened.to(device), head
+
+    (model, value_head), reference = open_one(with_values=grpo.baseline == "value"), None
     if grpo.kl_coefficient:
-        reference = open_one().eval().requires_grad_(requires_grad=False)
+        reference = open_one()[0].eval().requires_grad_(requires_grad=False)
+    tokenizer, command = samples.template.tokenizer, grpo.engine_command
     if samples.sees_images:
         for one in filter(None, (model, reference)):
             never_sample_placeholders(one)
@@ -73,12 +92,15 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder, atte
                 DummyImage.from_model(one, samples.template).ensure_seen(passes=passes)
     return PolicyWorker(
         model,
+        engine=None if command is None else ServerEngine(command, tokenizer=tokenizer, group=group),
         reference=reference,
-        tokenizer=samples.template.tokenizer,
+        tokenizer=tokenizer,
         processor=samples.template.processor,
         reward=named_function(grpo.reward, REWARDS, key="grpo.reward"),
         loss=_open_loss(config),
         group=group,
+        grid=grid,
+        value_head=value_head,
         settings=PolicySettings(
             temperature=grpo.temperature,
             max_new_tokens=grpo.max_new_tokens,
@@ -87,6 +109,7 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder, atte
             weight_decay=float(trainer.get("weight_decay", 0.0)),
             max_grad_norm=float(trainer.get("max_grad_norm", 1.0)),
             context_parallel_size=policy.context_parallel_size,
+            ranks_per_shard=policy.ranks_per_shard,
         ),
     )
 
@@ -144,4 +167,8 @@ def open_workers(
             ray.close()
         return
     with joined_ranks(config) as group:
-        yield RankWorkers(open_policy(config, group, samples, attention), group)
+        policy = open_policy(config, group, samples, attention)
+        try:
+            yield RankWorkers(policy, group)
+        finally:
+            policy.close()

@@ -345,6 +345,7 @@ def build_stream_trainer(
             sampling=sampling,
             group_size=max(1, training.packing_buffer // (2 * sampling.keep)),
             max_tokens=_PACKS_OF_ANSWERS * config.packing_length,
+            seed=training.seed,
         )
     options = CarryOptions(
         packing_length=config.packing_length,

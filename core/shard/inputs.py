@@ -1,0 +1,153 @@
+"""Arguments that all ways of sharding share, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Literal, Self, get_args
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from packplan.core.errors import ArgumentError, counted
+from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, positive, squares
+from packplan.core.work import WorkModel
+
+FloatArray = NDArray[np.floating | np.integer]
+
+Work = WorkModel | Sequence[float] | FloatArray
+"""Work of a model, or the work of each sequence in any unit."""
+
+BatchSize = int | Sequence[int] | NDArray[np.integer]
+"""Sequences of every global batch, or of each."""
+
+WhenLong = Literal["error", "alone"]
+"""Whether a sequence over the budget is an error or a microbatch of its own."""
+
+WhenShort = Literal["fill", "error"]
+"""Whether too few sequences are filled up with weight 0 or an error."""
+
+
+def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """
+    Require that an option is one of its values.
+
+    Args:
+        name: Name of the option.
+        value: Value that was given.
+        choices: Values that it may have.
+
+    Raises:
+        ValueError: It has another one.
+    """
+    if value not in choices:
+        message = f"{name} is {value!r}, but has to be one of {', '.join(choices)}"
+        raise ValueError(message)
+
+
+def padded_lengths(
+    lengths: Lengths, multiple: int, capacity: int | None = None, when_long: WhenLong = "error"
+) -> tuple[IntArray, IntArray]:
+    """
+    Return lengths, and lengths rounded up.
+
+    Args:
+        lengths: Tokens of each sequence, >= 1.
+        multiple: Divisor of rounded lengths.
+        capacity: Positions of a microbatch; None for no limit.
+        when_long: Whether a sequence over the capacity is an ArgumentError.
+    """
+    one_of("when_long", when_long, get_args(WhenLong))
+    array = as_lengths(lengths)
+    multiple = positive("the pad multiple", multiple)
+    padded = -(-array // multiple) * multiple
+    if capacity is not None and when_long == "error" and array.size and int(padded.max()) > capacity:
+        over = np.flatnonzero(padded > capacity)
+        index, widest = int(over[0]), int(padded.max())
+        length, width = int(array[index]), int(padded[index])
+        rounded = f", {width:,} when padded," if width != length else ""
+        others = f"; {over.size:,} sequences are too wide, the widest {widest:,}" if over.size > 1 else ""
+        fact = (
+            f"sequence {index} has {counted(length, 'token')}{rounded} but a microbatch holds {capacity:,} "
+            f"(max_tokens_per_microbatch){others}"
+        )
+        raise ArgumentError("over_budget", fact, {"index": index, "num_over": over.size, "widest": widest})
+    return array, padded
+
+
+@attrs.frozen(eq=False)
+class SequenceWorks:
+    """Work of sequences: that of the rows they are in, and that of each sequence beside it."""
+
+    of_rows: Callable[[IntArray], NDArray[np.float64]]
+    """Work of rows of one sequence each, from their widths."""
+
+    own: NDArray[np.float64]
+    """Work of each sequence that no padding changes; shape (num_sequences,)."""
+
+    @classmethod
+    def from_arguments(cls, work: Work | None, media_work: Sequence[float] | FloatArray | None, num: int) -> Self:
+        """
+        Return the works of sequences.
+
+        Args:
+            work: Work of the model or of each sequence; None counts squares of widths.
+            media_work: Work of each sequence's images and videos; None for none.
+            num: Sequences.
+
+        Raises:
+            ArgumentError: Numbers are not one for each sequence, or negative.
+        """
+        own = np.zeros(num) if media_work is None else checked_works(media_work, num, of="media")
+        if work is None:
+            return cls(squares, own)
+        if isinstance(work, WorkModel):
+            return cls(work.sample_flops, own)
+        return cls(lambda widths: np.zeros(widths.shape), own + checked_works(work, num, of="sequences"))
+
+
+def global_batches(num: int, batch_size: BatchSize) -> list[range]:
+    """
+    Return the sequences of each global batch.
+
+    Args:
+        num: Sequences of the batch.
+        batch_size: Sequences of every global batch, the last one perhaps fewer; or of each.
+
+    Raises:
+        ArgumentError: There is no sequence, or the sizes of the global batches add up to others.
+    """
+    if not num:
+        raise ArgumentError("batch", "the batch has no sequence, so there is nothing to cut")
+    if isinstance(batch_size, (Sequence, np.ndarray)):
+        ends = np.cumsum([positive("batch_size", size) for size in batch_size]).tolist()
+        if not ends or ends[-1] != num:
+            sizes, sequences = sum(batch_size), counted(num, "sequence")
+            raise ArgumentError("batch", f"batch_size adds up to {sizes:,}, but the batch has {sequences}")
+        return [range(start, end) for start, end in pairwise([0, *ends])]
+    size = positive("batch_size", batch_size)
+    return [range(start, min(start + size, num)) for start in range(0, num, size)]
+
+
+def filled(costs: IntArray, wanted: int, when_short: WhenShort) -> IntArray:
+    """
+    Return the sequences of a global batch, filled with the shortest; shape (>= wanted,).
+
+    Args:
+        costs: Positions of each sequence.
+        wanted: Fewest slots.
+        when_short: Whether to fill or raise if there are fewer sequences.
+
+    Raises:
+        ArgumentError: There are fewer, and *when_short* is `error`.
+    """
+    short = max(0, wanted - costs.size)
+    one_of("when_short", when_short, get_args(WhenShort))
+    if short and when_short == "error":
+        fact = (
+            f"{counted(costs.size, 'sequence')} cannot give {counted(wanted, 'microbatch')} or workers one each: "
+            "fill up with weight 0 (when_short='fill')"
+        )
+        raise ArgumentError("batch", fact)
+    return np.concatenate([np.arange(costs.size), np.full(short, costs.argmin())])

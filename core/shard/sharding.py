@@ -1,0 +1,238 @@
+"""
+Microbatches of each data-parallel worker, cut from an RL batch.
+
+Every `Sharding` keeps these rules:
+
+- Global batches stay separate and in order.
+- In a global batch every worker has the same number of microbatches, none of them empty.
+- Every sequence is in exactly one microbatch with weight 1.
+- Filler is the shortest sequence of the global batch with weight 0.
+- No microbatch has more positions than the budget, but for a sequence that is over it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Literal, TypeVar
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from packplan.core.lengths import IntArray
+from packplan.core.packs import Packs
+from packplan.core.shard.inputs import SequenceWorks
+
+Mode = Literal["packed", "dynamic", "plain"]
+
+_Number = TypeVar("_Number", np.int64, np.float64)
+
+
+@attrs.frozen(eq=False)
+class ShardBatch:
+    """Microbatches of one worker in one global batch."""
+
+    indices: IntArray
+    """Sequence of each slot; shape (num_slots,)."""
+
+    weights: IntArray
+    """Weight of each slot: 1, or 0 for filler; shape (num_slots,)."""
+
+    offsets: IntArray
+    """
+    Start of each microbatch in `indices`, and the end of the last; shape (num_microbatches + 1,).
+    """
+
+    widths: IntArray
+    """
+    Positions of the row of a packed microbatch, or of every row of a padded one; shape
+    (num_microbatches,).
+    """
+
+    @property
+    def boundaries(self) -> list[list[int]]:
+        """First slot of each microbatch, and the slot after its last."""
+        return [[int(start), int(stop)] for start, stop in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
+
+    @property
+    def microbatches(self) -> list[list[int]]:
+        """Sequences of each microbatch."""
+        return [self.indices[start:stop].tolist() for start, stop in self.boundaries]
+
+
+@attrs.frozen(eq=False)
+class Sharding:
+    """
+    A batch cut into microbatches of its workers.
+
+    `results[sharding.restore]` brings results of slots, worker after worker, back into the order of
+    the batch. `order[restore]` counts up from 0.
+    """
+
+    mode: Mode
+
+    num_shards: int
+    """Data-parallel workers."""
+
+    num_microbatches: tuple[int, ...]
+    """Microbatches of every worker in each global batch."""
+
+    lengths: IntArray
+    """Tokens of each sequence; shape (num_sequences,)."""
+
+    slots: Packs
+    """Microbatches of worker 0 over all global batches, then those of worker 1, and so on."""
+
+    weights: IntArray
+    """Weight of each slot: 1, or 0 for filler; shape (num_slots,)."""
+
+    widths: IntArray
+    """
+    Positions of the row of a packed microbatch, or of every row of a padded one; shape
+    (num_microbatches,).
+    """
+
+    positions: IntArray
+    """Positions of each microbatch; shape (num_microbatches,)."""
+
+    works: NDArray[np.float64]
+    """
+    Work of each microbatch, with the padding of its sequences. It is in FLOPs if the model's work
+    was given, or the sum of the sequences' own works if these were. Otherwise it is the sum of the
+    squares of row widths, or of sequence lengths if packed.
+    """
+
+    capacity: int
+    """Limit of positions of a microbatch; more than the budget if a sequence is over it."""
+
+    multiple: int
+    """Pad multiple of sequences in a packed row, or of the width of padded rows."""
+
+    @property
+    def order(self) -> IntArray:
+        """Sequence of each slot, worker after worker; shape (num_slots,)."""
+        return self.slots.indices
+
+    @cached_property
+    def restore(self) -> IntArray:
+        """Slot of each sequence; shape (num_sequences,)."""
+        restore = np.empty(self.lengths.size, dtype=np.int64)
+        real = np.flatnonzero(self.weights)
+        restore[self.order[real]] = real
+        return restore
+
+    @property
+    def num_filler(self) -> int:
+        """Slots of weight 0."""
+        return int(self.weights.size - self.lengths.size)
+
+    def by_worker(self, values: NDArray[_Number]) -> NDArray[_Number]:
+        """
+        Return values of microbatches in shape (num_shards, microbatches of a worker in all global
+        batches).
+        """
+        return values.reshape(self.num_shards, -1)
+
+    def shard(self, rank: int) -> tuple[ShardBatch, ...]:
+        """Return the microbatches of worker *rank*, one value for each global batch."""
+        ends = np.cumsum(self.num_microbatches) + range(self.num_shards)[rank] * sum(self.num_microbatches)
+        return tuple(self._part(int(end) - num, int(end)) for num, end in zip(self.num_microbatches, ends, strict=True))
+
+    def _part(self, start: int, stop: int) -> ShardBatch:
+        offsets = self.slots.offsets[start : stop + 1]
+        held = slice(offsets[0], offsets[-1])
+        return ShardBatch(self.slots.indices[held], self.weights[held], offsets - offsets[0], self.widths[start:stop])
+
+    def __len__(self) -> int:
+        return self.num_shards
+
+    def __iter__(self) -> Iterator[tuple[ShardBatch, ...]]:
+        return map(self.shard, range(self.num_shards))
+
+
+@attrs.frozen(eq=False)
+class Part:
+    """A global batch, cut into microbatches."""
+
+    sequences: IntArray
+    """
+    Sequences of the batch, in order inside each microbatch; shape (num_slots,). Where one repeats,
+    all but the first are filler.
+    """
+
+    labels: IntArray
+    """Microbatch of each slot, the first `num` those of worker 0; shape (num_slots,)."""
+
+    num: int
+    """Microbatches of every worker."""
+
+    widths: IntArray | int
+    """
+    Positions of each row of a padded microbatch, the same for all workers; shape (num,). Least
+    positions of a packed row.
+    """
+
+
+def join(
+    mode: Mode,
+    lengths: IntArray,
+    padded: IntArray,
+    parts: Sequence[Part],
+    *,
+    shards: int,
+    capacity: int,
+    multiple: int,
+    work: SequenceWorks,
+) -> Sharding:
+    """
+    Join the global batches, worker by worker.
+
+    Args:
+        mode: Kind of microbatches.
+        lengths: Tokens of each sequence; shape (num_sequences,).
+        padded: Positions of each sequence; shape (num_sequences,).
+        parts: Global batches, in order.
+        shards: Data-parallel workers.
+        capacity: Positions of a microbatch that holds no longer sequence.
+        multiple: Pad multiple of sequences or of widths.
+        work: Work of the sequences.
+    """
+    total = sum(part.num for part in parts)
+    first = np.cumsum([0, *(part.num for part in parts[:-1])])
+    places = np.concatenate(
+        [
+            part.labels // part.num * total + start + part.labels % part.num
+            for part, start in zip(parts, first, strict=True)
+        ]
+    )
+    sequences = np.concatenate([part.sequences for part in parts])
+    # Packed rows are in the order of the batch; padded ones keep theirs.
+    order = np.lexsort((sequences, places)) if mode == "packed" else np.argsort(places, kind="stable")
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(places))])
+    slots = Packs(offsets, sequences[order])
+    # Filler follows the sequences of its global batch.
+    weights = np.zeros(slots.num_samples, dtype=np.int64)
+    weights[np.unique(sequences, return_index=True)[1]] = 1
+    widths = np.tile(np.concatenate([np.broadcast_to(part.widths, part.num) for part in parts]), shards)
+    if mode == "packed":
+        widths = np.maximum(slots.loads(padded), widths)
+    positions = widths if mode == "packed" else slots.sizes() * widths
+    works = np.add.reduceat(work.own[slots.indices], slots.offsets[:-1])
+    if mode == "packed":
+        works += np.add.reduceat(work.of_rows(padded)[slots.indices], slots.offsets[:-1])
+    else:
+        works += slots.sizes() * work.of_rows(widths)
+    return Sharding(
+        mode=mode,
+        num_shards=shards,
+        num_microbatches=tuple(part.num for part in parts),
+        lengths=lengths,
+        slots=slots,
+        weights=weights[order],
+        widths=widths,
+        positions=positions,
+        works=works,
+        capacity=max(capacity, int(positions.max())),
+        multiple=multiple,
+    )
