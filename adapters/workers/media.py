@@ -68,7 +68,8 @@ def never_sample_placeholders(model: Any) -> None:
     A sampled placeholder would have no image, and no model could compute the sequence.
     """
     config = trained_config(model.config)
-    ids = torch.tensor([token for name in _PLACEHOLDERS if (token := getattr(config, name, None)) is not None])
+    named = (getattr(config, name, None) for name in _PLACEHOLDERS)
+    ids = torch.tensor([token for token in named if token is not None], dtype=torch.long)
 
     def lower(_: Any, __: Any, logits: Tensor) -> Tensor:
         return logits.index_fill_(-1, ids.to(logits.device), _NEVER)

@@ -366,5 +366,5 @@ def test_a_store_that_does_not_fit_the_run_ends_it(write_run, tmp_path, execute,
 def test_yaml_that_is_shipped_is_valid():
     """What the pages run; `test_demo.py` runs the other one."""
     assert wiring.read_config(ROOT / "app" / "count.yaml")
-    for name in ("rl", "rl_count"):
+    for name in ("rl", "rl_count", "rl_vision"):
         assert wiring.read_config(ROOT / "app" / f"{name}.yaml", rl=True)
