@@ -147,12 +147,15 @@ class GrpoConfig:
 
     baseline: Literal["group", "leave_one_out", "batch", "value"] = "group"
     """
-    What rewards are compared with: the answers to a prompt, the other ones of them (RLOO), all
-    answers of a step (REINFORCE++), or what a value head expects (PPO).
+    Baseline of rewards: the mean of the answers to a prompt, of the other ones of them (RLOO), of
+    all answers of a step (REINFORCE++), or the value that a value head expects (PPO).
     """
 
     scale_rewards: bool = True
-    """Divide advantages by the deviation of what they are compared with; Dr. GRPO does not."""
+    """
+    Divide advantages by their deviation in the group or the batch, those of a value head by the
+    deviation of all tokens; Dr. GRPO does not.
+    """
 
     discount: float = key(1.0, check=share)
     """With a value head: weight of what one more token ahead gives."""

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import attrs
+import numpy as np
 import pytest
 import torch
 
@@ -251,6 +252,32 @@ def test_a_value_head_is_trained_and_saved_beside_its_policy(write_rl, tmp_path)
     assert 0 < entry["loss/entropy"]
     assert load_file(tmp_path / "rl" / "policy" / "value_head.safetensors")["bias"].item() > 0  # rewards are
     assert not [name for name in load_file(tmp_path / "rl" / "policy" / "model.safetensors") if "value" in name]
+
+
+def test_each_baseline_gives_its_own_advantages():
+    """By hand, of two prompts with two answers of two tokens each, behind a prompt of one."""
+    from packplan.app.rl.loop import _advantages
+    from packplan.core.config import GrpoConfig
+
+    rewards, mask = np.array([0.0, 2.0, 4.0, 4.0]), torch.tensor([[0.0, 1.0, 1.0]]).repeat(4, 1)
+    values = np.tile(np.float32([9.0, 1.0, 2.0]), (4, 1))
+
+    def found(baseline, *, scale=False, values=None, **grpo):
+        config = GrpoConfig(baseline=baseline, scale_rewards=scale, num_generations_per_prompt=2, **grpo)
+        fields = _advantages(config, rewards, mask, values)
+        return {name: field.tolist() for name, field in fields.items()}
+
+    assert {"advantages": [-1, 1, 0, 0]} == found("group")
+    assert {"advantages": [-2, 2, 0, 0]} == found("leave_one_out")
+    assert {"advantages": [-2.5, -0.5, 1.5, 1.5]} == found("batch")
+    assert np.allclose(np.array([-2.5, -0.5, 1.5, 1.5]) / rewards.std(), found("batch", scale=True)["advantages"])
+    td, returns = [[0, 1, reward - 2] for reward in rewards], [[0, 2, reward] for reward in rewards]
+    assert {"advantages": td, "returns": returns} == found("value", values=values, gae_lambda=0)
+    alone = [[0, reward - 1, reward - 2] for reward in rewards]
+    assert alone == found("value", values=values, gae_lambda=1)["advantages"]
+    tokens = np.array(alone)[:, 1:]
+    scaled = np.array(found("value", values=values, gae_lambda=1, scale=True)["advantages"])[:, 1:]
+    assert np.allclose((tokens - tokens.mean()) / tokens.std(), scaled, atol=1e-5)
 
 
 class Answering:
