@@ -114,8 +114,8 @@ def test_all_modes_give_what_the_sequences_give_one_by_one(write_phases, batches
 
 def test_ranks_together_give_what_one_gives(write_phases, batches, expected, server, tmp_path):
     """
-    Ranks that share each row or each layer, and ranks that share weights, with microbatches of
-    their own of which some have no image.
+    Ranks that share each row, and ranks that share weights, with microbatches of their own of which
+    some have no image.
     """
     from tests.e2e import rl_rank
 
@@ -125,7 +125,6 @@ def test_ranks_together_give_what_one_gives(write_phases, batches, expected, ser
         "shared": (shared, SEES),
         "shared deep": (shared, DEEP),
         "sharded": ({**PACKED, "sharding": "fsdp2"}, SEES),
-        "tensor": ({"sequence_packing": rounded, "tensor_parallel_size": 2}, SEES),
     }
     cases = {name: (str(asked(write_phases(name, *run), rl=True)), free_port()) for name, run in runs.items()}
     ranks = server.ranks(2, rl_rank.main, cases, str(tmp_path), folder=tmp_path)
