@@ -77,7 +77,7 @@ def answer(
     """
     answers = generate(
         model,
-        inputs.prompts(prompts.truncate(int(prompts.lengths.max()))),
+        inputs.prompts(prompts),
         keys=keys,
         temperature=temperature,
         padding=tokenizer.pad_token_id,

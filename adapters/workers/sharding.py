@@ -21,7 +21,7 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism, replace_layer_number_by_wildcard
 
@@ -113,6 +113,8 @@ class RankGrid:
             for module in (*layers, model):
                 # Also the outermost one, or its weights of before an update would stay gathered.
                 fully_shard(module, mesh=self.mesh["data"], reshard_after_forward=True)
+            # It runs the vision tower before the model, which would be taken for the outermost one.
+            register_fsdp_forward_method(model, "generate")
             for module in _fsdp_modules(model):
                 module.set_gradient_divide_factor(1.0)
                 # Only NCCL can divide while it sums.

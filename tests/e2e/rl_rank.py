@@ -118,6 +118,11 @@ def phases(path: str, checkpoint: str = "") -> dict:
         vocabulary = len(samples.template.tokenizer)
         sees = samples.sees_images
         batch = seeing_rollouts(worker._model.config, vocabulary) if sees else rollouts(vocabulary)
+        if sees:
+            # The first phase of a step, in which transformers runs the tower before the model.
+            prompts = worker._inputs.prompts(batch.select([1]))
+            with torch.no_grad(), whole_weights(worker._model):
+                worker._model.generate(**prompts, max_new_tokens=1, pad_token_id=0)
         lengths = batch.lengths.numpy()
         work, _ = trained_work(config)
         cut = loop.cut(config, lengths, work=work, shards=shards, training=False)

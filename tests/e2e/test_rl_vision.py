@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import sys
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ import yaml
 
 from packplan.adapters.workers.media import MEDIA, PolicyInputs, media_of, never_sample_placeholders
 from packplan.core.errors import ConfigError
+from packplan.core.rl import draw_keys
 from packplan.core.shard import shard_dynamic, shard_packed
 from tests.e2e.test_rl import MODES, PACKED, far, one_by_one
 from tests.fakes import ScriptedGroup
-from tests.nearness import FLOAT32
+from tests.nearness import FLOAT32, apart
 from tests.network import free_port
 from tests.processes import finished
 from tests.stored import asked
@@ -111,12 +113,19 @@ def test_all_modes_give_what_the_sequences_give_one_by_one(write_phases, batches
 
 
 def test_ranks_together_give_what_one_gives(write_phases, batches, expected, server, tmp_path):
-    """Ranks with microbatches of their own, some without images, and ranks that share each row."""
+    """
+    Ranks that share each row, and ranks that share weights, with microbatches of their own of which
+    some have no image.
+    """
     from tests.e2e import rl_rank
 
     rounded = {**PACKED["sequence_packing"], "sequence_length_round": 4}
     shared = {"sequence_packing": rounded, "context_parallel_size": 2}
-    runs = {"packed": (PACKED, SEES), "shared": (shared, SEES), "shared deep": (shared, DEEP)}
+    runs = {
+        "shared": (shared, SEES),
+        "shared deep": (shared, DEEP),
+        "sharded": ({**PACKED, "sharding": "fsdp2"}, SEES),
+    }
     cases = {name: (str(asked(write_phases(name, *run), rl=True)), free_port()) for name, run in runs.items()}
     ranks = server.ranks(2, rl_rank.main, cases, str(tmp_path), folder=tmp_path)
 
@@ -127,24 +136,29 @@ def test_ranks_together_give_what_one_gives(write_phases, batches, expected, ser
         assert far(answers_of(found, batches[of]), expected[of]) < FLOAT32, name
 
 
-def test_prompts_are_continued_as_each_alone(policies, batches):
+def test_answers_are_drawn_as_from_each_prompt_alone(policies, batches):
     """
-    The same tokens from a batch that is padded on the left as from each prompt with the model's own
-    positions: media are in the order of the rows.
+    Their log-probabilities, drawn in a batch with padding on the left, are those of each row by
+    itself with the model's own positions: media are in the order of the rows.
     """
+    from packplan.adapters.answers import generate
     from packplan.adapters.loaders.positions import token_types
 
-    asked = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0}
+    keys = draw_keys(seed=1, step=0, num=4, prompts=[p for p in range(6) for _ in range(2)], generations=[0, 1] * 6)
     for of, model in policies.items():
-        batch = batches[of]
-        prompts = batch.select([10, 2, 9, 3, 6, 10])
-        found = model.generate(**PolicyInputs.from_model(model).prompts(prompts), **asked)[:, -4:]
+        prompts = batches[of].select([10, 2, 9, 3, 6, 10])
+        inputs = PolicyInputs.from_model(model).prompts(prompts)
+        found = generate(model, inputs, keys=keys, temperature=0.7, padding=0, ends=[1])
 
-        for place, length in enumerate(prompts.lengths.tolist()):
-            ids, own = prompts.tensor("input_ids")[place, None, :length], prompts[MEDIA][place]
+        for place, (tokens, length) in enumerate(zip(found.tokens, found.lengths.tolist(), strict=True)):
+            number = place // 2
+            prompt, own = prompts.tensor("input_ids")[number, : prompts.lengths[number]], prompts[MEDIA][number]
+            ids = torch.cat([prompt, tokens[:length]])[None]
             types = {"mm_token_type_ids": token_types(model.config, ids)} if own else {}
-            alone = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **own, **types, **asked)
-            assert alone[0, length:].tolist() == found[place].tolist()
+            with torch.no_grad():
+                logits = model(input_ids=ids, use_cache=False, **own, **types).logits[0, len(prompt) - 1 : -1] / 0.7
+            alone = logits.log_softmax(-1).gather(1, tokens[:length, None])[:, 0]
+            assert apart({"": found.log_probabilities[place, :length]}, {"": alone}) < FLOAT32
 
 
 def test_placeholders_are_never_sampled(policies):
@@ -256,6 +270,17 @@ def test_what_cannot_see_is_refused_before_the_first_step(write_rl, demo, pictur
         assert 2 == rl.main([str(path)])
         assert says in capsys.readouterr().err
         assert not (tmp_path / "rl" / "rl.jsonl").exists()
+
+
+def test_an_engine_of_text_is_refused_for_a_policy_that_sees(write_rl, demo, pictures, capsys):
+    """It would answer without having seen them."""
+    from packplan.app.rl import __main__ as rl
+
+    command = f"{sys.executable} {{folder}} {{port}}"
+    path = with_model(write_rl(grpo={"engine_command": command}), demo / "models" / SEES, train_jsonl=str(pictures))
+
+    assert 2 == rl.main([str(path)])
+    assert "grpo.engine_command: answers text, but the model reads images" in capsys.readouterr().err
 
 
 def test_media_that_cannot_be_joined_are_refused():
