@@ -125,6 +125,7 @@ STARTERS = {
     "benchmarks/child.py": {"multiprocessing"},
     "benchmarks/forecast.py": {"concurrent"},  # threads
     "benchmarks/memory.py": {"concurrent"},  # threads
+    "benchmarks/policy.py": {"concurrent"},  # threads
     "tools/check_megatron.py": {"subprocess"},  # commands of a terminal, one after the other
 }
 """
