@@ -387,8 +387,8 @@ class Microbatch:
     @property
     def attention_mask(self) -> Tensor | None:
         """
-        Which positions of padded rows hold tokens; None for a packed row, which is told apart by
-        its position ids.
+        Positions of padded rows that hold tokens. None for a single row: its padding is behind its
+        tokens, or its position ids tell its sequences apart.
         """
         if len(self.input_ids) == 1:
             return None

@@ -46,6 +46,11 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor that ranks share, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @contextmanager
 def same_state(model: torch.nn.Module) -> Iterator[None]:
     """Restore a model's buffers, and the random state of Python, numpy and torch, at the end."""
@@ -85,7 +90,7 @@ def sum_of_squares(tensors: Iterable[torch.Tensor], *, sharded: bool) -> tuple[f
     """
     sums = torch.zeros(2, dtype=torch.float64)
     for tensor in tensors:
-        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        part = local_part(tensor)
         share = _share(tensor) if sharded else 1.0
         norm = torch.linalg.vector_norm(part, dtype=torch.float64).cpu()
         sums += share * torch.stack([norm**2, torch.tensor(part.numel(), dtype=torch.float64)])

@@ -57,7 +57,7 @@ def build_dp_schedule(
         samples.setdefault(rollout, []).append(sample)
     rollouts, num_steps = list(samples.values()), len(samples) // global_batch_size
     if not num_steps:
-        fact = f"{counted(len(rollouts), 'rollout')} are less than a step of {global_batch_size:,}"
+        fact = f"a step takes {counted(global_batch_size, 'rollout')}, but the batch has {len(rollouts):,}"
         raise ArgumentError("batch", f"{fact}: lower --global-batch-size")
     steps = [rollouts[number * global_batch_size :][:global_batch_size] for number in range(num_steps)]
     order = [sample for step in steps for rollout in step for sample in rollout]

@@ -48,15 +48,19 @@ def rearrange_micro_batches(  # noqa: PLR0917  # verl's own arguments, by place
         force_group_size: Neighbouring rows that stay in one microbatch.
 
     Raises:
-        ArgumentError: On all ranks, if rows that stay together are over the limit on one, or one
-            has too few for the number of microbatches.
+        ArgumentError: On all ranks, if one has no rows, or rows that do not fit: over the limit
+            together, or too few for the number of microbatches.
     """
     from verl.utils.seqlen_balancing import calculate_workload  # an engine, not a dependency
     from verl.utils.tensordict_utils import index_select_tensor_dict
 
     tokens = _lengths(batch)
-    lengths, works = (of.view(-1, force_group_size).sum(1).numpy() for of in (tokens, calculate_workload(tokens)))
     synced = dp_group if same_micro_num_in_dp and dist.is_initialized() else None
+    # Ranks raise together, or the others would wait for one in a collective.
+    if _largest(int(not len(tokens) or len(tokens) % force_group_size or not tokens.min()), synced):
+        message = f"a rank has no row, one without a token, or rows that {force_group_size:,} does not divide"
+        raise ArgumentError("batch", f"{message} (force_group_size)")
+    lengths, works = (of.view(-1, force_group_size).sum(1).numpy() for of in (tokens, calculate_workload(tokens)))
     _require_room(_largest(int(lengths.max()), synced), max_token_len)
 
     def cut(least: int) -> Sharding:

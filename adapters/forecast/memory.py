@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Trainer
 
 from packplan.adapters.attention.varlen import traced_as_on_gpu
 from packplan.adapters.forecast.tracing import MemoryTracer, forget_numbers
 from packplan.adapters.loaders.positions import TYPES
+from packplan.adapters.models import local_part
 from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.trainer.base import PackingTrainer
 from packplan.adapters.trainer.packed_dataset import EncodedPack, Sample
@@ -158,7 +158,7 @@ class StepTracer:
 
     def _of_update(self, trained: list[Any]) -> tuple[int, int]:
         """Return the bytes of the optimizer of this rank's weights, and those of its update."""
-        own = [torch.nn.Parameter(torch.empty_like(_local(one))) for one in trained]
+        own = [torch.nn.Parameter(torch.empty_like(local_part(one))) for one in trained]
         try:
             return self._traced_update(own)
         except Exception as error:  # noqa: BLE001  # whatever kernels and packages an optimizer needs
@@ -255,10 +255,6 @@ def _text(sample: Sample, tokens: int, share: float) -> Sample:
 
 def _is_pixels(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 2
-
-
-def _local(weight: torch.Tensor) -> torch.Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _units(model: torch.nn.Module) -> Iterator[int]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from packplan.adapters.models import local_part
 from packplan.core.errors import ModelError
 from packplan.core.memory import KINDS, Kind, StepTrace
 
@@ -93,7 +94,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
 
     def number_of(self, tensor: torch.Tensor) -> int:
         """Return the number of the block that holds a tensor; a new one is recorded now."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         storage = local.untyped_storage()
         if storage._cdata not in self._numbers:  # noqa: SLF001  # identity of the memory
             width = local.shape[-1] if local.dim() else 0

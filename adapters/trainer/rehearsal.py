@@ -23,9 +23,8 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from swift.callbacks.lisa import LISACallback
 from swift.trainers import Seq2SeqTrainer
-from torch.distributed.tensor import DTensor
 
-from packplan.adapters.models import same_state
+from packplan.adapters.models import local_part, same_state
 from packplan.adapters.trainer.loader import NORMALISER
 from packplan.core.errors import PackplanError, RunError, counted
 from packplan.core.lengths import IntArray
@@ -225,7 +224,7 @@ def _room_for_optimizer(trainer: PackTrainer) -> Iterator[None]:
     device = trainer.accelerator.device
     if not trainer.optimizer.state and device.type != "cpu":
         for weight in chain.from_iterable(group["params"] for group in trainer.optimizer.param_groups):
-            own = weight.to_local() if isinstance(weight, DTensor) else weight
+            own = local_part(weight)
             size = optimizer_bytes(str(trainer.args.optim), num_trained=own.numel(), itemsize=own.element_size())
             held.append(torch.empty(size, dtype=torch.uint8, device=device))
     try:

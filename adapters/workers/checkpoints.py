@@ -62,7 +62,9 @@ def write_checkpoint(
             dcp.save(
                 _state(model, optimizer), storage_writer=HuggingFaceStorageWriter(str(draft), save_distributed=True)
             )
-        files = _share(sorted(file.name for file in draft.iterdir()), group)
+        # A network's folder may look other to each rank for a while: all go by the first list.
+        listed = group.gather(json.dumps(sorted(file.name for file in draft.iterdir())))[0]
+        files = _share(json.loads(listed), group)
         own = json.dumps({name: _digest(draft / name) for name in files})
         group.any(False)  # noqa: FBT003  # unlike `gather`, it notices at once that a worker is gone
         digests = group.gather(own)

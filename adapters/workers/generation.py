@@ -110,7 +110,7 @@ def ask(
     return [found[first : first + num] for first in range(0, len(found), num)]
 
 
-def require_same_weights(engine: Engine, model: Any, prompts: BatchedData) -> None:
+def require_policy_weights(engine: Engine, model: Any, prompts: BatchedData) -> None:
     """
     Compare the engine's most likely first token of some prompts with the policy's.
 

@@ -52,7 +52,7 @@ def media_of(encoded: Mapping[str, Any]) -> dict[str, Tensor]:
     """
     listed = {key for key, value in encoded.items() if key.startswith("pixel_values") and isinstance(value, list)}
     if others := sorted(listed | _REFUSED.intersection(encoded)):
-        reason = f"takes {', '.join(others)} with images, which packplan rl cannot join: name a model as Qwen2.5-VL"
+        reason = f"takes {', '.join(others)} with images, which packplan rl cannot join: name one such as Qwen2.5-VL"
         raise ConfigError.at("model.model", reason)
     media = {key: value for key, value in encoded.items() if isinstance(value, Tensor) and key not in _BY_TOKEN}
     if encoded.get(_SECONDS) is not None:

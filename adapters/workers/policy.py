@@ -38,7 +38,7 @@ from packplan.adapters.losses import (
 from packplan.adapters.microbatches import WEIGHTS, BatchedData, Microbatch, ShardedData
 from packplan.adapters.models import is_ruined, mean_size
 from packplan.adapters.workers.checkpoints import is_whole, read_checkpoint, write_checkpoint
-from packplan.adapters.workers.generation import Generations, answer, as_arrays, ask, keys_of, require_same_weights
+from packplan.adapters.workers.generation import Generations, answer, as_arrays, ask, keys_of, require_policy_weights
 from packplan.adapters.workers.media import PolicyInputs
 from packplan.adapters.workers.sharding import RankGrid, clip_gradients, gathered_state, whole_weights
 from packplan.adapters.workers.value_head import ValueHead, save_head, split_state
@@ -115,9 +115,14 @@ class PolicyWorker:
             step: Steps that the policy has been trained for.
 
         Returns:
-            The answers as in `generation.as_arrays`, and `rewards` (slots, answers).
+            The answers as in `generation.as_arrays`, and `rewards` (slots, answers). Of the ranks
+            that share rows or layers, only the first asks an engine; the others return nothing.
         """
-        with whole_weights(self._model):
+        if self._engine is not None:
+            self._compare_engine(self._engine, shard.data)
+            if self._rank % self._settings.ranks_per_shard:
+                return {}
+        with whole_weights(self._model) if self._engine is None else nullcontext():
             generations = [one for microbatch in shard for one in self._answers(microbatch.data, seed, step)]
         rewards = np.zeros((len(generations), self._settings.num_generations))
         for slot, (own_answer, record) in enumerate(zip(shard.data["answers"], shard.data["records"], strict=True)):
@@ -239,8 +244,6 @@ class PolicyWorker:
 
     def save(self, folder: str) -> Arrays:
         """Write policy, value head, and processor with its tokenizer, on the first worker alone."""
-        if not folder:
-            return {}
         state, of_head = split_state(gathered_state(self._model, keep=self._rank == 0))
         if self._rank == 0:
             with saving(Path(folder)):
@@ -300,17 +303,21 @@ class PolicyWorker:
         if self._engine is not None:
             self._engine.close()
 
+    def _compare_engine(self, engine: Engine, prompts: BatchedData) -> None:
+        """Require that the engine has the policy's weights, once for each version of them."""
+        if not self._is_engine_compared:
+            with whole_weights(self._model):
+                require_policy_weights(engine, self._model, prompts)
+            self._is_engine_compared = True
+
     def _answers(self, prompts: BatchedData, seed: int, step: int) -> Generations:
-        """Return answers of the policy, or of the engine once it is known to have its weights."""
+        """Return answers of the policy, or of the engine."""
         heat, most = self._settings.temperature, self._settings.max_new_tokens
         keys = keys_of(prompts, seed=seed, step=step, num=self._settings.num_generations, max_new_tokens=most)
         if self._engine is None:
             return answer(
                 self._model, self._inputs, prompts, keys, temperature=heat, tokenizer=self._tokenizer, version=step
             )
-        if not self._is_engine_compared:
-            require_same_weights(self._engine, self._model, prompts)
-            self._is_engine_compared = True
         return ask(self._engine, prompts, keys, temperature=heat, max_new_tokens=most)
 
     def _share_layout(self, layout: PackedLayout) -> PackedLayout:

@@ -45,4 +45,5 @@ class RankWorkers:
         return list(self._group.gather_arrays(result))
 
     def close(self) -> None:
-        """Do nothing: the ranks leave when their program ends."""
+        """End what the worker started; the ranks leave when their program ends."""
+        self._worker.close()

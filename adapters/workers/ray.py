@@ -28,6 +28,9 @@ from packplan.core.ports import Arrays
 LOST_S = 5.0
 """Seconds to wait until Ray reports the death of a worker that another one misses."""
 
+END_S = 10.0
+"""Seconds until workers have ended what they started, or are killed."""
+
 START_S = 300.0
 """Seconds until all workers have started: they import torch and load the model."""
 
@@ -59,6 +62,11 @@ class _Actor:
         os.environ.update(environment)
         self._worker = make()
         return os.getpid()
+
+    def end(self) -> None:
+        """End what the worker started, if it was built."""
+        if worker := getattr(self, "_worker", None):
+            worker.close()
 
     def call(self, method: str, shard: Any, options: Mapping[str, Any]) -> Arrays:
         """Call a method of the worker."""
@@ -117,7 +125,14 @@ class RayWorkers:
         return self._collect(method, calls)
 
     def close(self) -> None:
-        """End the actors, and Ray if this process started it."""
+        """End the actors and what they started, and Ray if this process started it."""
+        if self._actors:
+            # A killed actor would leave the processes of its engine.
+            ray.wait([actor.end.remote() for actor in self._actors], num_returns=len(self._actors), timeout=END_S)
+        self._kill()
+
+    def _kill(self) -> None:
+        """End the actors at once: one may wait for another in a collective."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
@@ -131,7 +146,7 @@ class RayWorkers:
         while left:
             ready, left = ray.wait(left, num_returns=1, timeout=timeout_s)
             if not ready:
-                self.close()
+                self._kill()
                 reason = (
                     f"not done after {timeout_s:,.0f} s: the cluster may lack a free CPU, or GPU, for each of the "
                     f"{counted(self.num_workers, 'worker')}"
@@ -142,7 +157,7 @@ class RayWorkers:
                 results[rank_of[done]] = ray.get(done)
             except RayError as error:
                 done, failure = _first_cause(done, error, left)
-                self.close()
+                self._kill()
                 cause = getattr(failure, "cause", None)
                 if isinstance(cause, PackplanError):
                     raise cause from None

@@ -1,5 +1,5 @@
 """
-Engine behind a server of the OpenAI kind, which is started again for each version of the weights.
+Engine behind an OpenAI-compatible server, which is started again for each version of the weights.
 
 The server gives text. Its encoding has other tokens than were drawn where special tokens are left
 out of the text, where bytes are no UTF-8, or where the encoder splits the text in another way. The
@@ -83,20 +83,21 @@ class ServerEngine:
             temperature: Temperature of sampling; 0 takes the most likely token.
             max_new_tokens: Most tokens of an answer.
         """
+        # Tokenizers are not safe in threads, and answers to one prompt share its text.
+        texts = {prompt: self._text(prompt) for prompt in dict.fromkeys(map(tuple, prompts))}
 
-        def ask(prompt: Sequence[int], key: int) -> Completion:
-            asked = {
-                "model": self._folder, "prompt": self._text(prompt), "max_tokens": max_new_tokens,
+        def ask(prompt: Sequence[int], key: int) -> dict[str, Any]:
+            return self._post({
+                "model": self._folder, "prompt": texts[tuple(prompt)], "max_tokens": max_new_tokens,
                 "temperature": temperature, "top_p": 1.0, "seed": key >> 33, "logprobs": 0,
-            }  # fmt: skip
-            found = self._post(asked)
-            try:
-                return self._completion(found, num_prompt=len(prompt), max_new_tokens=max_new_tokens)
-            except (KeyError, IndexError, TypeError, AttributeError):
-                raise ConfigError.at(KEY, f"gives no completion, but {json.dumps(found):.200}") from None
+            })  # fmt: skip
 
         with ThreadPoolExecutor(_REQUESTS) as threads:
-            return list(threads.map(ask, prompts, keys))
+            found = list(threads.map(ask, prompts, keys))
+        return [
+            self._completion(one, num_prompt=len(prompt), max_new_tokens=max_new_tokens)
+            for one, prompt in zip(found, prompts, strict=True)
+        ]
 
     def close(self) -> None:
         """End the server, with the processes that it started."""
@@ -149,18 +150,25 @@ class ServerEngine:
 
     def _completion(self, found: Mapping[str, Any], *, num_prompt: int, max_new_tokens: int) -> Completion:
         """Return an answer of the server as tokens."""
-        if self._folder not in found["model"]:
-            raise ConfigError.at(KEY, f"answers with the model {found['model']}, not with {self._folder}")
-        (choice,), usage = found["choices"], found["usage"]
-        if usage["prompt_tokens"] != num_prompt:
-            reason = f"reads {usage['prompt_tokens']} tokens in a prompt of {num_prompt}: it has another tokenizer"
-            raise ConfigError.at(KEY, reason)
-        tokens = self._tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
-        num = usage["completion_tokens"]
+        try:
+            (choice,), usage, model = found["choices"], found["usage"], found["model"]
+            read, num, text, end = (
+                usage["prompt_tokens"],
+                usage["completion_tokens"],
+                choice["text"],
+                choice["finish_reason"],
+            )
+            logs = (choice.get("logprobs") or {}).get("token_logprobs")
+        except (KeyError, ValueError, TypeError, AttributeError):
+            raise ConfigError.at(KEY, f"gives no completion, but {json.dumps(found):.200}") from None
+        if self._folder not in model:
+            raise ConfigError.at(KEY, f"answers with the model {model}, not with {self._folder}")
+        if read != num_prompt:
+            raise ConfigError.at(KEY, f"reads {read} tokens in a prompt of {num_prompt}: it has another tokenizer")
+        tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         # The text lacks the token that ends it.
-        if choice["finish_reason"] == "stop":
+        if end == "stop":
             tokens = [*tokens, self._tokenizer.eos_token_id]
-        logs = (choice.get("logprobs") or {}).get("token_logprobs")
         is_exact = len(tokens) == num
         return Completion(
             # An answer of special tokens alone has no text.

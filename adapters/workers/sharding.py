@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism, replace_layer_number_by_wildcard
 
-from packplan.adapters.models import sum_of_squares
+from packplan.adapters.models import local_part, sum_of_squares
 from packplan.core.errors import ConfigError
 
 _GATHERED = frozenset({"colwise_gather_output", "colwise_rep"})
@@ -129,9 +129,9 @@ class RankGrid:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             if self.mesh is not None and not self.fully:
-                dist.all_reduce(_local(weight.grad), group=self.mesh["data"].get_group())
+                dist.all_reduce(local_part(weight.grad), group=self.mesh["data"].get_group())
             if plan.get(replace_layer_number_by_wildcard(name.rpartition(".")[0])) == _PARTIAL:
-                dist.all_reduce(_local(weight.grad), group=self.mesh["tensor"].get_group())
+                dist.all_reduce(local_part(weight.grad), group=self.mesh["tensor"].get_group())
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def clip_gradients(weights: Sequence[Tensor], *, max_norm: float, sharded: bool)
     # As torch does, so that a norm near 0 divides nothing.
     if max_norm and (scale := max_norm / (norm + 1e-6)) < 1:
         for gradient in gradients:
-            _local(gradient).mul_(scale)
+            local_part(gradient).mul_(scale)
     return norm
 
 
@@ -190,10 +190,6 @@ def gathered_state(model: Any, *, keep: bool) -> dict[str, Tensor]:
 
 def _fsdp_modules(model: Any) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _plan(model: Any, tp_size: int) -> dict[str, str]:

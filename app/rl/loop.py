@@ -32,7 +32,7 @@ from packplan.app.wiring.works import trained_work
 from packplan.core.config import GrpoConfig, RunConfig
 from packplan.core.errors import ConfigError, RecordError, counted
 from packplan.core.ports import Arrays, Workers
-from packplan.core.rl import batch_advantages, deal_prompts, generalised_advantages, group_advantages, standardised
+from packplan.core.rl import assign_prompts, batch_advantages, generalised_advantages, group_advantages, standardised
 from packplan.core.samples import Table, to_row
 from packplan.core.shard import Sharding, batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
 from packplan.core.shuffling import shuffled
@@ -83,7 +83,8 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
                 folder.remove_engines(but=step)
             figures["engine_s"] = time.perf_counter() - begun
         asked = _asked(samples, prompts, media_work, drawn)
-        history.append({**figures, **_step(config, workers, asked, work, shards=shards, step=step)})
+        figures |= _step(config, workers, asked, work, shards=shards, step=step, is_first_step=step == first)
+        history.append(figures)
         if is_first:
             left_s = (time.perf_counter() - started) / (step + 1 - first) * (config.grpo.num_steps - step - 1)
             folder.append(_finite(history[-1]))
@@ -184,7 +185,14 @@ def run_on_all(workers: Workers, method: str, shards: list[Any], config: RunConf
 
 
 def _step(
-    config: RunConfig, workers: Workers, asked: BatchedData, work: WorkModel, *, shards: int, step: int
+    config: RunConfig,
+    workers: Workers,
+    asked: BatchedData,
+    work: WorkModel,
+    *,
+    shards: int,
+    step: int,
+    is_first_step: bool,
 ) -> dict[str, Any]:
     """Answer prompts, learn from the answers, and return the step's figures."""
     started = time.perf_counter()
@@ -196,7 +204,7 @@ def _step(
     logprob = cut_into(training=False)
     fields = {f"old_{name}": field for name, field in _predicted(config, workers, batch, logprob).items()}
     fields["engine_log_probabilities"] = _drawn_with(
-        batch, fields["old_log_probabilities"], needed=not step and config.grpo.importance_correction != "none"
+        batch, fields["old_log_probabilities"], needed=is_first_step and config.grpo.importance_correction != "none"
     )
     if config.grpo.kl_coefficient:
         of_reference = _predicted(config, workers, batch, logprob, of_reference=True)
@@ -299,8 +307,8 @@ def _roll_out(
     """
     # Records' own answers foretell the length of others; a token has about four characters.
     expected = asked.lengths.numpy() + [len(str(answer)) // 4 for answer in asked["answers"]]
-    dealt = deal_prompts(expected, shards=shards)
-    asked_in_turn = asked.select(torch.from_numpy(dealt))
+    assigned = assign_prompts(expected, shards=shards)
+    asked_in_turn = asked.select(torch.from_numpy(assigned))
     sharding = shard_plain(
         asked_in_turn.lengths.numpy(), shards=shards, batch_size=len(asked),
         micro_batch_size=config.policy.generation_batch_size, allow_uneven=True,
@@ -308,13 +316,13 @@ def _roll_out(
     results = run_on_all(
         workers, "generate", asked_in_turn.shard(sharding), config, seed=config.training.seed, step=step
     )
-    back = sharding.restore[dealt.argsort()]
+    back = sharding.restore[assigned.argsort()]
     found = {name: np.concatenate([result[name] for result in results])[back] for name in results[0]}
     rows: dict[str, list[list[float]]] = {"input_ids": [], "token_mask": [], "engine_log_probabilities": []}
     for place, number in np.ndindex(found["completion_lengths"].shape):
         length, end = int(asked.lengths[place]), int(found["completion_lengths"][place, number])
-        said, logs = (found[name][place, number, :end] for name in ("completions", "engine_log_probabilities"))
-        rows["input_ids"].append(asked.tensor("input_ids")[place, :length].tolist() + said.tolist())
+        tokens, logs = (found[name][place, number, :end] for name in ("completions", "engine_log_probabilities"))
+        rows["input_ids"].append(asked.tensor("input_ids")[place, :length].tolist() + tokens.tolist())
         rows["token_mask"].append([0.0] * length + [1.0] * end)
         rows["engine_log_probabilities"].append([0.0] * length + logs.tolist())
     followed = asked.select(torch.arange(len(asked)).repeat_interleave(config.grpo.num_generations_per_prompt))

@@ -18,7 +18,7 @@ class SequencePackingConfig:
     """`policy.sequence_packing`: microbatches of an RL batch as packed rows."""
 
     enabled: bool = False
-    """Make microbatches so."""
+    """Pack sequences into rows."""
 
     train_mb_tokens: int = key(4096, check=at_least(1))
     """Tokens of a row in updates of the policy, padding included."""
@@ -50,7 +50,7 @@ class DynamicBatchingConfig:
     """`policy.dynamic_batching`: microbatches as padded batches of sequences of like length."""
 
     enabled: bool = False
-    """Make microbatches so."""
+    """Pad sequences of like length to one width."""
 
     train_mb_tokens: int = key(4096, check=at_least(1))
     """Sequences times width of a microbatch in updates of the policy."""
@@ -120,7 +120,7 @@ class GrpoConfig:
 
     engine_command: str | None = None
     """
-    Command of a server of the OpenAI kind that answers prompts, `{folder}` and `{port}` in it:
+    Command of an OpenAI-compatible server that answers prompts, `{folder}` and `{port}` in it:
     `transformers serve {folder} --port {port}`. Unset, the policy answers.
     """
 
@@ -158,7 +158,7 @@ class GrpoConfig:
     """
 
     discount: float = key(1.0, check=share)
-    """With a value head: weight of what one more token ahead gives."""
+    """With a value head: discount factor of each token."""
 
     gae_lambda: float = key(0.95, check=share)
     """With a value head: 0 trusts the value of the next token, 1 the reward alone."""
@@ -186,10 +186,10 @@ class GrpoConfig:
     """Smallest weight of `icepop` and `sequence_mask`."""
 
     ratio_clip_min: float = key(0.2, check=at_least(0))
-    """How far below 1 the ratio of new to old probability counts."""
+    """Distance below 1 up to which the ratio of new to old probability counts."""
 
     ratio_clip_max: float = key(0.2, check=at_least(0))
-    """How far above 1."""
+    """Distance above 1 up to which the ratio counts."""
 
     ratio_clip_c: float | None = key(None, check=must(lambda limit: limit > 1, "above 1"))
     """Dual clip: largest loss of an unfavourable token, over its advantage; above 1."""

@@ -28,7 +28,7 @@ def rl_faults(config: RunConfig) -> Iterator[Fault]:
         for field in attrs.fields(type(values)):
             # A mapping has a factory for a default.
             if not key_of(field).rl and getattr(values, field.name) not in (field.default, {}):
-                yield Fault(f"{section}.{field.name}", "is not used by app.rl: remove it")
+                yield Fault(f"{section}.{field.name}", "is not used by packplan rl: remove it")
     if config.template.loss_scale != attrs.fields(TemplateConfig).loss_scale.default:
         yield Fault("template.loss_scale", "weighs the tokens of records, but packplan rl trains on answers: remove it")
     if config.training.tuner_type not in {"full", "lora"}:
@@ -37,7 +37,8 @@ def rl_faults(config: RunConfig) -> Iterator[Fault]:
         yield Fault("training.tuner_type", reason)
     for name in sorted(set(config.training.trainer) - RL_TRAINER_KEYS):
         yield Fault(
-            f"training.{name}", f"is not used by app.rl, which takes {', '.join(sorted(RL_TRAINER_KEYS))}: remove it"
+            f"training.{name}",
+            f"is not used by packplan rl, which takes {', '.join(sorted(RL_TRAINER_KEYS))}: remove it",
         )
     if policy.tensor_parallel_size > 1 and config.training.tuner_type != "full":
         reason = "shares layers of the whole model, but low-rank adapters are added to them: set it to 1"
@@ -112,7 +113,10 @@ _NEEDED_BY: Mapping[str, tuple[str, Callable[[GrpoConfig], object]]] = MappingPr
 )
 """Key of `grpo.` -> what it changes nothing without, and whether a run has that."""
 
-_OF_TOKENS = ("entropy_coefficient", "importance_correction")
+_OF_TOKENS = (
+    "entropy_coefficient", "importance_correction", "normalisation", "ratio_clip_min", "ratio_clip_max", "ratio_clip_c",
+    "force_on_policy_ratio", "kl_estimator", "kl_input_clamp_value", "kl_output_clamp_value", "kl_sampling_gradient",
+)  # fmt: skip
 """Keys of `grpo.` that losses by name read, and losses of one's own do not."""
 
 
@@ -207,7 +211,7 @@ def _policy_faults(policy: PolicyConfig) -> Iterator[Fault]:
     if packing.enabled and packing.sequence_length_round % multiple:
         reason = (
             f"is {packing.sequence_length_round}, but the ranks that share a row or a layer need a multiple of "
-            f"{multiple} (2 * context_parallel_size, times tensor_parallel_size): set it to "
+            f"{multiple}: set it to "
             f"{-(-packing.sequence_length_round // multiple) * multiple}"
         )
         yield Fault("policy.sequence_packing.sequence_length_round", reason)

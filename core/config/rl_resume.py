@@ -20,6 +20,9 @@ _FIXED = frozenset(
 )  # fmt: skip
 """Keys whose values a resumed run has to share: model, data, seed and batch sizes."""
 
+_WITH_VALUES = '"value"'
+"""Baseline with a value head, whose weights are in the checkpoint, as `resume_values` gives it."""
+
 _FREE = frozenset({"grpo.num_steps", "grpo.save_every"})
 """Keys of `grpo.` that leave each step as it is."""
 
@@ -59,6 +62,10 @@ def resume_faults(checkpoint: str, then: Mapping[str, str], now: Mapping[str, st
             if key == "custom.train_jsonl":
                 values = f"gives other prompts or answers than those that {checkpoint} was trained on"
             yield Fault(key, f"{values}: restore it, or start again in another training.output_dir")
+    baselines = [values.get("grpo.baseline") for values in (then, now)]
+    if baselines[0] != baselines[1] and _WITH_VALUES in baselines:
+        reason = f"is {baselines[1]}, but {checkpoint} was trained with {baselines[0]}: a value head cannot come or go"
+        yield Fault("grpo.baseline", f"{reason}: restore it")
 
 
 def changed_settings(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

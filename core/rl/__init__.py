@@ -6,15 +6,15 @@ from packplan.core.rl.advantages import batch_advantages, generalised_advantages
 from packplan.core.rl.completions import Completion
 from packplan.core.rl.draws import draw_keys
 from packplan.core.rl.rewards import REWARDS, Reward
-from packplan.core.rl.sampling import Sampling, deal_prompts
+from packplan.core.rl.sampling import Sampling, assign_prompts
 
 __all__ = [
     "REWARDS",
     "Completion",
     "Reward",
     "Sampling",
+    "assign_prompts",
     "batch_advantages",
-    "deal_prompts",
     "draw_keys",
     "generalised_advantages",
     "group_advantages",

@@ -64,7 +64,7 @@ def generalised_advantages(
         rewards: Reward of each answer; shape (num_answers,).
         values: Expected return before each token; shape (num_answers, width).
         mask: Which tokens are of the answer, next to each other; same shape.
-        discount: Weight of what one more token ahead gives, from 0 to 1.
+        discount: Discount factor of each token, from 0 to 1.
         trace_decay: Lambda of the estimator: 0 trusts the next value, 1 the reward alone.
 
     Returns:

@@ -46,7 +46,7 @@ class Sampling:
             rest = rest[size:]
 
 
-def deal_prompts(lengths: Lengths, *, shards: int) -> IntArray:
+def assign_prompts(lengths: Lengths, *, shards: int) -> IntArray:
     """
     Return the positions of prompts, each worker's next to each other, its longest first.
 
@@ -57,7 +57,7 @@ def deal_prompts(lengths: Lengths, *, shards: int) -> IntArray:
         lengths: Expected tokens of each prompt with an answer.
         shards: Data-parallel workers, >= 1.
 
-    >>> deal_prompts([20, 50, 30, 10, 40], shards=2).tolist()
+    >>> assign_prompts([20, 50, 30, 10, 40], shards=2).tolist()
     [1, 2, 3, 4, 0]
     """
     order = (-as_lengths(lengths)).argsort(kind="stable")

@@ -29,7 +29,7 @@ WhenShort = Literal["fill", "error"]
 """Whether too few sequences are filled up with weight 0 or an error."""
 
 
-def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """
     Require that an option is one of its values.
 
@@ -39,11 +39,11 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
         choices: Values that it may have.
 
     Raises:
-        ValueError: It has another one.
+        ArgumentError: It has another one.
     """
     if value not in choices:
         message = f"{name} is {value!r}, but has to be one of {', '.join(choices)}"
-        raise ValueError(message)
+        raise ArgumentError("batch", message)
 
 
 def padded_lengths(
@@ -58,7 +58,7 @@ def padded_lengths(
         capacity: Positions of a microbatch; None for no limit.
         when_long: Whether a sequence over the capacity is an ArgumentError.
     """
-    one_of("when_long", when_long, get_args(WhenLong))
+    require_choice("when_long", when_long, get_args(WhenLong))
     array = as_lengths(lengths)
     multiple = positive("the pad multiple", multiple)
     padded = -(-array // multiple) * multiple
@@ -143,7 +143,7 @@ def filled(costs: IntArray, wanted: int, when_short: WhenShort) -> IntArray:
         ArgumentError: There are fewer, and *when_short* is `error`.
     """
     short = max(0, wanted - costs.size)
-    one_of("when_short", when_short, get_args(WhenShort))
+    require_choice("when_short", when_short, get_args(WhenShort))
     if short and when_short == "error":
         fact = (
             f"{counted(costs.size, 'sequence')} cannot give {counted(wanted, 'microbatch')} or workers one each: "

@@ -25,8 +25,8 @@ from packplan.core.shard.inputs import (
     Work,
     filled,
     global_batches,
-    one_of,
     padded_lengths,
+    require_choice,
 )
 from packplan.core.shard.sharding import Part, Sharding, join
 from packplan.core.work import Meeting, in_units
@@ -108,10 +108,10 @@ def shard_packed(
     shards = positive("shards", shards)
     multiple = positive("microbatch_multiple", microbatch_multiple)
     least = round_up(positive("min_microbatches", min_microbatches), multiple)
-    one_of("assignment", assignment, ("balanced", "round_robin"))
-    one_of("microbatch_order", microbatch_order, ("packer", "largest_first"))
-    one_of("meeting", meeting, get_args(Meeting))
-    one_of("row_width", row_width, get_args(RowWidth))
+    require_choice("assignment", assignment, ("balanced", "round_robin"))
+    require_choice("microbatch_order", microbatch_order, ("packer", "largest_first"))
+    require_choice("meeting", meeting, get_args(Meeting))
+    require_choice("row_width", row_width, get_args(RowWidth))
     array, padded = padded_lengths(lengths, sequence_length_pad_multiple, capacity, when_long)
     balance = assignment == "balanced"
     if groups is not None and not balance:

@@ -247,7 +247,7 @@ def test_what_slime_cannot_get_is_refused():
     options = {"global_batch_size": 4, "rollout_indices": [0, 1, 2]}
     with pytest.raises(ArgumentError, match="a fixed size are slime's own"):
         slime.build_dp_schedule(SimpleNamespace(use_dynamic_batch_size=False), PARALLEL, [1, 1, 1], **options)
-    with pytest.raises(ArgumentError, match="3 rollouts are less than a step of 4"):
+    with pytest.raises(ArgumentError, match="a step takes 4 rollouts, but the batch has 3"):
         slime.build_dp_schedule(slime_args(), PARALLEL, [1, 1, 1], **options)
     with pytest.raises(ArgumentError, match="3 sequences cannot give 4 microbatches"):
         slime.build_dp_schedule(slime_args(), PARALLEL, [1, 1, 1], **{**options, "global_batch_size": 3})

@@ -103,7 +103,7 @@ def test_an_engine_with_other_weights_is_refused(demo):
     from transformers import AutoModelForCausalLM
 
     from packplan.adapters.microbatches import BatchedData
-    from packplan.adapters.workers.generation import require_same_weights
+    from packplan.adapters.workers.generation import require_policy_weights
 
     model = AutoModelForCausalLM.from_pretrained(demo / "models" / "qwen2")
     prompts = BatchedData.from_fields({"input_ids": torch.tensor([[30, 31, 32], [40, 0, 0]])}, lengths=[3, 1])
@@ -117,10 +117,10 @@ def test_an_engine_with_other_weights_is_refused(demo):
         return token
 
     with torch.no_grad():
-        require_same_weights(ScriptedEngine(ranked(0)), model, prompts)
-        require_same_weights(ScriptedEngine(ranked(100), is_exact=False), model, prompts)
+        require_policy_weights(ScriptedEngine(ranked(0)), model, prompts)
+        require_policy_weights(ScriptedEngine(ranked(100), is_exact=False), model, prompts)
         with pytest.raises(ConfigError, match=r"grpo.engine_command: answers with other weights .* 0.25 allowed"):
-            require_same_weights(ScriptedEngine(ranked(100)), model, prompts)
+            require_policy_weights(ScriptedEngine(ranked(100)), model, prompts)
 
 
 @pytest.mark.parametrize(

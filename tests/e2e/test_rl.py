@@ -45,7 +45,9 @@ def write_phases(write_rl):
     """
 
     def write(name, policy, **grpo):
-        keys = {"kl_coefficient": 0.1, "ratio_clip_max": 0.3, "temperature": 0.7, "normalisation": "sequence", **grpo}
+        keys = {"kl_coefficient": 0.1, "temperature": 0.7, **grpo}
+        if ":" not in grpo.get("loss", ""):
+            keys = {"ratio_clip_max": 0.3, "normalisation": "sequence", **keys}
         return write_rl(name, policy=policy, grpo=keys, max_length=64, learning_rate=0.0, max_grad_norm=1e9)
 
     return write

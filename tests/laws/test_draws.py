@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.core.rl import deal_prompts, draw_keys
+from packplan.core.rl import assign_prompts, draw_keys
 
 numbers = st.integers(0, 2**63 - 1)
 
@@ -60,7 +60,7 @@ def test_prompts_are_dealt_in_turn_longest_first(lengths, shards):
     """
     event(f"a worker without prompts: {len(lengths) < shards}")
 
-    dealt = deal_prompts(lengths, shards=shards)
+    dealt = assign_prompts(lengths, shards=shards)
     parts = [[lengths[place] for place in part] for part in np.array_split(dealt, shards)]
 
     assert list(range(len(lengths))) == sorted(dealt.tolist())

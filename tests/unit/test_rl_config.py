@@ -48,9 +48,9 @@ def test_each_mode_is_accepted(policy):
                                       "logprob_mb_tokens": 1001}},
          "policy.sequence_packing.logprob_mb_tokens", "a multiple of 8 (sequence_length_round): set it to 1,008"),
         ({"policy.sequence_packing": {"enabled": True, "sequence_length_round": 20}, "policy.context_parallel_size": 4},
-         "policy.sequence_packing.sequence_length_round", "a multiple of 8 (2 * context_parallel_size, times"),
+         "policy.sequence_packing.sequence_length_round", "a multiple of 8: set it to"),
         ({"policy": {**PACKING, "tensor_parallel_size": 4}}, "policy.sequence_packing.sequence_length_round",
-         "need a multiple of 4 (2 * "),
+         "need a multiple of 4: set it to "),
         ({"training.tuner_type": "lora", "policy.tensor_parallel_size": 2}, "policy.tensor_parallel_size",
          "adapters are added to them: set it to 1"),
         ({"policy.sharding": "fsdp1"}, "policy.sharding", "has to be one of"),
@@ -66,6 +66,7 @@ def test_each_mode_is_accepted(policy):
         ({"grpo.num_steps": 0}, "grpo.num_steps", "is 0, but has to be at least 1"),
         ({"grpo.num_generations_per_prompt": 1}, "grpo.num_generations_per_prompt", "is 1, but answers are compared"),
         ({"grpo": {"entropy_coefficient": 0.1, "loss": "m:f"}}, "grpo.entropy_coefficient", "but by losses by name"),
+        ({"grpo": {"ratio_clip_max": 0.1, "loss": "m:f"}}, "grpo.ratio_clip_max", "but by losses by name"),
         ({"grpo": {"baseline": "value", "loss": "m:f"}}, "grpo.baseline", "which losses by name train"),
         ({"grpo.gae_lambda": 1}, "grpo.gae_lambda", "without a value head: set grpo.baseline: value"),
         ({"grpo.importance_max": 3}, "grpo.importance_max", "without a correction"),
@@ -87,8 +88,8 @@ def test_each_mode_is_accepted(policy):
          "its 64 answers are trained in updates of 63"),
         # Keys of other trainings.
         ({"training.warmup_steps": 3}, "training.warmup_steps", "which takes ddp_timeout, learning_rate"),
-        ({"training.effective_batch_size": 4}, "training.effective_batch_size", "is not used by app.rl"),
-        ({"training.max_steps": 1}, "training.max_steps", "is not used by app.rl"),
+        ({"training.effective_batch_size": 4}, "training.effective_batch_size", "is not used by packplan rl"),
+        ({"training.max_steps": 1}, "training.max_steps", "is not used by packplan rl"),
         *[({"training.learning_rate": rate}, "training.learning_rate", "but has to be a number of at least 0")
           for rate in (-1, float("nan"), float("inf"))],
         ({"training.tuner_type": "boft"}, "training.tuner_type", "is boft, but packplan rl trains all weights"),
@@ -131,3 +132,17 @@ def test_what_a_checkpoint_keeps_leaves_the_number_of_steps_free():
     assert ["training.learning_rate (1e-05, now 1e-06)"] == changed_settings(first, second)
     (fault,) = resume_faults("checkpoint-1", first, {**first, "custom.train_jsonl": "another"})
     assert "gives other prompts or answers" in fault.reason
+
+
+def test_a_value_head_neither_comes_nor_goes_when_a_run_resumes():
+    """Its weights are in the checkpoint; any other baseline may change."""
+    group, leave_one_out, value = (
+        resume_values(parsed({"grpo.baseline": name}, rl=True), model="", prompts="")
+        for name in ("group", "leave_one_out", "value")
+    )
+
+    for then, now in ((group, value), (value, group)):
+        (fault,) = resume_faults("checkpoint-1", then, now)
+        assert "grpo.baseline" == fault.path
+        assert "a value head cannot come or go" in fault.reason
+    assert [] == list(resume_faults("checkpoint-1", group, leave_one_out)) == list(resume_faults("", value, value))

@@ -160,15 +160,11 @@ def open_workers(
         from packplan.adapters.workers.ray import RayWorkers  # an extra
 
         gpus = 0.0 if runs_on_cpu(config.training.trainer) or not torch.cuda.is_available() else 1.0
-        ray = RayWorkers(build_in_actor, num_workers=ray_workers, gpus_each=gpus)
-        try:
-            yield ray
-        finally:
-            ray.close()
+        with contextlib.closing(RayWorkers(build_in_actor, num_workers=ray_workers, gpus_each=gpus)) as workers:
+            yield workers
         return
-    with joined_ranks(config) as group:
-        policy = open_policy(config, group, samples, attention)
-        try:
-            yield RankWorkers(policy, group)
-        finally:
-            policy.close()
+    with (
+        joined_ranks(config) as group,
+        contextlib.closing(RankWorkers(open_policy(config, group, samples, attention), group)) as ranks,
+    ):
+        yield ranks
