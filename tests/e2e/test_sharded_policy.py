@@ -62,7 +62,7 @@ CASES = {
 
 @pytest.mark.parametrize("world_size", CASES)
 @pytest.mark.usefixtures("four_heads")
-def test_workers_that_share_weights_give_what_one_gives(write_phases, demo, server, tmp_path, world_size):  # noqa: F811
+def test_workers_that_share_weights_as_dtensors_give_what_one_gives(write_phases, demo, server, tmp_path, world_size):  # noqa: F811
     """
     Log-probabilities, loss, gradients that are clipped to a norm, and size; two workers hold at
     most 0.65 of the bytes each, and one loads what they wrote.

@@ -17,7 +17,7 @@ from tests.strategies import packable, raw_lengths
 
 
 @given(packable(min_size=1))
-def test_metrics_are_what_they_are_defined_as(case):
+def test_packing_efficiency_metrics_are_as_the_specification_defines_them(case):
     """In plain Python, pack by pack."""
     lengths, capacity = case
     packs = pack(lengths, capacity=capacity)
