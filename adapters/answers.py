@@ -200,7 +200,7 @@ def score(reward: Reward, completion: str, answer: str, *, record: str, key: str
         given = reward(completion, answer)
         # float reads text too, while a reward that returns text is most often a mistake.
         found = math.nan if isinstance(given, str) else float(given)
-    except Exception as error:  # of the user's own function
+    except (Exception, SystemExit) as error:  # of the user's own function
         raise ConfigError.at(key, f"fails on an answer to {record}: {type(error).__name__}: {error}") from error
     if not math.isfinite(found):
         raise ConfigError.at(key, f"gives {given!r:.80} for an answer to {record}, and no finite number")

@@ -200,4 +200,4 @@ class ServerEngine:
 
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()
-        return lines[-1][-200:] if lines else "it printed nothing"
+        return f"{lines[-1][-200:]} ({self._log})" if lines else "it printed nothing"

@@ -9,7 +9,9 @@ the ranks of torchrun, this process, or Ray actors (--ray-workers).
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import (
@@ -60,21 +62,24 @@ def main(arguments: list[str] | None = None) -> int:
         attention = training.decide_attention(config, isolated=config.policy.sequence_packing.enabled)
         if options.overwrite and config.training.resume_from_checkpoint:
             raise ConfigError.at("training.resume_from_checkpoint", "goes on with what --overwrite removes: choose one")
-        if checkpoints.is_first_rank() and not config.training.resume_from_checkpoint:
-            stores.open_policy_folder(config).make_room(overwrite=options.overwrite)
-        samples = training.open_samples(config)["train"]
-        if samples.sees_images and config.grpo.engine_command:
-            raise ConfigError.at("grpo.engine_command", "answers text, but the model reads images: remove it")
-        with (
-            checkpoints.named_at_failure(config),
-            training.open_workers(
-                config,
-                samples,
-                attention,
-                ray_workers=options.ray_workers,
-                build_in_actor=partial(build_in_actor, options.config, options.overrides),
-            ) as workers,
-        ):
+        with ExitStack() as stack:
+            if checkpoints.is_first_rank():
+                stack.enter_context(stores.training_alone(Path(config.training.output_dir)))
+                if not config.training.resume_from_checkpoint:
+                    stores.open_policy_folder(config).make_room(overwrite=options.overwrite)
+            samples = training.open_samples(config)["train"]
+            if samples.sees_images and config.grpo.engine_command:
+                raise ConfigError.at("grpo.engine_command", "answers text, but the model reads images: remove it")
+            stack.enter_context(checkpoints.named_at_failure(config))
+            workers = stack.enter_context(
+                training.open_workers(
+                    config,
+                    samples,
+                    attention,
+                    ray_workers=options.ray_workers,
+                    build_in_actor=partial(build_in_actor, options.config, options.overrides),
+                )
+            )
             loop.run(config, workers, samples)
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet, kept=KEPT)

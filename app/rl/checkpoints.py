@@ -93,17 +93,18 @@ class Checkpoints:
                 continue
             if faults := tuple(resume_faults(folder.name, content["settings"], self.settings)):
                 raise ConfigError("the configuration", faults)
-            self._on_all("load_checkpoint", folder)
             step: int = content["step"]
+            if step > (num_steps := self.config.grpo.num_steps):
+                reason = f"is {num_steps:,}, but {folder.name} is of step {step:,}: raise it, or name an earlier one"
+                raise ConfigError.at("grpo.num_steps", reason)
+            self._on_all("load_checkpoint", folder)
             if is_first_rank():
                 self.folder.go_back(step)
                 if changed := changed_settings(content["settings"], self.settings):
                     log.warning("settings have changed since %s: %s", folder.name, ", ".join(changed))
                 log.info("goes on after step %d, from %s", step, folder)
             return step
-        reason = (
-            f"finds no whole checkpoint in {self.config.training.output_dir}: remove it, and start with --overwrite"
-        )
+        reason = f"finds no whole checkpoint in {self.config.training.output_dir}: remove the key to begin at step 1"
         raise ConfigError.at(key, reason)
 
     def _on_all(self, method: str, folder: Path, **options: Any) -> list[Any]:

@@ -265,3 +265,23 @@ def remove_slices(config: RunConfig, split: str) -> None:
             shutil.rmtree(folder)
             with contextlib.suppress(OSError):  # the other split's are still there
                 folder.parent.rmdir()
+
+
+@contextlib.contextmanager
+def training_alone(folder: Path) -> Iterator[None]:
+    """
+    Make a folder, and keep other runs from training into it until the block ends.
+
+    Raises:
+        ConfigError: Another run does so now, and both would write the same checkpoints.
+        OutputError: It cannot be written.
+    """
+
+    def refuse() -> str:
+        reason = f"is {folder}, which another run trains into: both would write its checkpoints; name another folder"
+        raise ConfigError.at("training.output_dir", reason)
+
+    with files.writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with files.held(folder / "train.lock", f"to train into {folder}", wait=refuse):
+        yield

@@ -180,7 +180,7 @@ class GrpoConfig:
     """
 
     importance_max: float = key(2.0, check=above_0)
-    """Largest weight; `.inf` sets no limit."""
+    """Largest weight; a large number sets no limit."""
 
     importance_min: float = key(0.5, check=at_least(0))
     """Smallest weight of `icepop` and `sequence_mask`."""

@@ -56,12 +56,14 @@ def resume_faults(checkpoint: str, then: Mapping[str, str], now: Mapping[str, st
         then: `resume_values` of the run that wrote it.
         now: `resume_values` of the run that resumes.
     """
-    for key in sorted(_FIXED):
-        if then.get(key) != now.get(key):
-            values = f"is {_shown(now, key)}, but {checkpoint} was trained with {_shown(then, key)}"
-            if key == "custom.train_jsonl":
-                values = f"gives other prompts or answers than those that {checkpoint} was trained on"
-            yield Fault(key, f"{values}: restore it, or start again in another training.output_dir")
+    changed = {key for key in _FIXED if then.get(key) != now.get(key)}
+    if "model.model" in changed:
+        changed.discard("custom.train_jsonl")  # another tokenizer gives other prompts of the same data
+    for key in sorted(changed):
+        values = f"is {_shown(now, key)}, but {checkpoint} was trained with {_shown(then, key)}"
+        if key == "custom.train_jsonl":
+            values = f"gives other prompts or answers than those that {checkpoint} was trained on"
+        yield Fault(key, f"{values}: restore it, or start again in another training.output_dir")
     baselines = [values.get("grpo.baseline") for values in (then, now)]
     if baselines[0] != baselines[1] and _WITH_VALUES in baselines:
         reason = f"is {baselines[1]}, but {checkpoint} was trained with {baselines[0]}: a value head cannot come or go"

@@ -61,7 +61,7 @@ def test_transformers_serve_answers_each_step_with_its_weights(write_rl, tmp_pat
         assert batch.tensor("engine_log_probabilities")[batch.tensor("token_mask") > 0].isnan().all()
     first, second = (load_file(tmp_path / f"of-engine-{step}" / "model.safetensors") for step in (0, 1))
     assert any(not torch.equal(weight, second[name]) for name, weight in first.items())
-    assert {"checkpoint-2", "policy", "rl.jsonl"} == {path.name for path in (tmp_path / "rl").iterdir()}
+    assert {"checkpoint-2", "policy", "rl.jsonl", "train.lock"} == {path.name for path in (tmp_path / "rl").iterdir()}
 
 
 def test_a_correction_needs_an_engine_that_gives_probabilities():

@@ -534,6 +534,10 @@ def nan(logits, data, *, num_sequences, num_tokens):
 
 def nothing(logits, data, *, num_sequences, num_tokens):
     return None
+
+
+def short(logits):
+    return None, {}
 """
 
 
@@ -570,7 +574,8 @@ def test_a_loss_that_is_none_ends_the_run(write_rl, tmp_path, monkeypatch, capsy
 
     (tmp_path / "my_losses.py").write_text(OWN_LOSSES)
     monkeypatch.syspath_prepend(tmp_path)
-    expected = {"nan": "loss is nan, so the policy was not updated", "nothing": "the loss nothing returned NoneType"}
+    expected = {"nan": "loss is nan, so the policy was not updated", "nothing": "the loss nothing returned NoneType",
+                "short": "grpo.loss: is my_losses:short, which does not take (logits, data"}  # fmt: skip
     for loss, says in expected.items():
         assert 2 == rl.main([str(write_rl(grpo={"loss": f"my_losses:{loss}"}))])
         assert says in capsys.readouterr().err

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from packplan.app.wiring.stores import training_alone
 from packplan.core.errors import ConfigError
 from tests.e2e.test_rl import far, update_of_text, write_phases  # noqa: F401  # a fixture
 from tests.nearness import FLOAT32, apart, norm
@@ -184,7 +186,7 @@ def test_a_run_resumes_bit_for_bit_at_any_step(write_rl, tmp_path):
         assert expected == result(tmp_path / "rl")
     assert 0 == rl.main([run, LAST, "grpo.num_steps=4", "training.save_total_limit=2"])
     left = {path.name for path in (tmp_path / "rl").iterdir()}
-    assert {"rl.jsonl", "policy", "checkpoint-3", "checkpoint-4"} == left
+    assert {"rl.jsonl", "policy", "checkpoint-3", "checkpoint-4", "train.lock"} == left
     assert expected[0] == result(tmp_path / "rl")[0][:3]
 
 
@@ -234,6 +236,7 @@ def test_a_reward_that_fails_leaves_a_run_that_resumes(write_rl, tmp_path, monke
     run = str(write_rl(grpo={"num_steps": 2, "save_every": 1, "reward": "failing_rewards:reward"}, tuner_type="lora"))
     for number, (bad, says) in enumerate({
         lambda: 1 / 0: "ZeroDivisionError", lambda: "good": "gives 'good'", lambda: float("nan"): "gives nan",
+        lambda: sys.exit("bye"): "SystemExit: bye",
     }.items()):  # fmt: skip
         failing_rewards.BAD = bad
         assert 2 == rl.main([run, *([LAST] if number else [])])
@@ -255,7 +258,12 @@ def test_only_a_whole_checkpoint_of_the_same_run_is_resumed(write_rl, tmp_path, 
     run = str(write_rl(grpo={"num_steps": 2, "save_every": 1}))
     assert 2 == rl.main([run, LAST])
     assert "finds no whole checkpoint" in capsys.readouterr().err
+    with training_alone(folder):
+        assert 2 == rl.main([run, "--overwrite"])
+    assert "which another run trains into" in capsys.readouterr().err
     assert 0 == rl.main([run])
+    assert 2 == rl.main([run, LAST, "grpo.num_steps=1"])
+    assert "grpo.num_steps: is 1, but checkpoint-2 is of step 2" in capsys.readouterr().err
     for path, text in ((folder / "checkpoint-2" / "manifest.json", "{}"),
                        (next((folder / "checkpoint-2").glob("*.safetensors")), "other")):  # fmt: skip
         before = path.read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
@@ -120,6 +121,11 @@ def _open_loss(config: RunConfig) -> FusedLoss | PackedLoss | PaddedLoss:
     if name in LOSSES:
         return FusedLoss(LOSSES[name](config.grpo))
     own = named_function(name, dict[str, Any](LOSSES), key="grpo.loss")
+    try:
+        inspect.signature(own).bind(None, {}, num_sequences=1, num_tokens=1)
+    except TypeError as error:
+        reason = f"is {name}, which does not take (logits, data, num_sequences=…, num_tokens=…): {error}"
+        raise ConfigError.at("grpo.loss", reason) from None
     in_parts = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
     return PackedLoss(own) if in_parts else PaddedLoss(own)
 

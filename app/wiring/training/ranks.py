@@ -18,12 +18,12 @@ import attrs
 import torch
 
 from packplan.adapters.config.run import load_mixes
-from packplan.adapters.files import held, writing
 from packplan.adapters.ranks.environment import meeting, require_ranks
 from packplan.adapters.ranks.torch_group import OneRank, TorchGroup
 from packplan.adapters.ranks.weight_digests import weight_digests
 from packplan.adapters.trainer.arguments import runs_on_cpu
 from packplan.adapters.versions import installed_version
+from packplan.app.wiring.stores import training_alone
 from packplan.core.config import RunConfig, flat_values, rank_differences, run_values
 from packplan.core.errors import ConfigError, OutputError, RunError, UserError, counted, in_lines
 from packplan.core.fingerprint import Fingerprint
@@ -176,17 +176,10 @@ def alone_in_output(config: RunConfig, group: RankGroup) -> Iterator[None]:
     """
     folder = Path(config.training.output_dir)
     failure: UserError | None = None
-
-    def refuse() -> str:
-        reason = f"is {folder}, which another run trains into: both would write its checkpoints; name another folder"
-        raise ConfigError.at("training.output_dir", reason)
-
     with contextlib.ExitStack() as lock:
         if group.rank == 0:
             try:
-                with writing(folder):
-                    folder.mkdir(parents=True, exist_ok=True)
-                lock.enter_context(held(folder / "train.lock", f"to train into {folder}", wait=refuse))
+                lock.enter_context(training_alone(folder))
             except (ConfigError, OutputError) as error:  # raised once the others know
                 failure = error
         if group.any(failure is not None):
