@@ -65,6 +65,10 @@ def test_each_mode_is_accepted(policy):
         ({"grpo.save_every": 0}, "grpo.save_every", "is 0, but has to be at least 1"),
         ({"grpo.num_steps": 0}, "grpo.num_steps", "is 0, but has to be at least 1"),
         ({"grpo.num_generations_per_prompt": 1}, "grpo.num_generations_per_prompt", "is 1, but answers are compared"),
+        ({"grpo.max_staleness": 1}, "grpo.max_staleness", "while the policy answers itself"),
+        ({"grpo.engine_command": "serve {folder}"}, "grpo.engine_command", "without {port}"),
+        ({"grpo.engine_command": "serve '{folder} {port}"}, "grpo.engine_command", "no command: no closing quotation"),
+        ({"grpo": ENGINE, "training.tuner_type": "lora"}, "training.tuner_type", "an engine gets whole models"),
         ({"grpo": {"entropy_coefficient": 0.1, "loss": "m:f"}}, "grpo.entropy_coefficient", "but by losses by name"),
         ({"grpo": {"ratio_clip_max": 0.1, "loss": "m:f"}}, "grpo.ratio_clip_max", "but by losses by name"),
         ({"grpo": {"baseline": "value", "loss": "m:f"}}, "grpo.baseline", "which losses by name train"),
@@ -146,3 +150,11 @@ def test_a_value_head_neither_comes_nor_goes_when_a_run_resumes():
         assert "grpo.baseline" == fault.path
         assert "a value head cannot come or go" in fault.reason
     assert [] == list(resume_faults("checkpoint-1", group, leave_one_out)) == list(resume_faults("", value, value))
+
+
+def test_ranks_that_share_rows_and_layers_compute_one_shard():
+    """As many as the product of both sizes."""
+    policy = {**PACKING, "context_parallel_size": 2, "tensor_parallel_size": 3}
+    policy["sequence_packing"] = {**policy["sequence_packing"], "sequence_length_round": 12}
+
+    assert 6 == parsed({"policy": policy}, rl=True).policy.ranks_per_shard
