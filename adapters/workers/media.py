@@ -88,7 +88,7 @@ class PolicyInputs:
 
     @classmethod
     def from_model(cls, model: Any) -> PolicyInputs:
-        """Return what makes the inputs of a model of transformers."""
+        """Return the maker of inputs for a model of transformers."""
         return cls(positions_of(model), model.device)
 
     def forward(self, microbatch: Microbatch) -> dict[str, Tensor]:

@@ -42,6 +42,7 @@ from packplan.adapters.workers.generation import Generations, answer, as_arrays,
 from packplan.adapters.workers.media import PolicyInputs
 from packplan.adapters.workers.sharding import RankGrid, clip_gradients, gathered_state, whole_weights
 from packplan.adapters.workers.value_head import ValueHead, save_head, split_state
+from packplan.core.config import RunConfig
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import RunError
 from packplan.core.ports import Arrays, Engine, RankGroup
@@ -71,6 +72,21 @@ class PolicySettings:
 
     ranks_per_shard: int
     """Neighbouring ranks that share the rows of a shard, or their layers."""
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> PolicySettings:
+        """Return the settings of a run."""
+        grpo, trainer, policy = config.grpo, config.training.trainer, config.policy
+        return cls(
+            temperature=grpo.temperature,
+            max_new_tokens=grpo.max_new_tokens,
+            num_generations=grpo.num_generations_per_prompt,
+            learning_rate=float(trainer.get("learning_rate", 1e-6)),
+            weight_decay=float(trainer.get("weight_decay", 0.0)),
+            max_grad_norm=float(trainer.get("max_grad_norm", 1.0)),
+            context_parallel_size=policy.context_parallel_size,
+            ranks_per_shard=policy.ranks_per_shard,
+        )
 
 
 class PolicyWorker:
@@ -230,7 +246,7 @@ class PolicyWorker:
         return {name: np.array([row.get(name, math.nan) for row in rows]) for name in dict.fromkeys(chain(*rows))}
 
     def _options_of_loss(self) -> dict[str, Any]:
-        """Return what a loss on tokens needs to know of this rank."""
+        """Return the options of a loss on tokens that depend on this rank."""
         if not isinstance(self._loss, FusedLoss):
             return {}
         values = None if self._value_head is None else self._value_head.values

@@ -50,13 +50,7 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder, atte
         attention: Attention of the run.
     """
     grpo, trainer, policy = config.grpo, config.training.trainer, config.policy
-    for name, size in (("context_parallel_size", policy.context_parallel_size),
-                       ("tensor_parallel_size", policy.ranks_per_shard)):  # fmt: skip
-        if group.world_size % size:
-            reason = (
-                f"needs workers in groups of {size}, which does not divide {group.world_size} workers: start a multiple"
-            )
-            raise ConfigError.at(f"policy.{name}", reason)
+    _require_groups(config, group.world_size)
     cuda = torch.cuda.is_available() and not runs_on_cpu(trainer)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     log.info("attention: %s", attention)
@@ -102,17 +96,17 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder, atte
         group=group,
         grid=grid,
         value_head=value_head,
-        settings=PolicySettings(
-            temperature=grpo.temperature,
-            max_new_tokens=grpo.max_new_tokens,
-            num_generations=grpo.num_generations_per_prompt,
-            learning_rate=float(trainer.get("learning_rate", 1e-6)),
-            weight_decay=float(trainer.get("weight_decay", 0.0)),
-            max_grad_norm=float(trainer.get("max_grad_norm", 1.0)),
-            context_parallel_size=policy.context_parallel_size,
-            ranks_per_shard=policy.ranks_per_shard,
-        ),
+        settings=PolicySettings.from_config(config),
     )
+
+
+def _require_groups(config: RunConfig, num_workers: int) -> None:
+    """Require that the workers are whole groups of those that share rows or layers."""
+    for name, size in (("context_parallel_size", config.policy.context_parallel_size),
+                       ("tensor_parallel_size", config.policy.ranks_per_shard)):  # fmt: skip
+        if num_workers % size:
+            reason = f"needs workers in groups of {size}, which does not divide {num_workers} workers: start a multiple"
+            raise ConfigError.at(f"policy.{name}", reason)
 
 
 def _open_loss(config: RunConfig) -> FusedLoss | PackedLoss | PaddedLoss:
