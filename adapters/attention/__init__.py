@@ -17,7 +17,8 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from packplan.adapters.attention.rows import follow_rows, with_text_row
+from packplan.adapters.attention.padding import RealTokens
+from packplan.adapters.attention.rows import computing, follow_rows, with_text_row
 from packplan.adapters.attention.states import split_states
 from packplan.adapters.attention.varlen import attend, attend_to_patches, row_mask, sample_mask, told_row_mask
 from packplan.adapters.attention.vision import project_patches
@@ -29,8 +30,10 @@ __all__ = [
     "NAME",
     "PATCHES_NAME",
     "ROWS_NAME",
+    "RealTokens",
     "attend_as",
     "attend_by_varlen",
+    "computing",
     "follow_rows",
     "native_attention",
     "project_patches",

@@ -1,8 +1,8 @@
 """
-A plan in a trainer of transformers or TRL.
+Packing in trainers of transformers and TRL.
 
-`use_plan` makes a `Trainer` or `SFTTrainer` train the packs of a plan, in the order of its
-schedule. Importing this module registers our attention, for
+`unpad` lets a model compute no padding. `use_plan` makes a `Trainer` or `SFTTrainer` train the
+packs of a plan, in the order of its schedule. Importing this module registers our attention, for
 `from_pretrained(…, attn_implementation="packplan")`.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from packplan.adapters.hf.attention import separate_samples
 from packplan.adapters.hf.training import token_mean, use_plan
+from packplan.adapters.hf.unpad import unpad
 from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.loaders.positions import positions_of
 from packplan.adapters.loaders.rows import PACK, PackInputs, RowsOfPacks, flatten, learned
@@ -24,5 +25,6 @@ __all__ = [
     "positions_of",
     "separate_samples",
     "token_mean",
+    "unpad",
     "use_plan",
 ]

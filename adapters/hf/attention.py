@@ -29,9 +29,29 @@ def separate_samples(model: Any, *, named: str | None = None, whole: bool = True
     Raises:
         ModelError: It cannot be shown.
     """
+    loaded = trained_config(model.config)._attn_implementation  # noqa: SLF001  # has no public name
+    choice = attend_apart(model, named=named or loaded)
+    if not whole:
+        return choice
+    why_not = probe_loaded(model, native=choice.native).why_not(limit=limit_of(model))
+    if why_not is not None:
+        reason = f"the loaded model ({place_of(model)}) was asked, and {why_not}"
+        raise ModelError.isolation(trained_config(model.config).model_type, named or loaded, reason)
+    return choice
+
+
+def attend_apart(model: Any, *, named: str) -> AttentionChoice:
+    """
+    Set an attention by which a small copy of a model keeps samples apart, and return it.
+
+    Args:
+        model: Model of transformers.
+        named: Attention; `packplan` takes the fastest that is shown to work.
+
+    Raises:
+        ModelError: It cannot be shown.
+    """
     config = trained_config(model.config)
-    loaded = config._attn_implementation  # noqa: SLF001  # has no public name
-    named = named or loaded
     attn_impl = AUTO if named == NAME else named
     on_cpu = next(model.parameters()).device.type == "cpu"
     verdict = probe_config(config, attn_impl=attn_impl, on_cpu=on_cpu)
@@ -39,13 +59,7 @@ def separate_samples(model: Any, *, named: str | None = None, whole: bool = True
     choice = choose_attention(attn_impl, verdict, flash_installed=flash, on_cpu=on_cpu)
     if choice.leak is not None:
         raise ModelError.isolation(verdict.model_type, named, choice.leak)
-    if attn_impl == AUTO and choice.backend != loaded:
+    if attn_impl == AUTO and choice.backend != config._attn_implementation:  # noqa: SLF001  # has no public name
         model.set_attn_implementation(choice.backend)
     attend_as(model, choice)
-    if not whole:
-        return choice
-    why_not = probe_loaded(model, native=choice.native).why_not(limit=limit_of(model))
-    if why_not is not None:
-        reason = f"the loaded model ({place_of(model)}) was asked, and {why_not}"
-        raise ModelError.isolation(verdict.model_type, named, reason)
     return choice

@@ -13,7 +13,7 @@ from packplan.adapters.probe.rows import ProbeRow, measure_alone, measure_packed
 from packplan.adapters.proof import limit_of, precision_of, rounds_choices
 from packplan.core.equality import ProbeResult
 
-__all__ = ["LENGTHS", "limit_of", "place_of", "probe_loaded"]
+__all__ = ["LENGTHS", "limit_of", "place_of", "plain_ids", "probe_loaded"]
 
 LENGTHS = (17, 3, 29)
 
@@ -36,14 +36,14 @@ def probe_loaded(model: Any, *, native: str) -> ProbeResult:
         model: Model of transformers, perhaps with adapters; its mode is restored.
         native: Attention of transformers for samples alone.
     """
-    row = ProbeRow.draw(model, LENGTHS, ids=_plain_ids(trained_config(model.config)))
+    row = ProbeRow.draw(model, LENGTHS, ids=plain_ids(trained_config(model.config)))
     with evaluating(model):  # dropout is no difference
         with native_attention(model, native):
             alone = measure_alone(model, row, with_gradients=False)
         return measure_packed(model, row, alone, with_gradients=False, typical=rounds_choices(model))
 
 
-def _plain_ids(config: Any) -> list[int]:
+def plain_ids(config: Any) -> list[int]:
     """Return ids of tokens that no key of the configuration names."""
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     special = {

@@ -1,0 +1,253 @@
+"""
+Packing inside a model: a padded batch is computed as one row without padding.
+
+Before the text stack of a model runs, the real tokens of all rows become one row, whose samples
+attend to themselves alone. After it, the results are put back where the batch has them. So a
+trainer collates, computes its loss and reads its outputs as ever.
+
+Rules: hooks are torch's own, and nothing of transformers is changed. A call that is no padded batch
+passes through: without padding, without a mask of two dimensions, with a cache of the caller
+(generation), or with rows that are packed already.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import attrs
+import torch
+
+from packplan.adapters.attention import RealTokens, computing
+
+IGNORED_LABEL = -100
+"""Label of a token that no loss counts."""
+
+Positions = Literal["columns", "counted", "ids"]
+"""
+Positions of a model's tokens where the caller gives none: the column of the batch, the number of
+real tokens before it, or the number of ids that are not the padding's.
+"""
+
+_BOUNDARIES = ("cu_seq", "seq_idx")
+"""Beginnings of the names of arguments that say where the samples of a packed row begin."""
+
+_NOT_BY_TOKEN = ("pixel", "image", "video", "attentions", "past_key_values", "pooler_output")
+"""Beginnings of the names of arguments and outputs whose first axes are not rows and positions."""
+
+
+@attrs.define
+class UnpadCounts:
+    """Positions that a model was given, and how many of them it computed."""
+
+    calls: int = 0
+    """Calls whose padding was left out."""
+
+    real: int = 0
+    """Positions that these calls computed."""
+
+    padded: int = 0
+    """Positions that these calls were given."""
+
+
+@attrs.define(eq=False)
+class TextStack:
+    """The module whose calls are packed, and how its arguments are read."""
+
+    module: Any
+    positions: Positions = "columns"
+
+    padding_id: int = 0
+    """Id by which a model that counts ids knows padding."""
+
+    text_row: bool = False
+    """Whether positions of images have a first row with those of the text."""
+
+    _signature: inspect.Signature = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._signature = inspect.signature(self.module.forward)
+
+    def name(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        """Return the arguments of a call by name."""
+        given = dict(self._signature.bind_partial(*args, **kwargs).arguments)
+        for parameter in self._signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                given |= given.pop(parameter.name, {})
+        return given
+
+    def real_tokens(self, given: dict[str, Any]) -> RealTokens | None:
+        """Return the tokens of a padded batch; None if the call passes through."""
+        mask, values = given.get("attention_mask"), given.get("inputs_embeds", given.get("input_ids"))
+        if values is None:
+            values = given.get("input_ids")
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or values is None or values.shape[:2] != mask.shape:
+            return None
+        if given.get("past_key_values") is not None or any(name.startswith(_BOUNDARIES) for name in given):
+            return None
+        tokens = RealTokens.from_mask(mask)
+        if len(tokens.places) in (0, mask.numel()) or self._restarts(given.get("position_ids"), tokens):
+            return None
+        return tokens
+
+    def _restarts(self, positions: torch.Tensor | None, tokens: RealTokens) -> bool:
+        """Return whether positions begin again within a row, so that it is packed already."""
+        if positions is None or (positions.dim() == 3 and positions.shape[0] != 4):
+            return False
+        text = positions[0] if positions.dim() == 3 else positions
+        steps = tokens.take(text.expand(tokens.shape))[0].diff()
+        return bool(((steps < 0) & (tokens.row.own.diff() == 0)).any())
+
+    def pack(self, given: dict[str, Any], tokens: RealTokens) -> dict[str, Any]:
+        """Return the arguments of a call with the real tokens as one row."""
+        packed = {
+            name: tokens.take(value) if _is_by_token(name, value, tokens.shape) else value
+            for name, value in given.items()
+            if name != "cache_position"
+        }
+        # A mask of ones: without one, transformers would look for samples in the positions.
+        packed["attention_mask"] = tokens.take(given["attention_mask"]).new_ones(1, len(tokens.places))
+        if "position_ids" in self._signature.parameters:
+            packed["position_ids"] = self._packed_positions(given, tokens)
+        if {"use_cache", "past_key_values"} & set(self._signature.parameters):
+            packed["use_cache"] = False
+        return packed
+
+    def _packed_positions(self, given: dict[str, Any], tokens: RealTokens) -> torch.Tensor:
+        """Return the positions that the padded pass has for the real tokens."""
+        positions = given.get("position_ids")
+        if positions is None:
+            return tokens.take(self._own_positions(given))
+        if positions.dim() == 2:
+            return tokens.take(positions.expand(tokens.shape))
+        taken = tokens.take(positions.expand(-1, *tokens.shape), axis=1)
+        if not self.text_row:
+            return taken
+        return torch.cat([tokens.restarting[None], taken[-3:]])
+
+    def _own_positions(self, given: dict[str, Any]) -> torch.Tensor:
+        """Return the positions that the model would count; int64 of the mask's shape."""
+        mask, ids = given["attention_mask"], given.get("input_ids")
+        columns: torch.Tensor = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+        if self.positions == "counted":
+            columns = mask.long().cumsum(1) - 1
+        elif self.positions == "ids" and ids is None:
+            columns = columns + self.padding_id + 1
+        elif self.positions == "ids":
+            real = torch.ne(ids, self.padding_id).long()
+            columns = real.cumsum(1) * real + self.padding_id
+        return columns
+
+    def put_back(self, output: Any, tokens: RealTokens, *, keep: bool) -> Any:
+        """
+        Put the results of a packed call at their places in the batch.
+
+        Args:
+            output: Output of the module.
+            tokens: Tokens of the call.
+            keep: Leave the last hidden state packed, for a head that reads it so.
+        """
+        if not isinstance(output, dict):
+            return tuple(_put_back(one, tokens) for one in output)
+        for name in list(output):
+            if name.startswith(_NOT_BY_TOKEN) or (keep and name == "last_hidden_state"):
+                continue
+            output[name] = _put_back(output[name], tokens)
+        if output.get("pooler_output") is not None:  # made of the first position of each row
+            output["pooler_output"] = self.module.pooler(output["last_hidden_state"])
+        return output
+
+
+def _is_by_token(name: str, value: Any, shape: tuple[int, int]) -> bool:
+    if not isinstance(value, torch.Tensor) or name.startswith((*_NOT_BY_TOKEN, "position_ids", "attention_mask")):
+        return False
+    return value.dim() >= 2 and tuple(value.shape[:2]) == shape
+
+
+def _put_back(value: Any, tokens: RealTokens) -> Any:
+    """Put back what has the packed row's tokens: shape (1, tokens, …), or (tokens, …)."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_put_back(one, tokens) for one in value)
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return value
+    if tuple(value.shape[:2]) == (1, len(tokens.places)):
+        return tokens.put_back(value)
+    return tokens.put_back_flat(value) if value.shape[0] == len(tokens.places) else value
+
+
+class Unpadding:
+    """
+    Hooks that leave padding out of a model's calls; `unpad` makes them.
+
+    `remove` takes them off, and inside `with paused():` calls pass through.
+    """
+
+    def __init__(self, model: Any, stack: TextStack, *, logits: bool) -> None:
+        self.counts = UnpadCounts()
+        """Positions given and computed so far."""
+
+        self._stack, self._paused = stack, False
+        self._open: list[tuple[RealTokens | None, ExitStack]] = []
+        self._headed: RealTokens | None = None
+        module = stack.module
+        self._hooks = [
+            module.register_forward_pre_hook(self._pack, with_kwargs=True),
+            module.register_forward_hook(self._put_back, with_kwargs=True, always_call=True),
+        ]
+        if not logits:
+            self._head = TextStack(model)
+            self._hooks += [
+                model.register_forward_pre_hook(self._pack_labels, with_kwargs=True),
+                model.register_forward_hook(self._forget_labels, with_kwargs=True, always_call=True),
+            ]
+
+    def remove(self) -> None:
+        """Take the hooks off; the model keeps its attention."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let calls pass through, inside."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _pack(self, module: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG002  # torch passes it
+        given = self._stack.name(args, kwargs)
+        tokens = None if self._paused else self._stack.real_tokens(given)
+        inside = ExitStack()
+        self._open.append((tokens, inside))
+        if tokens is None:
+            return None
+        inside.enter_context(computing(tokens.row))
+        self.counts.calls += 1
+        self.counts.real += len(tokens.places)
+        self.counts.padded += tokens.shape[0] * tokens.shape[1]
+        return (), self._stack.pack(given, tokens)
+
+    def _put_back(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG002  # torch passes them
+        tokens, inside = self._open.pop()
+        inside.close()
+        if tokens is None or output is None:  # None: the call raised an error
+            return None
+        return self._stack.put_back(output, tokens, keep=self._headed is not None)
+
+    def _pack_labels(self, model: Any, args: Any, kwargs: Any) -> Any:
+        given = self._head.name(args, kwargs)
+        labels, mask = given.get("labels"), given.get("attention_mask")
+        if self._paused or not model.training or given.get("logits_to_keep") or labels is None or mask is None:
+            return None
+        tokens = self._head.real_tokens(given) if labels.shape == mask.shape else None
+        if tokens is None:
+            return None
+        self._headed = tokens
+        labels = tokens.take(labels).masked_fill(tokens.restarting == 0, IGNORED_LABEL)
+        return (), {**given, "labels": labels}
+
+    def _forget_labels(self, *_: Any) -> None:
+        self._headed = None

@@ -1,0 +1,167 @@
+"""
+`unpad`: a model computes no padding of the batches that any trainer gives it.
+
+It finds where the model's calls are packed and by which positions, by asking the model for padded
+rows with and without the hooks of `packed_calls`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from packplan.adapters.attention import NAME, native_attention
+from packplan.adapters.families import trained_config, trained_part
+from packplan.adapters.hf.attention import attend_apart
+from packplan.adapters.hf.packed_calls import TextStack, Unpadding
+from packplan.adapters.models import evaluating
+from packplan.adapters.probe import limit_of, plain_ids
+from packplan.adapters.proof import difference_of, logit_reaches, rounds_choices, watching
+from packplan.core.equality import ProbeResult
+from packplan.core.errors import ModelError
+
+_LENGTHS = (17, 3, 29)
+"""Real tokens of the rows."""
+
+_SEED = 5
+
+
+def unpad(model: Any, *, logits: bool = True) -> Unpadding:
+    """
+    Let a model compute no padding: the real tokens of a batch run as one packed row.
+
+    Call it on each model that a trainer runs, after the trainer is built. Rows may be padded left,
+    right, on both sides or between tokens. At positions whose mask is 1 results are those of the
+    padded pass; elsewhere they are 0. Generation passes through. The model attends by this
+    project's attention from here on; first it is probed in some seconds, as by `separate_samples`.
+
+    Args:
+        model: Model of transformers, perhaps with adapters, perhaps wrapped for several ranks.
+        logits: Whether logits at padding are returned too. False leaves them out while training, in
+            calls with labels, for callers that read the loss alone: logits then have the shape (1,
+            real tokens, vocabulary).
+
+    Raises:
+        ModelError: The model cannot be shown to give the same.
+    """
+    inner = _unwrap(model)
+    return _hook(inner, native=attend_apart(inner, named=NAME).native, logits=logits)
+
+
+def _unwrap(model: Any) -> Any:
+    """Return the model of transformers inside of wrappers; ModelError if it cannot be packed."""
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    adapters = getattr(model, "peft_config", {})
+    for adapter in adapters.values() if isinstance(adapters, dict) else ():
+        if adapter.is_prompt_learning and adapter.peft_type == "PREFIX_TUNING":
+            raise ModelError("probe", "prefix tuning gives each row a cache, which a packed row has none of")
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if inner.config.is_encoder_decoder:
+        raise ModelError("probe", f"{inner.config.model_type} has an encoder and a decoder, whose rows are two")
+    return inner
+
+
+def _hook(model: Any, *, native: str, logits: bool) -> Unpadding:
+    """
+    Hook a model where its padded rows then give what they give without the hooks.
+
+    Args:
+        model: Model of transformers without wrappers, set to keep samples of a row apart.
+        native: Attention of transformers that computes the padded rows.
+        logits: Whether logits of padding are returned; see `unpad`.
+
+    Raises:
+        ModelError: No place and positions give the same.
+    """
+    reasons: dict[str, None] = {}
+    for stack in _candidates(model):
+        hooks = Unpadding(model, stack, logits=logits)
+        why_not = _why_not(model, hooks, stack, native=native)
+        if why_not is None:
+            return hooks
+        hooks.remove()
+        reasons[f"at {type(stack.module).__name__} with positions by {stack.positions}, {why_not}"] = None
+    raise ModelError("probe", f"its padded rows cannot be packed: {'; '.join(reasons)}"[:1000])
+
+
+def _candidates(model: Any) -> Iterator[TextStack]:
+    """Yield the places of a model whose calls may be packed, with each way to count positions."""
+    part = trained_part(model)
+    padding = getattr(part.config.get_text_config(), "pad_token_id", None) or 0
+    text_row = any(hasattr(module, "get_rope_index") for module in model.modules())
+    for module in dict.fromkeys((part.get_decoder(), part.base_model)):
+        for positions in ("columns", "counted", "ids"):
+            yield TextStack(module, positions, padding, text_row)
+
+
+def _why_not(model: Any, hooks: Unpadding, stack: TextStack, *, native: str) -> str | None:
+    """Return why a hooked model does not compute its padded rows as before; None if it does."""
+    ids = _draw_ids(model)
+    worst = 0.0
+    with evaluating(model):
+        for mask in _masks(ids):
+            batch = {"input_ids": ids, "attention_mask": mask}
+            with torch.no_grad():
+                calls = hooks.counts.calls
+                try:
+                    found = _run(model, stack.module, batch)
+                except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
+                    return " ".join(f"a packed call raises {type(error).__name__}: {error}".split())[:300]
+                if hooks.counts.calls == calls:
+                    return "it is given no mask of rows and positions"
+                with native_attention(model, native), hooks.paused():
+                    expected = _run(model, stack.module, batch)
+            scale = float(expected[mask.bool()].abs().max())
+            for own, mine, row in zip(mask.bool(), found, expected, strict=True):
+                apart = (mine[own].float() - row[own].float()).abs().amax(-1) / scale
+                worst = max(worst, difference_of(apart, typical=rounds_choices(model)))
+        isolation = 0.0 if _is_sharded(model) else _isolation(stack.module, ids, mask)
+    return ProbeResult(isolation, worst).why_not(limit=limit_of(model))
+
+
+def _run(model: Any, module: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """Return the last hidden state of a model's text stack for a batch."""
+    states: list[Any] = []
+    hook = module.register_forward_hook(lambda _, __, output: states.append(output[0]))
+    try:
+        model(**batch)
+    finally:
+        hook.remove()
+    state: torch.Tensor = states[-1]
+    return state
+
+
+def _isolation(module: Any, ids: torch.Tensor, mask: torch.Tensor) -> float:
+    """Return the largest gradient between rows of a packed call, over one within a row."""
+    inputs = {"inputs_embeds": module.get_input_embeddings()(ids), "attention_mask": mask}
+    with torch.enable_grad(), watching(module, inputs, (ids.shape[0], ids.shape[1])) as watched:
+        states = module(**inputs)[0]
+    places = [(row, slice(0, ids.shape[1])) for row in range(len(ids))]
+    return max(reach.isolation for reach in logit_reaches(watched, states, places))
+
+
+def _draw_ids(model: Any) -> torch.Tensor:
+    """Return rows of random tokens; int64 of shape (rows, positions)."""
+    plain = torch.tensor(plain_ids(trained_config(model.config)))
+    generator = torch.Generator().manual_seed(_SEED)
+    drawn = plain[torch.randint(len(plain), (len(_LENGTHS), max(_LENGTHS) + 2), generator=generator)]
+    return drawn.to(next(model.parameters()).device)
+
+
+def _masks(ids: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield masks with padding on the right, on the left, and between tokens."""
+    lengths = torch.tensor(_LENGTHS, device=ids.device)[:, None]
+    columns = torch.arange(ids.shape[1], device=ids.device)[None]
+    right = (columns < lengths).long()
+    yield right
+    yield right.flip(1)
+    yield right * (columns % 5 != 2)
+
+
+def _is_sharded(model: torch.nn.Module) -> bool:
+    return any(isinstance(weight, DTensor) for weight in model.parameters())

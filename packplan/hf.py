@@ -1,0 +1,16 @@
+"""
+Packing in trainers of transformers and TRL: `docs/use-it-in/`.
+
+    from packplan.hf import unpad, use_plan
+
+    unpad(trainer.model)  # any trainer of padded batches computes no padding
+    schedule = use_plan(trainer, plan)  # or: the trainer trains the packs of a plan
+
+They need the extra `hf`.
+"""
+
+from __future__ import annotations
+
+from packplan.adapters.hf import separate_samples, unpad, use_plan
+
+__all__ = ["separate_samples", "unpad", "use_plan"]
