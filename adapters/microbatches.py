@@ -24,7 +24,7 @@ from torch import Tensor
 
 from packplan.core.context_parallel import PackedLayout, cu_seqlens
 from packplan.core.errors import ArgumentError, counted
-from packplan.core.lengths import IntArray, positive
+from packplan.core.lengths import IntArray, whole_number
 from packplan.core.shard import Mode, ShardBatch, Sharding
 
 Field = Tensor | list[Any]
@@ -195,7 +195,7 @@ class BatchedData:
         Return the batch *width* positions wide, in every field that runs along the sequence: its
         end is cut, or the field's padding is added.
         """
-        positive("width", width)
+        whole_number("width", width)
         lengths = self.lengths.clamp(max=width)
         fields = {
             name: _fitted(field, self.sequence_dims[name], width, self.pad_value(name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from packplan.core.errors import ArgumentError, counted
-from packplan.core.lengths import positive
+from packplan.core.lengths import MOST_RANKS, whole_number
 
 
 @attrs.frozen
@@ -45,13 +45,13 @@ def resolve_accumulation(
     >>> batch.gradient_accumulation_steps
     16
     """
-    world_size = positive("world_size", world_size)
-    per_device = positive("per_device_train_batch_size", per_device_train_batch_size)
-    accumulation = positive("gradient_accumulation_steps", gradient_accumulation_steps or 1)
-    unit = world_size * positive("forced_batch_size", forced_batch_size)
+    world_size = whole_number("world_size", world_size, most=MOST_RANKS)
+    per_device = whole_number("per_device_train_batch_size", per_device_train_batch_size)
+    accumulation = whole_number("gradient_accumulation_steps", gradient_accumulation_steps or 1)
+    unit = world_size * whole_number("forced_batch_size", forced_batch_size)
     requested = world_size * per_device * accumulation
     if effective_batch_size is not None:
-        requested = positive("effective_batch_size", effective_batch_size)
+        requested = whole_number("effective_batch_size", effective_batch_size)
     if requested % unit:
         below = requested // unit * unit
         nearest = f"{below:,} or {below + unit:,}" if below else f"{unit:,}"
@@ -88,7 +88,7 @@ def partial_window(*, per_rank_batches: int, gradient_accumulation_steps: int) -
     3
     """
     window = PartialWindow(
-        positive("per_rank_batches", per_rank_batches),
-        positive("gradient_accumulation_steps", gradient_accumulation_steps),
+        whole_number("per_rank_batches", per_rank_batches),
+        whole_number("gradient_accumulation_steps", gradient_accumulation_steps),
     )
     return window if window.remainder else None

@@ -8,7 +8,7 @@ from math import inf
 import attrs
 
 from packplan.core.any_fit import fit_decreasing
-from packplan.core.lengths import IntArray, Lengths, lengths_up_to, positive
+from packplan.core.lengths import IntArray, Lengths, lengths_up_to, whole_number
 from packplan.core.packers import pack
 from packplan.core.patterns.certificate import BoundKind, certify, reduced
 from packplan.core.patterns.effort import Effort
@@ -85,7 +85,11 @@ def find_bound(
     >>> find_bound([60, 60, 50, 40], capacity=100)
     Bound(packs=3, kind='reached')
     """
-    capacity = positive("capacity", capacity)
+    capacity = whole_number("capacity", capacity)
+    if known is not None:
+        whole_number("known", known, least=0)
+    if max_displacement is not None:
+        whole_number("max_displacement", max_displacement, least=0)
     array = lengths_up_to(lengths, capacity=capacity)
     found = _find_bound(Runs.from_lengths(array), capacity=capacity, known=known, effort=effort)
     if max_displacement is None or found.packs == known:

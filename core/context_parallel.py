@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.lengths import IntArray, Lengths, as_lengths, positive
+from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_lengths, rounded_up, whole_number
 from packplan.core.packs import count_up
 
 
@@ -48,8 +48,7 @@ def cu_seqlens(lengths: Lengths, *, pad_to_multiple_of: int = 1) -> list[int]:
     >>> cu_seqlens([8, 5, 7]), cu_seqlens([8, 5, 7], pad_to_multiple_of=4)
     ([0, 8, 13, 20], [0, 8, 16, 24])
     """
-    multiple = positive("pad_to_multiple_of", pad_to_multiple_of)
-    padded = -(-as_lengths(lengths) // multiple) * multiple
+    padded = rounded_up(as_lengths(lengths), whole_number("pad_to_multiple_of", pad_to_multiple_of))
     return [0, *np.cumsum(padded).tolist()]
 
 
@@ -69,12 +68,14 @@ def chunk_positions(length: int, *, cp_size: int, cp_rank: int) -> list[int]:
     >>> chunk_positions(8, cp_size=2, cp_rank=0), chunk_positions(8, cp_size=2, cp_rank=1)
     ([0, 1, 6, 7], [2, 3, 4, 5])
     """
+    length = whole_number("length", length, least=0)
     chunks: list[int] = PackedLayout([0, length], [0, length], cp_size).positions(cp_rank).tolist()
     return chunks
 
 
 def _pad_multiple(cp_size: int, tp_size: int) -> int:
-    cp_size, tp_size = positive("cp_size", cp_size), positive("tp_size", tp_size)
+    cp_size = whole_number("cp_size", cp_size, most=MOST_RANKS)
+    tp_size = whole_number("tp_size", tp_size, most=MOST_RANKS)
     return tp_size if cp_size == 1 else cp_size * 2 * tp_size
 
 
@@ -109,7 +110,7 @@ class PackedLayout:
     """Ranks that share the row."""
 
     def __attrs_post_init__(self) -> None:
-        positive("cp_size", self.cp_size)
+        whole_number("cp_size", self.cp_size, most=MOST_RANKS)
         true, padded = self.cu_seqlens, self.cu_seqlens_padded
         if true.ndim != 1 or not true.size or true.shape != padded.shape or true[0] or padded[0]:
             message = f"cu_seqlens {true.tolist()} and cu_seqlens_padded {padded.tolist()} do not describe one row"
@@ -189,7 +190,7 @@ class PackedLayout:
             Start of the sequence, start and end of each segment; int64 of shape (num_blocks, 3).
             A query attends to the keys from the start of its sequence up to itself.
         """
-        if not 0 <= cp_rank < self.cp_size:
+        if whole_number("cp_rank", cp_rank, least=0) >= self.cp_size:
             message = f"cp_rank is {cp_rank}, but {self.cp_size} ranks share the row"
             raise ValueError(message)
         starts, sizes = self.cu_seqlens_padded[:-1], np.diff(self.cu_seqlens_padded)

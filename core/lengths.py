@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
+from math import isnan
 from numbers import Integral
 from typing import Any
 
@@ -20,6 +21,9 @@ A list or an array of whole numbers, or an object whose slice is one, such as a 
 """
 
 IntArray = NDArray[np.int64]
+
+MOST_RANKS = 100_000
+"""Ranks, or workers, at most: arrays have a place for each."""
 
 
 def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
@@ -44,6 +48,8 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
     array = np.asarray(lengths) if isinstance(lengths, np.ndarray) else _array_of(lengths)
     if array.ndim != 1:
         raise _bad_length(0, f"array of shape {array.shape}", "lengths are one-dimensional")
+    if array.dtype.kind == "O":
+        array = _array_of(array.tolist())
     if array.dtype.kind not in "iu":
         _raise_first_bad(array.tolist())
     if array.size and array.dtype.kind == "u" and int(array.max()) >= 2**63:
@@ -74,13 +80,15 @@ def _bad_length(index: int, value: object, reason: str) -> ArgumentError:
 
 
 def _array_of(values: Sequence[int]) -> IntArray:
-    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__getitem__"):
-        message = f"lengths are a list or an array of whole numbers, not {type(values).__name__}"
+    is_table = hasattr(values, "column_names") or hasattr(values, "columns")
+    if is_table or isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__getitem__"):
+        column = ": give its column of lengths, such as data['length']" if is_table else ""
+        message = f"lengths are a list or an array of whole numbers, not {type(values).__name__}{column}"
         raise TypeError(message)
-    if not isinstance(values, (list, tuple, range)):
+    if not isinstance(values, (list, tuple, range)) and not hasattr(values, "__array__"):
         values = _at_once(values)
     if hasattr(values, "__array__"):
-        return np.asarray(values)
+        return _as_array(values)
     # One pass over the types is cheap if all are plain ints. numpy would take a boolean for one.
     if not set(map(type, values)) <= {int}:
         _raise_first_bad(values)
@@ -90,6 +98,19 @@ def _array_of(values: Sequence[int]) -> IntArray:
         index = next(i for i, n in enumerate(values) if not -(2**63) <= n < 2**63)
         reason = "a length is below 2**63" if values[index] > 0 else "a length is at least 1 token"
         raise _bad_length(index, values[index], reason) from None
+
+
+def _as_array(values: Any) -> NDArray[Any]:
+    """
+    Return *values* as an array; a tensor that numpy does not read, such as one with gradients, by
+    its numbers.
+    """
+    try:
+        return np.asarray(values)
+    except (RuntimeError, TypeError):
+        if not hasattr(values, "tolist"):
+            raise
+        return np.asarray(values.tolist())
 
 
 def _at_once(values: Sequence[int]) -> Sequence[int]:
@@ -109,6 +130,10 @@ def _raise_where_total_overflows(lengths: IntArray) -> None:
 
 
 def _raise_first_bad(values: Sequence[object]) -> None:
+    # pandas and Arrow give a column of whole numbers with a gap as floats: not the first is wrong.
+    missing = next((index for index, value in enumerate(values) if isinstance(value, float) and isnan(value)), None)
+    if missing is not None:
+        raise _bad_length(missing, "missing", "a length is a whole number of tokens")
     for index, value in enumerate(values):
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
             raise _bad_length(index, value, "a length is a whole number of tokens")
@@ -120,12 +145,41 @@ def squares(lengths: IntArray) -> NDArray[np.float64]:
     return found
 
 
-def positive(name: str, value: int) -> int:
-    """Return *value* if it is a whole number >= 1; ValueError naming it otherwise."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        message = f"{name} is {value!r}, but has to be a whole number of at least 1"
+def whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 - 1) -> int:
+    """
+    Return *value* if it is a whole number within bounds.
+
+    Args:
+        name: Name of the argument.
+        value: Value that was given.
+        least: Lowest value that it may have.
+        most: Highest value.
+
+    Raises:
+        ValueError: It is none. The message names it.
+
+    >>> whole_number("packing_length", 4096)
+    4096
+    """
+    whole = isinstance(value, Integral) and not isinstance(value, (bool, np.bool_))
+    if not whole or not least <= value <= most:
+        bound = f"at most {most:,}" if whole and value > most else f"at least {least}"
+        message = f"{name} is {value!r}, but has to be a whole number of {bound}"
+        if whole and value == int(1e30):
+            message += ": int(1e30) is the model_max_length of a tokenizer that sets none"
         raise ValueError(message)
     return int(value)
+
+
+def rounded_up(lengths: IntArray, multiple: int) -> IntArray:
+    """Return lengths rounded up to a multiple; ArgumentError if their total then passes 64 bits."""
+    multiple = whole_number("the pad multiple", multiple)
+    if lengths.size and (int(lengths.max()) + multiple) * lengths.size >= 2**63:
+        total = sum(-(-length // multiple) * multiple for length in lengths.tolist())
+        if total >= 2**63:
+            fact = f"lengths rounded up to multiples of {multiple:,} have 2**63 tokens or more"
+            raise ArgumentError("length", fact, {"multiple": multiple})
+    return -(-lengths // multiple) * multiple
 
 
 def share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
@@ -157,7 +211,11 @@ def checked_works(works: Any, num: int, *, of: str = "packs") -> NDArray[np.floa
     Raises:
         ArgumentError: The number of works differs, or one is negative or not finite.
     """
-    array = np.asarray(works, dtype=np.float64)
+    try:
+        array = _as_array(works).astype(np.float64, copy=False)
+    except (TypeError, ValueError):
+        fact = f"the work of {of} is a finite number of at least 0 for each, not {type(works).__name__}"
+        raise ArgumentError("works", fact, {"num": num, "num_works": 0}) from None
     if array.shape != (num,):
         fact = f"works and {of} differ in number ({array.size:,} and {num:,}): give one work for each"
         raise ArgumentError("works", fact, {"num": num, "num_works": array.size})

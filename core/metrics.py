@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 
 from packplan.core.bounds import lower_bound, usual_effort
-from packplan.core.lengths import IntArray, Lengths, as_lengths, positive
+from packplan.core.lengths import IntArray, Lengths, as_lengths, whole_number
 from packplan.core.packs import Packs
 
 
@@ -84,7 +84,7 @@ def packing_metrics(
     >>> packing_metrics([60, 20, 50], Packs.from_lists([[0, 1], [2]]), capacity=80).efficiency
     1.0
     """
-    capacity = positive("capacity", capacity)
+    capacity = whole_number("capacity", capacity)
     array = as_lengths(lengths)
     if not len(packs):
         message = "there is no pack to measure"
@@ -100,7 +100,7 @@ def packing_metrics(
         effort = usual_effort(packed.size)
         found = lower_bound(fitting, capacity=capacity, known=len(packs), effort=effort)
         bound = packed.size - fitting.size + found
-    return metrics_of_loads(loads, capacity=capacity, bound=positive("bound", bound))
+    return metrics_of_loads(loads, capacity=capacity, bound=whole_number("bound", bound))
 
 
 def metrics_of_loads(loads: IntArray, *, capacity: int, bound: int) -> PackingMetrics:
@@ -163,7 +163,7 @@ def padded_positions(lengths: Lengths, *, batch_size: int) -> float:
     """
     different, times = np.unique(as_lengths(lengths), return_counts=True)
     total = int(times.sum())
-    drawn = min(positive("batch_size", batch_size), total)
+    drawn = min(whole_number("batch_size", batch_size), total)
     longest, below = 0.0, 0.0
     for length, up_to in zip(different.tolist(), np.cumsum(times).tolist(), strict=True):
         until = _share_of_draws(up_to, total, drawn)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from packplan.core.bounds import Bound, find_bound, usual_effort
 from packplan.core.errors import PlanError, agree, counted, ranging
-from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, share
+from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, share, whole_number
 from packplan.core.packers import pack, redraw
 from packplan.core.packs import Packs, by_first_index, concatenate
 from packplan.core.patterns.certificate import BoundKind
@@ -355,7 +355,7 @@ def one_sample_packs(lengths: Lengths, *, packing_length: int, allow_single_long
         PlanError: No sample remains.
     """
     array = as_lengths(lengths)
-    is_long = array >= packing_length
+    is_long = array >= whole_number("packing_length", packing_length)
     kept = np.arange(array.size) if allow_single_long else np.flatnonzero(~is_long)
     if not kept.size:
         raise _empty_plan(array, array, Packs.from_lists([]), PlanPolicy(packing_length=packing_length))

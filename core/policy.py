@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from packplan.core.fingerprint import Fingerprint, Value
-from packplan.core.lengths import positive, share
+from packplan.core.lengths import share, whole_number
 from packplan.core.packers import REDRAW_VERSION, algorithm_named, checked_displacement, checked_seed
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _packing_length(value: int) -> int:
-    return positive("packing_length", value)
+    return whole_number("packing_length", value)
 
 
 def _decimal(value: float | str | Decimal) -> str:

@@ -191,4 +191,4 @@ def _counted(
                 return known[epoch]
             return planner.record(planner.selected(planned.raw) if epoch == first else planner.plan(epoch))
 
-        return with_epochs(schedule, record, first=first)
+        return with_epochs(schedule, record, first=first, alike_from=planner.recipe.alike_from)

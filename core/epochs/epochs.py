@@ -64,6 +64,12 @@ class EpochRecipe:
         """Progress at the start of the first epoch."""
         return Progress(step=self.step, epoch=self.first)
 
+    @property
+    def alike_from(self) -> int:
+        """First epoch from which on all draw in the same way."""
+        last_mix = 0 if self.mixes is None else len(self.mixes.entries) - 1
+        return max(last_mix, self.first if self.visited is None else self.first + 1)
+
     def inputs(self) -> dict[str, Value]:
         """Return what enters the fingerprint of the plans."""
         mixes = None if self.mixes is None else _as_text(self.mixes)
@@ -262,7 +268,7 @@ def record_of(planned: EpochPlan, samples: EpochSamples) -> EpochRecord:
 
 
 def with_epochs(
-    schedule: EpochSchedule, record: Callable[[int], EpochRecord], *, first: int
+    schedule: EpochSchedule, record: Callable[[int], EpochRecord], *, first: int, alike_from: int = 0
 ) -> tuple[EpochSchedule, tuple[EpochRecord, ...]]:
     """
     Return a schedule over epochs with plans of their own, without works, and the record of each.
@@ -271,25 +277,35 @@ def with_epochs(
         schedule: Settings of the schedule, from where training starts.
         record: Function that plans an epoch, and returns its record.
         first: First epoch that is planned.
+        alike_from: First epoch from which on all draw by the same recipe.
 
     Raises:
         PlanError: An epoch has no pack for a rank, or there are too many epochs.
     """
     records: list[EpochRecord] = []
-    start, wanted, total = schedule.start, Fraction(str(schedule.num_train_epochs)), 0
+    start, total, most = schedule.start, 0, first + MOST_EPOCHS
+    wanted = most if schedule.max_steps > 0 else Fraction(str(schedule.num_train_epochs))
+    if wanted > most:
+        fact = f"{schedule.num_train_epochs:,} epochs are asked for, and no more than {most:,} can be planned"
+        raise PlanError("too_many_epochs", fact, {"epochs": MOST_EPOCHS})
     plain, is_enough = attrs.evolve(schedule, works=None, group_by_work=0), False
     while not is_enough:
         epoch = first + len(records)
         records.append(record(epoch))
         _require_batches(records[-1], plain)
+        steps = attrs.evolve(plain, num_packs=records[-1].num_packs, start=Progress()).steps_per_epoch
         if epoch == start.epoch:
             total = attrs.evolve(plain, num_packs=packs_of_epochs(records)).end_of(epoch)
         elif epoch > start.epoch:
-            total += attrs.evolve(plain, num_packs=records[-1].num_packs, start=Progress()).steps_per_epoch
+            total += steps
         ends = total >= schedule.max_steps if schedule.max_steps > 0 else epoch + 1 >= wanted
         is_enough = ends and epoch >= start.epoch
-        if not is_enough and len(records) == MOST_EPOCHS:
-            fact = f"epochs {first:,} to {epoch:,} end at optimizer step {total:,}, and no more epochs can be planned"
+        is_last = len(records) == MOST_EPOCHS
+        # Two epochs of one recipe differ by less than twice the packs of one, and a pack.
+        too_far = epoch >= alike_from and schedule.max_steps > total + (most - epoch - 1) * (2 * steps + 1)
+        if not is_enough and (is_last or too_far):
+            where = f"at optimizer step {total:,}" if is_last else f"long before optimizer step {schedule.max_steps:,}"
+            fact = f"epochs {first:,} to {most - 1:,} end {where}, and no more epochs can be planned"
             raise PlanError("too_many_epochs", fact, {"epochs": MOST_EPOCHS, "steps": total})
     return attrs.evolve(plain, num_packs=packs_of_epochs(records)), tuple(records)
 

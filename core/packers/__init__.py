@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from numbers import Integral
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from packplan.core.lengths import IntArray, Lengths, checked_works, lengths_up_to, positive
+from packplan.core.lengths import IntArray, Lengths, checked_works, lengths_up_to, whole_number
 from packplan.core.packers.bin_count import with_bin_count
 from packplan.core.packs import Packs
 from packplan.core.runs import Runs
@@ -126,10 +125,7 @@ def function_named(name: str) -> Callable[..., Any]:
 
 def checked_seed(seed: int) -> int:
     """Return *seed* if it is a whole number from 0 to 2**64 - 1; ValueError otherwise."""
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**64:
-        message = f"seed is {seed!r}, but has to be a whole number from 0 to 2**64 - 1"
-        raise ValueError(message)
-    return int(seed)
+    return whole_number("seed", seed, least=0, most=2**64 - 1)
 
 
 def works_for(algorithm: str, works: Any, num: int) -> NDArray[np.float64] | None:
@@ -158,14 +154,11 @@ def checked_displacement(max_displacement: int, *, algorithm: str) -> int:
     Return *max_displacement* if it is a whole number from 0 that the algorithm keeps; ValueError
     otherwise.
     """
-    num, displaces = max_displacement, algorithm_named(algorithm).displaces
-    if isinstance(num, bool) or not isinstance(num, Integral) or num < 0:
-        message = f"max_displacement is {num!r}, but has to be a whole number of at least 0"
-        raise ValueError(message)
-    if num and not displaces:
+    num = whole_number("max_displacement", max_displacement, least=0)
+    if num and not algorithm_named(algorithm).displaces:
         message = f"max_displacement is {num}, but {algorithm} keeps no order: take algorithm='ordered', or give none"
         raise ValueError(message)
-    return int(num)
+    return num
 
 
 def pack(
@@ -208,9 +201,9 @@ def pack(
     >>> pack([60, 20, 50, 30, 40, 40], capacity=80).tolist()
     [[0, 1], [2, 3], [4, 5]]
     """
-    capacity = positive("capacity", capacity)
-    min_bin_count = positive("min_bin_count", min_bin_count)
-    bin_count_multiple = positive("bin_count_multiple", bin_count_multiple)
+    capacity = whole_number("capacity", capacity)
+    min_bin_count = whole_number("min_bin_count", min_bin_count)
+    bin_count_multiple = whole_number("bin_count_multiple", bin_count_multiple)
     seed = checked_seed(seed)
     chosen = algorithm_named(algorithm)
     max_displacement = checked_displacement(max_displacement, algorithm=algorithm)
@@ -268,7 +261,8 @@ def redraw(
     if algorithm_named(algorithm).keeps_order:
         message = f"{algorithm} keeps the order of the data, so no draw has other packs: take another algorithm"
         raise ValueError(message)
-    capacity, seed = positive("capacity", capacity), checked_seed(seed)
+    capacity, seed = whole_number("capacity", capacity), checked_seed(seed)
+    epoch = whole_number("epoch", epoch, least=0)
     array = lengths_up_to(lengths, capacity=capacity)
     weights = works_for(algorithm, works, array.size)
     if not array.size:

@@ -17,6 +17,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
+from math import inf
+from numbers import Real
 from typing import Any, Self, get_args
 
 import attrs
@@ -26,7 +28,8 @@ from numpy.typing import NDArray
 from packplan.core.align import AlignedPlan, aligned_positions, aligned_size, batches_of, require_a_batch
 from packplan.core.errors import Difference
 from packplan.core.fingerprint import Fingerprint
-from packplan.core.lengths import IntArray, checked_works, positive
+from packplan.core.lengths import MOST_RANKS, IntArray, checked_works, whole_number
+from packplan.core.packers import checked_seed
 from packplan.core.shuffling import shuffled
 from packplan.core.work import Meeting, assign_steps, bounds_of_steps, group_steps, in_units
 
@@ -87,6 +90,16 @@ class Step:
     """Pack indices of each microbatch of the rank, in order."""
 
 
+_LEAST = {"gradient_accumulation_steps": 1, "batch_size": 1, "max_steps": -1, "group_by_work": 0}
+"""Whole numbers of a schedule -> lowest value."""
+
+
+def _checked_packs(num_packs: int | tuple[int, ...]) -> int | tuple[int, ...]:
+    if isinstance(num_packs, tuple):
+        return tuple(whole_number("num_packs", num, least=0) for num in num_packs)
+    return whole_number("num_packs", num_packs, least=0)
+
+
 @attrs.frozen
 class EpochSchedule:
     """
@@ -97,7 +110,7 @@ class EpochSchedule:
     no further step.
     """
 
-    num_packs: int | tuple[int, ...]
+    num_packs: int | tuple[int, ...] = attrs.field(converter=_checked_packs)
     """
     Packs of the raw plan, >= 1. Where each epoch has its own plan, those of every epoch of the
     training, from 0; 0 for one that ended before `start`.
@@ -187,8 +200,13 @@ class EpochSchedule:
         )
 
     def __attrs_post_init__(self) -> None:
-        for name in ("world_size", "gradient_accumulation_steps", "batch_size"):
-            positive(name, getattr(self, name))
+        whole_number("world_size", self.world_size, most=MOST_RANKS)
+        for name, least in _LEAST.items():
+            whole_number(name, getattr(self, name), least=least)
+        checked_seed(self.seed)
+        if self.max_steps <= 0 and not (isinstance(self.num_train_epochs, Real) and 0 <= self.num_train_epochs < inf):
+            message = f"the number of epochs is {self.num_train_epochs!r}, but has to be finite and at least 0"
+            raise ValueError(message)
         for num in (self.num_packs,) if isinstance(self.num_packs, int) else filter(None, self.num_packs):
             require_a_batch(
                 num, world_size=self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last
@@ -196,8 +214,8 @@ class EpochSchedule:
         if self.meeting not in get_args(Meeting):
             message = f"meeting is {self.meeting!r}, but has to be one of {', '.join(get_args(Meeting))}"
             raise ValueError(message)
-        if self.group_by_work < 0 or (self.group_by_work and self.works is None):
-            message = f"group_by_work is {self.group_by_work}, but has to be at least 0, and above it needs works"
+        if self.group_by_work and self.works is None:
+            message = f"group_by_work is {self.group_by_work}, but above 0 it needs works"
             raise ValueError(message)
         if self.works is not None:
             if not callable(self.works):

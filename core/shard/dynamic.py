@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from packplan.core.lengths import IntArray, Lengths, positive
+from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, whole_number
 from packplan.core.shard.assignment import round_up
 from packplan.core.shard.inputs import (
     BatchSize,
@@ -66,8 +66,8 @@ def shard_dynamic(
     >>> [(batch.boundaries, batch.widths.tolist()) for worker in sharding for batch in worker]
     [([[0, 2], [2, 3], [3, 4]], [8, 28, 32]), ([[0, 2], [2, 3], [3, 4]], [8, 28, 32])]
     """
-    capacity = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
-    shards = positive("shards", shards)
+    capacity = whole_number("max_tokens_per_microbatch", max_tokens_per_microbatch)
+    shards = whole_number("shards", shards, most=MOST_RANKS)
     array, padded = padded_lengths(lengths, sequence_length_round, capacity, when_long)
     works = SequenceWorks.from_arguments(work, media_work, array.size)
     parts = []

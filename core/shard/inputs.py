@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, Self, get_args
 
 import attrs
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.errors import ArgumentError, counted
-from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, positive, squares
+from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, rounded_up, squares, whole_number
 from packplan.core.work import WorkModel
 
 FloatArray = NDArray[np.floating | np.integer]
@@ -60,8 +60,7 @@ def padded_lengths(
     """
     require_choice("when_long", when_long, get_args(WhenLong))
     array = as_lengths(lengths)
-    multiple = positive("the pad multiple", multiple)
-    padded = -(-array // multiple) * multiple
+    padded = rounded_up(array, multiple)
     if capacity is not None and when_long == "error" and array.size and int(padded.max()) > capacity:
         over = np.flatnonzero(padded > capacity)
         index, widest = int(over[0]), int(padded.max())
@@ -121,12 +120,12 @@ def global_batches(num: int, batch_size: BatchSize) -> list[range]:
     if not num:
         raise ArgumentError("batch", "the batch has no sequence, so there is nothing to cut")
     if isinstance(batch_size, (Sequence, np.ndarray)):
-        ends = np.cumsum([positive("batch_size", size) for size in batch_size]).tolist()
+        ends = list(accumulate(whole_number("batch_size", size) for size in batch_size))
         if not ends or ends[-1] != num:
-            sizes, sequences = sum(batch_size), counted(num, "sequence")
+            sizes, sequences = ends[-1] if ends else 0, counted(num, "sequence")
             raise ArgumentError("batch", f"batch_size adds up to {sizes:,}, but the batch has {sequences}")
         return [range(start, end) for start, end in pairwise([0, *ends])]
-    size = positive("batch_size", batch_size)
+    size = whole_number("batch_size", batch_size)
     return [range(start, min(start + size, num)) for start in range(0, num, size)]
 
 

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from packplan.core.errors import ArgumentError, counted
-from packplan.core.lengths import IntArray, Lengths, positive
+from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, whole_number
 from packplan.core.packers import pack
 from packplan.core.packs import Packs
 from packplan.core.shard.assignment import fewer_rounds, rotate_to_least_loaded, round_up
@@ -30,6 +30,9 @@ from packplan.core.shard.inputs import (
 )
 from packplan.core.shard.sharding import Part, Sharding, join
 from packplan.core.work import Meeting, in_units
+
+_MOST_MICROBATCHES = 10_000_000
+"""Microbatches of a global batch that are asked for, at most: arrays have a place for each."""
 
 RowWidth = Literal["own", "longest", "budget"]
 """
@@ -104,10 +107,11 @@ def shard_packed(
     >>> [batch.microbatches for worker in sharding for batch in worker]
     [[[1], [2]], [[0], [3]]]
     """
-    capacity = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
-    shards = positive("shards", shards)
-    multiple = positive("microbatch_multiple", microbatch_multiple)
-    least = round_up(positive("min_microbatches", min_microbatches), multiple)
+    capacity = whole_number("max_tokens_per_microbatch", max_tokens_per_microbatch)
+    shards = whole_number("shards", shards, most=MOST_RANKS)
+    multiple = whole_number("microbatch_multiple", microbatch_multiple)
+    least = round_up(whole_number("min_microbatches", min_microbatches), multiple)
+    whole_number("the number of microbatches of all workers", shards * least, most=_MOST_MICROBATCHES)
     require_choice("assignment", assignment, ("balanced", "round_robin"))
     require_choice("microbatch_order", microbatch_order, ("packer", "largest_first"))
     require_choice("meeting", meeting, get_args(Meeting))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from packplan.core.errors import ArgumentError, counted
-from packplan.core.lengths import Lengths, positive
+from packplan.core.lengths import MOST_RANKS, Lengths, whole_number
 from packplan.core.shard.inputs import BatchSize, FloatArray, SequenceWorks, Work, global_batches, padded_lengths
 from packplan.core.shard.sharding import Part, Sharding, join
 
@@ -48,7 +48,7 @@ def shard_plain(
     >>> [batch.microbatches for worker in sharding for batch in worker]
     [[[0, 1]], [[2, 3]]]
     """
-    shards = positive("shards", shards)
+    shards = whole_number("shards", shards, most=MOST_RANKS)
     array, padded = padded_lengths(lengths, sequence_length_round)
     works = SequenceWorks.from_arguments(work, media_work, array.size)
     parts = []
@@ -59,7 +59,7 @@ def shard_plain(
             fact = f"{uneven} of a batch cannot be divided evenly over {workers}"
             raise ArgumentError("uneven_shards", fact, {"num_sequences": costs.size, "num_shards": shards})
         most = -(-costs.size // shards)
-        num = -(-most // positive("micro_batch_size", most if micro_batch_size is None else micro_batch_size))
+        num = -(-most // whole_number("micro_batch_size", most if micro_batch_size is None else micro_batch_size))
         items, labels = [], []
         for rank, held in enumerate(np.array_split(np.arange(costs.size), shards)):
             # A worker with one sequence less may lack a microbatch that others have.

@@ -23,7 +23,7 @@ from fractions import Fraction
 import attrs
 import numpy as np
 
-from packplan.core.lengths import IntArray, Lengths, as_lengths, positive, share
+from packplan.core.lengths import IntArray, Lengths, as_lengths, share, whole_number
 from packplan.core.packers import pack
 from packplan.core.packs import Packs, concatenate
 
@@ -59,8 +59,8 @@ class CarryOptions:
     """Whether long samples are packs of their own. Otherwise they are skipped."""
 
     def __attrs_post_init__(self) -> None:
-        positive("packing_length", self.packing_length)
-        positive("packing_buffer", self.packing_buffer)
+        whole_number("packing_length", self.packing_length)
+        whole_number("packing_buffer", self.packing_buffer)
 
 
 def _array(values: object) -> IntArray:

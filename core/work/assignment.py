@@ -99,6 +99,7 @@ def assign_steps(works: IntArray, *, world_size: int, accumulation: int, meeting
 
 def _by_step(packs: IntArray, packs_per_step: int) -> Iterator[IntArray]:
     """Yield views of packs in rows of whole steps, and of the shorter last step if there is one."""
+    packs_per_step = min(packs_per_step, max(packs.size, 1))
     whole = packs.size - packs.size % packs_per_step
     parts = (packs[:whole].reshape(-1, packs_per_step), packs[whole:].reshape(1, -1))
     return (part for part in parts if part.size)

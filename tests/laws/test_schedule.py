@@ -329,7 +329,7 @@ def test_an_epoch_whose_rest_gives_no_batch_takes_no_further_step(  # noqa: PLR0
         ([1.0] * 7 + [float("nan")], {}, "work 7 is nan, but the work of packs is a finite number of at least 0$"),
         ([1.0] * 7 + [float("inf")], {}, "work 7 is inf"),
         ([1.0] * 8, {"batch_size": 2}, "batch_size has to be 1, not 2"),
-        ([1.0] * 8, {"group_by_work": -1}, "group_by_work is -1, but has to be at least 0"),
+        ([1.0] * 8, {"group_by_work": -1}, "group_by_work is -1, but has to be a whole number of at least 0"),
         ([1.0] * 8, {"meeting": "epoch"}, "meeting is 'epoch', but has to be one of step, microbatch"),
     ],
 )

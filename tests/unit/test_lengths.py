@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
+import re
 from collections import UserList, deque
+from functools import partial
 
 import numpy as np
 import pytest
 
+import packplan as pp
 from packplan.core.bounds import lower_bound
 from packplan.core.errors import ArgumentError
-from packplan.core.lengths import as_lengths
+from packplan.core.lengths import as_lengths, checked_works
 from packplan.core.metrics import packing_metrics
 from packplan.core.packers import ALGORITHMS, pack
 from packplan.core.plan import build_raw_plan
@@ -79,9 +84,32 @@ def test_integers_of_any_kind_are_lengths(lengths):
     assert [2, 1] == as_lengths(lengths).tolist()
 
 
-@pytest.mark.parametrize("lengths", [[3, math.nan], np.ma.array([5, 3], mask=[0, 1])])
+class GradTensor(UserList):
+    """Tensor that numpy cannot read, as torch's with gradients, on a GPU or of bfloat16."""
+
+    def __array__(self, *_, **__):
+        raise RuntimeError
+
+    def tolist(self):
+        return self.data
+
+
+def test_a_tensor_that_numpy_does_not_read_is_read_by_its_numbers():
+    """Lengths on a GPU are lengths; floats are none, wherever they are."""
+    assert [2, 1] == as_lengths(GradTensor([2, 1])).tolist()
+    with pytest.raises(ArgumentError, match=r"length 0 is 2\.0"):
+        as_lengths(GradTensor([2.0, 1.0]))
+    assert [2.0, 1.0] == checked_works(GradTensor([2.0, 1.0]), 2).tolist()
+    with pytest.raises(ArgumentError, match="not list"):
+        checked_works(["much"], 1)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[3, math.nan], np.ma.array([5, 3], mask=[0, 1]), np.array([3, math.nan]), np.array([3, 2**63], dtype=object)],
+)
 def test_what_is_not_a_number_is_no_length(lengths):
-    """Nor is what a mask hides, which a sum would leave out."""
+    """Nor is what a mask hides, which a sum would leave out, or a gap in a column of numbers."""
     with pytest.raises(ArgumentError, match="length 1 is"):
         as_lengths(lengths)
 
@@ -91,11 +119,15 @@ def test_a_column_of_a_data_set_is_lengths(kind):
     """In every format that it may have, and with the index of what is no length."""
     import datasets
 
-    rows = datasets.Dataset.from_dict({"length": [3, 1, 2], "wrong": [3, 0, 2], "half": [1.0, 1.5, 2.0]})
+    rows = datasets.Dataset.from_dict(
+        {"length": [3, 1, 2], "wrong": [3, 0, 2], "half": [1.0, 1.5, 2.0], "gap": [3, None, 2]}
+    )
     rows = rows.with_format(kind)
 
     assert [3, 1, 2] == as_lengths(rows["length"]).tolist()
-    for column, index in (("wrong", 1), ("half", 0)):
+    with pytest.raises(TypeError, match="not Dataset: give its column of lengths"):
+        as_lengths(rows)
+    for column, index in (("wrong", 1), ("half", 0), ("gap", 1)):
         with pytest.raises(ArgumentError) as caught:
             as_lengths(rows[column])
         assert index == caught.value.details["index"]
@@ -116,11 +148,75 @@ def test_totals_beyond_32_and_53_bits_are_exact(algorithm, unit):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_capacity_beyond_64_bits_holds_everything(algorithm):
+def test_the_largest_capacity_holds_everything(algorithm):
     """One pack; nothing overflows."""
-    assert [[0, 1, 2]] == pack([4, 2**40, 1], capacity=2**80, algorithm=algorithm)
-    assert 1 == lower_bound([4, 2**40, 1], capacity=2**80)
+    assert [[0, 1, 2]] == pack([4, 2**40, 1], capacity=2**63 - 1, algorithm=algorithm)
+    assert [[0, 1, 2]] == pp.plan([4, 2**40, 1], 2**63 - 1, algorithm=algorithm).packs.tolist()
+    assert 1 == lower_bound([4, 2**40, 1], capacity=2**63 - 1)
     assert [2**62, 1, 1] == as_lengths([2**62, 1, 1]).tolist()
+
+
+L, RAW = [3, 1, 2, 5], pp.build_raw_plan([3, 1, 2, 5], packing_length=9)
+SHARDS = {"shards": 2, "batch_size": 4, "max_tokens_per_microbatch": 9}
+BATCH = {"effective_batch_size": 8, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "world_size": 2}
+CALLS = {
+    "align_plan": (partial(pp.align_plan, RAW), {"world_size": 2}),
+    "build_raw_plan": (partial(pp.build_raw_plan, L, packing_length=9, replanned=True), {"epoch": 0}),
+    "chunk_positions": (pp.chunk_positions, {"length": 8, "cp_size": 2, "cp_rank": 0}),
+    "cu_seqlens": (partial(pp.cu_seqlens, L), {}),
+    "lower_bound": (partial(pp.lower_bound, L), {"capacity": 9}),
+    "pack": (partial(pp.pack, L), {"capacity": 9}),
+    "packing_metrics": (partial(pp.packing_metrics, L, RAW.packs), {"capacity": 9}),
+    "padded_length": (pp.padded_length, {"length": 5, "cp_size": 2}),
+    "partial_window": (pp.partial_window, {"per_rank_batches": 3, "gradient_accumulation_steps": 2}),
+    "plan": (partial(pp.plan, L), {"packing_length": 9}),
+    "resolve_accumulation": (pp.resolve_accumulation, BATCH),
+    "shard_dynamic": (partial(pp.shard_dynamic, L), SHARDS),
+    "shard_packed": (partial(pp.shard_packed, L), SHARDS),
+    "EpochSchedule": (
+        pp.EpochSchedule,
+        {"num_packs": 3, "world_size": 1, "dataloader_drop_last": False, "gradient_accumulation_steps": 1,
+         "num_train_epochs": 1, "works": np.ones(3)},
+    ),
+    "Plan.schedule": (pp.plan(L, 9).schedule, {}),
+    "PlanPolicy": (partial(pp.PlanPolicy, algorithm="ordered"), {"packing_length": 9}),
+}  # fmt: skip
+"""Public name -> call, and its arguments that have no default."""
+
+LIMITS = [
+    (name, parameter.name)
+    for name, (call, _) in CALLS.items()
+    for parameter in inspect.signature(call).parameters.values()
+    if re.match(r"int\b|BatchSize|.*'int'", str(parameter.annotation))
+]
+
+
+def test_every_public_function_is_called():
+    """Here, if it takes a limit or a count."""
+    functions = {name for name in pp.__all__ if inspect.isfunction(getattr(pp, name))}
+    assert {"plan_checksum"} == functions - CALLS.keys()
+    assert len(LIMITS) > 40
+
+
+@pytest.mark.parametrize(("function", "limit"), LIMITS)
+def test_a_limit_is_a_whole_number_of_its_range_or_refused_by_name(function, limit):
+    """One below 2**63 overflows nothing; a tokenizer's int(1e30) is explained."""
+    call, given = CALLS[function]
+    name = "the pad multiple" if limit.startswith("sequence_length") else limit
+    for wrong in (-2, True, 1.5, "8", 2**64, int(1e30)):
+        with pytest.raises(ValueError, match=name) as said:
+            call(**{**given, limit: wrong})
+    assert function == "padded_length" or "a tokenizer that sets none" in str(said.value)
+    with contextlib.suppress(ValueError):
+        call(**{**given, limit: 2**63 - 1})
+
+
+@pytest.mark.parametrize("epochs", [-1, math.inf, math.nan, "3"])
+def test_a_number_of_epochs_is_finite(epochs):
+    """Unless a number of steps stands in its place."""
+    with pytest.raises(ValueError, match="the number of epochs is"):
+        pp.plan([5], 10).schedule(epochs=epochs)
+    assert 3 == pp.plan([5], 10).schedule(epochs=epochs, max_steps=3).total_steps
 
 
 @pytest.mark.parametrize(
