@@ -132,13 +132,11 @@ class TextStack:
         mask, ids = given["attention_mask"], given.get("input_ids")
         columns: torch.Tensor = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
         if self.positions == "counted":
-            columns = mask.long().cumsum(1) - 1
-        elif self.positions == "ids" and ids is None:
-            columns = columns + self.padding_id + 1
-        elif self.positions == "ids":
+            return torch.cumsum(mask, 1, dtype=torch.int64) - 1
+        if self.positions == "ids" and ids is not None:
             real = torch.ne(ids, self.padding_id).long()
-            columns = real.cumsum(1) * real + self.padding_id
-        return columns
+            return real.cumsum(1) * real + self.padding_id
+        return columns + self.padding_id + 1 if self.positions == "ids" else columns
 
     def put_back(self, output: Any, tokens: RealTokens, *, keep: bool) -> Any:
         """
