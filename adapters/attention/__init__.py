@@ -17,7 +17,7 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from packplan.adapters.attention.padding import RealTokens
+from packplan.adapters.attention.padding import PADDINGS, Padding, RealTokens
 from packplan.adapters.attention.rows import computing, follow_rows, with_text_row
 from packplan.adapters.attention.states import split_states
 from packplan.adapters.attention.varlen import attend, attend_to_patches, row_mask, sample_mask, told_row_mask
@@ -28,8 +28,10 @@ from packplan.core.equality import MASKED, NATIVE, VARLEN, AttentionChoice
 __all__ = [
     "MASKED_NAME",
     "NAME",
+    "PADDINGS",
     "PATCHES_NAME",
     "ROWS_NAME",
+    "Padding",
     "RealTokens",
     "attend_as",
     "attend_by_varlen",

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import attrs
 import torch
 
 from packplan.adapters.attention.rows import PackedRow
+
+PADDINGS: tuple[Padding, ...] = ("left of", "between")
+
+Padding = Literal["left of", "between"]
+"""Where rows have padding that the states of layers may pass through; on the right, none does."""
 
 
 @attrs.frozen(eq=False)
@@ -34,9 +41,11 @@ class RealTokens:
     def from_mask(cls, mask: torch.Tensor) -> RealTokens:
         """Return the tokens where *mask*, of shape (rows, positions), is not 0."""
         places = mask.flatten().nonzero().flatten()
-        rows = places // mask.shape[1]
-        own = torch.cat([rows.new_zeros(min(1, len(rows))), (rows.diff() != 0).cumsum(0)])
-        return cls(places, (mask.shape[0], mask.shape[1]), PackedRow(own))
+        begins = (places // mask.shape[1]).diff() != 0
+        own = torch.cat([places.new_zeros(min(1, len(places))), begins.cumsum(0)])
+        has_holes = bool(((places.diff() != 1) & ~begins).any())
+        row = PackedRow(own, places % mask.shape[1] if has_holes else None)
+        return cls(places, (mask.shape[0], mask.shape[1]), row)
 
     def take(self, values: torch.Tensor, *, axis: int = 0) -> torch.Tensor:
         """
@@ -61,6 +70,17 @@ class RealTokens:
         """Return values of shape (tokens, …) as (rows * positions, …), with zeros elsewhere."""
         rows, positions = self.shape
         return values.new_zeros(rows * positions, *values.shape[1:]).index_copy(0, self.places, values)
+
+    @property
+    def paddings(self) -> set[Padding]:
+        """Sides of real tokens that have padding."""
+        columns = self.places % self.shape[1]
+        starts = self.row.first == torch.arange(len(self.places), device=self.places.device)
+        sides: dict[Padding, bool] = {
+            "left of": bool(columns[starts].any()),
+            "between": self.row.columns is not None,
+        }
+        return {side for side, there in sides.items() if there}
 
     @property
     def restarting(self) -> torch.Tensor:

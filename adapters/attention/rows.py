@@ -30,6 +30,12 @@ class PackedRow:
     own: torch.Tensor
     """Sample of each token, counted from 0; int64 of shape (tokens,)."""
 
+    columns: torch.Tensor | None = None
+    """
+    Place of each token in its sample, if padding lay between tokens, as windows count it; int64 of
+    shape (tokens,).
+    """
+
     @cached_property
     def first(self) -> torch.Tensor:
         """First token of each token's sample; int64 of shape (tokens,)."""
@@ -62,11 +68,21 @@ class PackedRow:
         """
         Return a mask function for chunks of *size* tokens, counted from the start of each sample.
         """
+        columns = torch.arange(self.tokens, device=self.own.device) if self.columns is None else self.columns
+        begins = columns[self.first]
 
         def together(_: Any, __: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-            return (queries - self.first[queries]) // size == (keys - self.first[queries]) // size
+            start = begins[queries]
+            return (columns[queries] - start) // size == (columns[keys] - start) // size
 
         return together
+
+    def by_columns(self, mask_function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return a mask function that counts distances as the padded row does."""
+        columns = self.columns
+        if columns is None:
+            return mask_function
+        return lambda batch, head, queries, keys: mask_function(batch, head, columns[queries], columns[keys])
 
 
 _ROW: ContextVar[PackedRow | None] = ContextVar("row")

@@ -137,6 +137,8 @@ def within_samples(mask_function: MaskFunction, row: PackedRow, local_size: int 
     """
     if local_size is not None and _mentions(mask_function, chunked_overlay):
         mask_function = and_masks(causal_mask_function, row.chunks_of(local_size))
+    else:
+        mask_function = row.by_columns(mask_function)
     together: MaskFunction = and_masks(mask_function, row.together)
     return together
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import attrs
 import torch
 
-from packplan.adapters.attention import RealTokens, computing
+from packplan.adapters.attention import Padding, RealTokens, computing
 
 IGNORED_LABEL = -100
 """Label of a token that no loss counts."""
@@ -30,6 +30,8 @@ Positions = Literal["columns", "counted", "ids"]
 Positions of a model's tokens where the caller gives none: the column of the batch, the number of
 real tokens before it, or the number of ids that are not the padding's.
 """
+
+POSITIONS: tuple[Positions, ...] = ("columns", "counted", "ids")
 
 _BOUNDARIES = ("cu_seq", "seq_idx")
 """Beginnings of the names of arguments that say where the samples of a packed row begin."""
@@ -65,6 +67,9 @@ class TextStack:
     text_row: bool = False
     """Whether positions of images have a first row with those of the text."""
 
+    passing: frozenset[Padding] = frozenset()
+    """Padding that the model's own padded pass does not leave out: such calls pass through."""
+
     _signature: inspect.Signature = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -90,7 +95,7 @@ class TextStack:
         tokens = RealTokens.from_mask(mask)
         if len(tokens.places) in (0, mask.numel()) or self._restarts(given.get("position_ids"), tokens):
             return None
-        return tokens
+        return None if self.passing and self.passing & tokens.paddings else tokens
 
     def _restarts(self, positions: torch.Tensor | None, tokens: RealTokens) -> bool:
         """Return whether positions begin again within a row, so that it is packed already."""

@@ -7,6 +7,7 @@ rows with and without the hooks of `packed_calls`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,15 +15,17 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from packplan.adapters.attention import NAME, native_attention
+from packplan.adapters.attention import NAME, PADDINGS, native_attention
 from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.hf.attention import attend_apart
-from packplan.adapters.hf.packed_calls import TextStack, Unpadding
+from packplan.adapters.hf.packed_calls import POSITIONS, TextStack, Unpadding
 from packplan.adapters.models import evaluating
 from packplan.adapters.probe import limit_of, plain_ids
 from packplan.adapters.proof import difference_of, logit_reaches, rounds_choices, watching
 from packplan.core.equality import ProbeResult
 from packplan.core.errors import ModelError
+
+log = logging.getLogger(__name__)
 
 _LENGTHS = (17, 3, 29)
 """Real tokens of the rows."""
@@ -73,20 +76,24 @@ def _hook(model: Any, *, native: str, logits: bool) -> Unpadding:
     Args:
         model: Model of transformers without wrappers, set to keep samples of a row apart.
         native: Attention of transformers that computes the padded rows.
-        logits: Whether logits of padding are returned; see `unpad`.
+        logits: See `unpad`.
 
     Raises:
         ModelError: No place and positions give the same.
     """
-    reasons: dict[str, None] = {}
+    reasons: list[str] = []
     for stack in _candidates(model):
         hooks = Unpadding(model, stack, logits=logits)
-        why_not = _why_not(model, hooks, stack, native=native)
-        if why_not is None:
+        why_not = {kind: _why_not(model, hooks, stack, mask, native=native) for kind, mask in _masks(model)}
+        if why_not["right"] is None:
+            stack.passing = frozenset(side for side in PADDINGS if why_not[side] is not None)
+            for side in stack.passing:
+                level = logging.WARNING if side == "left of" else logging.INFO
+                log.log(level, "calls with padding %s real tokens are computed padded: %s", side, why_not[side])
             return hooks
         hooks.remove()
-        reasons[f"at {type(stack.module).__name__} with positions by {stack.positions}, {why_not}"] = None
-    raise ModelError("probe", f"its padded rows cannot be packed: {'; '.join(reasons)}"[:1000])
+        reasons.append(f"at {type(stack.module).__name__} with positions by {stack.positions}, {why_not['right']}")
+    raise ModelError("probe", f"its padded rows cannot be packed: {reasons[0]}")
 
 
 def _candidates(model: Any) -> Iterator[TextStack]:
@@ -95,32 +102,30 @@ def _candidates(model: Any) -> Iterator[TextStack]:
     padding = getattr(part.config.get_text_config(), "pad_token_id", None) or 0
     text_row = any(hasattr(module, "get_rope_index") for module in model.modules())
     for module in dict.fromkeys((part.get_decoder(), part.base_model)):
-        for positions in ("columns", "counted", "ids"):
+        for positions in POSITIONS:
             yield TextStack(module, positions, padding, text_row)
 
 
-def _why_not(model: Any, hooks: Unpadding, stack: TextStack, *, native: str) -> str | None:
-    """Return why a hooked model does not compute its padded rows as before; None if it does."""
-    ids = _draw_ids(model)
-    worst = 0.0
+def _why_not(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor, *, native: str) -> str | None:
+    """Return why a hooked model does not compute padded rows as before; None if it does."""
+    ids, own = _draw_ids(model), mask.bool()
+    batch = {"input_ids": ids, "attention_mask": mask}
     with evaluating(model):
-        for mask in _masks(ids):
-            batch = {"input_ids": ids, "attention_mask": mask}
+        try:
+            calls = hooks.counts.calls
             with torch.no_grad():
-                calls = hooks.counts.calls
-                try:
-                    found = _run(model, stack.module, batch)
-                except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
-                    return " ".join(f"a packed call raises {type(error).__name__}: {error}".split())[:300]
+                found = _run(model, stack.module, batch)
                 if hooks.counts.calls == calls:
                     return "it is given no mask of rows and positions"
                 with native_attention(model, native), hooks.paused():
                     expected = _run(model, stack.module, batch)
-            scale = float(expected[mask.bool()].abs().max())
-            for own, mine, row in zip(mask.bool(), found, expected, strict=True):
-                apart = (mine[own].float() - row[own].float()).abs().amax(-1) / scale
-                worst = max(worst, difference_of(apart, typical=rounds_choices(model)))
-        isolation = 0.0 if _is_sharded(model) else _isolation(stack.module, ids, mask)
+            isolation = 0.0 if _is_sharded(model) else _isolation(stack.module, ids, mask)
+        except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
+            return " ".join(f"it raises {type(error).__name__}: {error}".split())[:300]
+    scale = float(expected[own].abs().max())
+    differences = (found.float() - expected.float()).abs().amax(-1) / scale
+    typical = rounds_choices(model)
+    worst = max(difference_of(row[kept], typical=typical) for row, kept in zip(differences, own, strict=True))
     return ProbeResult(isolation, worst).why_not(limit=limit_of(model))
 
 
@@ -129,7 +134,7 @@ def _run(model: Any, module: Any, batch: dict[str, Any]) -> torch.Tensor:
     states: list[Any] = []
     hook = module.register_forward_hook(lambda _, __, output: states.append(output[0]))
     try:
-        model(**batch)
+        model(**batch, use_cache=False)
     finally:
         hook.remove()
     state: torch.Tensor = states[-1]
@@ -153,14 +158,14 @@ def _draw_ids(model: Any) -> torch.Tensor:
     return drawn.to(next(model.parameters()).device)
 
 
-def _masks(ids: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield masks with padding on the right, on the left, and between tokens."""
-    lengths = torch.tensor(_LENGTHS, device=ids.device)[:, None]
-    columns = torch.arange(ids.shape[1], device=ids.device)[None]
+def _masks(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield masks by where their padding is; int64 of shape (rows, positions)."""
+    lengths = torch.tensor(_LENGTHS, device=next(model.parameters()).device)[:, None]
+    columns = torch.arange(max(_LENGTHS) + 2, device=lengths.device)[None]
     right = (columns < lengths).long()
-    yield right
-    yield right.flip(1)
-    yield right * (columns % 5 != 2)
+    yield "right", right
+    yield "left of", right.flip(1)
+    yield "between", right * (columns % 5 != 2)
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:
