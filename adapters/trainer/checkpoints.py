@@ -22,7 +22,7 @@ from packplan.core.fingerprint import Fingerprint
 from packplan.core.forecast import RunForecast
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import RecordIds, ResumeState, Visits
-from packplan.core.stream import Carry, RankState, StreamState
+from packplan.core.stream import RankState, StreamState
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +71,6 @@ _RANK_STATE = "packplan_stream_{}.json"
 """File with the progress of one rank of a stream."""
 
 _CONVERTER = cattrs.Converter()
-_CONVERTER.register_unstructure_hook(Carry, Carry.tolist)
-_CONVERTER.register_structure_hook(Carry, lambda lists, _: Carry(*lists))
 _CONVERTER.register_structure_hook(Fingerprint, lambda fields, _: Fingerprint(fields["inputs"]))
 
 

@@ -29,9 +29,9 @@ from packplan.app.wiring.training import (
     open_checkpoint,
     open_stream_start,
 )
-from packplan.core.config import LESS_DROPPED, RunConfig
+from packplan.core.config import LESS_DROPPED, RunConfig, stream_inputs
 from packplan.core.errors import StaleError, counted
-from packplan.core.fingerprint import Fingerprint, Value
+from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray
 from packplan.core.mixes import schedule
 from packplan.core.ports import RankGroup
@@ -79,7 +79,7 @@ def _prepare(config: RunConfig, group: RankGroup, checkpoint: Checkpoint[StreamS
     if group.world_size > 1:
         require_agreement(group, "what the train samples depend on", inputs.digest)
         require_agreement(group, "the train data", data)
-    fixed = {**inputs.inputs, "the train data": data, **_stream_inputs(config)}
+    fixed = {**inputs.inputs, "the train data": data, **stream_inputs(config)}
 
     def resume_state(progress: StreamProgress) -> StreamState:
         order_digest = hashlib.sha256(order(progress.epoch).tobytes()).hexdigest()
@@ -152,26 +152,6 @@ def _length(config: RunConfig) -> str:
     return counted(int(training.num_train_epochs), "epoch")
 
 
-def _stream_inputs(config: RunConfig) -> dict[str, Value]:
-    """Return the settings that decide a stream's packs and answers, by key."""
-    training, custom = config.training, config.custom
-    answers = (
-        {}
-        if custom.rollout_reward is None
-        else attrs.asdict(custom, filter=lambda field, _: field.name.startswith("rollout_"))
-    )
-    return {
-        "template.max_length": config.packing_length,
-        "training.seed": training.seed,
-        "training.packing_buffer": training.packing_buffer,
-        "training.packing_min_fill_ratio": str(training.packing_min_fill_ratio.normalize()),
-        "training.packing_drop_last": training.packing_drop_last,
-        "training.packing_allow_single_long": training.packing_allow_single_long,
-        "training.tuner_type": training.tuner_type,
-        **{f"custom.{name}": str(value) for name, value in answers.items()},
-    }
-
-
 def _log_end(config: RunConfig, group: RankGroup, trainer: StreamTrainer) -> None:
     """
     Log on rank 0 what became of the samples; every rank calls this, since their numbers are added.
@@ -197,9 +177,12 @@ def _order(config: RunConfig) -> tuple[Order, tuple[str, ...]]:
     """
     Return the order of samples in an epoch, and the data files that its indices count through.
     """
-    custom, seed = config.custom, config.training.seed
+    custom, trainer = config.custom, config.training.trainer
+    seed = trainer.get("data_seed", config.training.seed)
     if custom.fusion_config is None:
         total = len(records_of(config, "train"))
+        if not trainer.get("train_dataloader_shuffle", True):
+            return (lambda _: np.arange(total)), custom.train_jsonl
         return (lambda epoch: shuffled(total, seed=(seed, epoch))), custom.train_jsonl
     mixes, records = mixes_of(config)
     sizes = [len(one) for one in records]

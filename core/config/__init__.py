@@ -8,7 +8,7 @@ from __future__ import annotations
 from packplan.core.config.advice import closest, unknown_key
 from packplan.core.config.faults import faults, tuners_of
 from packplan.core.config.keys import key_of, keys_of
-from packplan.core.config.planning import configured_inputs, plan_policy
+from packplan.core.config.planning import configured_inputs, plan_policy, stream_inputs
 from packplan.core.config.ranks import OWN, PATHS, flat_values, rank_differences, run_values
 from packplan.core.config.remedies import EVEN_STEPS, LESS_DROPPED, with_remedy
 from packplan.core.config.rl import GrpoConfig
@@ -52,6 +52,7 @@ __all__ = [
     "resume_values",
     "rl_faults",
     "run_values",
+    "stream_inputs",
     "tuners_of",
     "unknown_key",
     "with_remedy",

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
-from packplan.core.config.keys import key_faults
+from packplan.core.config.keys import key_faults, key_of
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import Fault
 from packplan.core.packers import ALGORITHMS
@@ -86,8 +86,6 @@ def _data_faults(custom: CustomConfig) -> Iterator[Fault]:
         yield Fault("custom.fusion_config", "and custom.dataset both name the data: remove one")
     if not custom.train_jsonl and custom.fusion_config is None and not custom.dataset:
         yield Fault("custom.train_jsonl", "is not set: name the data file, or a list of them")
-    if custom.on_bad_record == "skip" and custom.trainer_variant == "rollout":
-        yield Fault("custom.on_bad_record", "is skip, but which records are bad is found by static plans: remove it")
 
 
 def _source_faults(custom: CustomConfig) -> Iterator[Fault]:
@@ -143,15 +141,13 @@ def _step_faults(training: TrainingConfig) -> Iterator[Fault]:
 def _order_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield faults in how far samples may be from their places."""
     training, key = config.training, "training.packing_max_displacement"
-    if not training.packing or training.packing_algorithm not in ALGORITHMS:
+    is_stream = config.custom.trainer_variant == "rollout"
+    if is_stream or not training.packing or training.packing_algorithm not in ALGORITHMS:
         return
     displaces = ALGORITHMS[training.packing_algorithm].displaces
-    if training.packing_max_displacement is not None:
-        if config.custom.trainer_variant == "rollout":
-            yield Fault(key, "is kept by static plans alone, and the rollout variant packs while it trains: remove it")
-        elif not displaces:
-            reason = f"is not kept by training.packing_algorithm {training.packing_algorithm}: set that to ordered"
-            yield Fault(key, f"{reason}, or remove this")
+    if training.packing_max_displacement is not None and not displaces:
+        reason = f"is not kept by training.packing_algorithm {training.packing_algorithm}: set that to ordered"
+        yield Fault(key, f"{reason}, or remove this")
     if displaces and training.packing_group_by_work and not training.trainer.get("train_dataloader_shuffle", True):
         reason = "moves packs between steps, but training.packing_algorithm ordered keeps them in place: remove it"
         yield Fault("training.packing_group_by_work", reason)
@@ -193,8 +189,6 @@ def _epoch_faults(config: RunConfig) -> Iterator[Fault]:
     training, key = config.training, "training.packing_epochs"
     if training.packing_epochs == "same":
         return
-    if config.custom.trainer_variant == "rollout":
-        yield Fault(key, "is replanned, but the rollout variant packs while it trains: remove it")
     if not training.packing:
         yield Fault(key, "is replanned, which needs packs: set training.packing: true, or remove it")
     algorithm = ALGORITHMS.get(training.packing_algorithm)
@@ -211,8 +205,6 @@ def _continue_faults(config: RunConfig) -> Iterator[Fault]:
             reason = f"is {training.continue_epoch}, but {key} names no run: set it, or remove this"
             yield Fault("training.continue_epoch", reason)
         return
-    if config.custom.trainer_variant == "rollout":
-        yield Fault(key, "is for static plans, but the rollout variant packs while it trains: remove it")
     if f"{training.continue_from.rstrip('/')}/".startswith(f"{training.output_dir.rstrip('/')}/"):
         reason = "is in training.output_dir, this run's own folder: name another run, or go on with this one by"
         yield Fault(key, f"{reason} training.resume_from_checkpoint")
@@ -221,6 +213,7 @@ def _continue_faults(config: RunConfig) -> Iterator[Fault]:
 def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield faults of a run that packs while it trains."""
     training, custom = config.training, config.custom
+    yield from _unread_by_streams(config)
     if training.packing_mode == "static":
         reason = "is static, which is Stage-1's; the rollout variant packs while it trains: set it to dynamic"
         yield Fault("training.packing_mode", reason)
@@ -230,13 +223,32 @@ def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
         yield from _endless_faults(training)
     if custom.fusion_config is not None and custom.train_jsonl:
         yield Fault("custom.fusion_config", "and custom.train_jsonl both name the data: remove one")
-    if custom.fusion_schedule is not None:
-        yield Fault("custom.fusion_schedule", "is for static plans: a stream draws its mix while it trains; remove it")
     if custom.rollout_reward is not None and training.trainer.get("dataloader_num_workers"):
         reason = "would answer prompts in processes without the model: set it to 0"
         yield Fault("training.dataloader_num_workers", reason)
     if custom.rollout_keep > custom.rollout_completions:
         yield Fault("custom.rollout_keep", "is more than custom.rollout_completions: lower it")
+
+
+def _unread_by_streams(config: RunConfig) -> Iterator[Fault]:
+    """Yield the keys that are set and that a stream does not read."""
+    custom, trainer = config.custom, config.training.trainer
+    evaluates = custom.val_jsonl or custom.val_dataset or custom.split_dataset_ratio
+    for section in ("custom", "training"):
+        values = getattr(config, section)
+        for field in attrs.fields(type(values)):
+            reason = key_of(field).stream
+            if not reason or (reason == "evaluation" and evaluates) or getattr(values, field.name) == field.default:
+                continue
+            if reason == "evaluation":
+                reason = "is of measured lengths, but a stream measures its evaluation alone, and has none"
+            yield Fault(f"{section}.{field.name}", f"{reason}: remove it")
+    if trainer.get("dataloader_persistent_workers"):
+        reason = "keeps loader workers, but those of a stream start again with each epoch: remove it"
+        yield Fault("training.dataloader_persistent_workers", reason)
+    if custom.fusion_config is not None and not trainer.get("train_dataloader_shuffle", True):
+        reason = "keeps the order of the data, but custom.fusion_config draws one: remove it"
+        yield Fault("training.train_dataloader_shuffle", reason)
 
 
 def _endless_faults(training: TrainingConfig) -> Iterator[Fault]:

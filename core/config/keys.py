@@ -49,6 +49,12 @@ class Key:
     own: str = ""
     """Reason why each rank may have another value; without one, all ranks have to agree."""
 
+    stream: str = ""
+    """
+    Reason why a stream takes no other value than the default; `evaluation` where it reads the key
+    to plan its evaluation alone.
+    """
+
     rl: bool = False
     """Whether `packplan rl` reads the key, in a section that other commands read too."""
 

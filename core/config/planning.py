@@ -41,6 +41,26 @@ def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None)
     )
 
 
+def stream_inputs(config: RunConfig) -> dict[str, Value]:
+    """Return the settings that decide a stream's packs and answers, by key."""
+    training, custom = config.training, config.custom
+    answers = (
+        {}
+        if custom.rollout_reward is None
+        else attrs.asdict(custom, filter=lambda field, _: field.name.startswith("rollout_"))
+    )
+    return {
+        "template.max_length": config.packing_length,
+        "training.seed": training.seed,
+        "training.packing_buffer": training.packing_buffer,
+        "training.packing_min_fill_ratio": str(training.packing_min_fill_ratio.normalize()),
+        "training.packing_drop_last": training.packing_drop_last,
+        "training.packing_allow_single_long": training.packing_allow_single_long,
+        "training.tuner_type": training.tuner_type,
+        **{f"custom.{name}": str(value) for name, value in answers.items()},
+    }
+
+
 def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing_length: int) -> dict[str, Value]:
     """
     Return the inputs of lengths that a configuration alone decides, without the model: keys that

@@ -10,10 +10,7 @@ from packplan.core.errors import PackplanError, shortened
 EVEN_STEPS = "choose training.effective_batch_size so that accumulation divides the batches, or accept it"
 """Remedy for a last step of an epoch that sees fewer batches."""
 
-LESS_DROPPED = (
-    "To drop less, set training.packing_drop_last: false, lower training.packing_min_fill_ratio, or raise "
-    "training.packing_buffer"
-)
+LESS_DROPPED = "To drop less, set training.packing_drop_last: false, or lower training.packing_min_fill_ratio"
 """Remedy for a stream that drops too much."""
 
 _MEASURE_AGAIN = "restore it, or use another training.output_dir to measure and plan again"

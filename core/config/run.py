@@ -48,6 +48,8 @@ _ACCEPTS = "decides whether a result is accepted, not what it is"
 _TRAINS = "decides how planned packs are trained"
 _TUNES = "decides which weights are trained"
 
+_AS_PACKS_COME = "is of planned packs, but a stream trains packs as they come"
+
 
 def _entries(values: tuple[str, ...]) -> Iterator[str]:
     for value in values:
@@ -254,7 +256,9 @@ class CustomConfig:
     draws it while it trains; Stage-1 takes it with `fusion_schedule`.
     """
 
-    fusion_schedule: Literal["planned"] | None = key(None, neither=_SELECTS)
+    fusion_schedule: Literal["planned"] | None = key(
+        None, neither=_SELECTS, stream="is for static plans: a stream draws its mix while it trains"
+    )
     """
     `planned` draws and plans all epochs of `fusion_config` before training. Unset, Stage-1 refuses
     a mix.
@@ -287,16 +291,20 @@ class CustomConfig:
     columns: dict[str, str] = key(attrs.Factory(dict), lengths="value", rl=True, check=one_of(sorted(READ)))
     """The data's keys -> names of records, as `{q: query, a: response}`."""
 
-    on_bad_record: Literal["stop", "skip"] = key("stop", neither=_ACCEPTS)
+    on_bad_record: Literal["stop", "skip"] = key(
+        "stop", neither=_ACCEPTS, stream="is skip, but which records are bad is found by static plans"
+    )
     """
     `stop` at a record that cannot become a sample, or `skip` it: counted, and named in the log,
     `lengths.json` and `plan show`.
     """
 
-    max_bad_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=share)
+    max_bad_share: Decimal = key(
+        Decimal("0.01"), neither=_ACCEPTS, check=share, stream="is of skipped records, and a stream skips none"
+    )
     """Share of records that may be skipped; more stop the run."""
 
-    lengths: PathText | None = key(None, neither="names lengths that have the same fingerprint")
+    lengths: PathText | None = key(None, neither="names lengths that have the same fingerprint", stream="evaluation")
     """
     Table that `packplan measure` wrote. Records that it has by content are not measured again, in
     whatever order and data they are.
@@ -346,19 +354,31 @@ class TrainingConfig:
     packing_mode: Literal["static", "dynamic"] = key("static", neither=_STREAMS)
     """`static` in Stage-1, `dynamic` in the rollout variant."""
 
-    packing_algorithm: str = key("constant_volume", plan=True, check=one_of(ALGORITHMS))
+    packing_algorithm: str = key(
+        "constant_volume",
+        plan=True,
+        check=one_of(ALGORITHMS),
+        stream="packs plans, but a stream packs its buffer by constant_volume",
+    )
     """
     One of `core.packers.ALGORITHMS`. `certified` finds the fewest packs; `balanced` makes packs of
     equal work, at most 0.5 % more; `ordered` keeps samples near their places in the data.
     """
 
-    packing_max_displacement: int | None = key(None, plan=True, check=at_least(0))
+    packing_max_displacement: int | None = key(
+        None,
+        plan=True,
+        check=at_least(0),
+        stream="is kept by static plans alone, and the rollout variant packs while it trains",
+    )
     """
     Samples that one may be from its place in the data, under `packing_algorithm: ordered`; unset,
     0. Training reads that order with `train_dataloader_shuffle: false`.
     """
 
-    packing_epochs: Literal["same", "replanned"] = key("same", plan=True)
+    packing_epochs: Literal["same", "replanned"] = key(
+        "same", plan=True, stream="is replanned, but the rollout variant packs while it trains"
+    )
     """
     `same`: every epoch has the packs of the first. `replanned`: each draws its own from `seed`,
     with at most 0.5 % more packs than the algorithm's own.
@@ -367,20 +387,20 @@ class TrainingConfig:
     packing_buffer: int = key(512, neither=_STREAMS, check=at_least(1))
     """Samples packed together in dynamic mode; static mode refuses other values."""
 
-    packing_balance: Literal["auto", "step", "microbatch", "none"] = key("auto", neither=_TRAINS)
+    packing_balance: Literal["auto", "step", "microbatch", "none"] = key("auto", neither=_TRAINS, stream=_AS_PACKS_COME)
     """
     Assign a step's packs to ranks by work. `step`: equal sums for all ranks; `microbatch`: each
     microbatch even, for ranks that meet in each; `auto`: `microbatch` under FSDP and under
     DeepSpeed from stage 2 on, else `step`; `none`: as packs come. A step keeps its packs.
     """
 
-    packing_balance_by: Literal["flops", "seconds"] = key("flops", neither=_TRAINS)
+    packing_balance_by: Literal["flops", "seconds"] = key("flops", neither=_TRAINS, stream=_AS_PACKS_COME)
     """
     Unit of work that `packing_balance` levels: `flops` of the model, or `seconds` of a calibration
     of this machine. A step keeps its packs.
     """
 
-    packing_group_by_work: int = key(0, neither=_TRAINS, check=at_least(0))
+    packing_group_by_work: int = key(0, neither=_TRAINS, check=at_least(0), stream=_AS_PACKS_COME)
     """
     Window, in optimizer steps, within which each step gets packs of like work, for ranks with one
     pack each; 0: steps as drawn. Grouped steps are biased; `show` reports by how much.
@@ -396,7 +416,7 @@ class TrainingConfig:
     """Share of the packing length, an exact decimal; packs filled below it are dropped."""
 
     packing_drop_last: bool = key(True, plan=True)
-    """Drop packs below `packing_min_fill_ratio`."""
+    """Drop packs below `packing_min_fill_ratio`; in streams, at the end of an epoch alone."""
 
     packing_max_dropped_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=share)
     """
@@ -413,7 +433,10 @@ class TrainingConfig:
     """
 
     packing_wait_timeout_s: float = key(
-        7200.0, neither=_MEASURES, check=must(lambda value: value >= 0, "a number of seconds, or 0 to wait for ever")
+        7200.0,
+        neither=_MEASURES,
+        check=must(lambda value: value >= 0, "a number of seconds, or 0 to wait for ever"),
+        stream="evaluation",
     )
     """
     Seconds, for training and evaluation data together, that ranks wait for rank 0's plans, and rank
@@ -421,18 +444,27 @@ class TrainingConfig:
     """
 
     packing_lengths_from: PathText | None = key(
-        None, neither="names lengths that have the same fingerprint", check=must(bool, "the output_dir of another run")
+        None,
+        neither="names lengths that have the same fingerprint",
+        check=must(bool, "the output_dir of another run"),
+        stream="evaluation",
     )
     """
     `output_dir` of another run with the same inputs, whose lengths are reused if this run has none,
     so that compared runs measure once; only read.
     """
 
-    packing_length_cache_persist_every: int | None = key(None, neither=_MEASURES, check=at_least(1))
+    packing_length_cache_persist_every: int | None = key(
+        None, neither=_MEASURES, check=at_least(1), stream="evaluation"
+    )
     """Samples between flushes of measured lengths; unset, by the size of the data."""
 
     packing_length_precompute_workers: int = key(
-        8, neither=_MEASURES, own="cores of a rank's machine", check=at_least(1)
+        8,
+        neither=_MEASURES,
+        own="cores of a rank's machine",
+        check=at_least(1),
+        stream="evaluation",
     )
     """
     Processes that measure, at most one a core. 1, or a short rest, is measured in the main process.
@@ -458,7 +490,11 @@ class TrainingConfig:
     per_device_eval_batch_size: int = key(1, neither=_TRAINS, check=at_least(1))
     """Samples of a padded evaluation batch; packed evaluation forces 1."""
 
-    dataloader_drop_last: bool = key(False, neither=_TRAINS)
+    dataloader_drop_last: bool = key(
+        False,
+        neither=_TRAINS,
+        stream="is of plans, and training.packing_drop_last says what a stream drops at the end of an epoch",
+    )
     """Drop packs that do not fill all ranks; `false` repeats packs from the front."""
 
     num_train_epochs: float = key(3.0, neither=_TRAINS)
@@ -483,7 +519,9 @@ class TrainingConfig:
     resume_from_checkpoint: PathText | None = key(None, neither=_TRAINS, rl=True)
     """Folder of a checkpoint, or `last` for the newest whole one of `output_dir`."""
 
-    continue_from: PathText | None = key(None, neither=_SELECTS)
+    continue_from: PathText | None = key(
+        None, neither=_SELECTS, stream="is for static plans, but the rollout variant packs while it trains"
+    )
     """
     Output folder of another run, or one of its checkpoints, that this run continues with its own
     data and packs. Steps and epochs count from the start of the first run.

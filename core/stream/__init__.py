@@ -4,7 +4,7 @@ Packing during training: the buffer of arriving samples that packs them.
 
 from __future__ import annotations
 
-from packplan.core.stream.carry import Carry, CarryOptions, Emitted, Order, advance, finish
+from packplan.core.stream.carry import CarryOptions, Order
 from packplan.core.stream.progress import (
     RankState,
     StreamProgress,
@@ -24,9 +24,7 @@ from packplan.core.stream.shard import (
 )
 
 __all__ = [
-    "Carry",
     "CarryOptions",
-    "Emitted",
     "Item",
     "Order",
     "RankState",
@@ -36,8 +34,6 @@ __all__ = [
     "StreamSegment",
     "StreamState",
     "admit_first",
-    "advance",
-    "finish",
     "flush_buffer",
     "read_items",
     "reassign",

@@ -18,8 +18,8 @@ from itertools import chain
 import attrs
 import numpy as np
 
-from packplan.core.packs import Packs, filled
-from packplan.core.stream.carry import Carry, CarryOptions, Emitted, advance, finish
+from packplan.core.packs import filled
+from packplan.core.stream.carry import CarryOptions, pack_buffer
 
 
 @attrs.frozen
@@ -67,21 +67,29 @@ class StreamCounts:
     dropped_tokens: int = 0
     """Tokens in the packs that were dropped."""
 
+    underfilled_packs: int = 0
+    """Packs to train below the fill ratio."""
+
     @classmethod
-    def of_pack(cls, lengths: Sequence[int], packing_length: int) -> StreamCounts:
+    def of_pack(cls, lengths: Sequence[int], options: CarryOptions) -> StreamCounts:
         """Return the counts of one pack to train."""
         tokens = sum(lengths)
-        return cls(packs=1, long=tokens >= packing_length and len(lengths) == 1,
-                   filled_tokens=int(filled([tokens], packing_length)[0]))  # fmt: skip
+        return cls(
+            packs=1,
+            long=int(tokens >= options.packing_length and len(lengths) == 1),
+            filled_tokens=int(filled([tokens], options.packing_length)[0]),
+            underfilled_packs=int(not options.is_full(np.array([tokens]))[0]),
+        )
 
-    def without_pack(self, lengths: Sequence[int], packing_length: int) -> StreamCounts:
+    def without_pack(self, lengths: Sequence[int], options: CarryOptions) -> StreamCounts:
         """Return these counts with one of the packs dropped instead of trained."""
-        pack = self.of_pack(lengths, packing_length)
+        pack = self.of_pack(lengths, options)
         return attrs.evolve(
             self,
             packs=self.packs - 1,
             long=self.long - pack.long,
             filled_tokens=self.filled_tokens - pack.filled_tokens,
+            underfilled_packs=self.underfilled_packs - pack.underfilled_packs,
             dropped=self.dropped + len(lengths),
             dropped_packs=self.dropped_packs + 1,
             dropped_tokens=self.dropped_tokens + sum(lengths),
@@ -107,9 +115,6 @@ class ShardState:
 
     buffer: tuple[Item, ...] = ()
     """Items in the buffer, in order of arrival."""
-
-    carry: Carry = attrs.field(factory=Carry, eq=Carry.tolist)
-    """The buffer; its indices count through `buffer`."""
 
     packs: tuple[tuple[Item, ...], ...] = ()
     """Packs that are filled and wait to be trained, in order."""
@@ -150,37 +155,45 @@ def admit_first(state: ShardState, length: int, *, options: CarryOptions) -> Sha
         options: Options of packing.
     """
     first, *ahead = state.ahead
-    items = (*state.buffer, attrs.evolve(first, length=length))
-    carry, emitted = advance(state.carry, [len(state.buffer)], [length], options=options)
-    came = attrs.evolve(state, ahead=tuple(ahead), counts=state.counts + StreamCounts(samples=1, tokens=length))
-    return _emit(came, items, carry, emitted)
+    item = attrs.evolve(first, length=length)
+    counts = state.counts + StreamCounts(samples=1, tokens=length)
+    if length >= options.packing_length:
+        packs, skipped = ((item,),) if options.allow_single_long else (), int(not options.allow_single_long)
+        counts += StreamCounts(skipped=skipped)
+        return attrs.evolve(state, ahead=tuple(ahead), packs=(*state.packs, *packs), counts=counts)
+    came = attrs.evolve(state, ahead=tuple(ahead), buffer=(*state.buffer, item), counts=counts)
+    if len(came.buffer) < options.packing_buffer:
+        return came
+    return _pack(came, options, most_carried=options.packing_buffer // 2, drop=False)
 
 
 def flush_buffer(state: ShardState, *, options: CarryOptions) -> ShardState:
     """Return the state after the buffer was packed at the end of the shard."""
-    return _emit(state, state.buffer, Carry(), finish(state.carry, options=options))
+    return _pack(state, options, most_carried=0, drop=options.drop_last)
 
 
 def take_pack(state: ShardState, *, options: CarryOptions) -> tuple[tuple[Item, ...], ShardState]:
     """Return the first pack that waits, and the state after it is trained."""
     pack, *packs = state.packs
-    counts = StreamCounts.of_pack([item.length for item in pack], options.packing_length)
+    counts = StreamCounts.of_pack([item.length for item in pack], options)
     return pack, attrs.evolve(state, packs=tuple(packs), counts=state.counts + counts)
 
 
-def _emit(state: ShardState, items: tuple[Item, ...], carry: Carry, emitted: Emitted) -> ShardState:
-    """Return the state after packs left the buffer; all indices count through *items*."""
-    dropped = emitted.underfilled if emitted.dropped else Packs.from_lists([])
-    counts = StreamCounts(
-        skipped=len(emitted.skipped_long),
-        dropped=dropped.num_samples,
-        dropped_packs=len(dropped),
-        dropped_tokens=sum(items[index].length for index in dropped.indices.tolist()),
-    )
+def _pack(state: ShardState, options: CarryOptions, *, most_carried: int, drop: bool) -> ShardState:
+    """Return the state after the buffer was packed, its underfilled packs dropped if asked."""
+    items, lengths = state.buffer, np.array([item.length for item in state.buffer], dtype=np.int64)
+    packs, underfilled, left = pack_buffer(lengths, options=options, most_carried=most_carried)
+    counts = state.counts
+    if drop:
+        counts += StreamCounts(
+            dropped=underfilled.num_samples,
+            dropped_packs=len(underfilled),
+            dropped_tokens=int(lengths[underfilled.indices].sum()),
+        )
+    leaving = packs if drop else chain(packs, underfilled)
     return attrs.evolve(
         state,
-        buffer=tuple(items[index] for index in carry.indices.tolist()),
-        carry=Carry(np.arange(carry.indices.size), carry.lengths, carry.carried),
-        packs=(*state.packs, *(tuple(items[index] for index in pack) for pack in emitted.packs)),
-        counts=state.counts + counts,
+        buffer=tuple(items[index] for index in left.tolist()),
+        packs=(*state.packs, *(tuple(items[index] for index in pack) for pack in leaving)),
+        counts=counts,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import attrs
 import pytest
 import yaml
 
@@ -177,3 +178,21 @@ def test_a_stream_follows_a_curriculum(here):
     for epoch in (1, 2):
         assert [3, 5] == [sum(3 <= index < 11 for index in order(epoch)), sum(index >= 11 for index in order(epoch))]
     assert order(1).tolist() != order(2).tolist()
+
+
+@pytest.mark.slow
+def test_a_stream_reads_the_order_that_is_asked(here):
+    """That of the data without a shuffle, else one of each epoch, by `data_seed` if that is set."""
+    from packplan.app.sft.stream import _order
+
+    def orders(**trainer: object) -> list[list[int]]:
+        config = run("", fusion_config=None, fusion_schedule=None, trainer_variant="rollout", train_jsonl="b.jsonl")
+        training = attrs.evolve(config.training, trainer=trainer)
+        order, _ = _order(attrs.evolve(config, training=training))
+        return [order(epoch).tolist() for epoch in (0, 1)]
+
+    shuffled, seeded = orders(), orders(data_seed=7)
+
+    assert [[*range(5)]] * 2 == orders(train_dataloader_shuffle=False)
+    assert shuffled == orders(data_seed=42) != seeded
+    assert all(sorted(order) == [*range(5)] for order in (*shuffled, *seeded))

@@ -1,15 +1,17 @@
-"""Dynamic packing: bounded, linear, and no sample lost or seen twice, however the stream is cut."""
+"""Dynamic packing: the rules of the buffer, by the library of the specification."""
 
 from __future__ import annotations
 
-from collections import Counter
 from decimal import Decimal
+from fractions import Fraction
 
+import binpacking
+import numpy as np
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.core.stream import Carry, CarryOptions, advance, finish
+from packplan.core.stream import CarryOptions, Item, ShardState, admit_first, flush_buffer, read_items, take_pack
 
 
 @st.composite
@@ -28,101 +30,91 @@ def streams(draw) -> tuple[list[int], CarryOptions]:
     return draw(st.lists(draw(st.sampled_from([lengths, awkward])), max_size=60)), options
 
 
-def run(lengths, options, cuts=()):
-    """Stream lengths cut at some places; return the end and all that was emitted."""
-    carry, emitted, start = Carry(), [], 0
-    for stop in [*cuts, len(lengths)]:
-        carry, now = advance(carry, range(start, stop), lengths[start:stop], options=options)
-        emitted.append(now)
-        start = stop
-    return carry, [*emitted, finish(carry, options=options)]
+def run(lengths: list[int], options: CarryOptions) -> tuple[list[list[int]], ShardState]:
+    """Return the packs of a stream on one shard, in order, and the state at its end."""
+    packs, state = [], ShardState()
+    for place in range(len(lengths) + 1):
+        if place == len(lengths):
+            state = flush_buffer(state, options=options)
+        else:
+            state = admit_first(read_items(state, [Item(place)], places=1), lengths[place], options=options)
+            assert len(state.buffer) < options.packing_buffer
+        while state.packs:
+            pack, state = take_pack(state, options=options)
+            packs.append([item.place for item in pack])
+    return packs, state
 
 
-def packs_of(emitted) -> list[list[int]]:
-    return [pack for one in emitted for pack in one.packs]
+def expected(lengths: list[int], options: CarryOptions) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the packs to train and the dropped ones, sample by sample, of the rules in words."""
+    trained: list[list[int]] = []
+    buffer: list[int] = []
 
+    def packed(most_carried: int) -> tuple[list[list[int]], list[list[int]]]:
+        bins = binpacking.to_constant_volume([(i, lengths[i]) for i in buffer], options.packing_length, weight_pos=1)
+        packs = sorted(sorted(index for index, _ in one) for one in bins if one)
+        fills = [Fraction(sum(lengths[index] for index in pack), options.packing_length) for pack in packs]
+        full = [pack for pack, fill in zip(packs, fills, strict=True) if fill >= options.min_fill_ratio]
+        oldest_first = [pack for pack in packs if pack not in full]
+        leaving = []
+        while sum(map(len, oldest_first)) > most_carried:
+            leaving.append(oldest_first.pop(0))
+        buffer[:] = sorted(index for pack in oldest_first for index in pack)
+        return full, leaving
 
-@given(streams())
-def test_every_sample_is_trained_once_or_accounted_for(stream):
-    """In a pack, skipped as too long, or in a pack that was dropped; nowhere twice."""
-    lengths, options = stream
-    _, emitted = run(lengths, options)
-
-    trained = packs_of(emitted)
-    skipped = [index for one in emitted for index in one.skipped_long]
-    dropped = [index for one in emitted if one.dropped for pack in one.underfilled for index in pack]
-    event(f"dropped: {bool(dropped)}")
-
-    assert dict.fromkeys(range(len(lengths)), 1) == Counter(
-        [*(i for pack in trained for i in pack), *skipped, *dropped]
-    )
-    assert all(sorted(pack) == pack for pack in trained)
-    long = {index for index, length in enumerate(lengths) if length >= options.packing_length}
-    assert long == {index for one in emitted for index in one.single_long} | set(skipped)
-    for indices in trained:
-        load = sum(lengths[index] for index in indices)
-        assert load <= options.packing_length or (len(indices) == 1 and indices[0] in long)
-        if options.drop_last and not long & set(indices):
-            assert load >= options.min_fill_ratio * options.packing_length
-    if not options.drop_last:
-        assert not dropped
-
-
-@given(streams(), st.data())
-def test_the_packs_do_not_depend_on_how_many_samples_come_at_a_time(stream, data):
-    """One by one, all at once, or cut anywhere."""
-    lengths, options = stream
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(lengths)), max_size=8)))
-
-    whole, pieces = run(lengths, options)[1], run(lengths, options, cuts)[1]
-
-    assert packs_of(whole) == packs_of(pieces)
-    assert packs_of(whole) == packs_of(run(lengths, options, range(len(lengths)))[1])
-
-
-@given(streams())
-def test_a_saved_buffer_goes_on_as_it_would_have(stream):
-    """From every point: the same tail."""
-    lengths, options = stream
-    expected = packs_of(run(lengths, options)[1])
-    for stop in range(len(lengths) + 1):
-        carry, before = advance(Carry(), range(stop), lengths[:stop], options=options)
-        restored = Carry(*carry.tolist())
-        carry, after = advance(restored, range(stop, len(lengths)), lengths[stop:], options=options)
-        assert expected == packs_of([before, after, finish(carry, options=options)])
-
-
-@given(streams())
-def test_the_buffer_stays_bounded(stream):
-    """It stays below its size between samples, and a packing leaves at most half of it."""
-    lengths, options = stream
-    carry = Carry()
     for index, length in enumerate(lengths):
-        before = carry.indices.size
-        carry, _ = advance(carry, [index], [length], options=options)
-        assert carry.indices.size < options.packing_buffer
-        assert sorted(carry.indices.tolist()) == carry.indices.tolist()
-        packed = length < options.packing_length and before + 1 == options.packing_buffer
-        assert not packed or carry.indices.size <= options.packing_buffer // 2
+        if length < options.packing_length:
+            buffer.append(index)
+        elif options.allow_single_long:
+            trained.append([index])
+        if len(buffer) == options.packing_buffer:
+            trained += [pack for packs in packed(options.packing_buffer // 2) for pack in packs]
+    full, leaving = packed(0)
+    return ([*trained, *full], leaving) if options.drop_last else ([*trained, *full, *leaving], [])
+
+
+@given(streams())
+def test_a_stream_is_packed_by_the_rules(stream):
+    """Pack by pack what they say in words; dropped and underfilled packs are counted."""
+    lengths, options = stream
+
+    packs, state = run(lengths, options)
+
+    trained, dropped = expected(lengths, options)
+    underfilled = [
+        pack for pack in trained if sum(lengths[i] for i in pack) < options.min_fill_ratio * options.packing_length
+    ]
+    event(f"underfilled before the end: {options.drop_last and bool(underfilled)}")
+    event(f"dropped: {bool(dropped)}")
+    assert trained == packs
+    assert (len(underfilled), len(dropped)) == (state.counts.underfilled_packs, state.counts.dropped_packs)
+    assert not state.waiting
+
+
+def test_pairs_that_come_apart_are_trained():
+    """Four of 41 fill the buffer; two wait, and the next two of 39 fill their packs of 80."""
+    packs, state = run([41] * 4 + [39] * 4, CarryOptions(packing_length=80, packing_buffer=4))
+
+    assert [[0], [1], [2, 4], [3, 5], [6, 7]] == packs
+    assert (0, 2) == (state.counts.dropped, state.counts.underfilled_packs)
+
+
+def test_only_the_end_of_a_long_stream_drops():
+    """At most what a buffer of 8 holds, of 5,000 samples that rarely fit beside another."""
+    lengths = np.random.default_rng(0).integers(30, 56, 5000).tolist()
+
+    packs, state = run(lengths, CarryOptions(packing_length=80, packing_buffer=8))
+
+    assert state.counts.dropped < 8 < state.counts.underfilled_packs
+    assert 5000 == state.counts.dropped + sum(map(len, packs))
 
 
 @pytest.mark.parametrize(("length", "full"), [(54, False), (55, True), (56, True)])
 def test_the_ratio_is_the_decimal_that_was_written(length, full):
     """55 of 100 is 0.55, whatever a float would say."""
-    options = CarryOptions(packing_length=100, packing_buffer=1, min_fill_ratio=0.55)
+    options = CarryOptions(packing_length=100, min_fill_ratio=0.55)
 
-    assert full == bool(len(advance(Carry(), [0], [length], options=options)[1].packs))
-
-
-def test_those_that_were_carried_longest_are_let_go_first():
-    """Newer ones stay: 4 of 8 after each packing."""
-    options = CarryOptions(packing_length=80, packing_buffer=8, min_fill_ratio="0.6")
-
-    carry, _ = advance(Carry(), range(8), [41] * 8, options=options)
-    assert [0, 1, 2, 3] == carry.indices.tolist()
-    carry, _ = advance(carry, range(8, 12), [41] * 4, options=options)
-
-    assert [8, 9, 10, 11] == carry.indices.tolist()
+    assert full == bool(run([length], options)[0])
 
 
 @pytest.mark.parametrize(
@@ -132,9 +124,3 @@ def test_options_out_of_range_are_refused(wrong):
     """By name."""
     with pytest.raises(ValueError, match=next(iter(wrong))):
         CarryOptions(**{"packing_length": 80, **wrong})
-
-
-def test_samples_and_lengths_have_to_match():
-    """One length a sample."""
-    with pytest.raises(ValueError, match="2 indices, but 1 lengths"):
-        advance(Carry(), [0, 1], [5], options=CarryOptions(packing_length=8))

@@ -14,7 +14,7 @@ import pytest
 
 from packplan.adapters.config.run import parse_config
 from packplan.app.wiring.works import policy_of
-from packplan.core.config import RunConfig, configured_inputs, key_of, keys_of, plan_policy
+from packplan.core.config import RunConfig, configured_inputs, faults, key_of, keys_of, plan_policy, stream_inputs
 from packplan.core.fingerprint import Fingerprint
 
 
@@ -166,6 +166,43 @@ def test_fingerprints_depend_on_exactly_the_keys_that_declare_it(path, bases):
     assert by_plan == facts.plan
     assert (path in length_inputs(others[0])) == (facts.lengths in {"value", "value if set"})
     assert by_length == bool(facts.lengths) or "otherwise" == facts.lengths
+
+
+STREAM = {"custom": {"trainer_variant": "rollout"}, "training": {"packing_mode": "dynamic", "max_steps": 1}}
+
+READ_ELSEWHERE = {
+    "training.freeze_llm": "decides which weights are trained",
+    "training.freeze_vit": "decides which weights are trained",
+    "training.eval_packing": "decides the evaluation",
+    "custom.trainer_variant": "decides whether it is a stream",
+    "custom.rollout_": "decides answers, of streams with a reward",
+}
+"""Keys of a stream that change no inputs of its training data -> what they change."""
+
+
+@pytest.mark.parametrize("path", PLANNING)
+def test_a_stream_reads_or_refuses_every_key(path):
+    """
+    Another value changes the inputs of its samples or packs, or is refused by the key's name,
+    unless the key states that it decides neither in any variant.
+    """
+    facts, stream = key_of(DECLARED[path]), run(**STREAM)
+    other = changed(stream, path)
+    is_refused = path in {fault.path for fault in faults(other)}
+    decides = length_inputs(stream) != length_inputs(other) or stream_inputs(stream) != stream_inputs(other)
+
+    assert not (facts.stream and decides)
+    assert is_refused or not facts.stream
+    if facts.plan and facts.lengths != "otherwise" and not path.startswith(tuple(READ_ELSEWHERE)):
+        assert is_refused or decides
+
+
+@pytest.mark.parametrize("path", [path for path in PLANNING if key_of(DECLARED[path]).stream == "evaluation"])
+def test_a_stream_with_an_evaluation_reads_what_measures_it(path):
+    """Its lengths are those of a plan."""
+    evaluated = run(**{**STREAM, "custom": {**STREAM["custom"], "val_jsonl": "b.jsonl"}})
+
+    assert path not in {fault.path for fault in faults(changed(evaluated, path))}
 
 
 LEAST = {

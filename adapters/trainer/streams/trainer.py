@@ -65,7 +65,9 @@ class StreamTotals:
             f"{counted(counts.dropped_packs, 'pack')} ({share:.2%} of the tokens), {counts.skipped:,} "
             "skipped as long, "
             f"{waiting:,} in packs that were not trained or not full; {counted(counts.long, 'long sample')} "
-            f"{agree(counts.long, 'was a pack of its own', 'were packs of their own')}"
+            f"{agree(counts.long, 'was a pack of its own', 'were packs of their own')}; "
+            f"{counts.underfilled_packs:,} of {counted(counts.packs, 'pack')} "
+            f"{agree(counts.underfilled_packs, 'was', 'were')} underfilled"
         )
 
 
@@ -216,6 +218,7 @@ class StreamTrainer(PackingTrainer):
             "epoch_skipped_samples": total.skipped,
             "epoch_dropped_samples": total.dropped,
             "epoch_dropped_packs": total.dropped_packs,
+            "epoch_underfilled_packs": total.underfilled_packs,
         }
         self.state.epoch = self._epoch + share
         # Not this class's `log`, whose epochs are whole, nor ms-swift's, which would add the
@@ -240,7 +243,7 @@ class StreamTrainer(PackingTrainer):
         """Return the counts of this rank's samples in the current epoch, up to its last pack."""
         counts = sum((shard.counts for shard in self._shards()), StreamCounts())
         for lengths in self._left_over:
-            counts = counts.without_pack(lengths, self.options.packing_length)
+            counts = counts.without_pack(lengths, self.options)
         return counts
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
