@@ -3,9 +3,8 @@ A batch of sequences as tensors, and its microbatches: packed rows, or padded ba
 that they need.
 
 Rules: every field has one entry per sequence, along the first dimension of a tensor or in a list
-(images, texts). Tensors that run along the sequence are right-padded to one width; which dimension
-that is, is found once, where the batch is made. Wherever padding is added, it is the field's own
-pad value.
+(images, texts). Tensors that run along the sequence are right-padded to one width, in a dimension
+that is declared where the batch is made. Wherever padding is added, it is the field's own value.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch import Tensor
 from packplan.core.context_parallel import PackedLayout, cu_seqlens
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import IntArray, whole_number
-from packplan.core.shard import Mode, ShardBatch, Sharding
+from packplan.core.shard import Mode, ShardBatch, Sharding, sequence_dims
 
 Field = Tensor | list[Any]
 
@@ -54,8 +53,8 @@ class BatchedData:
     lengths: Tensor
     """Tokens of each sequence; int64, shape (batch,)."""
 
-    sequence_dims: Mapping[str, int]
-    """The dimension that runs along the sequence, for each field that has one."""
+    sequence_dims: Mapping[str, int | None]
+    """Dimension of each tensor that runs along the sequence; None if none does."""
 
     pad_values: Mapping[str, float] = MappingProxyType({})
     """Padding of each field that has another one than 0."""
@@ -72,7 +71,7 @@ class BatchedData:
         fields: Mapping[str, Field],
         *,
         lengths: Sequence[int] | Tensor | None = None,
-        sequence_dims: Mapping[str, int] | None = None,
+        sequence_dims: Mapping[str, int | None] = MappingProxyType({}),
         pad_values: Mapping[str, float] | None = None,
         input_key: str = "input_ids",
         input_lengths_key: str = "input_lengths",
@@ -84,8 +83,9 @@ class BatchedData:
             fields: Tensors of shape (batch, …), and lists of `batch` entries; the tokens are
                 (batch, width).
             lengths: Tokens of each sequence; None: those of the field `input_lengths_key`.
-            sequence_dims: Dimensions that run along the sequence, by field; None: the second,
-                wherever it is as long as that of the tokens.
+            sequence_dims: Dimension that runs along the sequence by field, None if none does.
+                Needed for a field with a dimension as long as the tokens are wide, unless its name
+                is one of `core.shard.axes.OF_TOKENS`.
             pad_values: Padding by field, such as the pad id of the tokens and -100 of labels; 0
                 for others.
             input_key: Field of the tokens.
@@ -119,7 +119,7 @@ class BatchedData:
         batch = cls(
             MappingProxyType(dict(fields)),
             checked,
-            _checked_dims(fields, sequence_dims, input_key),
+            _dims(fields, sequence_dims, input_key),
             _checked_pads(fields, pad_values or {}),
             input_key,
             None if of_field is None else input_lengths_key,
@@ -156,16 +156,19 @@ class BatchedData:
         """Return the padding of a field."""
         return self.pad_values.get(name, 0)
 
-    def with_fields(self, **fields: Field) -> Self:
+    def with_fields(self, sequence_dims: Mapping[str, int | None] = MappingProxyType({}), /, **fields: Field) -> Self:
         """
-        Return the batch with more fields, of one entry per sequence; tensors as wide as the batch
-        run along it.
+        Return the batch with more fields, of one entry per sequence.
+
+        Args:
+            sequence_dims: Dimensions of these fields, as in `from_fields`.
+            **fields: Tensors and lists.
         """
-        dims = {**self.sequence_dims, **_second_dims(fields, self.width)}
+        kept = {name: dim for name, dim in self.sequence_dims.items() if name not in fields}
         return self.from_fields(
             {**self.fields, **fields},
             lengths=self.lengths,
-            sequence_dims=dims,
+            sequence_dims={**kept, **sequence_dims},
             pad_values=self.pad_values,
             input_key=self.input_key,
             input_lengths_key=self.input_lengths_key or "",
@@ -199,7 +202,7 @@ class BatchedData:
         lengths = self.lengths.clamp(max=width)
         fields = {
             name: _fitted(field, self.sequence_dims[name], width, self.pad_value(name))
-            if isinstance(field, Tensor) and name in self.sequence_dims
+            if isinstance(field, Tensor)
             else field
             for name, field in self.fields.items()
         }
@@ -286,9 +289,9 @@ def _with_padding(batch: BatchedData, known: Mapping[str, BatchedData]) -> Batch
         field = other[name]
         if isinstance(field, Tensor):
             shape = [len(batch), *field.shape[1:]]
-            if name in other.sequence_dims:
-                dims[name] = other.sequence_dims[name]
-                shape[dims[name]] = batch.width
+            dims[name] = dim = other.sequence_dims[name]
+            if dim is not None:
+                shape[dim] = batch.width
             fields[name] = field.new_full(shape, other.pad_value(name))
         else:
             fields[name] = [None] * len(batch)
@@ -311,8 +314,8 @@ def _kind(batch: BatchedData, name: str) -> str:
     if not isinstance(field, Tensor):
         return "absent" if field is None else "a list"
     sizes = ["batch", *map(str, field.shape[1:])]
-    if name in batch.sequence_dims:
-        sizes[batch.sequence_dims[name]] = "width"
+    if (dim := batch.sequence_dims[name]) is not None:
+        sizes[dim] = "width"
     dtype = str(field.dtype).removeprefix("torch.")
     padded = f", padded with {pad}" if (pad := batch.pad_value(name)) else ""
     return f"a tensor of {dtype}, shape ({', '.join(sizes)}){padded}"
@@ -474,18 +477,10 @@ def _at(values: IntArray, mask: NDArray[np.bool_], like: Tensor) -> Tensor:
     return torch.as_tensor(values[mask], device=like.device)
 
 
-def _checked_dims(
-    fields: Mapping[str, Field], sequence_dims: Mapping[str, int] | None, input_key: str
-) -> Mapping[str, int]:
-    """Return the dimension that runs along the sequence by field; ArgumentError if it does not."""
-    width = fields[input_key].shape[1]  # type: ignore[union-attr]  # a tensor
-    dims = {input_key: 1, **(_second_dims(fields, width) if sequence_dims is None else sequence_dims)}
-    for name, dim in dims.items():
-        along = fields.get(name)
-        if not isinstance(along, Tensor) or not 0 < dim < along.ndim or along.shape[dim] != width:
-            message = f"dimension {dim} of {name} is not as long as {input_key} are wide, {width:,} (sequence_dims)"
-            raise ArgumentError("batch", message)
-    return MappingProxyType(dims)
+def _dims(fields: Mapping[str, Field], declared: Mapping[str, int | None], input_key: str) -> Mapping[str, int | None]:
+    """Return the dimension of each tensor that runs along the sequence."""
+    shapes = {name: field.shape for name, field in fields.items() if isinstance(field, Tensor)}
+    return MappingProxyType(sequence_dims(shapes, input_key=input_key, declared=declared))
 
 
 def _checked_pads(fields: Mapping[str, Field], pad_values: Mapping[str, float]) -> Mapping[str, float]:
@@ -503,12 +498,6 @@ def _checked_pads(fields: Mapping[str, Field], pad_values: Mapping[str, float]) 
     return MappingProxyType(dict(pad_values))
 
 
-def _second_dims(fields: Mapping[str, Field], width: int) -> dict[str, int]:
-    """Return 1 for each tensor whose second dimension is as long as a sequence."""
-    tensors = {name: field for name, field in fields.items() if isinstance(field, Tensor)}
-    return {name: 1 for name, field in tensors.items() if field.ndim > 1 and field.shape[1] == width}
-
-
 def _whole_numbers(values: Any, least: int, below: float, message: str) -> Tensor:
     """
     Return numbers as int64 of shape (num,); ArgumentError if they are not whole, or out of bounds.
@@ -522,7 +511,9 @@ def _whole_numbers(values: Any, least: int, below: float, message: str) -> Tenso
     raise ArgumentError("batch", message)
 
 
-def _fitted(field: Tensor, dim: int, width: int, pad_value: float) -> Tensor:
+def _fitted(field: Tensor, dim: int | None, width: int, pad_value: float) -> Tensor:
+    if dim is None:
+        return field
     have = field.shape[dim]
     if width <= have:
         return field.narrow(dim, 0, width)

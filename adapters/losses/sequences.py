@@ -2,10 +2,10 @@
 Losses on packed logits: an ordinary loss on one sequence after the other, or a loss on all tokens
 of a row at once.
 
-Rules: data are fields of a batch of sequences, padded on the right. A field is sequence-wide if its
-second dimension is that of `input_ids`. Entry t of a sequence-wide field belongs to token t, which
-the logits at t - 1 predict. So the entry of a first token is never used. `token_mask` holds the
-weights of tokens in the loss.
+Rules: data are fields of a batch of sequences, padded on the right. Which dimension of a field runs
+along the sequence is declared (`core.shard.axes`). Entry t along it belongs to token t, which the
+logits at t - 1 predict. So the entry of a first token is never used. `token_mask` holds the weights
+of tokens in the loss.
 
 Losses are divided by the number of sequences or tokens of the whole global batch. So losses and
 metrics of parts (sequences, microbatches, ranks) add up. Metrics named `…_min` and `…_max` combine
@@ -15,17 +15,19 @@ by minimum and maximum.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import attrs
 import torch
 
 from packplan.adapters.losses.token_statistics import NO_TARGET, token_statistics
-from packplan.core.context_parallel import PackedLayout
+from packplan.core.context_parallel import PackedLayout, cu_seqlens
 from packplan.core.errors import ArgumentError
+from packplan.core.shard import sequence_dims
 
 Metrics = Mapping[str, Any]
 
@@ -122,8 +124,38 @@ def _require_separable(_: Any, __: Any, loss: Any) -> None:
     refuse_whole_batch(loss)
 
 
+@attrs.frozen(kw_only=True)
+class _Fields:
+    """Names and dimensions of the fields that a loss is given."""
+
+    input_key: str = "input_ids"
+    """Field of the tokens, shape (num_sequences, width)."""
+
+    input_lengths_key: str = "input_lengths"
+    """Field of the lengths, which the data need not have."""
+
+    sequence_dims: Mapping[str, int | None] = MappingProxyType({})
+    """
+    Dimension that runs along the sequence by field, None if none does; those of a `BatchedData`, or
+    of fields whose names do not say it.
+    """
+
+    def dims(self, data: Mapping[str, Any], names: Iterable[str]) -> dict[str, int | None]:
+        """Return the dimension of each of these fields that runs along the sequence."""
+        shapes = {name: data[name].shape for name in names if torch.is_tensor(data[name])}
+        declared = {name: dim for name, dim in self.sequence_dims.items() if name in shapes}
+        return sequence_dims(shapes, input_key=self.input_key, declared=declared)
+
+    def lengths(self, data: Mapping[str, Any], layout: PackedLayout | None) -> list[int] | None:
+        """Return the lengths in the data, None without; ValueError if the layout has others."""
+        found = [int(length) for length in data.get(self.input_lengths_key, ())]
+        if found and layout is not None and found != layout.lengths.tolist():
+            raise ValueError(f"the field {self.input_lengths_key} has other lengths than the layout of the row")
+        return found or None
+
+
 @attrs.frozen
-class PackedLoss:
+class PackedLoss(_Fields):
     """Runs an ordinary loss on packed logits, unchanged, one sequence at a time."""
 
     loss: SequenceLoss = attrs.field(validator=_require_separable)
@@ -150,17 +182,17 @@ class PackedLoss:
             num_tokens: See `SequenceLoss`.
         """
         _check_size(logits, layout.num_positions)
-        lengths = layout.lengths.tolist()
+        self.lengths(data, layout)
+        lengths, dims = layout.lengths.tolist(), self.dims(data, data)
         widths = (layout.cu_seqlens_padded[1:] - layout.cu_seqlens_padded[:-1]).tolist()
         # One split gives one gradient; a slice of the row for each sequence would give as many as
         # there are sequences.
         parts = torch.split(
             logits, [n for pair in zip(lengths, widths, strict=True) for n in (pair[0], pair[1] - pair[0])], dim=1
         )
-        width = data["input_ids"].shape[1]
         losses, metrics = [], []
         for number, (part, length) in enumerate(zip(parts[::2], lengths, strict=True)):
-            entry = {name: _sequence_entry(value, number, length, width) for name, value in data.items()}
+            entry = {name: _sequence_entry(value, number, length, dims.get(name)) for name, value in data.items()}
             loss, found = _call_loss(self.loss, part, entry, num_sequences=num_sequences, num_tokens=num_tokens)
             losses.append(loss.double())
             metrics.append(found)
@@ -199,7 +231,7 @@ class PaddedLoss:
 
 
 @attrs.frozen
-class FusedLoss:
+class FusedLoss(_Fields):
     """
     Runs a loss on tokens in one pass over a packed row or a padded batch.
 
@@ -226,9 +258,9 @@ class FusedLoss:
         Args:
             logits: Logits of a packed row, or of a rank's part of it, of shape (1, num_positions /
                 cp_size, vocabulary). Without a layout, of shape (num_sequences, width, vocabulary).
-            data: Fields of all sequences, unpacked, even if ranks share them: `input_ids` and
-                `token_mask` of shape (num_sequences, width), and the fields of the loss. Without a
-                layout, padding has the weight 0.
+            data: Fields of all sequences, unpacked, even if ranks share them: the tokens and
+                `token_mask` of shape (num_sequences, width), and the fields of the loss. With
+                neither a layout nor lengths, padding has the weight 0.
             num_sequences: See `SequenceLoss`.
             num_tokens: See `SequenceLoss`.
             layout: Layout of the sequences in the row.
@@ -236,27 +268,31 @@ class FusedLoss:
             sum_over_ranks: Function that adds a tensor over the group that shares the row.
             values: Predictions of a value head, of the first two dimensions of the logits.
         """
+        lengths = self.lengths(data, layout)
         if layout is None:
-            # A padded batch is a row of sequences that are all as long as the widest.
-            layout = PackedLayout.from_lengths([logits.shape[1]] * logits.shape[0])
+            # A padded batch is a row of sequences, each padded to the widest or as long as it.
+            num, width = logits.shape[:2]
+            layout = PackedLayout(cu_seqlens(lengths or [width] * num), cu_seqlens([width] * num))
             logits = logits.reshape(1, -1, logits.shape[-1])
         _check_size(logits, layout.num_positions // layout.cp_size)
         derived = DERIVED if values is not None else DERIVED - {"values"}
         read = [name for name in self.loss.fields if name not in derived]
-        missing = {"input_ids", "token_mask", *read} - data.keys()
+        given = dict.fromkeys([self.input_key, "token_mask", *read])
+        missing = given.keys() - data.keys()
         if missing:
             raise ValueError(f"the loss needs {', '.join(sorted(missing))}, but the data have {', '.join(data)}")
-        predicted = _Predicted.from_layout(layout, cp_rank, data["input_ids"])
-        mask = predicted.values(data["token_mask"]).double()
+        tokens, dims = data[self.input_key], self.dims(data, given)
+        predicted = _Predicted.from_layout(layout, cp_rank, tokens.device)
+        mask = predicted.values(data["token_mask"], 1).double()
         counts = mask > 0
-        targets = predicted.values(data["input_ids"]).masked_fill(~counts, NO_TARGET)
+        targets = predicted.values(tokens, 1).masked_fill(~counts, NO_TARGET)
         log_probabilities, entropy = token_statistics(
             logits.flatten(0, 1), targets, with_entropy="entropy" in self.loss.fields
         )
         totals = _sequence_weights(data["token_mask"], layout)
         # Entries of tokens that do not count are arbitrary, and values that are not finite would
         # reach the gradients.
-        fields = {name: _zero_where(predicted.values(data[name]), ~counts) for name in read}
+        fields = {name: _zero_where(predicted.values(data[name], dims[name]), ~counts) for name in read}
         fields |= {"entropy": entropy, "sequence_tokens": totals[predicted.sequence]}
         if values is not None:
             fields["values"] = _zero_where(values.reshape(-1), ~counts)
@@ -307,9 +343,6 @@ _EXTREMES = {"_min": (torch.amin, torch.inf), "_max": (torch.amax, -torch.inf)}
 class _Predicted:
     """Target of each row of logits."""
 
-    width: int
-    """Positions of a sequence-wide field."""
-
     sequence: torch.Tensor
     """Sequence of each row; shape (num_rows,)."""
 
@@ -320,20 +353,25 @@ class _Predicted:
     """Whether the row has a target."""
 
     @classmethod
-    def from_layout(cls, layout: PackedLayout, cp_rank: int, input_ids: torch.Tensor) -> _Predicted:
+    def from_layout(cls, layout: PackedLayout, cp_rank: int, device: torch.device) -> _Predicted:
         rows = layout.positions(cp_rank)
         targets = layout.targets[rows]
         exists = targets >= 0
         # A position's target is the next one of its own sequence.
         column = (layout.position_ids[rows] + 1) * exists
         arrays = (layout.sequence[rows], column, exists)
-        on_device = [torch.as_tensor(array, device=input_ids.device) for array in arrays]
-        return cls(input_ids.shape[1], *on_device)
+        return cls(*[torch.as_tensor(array, device=device) for array in arrays])
 
-    def values(self, field: torch.Tensor) -> torch.Tensor:
-        """Return a field's value for each row, 0 without a target; shape (num_rows, …)."""
-        wide = field.ndim > 1 and field.shape[1] == self.width
-        return _zero_where(field[self.sequence, self.column] if wide else field[self.sequence], ~self.exists)
+    def values(self, field: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """
+        Return a field's value for each row, 0 without a target; shape (num_rows, …).
+
+        Args:
+            field: Field of all sequences.
+            dim: Dimension of the field that runs along the sequence; None if none does.
+        """
+        at = field[self.sequence] if dim is None else field.movedim(dim, 1)[self.sequence, self.column]
+        return _zero_where(at, ~self.exists)
 
     def sums(self, values: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
         """Return the sum of each sequence's rows, of the shape and type of *like*."""
@@ -368,10 +406,10 @@ def _check_size(logits: torch.Tensor, num_positions: int) -> None:
         raise ValueError(message)
 
 
-def _sequence_entry(value: Any, number: int, length: int, width: int) -> Any:
-    """Return one sequence's entry of a field, without padding."""
+def _sequence_entry(value: Any, number: int, length: int, dim: int | None) -> Any:
+    """Return one sequence's entry of a field, without padding along its dimension *dim*."""
     own = value[number : number + 1]
-    return own[:, :length] if torch.is_tensor(own) and own.ndim > 1 and own.shape[1] == width else own
+    return own if dim is None else own.narrow(dim, 0, length)
 
 
 def _sequence_weights(token_mask: torch.Tensor, layout: PackedLayout) -> torch.Tensor:

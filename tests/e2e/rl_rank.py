@@ -55,6 +55,7 @@ def rollouts(vocabulary: int) -> BatchedData:
             "noise": 0.5 * torch.randn(inside.shape, generator=drawn),
         },
         lengths=LENGTHS,
+        sequence_dims={"noise": 1},
     )
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
+import attrs
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from packplan.adapters.losses import FusedLoss, PackedLoss
 from packplan.adapters.microbatches import WEIGHTS, BatchedData, concatenate, pack_row, pad_rows
+from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import ArgumentError
 from packplan.core.shard import shard_dynamic, shard_packed, shard_plain
 
@@ -30,6 +34,7 @@ def batch_of(lengths):
             "pixel_values": [torch.full((number, 2), number) for number in range(len(lengths))],
         },
         lengths=lengths,
+        sequence_dims={"features": 1},
     )
 
 
@@ -111,22 +116,56 @@ def test_slicing_and_truncating_are_what_they_say(lengths, start, size, width):
     assert not narrow.tensor("features")[:, kept:].any()
 
 
-def test_a_field_of_another_dimension_is_declared():
+def entries_of(data, *, loss, logits, layout=None):
+    """Return the fields of each sequence as a loss gets them."""
+    found = []
+
+    def noted(logits, entry, **_):
+        found.append(
+            {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
+        )
+        return logits.sum(), {}
+
+    loss(noted)(logits, data, layout=layout, num_sequences=1, num_tokens=1)
+    return found
+
+
+def test_a_field_runs_along_the_sequence_where_it_is_declared():
     """
-    Position ids of four rows run along their third dimension; a field that only happens to be as
-    wide is left alone.
+    In packed rows, padded batches and losses alike: a vector of 8 stays whole beside tokens 8 wide,
+    and positions along the third dimension are cut.
     """
+    lengths = [3, 5, 8]
     fields = {
-        "input_ids": torch.ones((2, 4), dtype=torch.int64),
-        "mrope": torch.arange(2 * 3 * 4).view(2, 3, 4),
-        "scores": torch.arange(8).view(2, 4),
+        "tokens": torch.arange(24).view(3, 8),
+        "vector": torch.arange(24).view(3, 8) / 2,
+        "position_ids": torch.arange(96).view(3, 4, 8),
+        "spans": torch.arange(48).view(3, 2, 8),
+        "sizes": torch.tensor(lengths),
     }
-    batch = BatchedData.from_fields(fields, lengths=[4, 2], sequence_dims={"input_ids": 1, "mrope": 2})
+    names = {"input_key": "tokens", "input_lengths_key": "sizes"}
+    batch = BatchedData.from_fields(fields, sequence_dims={"vector": None, "spans": 2}, **names)
+    expected = [
+        {name: field.tolist() for name, field in batch.select([number]).truncate(length).fields.items()}
+        for number, length in enumerate(lengths)
+    ]
+    assert [(1, length, 8) for length in lengths] == [
+        (len(one["tokens"]), len(one["spans"][0][1]), len(one["vector"][0])) for one in expected
+    ]
 
-    narrow = batch.truncate(2)
+    found = []
+    for cut in (
+        shard_packed(lengths, shards=1, batch_size=3, max_tokens_per_microbatch=16),
+        shard_dynamic(lengths, shards=1, batch_size=3, max_tokens_per_microbatch=16),
+    ):
+        (worker,) = batch.shard(cut)
+        for row in worker:
+            data = {name: row.data[name] for name in fields}
+            loss = partial(PackedLoss, sequence_dims=row.data.sequence_dims, **names)
+            found += entries_of(data, loss=loss, logits=torch.ones(1, row.layout.num_positions, 2), layout=row.layout)
 
-    assert torch.equal(fields["mrope"][:, :, :2], narrow.tensor("mrope"))
-    assert torch.equal(fields["scores"], narrow.tensor("scores"))
+    for one in expected:
+        assert 2 == found.count(one)
 
 
 @settings(max_examples=40)
@@ -139,7 +178,7 @@ def test_fields_are_padded_with_their_own_value(case, more):
     ids, values = (batch_of(lengths).tensor(name) for name in ("input_ids", "values"))
     narrow = BatchedData.from_fields(
         {"tokens": ids, "labels": ids, "values": values, "marks": values},
-        lengths=lengths, input_key="tokens", pad_values=own,
+        lengths=lengths, input_key="tokens", pad_values=own, sequence_dims={"marks": 1},
     ).truncate(max(lengths))  # fmt: skip
 
     wide = narrow.truncate(max(lengths) + more)
@@ -306,7 +345,69 @@ def test_what_a_batch_cannot_be_asked_for_is_refused():
             pad_rows(batch).unpacked(torch.ones(num_values))
 
 
-@pytest.mark.parametrize("dims", [{"x": 1}, {"gone": 1}, {"texts": 1}, {"scores": 1}, {"input_ids": 0}, {"mrope": 3}])
+@pytest.mark.parametrize(
+    ("name", "shape", "dim"), [("vector", (2, 4), 1), ("spans", (2, 3, 4), 2), ("position_ids", (2, 4, 4), 2)]
+)
+def test_a_field_that_only_may_run_along_the_sequence_is_named(name, shape, dim):
+    """In batches and in losses: it is as wide as the tokens, and nothing says whether by chance."""
+    says = rf"dimension {dim} of {name} is as long as input_ids are wide, 4, .* sequence_dims={{'{name}': {dim}}}, or"
+    fields = {"input_ids": IDS, "token_mask": torch.ones(2, 4), name: torch.ones(shape)}
+
+    with pytest.raises(ArgumentError, match=says):
+        BatchedData.from_fields(fields, lengths=[1, 2])
+    batch = BatchedData.from_fields({"input_ids": IDS}, lengths=[1, 2])
+    with pytest.raises(ArgumentError, match=says):
+        batch.with_fields(**{name: torch.ones(shape)})
+    assert 2 == batch.with_fields({name: dim}, **{name: torch.ones(shape)}).truncate(2).tensor(name).shape[dim]
+    with pytest.raises(ArgumentError, match=says):
+        entries_of(fields, loss=PackedLoss, logits=torch.ones(1, 8, 2), layout=PackedLayout.from_lengths([4, 4]))
+    with pytest.raises(ArgumentError, match=says):
+        FusedLoss(OfTokens((name,)))(torch.ones(2, 4, 5), fields, num_sequences=2, num_tokens=6)
+
+
+@attrs.frozen
+class OfTokens:
+    """Loss of tokens that multiplies the fields that it reads."""
+
+    fields: tuple[str, ...]
+    normalisation = "token"
+    divisor = 1.0
+
+    def __call__(self, log_probabilities, fields):
+        for name in self.fields:
+            log_probabilities = log_probabilities * fields[name].reshape(len(log_probabilities), -1).sum(1)
+        return log_probabilities, {}
+
+
+def test_a_fused_loss_reads_fields_by_name_and_dimension():
+    """
+    Of tokens by another name, along any dimension; lengths of a padded batch tell its padding,
+    and have to be those of the layout.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(5, (2, 4), generator=generator)
+    spans, logits = torch.rand((2, 3, 4), generator=generator), torch.randn((2, 4, 5), generator=generator)
+    fields = {"tokens": tokens, "sizes": torch.tensor([2, 4]), "token_mask": torch.ones(2, 4), "spans": spans}
+    loss = FusedLoss(OfTokens(("spans",)), input_key="tokens", input_lengths_key="sizes", sequence_dims={"spans": 2})
+    given = {"num_sequences": 2, "num_tokens": 4}
+    each = logits.log_softmax(-1)[:, :-1].gather(2, tokens[:, 1:, None])[..., 0] * spans.sum(1)[:, 1:]
+    expected = float(each[0, :1].sum() + each[1].sum()) / 4
+
+    padded, _ = loss(logits, fields, **given)
+    row = torch.cat([logits[0, :2], logits[1]])[None]
+    packed, _ = loss(row, fields, layout=PackedLayout.from_lengths([2, 4]), **given)
+
+    assert pytest.approx(expected, rel=1e-5) == float(padded)
+    assert pytest.approx(expected, rel=1e-5) == float(packed)
+    for wrapper in (loss, PackedLoss(lambda *_, **__: None, input_key="tokens", input_lengths_key="sizes")):
+        with pytest.raises(ValueError, match="the field sizes has other lengths than the layout"):
+            wrapper(row, fields, layout=PackedLayout.from_lengths([3, 3]), **given)
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [{"x": 1}, {"gone": 1}, {"texts": 1}, {"scores": 1}, {"input_ids": 0}, {"input_ids": None}, {"mrope": 3}],
+)
 def test_a_dimension_that_is_none_of_a_sequence_is_refused(dims):
     """An absent field, a list, another width, and indices before the first or beyond the last."""
     fields = {"input_ids": IDS, "texts": ["a", "b"], "scores": torch.ones(2, 3), "x": torch.ones(2)}
@@ -327,12 +428,15 @@ def test_no_field_is_lost_where_batches_become_one():
     for one, other, kinds in (
         (absent, scores, ("absent", "a tensor of float32, shape (batch)")),
         ({"input_ids": IDS, "x": ["a", "b"]}, scores, ("a list", "a tensor of float32, shape (batch)")),
-        ({"input_ids": IDS, "x": IDS}, {"input_ids": wide, "x": IDS},
+        ({"input_ids": IDS, "labels": IDS}, {"input_ids": wide, "labels": IDS},
          ("a tensor of int64, shape (batch, width)", "a tensor of int64, shape (batch, 4)")),
     ):  # fmt: skip
+        name = [*one, *other][-1]
         first, last = (BatchedData.from_fields(fields, lengths=[1, 2]) for fields in (one, other))
         for batches, (here, there) in (([first, first, last], kinds), ([last, last, first], kinds[::-1])):
-            says = f"batch 2 has other fields than batch 0: x is {there}, in batch 0 {here}: give all the same fields"
+            says = (
+                f"batch 2 has other fields than batch 0: {name} is {there}, in batch 0 {here}: give all the same fields"
+            )
             with pytest.raises(ArgumentError, match=re.escape(says)):
                 concatenate(batches)
 
@@ -343,7 +447,7 @@ def test_a_batch_may_be_empty_but_a_row_may_not():
     are refused.
     """
     batch = batch_of([3, 1])
-    empty = BatchedData.from_fields(dict(batch.select([]).fields), lengths=[])
+    empty = BatchedData.from_fields(dict(batch.select([]).fields), lengths=[], sequence_dims=batch.sequence_dims)
 
     assert 0 == len(empty) == len(concatenate([empty, empty])) == len(empty.truncate(2).slice(0, 1))
     assert torch.equal(batch.tensor("features"), concatenate([empty, batch, empty]).tensor("features"))
