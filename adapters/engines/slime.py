@@ -47,11 +47,13 @@ def build_dp_schedule(
         rollout_indices: Rollout of each sample.
 
     Raises:
-        ArgumentError: Microbatches have a fixed size, there is no whole step, or a step has fewer
-            samples than microbatches.
+        ArgumentError: Microbatches have a fixed size or no limit, there is no whole step, or a step
+            has fewer samples than microbatches. It names what an argument of slime changes.
     """
     if not args.use_dynamic_batch_size:
         raise ArgumentError("batch", "microbatches of a fixed size are slime's own: set --use-dynamic-batch-size")
+    if not args.max_tokens_per_gpu:
+        raise ArgumentError("batch", "microbatches have no limit of tokens: set --max-tokens-per-gpu")
     samples: dict[int, list[int]] = {}
     for sample, rollout in enumerate(rollout_indices):
         samples.setdefault(rollout, []).append(sample)
@@ -63,17 +65,23 @@ def build_dp_schedule(
     order = [sample for step in steps for rollout in step for sample in rollout]
     config = train_parallel_config
     sizes = {"hidden_size": getattr(args, "hidden_size", None), "num_hidden_layers": getattr(args, "num_layers", None)}
-    sharding = shard_packed(
-        [total_lengths[sample] for sample in order],
-        shards=config["dp_size"],
-        batch_size=[sum(map(len, step)) for step in steps],
-        max_tokens_per_microbatch=args.max_tokens_per_gpu * config["cp_size"],
-        microbatch_multiple=config["microbatch_group_size_per_vp_stage"] if config["vpp_size"] > 1 else 1,
-        assignment="balanced" if args.balance_data else "round_robin",
-        work=WorkModel.estimated(sizes),
-        when_long="alone",
-        when_short="error",
-    )
+    try:
+        sharding = shard_packed(
+            [total_lengths[sample] for sample in order],
+            shards=config["dp_size"],
+            batch_size=[sum(map(len, step)) for step in steps],
+            max_tokens_per_microbatch=args.max_tokens_per_gpu * config["cp_size"],
+            microbatch_multiple=config["microbatch_group_size_per_vp_stage"] if config["vpp_size"] > 1 else 1,
+            assignment="balanced" if args.balance_data else "round_robin",
+            work=WorkModel.estimated(sizes),
+            when_long="alone",
+            when_short="error",
+        )
+    except ArgumentError as error:
+        if "wanted" not in error.details:
+            raise
+        fact = f"a step has {counted(error.details['num'], 'sample')}, but its ranks need {error.details['wanted']:,} "
+        raise ArgumentError("batch", f"{fact}microbatches: raise --global-batch-size") from error
     partitions, places = [], []
     for worker in sharding:
         held = [members for batch in worker for members in batch.microbatches]

@@ -49,26 +49,27 @@ def rearrange_micro_batches(  # noqa: PLR0917  # verl's own arguments, by place
 
     Raises:
         ArgumentError: On all ranks, if one has no rows, or rows that do not fit: over the limit
-            together, or too few for the number of microbatches.
+            together, which it names, or too few for the number of microbatches.
     """
     from verl.utils.seqlen_balancing import calculate_workload  # an engine, not a dependency
     from verl.utils.tensordict_utils import index_select_tensor_dict
 
     tokens = _lengths(batch)
     synced = dp_group if same_micro_num_in_dp and dist.is_initialized() else None
+    fault = _fault(tokens, force_group_size, max_token_len)
     # Ranks raise together, or the others would wait for one in a collective.
-    if _largest(int(not len(tokens) or len(tokens) % force_group_size or not tokens.min()), synced):
-        message = f"a rank has no row, one without a token, or rows that {force_group_size:,} does not divide"
-        raise ArgumentError("batch", f"{message} (force_group_size)")
+    if _largest(int(fault is not None), synced):
+        raise ArgumentError("batch", fault or "another rank has rows that do not fit a microbatch, and names them")
     lengths, works = (of.view(-1, force_group_size).sum(1).numpy() for of in (tokens, calculate_workload(tokens)))
-    _require_room(_largest(int(lengths.max()), synced), max_token_len)
+    # Rows without a token take no room: at this scale all of them together are less than a token.
+    scale = 1 + int((lengths == 0).sum())
 
     def cut(least: int) -> Sharding:
         return shard_packed(
-            lengths,
+            np.maximum(lengths * scale, 1),
             shards=1,
             batch_size=lengths.size,
-            max_tokens_per_microbatch=max_token_len,
+            max_tokens_per_microbatch=max_token_len * scale + scale - 1,
             microbatch_multiple=num_batches_divided_by or 1,
             min_microbatches=least,
             work=works,
@@ -111,8 +112,20 @@ def _largest(number: int, group: dist.ProcessGroup | None) -> int:
     return int(of_all.item())
 
 
-def _require_room(widest: int, limit: int) -> None:
-    """Require that the longest rows that stay together fit a microbatch."""
-    if widest > limit:
-        message = f"rows that stay together have {widest:,} tokens, but a microbatch holds {limit:,} (max_token_len)"
-        raise ArgumentError("batch", message)
+def _fault(tokens: torch.Tensor, group_size: int, limit: int) -> str | None:
+    """
+    Return why rows give no microbatches; None if they do.
+
+    Args:
+        tokens: Tokens of each row, shape (batch,).
+        group_size: Neighbouring rows that stay together.
+        limit: Tokens of a microbatch.
+    """
+    if not len(tokens) or len(tokens) % group_size:
+        return f"{counted(len(tokens), 'row')} cannot be cut into units of {group_size:,} (force_group_size)"
+    widest, unit = tokens.view(-1, group_size).sum(1).max(0)
+    if widest <= limit:
+        return None
+    first = int(unit) * group_size
+    rows = f"row {first:,} has" if group_size == 1 else f"rows {first:,} to {first + group_size - 1:,} together have"
+    return f"{rows} {int(widest):,} tokens, but a microbatch holds {limit:,} (max_token_len)"

@@ -148,5 +148,5 @@ def filled(costs: IntArray, wanted: int, when_short: WhenShort) -> IntArray:
             f"{counted(costs.size, 'sequence')} cannot give {counted(wanted, 'microbatch')} or workers one each: "
             "fill up with weight 0 (when_short='fill')"
         )
-        raise ArgumentError("batch", fact)
+        raise ArgumentError("batch", fact, {"num": costs.size, "wanted": wanted})
     return np.concatenate([np.arange(costs.size), np.full(short, costs.argmin())])

@@ -23,6 +23,9 @@ HAS_VERL = bool(find_spec("verl") and find_spec("tensordict"))
 
 lists_of_lengths = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
+masked_rows = st.lists(st.integers(0, 50), min_size=1, max_size=40).filter(any)
+"""Tokens of rows, some of which are masked throughout."""
+
 
 class RecordedGroup:
     """Ranks that run in turn, twice: they record their numbers, then each gets the largest."""
@@ -82,11 +85,12 @@ def engine(monkeypatch):
 def rows_of(lengths, engine):
     """Return a batch of verl's, padded, whose tokens are the numbers of the rows."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return engine({"input_ids": torch.arange(len(lengths))[:, None] * mask, "attention_mask": mask.long()})
+    ids = torch.arange(len(lengths))[:, None].expand(mask.shape).contiguous()
+    return engine({"input_ids": ids, "attention_mask": mask.long()})
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lists_of_lengths, st.integers(0, 60), st.sampled_from([None, 2]), st.sampled_from([None, 3]), st.booleans())
+@given(masked_rows, st.integers(0, 60), st.sampled_from([None, 2]), st.sampled_from([None, 3]), st.booleans())
 def test_verl_gets_each_row_once_within_its_limit(engine, lengths, more, divisor, least, balance):  # noqa: PLR0917
     """In as many microbatches as asked for, each with the rows that it says; or an error."""
     limit, batch = max(lengths) + more, rows_of(lengths, engine)
@@ -108,7 +112,7 @@ def test_verl_gets_each_row_once_within_its_limit(engine, lengths, more, divisor
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
-@given(st.lists(lists_of_lengths, min_size=2, max_size=4), st.integers(0, 60))
+@given(st.lists(masked_rows, min_size=2, max_size=4), st.integers(0, 60))
 def test_ranks_of_verl_have_as_many_microbatches(engine, ranks, more):
     """All of them, or all raise: none waits for another in a collective."""
     group, limit = RecordedGroup(), max(map(max, ranks)) + more
@@ -141,8 +145,40 @@ def test_rows_that_verl_keeps_together_stay_together(engine):
             patch.setattr(tensordicts, "index_select_tensor_dict", lambda _, rows: rows)
             _, rows = verl.rearrange_micro_batches(asked, 20, force_group_size=4)
         assert [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]] == sorted(rows)
-    with pytest.raises(ArgumentError, match="stay together have 18 tokens, but a microbatch holds 17"):
-        verl.rearrange_micro_batches(batch, 17, force_group_size=4)
+    for limit, size, says in (
+        (17, 4, r"rows 4 to 7 together have 18 tokens, but a microbatch holds 17 \(max_token_len\)"),
+        (8, 1, "row 0 has 9 tokens, but a microbatch holds 8"),
+        (20, 5, "12 rows cannot be cut into units of 5"),
+    ):
+        with pytest.raises(ArgumentError, match=says):
+            verl.rearrange_micro_batches(batch, limit, force_group_size=size)
+
+
+@pytest.mark.parametrize("least", [None, 3])
+def test_a_row_that_is_masked_throughout_goes_with_the_others(engine, least):
+    """It takes no room, as for verl: rows that fill a microbatch are not parted from it."""
+    batch = rows_of([8, 0, 0], engine)
+
+    _, rows = verl.rearrange_micro_batches(batch, 8, min_num_micro_batch=least)
+
+    assert (least or 1) == len(rows)
+    assert [0, 1, 2] == sorted(chain(*rows))
+
+
+def test_the_rank_whose_rows_do_not_fit_names_them(engine):
+    """The others say that another does; all raise."""
+    group = RecordedGroup()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_initialized", lambda: True)
+        patch.setattr(dist, "all_reduce", group.all_reduce)
+        cut = [
+            lambda lengths=lengths: verl.rearrange_micro_batches(rows_of(lengths, engine), 8, dp_group=group)
+            for lengths in ([3, 4], [3, 9])
+        ]
+        found = group.run(cut)
+
+    assert str(found[0]).startswith("another rank has rows that do not fit")
+    assert str(found[1]).startswith("row 1 has 9 tokens, but a microbatch holds 8")
 
 
 @pytest.mark.usefixtures("engine")
@@ -249,5 +285,11 @@ def test_what_slime_cannot_get_is_refused():
         slime.build_dp_schedule(SimpleNamespace(use_dynamic_batch_size=False), PARALLEL, [1, 1, 1], **options)
     with pytest.raises(ArgumentError, match="a step takes 4 rollouts, but the batch has 3"):
         slime.build_dp_schedule(slime_args(), PARALLEL, [1, 1, 1], **options)
-    with pytest.raises(ArgumentError, match="3 sequences cannot give 4 microbatches"):
+    with pytest.raises(
+        ArgumentError, match="a step has 3 samples, but its ranks need 4 microbatches: raise --global-b"
+    ):
         slime.build_dp_schedule(slime_args(), PARALLEL, [1, 1, 1], **{**options, "global_batch_size": 3})
+    unlimited = slime_args()
+    unlimited.max_tokens_per_gpu = None
+    with pytest.raises(ArgumentError, match="no limit of tokens: set --max-tokens-per-gpu"):
+        slime.build_dp_schedule(unlimited, PARALLEL, [1, 1, 1], **{**options, "global_batch_size": 3})
