@@ -54,6 +54,8 @@ MORE = {
     "custom.fusion_config": "mixing.md",
     "custom.fusion_schedule": "mixing.md#static-plans",
     "custom.max_line_bytes": "records.md",
+    "custom.max_image_pixels": "records.md#images",
+    "custom.literal_image_tags": "records.md#images",
     "custom.trainer_variant": "modes.md",
     "custom.rollout_reward": "modes.md#rollouts",
     "training.packing": "training.md#packed-or-padded",

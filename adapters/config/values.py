@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -110,6 +111,10 @@ def _to_bool(value: object, _: Any) -> bool:
 def _to_str(value: object, _: Any) -> str:
     if type(value) is not str:
         _refuse(value, "a text")
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:
+        _refuse(value, "a text without half of a surrogate pair")
     return value
 
 
@@ -130,7 +135,7 @@ def _to_strings(value: object, kind: Any) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not values or not all(isinstance(item, str) and item for item in values):
         _refuse(value, "a text, or a list of texts")
-    return tuple(map(expanded, values) if kind == tuple[PathText, ...] else values)
+    return tuple(_to_path(one, None) if kind == tuple[PathText, ...] else _to_str(one, None) for one in values)
 
 
 def _to_list(value: object) -> list[Any]:

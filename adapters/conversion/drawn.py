@@ -16,7 +16,7 @@ from pathlib import Path
 
 from packplan.adapters import files
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.adapters.samples.files import rebased
+from packplan.adapters.samples.files import copied_line
 from packplan.core.errors import counted
 from packplan.core.ports import Records
 from packplan.core.samples import DrawnRecords
@@ -66,5 +66,4 @@ def _lines(records: Sequence[Records], taken: Sequence[Sequence[int]], onto: Pat
     total = sum(map(len, taken))
     places = ((one, index) for one, indices in zip(records, taken, strict=True) for index in indices)
     for one, index in progress(places, total=total, desc="writing", unit=" records", delay=BRIEF_S, leave=False):
-        record = rebased(one[index], one.folder(index), onto)
-        yield json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        yield copied_line(one, index, onto)

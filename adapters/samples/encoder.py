@@ -15,8 +15,9 @@ import attrs
 import PIL.Image
 from swift.template import Template
 
-from packplan.adapters.samples.files import open_records, sources_of
+from packplan.adapters.samples.files import joined, open_records, sources_of
 from packplan.adapters.samples.image_headers import Head, image_facts, read_size
+from packplan.adapters.samples.image_lengths import shrunk
 from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial, measured
 from packplan.adapters.samples.remote.ranged import Ranged
 from packplan.adapters.samples.template import open_template
@@ -47,7 +48,6 @@ from packplan.core.samples import (
     Video,
     from_row,
     is_place,
-    located,
     shaped,
     to_images,
     to_messages,
@@ -110,6 +110,8 @@ class SwiftEncoder:
             template: To share with a trainer; built from the spec if None.
         """
         self.spec = spec
+        # Of the process, since ms-swift opens images too.
+        PIL.Image.MAX_IMAGE_PIXELS = spec.custom.max_image_pixels
         self.records = open_records(spec.paths, max_line_bytes=spec.custom.max_line_bytes, cache=spec.cache)
         self._media = MediaCache(Path(spec.custom.media_cache)) if spec.custom.media_cache else None
         self.template = template or open_template(spec.model, spec.template, packing_length=spec.packing_length)
@@ -171,7 +173,7 @@ class SwiftEncoder:
         images, videos = sample.get("images", ()), sample.get("videos", ())
         with self.named(index):
             for image in images:
-                read_size(image)
+                shrunk(*read_size(image), self.template.max_pixels)
         for video in videos:
             self.video_facts(index, video)
         try:
@@ -243,6 +245,7 @@ class SwiftEncoder:
             use_summary=custom.use_summary,
             columns=custom.columns,
             urls=self._media is not None,
+            literal_image_tags=custom.literal_image_tags,
         )
 
     def _located(self, index: int, image: Image, folder: str, *, whole: bool) -> Image:
@@ -251,7 +254,7 @@ class SwiftEncoder:
         """
         if isinstance(image, bytes):
             return image
-        if not is_place(place := _joined(folder, image)):
+        if not is_place(place := joined(folder, image)):
             return place
         media = self._cache_of(index, image)
         with self.named(index):
@@ -267,7 +270,7 @@ class SwiftEncoder:
         return self._one_placed(index, video, folder, whole=whole, is_video=True)
 
     def _one_placed(self, index: int, path: str, folder: str, *, whole: bool, is_video: bool) -> str:
-        if not is_place(place := _joined(folder, path)):
+        if not is_place(place := joined(folder, path)):
             return place
         media = self._cache_of(index, path)
         with self.named(index):
@@ -560,17 +563,10 @@ class SwiftEncoder:
         return encoded
 
 
-def _joined(folder: str, path: str) -> str:
-    """Return the path or the place of a medium, which starts at the folder of its record."""
-    if is_place(path):
-        return path
-    return located(folder, path) if is_place(folder) else str(Path(folder, path))
-
-
 def _places_of(media: Iterable[Image | Video], folder: str) -> list[str]:
     """Return the places of those media that are at one."""
     named = (one for one in media if isinstance(one, str) and (is_place(folder) or is_place(one)))
-    return [place for one in named if is_place(place := _joined(folder, one))]
+    return [place for one in named if is_place(place := joined(folder, one))]
 
 
 def _as_encoded(image: Image) -> Any:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import base64
 import glob
+import json
+import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,20 +24,25 @@ from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.formats.arrow_rows import ArrowFile, is_arrow_folder, parts_of_folder
 from packplan.adapters.samples.formats.csv_rows import CsvFile, TsvFile
 from packplan.adapters.samples.formats.json_array import ArrayFile
+from packplan.adapters.samples.formats.json_value import read_value
 from packplan.adapters.samples.formats.jsonl import LinesFile
 from packplan.adapters.samples.formats.record_file import Named, RecordFile
 from packplan.adapters.samples.formats.rewriting import GZIP, PARQUET, ROWS, TEXT, ZSTD, copy_fault, copy_of, head_of
 from packplan.adapters.samples.formats.spans import SpanFile
 from packplan.adapters.samples.remote.copies import origin_of
-from packplan.core.errors import DataSetError
+from packplan.core.errors import DataSetError, RecordError
 from packplan.core.ports import Records
 from packplan.core.samples import (
-    IMAGE_KEYS,
-    VIDEO_KEYS,
-    inline_image,
+    READ,
+    Image,
+    Video,
     is_place,
     located,
     place_fault,
+    shaped,
+    to_images,
+    to_videos,
+    with_moved_media,
     without_credentials,
 )
 
@@ -66,6 +73,9 @@ _SHARD = re.compile(r"[-_.]?\d+(?:-of-\d+)?$")
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")
 _ARRAY_OF_OBJECTS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 
+_OVER_LINES = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{[ \t\r]*\n")
+"""An object whose first line ends behind its brace, as programs indent it."""
+
 
 def open_records(paths: tuple[str, ...], *, max_line_bytes: int | None = None, cache: Path | None = None) -> Records:
     """
@@ -83,7 +93,6 @@ def open_records(paths: tuple[str, ...], *, max_line_bytes: int | None = None, c
     """
     opened = []
     for path in _expanded(paths):
-        require_file(path)
         file = _open(path, max_line_bytes, cache)
         if not len(file):
             message = f"{file.named.name} holds no record: the data set is empty"
@@ -139,6 +148,7 @@ def require_file(path: Path) -> None:
         DataSetError: There is no file, or it may not be looked at, or its folder is no data set.
     """
     try:
+        str(path.resolve()).encode()
         if path.is_dir():
             if is_arrow_folder(path):
                 return
@@ -150,14 +160,19 @@ def require_file(path: Path) -> None:
             raise DataSetError(message)
         with path.open("rb"):
             pass
+    except ValueError:
+        message = f"{path} has a name or a folder that is no text of UTF-8: rename it"
+        raise DataSetError(message) from None
     except OSError as error:
         message = f"{path} cannot be read ({error.strerror}): name an existing data file"
         raise DataSetError(message) from None
 
 
 def _expanded(paths: Iterable[str]) -> list[Path]:
-    """Return the files that names and patterns stand for, those of a pattern by name."""
+    """Return the files that names and patterns stand for, those of a pattern by name; all exist."""
     files = [file for path in paths for file in _matching(path)]
+    for file in files:
+        require_file(file)
     _refuse_twins(files)
     return files
 
@@ -257,6 +272,12 @@ def _open_text(text: Path, suffix: str, named: Named, max_bytes: int | None, cac
         what = "is a tar archive"
     if what is None and head.startswith((GZIP, ZSTD, PARQUET, _ARROW)):
         what = "holds a file that is packed itself"
+    if _OVER_LINES.match(head):
+        message = (
+            f"{named.name} is pretty-printed, its first object over several lines: write each record on one line, as "
+            "jq -c . does"
+        )
+        raise DataSetError(message)
     if what is not None:
         message = f"{named.name} {what}: unpack it, and name the data files in it"
         raise DataSetError(message)
@@ -268,56 +289,88 @@ def _open_text(text: Path, suffix: str, named: Named, max_bytes: int | None, cac
     return kind(text, named=named, max_bytes=max_bytes, cache=cache)
 
 
-def rebased(record: Any, folder: str | Path, onto: Path) -> Any:
+def copied_line(records: Records, index: int, onto: Path, *, columns: Mapping[str, str] | None = None) -> bytes:
     """
-    Return a record of a file in *folder* as one in *onto* has to read: with the same
-    media.
+    Return a record as a line of a JSON Lines file in another folder, with the same media.
 
     Args:
-        record: A record's JSON value, or that of a column.
-        folder: Folder or place that its relative images start at.
+        records: The data.
+        index: Index of the record.
         onto: Folder of the file that it is written to.
+        columns: Names of the record's keys -> names of `core.samples.READ`.
+
+    Raises:
+        RecordError: What is written would not be read as the same record.
     """
-    record = as_json(record)
-    if not isinstance(record, dict):
-        return record
-    move = partial(_moved, folder=folder, onto=onto)
-    listed = {name: held if isinstance(held, list) else [held] for name, held in record.items() if held}
-    media = {name: move(listed[name]) for name in (*IMAGE_KEYS, *VIDEO_KEYS) if name in listed}
-    if isinstance(messages := record.get("messages"), list):
-        media["messages"] = [_with_parts(message, move) for message in messages]
-    return {**record, **media}
+    record, folder, where = records[index], records.folder(index), str(records.where(index))
+    copy = record
+    if isinstance(record, dict):
+        copy = with_moved_media(record, partial(_moved, folder=folder, onto=onto), columns=columns)
+    line = json.dumps(as_json(copy), ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+    if _as_read(record, folder, columns) != _as_read(read_value(line, where), str(onto), columns):
+        raise RecordError(where, "a copy of the record in another folder would be read otherwise: copy it by hand")
+    return line + b"\n"
 
 
-def _with_parts(message: Any, move: Callable[[Any], Any]) -> Any:
-    """Return a message whose parts name the same media from another folder."""
-    if not isinstance(message, dict) or not isinstance(parts := message.get("content"), list):
-        return message
-    moved = [
-        {**part, **{name: move(part[name]) for name in ("image", "video") if part.get(name)}}
-        if isinstance(part, dict)
-        else part
-        for part in parts
-    ]
-    return {**message, "content": moved}
+def _moved(medium: str | bytes, folder: str, onto: Path) -> Any:
+    """Return what names a medium from another folder; one that stands in the record stays."""
+    if isinstance(medium, bytes):
+        coded = base64.b64encode(medium).decode()
+        return coded if _is_inline(coded) else {"bytes": coded}
+    if _is_inline(medium) or is_place(medium) or Path(medium).is_absolute():
+        return medium
+    if is_place(folder):
+        return located(folder, medium)
+    # A folder may be a link, from whose parent `..` does not lead back.
+    return os.path.relpath(os.path.realpath(Path(folder, medium).parent) + f"/{Path(medium).name}", onto.resolve())
 
 
-def _moved(media: Any, folder: str | Path, onto: Path) -> Any:
-    """Return a path, or paths, from another folder; an image that stands in the record stays."""
-    if isinstance(media, list):
-        return [_moved(one, folder, onto) for one in media]
-    if isinstance(media, dict):
-        path = media.get("path")
-        return {**media, "path": _moved(path, folder, onto)} if path and not media.get("bytes") else media
-    if not isinstance(media, str) or inline_image(media) is not None or "://" in media:
-        return media
-    return located(str(folder), media) if is_place(str(folder)) else os.path.relpath(Path(folder, media), onto)
+def _is_inline(text: str) -> bool:
+    """Return whether a text is an image itself, or nothing that is read."""
+    try:
+        return not isinstance(to_images(text, urls=True)[0], str)
+    except ValueError:
+        return True
+
+
+def _as_read(record: Any, folder: str, columns: Mapping[str, str] | None) -> dict[str, Any] | None:
+    """Return all that is read of a record, its media by their absolute places; None if nothing."""
+    try:
+        known = shaped(record, columns).record
+        images, videos = to_images(known.get("images"), urls=True), to_videos(known.get("videos"), urls=True)
+    except ValueError:
+        return None
+    media = {"images": [_absolute(one, folder) for one in images], "videos": [_absolute(one, folder) for one in videos]}
+    return {name: held for name, held in known.items() if name in READ and held is not None} | media
+
+
+def _absolute(medium: Image | Video, folder: str) -> Any:
+    if isinstance(medium, tuple):
+        return [_absolute(frame, folder) for frame in medium]
+    if isinstance(medium, bytes):
+        return medium
+    return place if is_place(place := joined(folder, medium)) else os.path.realpath(place)
+
+
+def joined(folder: str, path: str) -> str:
+    """
+    Return the path or the place of a medium.
+
+    Args:
+        folder: Folder or place that relative media of its record start at.
+        path: What the record says.
+    """
+    if is_place(path):
+        return path
+    return located(folder, path) if is_place(folder) else str(Path(folder, path))
 
 
 def as_json(value: Any) -> Any:
-    """Return a value of a column as JSON has it: bytes in base64."""
+    """Return a value of a column as JSON has it: bytes in base64, null for what is no number."""
     if isinstance(value, dict):
         return {name: as_json(held) for name, held in value.items()}
     if isinstance(value, list):
         return [as_json(held) for held in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return base64.b64encode(value).decode() if isinstance(value, bytes) else value

@@ -60,7 +60,8 @@ def read_size(image: Held, *, decode: bool = False) -> tuple[int, int]:
     except FileNotFoundError:
         reason = f"the image {path} does not exist: relative paths start at the folder of the data file"
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        reason = f"the image {path} has more than {Image.MAX_IMAGE_PIXELS:,} pixels, which may be an attack: shrink it"
+        most = f"{Image.MAX_IMAGE_PIXELS:,}"
+        reason = f"the image {path} has more than {most} pixels: shrink it, or raise custom.max_image_pixels"
     except UnidentifiedImageError:
         reason = f"the image {path} cannot be read, it is damaged or no image: cannot identify image file"
     except (OSError, SyntaxError, ValueError) as error:

@@ -32,12 +32,19 @@ def shrunk(width: int, height: int, max_pixels: int | None) -> tuple[int, int]:
         width: In pixels.
         height: In pixels.
         max_pixels: Limit of the template; None shrinks nothing.
+
+    Raises:
+        ValueError: It leaves one side of a narrow image no pixel.
     """
     if max_pixels is None or not 0 < max_pixels < width * height:
         return width, height
     ratio = width / height
     scaled = math.sqrt(max_pixels / ratio)
-    return int(scaled * ratio), int(scaled)
+    sides = int(scaled * ratio), int(scaled)
+    if not all(sides):
+        message = f"template.max_pixels, {max_pixels:,}, leaves an image of {width} x {height} no size: raise it"
+        raise ValueError(message)
+    return sides
 
 
 class ImageLengths:
@@ -74,6 +81,9 @@ class QwenArithmetic(ImageLengths):
         width, height = shrunk(width, height, self.max_pixels)
         rows, columns = smart_resize(height, width, factor=self.patch_size * self.merge_size)
         patches = int(rows // self.patch_size) * int(columns // self.patch_size)
+        if not patches:
+            message = f"the limits of qwen_vl_utils leave an image of {width} x {height} no size"
+            raise ValueError(message)
         return MediaCost(patches // self.merge_size**2, patches)
 
 

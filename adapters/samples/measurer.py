@@ -77,7 +77,7 @@ _PROCESSING_VARIABLES = (
 )
 """Environment variables that ms-swift and qwen_vl_utils read while encoding text and media."""
 
-MEASURING = 3
+MEASURING = 4
 """
 Version of this project's own part in a length: records to messages, headers to patches. A change
 that moves one raises it.

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any
 
 import attrs
+import PIL.Image
 from swift.template import StdTemplateInputs, Template, TemplateInputs
 from swift.template.vision_utils import _check_path, load_file
 
@@ -86,6 +87,7 @@ class RowsEncoder(SwiftEncoder):
             rows: The sequences.
         """
         self.spec, self.template, self.records = spec, template, FileRecords([rows])
+        PIL.Image.MAX_IMAGE_PIXELS = spec.custom.max_image_pixels
         self._media, self.num_parts, self.rows = None, rows.num_parts, rows.rows
         self._writes_text = template.task_type == "causal_lm"
 

@@ -11,12 +11,13 @@ import attrs
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from packplan.adapters.files import publishing, writing
-from packplan.core.errors import ArgumentError
+from packplan.core.errors import ArgumentError, counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import Stored
-from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile, KnownLengths, column, num_media
+from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile, KnownLengths, Table, column, num_media
 
 SCHEMA = "packplan length table 1"
 
@@ -92,14 +93,32 @@ def read_length_table(path: Path) -> KnownLengths:
         numbers, facts = np.diff(media.offsets.to_numpy()), media.flatten()
         known = KnownLengths(
             read.column("sha256").to_numpy().astype("S64"),
-            np.stack([read.column(name).to_numpy().astype(np.int32) for name in COLUMNS], axis=1),
+            np.stack([_whole_numbers(read.column(name)) for name in COLUMNS], axis=1),
             np.stack([facts.field(name).to_numpy() for name in MEDIA_COLUMNS], axis=1),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _unusable(path, f"cannot be read: {error}") from None
     if np.any(numbers != num_media(known.table)):
         raise _unusable(path, "has other numbers of images and videos than it has facts of them")
+    if (row := _first_wrong(known.table)) is not None:
+        said = ", ".join(f"{name} {value}" for name, value in zip(COLUMNS, known.table[row].tolist(), strict=True))
+        raise _unusable(path, f"has no measurement in row {row}, from 0 ({said}): measure it again")
     return known
+
+
+def _whole_numbers(values: pa.ChunkedArray) -> NDArray[np.int32]:
+    """Return a column as numbers; ValueError if one is null, has a fraction or is too large."""
+    if values.null_count:
+        message = f"it has {counted(values.null_count, 'null')} where numbers are"
+        raise ValueError(message)
+    return np.asarray(values.cast(pa.int32()), dtype=np.int32)
+
+
+def _first_wrong(table: Table) -> int | None:
+    """Return the first row that no record has: a good one has tokens, and trains fewer of them."""
+    lengths, supervised = (column(table, name) for name in ("length", "supervised"))
+    wrong = (table < 0).any(axis=1) | ((column(table, "bad") == 0) & (lengths <= supervised))
+    return int(np.argmax(wrong)) if wrong.any() else None
 
 
 def _about(path: Path) -> Mapping[str, Any]:

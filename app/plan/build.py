@@ -98,7 +98,8 @@ def run(options: argparse.Namespace) -> None:
                 raise ConfigError.at("--write-good", "writes one split: add --split train or --split eval")
             name = chosen[0].name
             paths = config.custom.train_jsonl if name == "train" else config.custom.val_jsonl
-            write_good = partial(write_records, gathered.samples[name].records, options.write_good, paths)
+            records, columns = gathered.samples[name].records, config.custom.columns
+            write_good = partial(write_records, records, options.write_good, paths, columns=columns)
         if options.write_failures:
             good = [str(options.write_good)] if options.write_good else []
             read = [*config.custom.train_jsonl, *config.custom.val_jsonl, *good]

@@ -25,7 +25,7 @@ from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.config import RunConfig
 from packplan.core.epochs import EpochRecipe, EpochSamples, drawable, plan_epoch, plan_key
-from packplan.core.errors import ConfigError, MismatchError, counted
+from packplan.core.errors import ConfigError, DataSetError, MismatchError, agree, counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.mixes import drawn_faults
 from packplan.core.plan import (
@@ -256,6 +256,10 @@ def samples_of(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ())
     """
     works = table_works(policy.work, table).flops if policy.weighs and policy.work is not None else None
     lengths = column(table, "length").astype(np.int64)
+    if (empty := np.flatnonzero((lengths == 0) & (column(table, "bad") == 0))).size:
+        fact = f"{counted(empty.size, 'sample')} of {len(lengths):,} {agree(empty.size, 'has', 'have')} no token"
+        message = f"{fact}, the first is sample {empty[0]:,}: remove such records"
+        raise DataSetError(message)
     return EpochSamples(lengths=lengths, sizes=tuple(size for _, size in by_source(files)), works=works)
 
 

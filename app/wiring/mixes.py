@@ -13,7 +13,7 @@ import numpy as np
 from packplan.adapters import files
 from packplan.adapters.config.run import load_mixes
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.adapters.samples.files import file_faults, open_records, rebased
+from packplan.adapters.samples.files import copied_line, file_faults, open_records
 from packplan.app.wiring.inputs import records_cache
 from packplan.app.wiring.stores import writing_for
 from packplan.core.config import RunConfig
@@ -107,7 +107,9 @@ def materialise(path: str, output: Path, *, overrides: Sequence[str] = (), seed:
         log.info("%s: %s of %s from %s", output, f"{count:,}", counted(len(drawn), "sample"), file)
 
 
-def write_records(records: Records, output: Path, sources: Sequence[str], indices: Sequence[int]) -> None:
+def write_records(
+    records: Records, output: Path, sources: Sequence[str], indices: Sequence[int], *, columns: Mapping[str, str]
+) -> None:
     """
     Write some records to one JSON Lines file, with the same images.
 
@@ -116,13 +118,15 @@ def write_records(records: Records, output: Path, sources: Sequence[str], indice
         output: The file; readers see it whole or not at all.
         sources: Names of the data files, which are not written over.
         indices: Which records, in this order.
+        columns: Names of the records' keys -> names of `core.samples.READ`.
 
     Raises:
         ConfigError: The file cannot be written, or is one of the sources.
+        RecordError: A copy would not be read as the same record.
     """
     _require_other("--write-good", output, sources)
     with writing_for("--write-good", output):
-        files.write_chunks(output, (_line(records, index, output.parent) for index in indices))
+        files.write_chunks(output, (copied_line(records, index, output.parent, columns=columns) for index in indices))
     log.info("%s: %s", output, counted(len(indices), "record"))
 
 
@@ -164,10 +168,4 @@ def _require_other(option: str, output: Path, sources: Sequence[str]) -> None:
 def _lines(records: list[Records], drawn: Schedule, onto: Path) -> Iterator[bytes]:
     places = zip(drawn.source.tolist(), drawn.index.tolist(), strict=True)
     for source, index in progress(places, total=len(drawn), desc="writing", unit=" samples", delay=BRIEF_S):
-        yield _line(records[source], index, onto)
-
-
-def _line(records: Records, index: int, onto: Path) -> bytes:
-    """Return a record as a line of a file in another folder."""
-    record = rebased(records[index], records.folder(index), onto)
-    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        yield copied_line(records[source], index, onto)

@@ -288,6 +288,12 @@ class CustomConfig:
     decoding.
     """
 
+    max_image_pixels: int = key(89_478_485, neither=_LIMITS, check=at_least(1))
+    """Pixels of an image; larger ones are refused before decoding, which takes 3 bytes a pixel."""
+
+    literal_image_tags: bool = key(False, neither=_LIMITS)
+    """`true` lets `<image>` stand as text in records without images; unset, these are refused."""
+
     columns: dict[str, str] = key(attrs.Factory(dict), lengths="value", rl=True, check=one_of(sorted(READ)))
     """The data's keys -> names of records, as `{q: query, a: response}`."""
 

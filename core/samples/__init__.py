@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from packplan.core.samples.entries import DataEntry, DrawnRecords, draw_records, parse_entry
 from packplan.core.samples.identity import DIGEST_BYTES, HEAD_BYTES, digest_of, inline_image, unreadable_digest
-from packplan.core.samples.images import Image, to_images
+from packplan.core.samples.images import IMAGE_KEYS, VIDEO_KEYS, Image, to_images
 from packplan.core.samples.known import UNKNOWN, KnownLengths, media_identity
 from packplan.core.samples.measurement import (
     BAD,
@@ -37,7 +37,7 @@ from packplan.core.samples.places import (
     without_signature,
 )
 from packplan.core.samples.records import REFUSED, shaped, to_messages
-from packplan.core.samples.shapes import IMAGE_KEYS, MIXABLE, READ, VIDEO_KEYS, Shaped
+from packplan.core.samples.shapes import MIXABLE, READ, Shaped, with_moved_media
 from packplan.core.samples.sources import BadRecord, DataFile, Where, by_source
 from packplan.core.samples.tools import CALL, RESPONSE
 from packplan.core.samples.values import UnusableRecordError
@@ -99,6 +99,7 @@ __all__ = [
     "to_videos",
     "unreadable_digest",
     "video_totals",
+    "with_moved_media",
     "without_credentials",
     "without_signature",
 ]

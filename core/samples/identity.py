@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from packplan.core.samples.images import IMAGE_KEYS, PARTS, PLACES, VIDEO_KEYS
 from packplan.core.samples.places import is_place, may_be_signed, without_signature
 
 HEAD_BYTES = 65_536
@@ -33,7 +34,7 @@ _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _WRITTEN = ("tools", "arguments", "parameters", "input", "content")
 """Keys whose objects reach the model as they are written. `tools` may be a list of objects."""
 
-_MEDIA = frozenset({"image", "images", "image_url", "video", "videos", "video_url", "path", "url"})
+_MEDIA = frozenset({*IMAGE_KEYS, *VIDEO_KEYS, *PARTS, *PLACES})
 """Keys of a record, in small letters, that hold media."""
 
 _MAY_DIFFER = re.compile(rf'"(?:data:|/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3]|(?:{"|".join(_WRITTEN)})":\{{|tools":\[)')

@@ -5,14 +5,35 @@ from __future__ import annotations
 import base64
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from packplan.core.samples.places import is_place, without_credentials
-from packplan.core.samples.values import fail
+from packplan.core.samples.values import fail, is_empty
 
 Image = str | bytes
 """Path of an image file, its content, or its URL if URLs are read."""
+
+IMAGE_KEYS = ("images", "image")
+
+VIDEO_KEYS = ("videos", "video")
+
+PARTS = {"image": "images", "image_url": "images", "video": "videos", "video_url": "videos"}
+"""Types of message parts that show a medium -> the record's key for it."""
+
+PLACES = ("path", "url")
+"""Keys of an object that name its medium."""
+
+_NAMING = (*PLACES, *PARTS, "source")
+"""Keys of a part or an object under which its medium may stand."""
+
+_OF_ONE_MEDIUM = (
+    "min_pixels", "max_pixels", "resized_height", "resized_width", "total_pixels", "fps", "nframes", "min_frames",
+    "max_frames", "video_start", "video_end",
+)  # fmt: skip
+"""
+Keys by which qwen_vl_utils scales and samples one medium. ms-swift reads none of them in records.
+"""
 
 _DATA_URI = re.compile(r"data:(?P<type>[^;,]*)(?P<coded>;base64)?,")
 
@@ -57,6 +78,7 @@ def _to_image(image: Any, *, urls: bool) -> Image:
     if isinstance(image, Mapping):
         if held := image.get("bytes"):
             return held if isinstance(held, bytes) else _decoded(held, "'bytes'")
+        refuse_sizes(image)
         image = image.get("path") or image.get("url")
     if isinstance(image, bytes) and image:
         return image
@@ -71,6 +93,36 @@ def _to_image(image: Any, *, urls: bool) -> Image:
     if remedy := why_no_path(image):
         fail(f"has the image {without_credentials(image)[:60]!r}: {remedy}")
     return image
+
+
+def refuse_sizes(described: Mapping[str, Any]) -> None:
+    """Refuse an object of a medium that would scale or sample it by itself."""
+    if name := next((name for name in _OF_ONE_MEDIUM if described.get(name) is not None), None):
+        fail(f"has {name!r} of one image or video, which would be ignored: remove it; the template's holds for all")
+
+
+def shows_medium(part: Any) -> bool:
+    """Return whether a part of a message shows an image or a video, and has it or names it."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return isinstance(kind, str) and kind in PARTS and any(not is_empty(part.get(name)) for name in _NAMING)
+
+
+def moved_media(value: Any, move: Callable[[str | bytes], Any]) -> Any:
+    """
+    Return the value of a key of media, or a part that shows one, with each medium where it is now.
+
+    Args:
+        value: A text or bytes, an object of one, or a list of them.
+        move: Function that takes a text or bytes, and returns what to write for it.
+    """
+    if isinstance(value, list):
+        return [moved_media(one, move) for one in value]
+    if isinstance(value, Mapping):
+        named = [name for name in _NAMING if not is_empty(value.get(name)) and not value.get("bytes")]
+        # Of whom an image is, beside its path, is no place.
+        named = [name for name in named if name != "source" or isinstance(value[name], Mapping)]
+        return {**value, **{name: moved_media(value[name], move) for name in named}}
+    return move(value) if value and isinstance(value, (str, bytes)) else value
 
 
 def _image_from_base64(image: str) -> bytes | None:

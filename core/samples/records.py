@@ -100,6 +100,7 @@ def to_messages(
     use_summary: bool = False,
     columns: Mapping[str, str] | None = None,
     urls: bool = False,
+    literal_image_tags: bool = False,
 ) -> dict[str, Any]:
     """
     Return *record* as ms-swift reads it: `messages`, and `tools`, `images`, `videos` and `channel`
@@ -111,6 +112,7 @@ def to_messages(
         use_summary: Answer a dense caption with its `summary` instead of its objects.
         columns: Names of the record's keys -> the names that they have here.
         urls: Whether images and videos may be at places of other machines.
+        literal_image_tags: Whether `<image>` is text in a record without images.
 
     Raises:
         ValueError: The record is invalid. The message is for its author.
@@ -133,7 +135,8 @@ def to_messages(
         if messages[0]["role"] == "system":
             fail("has 'system' and a system message: keep one")
         messages = [{"role": "system", "content": system}, *messages]
-    messages = _tagged(messages, IMAGE_TAG, "image", len(images))
+    if images or not literal_image_tags:
+        messages = _tagged(messages, IMAGE_TAG, "image", len(images))
     videos = to_videos(record.get("videos"), urls=urls)
     if videos:  # without one, <video> in a text is text
         messages = _tagged(messages, VIDEO_TAG, "video", len(videos))
@@ -159,6 +162,9 @@ def _tagged(messages: list[dict[str, Any]], tag: str, name: str, number: int) ->
     tags = sum(message["content"].count(tag) for message in messages)
     if tags == number:
         return messages
+    if tags and not number:
+        reason = f"has {counted(tags, f'{tag} tag')} but 0 {name}s: name its {name}s, or let the tag stand as text"
+        fail(reason, argument="literal_image_tags")
     if tags:
         fail(f"has {counted(tags, f'{tag} tag')} but {counted(number, name)}: write one tag for each {name}")
     for place, message in enumerate(messages):

@@ -8,27 +8,30 @@ between two columns, the record is refused with a remedy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
+from packplan.core.errors import counted
+from packplan.core.samples.images import IMAGE_KEYS, PARTS, PLACES, VIDEO_KEYS, moved_media, refuse_sizes, shows_medium
 from packplan.core.samples.tools import CALL, RESPONSE, in_text, with_blocks, with_calls
-from packplan.core.samples.values import fail, has, is_empty, parsed
+from packplan.core.samples.values import UnusableRecordError, fail, has, is_empty, parsed
 from packplan.core.samples.videos import VIDEO_TAG
 
 IMAGE_TAG = "<image>"
 
-Media = dict[str, list[Any]]
+Media = defaultdict[str, list[Any]]
 """Images and videos from inside messages, by the record's keys for them."""
+
+_NAMED_BY_RECORD = "named by the record"
+"""Key of `Media`: for each part that shows the next medium of its record, the record's key."""
 
 MESSAGE_KEYS = ("messages", "conversations", "conversation")
 
 SYSTEM_KEYS = ("system", "system_prompt")
-
-IMAGE_KEYS = ("images", "image")
-
-VIDEO_KEYS = ("videos", "video")
 
 QUERY_KEYS = ("query", "prompt", "input", "instruction", "question", "problem")
 
@@ -123,9 +126,13 @@ def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = N
         return Shaped(DENSE, {**record, "objects": parsed(record["objects"], "'objects'")})
     if any(has(record, name) for name in RESPONSE_KEYS):
         return _from_columns(record)
-    for known, held in (("messages", "message"), ("objects", "object"), *((name, "text") for name in RESPONSE_KEYS)):
+    empty = [*((name, "message") for name in MESSAGE_KEYS), ("objects", "object")]
+    for known, held in (*empty, *((name, "text") for name in RESPONSE_KEYS)):
         if known in record:
             fail(f"has no {held} in {known!r}, so there is nothing to learn from it")
+    if name := next((name for name, held in record.items() if _is_chat(held) and name not in READ), None):
+        listed = f"has a list of {counted(len(record[name]), 'object')} in {name!r}"
+        fail(f"{listed}: write each on a line of its own, or map messages, as {{{name}: messages}}", argument="columns")
     return fail(f"is of no known shape: {_nearest(record)}", argument="columns")
 
 
@@ -133,12 +140,56 @@ def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[s
     """Return a record with its keys renamed by *columns*, and known keys in lower case."""
     renamed: dict[str, Any] = {}
     for name, held in record.items():
-        known = columns.get(name) or (name.lower() if name.lower() in READ else name)
+        known = _known_name(name, columns)
         if not has(renamed, known):
             renamed[known] = held
         elif not is_empty(held):
             fail(f"has {known!r} twice, once as {name!r}: remove one, or give one another name", argument="columns")
     return renamed
+
+
+def _known_name(name: str, columns: Mapping[str, str]) -> str:
+    return columns.get(name) or (name.lower() if name.lower() in READ else name)
+
+
+def with_moved_media(
+    record: Mapping[str, Any], move: Callable[[str | bytes], Any], *, columns: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """
+    Return a record with each image and video where it is now, and all else as it is.
+
+    Args:
+        record: A JSON object of a data file.
+        move: Function that takes a text or bytes, and returns what to write for it.
+        columns: Names of the record's keys -> names of `READ`.
+
+    >>> with_moved_media({"Image": "a.png", "answer": "a.png"}, "b/{}".format)
+    {'Image': 'b/a.png', 'answer': 'a.png'}
+    """
+    moved = dict(record)
+    for name, held in record.items():
+        known = _known_name(name, columns or {})
+        if known in {*IMAGE_KEYS, *VIDEO_KEYS}:
+            moved[name] = moved_media(held, move)
+        elif known in MESSAGE_KEYS and isinstance(held, str):
+            with contextlib.suppress(UnusableRecordError):  # which is said when it is read
+                listed = parsed(held, "")
+                moved[name] = held if (found := _moved_parts(listed, move)) == listed else found
+        elif known in {*MESSAGE_KEYS, *QUERY_KEYS, *RESPONSE_KEYS}:
+            moved[name] = _moved_parts(held, move)
+    return moved
+
+
+def _moved_parts(value: Any, move: Callable[[str | bytes], Any]) -> Any:
+    """Return messages, or what one says, with the media of their parts where they are now."""
+    if isinstance(value, list):
+        return [_moved_parts(one, move) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    if shows_medium(value):
+        return moved_media(value, move)
+    listed = (name for name in ("content", "value") if isinstance(value.get(name), list))
+    return {**value, **{name: _moved_parts(value[name], move) for name in listed}}
 
 
 def _under_one_name(record: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
@@ -166,24 +217,31 @@ def _from_messages(record: Mapping[str, Any]) -> Shaped:
         fail("has no message in 'messages'")
     if not all(isinstance(message, Mapping) for message in messages):
         fail("has a message that is not an object with a role and a content")
-    media: Media = {"images": [], "videos": []}
+    media: Media = defaultdict(list)
     if any(name in messages[0] for name in ("role", "from", "content", "value")):
         shape = MESSAGES if "role" in messages[0] else "conversations of from and value"
         converted = _plain_messages(messages, media)
     else:
         shape = "conversations of user and assistant"
         converted = [one for message in messages for one in _pair_messages(message)]
+    if not converted:
+        fail("has no message but a system message that says nothing, so there is nothing to learn from it")
+    _refuse_answer_first(converted)
     return Shaped(shape, _with_media({**record, "messages": converted}, media))
 
 
 def _plain_messages(messages: Sequence[Mapping[str, Any]], media: Media) -> list[dict[str, Any]]:
     """Return messages of role and text content. Images and videos of parts are added to *media*."""
-    called = with_calls([_with_role(message) for message in messages])
+    said = [message for message in map(_with_role, messages) if not _is_null_system(message)]
+    called = with_calls(said)
     return [_with_content(message, media) for message in with_blocks([in_text(message) for message in called])]
 
 
 def _with_media(record: Mapping[str, Any], media: Media) -> Mapping[str, Any]:
     """Return a record with the images and videos from inside its messages."""
+    for name in media.pop(_NAMED_BY_RECORD, ()):
+        if not has(record, name):
+            fail(f"has a part of a message that shows one of its {name}, but it has none: name it in the part")
     for name, held in media.items():
         if held and has(record, name):
             fail(f"has {name} in its messages and in {name!r}, of which one would be ignored: keep one")
@@ -203,6 +261,23 @@ def _with_role(message: Mapping[str, Any]) -> dict[str, Any]:
     return converted
 
 
+def _is_null_system(message: Mapping[str, Any]) -> bool:
+    """Return whether a message is a system prompt that an export wrote as null."""
+    return message.get("role") == "system" and all(held is None for name, held in message.items() if name != "role")
+
+
+def _refuse_answer_first(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what the assistant says before the user: roles that are swapped train questions."""
+    roles = [message.get("role") for message in messages]
+    if "assistant" not in roles or "user" not in roles or roles.index("user") < (first := roles.index("assistant")):
+        return
+    if messages[first].get("loss") is None and messages[first].get("loss_scale") is None:
+        fail(
+            "begins with a message of the assistant, before any of the user: swap the roles if they are swapped, else "
+            "write into it whether it is trained, 'loss': true or false"
+        )
+
+
 def _with_content(message: dict[str, Any], media: Media) -> dict[str, Any]:
     """Return a message whose content is a text. Its images and videos are added to *media*."""
     content = message.get("content")
@@ -220,20 +295,20 @@ def _part_text(part: object, media: Media) -> str:
         if not isinstance(part.get("text"), str):
             fail("has a part of a message of the type text without a 'text'")
         return str(part["text"])
-    if kind in {"video", "video_url"}:
-        video = part.get(kind)
-        media["videos"].append(video["url"] if isinstance(video, Mapping) and "url" in video else video)
-        return VIDEO_TAG
-    if kind not in {"image", "image_url"}:
+    if kind not in PARTS:
         fail(f"has a part of a message of the type {kind!r}; known are text, image and image_url, video and video_url")
-    image = part.get(kind)
-    if image is None and isinstance(source := part.get("source"), Mapping):
-        image = _source_image(source)
-    if isinstance(image, Mapping) and "url" in image:
-        image = image["url"]
-    if not is_empty(image):
-        media["images"].append(image)
-    return IMAGE_TAG
+    refuse_sizes(part)
+    medium = next((part[name] for name in (kind, *PLACES) if not is_empty(part.get(name))), None)
+    if medium is None and isinstance(source := part.get("source"), Mapping):
+        medium = _source_image(source)
+    if isinstance(medium, Mapping) and "url" in medium:
+        refuse_sizes(medium)
+        medium = medium["url"]
+    if is_empty(medium):
+        media[_NAMED_BY_RECORD].append(PARTS[kind])
+    else:
+        media[PARTS[kind]].append(medium)
+    return IMAGE_TAG if PARTS[kind] == "images" else VIDEO_TAG
 
 
 def _source_image(source: Mapping[str, Any]) -> str:
@@ -274,7 +349,7 @@ def _from_columns(record: Mapping[str, Any]) -> Shaped:
     response = record[answer]
     if isinstance(response, list) and len(response) == 1 and isinstance(response[0], str):
         response = response[0]
-    media: Media = {"images": [], "videos": []}
+    media: Media = defaultdict(list)
     if _is_chat(query) or _is_chat(response):
         messages = [*_as_chat(query, "user", media), *_as_chat(response, "assistant", media)]
     else:

@@ -12,7 +12,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from packplan.core.samples.values import fail, is_empty, parsed
+from packplan.core.samples.images import shows_medium
+from packplan.core.samples.values import fail, is_empty, parsed, require_whole
 
 CALL, RESPONSE = "tool_call", "tool"
 """Roles of a tool call and of its answer."""
@@ -97,6 +98,7 @@ def _call_message(call: Mapping[str, Any]) -> dict[str, Any]:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             fail(f"has a call of {function['name']!r} with arguments that are no JSON")
+        require_whole(arguments, f"the arguments of a call of {function['name']!r}")
     return {"role": CALL, "content": call_text({"name": function["name"], "arguments": arguments})}
 
 
@@ -104,9 +106,14 @@ def in_text(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with its tool call or answer as text; ValueError if it is invalid."""
     if message.get("role") == CALL:
         return {**message, "content": call_text(message.get("content"))}
-    if message.get("role") == RESPONSE:
+    if message.get("role") == RESPONSE and not _shows_media(message.get("content")):
         return {**message, "content": response_text(message.get("content"))}
     return message
+
+
+def _shows_media(content: object) -> bool:
+    """Return whether an answer has images or videos: ms-swift would write them as text of JSON."""
+    return isinstance(content, list) and any(map(shows_medium, content))
 
 
 def with_blocks(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -37,10 +37,20 @@ def parsed(value: Any, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        found = json.loads(value)
     except (ValueError, RecursionError):
-        pass
+        try:
+            found = ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            fail(f"has {name} as a text that is neither JSON nor Python: write a list, or an object")
+    if "\\" in value:
+        require_whole(found, name)
+    return found
+
+
+def require_whole(value: Any, name: str) -> None:
+    """Refuse half of a surrogate pair, which texts in texts may write, and no file can hold."""
     try:
-        return ast.literal_eval(value)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        fail(f"has {name} as a text that is neither JSON nor Python: write a list, or an object")
+        json.dumps(value, ensure_ascii=False, skipkeys=True, default=str).encode()
+    except UnicodeEncodeError:
+        fail(f"has half of a surrogate pair in {name}: write the whole pair, or remove it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from packplan.core.samples.images import why_no_path
+from packplan.core.samples.images import refuse_sizes, why_no_path
 from packplan.core.samples.places import is_place, without_credentials
 from packplan.core.samples.values import fail, is_empty
 
@@ -38,6 +38,7 @@ def to_videos(value: object, *, urls: bool = False) -> list[Video]:
 
 def _to_video(video: Any, *, urls: bool) -> Video:
     if isinstance(video, Mapping):
+        refuse_sizes(video)
         video = video.get("path") or video.get("video") or video.get("url")
     if isinstance(video, list) and video:
         return tuple(_path(frame, "frame", urls=urls) for frame in video)

@@ -62,6 +62,26 @@ def test_a_malformed_line_is_named(tmp_path: Path, line, says):
     assert "sys." not in str(it.value)
 
 
+def test_an_object_over_several_lines_is_one_message(tmp_path: Path):
+    """Not one for each line; so is a JSON file of one object; an array may be indented."""
+    for name, value in (("a.jsonl", {"a": 1}), ("b.json", {"data": [{"a": 1}]})):
+        (tmp_path / name).write_text("\ufeff" + json.dumps(value, indent=2) * 2, "utf-8")
+        with pytest.raises(DataSetError, match=rf"{name} is pretty-printed, .*: write each record on one line, as jq"):
+            open_records((str(tmp_path / name),))
+    (tmp_path / "c.jsonl").write_text(json.dumps([{"a": 1}, {"a": 2}], indent=2))
+
+    assert [{"a": 1}, {"a": 2}] == [*open_records((str(tmp_path / "c.jsonl"),))]
+
+
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path):
+    """Digests and manifests name the file: in bytes that are no UTF-8, or half a pair."""
+    (tmp_path / os.fsdecode(b"\xe9")).mkdir()
+    (tmp_path / os.fsdecode(b"\xe9") / "a.jsonl").write_text("{}")
+    for name in (os.fsdecode(b"\xe9/*.jsonl"), "\ud83d.jsonl"):
+        with pytest.raises(DataSetError, match="has a name or a folder that is no text of UTF-8: rename it"):
+            open_records((str(tmp_path / name),))
+
+
 def test_what_only_looks_like_half_a_character_is_none(tmp_path: Path):
     """A whole pair, and an escaped backslash."""
     (tmp_path / "a.jsonl").write_bytes(b'["\\ud83d\\ude00", "\\\\ud83d"]')

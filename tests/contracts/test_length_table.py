@@ -85,6 +85,28 @@ def test_other_tools_read_a_table(table, tmp_path):
     assert [[0, 1], [2]] == pp.plan(pq.read_table(table)["length"].to_numpy(), 42).packs.tolist()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("length", 0, r"no measurement in row 1, from 0 \(length 0, supervised 5, .*bad 0\): measure it again"),
+        ("supervised", 21, "no measurement in row 1"),
+        ("patches", -1, "no measurement in row 1"),
+        ("length", None, "it has 1 null where numbers are"),
+        ("length", 20.5, "cannot be read: .*20.5"),
+        ("length", 2**32 + 21, "cannot be read: .*4294967317"),
+    ],
+)
+def test_a_number_that_no_record_has_is_refused_with_its_row(table, name, value, says):
+    """Edited by hand, or by a tool that makes other numbers of them: none is dropped or cut."""
+    read = pq.read_table(table)
+    values = read[name].to_pylist()
+    values[1] = value
+    pq.write_table(read.set_column(read.column_names.index(name), name, pa.array(values)), table)
+
+    with pytest.raises(ArgumentError, match=says):
+        read_length_table(table)
+
+
 def test_a_part_of_a_table_is_a_table(table):
     """Rows may be left out, sorted, and written in other parts, by any tool."""
     part = pq.read_table(table).take([2, 1])

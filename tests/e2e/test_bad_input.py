@@ -93,7 +93,7 @@ def _proven_once(one_template, _proven, monkeypatch):
         ({**SEEN, "images": ["data.jsonl"]}, "damaged or no image"),
         ({**SEEN, "images": ["torn.png"]}, "torn.png cannot be read"),
         ({**SEEN, "images": ["torn.jpg"]}, "torn.jpg cannot be read"),
-        ({**SEEN, "images": ["huge.png"]}, "pixels, which may be an attack"),
+        ({**SEEN, "images": ["huge.png"]}, "pixels: shrink it, or raise custom.max_image_pixels"),
         ({**SEEN, "images": ["line.png"]}, "aspect ratio"),
         ({**SEEN, "images": ["pipe.png"]}, "pipe.png is a folder, a pipe or a device"),
         (

@@ -87,14 +87,18 @@ def test_headers_give_the_lengths_of_full_encodes(case, pictures, write_run, tmp
     assert list(samples.measure_many(range(len(lines)), in_full=True)) == quick
 
 
-def test_a_shape_that_the_processor_refuses_is_refused_from_its_header(write_run, tmp_path):
+@pytest.mark.parametrize(
+    ("size", "max_pixels", "says"),
+    [((3000, 2), None, "aspect ratio"), ((1, 4000), 3136, "max_pixels, 3,136, leaves an image of 1 x 4000 no size")],
+)
+def test_a_shape_that_the_processor_refuses_is_refused_from_its_header(write_run, tmp_path, size, max_pixels, says):
     """With the record's line, as a full encode does."""
-    Image.new("RGB", (3000, 2)).save(tmp_path / "line.png")
+    Image.new("RGB", size).save(tmp_path / "line.png")
     data = tmp_path / "line.jsonl"
     data.write_text(json.dumps(asked("<image>?", images=["line.png"])))
-    samples, _ = measurer_of(write_run(custom={"train_jsonl": str(data)}))
+    samples, _ = measurer_of(write_run(custom={"train_jsonl": str(data)}, template={"max_pixels": max_pixels}))
 
     for in_full in (False, True):
         (outcome,) = samples.measure_many(range(1), in_full=in_full)
         assert isinstance(outcome, RecordError)
-        assert re.search(r"line\.jsonl, line 1: .*aspect ratio", str(outcome))
+        assert re.search(rf"line\.jsonl, line 1: .*{says}", str(outcome))

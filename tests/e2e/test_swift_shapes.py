@@ -81,6 +81,8 @@ PARTS = [
     {"type": "text", "text": "?"},
 ]
 
+SEEN = [{"type": "text", "text": "see "}, {"type": "image", "source": {"type": "url", "url": "red.png"}}]
+
 CASES = {
     "LLaVA": ("a.json", LLAVA),
     "ShareGPT": ("a.json", SHAREGPT),
@@ -93,6 +95,18 @@ CASES = {
     "text": ("a.jsonl", [{"text": "blue circle"}]),
     "messages": ("a.jsonl", TEXT),
     "human and gpt": ("a.jsonl", [{"conversation": [{"human": "a", "assistant": "b"}]}]),
+    "an image in a tool's answer": (
+        "a.jsonl", [
+            {
+                "messages": [
+                    {"role": "user", "content": "look"},
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": SEEN}]},
+                    {"role": "assistant", "content": "A dot."},
+                ]
+            }
+        ]
+    ),
     "several images": ("a.jsonl", [asked("<image> or <image>?", images=["red.png", "blue.png"])]),
     "an image without its tag": ("a.jsonl", [{"query": "what?", "response": "b", "image": "red.png"}]),
     "data URI": ("a.jsonl", [asked("<image>?", images=[f"data:image/png;base64,{CODED}"])]),
@@ -186,6 +200,32 @@ def test_an_image_in_a_record_measures_as_its_file_does(encoder, tmp_path):
     (broken,) = SwiftMeasurer(encoder("b.jsonl")).measure_many(range(1), in_full=True)
     assert "line 1: " in str(broken)
     assert "bytes in the record" in str(broken)
+
+
+def test_a_tag_without_images_is_the_text_that_ms_swift_makes_of_it(encoder, tmp_path):
+    """Where the user lets it stand; measured as it is encoded."""
+    write(tmp_path / "a.jsonl", [asked("what is <image>?"), asked("<image>?", images=["red.png"])])
+    ours, theirs = encoder("a.jsonl", literal_image_tags=True), loaded_by_swift(tmp_path / "a.jsonl")
+
+    expected = ours.template.encode({"messages": theirs[0]["messages"]}, return_length=True)
+
+    assert (expected["input_ids"], expected["labels"]) == tuple(ours.encode(0)[key] for key in ("input_ids", "labels"))
+    quick, full = (
+        [one.measurement for one in SwiftMeasurer(ours).measure_many(range(2), in_full=in_full)]
+        for in_full in (False, True)
+    )
+    assert quick == full
+
+
+def test_the_limit_of_pixels_is_the_users(encoder, tmp_path, monkeypatch):
+    """In headers and where ms-swift opens the image."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+    write(tmp_path / "a.jsonl", [asked("<image>?", images=["red.png"])])
+    pixels = 60 * 81
+
+    assert encoder("a.jsonl", max_image_pixels=pixels).encode(0)
+    with pytest.raises(RecordError, match=r"more than 4,859 pixels: shrink it, or raise custom\.max_image_pixels"):
+        encoder("a.jsonl", max_image_pixels=pixels - 1).encode(0)
 
 
 def test_messages_and_dense_captions_may_stand_in_one_file(encoder, tmp_path):

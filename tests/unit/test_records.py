@@ -221,6 +221,18 @@ def test_a_data_uri_says_its_kind(head, kind):
         assert [held] == to_messages(dense(images=[uri]))["images"]
 
 
+def test_an_image_tag_is_text_where_the_user_says_so():
+    """In a record without images; with some, each has its tag all the same."""
+    record = asked("what is <image>?")
+
+    assert record["messages"] == to_messages(record, literal_image_tags=True)["messages"]
+    with pytest.raises(UnusableRecordError, match=r"1 <image> tag but 0 images: .*let the tag stand as text") as raised:
+        to_messages(record)
+    assert "literal_image_tags" == raised.value.argument
+    with pytest.raises(ValueError, match="1 <image> tag but 2 images"):
+        to_messages({**record, "images": ["a.png", "b.png"]}, literal_image_tags=True)
+
+
 def test_tags_of_other_media_are_text():
     """Where no such media are declared."""
     record = asked("what does <video> mean in <audio>?", objects=[])

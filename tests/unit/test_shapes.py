@@ -92,6 +92,8 @@ def test_text_alone_is_an_answer_without_a_question(record):
         ({"type": "image_url", "image_url": {"url": "a.png"}}, "a.png"),
         ({"type": "image_url", "image_url": "a.png"}, "a.png"),
         ({"type": "image", "image": {"path": "a.png"}}, "a.png"),
+        ({"type": "image", "path": "a.png"}, "a.png"),
+        ({"type": "image", "url": "a.png", "image": None}, "a.png"),
         ({"type": "image", "source": {"type": "base64", "media_type": "image/x", "data": "QUI="}}, b"AB"),
         ({"type": "image"}, "top.png"),
     ],
@@ -113,6 +115,7 @@ def test_an_image_between_texts_is_a_tag_there(part, image):
         ({"type": "video_url", "video_url": {"url": "a.mp4"}}, "a.mp4"),
         ({"type": "video_url", "video_url": "a.mp4"}, "a.mp4"),
         ({"type": "video", "video": {"path": "a.mp4"}}, "a.mp4"),
+        ({"type": "video", "path": "a.mp4"}, "a.mp4"),
         ({"type": "video", "video": ["a.png", {"path": "b.png"}]}, ("a.png", "b.png")),
     ],
 )
@@ -159,6 +162,25 @@ def answered(**more):
         ({"messages": "[]"}, "no message"),
         ({"messages": 3}, "has 'messages' that are no list, but a number"),
         ({"messages": {"a": 1}}, "has 'messages' that are no list, but an object"),
+        ({"conversations": []}, "has no message in 'conversations', so there is nothing to learn from it"),
+        ({"conversation": None}, "has no message in 'conversation'"),
+        ({"data": [chat(), chat()]}, "list of 2 objects in 'data': write each on a line of its own, or map messages"),
+        (chat({"role": "system", "content": None}), "no message but a system message that says nothing"),
+        (chat({"from": "gpt", "value": "why?"}, QUESTION, ANSWER), "begins with a message of the assistant, before"),
+        (asked([{"type": "image"}, {"type": "text", "text": "?"}]), "shows one of its images, but it has none"),
+        (asked([{"type": "video"}]), "shows one of its videos, but it has none"),
+        *(
+            (asked([part]), f"has '{name}' of one image or video, which would be ignored: remove it")
+            for name, part in [
+                ("max_pixels", {"type": "image", "image": "a.png", "max_pixels": 50176}),
+                ("min_pixels", {"type": "image_url", "image_url": {"url": "a.png", "min_pixels": 1}}),
+                ("resized_width", {"type": "image", "image": {"path": "a.png", "resized_width": 28}}),
+                ("fps", {"type": "video", "video": "a.mp4", "fps": 1.0}),
+                ("nframes", {"type": "video", "video": {"path": "a.mp4", "nframes": 4}}),
+            ]
+        ),
+        ({"messages": json.dumps(asked("\ud83d")["messages"])}, "half of a surrogate pair in 'messages': write the wh"),
+        ({"messages": repr(asked("\ud83d")["messages"])}, "half of a surrogate pair in 'messages'"),
         (chat(None), "not an object with a role and a content"),
         (chat({"role": 3, "content": "x"}), "has a message with the role 3"),
         (chat({**QUESTION, "from": "gpt"}, ANSWER), "'role' and 'from', of which one would be ignored"),
@@ -195,6 +217,22 @@ def test_a_record_that_would_lose_something_is_refused(record, says):
     """With what to do."""
     with pytest.raises(ValueError, match=says):
         to_messages(record)
+
+
+def test_a_null_system_message_is_none():
+    """As exports write one that is absent; an empty one leaves out the template's."""
+    assert to_messages(chat()) == to_messages(chat({"role": "system", "content": None}, QUESTION, ANSWER))
+    empty = {"role": "system", "content": ""}
+    assert [empty, *ASKED] == to_messages(chat(empty, QUESTION, ANSWER))["messages"]
+
+
+@pytest.mark.parametrize("weighed", [{"loss": True}, {"loss": False}, {"loss_scale": 2}])
+def test_the_assistant_may_begin_where_it_says_whether_that_is_trained(weighed):
+    """Or where nobody asks."""
+    greeting = {**ANSWER, **weighed}
+
+    assert [greeting, *ASKED] == to_messages(chat(greeting, *ASKED))["messages"]
+    assert [ANSWER, ANSWER] == to_messages(chat(ANSWER, ANSWER))["messages"]
 
 
 def test_a_column_that_is_empty_is_none():

@@ -110,6 +110,22 @@ def test_texts_and_images_stand_between_answers():
     assert ["a.png"] == sample["images"]
 
 
+@pytest.mark.parametrize("part", [{"image": "a.png"}, {"url": "a.png"}, {"source": {"type": "url", "url": "a.png"}}])
+def test_an_image_in_an_answer_is_seen(part):
+    """As in a `tool_result`; parts of text alone stay JSON, as ms-swift writes them."""
+    parts = [{"type": "text", "text": "see "}, {"type": "image", **part}]
+    for messages in ([CALLED, {"role": "tool", "content": parts}], [openai(CALL), {**GIVEN, "content": parts}]):
+        sample = to_messages(chat(ASKED, *messages, SAID))
+        assert ("see <image>", ["a.png"]) == (sample["messages"][2]["content"], sample["images"])
+        told = {"role": "user", "content": [{"type": "tool_result", "content": parts}]}
+        assert sample == to_messages(chat(ASKED, messages[0], told, SAID))
+
+    for content in (parts[:1], [{"type": "image", "title": "a"}], {"type": "image", **part}):
+        sample = to_messages(chat(ASKED, CALLED, {"role": "tool", "content": content}, SAID))
+        assert json.dumps(content) == sample["messages"][2]["content"]
+        assert "images" not in sample
+
+
 def test_an_answer_of_json_is_its_text():
     """Its keys stay in order, and null stays; its name reaches the notation that reads it."""
     answer = {"role": "tool", "name": "add", "content": {"z": None, "a": "é"}}
@@ -135,6 +151,7 @@ def test_what_weighs_a_message_goes_with_its_calls():
         ([ASKED, {**openai(), "tool_calls": ["x"]}, SAID], "'tool_calls' that are not a list of objects"),
         ([ASKED, openai({"arguments": {}}), SAID], "without a 'name' of its function"),
         ([ASKED, openai({"name": "f", "arguments": "x"}), SAID], "call of 'f' with arguments that are no JSON"),
+        ([ASKED, openai({"name": "f", "arguments": '{"a": "\\udfff"}'}), SAID], "half of a surrogate pair in the arg"),
         ([ASKED, {**CALLED, "content": "x"}, SAID], "a call of a tool as a text that is neither JSON nor Python"),
         ([ASKED, {**CALLED, "content": {"name": 3}}, SAID], "a call of a tool without a 'name'"),
         ([ASKED, {**CALLED, "content": {"name": "f"}}, SAID], "a call of 'f' without 'arguments'"),

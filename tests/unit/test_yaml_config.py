@@ -49,6 +49,17 @@ def test_the_budget_comes_from_the_nearest_key(lengths, packing_length):
         assert packing_length == parsed(keys).packing_length
 
 
+def test_half_of_a_surrogate_pair_is_no_text():
+    """YAML may write one, which no file and no tokenizer takes; bytes of a name are none."""
+    half = {"template.system": "\ud83d", "custom.train_jsonl": ["\ud83d.jsonl"], "custom.media_cache": "\ud83d"}
+
+    found = faults_of(half, output_dir="\ud83d")
+
+    assert {*half, "training.output_dir"} == {*found}
+    assert all("half of a surrogate pair" in fault for fault in found.values())
+    assert "\udce9" == parsed(output_dir="\udce9").training.output_dir
+
+
 def test_all_faults_are_reported_at_once_with_path_and_remedy():
     """Every section counts, own keys and the trainer's."""
     found = faults_of(

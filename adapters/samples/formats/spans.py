@@ -134,10 +134,10 @@ class SpanFile(RecordFile):
         images = sum(found.end() - found.start() for found in _IMAGE.finditer(held, *self.spans[row, :2]))
         if size - images > limit:
             without = f" beside {images:,} of images" if images else ""
-            reason = (
-                f"the {self.unit} has {counted(size - images, 'byte')}{without}, but may have {limit:,}: shorten it, "
-                "or raise custom.max_line_bytes"
-            )
+            remedy = "shorten it, or raise custom.max_line_bytes"
+            if len(self) == 1:
+                remedy = f"write each record on one line if it holds several, else {remedy}"
+            reason = f"the {self.unit} has {counted(size - images, 'byte')}{without}, but may have {limit:,}: {remedy}"
             raise RecordError(str(self.where(row)), reason)
         if images > MOST_IMAGES:
             reason = (
