@@ -300,7 +300,7 @@ def copied_line(records: Records, index: int, onto: Path, *, columns: Mapping[st
         columns: Names of the record's keys -> names of `core.samples.READ`.
 
     Raises:
-        RecordError: What is written would not be read as the same record.
+        RecordError: The copy would not be read as the same record.
     """
     record, folder, where = records[index], records.folder(index), str(records.where(index))
     copy = record
@@ -358,7 +358,7 @@ def joined(folder: str, path: str) -> str:
 
     Args:
         folder: Folder or place that relative media of its record start at.
-        path: What the record says.
+        path: Path or place in the record.
     """
     if is_place(path):
         return path
