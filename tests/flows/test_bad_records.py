@@ -100,6 +100,12 @@ def test_a_bad_record_that_was_fixed_is_measured_and_becomes_a_sample(lengths, d
         assert len([index for index in later.measured if index < min(fixed)]) <= 4 * REPEATED_SAMPLES
 
 
+def test_a_sample_without_a_token_is_not_left_out():
+    """It is none of those that are flagged, so that nothing would count it."""
+    with pytest.raises(DataSetError, match=r"1 sample of 3 has no token, the first is sample 1: remove such records"):
+        planned(ListSource([5, 0, 6]), MemoryLengthStore())
+
+
 def test_a_run_that_stops_at_bad_records_goes_on_where_they_were_fixed():
     """Whatever skipped them before."""
     store = MemoryLengthStore()

@@ -151,20 +151,26 @@ def test_a_copy_shows_the_same_media(tmp_path, record):
 def test_what_names_no_media_is_written_as_it_is(tmp_path):
     """Parts of messages may have any shape: what is wrong with one is said where it is read."""
     record = {"messages": ["none", {"content": ["text", None, {"type": "text", "text": "more"}]}]}
+    record |= {"images": [{"path": "/0.png", "source": "a.txt"}, "", None], "source": {"path": "a.txt"}}
     (tmp_path / "a.jsonl").write_text(json.dumps(record))
 
     assert record == json.loads(copied_line(open_records((str(tmp_path / "a.jsonl"),)), 0, tmp_path / "b"))
 
 
 def test_a_copy_that_would_be_read_otherwise_is_refused(tmp_path):
-    """As a path that JSON cannot write."""
+    """As a path that JSON cannot write, or one in the JSON of a tool, which is text."""
     folder = tmp_path / os.fsdecode(b"\xe9")
     folder.mkdir()
     (tmp_path / "link").symlink_to(folder)
     (tmp_path / "a.jsonl").write_text(json.dumps(asked("<image>", images=["link/0.png"])))
 
-    with pytest.raises(RecordError, match=r"a\.jsonl, line 1: is not UTF-8 text"):
-        copied_line(open_records((str(tmp_path / "a.jsonl"),)), 0, tmp_path / "b")
+    told = {"role": "tool", "content": [{"content": [{"type": "image", "url": "0.png"}]}]}
+    call = {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'}
+    (tmp_path / "b.jsonl").write_text(json.dumps(chat(QUESTION, call, told, ANSWER)))
+
+    for name, reason in (("a", "is not UTF-8 text"), ("b", "a copy of the record .* would be read otherwise")):
+        with pytest.raises(RecordError, match=rf"{name}\.jsonl, line 1: {reason}"):
+            copied_line(open_records((str(tmp_path / f"{name}.jsonl"),)), 0, tmp_path / "to")
 
 
 def test_a_source_is_never_overwritten(write_mix, tmp_path):
