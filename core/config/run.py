@@ -634,6 +634,10 @@ REFUSED_TRAINING_KEYS = MappingProxyType(
         "packing_length": "is derived from template.max_length (else model.max_model_len): set that instead",
         "packing_avg_samples": "guesses how many samples a pack holds, which a static plan counts: remove it",
         "group_by_length": "has no meaning for packs, which are already of like length: remove it",
+        **dict.fromkeys(
+            ("sortish_sampler", "train_sampling_strategy"),
+            "is of samplers that packs do not have: training.train_dataloader_shuffle says whether they are shuffled",
+        ),
         "predict_with_generate": "is not supported, since evaluation measures the loss: remove it",
         "max_epochs": "would end training at another step than planned: use training.num_train_epochs",
         "auto_find_batch_size": "would change the batch behind the plan: remove it",
