@@ -73,6 +73,16 @@ class PartialWindow:
         """Batches of each rank in the epoch's last step."""
         return self.per_rank_batches % self.gradient_accumulation_steps
 
+    @property
+    def even_accumulation(self) -> int | None:
+        """
+        Accumulation nearest to this one that divides the batches, from half to twice of it; None if
+        none does.
+        """
+        steps = self.gradient_accumulation_steps
+        near = (one for one in range(-(-steps // 2), 2 * steps + 1) if not self.per_rank_batches % one)
+        return min(near, key=lambda one: abs(one - steps), default=None)
+
     def __str__(self) -> str:
         return (
             f"the last optimizer step of each epoch sees {self.remainder} of {self.gradient_accumulation_steps} "

@@ -342,6 +342,38 @@ def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
     raise PlanError("dropped_tokens", fact, {"num_dropped": plan.dropped_samples, "enough": enough})
 
 
+def unsupervised_samples(plan: RawPlan, supervised: Lengths) -> IntArray:
+    """
+    Return the planned samples that have no supervised token, ascending; int64.
+
+    Args:
+        plan: The raw plan.
+        supervised: Tokens of each record that the loss counts; shape (num_records,).
+
+    >>> unsupervised_samples(build_raw_plan([60, 20, 30], packing_length=80), [0, 7, 0]).tolist()
+    [0, 2]
+    """
+    planned = plan.packs.indices
+    return np.sort(planned[np.asarray(supervised)[planned] == 0])
+
+
+def refuse_unsupervised(plan: RawPlan, supervised: Lengths) -> None:
+    """
+    Check that training has something to learn.
+
+    Args:
+        plan: The raw plan.
+        supervised: Tokens of each record that the loss counts; shape (num_records,).
+
+    Raises:
+        PlanError: No planned sample has a supervised token.
+    """
+    nothing = unsupervised_samples(plan, supervised)
+    if nothing.size == plan.planned_samples:
+        fact = f"none of {counted(nothing.size, 'planned sample')} has a supervised token, so nothing would be learned"
+        raise PlanError("unsupervised", fact, {"num_samples": nothing.size, "sample": int(nothing[0])})
+
+
 def one_sample_packs(lengths: Lengths, *, packing_length: int, allow_single_long: bool = True) -> RawPlan:
     """
     Plan each sample as a pack by itself, in the order of the data, for padded batches.

@@ -33,6 +33,7 @@ def store_run(
     repeatability: bool = True,
     verdict: PackingVerdict | None = None,
     files: Sequence[DataFile] = (),
+    supervised: int | Sequence[int] = 1,
     **overlay: dict[str, Any],
 ) -> Path:
     """
@@ -48,6 +49,7 @@ def store_run(
         repeatability: Whether they were encoded twice.
         verdict: On the model, which has a folder then; None if it was not asked.
         files: Data files of `train`, which are kept beside its lengths; none are not kept.
+        supervised: Supervised tokens of each sample.
         overlay: Sections of the YAML, over the plain ones.
     """
     sections: dict[str, dict[str, Any]] = {
@@ -68,7 +70,10 @@ def store_run(
     for split, of in (("train", lengths), ("eval", eval_lengths)):
         if of:
             shutil.rmtree(split_folder(config.training.output_dir, split), ignore_errors=True)
-            _store(config, split, of, world_sizes, measured=measured or len(of), repeatability=repeatability)
+            _store(
+                config, split, of, world_sizes, measured=measured or len(of), repeatability=repeatability,
+                supervised=supervised,
+            )  # fmt: skip
     if files:
         stores = open_stores(config, "train")
         with stores.lock.held(timeout_s=1, report=lambda _: None):
@@ -84,11 +89,13 @@ def _store(
     *,
     measured: int,
     repeatability: bool,
+    supervised: int | Sequence[int],
 ) -> None:
     stores, policy = open_stores(config, split), plan_policy(config, split)
     inputs = configured_inputs(config.template, config.custom, packing_length=config.packing_length)
     rows = np.zeros((measured, len(COLUMNS)), dtype=np.int32)
     rows[:, 0] = lengths[:measured]
+    rows[:, 1] = supervised
     rows[0, 2:4] = 1, 4
     media = np.array([[1000, 28, 56, 7, 0, 0, 0]], dtype=np.int64).reshape(-1, len(MEDIA_COLUMNS))
     with stores.lock.held(timeout_s=1, report=lambda _: None):

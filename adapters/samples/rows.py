@@ -156,8 +156,12 @@ class RowsEncoder(SwiftEncoder):
         return {**encoded, IMAGES.counted: len(images), VIDEOS.counted: 0}
 
     def measured(self, index: int, encoded: dict[str, Any]) -> Measurement:  # noqa: ARG002  # its base names it
-        """Measure an encoded sequence; videos are part of its length alone."""
-        return measured(self.template, encoded, images=encoded[IMAGES.counted], videos=0)
+        """
+        Measure an encoded sequence; videos are part of its length alone. A row of another task than
+        text has one target.
+        """
+        found = measured(self.template, encoded, images=encoded[IMAGES.counted], videos=0)
+        return found if self._writes_text else attrs.evolve(found, supervised=1)
 
 
 def _located(image: Any) -> Any:

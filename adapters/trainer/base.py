@@ -41,7 +41,7 @@ from packplan.adapters.loaders.batches import EvalBatches
 from packplan.adapters.models import evaluating, is_ruined, load_strictly, mean_size
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
-from packplan.adapters.trainer.callbacks import SaveOnSigterm, SkipDuplicateFinalEval
+from packplan.adapters.trainer.callbacks import SaveOnSigterm, ShortLines, SkipDuplicateFinalEval
 from packplan.adapters.trainer.checkpoints import files_to_state, remove_digests, write_digests
 from packplan.adapters.trainer.loader import (
     LENGTHS,
@@ -83,6 +83,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     Attributes:
         saved: Folder of the last checkpoint that this run saved or resumes from; None without one.
+        has_learned: Whether a step had a token of any weight.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class PackingTrainer(Seq2SeqTrainer):
         self._size_before: float | None = None
         self._read_at = time.perf_counter()
         self.saved: Path | None = None
+        self.has_learned = False
         self.checkpoint_key = "training.resume_from_checkpoint"
         # Loaders of training; transformers opens another one for a resumed epoch.
         self._loaders: list[PackLoader] = []
@@ -114,6 +116,8 @@ class PackingTrainer(Seq2SeqTrainer):
             super().__init__(eval_dataset=eval_dataset, **options)
         except ValueError as error:
             raise ConfigError.at("training", f"is refused by the trainer: {error}") from error
+        if self.pop_callback(PrinterCallbackNew) is not None:
+            self.add_callback(ShortLines())
         for callback in self.callback_handler.callbacks:
             # ms-swift's callbacks set these when training begins, and fail on earlier logs.
             if isinstance(callback, (ProgressCallbackNew, PrinterCallbackNew)):
@@ -342,6 +346,7 @@ class PackingTrainer(Seq2SeqTrainer):
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
         weights = sum(batch[NORMALISER] for batch in batch_samples)
         total = self.sum_over_ranks(torch.tensor(weights, dtype=torch.float64))
+        self.has_learned |= bool(total)
         # A step without supervised tokens has a loss of 0, and not of 0 / 0.
         return torch.where(total > 0, total, 1.0).to(device, torch.float32)
 

@@ -54,7 +54,7 @@ class PackTrainer(PackingTrainer):
                 known, and are not stored.
             record_ids: Function that returns the records; needed with *visits*.
             rehearses: Train the heaviest packs once before the first step.
-            forecast: Predicted seconds of the run; None if nothing is left to train.
+            forecast: Predicted seconds of the run; None if none were measured, or nothing is left.
             **options: Options of `PackingTrainer`; train_dataset serves the packs of the raw plan;
                 it is an `EpochDataset` where epochs have plans of their own.
         """
@@ -213,7 +213,7 @@ class _Meter:
         return {
             **self._stats.statistics(start, stop),
             "tokens_per_second": tokens.total / seconds,
-            "useful_tokens_per_second": tokens.useful / seconds,
+            **({"useful_tokens_per_second": tokens.useful / seconds} if self._stats.has_waste else {}),
         }
 
     def epoch_statistics(self, step: int) -> dict[str, float]:

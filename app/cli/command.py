@@ -85,7 +85,8 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None
     """Return the options of a command that takes overrides, which may also stand behind options."""
     options, others = parser.parse_known_args(arguments)
     if wrong := [text for text in others if text.startswith("-") or "=" not in text]:
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+        how = "; torchrun starts ranks: torchrun --nproc-per-node N -m packplan.app.sft run.yaml"
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}{how if wrong[0].startswith('--n') else ''}")
     options.overrides += others
     return options
 

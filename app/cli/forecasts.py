@@ -8,12 +8,13 @@ from typing import Any, Self
 
 import attrs
 
+from packplan.core.errors import counted
 from packplan.core.forecast import CPU, PEAK_FLOPS, RunForecast
 
 
 @attrs.frozen
 class TimeOptions:
-    """Device and price of a forecast."""
+    """Price of a forecast, and whether it may be a guess."""
 
     device: str | None = None
     """Device to guess for; None takes a calibration that fits, else the device of this machine."""
@@ -21,20 +22,28 @@ class TimeOptions:
     price: float | None = None
     """Price of an hour of a rank's device, in any currency; None shows no cost."""
 
+    guesses: bool = False
+    """Whether the time is guessed where none was measured."""
+
     @classmethod
     def from_options(cls, options: argparse.Namespace) -> Self:
         """Return what the command line says."""
-        return cls(options.device, options.price)
+        return cls(options.device, options.price, guesses=True)
+
+
+def add_price(parser: argparse.ArgumentParser) -> None:
+    """Declare the price of a run."""
+    parser.add_argument("--price", type=_price, metavar="P", help="price of an hour of each rank's device, for a cost")
 
 
 def add_time_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Declare the device of a guess, and the price of a run."""
     devices = (*PEAK_FLOPS, CPU)
     parser.add_argument(
         "--device", choices=devices, metavar="NAME",
         help=f"guess the time on this device, without a calibration: {', '.join(devices)}",
     )  # fmt: skip
-    parser.add_argument("--price", type=_price, metavar="P", help="price of an hour of each rank's device, for a cost")
+    add_price(parser)
 
 
 def _price(text: str) -> float:
@@ -67,8 +76,12 @@ def time_rows(forecast: RunForecast, *, world_size: int, price: float | None) ->
         world_size: Ranks.
         price: Price of an hour of a device; None shows no cost.
     """
-    sure = "" if forecast.uncertainty is None else f"+- {forecast.uncertainty:.1%}, "
-    yield "predicted time", duration(forecast.seconds), f"{sure}{forecast.timing.basis}"
+    sure = "" if forecast.uncertainty is None else f"+- {forecast.uncertainty:.1%} "
+    yield (
+        "predicted time",
+        duration(forecast.seconds),
+        f"{sure}on {counted(world_size, 'rank')}, {forecast.timing.basis}",
+    )
     yield "  tokens a second", f"{forecast.tokens_per_second:,.0f}", "without evaluations and checkpoints"
     spent = cost(forecast, world_size=world_size, price=price)
     if spent is not None:

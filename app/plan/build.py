@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -19,14 +20,14 @@ import attrs
 import numpy as np
 
 from packplan.adapters.progress import loading_libraries
-from packplan.app.cli.command import add_config_arguments, positive_number
+from packplan.app.cli.command import add_config_arguments, positive_number, to_type
 from packplan.app.planning.bad import ReasonCounts
 from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.epochs import plan_epochs
-from packplan.app.planning.log_lines import log_epochs, log_plan, steps_line
+from packplan.app.planning.log_lines import log_epochs, log_plan, log_schedule, steps_line
 from packplan.app.planning.measure import failures
 from packplan.app.planning.measure_slices import measure_slices
-from packplan.app.planning.schedule import require_static, split_schedule, warn_of_ignored
+from packplan.app.planning.schedule import batch_of, require_static, split_schedule, warn_of_ignored
 from packplan.app.planning.split import GatheredSplit, PlannedSplit, plan_split, require_writable
 from packplan.app.wiring import stores
 from packplan.app.wiring.attention import keep_verdict
@@ -87,36 +88,61 @@ def run(options: argparse.Namespace) -> None:
         from packplan.app.wiring.training import ask_before_measuring, joined_ranks, local_ranks
 
     if options.list_failures:
-        gathered = gather(config)
-        chosen = _chosen(gathered.splits, options.split)
-        write_good = None
-        open_file: Callable[[], AbstractContextManager[WriteFailure | None]] = nullcontext
-        if options.write_good:
-            if ranks is not None:
-                raise ConfigError.at("--write-good", "is for files: ms-swift leaves rows of a command out by itself")
-            if len(chosen) > 1:
-                raise ConfigError.at("--write-good", "writes one split: add --split train or --split eval")
-            name = chosen[0].name
-            paths = config.custom.train_jsonl if name == "train" else config.custom.val_jsonl
-            records, columns = gathered.samples[name].records, config.custom.columns
-            write_good = partial(write_records, records, options.write_good, paths, columns=columns)
-        if options.write_failures:
-            good = [str(options.write_good)] if options.write_good else []
-            read = [*config.custom.train_jsonl, *config.custom.val_jsonl, *good]
-            open_file = partial(writing_failures, options.write_failures, read)
-        list_failures(chosen, as_json=options.json, write_good=write_good, open_file=open_file)
+        _list_failures(options, config)
         return
     together = {"--split": options.split, "--world-size": options.world_size}
     with joined_ranks(config, use_cpu=True, options=together) as group:
         require_static(config)
+        world_size = options.world_size or ranks or group.world_size
+        batch_of(config, world_size=world_size)
         verdict = ask_before_measuring(config)
         gathered = gather(config, measuring_ranks=local_ranks())
         deadline = Deadline(config.training.packing_wait_timeout_s)
         gathered = continue_run(config, gathered, group=group, deadline=deadline, starts=False).gathered
         splits = _chosen(gathered.splits, options.split)
-        build(config, group, splits=splits, world_size=options.world_size or ranks)
-        if verdict is not None and group.rank == 0:
-            keep_verdict(config, verdict)
+        build(config, group, splits=splits, world_size=world_size)
+        if group.rank == 0:
+            if verdict is not None:
+                keep_verdict(config, verdict)
+            _log_next(config, [options.config, *options.overrides], world_size)
+
+
+def _list_failures(options: argparse.Namespace, config: RunConfig) -> None:
+    """List the records that cannot become samples, and write the files that the options name."""
+    from packplan.app.wiring.gather import gather
+
+    gathered = gather(config)
+    chosen = _chosen(gathered.splits, options.split)
+    write_good = None
+    open_file: Callable[[], AbstractContextManager[WriteFailure | None]] = nullcontext
+    if options.write_good:
+        if ranks_of(config) is not None:
+            raise ConfigError.at("--write-good", "is for files: ms-swift leaves rows of a command out by itself")
+        if len(chosen) > 1:
+            raise ConfigError.at("--write-good", "writes one split: add --split train or --split eval")
+        name = chosen[0].name
+        paths = config.custom.train_jsonl if name == "train" else config.custom.val_jsonl
+        records, columns = gathered.samples[name].records, config.custom.columns
+        write_good = partial(write_records, records, options.write_good, paths, columns=columns)
+    if options.write_failures:
+        good = [str(options.write_good)] if options.write_good else []
+        read = [*config.custom.train_jsonl, *config.custom.val_jsonl, *good]
+        open_file = partial(writing_failures, options.write_failures, read)
+    list_failures(chosen, as_json=options.json, write_good=write_good, open_file=open_file)
+
+
+def _log_next(config: RunConfig, words: list[str], world_size: int) -> None:
+    """Log where the plan is, and the commands that show it and train it on so many ranks."""
+    typed = ("-- " if ranks_of(config) and len(words) > 1 else "") + shlex.join(words)
+    train = f"{to_type('sft')} {typed}"
+    if world_size > 1:
+        train = f"torchrun --nproc-per-node {world_size} -m packplan.app.sft {typed}"
+    if ranks_of(config):
+        train = f"the command with --external_plugins plugin.py, which {to_type('plugin')} swift -o plugin.py writes"
+    log.info(
+        "the plan is in %s; to see it: %s %s; to train: %s",
+        Path(config.training.output_dir) / "static_packing", to_type("plan show"), typed, train,
+    )  # fmt: skip
 
 
 def _chosen(splits: Mapping[str, GatheredSplit], wanted: str | None) -> list[GatheredSplit]:
@@ -155,8 +181,12 @@ def build(
         if group.rank == 0:
             stores.remove_slices(config, split.name)
             log_plan(planned, split.policy)
-            if ranks_of(config) and split.name == "train":
-                log.info("train: %s", steps_line(planned, split_schedule(config, split.name, planned.aligned)))
+            if split.name == "train" and split.recipe is None:
+                schedule = split_schedule(config, split.name, planned.aligned)
+                if ranks_of(config):
+                    log.info("train: %s", steps_line(planned, schedule))
+                else:
+                    log_schedule(config, schedule)
         if split.recipe is not None:
             _build_epochs(config, split, planned, split.recipe.start, group=group, deadline=deadline)
     return built
@@ -177,7 +207,7 @@ def _build_epochs(
     schedule, epochs = plan_epochs(split, planned, schedule, works=works, group=group, deadline=deadline)
     if group.rank == 0:
         log_epochs(epochs.records, schedule, split.source.data_files())
-        log.info("train: %s in all", counted(schedule.total_steps, "optimizer step"))
+        log_schedule(config, schedule)
 
 
 def list_failures(

@@ -11,7 +11,7 @@ from packplan.app.planning.log_lines import BOUNDS, drawn_of_sources
 from packplan.core.equality import PackingVerdict
 from packplan.core.errors import agree, counted
 from packplan.core.inspection import Meetings, ScheduleSummary, SourceSummary
-from packplan.core.memory import with_margin, written_bytes
+from packplan.core.memory import MARGIN, with_margin, written_bytes
 from packplan.core.samples import video_totals
 
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -32,6 +32,8 @@ def deciding(view: PlanView) -> Iterator[FigureRow]:
         yield "  skipped, too long", f"{plan.skipped_samples:,}", counted(plan.skipped_tokens, "token")
     if packed and plan.long_samples:
         yield "  long, packs of their own", f"{plan.long_samples:,}", counted(plan.long_tokens, "token")
+    if plan.unsupervised_samples:
+        yield "  without supervised tokens", f"{plan.unsupervised_samples:,}", "nothing is learned from them"
     if plan.fill_mean is not None and plan.padding_saved is not None:
         order = f" {BOUNDS['order']}" if plan.bound_kind == "order" else ""
         bound = f"no plan has fewer than {plan.lower_bound:,}{order}"
@@ -74,6 +76,7 @@ def _samples(view: PlanView) -> Iterator[FigureRow]:
     if plan.supervised_tokens is not None:
         remark = f"{plan.supervised_tokens / plan.planned_tokens:.1%} of the planned ones: the loss counts them"
         yield "supervised tokens", f"{plan.supervised_tokens:,}", remark
+        yield "  samples without", f"{plan.unsupervised_samples:,}", "from which nothing is learned"
 
 
 def _sources(view: PlanView) -> Iterator[FigureRow]:
@@ -163,7 +166,7 @@ def _time(view: PlanView) -> Iterator[FigureRow]:
     if view.forecast is not None:
         yield from time_rows(view.forecast, world_size=view.schedule.world_size, price=view.price)
     if view.peak is not None:
-        margin = f"{written_bytes(with_margin(view.peak))} with the margin of a GPU"
+        margin = f"{written_bytes(with_margin(view.peak))} with a margin of {MARGIN:.0%}"
         yield "predicted memory", written_bytes(view.peak), f"of each rank, at the peak of a step; {margin}"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, world_size
-from packplan.app.cli.forecasts import TimeOptions, add_time_options
+from packplan.app.cli.forecasts import TimeOptions, add_price
 from packplan.app.plan.figures import epoch_lines, epoch_rows, figures
 from packplan.app.plan.stored import PlanView, as_document, inspect_plan, splits_of
 from packplan.app.wiring import stores
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=world_size, metavar="N", help="ranks (default: the most that were built for)"
     )
-    add_time_options(parser)
+    add_price(parser)
     parser.set_defaults(run=run)
 
 
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
     """Open the plans, draw them, and write the page."""
     stores.page_target(options.output)  # before it takes seconds
     config = read_run(options.config, options.overrides)
-    time = TimeOptions.from_options(options)
+    time = TimeOptions(price=options.price)
     views = [
         inspect_plan(config, split, world_size=options.world_size, time=time)
         for split in splits_of(config, options.split)

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from packplan.app.cli.command import add_config_arguments, whole_number, world_size
 from packplan.app.cli.console import plain_console
-from packplan.app.cli.forecasts import TimeOptions, add_time_options
+from packplan.app.cli.forecasts import TimeOptions, add_price
 from packplan.app.plan.explain import Explainer, as_text
 from packplan.app.plan.figures import deciding, epoch_lines, epoch_rows, figures
 from packplan.app.plan.stored import PlanView, as_document, inspect_plan, splits_of
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", action="store_true", help="with --sample: its text as the model gets it, and which of it is trained"
     )
-    add_time_options(parser)
+    add_price(parser)
     parser.add_argument("--all", action="store_true", help="every figure and digest, and each source")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     parser.set_defaults(run=run)
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
             split,
             world_size=options.world_size,
             epoch=options.epoch if split == "train" else None,
-            time=TimeOptions.from_options(options),
+            time=TimeOptions(price=options.price),
         )
         for split in splits
     ]

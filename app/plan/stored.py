@@ -135,7 +135,7 @@ class PlanView:
     """Visits of the samples so far; None if nothing was trained."""
 
     forecast: RunForecast | None = None
-    """Predicted time of the run; None for an evaluation."""
+    """Predicted time of the run; None for an evaluation, and where nothing was measured."""
 
     price: float | None = None
     """Price of an hour of a rank's device; None shows no cost."""
@@ -230,7 +230,7 @@ def inspect_plan(
         split: `train` or `eval`.
         world_size: Ranks; None takes the most that the plan was aligned for.
         epoch: Epoch whose plan is shown, where each has its own; None takes the first.
-        time: Device and price of the forecast; None guesses no device and shows no cost.
+        time: Price of the forecast, and whether it may be a guess; None says a measured time alone.
 
     Raises:
         PackplanError: It is not stored, or damaged, or not for so many ranks or epochs.
@@ -277,7 +277,9 @@ def inspect_plan(
         warnings=tuple(warnings),
         epochs=epochs,
         visits=view_visits(config, stored.lengths) if split == "train" else None,
-        forecast=_forecast(config, stored, schedule, work, timing) if split == "train" else None,
+        forecast=_forecast(config, stored, schedule, work, timing)
+        if split == "train" and (time.guesses or not timing.is_guess)
+        else None,
         price=time.price,
         peak=find_peak(config, world_size=ranks, plan=stored.plan.key) if split == "train" else None,
     )

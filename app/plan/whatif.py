@@ -35,7 +35,7 @@ from packplan.core.epochs import EpochRecipe
 from packplan.core.errors import ConfigError, counted
 from packplan.core.forecast import RunForecast
 from packplan.core.inspection import Alternative, PlanSummary, ScheduleSummary, best_of, what_if
-from packplan.core.memory import peak_of_full, with_margin, written_bytes
+from packplan.core.memory import MARGIN, peak_of_full, with_margin, written_bytes
 from packplan.core.plan import RawPlan, refuse_dropped, refuse_longer
 from packplan.core.ports import StoredLengths
 from packplan.core.schedule import EpochSchedule, PackStats
@@ -209,7 +209,7 @@ def _notes(alternatives: list[Alternative], best: dict[int, Alternative]) -> Ite
             unused = f"; a stored calibration is not used: {timing.unused}" if timing.unused else ""
             yield f"time on {counted(ranks, 'rank')}: {timing.basis}{unused}"
     if any(one.peak for one in alternatives):
-        yield "memory: of each rank, for full packs, with the margin of a GPU; by packplan plan fit"
+        yield f"memory: of each rank, for full packs, with a margin of {MARGIN:.0%}; by packplan plan fit"
     if any(one.plan and one.peak is None for one in alternatives):
         yield "memory: packplan plan fit --world-size N says it for N ranks, and keeps it"
     if any(one.plan and one.plan.oversized_packs for one in alternatives):

@@ -9,8 +9,10 @@ from types import MappingProxyType
 
 import numpy as np
 
+from packplan.app.planning.schedule import forced_batches, ragged_window
 from packplan.app.planning.split import PlannedSplit
 from packplan.core.checksum import plan_checksum
+from packplan.core.config import RunConfig
 from packplan.core.epochs import EpochRecord
 from packplan.core.errors import agree, counted, in_ranges
 from packplan.core.inspection import LowFill, longest_pack, low_fill
@@ -62,6 +64,26 @@ def steps_line(planned: PlannedSplit, schedule: EpochSchedule) -> str:
         f"{counted(schedule.steps_per_epoch, 'step')} an epoch, {schedule.total_steps:,} in all on "
         f"{counted(schedule.world_size, 'rank')}; plan {digest}"
     )
+
+
+def log_schedule(config: RunConfig, schedule: EpochSchedule) -> None:
+    """Log the optimizer steps of a run, and which of them differ from what was asked for."""
+    for forced in forced_batches(config):
+        log.warning("%s", forced)
+    batch = schedule.batch_size * schedule.gradient_accumulation_steps
+    each = (
+        f"{counted(schedule.world_size * batch, 'pack' if config.training.packing else 'sample')} = "
+        f"{counted(schedule.world_size, 'rank')} x {schedule.batch_size:,} per device x "
+        f"{schedule.gradient_accumulation_steps:,} accumulation"
+    )
+    if schedule.differs:
+        steps = f"{schedule.total_steps:,} in total, over {counted(schedule.num_epochs, 'epoch')}, each of {each}"
+    else:
+        per_rank = f"{counted(schedule.batches_per_epoch, 'batch')} per rank and epoch"
+        steps = f"{schedule.steps_per_epoch:,} per epoch, {schedule.total_steps:,} in total, each of {each}; {per_rank}"
+    log.info("optimizer steps: %s", steps)
+    if window := ragged_window(schedule):
+        log.warning("%s", window)
 
 
 def log_epochs(records: Sequence[EpochRecord], schedule: EpochSchedule, files: Sequence[DataFile]) -> None:
@@ -117,7 +139,7 @@ def drawn_of_sources(record: EpochRecord, files: Sequence[DataFile]) -> str:
 
 def describe(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
     """Yield the lines on a planned split, each with its log level."""
-    for parts in (_describe_plan, _describe_packs, _describe_checksums, _describe_exceptions):
+    for parts in (_describe_plan, _describe_packs, _describe_exceptions):
         of = f"{planned.name}, its first epoch" if planned.has_epochs else planned.name
         yield from ((level, f"{of}: {text}") for level, text in parts(planned, policy))
 
@@ -140,20 +162,27 @@ def _describe_plan(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
             f"{counted(len(raw.packs), 'pack')}, fill {raw.fill:.4f}{long}{dropped}, no plan has fewer than "
             f"{counted(raw.lower_bound, 'pack')}{of_all} ({BOUNDS[raw.bound_kind]})"
         )
+    supervised = int(column(planned.table, "supervised")[raw.packs.indices].sum(dtype=np.int64))
     yield _note(
         f"{counted(raw.num_samples, 'sample')}, {counted(raw.num_tokens, 'token')}; "
-        f"packing_length {raw.packing_length:,}; {counted(raw.planned_samples, 'sample')} in {held}"
+        f"packing_length {raw.packing_length:,}; {counted(raw.planned_samples, 'sample')} in {held}; "
+        f"{counted(supervised, 'token')} ({supervised / raw.planned_tokens:.1%}) {agree(supervised)} supervised"
     )
+    repeated = f" (repeated packs of the raw plan [{in_ranges(aligned.repeated)}])" if aligned.pad_needed else ""
     yield _note(
-        f"N_raw_packs {len(raw.packs):,}, N_aligned_packs {len(aligned.packs):,}, "
-        f"world_size {aligned.world_size}, dataloader_drop_last {str(aligned.dataloader_drop_last).lower()}"
+        f"N_raw_packs {len(raw.packs):,}, N_aligned_packs {len(aligned.packs):,}, world_size {aligned.world_size}, "
+        f"dataloader_drop_last {str(aligned.dataloader_drop_last).lower()}, pad_needed {aligned.pad_needed:,}"
+        f"{repeated}; raw_plan checksum {planned.raw_checksum[:12]}, aligned_plan checksum {planned.checksum[:12]}"
     )
-    supervised = int(column(planned.table, "supervised")[raw.packs.indices].sum(dtype=np.int64))
-    share = supervised / raw.planned_tokens
-    yield _note(f"{counted(supervised, 'token')} of planned samples ({share:.1%}) are supervised")
-    if aligned.pad_needed:
-        shown = in_ranges(aligned.repeated)
-        yield _note(f"pad_needed {aligned.pad_needed:,}, repeated packs of the raw plan [{shown}]")
+    if nothing := planned.unsupervised.size:
+        cut = int(column(planned.table, "cut")[planned.unsupervised].sum())
+        which = f": {in_ranges(planned.unsupervised.tolist(), most=SHOWN)}"
+        if not planned.teaches:
+            which = ", so training " + ("refuses the plan" if planned.name == "train" else "leaves the evaluation out")
+        yield _warning(
+            f"{counted(nothing, 'planned sample')} {agree(nothing, 'has', 'have')} no supervised token"
+            f"{f', {cut:,} of which {agree(cut)} truncated (template.max_length)' if cut else ''}{which}"
+        )
     if aligned.num_dropped:
         first = len(raw.packs) - aligned.num_dropped
         yield _warning(
@@ -164,20 +193,26 @@ def _describe_plan(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
 
 
 def _describe_packs(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
-    """Yield the longest pack, and the reason of a low fill."""
+    """Yield the long samples, the order of the samples, and the reason of a low fill."""
     if not policy.packing:
         return
     raw, lengths = planned.raw, column(planned.table, "length")
-    longest = longest_pack(raw, lengths)
-    line = f"the longest pack has {counted(longest.tokens, 'token')}"
-    if number := longest.num_oversized:
-        yield _warning(
-            f"{line}; {counted(number, 'pack')}, {agree(number, 'a long sample', 'each a long sample')}, "
-            f"{agree(number, 'exceeds', 'exceed')} the packing length of {raw.packing_length:,} by more than 10 %; "
-            "training.packing_allow_single_long: false skips long samples"
+    if number := len(raw.single_long):
+        longest = longest_pack(raw, lengths)
+        whole = number - int(column(planned.table, "cut")[list(raw.single_long)].astype(bool).sum())
+        not_cut = f", {whole:,} not truncated" if whole < number else ""
+        line = (
+            f"{counted(number, 'sample')} {agree(number, 'has', 'have')} {counted(raw.packing_length, 'token')} or "
+            f"more and {agree(number, 'is a pack of its own', 'are packs of their own')}, the longest of "
+            f"{longest.tokens:,}{not_cut}: {in_ranges(raw.single_long, most=SHOWN)}"
         )
-    else:
-        yield _note(line)
+        if over := longest.num_oversized:
+            yield _warning(
+                f"{line}; {counted(over, 'pack')} {agree(over, 'exceeds', 'exceed')} the packing length by more than "
+                "10 %; training.packing_allow_single_long: false skips long samples"
+            )
+        else:
+            yield _note(line)
     if policy.displaces:
         yield _note(
             f"no sample is more than {counted(policy.max_displacement, 'place')} from its own in the data; "
@@ -186,11 +221,6 @@ def _describe_packs(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]
     low = low_fill(raw, lengths)
     if low is not None:
         yield _warning(f"fill is {low.fill:.4f}, since {_reason(low, policy)}")
-
-
-def _describe_checksums(planned: PlannedSplit, _: PlanPolicy) -> Iterator[Line]:
-    yield _note(f"raw_plan checksum {planned.raw_checksum}")
-    yield _note(f"aligned_plan checksum {planned.checksum} (world_size {planned.aligned.world_size})")
 
 
 def _reason(low: LowFill, policy: PlanPolicy) -> str:
@@ -217,7 +247,7 @@ def _reason(low: LowFill, policy: PlanPolicy) -> str:
 
 
 def _describe_exceptions(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
-    """Yield which samples are truncated, long, skipped or dropped."""
+    """Yield which samples are truncated, skipped or dropped."""
     raw = planned.raw
     lengths, cut = column(planned.table, "length"), column(planned.table, "cut") != 0
     if num_cut := int(cut.sum()):
@@ -226,14 +256,6 @@ def _describe_exceptions(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[
         yield _warning(
             f"{counted(num_cut, 'sample')} {agree(num_cut)} truncated to {counted(longest, 'token')} "
             f"(template.truncation_strategy){long}"
-        )
-    if raw.single_long and policy.packing:
-        number = len(raw.single_long)
-        whole = number - int(cut[list(raw.single_long)].sum())
-        yield _note(
-            f"{counted(number, 'sample')} {agree(number, 'has', 'have')} {counted(raw.packing_length, 'token')} or "
-            f"more and {agree(number, 'is a pack of its own', 'are packs of their own')}, "
-            f"{whole:,} not truncated: {in_ranges(raw.single_long, most=SHOWN)}"
         )
     if raw.skipped_long:
         number = len(raw.skipped_long)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from packplan.app.planning.split import PlannedSplit
 from packplan.core.align import AlignedPlan
 from packplan.core.batch import Accumulation, partial_window, resolve_accumulation
-from packplan.core.config import EVEN_STEPS, RunConfig
+from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.schedule import ORDER_VERSION, EpochSchedule, ResumeState
@@ -154,7 +154,10 @@ def ragged_window(schedule: EpochSchedule) -> str | None:
     partial = partial_window(
         per_rank_batches=schedule.batches_per_epoch, gradient_accumulation_steps=schedule.gradient_accumulation_steps
     )
-    return None if partial is None else f"{partial}; {EVEN_STEPS}"
+    if partial is None or (even := partial.even_accumulation) is None:
+        return partial and str(partial)
+    size = schedule.world_size * schedule.batch_size * even
+    return f"{partial}; training.effective_batch_size: {size:,} gives even steps"
 
 
 def resume_state_of(planned: PlannedSplit, schedule: EpochSchedule, config: RunConfig) -> ResumeState:

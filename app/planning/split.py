@@ -27,6 +27,7 @@ from packplan.core.config import RunConfig
 from packplan.core.epochs import EpochRecipe, EpochSamples, drawable, plan_epoch, plan_key
 from packplan.core.errors import ConfigError, DataSetError, MismatchError, agree, counted
 from packplan.core.fingerprint import Fingerprint
+from packplan.core.lengths import IntArray
 from packplan.core.mixes import drawn_faults
 from packplan.core.plan import (
     RawPlan,
@@ -35,6 +36,8 @@ from packplan.core.plan import (
     plan_to_arrays,
     refuse_dropped,
     refuse_longer,
+    refuse_unsupervised,
+    unsupervised_samples,
 )
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import Arrays, LengthSource, LengthStore, Lock, PlanStore, RankGroup, ReportProgress
@@ -66,8 +69,20 @@ class PlannedSplit:
     has_epochs: bool = False
     """Whether each epoch has a plan of its own; `raw` is the first."""
 
+    unsupervised: IntArray = attrs.field(init=False, eq=False)
+    """Planned samples without a supervised token, ascending."""
+
     raw_checksum: str = attrs.field(init=False)
     checksum: str = attrs.field(init=False)
+
+    @unsupervised.default
+    def _unsupervised(self) -> IntArray:
+        return unsupervised_samples(self.raw, column(self.table, "supervised"))
+
+    @property
+    def teaches(self) -> bool:
+        """Whether any planned sample has a supervised token."""
+        return self.unsupervised.size < self.raw.planned_samples
 
     @raw_checksum.default
     def _raw_checksum(self) -> str:
@@ -219,6 +234,8 @@ def _measure_and_plan(split: GatheredSplit, world_size: int, deadline: Deadline,
                 raw = plan_samples(name, policy, samples, recipe=split.recipe, report=report)
             stores.plans.save(key, raw)
         refuse_dropped(raw, lengths, policy)
+        if name == "train":
+            refuse_unsupervised(raw, column(table, "supervised"))
         stores.plans.save_aligned(key, split.alignment.align(raw, world_size=world_size))
     inputs = np.frombuffer(json.dumps(dict(key.inputs)).encode(), dtype=np.uint8)
     return {"table": table, "key": inputs, **plan_to_arrays(raw)}

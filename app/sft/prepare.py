@@ -14,12 +14,9 @@ import attrs
 
 from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.epochs import PlannedEpochs, plan_epochs
-from packplan.app.planning.log_lines import log_epochs, log_plan
+from packplan.app.planning.log_lines import log_epochs, log_plan, log_schedule
 from packplan.app.planning.schedule import (
-    BatchSizes,
     batch_of,
-    forced_batches,
-    ragged_window,
     require_static,
     resume_state_of,
     split_schedule,
@@ -96,7 +93,7 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> P
         checkpoint, found = continued.checkpoint, attrs.evolve(found, visits=continued.start.visits)
     group.settle()
     if group.rank == 0:
-        _log(config, gathered, planned, found, batch)
+        _log(config, gathered, planned, found)
         _log_attention(attention, checkpoint)
 
     trainer = build_trainer(
@@ -114,7 +111,7 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> P
         visits=found.visits,
     )
     if group.rank == 0:
-        _log_forecast(timing, trainer.forecast)
+        _log_forecast(timing, trainer.forecast, group.world_size)
     if continued.checkpoint is not None:
         trainer.checkpoint_key = CONTINUE_KEY
     return Prepared(gathered.samples, planned, found.schedule, trainer, checkpoint, found.epochs)
@@ -193,7 +190,6 @@ def _log(
     gathered: Gathered,
     planned: Mapping[str, PlannedSplit],
     found: _Scheduled,
-    batch: BatchSizes,
 ) -> None:
     """
     Say what will be trained.
@@ -203,49 +199,22 @@ def _log(
         gathered: Samples of the run.
         planned: Plans of its splits.
         found: Packs of each step.
-        batch: Packs of an optimizer step.
     """
     warn_of_ignored(config)
     for name, plan in planned.items():
         log_plan(plan, gathered.splits[name].policy)
     if found.epochs is not None:
         log_epochs(found.epochs.records, found.schedule, gathered.splits["train"].source.data_files())
-    _log_schedule(config, batch, found.schedule)
+    log_schedule(config, found.schedule)
+    if found.schedule.start.step:
+        _log_resume(found.schedule, "pack" if config.training.packing else "sample")
     _log_work(found.work, found.schedule)
-
-
-def _log_schedule(config: RunConfig, batch: BatchSizes, schedule: EpochSchedule) -> None:
-    training, accumulation = config.training, batch.accumulation
-    unit = "pack" if training.packing else "sample"
-    for forced in forced_batches(config):
-        log.warning("%s", forced)
-    log.info(
-        "effective batch: requested %s per optimizer step, realised %d = %s x %d per device x %d accumulation",
-        counted(accumulation.effective_batch_size, unit),
-        accumulation.effective_batch_size,
-        counted(schedule.world_size, "rank"),
-        batch.size,
-        accumulation.gradient_accumulation_steps,
-    )
-    if window := ragged_window(schedule):
-        log.warning("%s", window)
-    if schedule.differs:
-        log.info("optimizer steps: %d in total, over %s", schedule.total_steps, counted(schedule.num_epochs, "epoch"))
-    else:
-        log.info(
-            "optimizer steps: %d per epoch, %d in total (%s per rank and epoch)",
-            schedule.steps_per_epoch,
-            schedule.total_steps,
-            counted(schedule.batches_per_epoch, "batch"),
-        )
-    if schedule.start.step:
-        _log_resume(schedule, unit)
 
 
 def _log_work(work: Work, schedule: EpochSchedule) -> None:
     if work.estimated:
         log.warning("work is estimated from tokens and their squares: %s", work.estimated)
-    if schedule.works is None:
+    if schedule.works is None or schedule.world_size == 1:
         return
     log.info(
         "packs of a step are assigned to ranks by work, which meet in each %s: %.3f %% above the bound "
@@ -261,9 +230,9 @@ def _log_attention(attention: AttentionChoice, checkpoint: Checkpoint[ResumeStat
         log.info(then, checkpoint.attention, attention.name)
 
 
-def _log_forecast(timing: Timing, forecast: RunForecast | None) -> None:
+def _log_forecast(timing: Timing, forecast: RunForecast | None, world_size: int) -> None:
     if forecast is not None:
-        log.info("%s", told_forecast(forecast))
+        log.info("%s", told_forecast(forecast, world_size))
     if timing.unused:
         log.info("a stored calibration is not used: %s", timing.unused)
 

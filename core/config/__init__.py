@@ -10,7 +10,7 @@ from packplan.core.config.faults import faults, tuners_of
 from packplan.core.config.keys import key_of, keys_of
 from packplan.core.config.planning import configured_inputs, plan_policy, stream_inputs
 from packplan.core.config.ranks import OWN, PATHS, flat_values, rank_differences, run_values
-from packplan.core.config.remedies import EVEN_STEPS, LESS_DROPPED, with_remedy
+from packplan.core.config.remedies import LESS_DROPPED, with_remedy
 from packplan.core.config.rl import GrpoConfig
 from packplan.core.config.rl_faults import rl_faults
 from packplan.core.config.rl_resume import changed_settings, resume_faults, resume_values
@@ -26,7 +26,6 @@ from packplan.core.config.run import (
 )
 
 __all__ = [
-    "EVEN_STEPS",
     "LESS_DROPPED",
     "OWN",
     "PATHS",

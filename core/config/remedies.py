@@ -7,9 +7,6 @@ from types import MappingProxyType
 
 from packplan.core.errors import PackplanError, shortened
 
-EVEN_STEPS = "choose training.effective_batch_size so that accumulation divides the batches, or accept it"
-"""Remedy for a last step of an epoch that sees fewer batches."""
-
 LESS_DROPPED = "To drop less, set training.packing_drop_last: false, or lower training.packing_min_fill_ratio"
 """Remedy for a stream that drops too much."""
 
@@ -27,6 +24,8 @@ _REMEDIES: Mapping[str, str] = MappingProxyType(
         "too_long": "raise template.max_length to {longest:,}",
         "too_short": "set training.dataloader_drop_last: false",
         "nothing_left": "set training.continue_epoch: next",
+        "unsupervised": "raise template.max_length if it truncates their answers; packplan plan show RUN.yaml "
+        "--sample {sample} --text shows what is trained of one",
         "too_many_epochs": "lower training.max_steps or training.num_train_epochs",
         "isolation": "set training.packing: false",
         "attention": "set model.attn_impl: auto",

@@ -19,7 +19,7 @@ from packplan.core.lengths import IntArray, Lengths, as_lengths, squares
 from packplan.core.metrics import padded_positions
 from packplan.core.packs import filled
 from packplan.core.patterns.certificate import BoundKind
-from packplan.core.plan import RawPlan
+from packplan.core.plan import RawPlan, unsupervised_samples
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from packplan.core.work import SampleWorks, expected_imbalance, floor_of
 
@@ -64,6 +64,9 @@ class PlanSummary:
 
     supervised_tokens: int | None
     """Planned tokens that the loss counts, of any weight; None if not measured."""
+
+    unsupervised_samples: int | None
+    """Planned samples without such a token, from which nothing is learned; None if not measured."""
 
     dropped_packs: int
     """Packs filled below the ratio."""
@@ -231,6 +234,7 @@ def summarise(
         long_samples=len(plan.single_long),
         skipped_samples=len(plan.skipped_long),
         supervised_tokens=None if supervised is None else int(np.asarray(supervised)[plan.packs.indices].sum()),
+        unsupervised_samples=None if supervised is None else unsupervised_samples(plan, supervised).size,
         dropped_packs=len(plan.dropped_packs),
         longest_pack=longest.tokens,
         oversized_packs=longest.num_oversized,

@@ -161,6 +161,11 @@ class EpochStats:
         useful = int((self.pack_stats.tokens[packs] * first).sum())
         return Tokens(int(self._widths(self._rows(packs)).sum()), useful)
 
+    @property
+    def has_waste(self) -> bool:
+        """Whether positions of the epoch are padding, or of repeated packs."""
+        return not self.pack_stats.packed or not self.first.all()
+
     def works(self, start: int, stop: int) -> NDArray[np.float64]:
         """
         Return the work of each step from *start* to before *stop* on each rank; shape (steps,
@@ -205,7 +210,8 @@ class EpochStats:
         - `fill`: Mean fill of packs; a long pack counts as full.
         - `samples_per_pack`, and `long_share` of the samples.
         - `work`: Mean work of a step over all ranks.
-        - `work_imbalance`: Work of the busiest rank over the mean rank, a mean over steps.
+        - `work_imbalance`: Work of the busiest rank over the mean rank, a mean over steps; of
+          several ranks.
         - `microbatch_imbalance`: The same if ranks wait for each other in each microbatch.
         - `coverage`: Share of the data set that the epoch has consumed before *stop*.
         """
@@ -213,13 +219,16 @@ class EpochStats:
         works = self.works(start, stop)
         samples = int(pack_stats.samples[packs].sum())
         fills = self._fills(packs)
+        imbalances = {
+            "work_imbalance": float((works.max(axis=1) / works.mean(axis=1)).mean()),
+            "microbatch_imbalance": self.microbatch_imbalance(start, stop),
+        }
         return {
             **({"fill": float(fills.mean())} if fills.size else {}),
             **({"samples_per_pack": samples / packs.size} if pack_stats.packed else {}),
             "long_share": int(pack_stats.long[packs].sum()) / samples,
             "work": float(works.sum(axis=1).mean()),
-            "work_imbalance": float((works.max(axis=1) / works.mean(axis=1)).mean()),
-            "microbatch_imbalance": self.microbatch_imbalance(start, stop),
+            **(imbalances if self.world_size > 1 else {}),
             "coverage": self._coverage(stop),
         }
 

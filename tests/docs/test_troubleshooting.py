@@ -18,7 +18,7 @@ from packplan.core.epochs import EpochRecipe, EpochSamples, select_epoch
 from packplan.core.errors import Difference, Fault, ModelError, PackplanError, RankDifference, RunError, StaleError
 from packplan.core.lengths import checked_works
 from packplan.core.packers import pack
-from packplan.core.plan import build_raw_plan, refuse_dropped, refuse_longer
+from packplan.core.plan import build_raw_plan, refuse_dropped, refuse_longer, refuse_unsupervised
 from packplan.core.policy import PlanPolicy
 from packplan.core.schedule import Visits, carry_over
 from packplan.core.shard import shard_packed, shard_plain
@@ -98,6 +98,7 @@ EXAMPLES = (
     raised(build_raw_plan, [300, 400], packing_length=2048, min_fill_ratio="0.65"),
     raised(refuse_dropped, build_raw_plan(MIXED, DROPPING), MIXED, DROPPING),
     raised(refuse_longer, [100, 5120, 7168], PlanPolicy(packing_length=4096, refuse_longer=True)),
+    raised(refuse_unsupervised, build_raw_plan([8] * 400, packing_length=64), [0] * 400),
     raised(select_epoch, EpochRecipe(visited=TRAINED), DROPPING, EpochSamples(lengths=np.array(MIXED)), 0),
     errors.PlanError(
         "too_many_epochs", "epochs 0 to 9,999 end at optimizer step 20,000, and no more epochs can be planned"

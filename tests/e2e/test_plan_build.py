@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,29 @@ def test_what_a_run_cannot_be_built_for_is_named(write_run, run, capfd):
         with pytest.raises(SystemExit, match="2"):
             run("build", "run.yaml", f"--world-size={number}")
         assert f"is {number}, but has to be a whole number of at least 1" in capfd.readouterr().err
+
+
+def test_what_training_refuses_is_refused_before_measuring(write_run, run, monkeypatch):
+    """A batch that the ranks do not divide, an attention that is not installed."""
+    refuse_to_measure(monkeypatch)
+
+    path = write_run("qwen3", training={"effective_batch_size": 8})
+    assert "not divisible by 3 ranks; set" in run("build", path, "--world-size", 3, status=2).err
+    flash = write_run("qwen3", model={"attn_impl": "flash_attention_2"})
+    assert "the package flash-attn is not installed" in run("build", flash, status=2).err
+
+
+def test_a_build_says_the_steps_the_place_of_the_plan_and_what_to_type_next(write_run, run, tmp_path):
+    """For the ranks that it was built for."""
+    path = write_run("qwen3", training={"effective_batch_size": 8})
+
+    *_, steps, last = [line for line in run("build", path, "--world-size", 2).err.splitlines() if "warning" not in line]
+
+    assert re.search(
+        r"optimizer steps: \d+ per epoch, \d+ in total, each of 8 packs = 2 ranks x 1 per device x 4", steps
+    )
+    assert f"the plan is in {tmp_path / 'run' / 'static_packing'}; to see it: " in last
+    assert last.endswith(f"plan show {path}; to train: torchrun --nproc-per-node 2 -m packplan.app.sft {path}")
 
 
 def test_bad_records_are_left_out_by_every_command(write_run, run, tmp_path):

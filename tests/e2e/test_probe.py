@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from functools import wraps
 
 import pytest
@@ -521,13 +522,13 @@ def test_every_architecture_of_text_that_transformers_knows_is_listed():
 
 @pytest.mark.parametrize("installed", [False, True])
 def test_flash_attention_by_name_is_asked_of_where_its_package_is(write_run, monkeypatch, installed):
-    """Elsewhere plans are built for it without an answer: training asks, on its own machine."""
+    """Elsewhere plans are not built for it: training would refuse it, too."""
     from packplan.app.wiring import attention
 
     monkeypatch.setattr(verdicts, "runs_on_cpu", lambda _: False)
     monkeypatch.setattr(attention, "find_spec", lambda _: object() if installed else None)
     monkeypatch.setattr(verdicts, "verdict_of", lambda _: PASSES)
 
-    found = verdicts.ask_before_measuring(read_config(write_run(model={"attn_impl": "flash_attention_2"})))
-
-    assert (PASSES if installed else None) == found
+    config = read_config(write_run(model={"attn_impl": "flash_attention_2"}))
+    with nullcontext() if installed else pytest.raises(ModelError, match="flash-attn is not installed"):
+        assert PASSES == verdicts.ask_before_measuring(config)

@@ -274,6 +274,18 @@ def test_an_epoch_without_a_step_ends_training(write_rollout):
         run(write_rollout(effective_batch_size=500))
 
 
+def test_a_stream_that_teaches_nothing_is_an_error(write_run, tmp_path):
+    """Its answers are truncated; a plan would refuse them before training."""
+    path = write_turns(tmp_path / "turns.jsonl", [("user", "blue " * 60), ("assistant", "red")])
+    path = write_run(
+        "qwen2", template={"max_length": 50, "truncation_strategy": "right"},
+        custom={"train_jsonl": path, "trainer_variant": "rollout"}, training={"max_steps": 1, "packing_mode": "dynamic"},
+    )  # fmt: skip
+
+    with pytest.raises(DataSetError, match="none of the samples of 1 step had a supervised token"):
+        run(path)
+
+
 def test_the_last_message_is_what_is_answered(write_rollout, tmp_path):
     """Where there are several turns, all before it are the prompt, word for word as in training."""
     from packplan.app.wiring import training as wiring

@@ -14,6 +14,7 @@ import torch
 
 from packplan.adapters.config.trainer_keys import TABLE, lacking, stored_keys
 from packplan.adapters.trainer import base
+from packplan.adapters.trainer.arguments import leave_evaluation_out
 from packplan.adapters.trainer.keys import installed_keys
 from packplan.adapters.trainer.settings import failures_named
 from packplan.app import sft
@@ -129,6 +130,21 @@ def test_a_model_that_cannot_be_compiled_is_named_by_key():
         compiled(torch.zeros(2))
     with pytest.raises(RuntimeError, match="shape"), failures_named(trainer):
         raise RuntimeError("shape")
+
+
+def test_what_follows_an_evaluation_is_refused_where_it_has_nothing_to_evaluate():
+    """By its key; otherwise the evaluation alone is left out, also the one at the start."""
+    plain = {"eval_strategy": "steps", "eval_on_start": True, "save_strategy": "steps", "load_best_model_at_end": False,
+             "early_stop_interval": None, "lr_scheduler_type": "cosine"}  # fmt: skip
+    arguments = SimpleNamespace(**plain)
+    leave_evaluation_out(arguments)
+    assert ("no", False) == (arguments.eval_strategy, arguments.eval_on_start)
+
+    followers = {"load_best_model_at_end": True, "save_strategy": "best", "early_stop_interval": 3,
+                 "lr_scheduler_type": "reduce_lr_on_plateau"}  # fmt: skip
+    for key, value in followers.items():
+        with pytest.raises(ConfigError, match=rf"training\.{key}: follows the evaluation"):
+            leave_evaluation_out(SimpleNamespace(**{**plain, key: value}))
 
 
 def test_what_can_be_used_is_taken():

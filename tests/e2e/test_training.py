@@ -7,10 +7,12 @@ import logging
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 from collections import Counter
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from unittest.mock import patch
 
@@ -54,7 +56,7 @@ def first_lines(path: Path, number: int) -> Path:
 
 
 def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PLR0917  # fixtures
-    write_run, execute, few_scenes, fetched, caplog, tmp_path
+    write_run, execute, few_scenes, fetched, caplog, capsys, tmp_path
 ):
     """Steps are announced before they run; a second run measures nothing and plans the same."""
     keys = {"num_train_epochs": 2, "effective_batch_size": 3, "packing_drop_last": False, "report_to": ["tensorboard"]}
@@ -71,16 +73,18 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PL
     assert 2 * math.ceil(num_packs / 3) == result.schedule.total_steps == result.num_steps == len(losses(result))
     assert f"{result.schedule.steps_per_epoch} per epoch, {result.num_steps} in total" in caplog.text
     for said in ("N_raw_packs", "N_aligned_packs", "world_size 1", "dataloader_drop_last false", "raw_plan checksum",
-                 "aligned_plan checksum", "requested 3 packs", "is a pack of its own"):  # fmt: skip
+                 "aligned_plan checksum", "each of 3 packs", "is a pack of its own"):  # fmt: skip
         assert said in caplog.text
     assert ("sees 1 of 3 batches" in caplog.text) == (num_packs % 3 == 1)
 
     lines = [json.loads(line) for line in (tmp_path / "run" / "logging.jsonl").read_text().splitlines()]
     assert result.num_steps == sum("loss" in line for line in lines)
     steps = [line for line in lines if "loss" in line]
-    telemetry = {"fill", "samples_per_pack", "tokens_per_second", "useful_tokens_per_second", "work",
-                 "work_imbalance", "microbatch_imbalance", "long_share", "coverage", "token_acc"}  # fmt: skip
+    telemetry = {"fill", "samples_per_pack", "tokens_per_second", "work", "long_share", "coverage", "token_acc"}
     assert all(telemetry <= step.keys() for step in steps)
+    assert not {"work_imbalance", "useful_tokens_per_second", "seconds_left"} & {*chain.from_iterable(steps)}
+    (printed, *_) = re.findall(r"'loss': ([\d.]+)", capsys.readouterr().out)
+    assert printed == f"{steps[0]['loss']:.4g}" != str(steps[0]["loss"])
     plan = result.planned["train"].raw
     assert [plan.planned_samples / plan.num_samples] * 2 == [
         line["epoch_coverage"] for line in lines if "epoch_coverage" in line
@@ -273,13 +277,17 @@ def test_a_text_edited_in_a_copy_after_planning_stops_the_run_and_is_named(write
     assert execute(path).num_steps
 
 
-def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, caplog):
+def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, caplog, tmp_path):
     """
-    What is truncated has exactly the limit; it is a long sample and reported as truncated.
+    What is truncated has exactly the limit; it is a long sample and reported as truncated. An
+    evaluation whose answers are all cut off is left out.
     """
     logging.getLogger("packplan").propagate = True
-    once = {"max_steps": 1}
-    path = write_run("qwen2", training=once, template={"max_length": 50, "truncation_strategy": "right"})
+    once = {"max_steps": 1, "eval_on_start": True}
+    asked = [{"role": "user", "content": "blue " * 60}, {"role": "assistant", "content": "circle"}]
+    (tmp_path / "val.jsonl").write_text(json.dumps({"messages": asked}))
+    template = {"max_length": 50, "truncation_strategy": "right"}
+    path = write_run("qwen2", training=once, template=template, custom={"val_jsonl": str(tmp_path / "val.jsonl")})
     with caplog.at_level(logging.INFO, logger="packplan"):
         result = execute(path)
 
@@ -288,6 +296,8 @@ def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, c
     assert 0 < cut.sum() < len(table)
     assert {50} == set(table[cut, 0].tolist())
     assert f"{cut.sum()} samples are truncated to 50 tokens" in caplog.text
+    assert "eval: 1 planned sample has no supervised token, 1 of which is truncated" in caplog.text
+    assert not [entry for entry in result.history if "eval_loss" in entry], "an evaluation of nothing"
     whole = read_config(write_run("qwen2", name="whole", template={"max_length": 50}))
     lengths = plan_split(gather(whole).splits["train"], group=OneRank(), deadline=Deadline(0)).table
     assert (lengths[:, 0] > 50).tolist() == cut.tolist()

@@ -177,7 +177,7 @@ def test_what_is_told_of_a_run_has_its_numbers():
         first=0, last=8, tokens=100, evaluation=Pause(0, 0), checkpoint=Pause(100.0, 8),
     )  # fmt: skip
 
-    assert "predicted: 4.03 h for 8 optimizer steps (+- 5.6%)" in told_forecast(forecast)
+    assert "predicted: 4.03 h for 8 optimizer steps on 2 ranks (+- 5.6%)" in told_forecast(forecast, 2)
     assert "trained for 4.00 h; 4.03 h were predicted, 0.7% too long" in told_error(forecast, 8, 14400)
     assert "trained for 2.50 h; 2.00 h were predicted, 20.0% too short" in told_error(forecast, 4, 9000)
 

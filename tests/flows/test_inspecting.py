@@ -110,12 +110,12 @@ def test_show_says_what_core_says(store, said):
     schedule = split_schedule(config, "train", aligned, plan.packs.loads(works.flops))
 
     assert ["train", "eval"] == list(document)
-    nothing = [0] * len(LENGTHS)
-    assert attrs.asdict(summarise(plan, LENGTHS, supervised=nothing)) == document["train"]["plan"]
+    one = [1] * len(LENGTHS)
+    assert attrs.asdict(summarise(plan, LENGTHS, supervised=one)) == document["train"]["plan"]
     assert attrs.asdict(summarise_schedule(plan, LENGTHS, schedule, works=works)) == document["train"]["schedule"]
     assert plan_checksum(plan.packs) == document["train"]["checksums"]["raw_plan"]
     evaluated = build_raw_plan(LENGTHS[:9], packing_length=80, drop_last=False)
-    assert attrs.asdict(summarise(evaluated, LENGTHS[:9], supervised=nothing[:9])) == document["eval"]["plan"]
+    assert attrs.asdict(summarise(evaluated, LENGTHS[:9], supervised=one[:9])) == document["eval"]["plan"]
     assert ["eval"] == list(json.loads(said("show", path, "--json", "--split", "eval"))["splits"])
 
 
@@ -416,11 +416,11 @@ def test_whatif_gives_what_building_each_would_show(store, said, shown):
         train = shown(built, "--world-size", world_size)
         assert train["schedule"] == one["schedule"]
         differing = {key for key, value in one["plan"].items() if value != train["plan"][key]}
-        assert differing <= {"lower_bound", "bound_kind", "gap", "supervised_tokens"}
+        assert differing <= {"lower_bound", "bound_kind", "gap", "supervised_tokens", "unsupervised_samples"}
         assert one["plan"]["lower_bound"] <= train["plan"]["lower_bound"]
         rates = [other["time"]["tokens_per_second"] for other in found.values() if other["world_size"] == world_size]
         assert one["best"] == (one["time"]["tokens_per_second"] == max(rates))
-        assert train["time"] == one["time"]
+        assert train["time"] is None, "a guess is shown"
 
 
 def test_a_plan_that_drops_much_of_the_data_is_shown_with_a_warning_and_never_the_best(store, said, shown):
@@ -447,11 +447,11 @@ def test_the_longest_pack_is_named_wherever_a_plan_is_shown(store, said, shown, 
     path = store(lengths=[*LENGTHS, 88, 89, 200])
     key = "training.packing_allow_single_long: false"
     line = (
-        "train: the longest pack has 200 tokens; 2 packs, each a long sample, exceed the packing "
-        "length of 80 by more than 10 %; "
+        "are packs of their own, the longest of 200: 6, 18, 30, 42, 54, 60..62; 2 packs exceed the "
+        "packing length by more than 10 %; "
     )
 
-    assert [True] == [one.startswith(line + key) for one in shown(path)["warnings"] if "longest" in one]
+    assert [True] == [line + key in one for one in shown(path)["warnings"] if "longest" in one]
     assert "longest 200 tokens; 2 exceed 110 % of the packing length" in in_words(said("show", path, "--all"))
     text = page(path)
     assert "tokens; 2 exceed 110 % of the packing length" in text
@@ -465,6 +465,21 @@ def test_the_longest_pack_is_named_wherever_a_plan_is_shown(store, said, shown, 
     ):
         assert not [one for one in shown(other)["warnings"] if "longest" in one]
         assert key not in said("whatif", other)
+
+
+def test_samples_that_teach_nothing_are_counted_wherever_a_plan_is_shown(store, said, shown, page):
+    """All of them would be refused, and the warning says so."""
+    path = store(lengths=[60, 20, 50, 30], supervised=[0, 7, 7, 0])
+    line = "train: 2 planned samples have no supervised token: 0, 3"
+
+    assert line in shown(path)["warnings"]
+    assert 2 == shown(path)["plan"]["unsupervised_samples"]
+    assert "without supervised tokens 2 nothing is learned from them" in in_words(said("show", path))
+    assert line in page(path)
+    none = store(name="none", lengths=[60, 20], eval_lengths=[60, 20], supervised=0)
+    assert "2 planned samples have no supervised token, so training refuses the plan" in in_words(said("show", none))
+    assert "so training leaves the evaluation out" in in_words(said("show", none, "--split", "eval"))
+    assert "without supervised" not in said("show", store(name="whole"))
 
 
 def test_which_bound_is_shown_is_said(store, said, shown):

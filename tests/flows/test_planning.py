@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from functools import partial
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -295,17 +297,17 @@ def test_what_is_said_of_one_agrees_with_its_number(lengths, changes):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "shown"), [(7, "3, repeated packs of the raw plan [0..2]"),
-                              (9, "5, repeated packs of the raw plan [0..3, 0]"),
-                              (4096, "4,092, repeated packs of the raw plan [0..3 x 1023]")],
+    ("world_size", "shown"), [(7, "3 (repeated packs of the raw plan [0..2])"),
+                              (9, "5 (repeated packs of the raw plan [0..3, 0])"),
+                              (4096, "4,092 (repeated packs of the raw plan [0..3 x 1023])"), (2, "0")],
 )  # fmt: skip
 def test_all_packs_that_repeat_are_logged(world_size, shown):
     """As ranges of the raw plan, whatever their number."""
     planned = Desk(group=ScriptedGroup(world_size=world_size)).plan()
 
     assert 4 == len(planned.raw.packs)
-    lines = [line for _, line in describe(planned, policy()) if "pad_needed" in line]
-    assert [f"train: pad_needed {shown}"] == lines
+    (line,) = [line for _, line in describe(planned, policy()) if "pad_needed" in line]
+    assert f" pad_needed {shown}; " in line
 
 
 def test_training_and_evaluation_share_one_deadline():
@@ -391,6 +393,39 @@ def test_a_plan_that_drops_much_of_the_data_is_refused_where_it_is_planned():
     assert 360 == desk.plan(min_fill_ratio="0.8", max_dropped_share="1").raw.dropped_tokens
     assert 1 == desk.plans.saves
     assert 0 == desk.plan(drop_last=False).raw.dropped_tokens
+
+
+class MaskedSource(ListSource):
+    """Samples of which some have no supervised token, since they were truncated."""
+
+    masked = frozenset(range(len(LENGTHS)))
+
+    def measure(self, index):
+        measured = super().measure(index)
+        return attrs.evolve(measured, supervised=0, cut=True) if index in self.masked else measured
+
+
+def test_samples_that_teach_nothing_are_counted_and_all_of_them_are_refused_in_training():
+    """Stored or new; an evaluation of them is planned, and said to be left out."""
+    some = MaskedSource(LENGTHS)
+    some.masked = {2, 3, 7}
+    train, evaluation = Desk(MaskedSource(LENGTHS)), Desk(MaskedSource(LENGTHS))
+
+    planned = Desk(some).plan(drop_last=False)
+    lines = [line for level, line in describe(planned, policy()) if level == logging.WARNING]
+    assert (
+        "train: 3 planned samples have no supervised token, 3 of which are truncated (template.max_length): 2..3, 7"
+    ) in lines
+    assert planned.teaches
+
+    for _ in range(2):
+        with pytest.raises(PlanError, match="none of 8 planned samples has a supervised token"):
+            train.plan(drop_last=False)
+    planned = evaluation.plan(name="eval", drop_last=False)
+    assert not planned.teaches
+    assert ["so training leaves the evaluation out"] == [
+        line.split(", ")[-1] for _, line in describe(planned, policy()) if "no supervised" in line
+    ]
 
 
 @pytest.mark.parametrize("packing", [True, False])

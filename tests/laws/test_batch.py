@@ -71,4 +71,12 @@ def test_windows_partition_the_batches_of_an_epoch(batches, accumulation):
     window = partial_window(per_rank_batches=batches, gradient_accumulation_steps=accumulation)
 
     assert (windows[-1] if windows[-1] < accumulation else None) == (window and window.remainder)
-    assert window is None or f"{window.remainder} of {accumulation}" in str(window)
+    if window is None:
+        return
+    assert f"{window.remainder} of {accumulation}" in str(window)
+    near = [one for one in range(1, 2 * accumulation + 1) if 2 * one >= accumulation and not batches % one]
+    event(f"another is even: {bool(near)}")
+    assert min((abs(one - accumulation) for one in near), default=None) == (
+        window.even_accumulation and abs(window.even_accumulation - accumulation)
+    )
+    assert window.even_accumulation is None or window.even_accumulation in near

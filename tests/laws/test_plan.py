@@ -21,6 +21,8 @@ from packplan.core.plan import (
     plan_to_arrays,
     refuse_dropped,
     refuse_longer,
+    refuse_unsupervised,
+    unsupervised_samples,
 )
 from packplan.core.policy import PlanPolicy
 from tests.strategies import raw_lengths
@@ -176,6 +178,25 @@ def test_longer_samples_are_refused_where_that_is_asked_for(case):
 
     error = raised.value
     assert ("too_long", over[0], max(lengths)) == (error.kind, error.details["index"], error.details["longest"])
+
+
+@given(case=raw_lengths(), data=st.data())
+def test_planned_samples_that_teach_nothing_are_counted_and_all_of_them_are_refused(case, data):
+    """Those in no pack are no matter, nor is their number of tokens."""
+    plan = planned(*case, min_fill_ratio="0.5", allow_single_long=False)
+    most = data.draw(st.sampled_from([0, 1, 7]), label="most")
+    supervised = data.draw(st.lists(st.integers(0, most), min_size=plan.num_samples, max_size=plan.num_samples))
+    packed = sorted(index for pack in plan.packs for index in pack)
+    nothing = [index for index in packed if not supervised[index]]
+    event(f"without any: {'all' if nothing == packed else 'some' if nothing else 'none'}")
+
+    assert nothing == unsupervised_samples(plan, supervised).tolist()
+    if nothing != packed:
+        assert refuse_unsupervised(plan, supervised) is None
+        return
+    with pytest.raises(PlanError, match=f"none of {len(packed)} planned sample") as raised:
+        refuse_unsupervised(plan, supervised)
+    assert ("unsupervised", packed[0]) == (raised.value.kind, raised.value.details["sample"])
 
 
 @pytest.mark.parametrize(

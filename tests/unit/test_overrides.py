@@ -136,10 +136,11 @@ def test_overrides_stand_before_behind_and_between_options(capsys):
 
     assert ("run.yaml", ["a=1", "b.c=-2", "d="]) == (options.config, options.overrides)
     assert options.quiet
-    for wrong in ("--quite", "other.yaml", "-x=1"):
+    for wrong in ("--quite", "other.yaml", "-x=1", "--nproc-per-node=2", "--nproc_per_node"):
         with pytest.raises(SystemExit, match="2"):
             parse_arguments(parser, ["run.yaml", "--quiet", wrong])
-        assert wrong in capsys.readouterr().err
+        assert wrong in (said := capsys.readouterr().err)
+        assert ("torchrun --nproc-per-node N -m packplan.app.sft run.yaml" in said) == wrong.startswith("--nproc")
 
 
 @pytest.mark.parametrize("path", sorted(PATHS))

@@ -22,7 +22,7 @@ from packplan.core.equality import PackingVerdict, ProbeResult, choose_attention
 from packplan.core.errors import Difference, Fault, ModelError, PackplanError, agree, counted
 from packplan.core.lengths import checked_works
 from packplan.core.packers import pack
-from packplan.core.plan import build_raw_plan, refuse_dropped, refuse_longer
+from packplan.core.plan import build_raw_plan, refuse_dropped, refuse_longer, refuse_unsupervised
 from packplan.core.policy import PlanPolicy
 from packplan.core.samples import COLUMNS, Measurement, column, from_row, to_row
 from packplan.core.schedule import EpochSchedule
@@ -117,6 +117,7 @@ ARGUMENTS = {
         PlanPolicy(packing_length=100, min_fill_ratio="0.6"),
     ),
     "too_long": lambda: refuse_longer([9], PlanPolicy(packing_length=8, refuse_longer=True)),
+    "unsupervised": lambda: refuse_unsupervised(build_raw_plan([5], packing_length=8), [0]),
     "nothing_left": lambda: select_epoch(
         EpochRecipe(visited=np.ones(1, dtype=np.int32)),
         PlanPolicy(packing_length=8),

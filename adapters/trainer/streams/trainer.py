@@ -197,6 +197,11 @@ class StreamTrainer(PackingTrainer):
         super()._run_epoch(epoch=epoch, **options)
         if self._is_over and self.state.global_step == step:
             self.control.should_training_stop = False  # the epoch's last step was before the resume
+        if not (self.has_learned or start.progress.step or self.was_terminated):
+            raise DataSetError(
+                f"none of the samples of {counted(self.state.global_step, 'step')} had a supervised token, so nothing "
+                "was learned: raise template.max_length if it truncates their answers"
+            )
         counts = self._epoch_counts()
         left = 0 if self._is_over else self.train_dataset.num_left(self._shards())
         *summed, left = self.sum_over_ranks(torch.tensor([*attrs.astuple(counts), left])).tolist()

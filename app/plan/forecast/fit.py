@@ -221,13 +221,14 @@ def _parts(
 
 
 def _notes(config: RunConfig, sharding: Sharding) -> list[str]:
-    margin = f"{MARGIN:.0%} are added for a GPU's rounding and fragmentation, and for CUDA and NCCL"
-    notes = [f"{margin}: an assumption, not measured on a GPU"]
+    on_gpu = not config.training.trainer.get("use_cpu")
+    others = ", and for CUDA and NCCL: an assumption, not measured on a GPU" if on_gpu else ": an assumption"
+    notes = [f"{MARGIN:.0%} are added for rounding and fragmentation of blocks{others}"]
     if sharding in UNMEASURED:
         notes.append(f"{sharding} is computed from sizes, and was never compared with a measured peak")
     if config.training.trainer.get("use_liger_kernel"):
         notes.append("fused losses are computed by leaving logits out, and were never compared with a measured peak")
-    if not config.training.trainer.get("use_cpu"):
+    if on_gpu:
         notes.append("buffers that a GPU's kernels take and free within one call are not counted")
     if config.model.quant_method is not None:
         notes.append("weights are traced unquantised: model.quant_method is not counted")

@@ -10,7 +10,6 @@ import numpy as np
 from packplan.app.cli.forecasts import duration
 from packplan.app.planning.schedule import split_schedule
 from packplan.app.planning.split import PlannedSplit, table_works
-from packplan.app.wiring.forecasts.timings import CALIBRATE
 from packplan.app.wiring.works import trained_work
 from packplan.core.config import RunConfig
 from packplan.core.errors import counted
@@ -86,14 +85,12 @@ _LOGGING_STEPS, _SAVE_STEPS = 5, 500
 """Defaults of ms-swift."""
 
 
-def told_forecast(forecast: RunForecast) -> str:
-    """Return the seconds of a run in words, with their uncertainty."""
-    told = f"predicted: {duration(forecast.seconds)} for {counted(forecast.last - forecast.first, 'optimizer step')}"
-    if forecast.uncertainty is None:
-        return f"{told}, {forecast.tokens_per_second:,.0f} tokens a second; {forecast.timing.basis}, {CALIBRATE}"
+def told_forecast(forecast: RunForecast, world_size: int) -> str:
+    """Return the measured seconds of a run in words, with their uncertainty and ranks."""
     return (
-        f"{told} (+- {forecast.uncertainty:.1%}), {forecast.tokens_per_second:,.0f} tokens a second; "
-        f"{forecast.timing.basis}"
+        f"predicted: {duration(forecast.seconds)} for {counted(forecast.last - forecast.first, 'optimizer step')} on "
+        f"{counted(world_size, 'rank')} (+- {forecast.uncertainty:.1%}), {forecast.tokens_per_second:,.0f} tokens a "
+        f"second; {forecast.timing.basis}"
     )
 
 

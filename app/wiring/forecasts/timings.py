@@ -26,8 +26,6 @@ from packplan.core.fingerprint import Fingerprint
 from packplan.core.forecast import Calibration, Timing, guessed_timing
 from packplan.core.ports import Arrays, RankGroup, ReportProgress
 
-CALIBRATE = "packplan plan time --calibrate measures it"
-
 _SETTINGS = (
     "bf16", "fp16", "gradient_checkpointing", "fsdp", "deepspeed", "optim", "torch_compile", "use_cpu",
     "dataloader_num_workers",

@@ -13,7 +13,12 @@ import numpy as np
 
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.video.reading import sees_videos_apart
-from packplan.adapters.trainer.arguments import TrainingArguments, shards_weights, training_arguments
+from packplan.adapters.trainer.arguments import (
+    TrainingArguments,
+    leave_evaluation_out,
+    shards_weights,
+    training_arguments,
+)
 from packplan.adapters.trainer.checkpoints import (
     Checkpoint,
     State,
@@ -233,6 +238,9 @@ def build_trainer(
         visits: Visits of each record of `train` so far; None where they are not known.
         epochs: Epochs of `train` that have plans of their own.
     """
+    if "eval" in planned and not planned["eval"].teaches:
+        leave_evaluation_out(arguments)
+        planned = {"train": planned["train"]}
     template, model = _open_model(config, arguments, samples["train"], group, attention)
     rehearses = config.training.packing_rehearse
     grouped = {"train": config.training.packing, "eval": config.eval_packing}
@@ -251,7 +259,7 @@ def build_trainer(
             samples["train"], schedule.packs_in(schedule.start.epoch), train.table, grouped=grouped["train"]
         )
     forecast = None
-    if schedule.start.step < schedule.total_steps:
+    if not timing.is_guess and schedule.start.step < schedule.total_steps:
         forecast = run_forecast(
             config,
             timing,
@@ -330,6 +338,9 @@ def build_stream_trainer(
         resume_state: Function that makes the resume state of a checkpoint.
     """
     training = config.training
+    if planned is not None and not planned.teaches:
+        leave_evaluation_out(arguments)
+        planned = None
     template, model = _open_model(config, arguments, samples["train"], group, attention)
     stream = RecordStream(samples["train"], order)
     if rollout is not None:

@@ -61,16 +61,14 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
 
 def ask_before_measuring(config: RunConfig) -> PackingVerdict | None:
     """
-    Refuse a model that may not pack before hours of measuring, and return the verdict on it; None
-    where nothing is packed, the attention runs on other machines alone, or ms-swift trains: the
-    plugin asks then.
+    Refuse a model that may not pack, or an attention that is not installed, before hours of
+    measuring, and return the verdict on the model; None where nothing is packed, the attention runs
+    on a GPU alone and there is none, or ms-swift trains: the plugin asks then.
     """
-    on_cpu = runs_on_cpu(config.training.trainer)
-    if (
-        isinstance(config, CommandRun)
-        or not config.training.packing
-        or attention_by(config, None, on_cpu=on_cpu).leak is not None
-    ):
+    if isinstance(config, CommandRun) or not config.training.packing:
+        return None
+    refuse_leak(config, attention_by(config, None, on_cpu=False))
+    if attention_by(config, None, on_cpu=runs_on_cpu(config.training.trainer)).leak is not None:
         return None
     return decide_attention(config, isolated=True).verdict
 
