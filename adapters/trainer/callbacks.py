@@ -18,20 +18,13 @@ from packplan.core.ports import RankGroup
 class ShortLines(PrinterCallbackNew):
     """Prints logs with four significant digits; the files have all."""
 
-    def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
         """Write the logs as ms-swift does, and print them shorter."""
         with contextlib.redirect_stdout(io.StringIO()):
-            super().on_log(args, state, control, logs, **options)
-        if state.is_world_process_zero and logs is not None:
-            short = {key: float(f"{one:.4g}") if isinstance(one, float) else one for key, one in logs.items()}
-            print(short, flush=True)
+            super().on_log(args, state, control, **options)
+        if state.is_world_process_zero:
+            logs = options["logs"].items()
+            print({key: float(f"{one:.4g}") if isinstance(one, float) else one for key, one in logs}, flush=True)
 
 
 class SkipDuplicateFinalEval(TrainerCallback):

@@ -154,8 +154,10 @@ def ragged_window(schedule: EpochSchedule) -> str | None:
     partial = partial_window(
         per_rank_batches=schedule.batches_per_epoch, gradient_accumulation_steps=schedule.gradient_accumulation_steps
     )
-    if partial is None or (even := partial.even_accumulation) is None:
-        return partial and str(partial)
+    if partial is None:
+        return None
+    if (even := partial.even_accumulation) is None:
+        return str(partial)
     size = schedule.world_size * schedule.batch_size * even
     return f"{partial}; training.effective_batch_size: {size:,} gives even steps"
 

@@ -279,7 +279,8 @@ def test_a_stream_that_teaches_nothing_is_an_error(write_run, tmp_path):
     path = write_turns(tmp_path / "turns.jsonl", [("user", "blue " * 60), ("assistant", "red")])
     path = write_run(
         "qwen2", template={"max_length": 50, "truncation_strategy": "right"},
-        custom={"train_jsonl": path, "trainer_variant": "rollout"}, training={"max_steps": 1, "packing_mode": "dynamic"},
+        custom={"train_jsonl": path, "trainer_variant": "rollout"},
+        training={"max_steps": 1, "packing_mode": "dynamic"},
     )  # fmt: skip
 
     with pytest.raises(DataSetError, match="none of the samples of 1 step had a supervised token"):
