@@ -18,7 +18,7 @@ CHECKED = {*MODULES, *(ROOT / "tests").rglob("*.py"), ROOT / "packplan" / "__ini
 MANY = 3
 """Arguments from which on each is documented."""
 
-CALLED_BY_TRANSFORMERS = {"sample_mask",
+CALLED_BY_TRANSFORMERS = {"on_log", "sample_mask",
     "attend_to_patches", "evaluation_loop", "get_batch_samples", "log", "on_epoch_end", "on_step_end", "row_mask",
     "training_step",
 }  # fmt: skip
