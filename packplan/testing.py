@@ -1,18 +1,32 @@
 """
 Assertions for your own model, collator and trainer: `docs/use-it-in/prove.md`.
 
-    from packplan.testing import assert_equal_to_alone, assert_isolated, assert_step_loss
+    from packplan import testing
 
     batch = collator([dataset[i] for i in range(4)])
-    assert_isolated(model, batch)
-    assert_equal_to_alone(model, batch)
-    assert_step_loss(trainer)
+    testing.assert_isolated(model, batch)
+    testing.assert_equal_to_alone(model, batch)
+    testing.assert_step_loss(trainer)
+    testing.assert_unpadded_equal(trainer)
 
-They need torch alone, from the extra `hf`; a trainer of transformers needs its library too.
+They need torch alone, from the extra `hf`; those on trainers need transformers too.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from packplan.adapters.proof import assert_equal_to_alone, assert_isolated, assert_step_loss
 
-__all__ = ["assert_equal_to_alone", "assert_isolated", "assert_step_loss"]
+if TYPE_CHECKING:
+    from packplan.adapters.hf.unpadded import assert_unpadded_equal
+
+__all__ = ["assert_equal_to_alone", "assert_isolated", "assert_step_loss", "assert_unpadded_equal"]
+
+
+def __getattr__(name: str) -> object:
+    if name != "assert_unpadded_equal":
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)
+    return import_module("packplan.adapters.hf.unpadded").assert_unpadded_equal  # needs transformers

@@ -42,10 +42,14 @@ class PackedRow:
         return torch.searchsorted(self.own, self.own)
 
     @cached_property
+    def boundaries(self) -> torch.Tensor:
+        """Starts of the samples, and the row's end; int64 of shape (samples + 1,)."""
+        return torch.searchsorted(self.own, torch.arange(int(self.own[-1]) + 2, device=self.own.device))
+
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sample."""
-        starts = torch.searchsorted(self.own, torch.arange(int(self.own[-1]) + 2, device=self.own.device))
-        return tuple(stop - start for start, stop in pairwise(starts.tolist()))
+        return tuple(stop - start for start, stop in pairwise(self.boundaries.tolist()))
 
     @property
     def tokens(self) -> int:

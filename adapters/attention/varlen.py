@@ -21,7 +21,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch.nn.attention.varlen import varlen_attn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import and_masks, causal_mask_function, chunked_overlay, sdpa_mask
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_overlay,
+    sdpa_mask,
+)
 
 from packplan.adapters.attention.layout import Layout, MaskFunction, read_layout
 from packplan.adapters.attention.rows import PackedRow, packed_row, row_of_layers
@@ -59,8 +65,11 @@ def row_mask(
     if row is not None and attention_mask is not None and bool(attention_mask.all()):
         attention_mask = None  # some models pass a mask without effect
     is_square = batch_size == 1 and attention_mask is None and starts_at_zero and q_length == kv_length
-    if is_square and not options.get("allow_is_bidirectional_skip"):
+    if is_square and (row is not None or not options.get("allow_is_bidirectional_skip")):
         if row is not None:
+            options["allow_is_bidirectional_skip"] = False
+            if mask_function is bidirectional_mask_function:
+                return Layout.from_boundaries(row.boundaries, is_causal=False)
             mask_function, allow_is_causal_skip = within_samples(mask_function, row, local_size), False
         is_triangle = allow_is_causal_skip and (local_size is None or q_length < local_size)
         if not is_triangle and not options.get("use_vmap"):

@@ -14,21 +14,24 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
-from packplan.adapters.attention import NAME, PADDINGS, native_attention
+from packplan.adapters.attention import NAME, PADDINGS, attend_as, native_attention
 from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.hf.attention import attend_apart
 from packplan.adapters.hf.packed_calls import POSITIONS, TextStack, Unpadding
 from packplan.adapters.models import evaluating
 from packplan.adapters.probe import limit_of, plain_ids
 from packplan.adapters.proof import difference_of, logit_reaches, rounds_choices, watching
-from packplan.core.equality import ProbeResult
+from packplan.core.equality import VARLEN, AttentionChoice, ProbeResult
 from packplan.core.errors import ModelError
 
 log = logging.getLogger(__name__)
 
-_LENGTHS = (17, 3, 29)
-"""Real tokens of the rows."""
+_LENGTHS = (17, 3)
+"""Real tokens of two rows; the third has `_longest`."""
+
+_LONGEST = 29
 
 _SEED = 5
 
@@ -52,7 +55,17 @@ def unpad(model: Any, *, logits: bool = True) -> Unpadding:
         ModelError: The model cannot be shown to give the same.
     """
     inner = _unwrap(model)
-    return _hook(inner, native=attend_apart(inner, named=NAME).native, logits=logits)
+    if _reads_both_ways(inner.config):
+        attention = AttentionChoice(VARLEN)
+        attend_as(inner, attention)
+    else:
+        attention = attend_apart(inner, named=NAME)
+    return _hook(inner, native=attention.native, logits=logits)
+
+
+def _reads_both_ways(config: Any) -> bool:
+    """Return whether tokens attend to later ones too, as in BERT: no small copy writes text."""
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
 
 
 def _unwrap(model: Any) -> Any:
@@ -81,19 +94,23 @@ def _hook(model: Any, *, native: str, logits: bool) -> Unpadding:
     Raises:
         ModelError: No place and positions give the same.
     """
-    reasons: list[str] = []
+    found: dict[TextStack, dict[str, str | None]] = {}
     for stack in _candidates(model):
         hooks = Unpadding(model, stack, logits=logits)
-        why_not = {kind: _why_not(model, hooks, stack, mask, native=native) for kind, mask in _masks(model)}
-        if why_not["right"] is None:
-            stack.passing = frozenset(side for side in PADDINGS if why_not[side] is not None)
-            for side in stack.passing:
-                level = logging.WARNING if side == "left of" else logging.INFO
-                log.log(level, "calls with padding %s real tokens are computed padded: %s", side, why_not[side])
-            return hooks
+        found[stack] = {kind: _why_not(model, hooks, stack, mask, native=native) for kind, mask in _masks(model)}
         hooks.remove()
-        reasons.append(f"at {type(stack.module).__name__} with positions by {stack.positions}, {why_not['right']}")
-    raise ModelError("probe", f"its padded rows cannot be packed: {reasons[0]}")
+        if not any(found[stack].values()):
+            return Unpadding(model, stack, logits=logits)
+    best = min(found, key=lambda stack: (found[stack]["right"] is not None, sum(map(bool, found[stack].values()))))
+    why_not = found[best]
+    if why_not["right"] is not None:
+        where = f"at {type(best.module).__name__} with positions by {best.positions}"
+        raise ModelError("probe", f"its padded rows cannot be packed: {where}, {why_not['right']}")
+    best.passing = frozenset(side for side in PADDINGS if why_not[side] is not None)
+    for side in best.passing:
+        level = logging.WARNING if side == "left of" else logging.INFO
+        log.log(level, "calls with padding %s real tokens are computed padded: %s", side, why_not[side])
+    return Unpadding(model, best, logits=logits)
 
 
 def _candidates(model: Any) -> Iterator[TextStack]:
@@ -154,14 +171,21 @@ def _draw_ids(model: Any) -> torch.Tensor:
     """Return rows of random tokens; int64 of shape (rows, positions)."""
     plain = torch.tensor(plain_ids(trained_config(model.config)))
     generator = torch.Generator().manual_seed(_SEED)
-    drawn = plain[torch.randint(len(plain), (len(_LENGTHS), max(_LENGTHS) + 2), generator=generator)]
+    drawn = plain[torch.randint(len(plain), (len(_LENGTHS) + 1, _longest(model.config) + 2), generator=generator)]
     return drawn.to(next(model.parameters()).device)
+
+
+def _longest(config: Any) -> int:
+    """Return the tokens of the longest row, more than the window of a model without small copy."""
+    window = getattr(config, "local_attention", 0) if _reads_both_ways(config) else 0
+    return max(_LONGEST, window + 3)
 
 
 def _masks(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield masks by where their padding is; int64 of shape (rows, positions)."""
-    lengths = torch.tensor(_LENGTHS, device=next(model.parameters()).device)[:, None]
-    columns = torch.arange(max(_LENGTHS) + 2, device=lengths.device)[None]
+    longest = _longest(model.config)
+    lengths = torch.tensor([*_LENGTHS, longest], device=next(model.parameters()).device)[:, None]
+    columns = torch.arange(longest + 2, device=lengths.device)[None]
     right = (columns < lengths).long()
     yield "right", right
     yield "left of", right.flip(1)

@@ -15,6 +15,7 @@ from packplan.adapters.proof.gradients import Watched, logit_reaches, watching
 from packplan.adapters.proof.limits import difference_of, limit_of, precision_of, rounds_choices
 from packplan.adapters.proof.modules import MixingModule, first_different, first_leak, first_mixing
 from packplan.adapters.proof.steps import StepLoss, assert_step_loss
+from packplan.adapters.proof.taking import untouched
 
 __all__ = [
     "MixingModule",
@@ -31,5 +32,6 @@ __all__ = [
     "logit_reaches",
     "precision_of",
     "rounds_choices",
+    "untouched",
     "watching",
 ]

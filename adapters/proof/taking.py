@@ -83,7 +83,7 @@ def take_step(trainer: Any, model: torch.nn.Module | None, *, sharing: int | Non
         _refuse_settings(trainer, model)
         parallel = getattr(trainer.accelerator, "parallelism_config", None)
         sharing = sharing or int(np.prod([getattr(parallel, name, None) or 1 for name in _SHARING]))
-    with _untouched(model):
+    with untouched(model):
         loss, gradients, batches = (_of_trainer if is_trainer else _of_function)(trainer, model)
     computing = trainer.accelerator.autocast if is_trainer else nullcontext
     return TakenStep(model, loss, gradients, batches, sharing or 1, computing)
@@ -203,7 +203,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _untouched(model: torch.nn.Module) -> Iterator[None]:
+def untouched(model: torch.nn.Module) -> Iterator[None]:
     """Restore gradients, buffers, modes and random state at the end."""
     gradients = [(one, one.grad) for one in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]

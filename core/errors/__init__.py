@@ -343,7 +343,7 @@ class MismatchError(VerificationError):
 class ProofError(VerificationError, AssertionError):
     """Samples of a pack are not apart, or they or a step are not equal to themselves alone."""
 
-    kind: Literal["leak", "unlike_alone", "unlike_step"]
+    kind: Literal["leak", "unlike_alone", "unlike_padded", "unlike_step"]
     fact: str
     details: Mapping[str, Any] = attrs.field(factory=dict)
 

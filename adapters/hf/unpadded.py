@@ -1,0 +1,103 @@
+"""Assertion that a trainer computes the same loss and gradients with and without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import attrs
+import torch
+
+from packplan.adapters.hf.packed_calls import Unpadding
+from packplan.adapters.hf.unpad import unpad
+from packplan.adapters.models import Gradients, add_gradients, difference_norms, weight_gradients
+from packplan.adapters.proof import limit_of, untouched
+from packplan.core.equality import loss_difference
+from packplan.core.errors import ArgumentError, ProofError
+
+
+@attrs.frozen
+class UnpaddedStep:
+    """A batch of a trainer, computed with and without padding."""
+
+    loss: float
+    """Loss without padding."""
+
+    padded_loss: float
+
+    gradients: float
+    """Norm of the gradients' difference, over their norm with padding."""
+
+    real: int
+    """Positions that were computed without padding."""
+
+    padded: int
+    """Positions that were computed with padding."""
+
+
+def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> UnpaddedStep:
+    """
+    Assert that a batch of a trainer has the same loss and gradients with and without padding.
+
+    The trainer's first batch is computed twice, with its own loss: as it is, and by `unpad`.
+    Dropout is off meanwhile. Weights, gradients and random state are afterwards as before. A model
+    that is not hooked is hooked meanwhile.
+
+    Args:
+        trainer: Trainer of transformers or TRL; a reference model of it counts too.
+        limit: Largest relative difference. None takes what rounding explains.
+
+    Raises:
+        ProofError: The loss or the gradients differ.
+        ArgumentError: The batch has no padding, so nothing is compared.
+        ModelError: The model cannot be hooked.
+    """
+    model = trainer.model
+    models = [one for one in (model, getattr(trainer, "ref_model", None)) if one is not None]
+    with ExitStack() as stack:
+        hooks = [hook for one in models for hook in _hooks_of(one)]
+        for one in models if not hooks else ():
+            hooks.append(unpad(one))
+            stack.callback(hooks[-1].remove)
+        stack.enter_context(untouched(model))
+        model.train()
+        inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))  # noqa: SLF001  # GRPO draws answers here
+        before = [(one.counts.real, one.counts.padded) for one in hooks]
+        loss, gradients = _compute(trainer, inputs)
+        real, padded = (
+            sum(now - then[axis] for now, then in zip(counts, before, strict=True))
+            for axis, counts in enumerate(zip(*((one.counts.real, one.counts.padded) for one in hooks), strict=True))
+        )
+        for one in hooks:
+            stack.enter_context(one.paused())
+        due, expected = _compute(trainer, inputs)
+    if not padded:
+        raise ArgumentError("packed_batch", "the trainer's batch has no padding, so there is nothing to compare")
+    norm = add_gradients({}, expected)
+    apart = add_gradients({}, {name: torch.tensor(one) for name, one in difference_norms(gradients, expected).items()})
+    found = UnpaddedStep(loss, due, apart / (norm or 1.0), real, padded)
+    limit = limit_of(model) if limit is None else limit
+    if not (loss_difference(loss, due, terms=1.0) <= limit and found.gradients <= limit):
+        fact = (
+            f"without padding the loss is {loss:.7g} where {due:.7g} is due, and gradients differ by "
+            f"{found.gradients:.2g} of their norm, where {limit:.0e} is allowed"
+        )
+        raise ProofError("unlike_padded", fact, attrs.asdict(found))
+    return found
+
+
+def _compute(trainer: Any, inputs: Any) -> tuple[float, Gradients]:
+    """Return the trainer's loss of a batch, and its gradients."""
+    given = dict(inputs) if isinstance(inputs, dict) else inputs  # trainers take labels out
+    loss = trainer.compute_loss(trainer.model, given)
+    return float(loss.detach()), weight_gradients(trainer.model, loss)
+
+
+def _hooks_of(model: torch.nn.Module) -> Iterator[Unpadding]:
+    """Yield the hooks of `unpad` on a model."""
+    for module in model.modules():
+        for hook in module._forward_hooks.values():  # noqa: SLF001  # torch has no public way to list them
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, Unpadding):
+                yield owner

@@ -1,0 +1,329 @@
+"""A model that computes no padding gives what it gives with padding, at every real token."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoProcessor,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from packplan.adapters.hf.packed_calls import TextStack
+from packplan.core.errors import ModelError
+from packplan.hf import unpad
+from tests.made.vision_models import VISION_FAMILIES, write_vision_model
+
+pytestmark = pytest.mark.slow
+
+_SIZES = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300, "max_position_embeddings": 256,
+}  # fmt: skip
+
+_OWN = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 300, "n_positions": 256},
+    "opt": _SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "pad_token_id": 1},
+    "gemma3_text": _SIZES | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_moe": _SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen3_5_text": _SIZES
+    | {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 32,
+    },
+    "modernbert": _SIZES | {"local_attention": 8, "num_hidden_layers": 4, "cls_token_id": 1, "sep_token_id": 2},
+    "xlm-roberta": _SIZES | {"pad_token_id": 1},
+}  # fmt: skip
+
+_SPECIAL = {"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 0}
+
+ROWS, POSITIONS = 4, 24
+
+
+def build(family: str, kind: type = AutoModelForCausalLM, **keys):
+    """Return a tiny model with random weights, in evaluation."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family](**(_SPECIAL | _OWN.get(family, _SIZES) | keys))
+    return kind.from_config(config).eval()
+
+
+def batch_of(mask, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return a batch of random tokens under a mask; labels follow real tokens alone."""
+    mask = torch.as_tensor(mask)
+    ids = torch.randint(5, 300, mask.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(mask == 0, 0)
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, 1:] = labels[:, 1:].masked_fill(mask[:, :-1] == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def padded(left=(0, 3, 0, 9), right=(0, 2, 11, 0)) -> torch.Tensor:
+    """Return the mask of rows with padding on each side."""
+    columns = torch.arange(POSITIONS)
+    return torch.stack([((columns >= a) & (columns < POSITIONS - b)).long() for a, b in zip(left, right, strict=True)])
+
+
+def computed(model, batch, **options):
+    """Return outputs and gradients of a batch."""
+    model.zero_grad()
+    outputs = model(**batch, **options)
+    outputs.loss.backward()
+    return outputs, {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def assert_same(model, hooks, batch, **options):
+    """A batch has the same results at real tokens, loss and gradients, with and without hooks."""
+    calls = hooks.counts.calls
+    found, gradients = computed(model, batch, **options)
+    assert calls + 1 == hooks.counts.calls
+    with hooks.paused():
+        due, expected = computed(model, batch, **options)
+    own = batch["attention_mask"].bool()
+    torch.testing.assert_close(found.loss, due.loss, atol=2e-6, rtol=2e-6)
+    if found.logits.shape[:2] == own.shape:
+        torch.testing.assert_close(found.logits[own], due.logits[own], atol=2e-5, rtol=1e-5)
+    assert gradients.keys() == expected.keys()
+    for name, one in gradients.items():
+        torch.testing.assert_close(
+            one, expected[name], atol=2e-6, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    return found, due
+
+
+@cache
+def hooked(family: str = "qwen2"):
+    model = build(family)
+    return model, unpad(model)
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.lists(st.integers(0, 1), min_size=6, max_size=6), min_size=1, max_size=4),
+    st.sampled_from(["qwen2", "gpt2"]),
+)
+def test_any_mask_gives_the_padded_results_at_real_tokens_and_zeros_elsewhere(mask, family):
+    """Rows may be padded left, right, in between, wholly, or not at all."""
+    model, hooks = hooked(family)
+    own = torch.tensor(mask).bool()
+    is_packed = not own.all() and own.any()
+    event(f"packed: {is_packed}; a row of zeros: {bool((~own).all(1).any())}")
+    batch = {"input_ids": batch_of(mask)["input_ids"], "attention_mask": own.long()}
+    calls = hooks.counts.calls
+
+    with torch.no_grad():
+        found = model.base_model(**batch).last_hidden_state
+        with hooks.paused():
+            due = model.base_model(**batch).last_hidden_state
+
+    assert int(is_packed) == hooks.counts.calls - calls
+    torch.testing.assert_close(found[own], due[own], atol=2e-5, rtol=1e-5)
+    assert not is_packed or not found[~own].any()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "opt", "gemma3_text", "qwen3_moe", "qwen3_5_text"])
+def test_a_family_trains_the_same(family):
+    """Absolute positions, windows, experts and states along the row included."""
+    model = build(family)
+    hooks = unpad(model)
+
+    assert_same(model, hooks, batch_of(padded()))
+    if family != "qwen3_5_text":  # its own padded pass carries states over padding in between
+        assert_same(model, hooks, batch_of(padded() * (torch.arange(POSITIONS) % 5 != 3)))
+
+
+def test_positions_of_the_caller_are_kept():
+    """Trainers count positions as they like; rows that are packed already pass through."""
+    model, hooks = hooked("gpt2")
+    batch = batch_of(padded())
+    counted = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+
+    assert_same(model, hooks, batch | {"position_ids": counted})
+    calls = hooks.counts.calls
+    model(**batch, position_ids=counted % 7)
+
+    assert calls == hooks.counts.calls
+
+
+def test_embeddings_and_all_hidden_states_are_put_back():
+    """A caller that embeds tokens itself reads every layer where the padded pass has it."""
+    model, hooks = hooked()
+    batch = batch_of(padded())
+    own = batch["attention_mask"].bool()
+    embedded = {**batch, "inputs_embeds": model.get_input_embeddings()(batch.pop("input_ids")).detach()}
+    embedded.pop("input_ids")
+
+    found, due = assert_same(model, hooks, embedded, output_hidden_states=True)
+
+    for mine, other in zip(found.hidden_states, due.hidden_states, strict=True):
+        torch.testing.assert_close(mine[own], other[own], atol=2e-5, rtol=1e-5)
+
+
+def test_the_auxiliary_loss_of_experts_is_that_of_the_padded_pass():
+    """Scores of routers go back too, where the mask leaves padding out."""
+    model = build("qwen3_moe", router_aux_loss_coef=0.5)
+    hooks = unpad(model)
+
+    found, due = assert_same(model, hooks, batch_of(padded()), output_router_logits=True)
+
+    assert 0 < due.aux_loss.item()
+    torch.testing.assert_close(found.aux_loss, due.aux_loss)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "xlm-roberta", "modernbert"])
+def test_heads_that_pool_read_the_same(family):
+    """Rewards and classes, of models that read one way or both."""
+    model = build(family, AutoModelForSequenceClassification, num_labels=2)
+    hooks = unpad(model)
+    batch = batch_of(padded(left=(0, 0, 0, 0))) | {"labels": torch.tensor([0, 1, 1, 0])}
+
+    found, due = assert_same(model, hooks, batch)
+
+    torch.testing.assert_close(found.logits, due.logits, atol=2e-6, rtol=1e-5)
+
+
+def test_logits_of_padding_are_left_out_on_request():
+    """The loss and its gradients are the same, and in training logits have real tokens alone."""
+    model = build("qwen2")
+    hooks = unpad(model, logits=False)
+    batch = batch_of(padded())
+    model.train()
+
+    found, _ = assert_same(model, hooks, batch)
+
+    assert (1, int(batch["attention_mask"].sum())) == found.logits.shape[:2]
+    assert (ROWS, POSITIONS) == model.eval()(**batch).logits.shape[:2]
+
+
+def test_generation_passes_through():
+    """Answers are those of the model, also in the middle of training."""
+    model, hooks = hooked()
+    batch = batch_of(padded(right=(0, 0, 0, 0)))
+    given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    calls = hooks.counts.calls
+
+    answers = model.train().generate(**given, max_new_tokens=4, do_sample=False)
+
+    assert (ROWS, POSITIONS + 4, calls) == (*answers.shape, hooks.counts.calls)
+    model.eval()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_and_checkpointing(checkpointing):
+    """Hooks lie inside of adapters, and layers are computed again from the packed row."""
+    model = get_peft_model(build("qwen2"), LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    hooks = unpad(model)
+    if checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    batch = batch_of(padded())
+    batch.pop("labels")
+
+    assert_same(model, hooks, batch_of(padded()))
+
+
+def test_a_removed_hook_leaves_the_model_alone():
+    """After `remove`, and after a call that failed, the model computes padding as before."""
+    model = build("qwen2")
+    hooks = unpad(model)
+    batch = batch_of(padded())
+    with pytest.raises(IndexError):
+        model(input_ids=batch["input_ids"] + 10_000, attention_mask=batch["attention_mask"])
+    assert_same(model, hooks, batch)
+    calls = hooks.counts.calls
+
+    hooks.remove()
+    model(**batch)
+
+    assert calls == hooks.counts.calls
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (
+            lambda: get_peft_model(build("qwen2"), PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")),
+            "prefix",
+        ),
+        (lambda: build("bloom"), "bloom"),
+        (lambda: build("t5", AutoModelForSequenceClassification, d_model=32, d_ff=64, num_layers=1, d_kv=8), "encoder"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused_by_name(make, named):
+    """Nothing is hooked."""
+    model = make()
+
+    with pytest.raises(ModelError, match=named):
+        unpad(model)
+
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+FAULTS = {
+    "order": lambda pack: (
+        lambda self, given, tokens: {**pack(self, given, tokens), "input_ids": tokens.take(given["input_ids"]).flip(1)}
+    ),
+    "positions": lambda pack: (
+        lambda self, given, tokens: {
+            **pack(self, given, tokens),
+            "position_ids": torch.arange(len(tokens.places))[None],
+        }
+    ),
+    "mask": lambda pack: (
+        lambda self, given, tokens: {
+            **pack(self, given, tokens),
+            "attention_mask": tokens.take(given["attention_mask"]) * (tokens.restarting != 1),
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, "shifted"])
+def test_a_fault_of_the_hook_is_found_by_its_probe(fault, monkeypatch):
+    """Tokens in another order, positions that go on, a mask, and shifted results are refused."""
+    if fault == "shifted":
+        back = TextStack.put_back
+
+        def shift(self, output, tokens, *, keep):
+            output = back(self, output, tokens, keep=keep)
+            output["last_hidden_state"] = output["last_hidden_state"].roll(1, 1)
+            return output
+
+        monkeypatch.setattr(TextStack, "put_back", shift)
+    else:
+        monkeypatch.setattr(TextStack, "pack", FAULTS[fault](TextStack.pack))
+
+    with pytest.raises(ModelError, match="padded rows cannot be packed"):
+        unpad(build("gpt2"))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_a_model_that_sees_trains_the_same(family, side, tmp_path):
+    """Images keep their tokens, positions and features, whichever side is padded."""
+    write_vision_model(tmp_path, family, ["a red circle, a blue bar"] * 4, seed=0)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    hooks = unpad(model)
+
+    assert_same(model, hooks, pictures_batch(AutoProcessor.from_pretrained(tmp_path), family, side))
+
+
+def pictures_batch(processor, family: str, side: str):
+    """Return a batch of rows with and without an image."""
+    from PIL import Image
+
+    processor.tokenizer.padding_side = side
+    media = VISION_FAMILIES[family].media
+    token = next(token for token, (key, _) in media.items() if key in {"image_token_id", "image_token_index"})
+    images = [Image.new("RGB", (56 + 28 * number, 84), (40 * number, 100, 50)) for number in range(2)]
+    texts = [token + "red " * 3, "blue " * 5, "circle " * 2 + token + " red" * 20]
+    nested = [[images[0]], [], [images[1]]] if family == "internvl" else images
+    batch = dict(processor(text=texts, images=nested, padding=True, return_tensors="pt"))
+    return {**batch, "labels": batch_of(batch["attention_mask"])["labels"].clamp(max=200)}
