@@ -4,20 +4,29 @@ Packs of tokenized rows, as a torch data set and a collator, for any loop that t
 A row is a mapping with `input_ids`, perhaps `labels`, and perhaps the media that a processor gives
 beside them (`pixel_values`, `image_grid_thw`, …). Item k of the data set is pack k. The collator
 joins the rows of a pack into one row of tokens, whose positions start again with every sample.
+
+Labels that a row has are learned as they are. Without labels, its tokens are learned where its
+masks let them. A row that is no sample is refused: see `read_row`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
-from torch.utils.data import Dataset
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset
 
-from packplan.core.errors import ArgumentError, Difference, StaleError, counted
+from packplan.core.errors import ArgumentError, Difference, PackplanError, StaleError, counted
 from packplan.core.lengths import IntArray
 from packplan.core.surface import Plan
+
+log = logging.getLogger(__name__)
 
 PACK = "packplan_pack"
 """Key of a batch's pack index."""
@@ -25,13 +34,22 @@ PACK = "packplan_pack"
 IGNORED_LABEL = -100
 """Label of a token that no loss counts."""
 
-_TOKENS, _LABELS, _POSITIONS = "input_ids", "labels", "position_ids"
+_TOKENS, _LABELS, _POSITIONS, _ATTENTION = "input_ids", "labels", "position_ids", "attention_mask"
 
 _MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
 """Columns of 0 and 1 by which TRL marks tokens that are learned."""
 
-_BY_TOKEN = {_TOKENS, _LABELS, *_MASKS, "attention_mask", "token_type_ids", "mm_token_type_ids", "shift_labels"}
-"""Columns with one value for each token."""
+_PACKED = {"seq_lengths": 1, "cu_seq_lens_q": 2, "cu_seq_lens_k": 2}
+"""Columns that tell the samples of a pack -> values that a single sample has."""
+
+_BY_TOKEN = {
+    _TOKENS, _LABELS, _POSITIONS, _ATTENTION, *_MASKS, *_PACKED, "seq_idx", "token_type_ids", "mm_token_type_ids",
+    "shift_labels",
+}  # fmt: skip
+"""Columns with one value for each token or sample, which are no media."""
+
+_BLOCK = 256
+"""Rows that are read at once by `RowsOfPacks.inspect`."""
 
 Row = Mapping[str, Any]
 
@@ -73,17 +91,166 @@ class RowsOfPacks(Dataset[PackOfRows]):
         return len(self.packs)
 
     def __getitem__(self, pack: int) -> PackOfRows:
-        """Return the rows of pack *pack*; StaleError if one is not as long as it was planned."""
-        return PackOfRows(pack, tuple(_planned(self.rows, index, self.lengths) for index in self.packs[pack]))
+        """
+        Return the rows of pack *pack*, as `read_row` gives them.
+
+        Raises:
+            ArgumentError: A row is no sample. StaleError: It is not as long as it was planned.
+        """
+        return PackOfRows(pack, tuple(self._read(self.rows[index], index) for index in self.packs[pack]))
+
+    def inspect(self, *, num_workers: int = 0) -> RowFacts:
+        """
+        Read all rows once, and return what identifies them and what they teach.
+
+        Args:
+            num_workers: Processes that read, for rows that are computed when they are read.
+
+        Raises:
+            ArgumentError: A row is no sample, is another one when it is read again, or none
+                teaches a token. StaleError: A row is not as long as it was planned.
+        """
+        if _facts(self._read(self.rows[0], 0)) != _facts(self._read(self.rows[0], 0)):
+            fact = "row 0 is another one each time it is read, but a plan needs rows that stay: draw nothing in them"
+            raise ArgumentError("host", fact, {"row": 0})
+        digest, learned = blake2b(digest_size=16), []
+        blocks: Iterable[Any] = DataLoader(_Blocks(self), batch_size=None, collate_fn=_same, num_workers=num_workers, generator=torch.Generator())
+        for block in blocks:
+            if isinstance(block, PackplanError):
+                raise block
+            for one, teaches in block:
+                digest.update(one)
+                learned.append(teaches)
+        refuse_unlearned(np.array(learned))
+        return RowFacts(digest.hexdigest(), np.array(learned))
+
+    def _read(self, row: Row, index: int) -> Row:
+        """Return row *index*, if it is a sample of its planned length."""
+        row = read_row(row, index)
+        length, planned = row[_TOKENS].size, int(self.lengths[index])
+        if length != planned:
+            raise StaleError.sample(index, f"row {index}", (Difference("length", planned, length),))
+        return row
 
 
-def _planned(rows: Any, index: int, lengths: IntArray) -> Row:
-    """Return row *index*, if it has its planned length."""
-    row: Row = rows[index]
-    length, planned = _tokens(row[_TOKENS]).numel(), int(lengths[index])
-    if length != planned:
-        raise StaleError.sample(index, f"row {index}", (Difference("length", planned, length),))
-    return row
+@attrs.frozen(eq=False)
+class RowFacts:
+    """Identity of all rows of a data set, and what they teach."""
+
+    digest: str
+    """Digest of the tokens, labels and media of all rows, in their order."""
+
+    learned: IntArray
+    """Learned tokens of each row; int64, shape (num_rows,)."""
+
+
+def refuse_unlearned(learned: IntArray) -> None:
+    """Log the samples that teach nothing; ArgumentError if none teaches a token."""
+    unlearned = int((learned == 0).sum())
+    if unlearned == learned.size:
+        fact = f"none of {counted(learned.size, 'sample')} has a token to learn: all labels are {IGNORED_LABEL}"
+        raise ArgumentError("host", fact, {"samples": unlearned})
+    if unlearned:
+        log.warning("%s of %s teach nothing: no label is learned", f"{unlearned:,}", counted(learned.size, "sample"))
+
+
+class _Blocks(Dataset[Any]):
+    """Digest and learned tokens of each row, by blocks of rows; or the error of one."""
+
+    def __init__(self, packs: RowsOfPacks) -> None:
+        self._packs = packs
+
+    def __len__(self) -> int:
+        return -(-len(self._packs.rows) // _BLOCK)
+
+    def __getitem__(self, block: int) -> list[tuple[bytes, int]] | PackplanError:
+        rows, indices = self._packs.rows, range(block * _BLOCK, min((block + 1) * _BLOCK, len(self._packs.rows)))
+        several = getattr(rows, "__getitems__", None)  # of `datasets`, which is slow row by row
+        found = [rows[index] for index in indices] if several is None else several(list(indices))
+        try:
+            return [_facts(self._packs._read(row, index)) for row, index in zip(found, indices, strict=True)]  # noqa: SLF001  # a part of it
+        except PackplanError as error:  # a loader's worker would wrap it
+            return error
+
+
+def _same(block: Any) -> Any:
+    return block
+
+
+def _facts(row: Row) -> tuple[bytes, int]:
+    """Return digest and learned tokens of a row of `read_row`."""
+    digest = blake2b(digest_size=16)
+    for array in (row[_TOKENS], row[_LABELS]):
+        digest.update(array.tobytes())
+    for name, value in sorted(_media(row).items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.digest(), int((row[_LABELS][1:] != IGNORED_LABEL).sum())
+
+
+def read_row(row: Row, index: int | None = None) -> Row:
+    """
+    Return a row with `input_ids` and `labels` as int64 of shape (tokens,), and its media.
+
+    Args:
+        row: Tokenized row.
+        index: Number of the row, for the message.
+
+    Raises:
+        ArgumentError: It has padding, is a pack already, has floats for ids, or a label or mask for
+            another number of tokens.
+    """
+    name = "a row" if index is None else f"row {index:,}"
+    tokens = _whole_numbers(row[_TOKENS], _TOKENS, name)
+    given = {
+        column: _whole_numbers(row[column], column, name)
+        for column in (_ATTENTION, _LABELS, *_MASKS)
+        if row.get(column) is not None
+    }
+    for column, values in given.items():
+        if values.size != tokens.size:
+            fact = f"{name} has {counted(tokens.size, 'token')}, but {counted(values.size, 'value')} of {column}"
+            raise ArgumentError("host", fact, {"row": index, "tokens": tokens.size, "values": values.size})
+    attention = given.pop(_ATTENTION, tokens[:0])
+    if hidden := int((attention == 0).sum()):
+        fact = f"{name} has padding: {_ATTENTION} is 0 at {hidden:,} of its {counted(tokens.size, 'token')}"
+        raise ArgumentError("host", f"{fact}. Make rows without padding, and plan these", {"row": index})
+    if by := _ATTENTION if (attention > 1).any() else _column_of_samples(row, tokens.size):
+        fact = f"{name} is a pack of several samples by its {by}, which would see each other: give a row for each"
+        raise ArgumentError("host", fact, {"row": index, "column": by})
+    labels = given.pop(_LABELS, None)
+    if labels is None:
+        labels = tokens.copy()
+        for mask in given.values():
+            labels[mask == 0] = IGNORED_LABEL
+    kept = {column: value for column, value in row.items() if column not in _BY_TOKEN}
+    return {**kept, _TOKENS: tokens, _LABELS: labels}
+
+
+def _column_of_samples(row: Row, num_tokens: int) -> str | None:
+    """Return the column by which a row is a pack of several samples; None if it is one sample."""
+    for column, most in _PACKED.items():
+        if row.get(column) is not None and len(row[column]) > most:
+            return column
+    if row.get(_POSITIONS) is None or not num_tokens:
+        return None
+    places = np.asarray(row[_POSITIONS])  # on one axis, or on those of images
+    restarts = places.size % num_tokens or (places.reshape(-1, num_tokens)[:, 1:] == 0).all(0).any()
+    return _POSITIONS if restarts else None
+
+
+def _whole_numbers(values: Any, column: str, name: str) -> NDArray[np.int64]:
+    """Return the values of a column by token; shape (tokens,)."""
+    try:
+        array = np.asarray(values)
+        whole = array.dtype.kind in "iub" or not array.size
+    except (RuntimeError, TypeError, ValueError):  # lists of several lengths, tensors of a GPU
+        array, whole = np.empty(0), False
+    if not whole or array.shape not in {(array.size,), (1, array.size)}:
+        found = f"{array.dtype} of shape {array.shape}" if array.size else type(values).__name__
+        fact = f"{column} of {name} is {found}, but has to be whole numbers, one for each token of one sample"
+        raise ArgumentError("host", fact, {"column": column})
+    return array.reshape(-1).astype(np.int64, copy=False)
 
 
 @attrs.frozen(eq=False)
@@ -128,10 +295,11 @@ def flatten(rows: Sequence[Row], *, positions: Callable[[Row], torch.Tensor] | N
         rows: Rows of one pack, in order; at least one.
         positions: See `PackInputs`.
     """
-    own = torch.cat([torch.arange(_tokens(row[_TOKENS]).numel()) for row in rows])[None]
+    rows = [read_row(row) for row in rows]
+    own = torch.cat([torch.arange(row[_TOKENS].size) for row in rows])[None]
     joined = own if positions is None else torch.cat([own[None], torch.cat([positions(row) for row in rows], -1)])
-    tokens = torch.cat([_tokens(row[_TOKENS]) for row in rows])[None]
-    labels = torch.cat([_labels(row) for row in rows])[None].masked_fill(own == 0, IGNORED_LABEL)
+    tokens, labels = (torch.from_numpy(np.concatenate([row[name] for row in rows]))[None] for name in (_TOKENS, _LABELS))
+    labels = labels.masked_fill(own == 0, IGNORED_LABEL)
     return {_TOKENS: tokens, _LABELS: labels, _POSITIONS: joined, **joined_media(rows)}
 
 
@@ -140,33 +308,29 @@ def learned(labels: torch.Tensor) -> int:
     return int((labels[..., 1:] != IGNORED_LABEL).sum())
 
 
-def _tokens(values: Any) -> torch.Tensor:
-    """Return the values of a row's tokens; int64, shape (tokens,)."""
-    return torch.as_tensor(values).reshape(-1).long()
-
-
-def _labels(row: Row) -> torch.Tensor:
-    """Return the labels of a row: its own, or its tokens, where its masks let them be learned."""
-    labels = _tokens(row[_LABELS] if row.get(_LABELS) is not None else row[_TOKENS])
-    for name in _MASKS:
-        if row.get(name) is not None:
-            labels = labels.masked_fill(_tokens(row[name]) == 0, IGNORED_LABEL)
-    return labels
-
-
 def joined_media(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     """Return the tensors of images and videos that a processor made, joined over the rows."""
     found: dict[str, list[torch.Tensor]] = {}
     for row in rows:
-        for name, value in row.items():
-            if name in _BY_TOKEN or name == _POSITIONS or value is None or not _is_tensor(value):
-                continue
-            found.setdefault(name, []).append(torch.as_tensor(value))
+        for name, value in _media(row).items():
+            found.setdefault(name, []).append(value)
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
+def _media(row: Row) -> dict[str, torch.Tensor]:
+    """Return the tensors of a row that have a row for each image, video or patch."""
+    return {
+        name: torch.as_tensor(value)
+        for name, value in row.items()
+        if name not in _BY_TOKEN and value is not None and _is_tensor(value)
+    }
+
+
 def _is_tensor(value: Any) -> bool:
-    """Return whether a value is an array with a row for each image, video or patch."""
-    if isinstance(value, (list, tuple)):
-        return bool(value) and isinstance(value[0], (list, tuple)) and not isinstance(value[0], str)
-    return getattr(value, "ndim", 0) >= 1
+    """Return whether a value is an array with a row for each image, video or patch; no texts."""
+    depth = 0
+    while isinstance(value, list | tuple) and value:
+        value, depth = value[0], depth + 1
+    if isinstance(value, str | bytes | Mapping):
+        return False
+    return depth > 1 or getattr(value, "ndim", 0) >= 1

@@ -1,0 +1,142 @@
+"""Rows of other trainers: samples as they seem, or refused by number; identified by what they teach."""
+
+from __future__ import annotations
+
+import logging
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import packplan as pp
+from packplan.adapters.loaders.rows import PackInputs, RowsOfPacks, flatten
+from packplan.core.errors import ArgumentError, StaleError
+
+IDS = [5, 6, 7, 8]
+
+SEEMING = {
+    "padding: attention_mask is 0 at 2 of its 4 tokens": {"attention_mask": [1, 1, 0, 0]},
+    "4 tokens, but 3 values of attention_mask": {"attention_mask": [1, 1, 1]},
+    "pack of several samples by its attention_mask": {"attention_mask": [1, 1, 2, 2]},
+    "pack of several samples by its seq_lengths": {"seq_lengths": [1, 3]},
+    "pack of several samples by its cu_seq_lens_q": {"cu_seq_lens_q": [0, 2, 4]},
+    "pack of several samples by its position_ids": {"position_ids": [0, 1, 0, 1]},
+    "4 tokens, but 3 values of labels": {"labels": [5, 6, 7]},
+    "4 tokens, but 5 values of completion_mask": {"completion_mask": [0, 1, 1, 1, 1]},
+    "labels of row 2 is float64 of shape (4,)": {"labels": [5.0, 6.5, 7.0, 8.0]},
+    "input_ids of row 2 is float32 of shape (4,)": {"input_ids": torch.tensor(IDS).float()},
+    "input_ids of row 2 is int64 of shape (2, 2)": {"input_ids": [[5, 6], [7, 8]]},
+    "input_ids of row 2 is list": {"input_ids": [[5, 6, 7], [8]]},
+}
+"""Words of what is told -> columns of a row that is no sample."""
+
+
+@pytest.mark.parametrize("words", SEEMING)
+def test_a_row_that_is_no_sample_is_refused_by_its_number(words):
+    """By the loader of its pack, and by the pass over all rows before the first step."""
+    rows = [{"input_ids": IDS} for _ in range(3)]
+    packs = RowsOfPacks([*rows[:2], rows[2] | SEEMING[words]], pp.plan([4, 4, 4], 4))
+
+    for read in (lambda: packs[2], packs.inspect):
+        with pytest.raises(ArgumentError, match="row 2") as raised:
+            read()
+        assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "labels"),
+    [
+        ({"attention_mask": [1, 1, 1, 1], "seq_lengths": [4], "position_ids": [0, 1, 2, 3]}, [-100, 6, 7, 8]),
+        ({"position_ids": np.arange(12).reshape(3, 1, 4)}, [-100, 6, 7, 8]),
+        ({"input_ids": torch.tensor([IDS]), "completion_mask": [0, 0, 1, 1]}, [-100, -100, 7, 8]),
+        ({"completion_mask": [0, 0, 1, 1], "assistant_masks": [0, 1, 1, 0]}, [-100, -100, 7, -100]),
+        ({"labels": [-100, 6, 7, -100], "completion_mask": [0, 0, 1, 1]}, [-100, 6, 7, -100]),
+        ({"text": "a", "turns": [["user", "a"]], "labels": IDS}, [-100, 6, 7, 8]),
+    ],
+    ids=str,
+)
+def test_a_sample_is_learned_as_it_says(columns, labels):
+    """By its labels, as they are; without labels, by its masks."""
+    packs = RowsOfPacks([{"input_ids": IDS} | columns], pp.plan([4], 4))
+
+    batch = PackInputs()([packs[0]])
+
+    assert (IDS, labels) == (batch["input_ids"][0].tolist(), batch["labels"][0].tolist())
+    assert {"input_ids", "labels", "position_ids", "packplan_pack"} == set(batch)
+    assert [3 - labels[1:].count(-100)] == packs.inspect().learned.tolist()
+
+
+ROWS = st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=2, max_size=5, unique_by=tuple)
+
+
+@settings(max_examples=25)
+@given(ROWS, st.data())
+def test_other_rows_of_equal_lengths_have_another_digest(ids, data):
+    """One other token, label or value of an image, or two rows in each other's place."""
+    rows = [{"input_ids": row, "labels": row, "pixel_values": torch.tensor([[row[0] / 2]])} for row in ids]
+    index = data.draw(st.integers(0, len(rows) - 1))
+    changed = rows[index] | data.draw(st.sampled_from([
+        {"input_ids": [10, *ids[index][1:]]}, {"labels": [*ids[index][:-1], 10]}, {"pixel_values": torch.tensor([[9.5]])},
+    ]))  # fmt: skip
+    first, second, *rest = rows
+
+    assert digest_of(rows) == digest_of([{k: torch.as_tensor(v) for k, v in row.items()} for row in rows])
+    assert digest_of(rows) != digest_of([*rows[:index], changed, *rows[index + 1 :]])
+    assert digest_of(rows) != digest_of([second, first, *rest])
+
+
+def digest_of(rows):
+    return RowsOfPacks(rows, pp.plan([len(row["input_ids"]) for row in rows], 8)).inspect().digest
+
+
+def test_blocks_of_rows_are_read_as_rows_one_by_one(monkeypatch):
+    """By this process or others, which hand an error on as it is."""
+    rows = [{"input_ids": [number, 1]} for number in range(600)]
+    packs = RowsOfPacks(rows, pp.plan([2] * 600, 8))
+    others = RowsOfPacks([*rows[:-1], {"input_ids": [1]}], pp.plan([2] * 600, 8))
+
+    assert packs.inspect(num_workers=2).digest == packs.inspect().digest
+    for num_workers in (0, 1):
+        with pytest.raises(StaleError, match=r"^sample 599 \(row 599\) is not the one that was planned"):
+            others.inspect(num_workers=num_workers)
+
+
+class Drawn:
+    """Two rows with another token each time."""
+
+    def __init__(self):
+        self.drawn = count()
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return {"input_ids": [1, next(self.drawn)]}
+
+
+def test_rows_that_are_drawn_anew_are_refused():
+    """No checkpoint could tell them from other rows."""
+    with pytest.raises(ArgumentError, match="row 0 is another one each time"):
+        RowsOfPacks(Drawn(), pp.plan([2, 2], 4)).inspect()
+
+
+def test_samples_that_teach_nothing_are_counted(caplog):
+    """Those of one token too, since no token is before it; all of them are an error."""
+    rows = [{"input_ids": [1]}, {"input_ids": [1, 2], "labels": [1, -100]}, {"input_ids": [1, 2]}]
+    caplog.set_level(logging.WARNING)
+
+    facts = RowsOfPacks(rows, pp.plan([1, 2, 2], 4)).inspect()
+
+    assert [0, 0, 1] == facts.learned.tolist()
+    assert ["2 of 3 samples teach nothing: no label is learned"] == caplog.messages
+    with pytest.raises(ArgumentError, match="none of 2 samples has a token to learn"):
+        RowsOfPacks(rows[:2], pp.plan([1, 2], 4)).inspect()
+
+
+def test_joined_rows_are_checked_too():
+    """Where no data set has told their numbers."""
+    with pytest.raises(ArgumentError, match="a row has padding"):
+        flatten([{"input_ids": [1, 2], "attention_mask": [0, 1]}])
