@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.adapters.loaders.rows import PackOfRows, RowsOfPacks, flatten
+from packplan.adapters.loaders.rows import IGNORED_LABEL, PackOfRows, RowsOfPacks, flatten, refuse_unlearned
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.core.errors import ArgumentError
 from packplan.core.lengths import IntArray
@@ -79,10 +79,21 @@ class TextPacks:
             raise ArgumentError("host", fact, {"path": str(target)})
 
     def __iter__(self) -> Iterator[TextPack]:
-        """Yield packs; StaleError if a row is not as long as planned, ArgumentError for media."""
+        """
+        Yield packs.
+
+        Raises:
+            StaleError: A row is not as long as it was planned.
+            ArgumentError: One is no sample, has media, or none of all teaches a token.
+        """
         described = f"writing {self.target.name}"
-        for pack in progress(self.order.tolist(), desc=described, unit=" packs", leave=False, delay=BRIEF_S):
-            yield self._text_pack(self._packs[pack])
+        learned: dict[int, int] = {}
+        for number in progress(self.order.tolist(), desc=described, unit=" packs", leave=False, delay=BRIEF_S):
+            pack = self._text_pack(self._packs[number])
+            starts = np.cumsum(pack.lengths) - pack.lengths
+            learned |= zip(pack.samples, np.add.reduceat(pack.labels != IGNORED_LABEL, starts, dtype=int), strict=True)
+            yield pack
+        refuse_unlearned(np.array(list(learned.values())))
 
     def tables(self, schema: Any, columns: Callable[[TextPack], Columns]) -> Iterator[Any]:
         """
@@ -107,7 +118,7 @@ class TextPacks:
     def _text_pack(self, pack: PackOfRows) -> TextPack:
         samples = self.plan.packs[pack.pack]
         _refuse_media(samples, pack.rows)
-        flat = flatten([{name: value for name, value in row.items() if not _is_words(value)} for row in pack.rows])
+        flat = flatten(pack.rows)
         if extra := flat.keys() - set(_TEXT):
             raise _no_place(f"the rows of pack {pack.pack:,}", extra)
         arrays = {name: flat[name][0].numpy().astype(np.int32) for name in _TEXT}
@@ -127,13 +138,6 @@ def _refuse_media(samples: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> 
 def _holds(value: Any) -> bool:
     """Return whether a column has a value in this row: neither None nor an empty list or array."""
     return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
-
-
-def _is_words(value: Any) -> bool:
-    """Return whether a column has texts or messages, which no model is given."""
-    while isinstance(value, list | tuple) and value:
-        value = value[0]
-    return isinstance(value, str | Mapping)
 
 
 def _no_place(whose: str, columns: Iterable[str]) -> ArgumentError:

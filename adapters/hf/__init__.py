@@ -13,7 +13,7 @@ from packplan.adapters.hf.training import token_mean, use_plan
 from packplan.adapters.hf.unpad import unpad
 from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.loaders.positions import positions_of
-from packplan.adapters.loaders.rows import PACK, PackInputs, RowsOfPacks, flatten, learned
+from packplan.adapters.loaders.rows import PACK, PackInputs, RowsOfPacks, flatten, learned, refuse_other_packs
 
 __all__ = [
     "PACK",
@@ -23,6 +23,7 @@ __all__ = [
     "flatten",
     "learned",
     "positions_of",
+    "refuse_other_packs",
     "separate_samples",
     "token_mean",
     "unpad",

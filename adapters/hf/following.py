@@ -8,8 +8,10 @@ and epochs, its resumed runs and its evaluation are then those of the schedule.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,11 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
-from packplan.adapters.loaders.rows import PACK, learned
+from packplan.adapters.loaders.rows import PACK, learned, refuse_other_packs
 from packplan.core.errors import ArgumentError
 from packplan.core.schedule import EpochSchedule
+
+log = logging.getLogger(__name__)
 
 _STATE = "trainer_state.json"
 """File of a checkpoint with the trainer's state, and the states of its callbacks."""
@@ -31,8 +35,8 @@ _STATE = "trainer_state.json"
 class _PlanSampler(PackBatches, BatchRebalanceSampler):
     """Batches of a rank: the trainer hands a sampler of this class on as it is, already sharded."""
 
-    def __init__(self, schedule: EpochSchedule, *, rank: int, plan: str) -> None:
-        PackBatches.__init__(self, schedule, rank, schedule.world_size, plan=plan)
+    def __init__(self, schedule: EpochSchedule, *, rank: int, plan: str, data: str) -> None:
+        PackBatches.__init__(self, schedule, rank, schedule.world_size, plan=plan, data=data)
 
 
 class PackplanProgress(TrainerCallback, ExportableState):
@@ -73,6 +77,7 @@ class FollowsSchedule:
         schedule: EpochSchedule,
         plan: str,
         *,
+        data: str,
         train_packs: Any,
         collator: Callable[[Any], Any],
         eval_packs: Any = None,
@@ -83,6 +88,7 @@ class FollowsSchedule:
         Args:
             schedule: Order of packs.
             plan: Checksum of the plan.
+            data: Digest of the rows.
             train_packs: Data set of the training packs, by pack index.
             collator: Makes a batch of packs the inputs of the model, with the index of the pack, or
                 the list of their indices, as `PACK`.
@@ -90,7 +96,7 @@ class FollowsSchedule:
                 their learned tokens.
         """
         self._train_packs, self._eval_packs, self._collator = train_packs, eval_packs, collator
-        self._sampler = _PlanSampler(schedule, rank=self.args.process_index, plan=plan)
+        self._sampler = _PlanSampler(schedule, rank=self.args.process_index, plan=plan, data=data)
         self._progress = PackplanProgress(self._sampler)
         self._expected: Iterator[list[int]] = iter(())
         self._evaluated: _TokenMean | None = None
@@ -156,15 +162,7 @@ class FollowsSchedule:
     def get_batch_samples(self, batches_left: Any, num_batches: int, *args: Any) -> Any:
         """Return the batches of a step, checked against the schedule, and their learned tokens."""
         batches, num_items = super().get_batch_samples(batches_left, num_batches, *args)  # type: ignore[misc]
-        if len(batches) < num_batches:
-            fact = f"the trainer's loader has {len(batches)} of {num_batches} of a step's batches: it drops packs"
-            raise ArgumentError("host", fact, {"found": len(batches), "planned": num_batches})
-        for batch in batches:
-            found, planned = batch.get(PACK), next(self._expected, None)
-            found = found if isinstance(found, list) else [found]
-            if found != planned:
-                fact = f"the trainer's batch is pack {found}, but the schedule's is {planned}: another loader serves it"
-                raise ArgumentError("host", fact, {"found": found, "planned": planned})
+        refuse_other_packs(batches, islice(self._expected, num_batches))
         if num_items is not None:  # a step without learned tokens is no division by zero
             num_items = torch.as_tensor(num_items).clamp(min=1)
         return batches, num_items
@@ -186,7 +184,11 @@ class FollowsSchedule:
         finally:
             self._evaluated = None
         sums = self.accelerator.reduce(evaluated.sums.to(self.args.device))
-        output.metrics[f"{options.get('metric_key_prefix', 'eval')}_loss"] = (sums[0] / sums[1]).item()
+        loss = f"{options.get('metric_key_prefix', 'eval')}_loss"
+        output.metrics[loss] = (sums[0] / sums[1]).item()
+        if not sums[1]:
+            del output.metrics[loss]
+            log.warning("%s is left out: no sample of the evaluation has a token to learn", loss)
         return output
 
     def _get_num_items_in_batch(self, *args: Any, **options: Any) -> Any:

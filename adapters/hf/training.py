@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from accelerate.utils import gather_object
+from transformers import DataCollatorWithPadding, default_data_collator
 
 from packplan.adapters.hf.attention import separate_samples
 from packplan.adapters.hf.following import FollowsSchedule
 from packplan.adapters.hf.refusals import refuse
 from packplan.adapters.loaders.positions import positions_of
-from packplan.adapters.loaders.rows import IGNORED_LABEL, PackInputs, RowsOfPacks, learned
+from packplan.adapters.loaders.rows import BY_TOKEN, IGNORED_LABEL, PackInputs, Row, RowsOfPacks, learned
 from packplan.core.errors import ArgumentError, MismatchError
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
@@ -27,7 +29,9 @@ def use_plan(trainer: Any, plan: Plan, *, eval_plan: Plan | None = None) -> Epoc
     (else `seed`) and `dataloader_drop_last` of the trainer's arguments decide the schedule, which
     has `steps_per_epoch` and `total_steps`. The loss of a step is the mean over its learned tokens,
     over all ranks and batches. Checkpoints are the trainer's own, and resume in the middle of an
-    epoch, also on another number of ranks.
+    epoch, also on another number of ranks. All rows are read once before the first step: a row that
+    is no sample is refused, and a resumed run has to have the same rows. A collator of your own
+    makes each row what is trained, without its padding.
 
     Call it on every rank, after the trainer is built: the model is probed first, see
     `separate_samples`.
@@ -40,20 +44,24 @@ def use_plan(trainer: Any, plan: Plan, *, eval_plan: Plan | None = None) -> Epoc
             over its learned tokens. None leaves evaluation as it is.
 
     Raises:
-        ArgumentError: A setting or a data set stands against it.
-        MismatchError: Ranks have different plans.
+        ArgumentError: A setting, a data set or one of its rows stands against it.
+        StaleError: A row is not as long as it was planned.
+        MismatchError: Ranks have different plans or rows.
         ModelError: The model cannot be shown to keep samples apart.
     """
     if isinstance(trainer, _PlannedTraining):
         raise ArgumentError("host", "the trainer follows a plan already")
     refuse(trainer)
-    train_rows = RowsOfPacks(trainer.train_dataset, plan)
-    eval_rows = None if eval_plan is None else RowsOfPacks(_one_data_set(trainer.eval_dataset), eval_plan)
-    checksums = gather_object([plan.checksum])
+    args, collate = trainer.args, _collate_alone(trainer)
+    train_rows = RowsOfPacks(trainer.train_dataset, plan, collate=collate)
+    eval_rows = None
+    if eval_plan is not None:
+        eval_rows = RowsOfPacks(_one_data_set(trainer.eval_dataset), eval_plan, collate=collate)
+    data = train_rows.inspect(num_workers=args.dataloader_num_workers).digest
+    checksums = gather_object([(plan.checksum, data)])
     if len(set(checksums)) > 1:
-        fact = "the ranks planned different packs: give all the same rows, in the same order"
+        fact = "the ranks have different packs or rows: give all the same rows, in the same order"
         raise MismatchError("ranks_disagree", fact, {"checksums": tuple(checksums)})
-    args = trainer.args
     schedule = plan.schedule(
         world_size=args.world_size,
         packs_per_step=args.world_size * args.gradient_accumulation_steps,
@@ -68,7 +76,7 @@ def use_plan(trainer: Any, plan: Plan, *, eval_plan: Plan | None = None) -> Epoc
     kind = type(trainer)
     trainer.__class__ = type(f"Planned{kind.__name__}", (_PlannedTraining, kind), {})
     collator = PackInputs(positions_of(trainer.model))
-    trainer.follow(schedule, plan.checksum, train_packs=train_rows, collator=collator, eval_packs=eval_rows)
+    trainer.follow(schedule, plan.checksum, data=data, train_packs=train_rows, collator=collator, eval_packs=eval_rows)
     return schedule
 
 
@@ -85,6 +93,27 @@ def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Ten
     logits, targets = outputs["logits"][:, :-1].float(), labels[:, 1:].to(outputs["logits"].device)
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
     return total / max(1, int(learned(labels) if num_items_in_batch is None else num_items_in_batch))
+
+
+def _collate_alone(trainer: Any) -> Callable[[Row], Row] | None:
+    """Return what makes a row that the trainer would train; None if its collator only pads."""
+    collator = trainer.data_collator
+    if collator is default_data_collator or type(collator) is DataCollatorWithPadding:
+        return None
+    return partial(_collated, trainer._get_collator_with_removed_columns(collator, description="training"))  # noqa: SLF001  # has no public name
+
+
+def _collated(collator: Callable[[list[Row]], Row], row: Row) -> Row:
+    """Return a row as a collator makes it, alone and without padding."""
+    batch = collator([row])
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return batch
+    kept = mask != 0
+    return {
+        name: value[kept] if name in BY_TOKEN and getattr(value, "shape", None) == kept.shape else value
+        for name, value in batch.items()
+    }
 
 
 def _one_data_set(rows: Any) -> Any:

@@ -20,12 +20,15 @@ class PackBatches:
     """
     Batches of pack indices of one rank, in the order of a schedule, epoch by epoch.
 
-    Each iteration serves what is left of `epoch`, and then moves on to the next. `set_epoch` serves
-    an epoch again, or another one. `state_dict` has the progress at any batch. `load_state_dict`
-    goes on from it, also on another number of ranks.
+    Each iteration serves `epoch`, or what a loaded state leaves of it, and moves on to the next.
+    The rest of an epoch that was not read to its end is never served as a whole one: `set_epoch`
+    serves an epoch again, or another one. `state_dict` has the progress at any batch.
+    `load_state_dict` goes on from it, also on another number of ranks.
     """
 
-    def __init__(self, schedule: EpochSchedule, rank: int = 0, world_size: int = 1, *, plan: str = "") -> None:
+    def __init__(
+        self, schedule: EpochSchedule, rank: int = 0, world_size: int = 1, *, plan: str = "", data: str = ""
+    ) -> None:
         """
         Serve *schedule*.
 
@@ -34,6 +37,7 @@ class PackBatches:
             rank: This rank, from 0.
             world_size: Ranks that take part, which have to be those of the schedule.
             plan: Checksum of the plan, kept in states and compared when one is loaded.
+            data: Digest of the rows, likewise; `RowsOfPacks.inspect` has it.
 
         Raises:
             ArgumentError: The schedule is of another number of ranks, or there is no such rank.
@@ -41,7 +45,7 @@ class PackBatches:
         if world_size != schedule.world_size or not 0 <= rank < world_size:
             fact = f"the schedule is of {counted(schedule.world_size, 'rank')}, but this is rank {rank} of {world_size}"
             raise ArgumentError("ranks", fact, {"planned": schedule.world_size, "world_size": world_size, "rank": rank})
-        self._whole, self._rank, self._plan = schedule, rank, plan
+        self._whole, self._rank, self._plan, self._data = schedule, rank, plan, data
         self.restart()
 
     def restart(self) -> None:
@@ -55,15 +59,17 @@ class PackBatches:
 
     def set_epoch(self, epoch: int) -> None:
         """Serve *epoch* from its start, or from the loaded progress if that lies in it."""
-        if epoch != self.epoch:
-            self.epoch, self._served = epoch, 0
+        self.epoch, self._served = epoch, 0
 
     def __len__(self) -> int:
         """Batches of the whole epoch on these ranks; a resumed one may have fewer."""
         return self.schedule.batches_in(self.epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        left = self.schedule.batches(self.epoch, rank=self._rank)[self._served :]
+        left = self.schedule.batches(self.epoch, rank=self._rank)
+        if self._served:
+            fact = f"epoch {self.epoch} was left behind {self._served} of its {counted(len(left), 'batch')}"
+            raise ArgumentError("host", f"{fact}: name the epoch to serve with set_epoch, or load a state")
         if not left:
             self._end_epoch()
         for number, batch in enumerate(left, start=1):
@@ -84,7 +90,7 @@ class PackBatches:
                 batches that were served.
         """
         progress = self.schedule.after(self.epoch, self._served) if step is None else self.schedule.at(step)
-        return state_of(self.schedule, progress, plan=self._plan)
+        return state_of(self.schedule, progress, plan=self._plan, data=self._data)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
@@ -93,10 +99,10 @@ class PackBatches:
         Raises:
             StaleError: The state is of another plan, seed or order.
         """
-        self._serve(resumed(self._whole, state, plan=self._plan))
+        self._serve(resumed(self._whole, state, plan=self._plan, data=self._data))
 
 
-def state_of(schedule: EpochSchedule, progress: Progress, *, plan: str) -> dict[str, Any]:
+def state_of(schedule: EpochSchedule, progress: Progress, *, plan: str, data: str) -> dict[str, Any]:
     """
     Return a progress with what identifies its schedule, as plain values.
 
@@ -104,11 +110,12 @@ def state_of(schedule: EpochSchedule, progress: Progress, *, plan: str) -> dict[
         schedule: Order of packs.
         progress: Progress of training over it.
         plan: Checksum of the plan.
+        data: Digest of the rows.
     """
-    return attrs.asdict(_resume_state(schedule, progress, plan=plan))
+    return attrs.asdict(_resume_state(schedule, progress, plan=plan, data=data))
 
 
-def resumed(schedule: EpochSchedule, state: Mapping[str, Any], *, plan: str) -> Progress:
+def resumed(schedule: EpochSchedule, state: Mapping[str, Any], *, plan: str, data: str) -> Progress:
     """
     Return the progress of a state of `state_of`.
 
@@ -116,6 +123,7 @@ def resumed(schedule: EpochSchedule, state: Mapping[str, Any], *, plan: str) -> 
         schedule: Order of packs, perhaps on another number of ranks.
         state: Plain values.
         plan: Checksum of the plan.
+        data: Digest of the rows.
 
     Raises:
         StaleError: The state is of another plan, seed or order.
@@ -124,15 +132,15 @@ def resumed(schedule: EpochSchedule, state: Mapping[str, Any], *, plan: str) -> 
     segments = tuple(EpochSegment(**segment) for segment in values.pop("segments"))
     progress = Progress(**values, segments=segments)
     then = ResumeState(**{**state, "progress": progress})
-    if differences := then.differences(_resume_state(schedule, progress, plan=plan)):
+    if differences := then.differences(_resume_state(schedule, progress, plan=plan, data=data)):
         raise StaleError.plan("the saved progress", differences)
     return progress
 
 
-def _resume_state(schedule: EpochSchedule, progress: Progress, *, plan: str) -> ResumeState:
+def _resume_state(schedule: EpochSchedule, progress: Progress, *, plan: str, data: str) -> ResumeState:
     return ResumeState(
         plan=plan,
-        data="",
+        data=data,
         seed=schedule.seed,
         shuffle=schedule.shuffle,
         tuner="",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
+from itertools import zip_longest
 from typing import Any
 
 import attrs
@@ -42,7 +43,7 @@ _MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
 _PACKED = {"seq_lengths": 1, "cu_seq_lens_q": 2, "cu_seq_lens_k": 2}
 """Columns that tell the samples of a pack -> values that a single sample has."""
 
-_BY_TOKEN = {
+BY_TOKEN = {
     _TOKENS, _LABELS, _POSITIONS, _ATTENTION, *_MASKS, *_PACKED, "seq_idx", "token_type_ids", "mm_token_type_ids",
     "shift_labels",
 }  # fmt: skip
@@ -67,13 +68,14 @@ class PackOfRows:
 class RowsOfPacks(Dataset[PackOfRows]):
     """Rows of a data set by pack: `len` is the number of packs, and item k is pack k."""
 
-    def __init__(self, rows: Any, plan: Plan) -> None:
+    def __init__(self, rows: Any, plan: Plan, *, collate: Callable[[Row], Row] | None = None) -> None:
         """
         Serve the packs of *plan*.
 
         Args:
             rows: Tokenized rows by index: a list, a `datasets.Dataset`, a torch data set.
             plan: Plan of the lengths of these rows.
+            collate: Returns what is trained of a row. None trains the row as it is.
 
         Raises:
             ArgumentError: The number of rows is not that of the plan's samples, or rows have no
@@ -85,7 +87,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
         if len(rows) != plan.raw.num_samples:
             fact = f"the plan has {counted(plan.raw.num_samples, 'sample')}, but the data set {len(rows):,} rows"
             raise ArgumentError("host", fact, {"planned": plan.raw.num_samples, "rows": len(rows)})
-        self.rows, self.packs, self.lengths = rows, plan.packs, plan.lengths
+        self.rows, self.packs, self.lengths, self._collate = rows, plan.packs, plan.lengths, collate
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -97,7 +99,11 @@ class RowsOfPacks(Dataset[PackOfRows]):
         Raises:
             ArgumentError: A row is no sample. StaleError: It is not as long as it was planned.
         """
-        return PackOfRows(pack, tuple(self._read(self.rows[index], index) for index in self.packs[pack]))
+        return PackOfRows(pack, tuple(self.row(index) for index in self.packs[pack]))
+
+    def row(self, index: int) -> Row:
+        """Return row *index* as it is trained; errors are those of a pack."""
+        return self._read(self.rows[index], index)
 
     def inspect(self, *, num_workers: int = 0) -> RowFacts:
         """
@@ -110,27 +116,44 @@ class RowsOfPacks(Dataset[PackOfRows]):
             ArgumentError: A row is no sample, is another one when it is read again, or none
                 teaches a token. StaleError: A row is not as long as it was planned.
         """
-        if _facts(self._read(self.rows[0], 0)) != _facts(self._read(self.rows[0], 0)):
+        if _facts(self.row(0)) != _facts(self.row(0)):
             fact = "row 0 is another one each time it is read, but a plan needs rows that stay: draw nothing in them"
             raise ArgumentError("host", fact, {"row": 0})
+        blocks: Any = DataLoader(
+            [range(len(self.rows))[start : start + _BLOCK] for start in range(0, len(self.rows), _BLOCK)],
+            batch_size=None,
+            collate_fn=self._facts_of,
+            num_workers=num_workers,
+            generator=torch.Generator(),  # draws nothing of the training's own
+        )
         digest, learned = blake2b(digest_size=16), []
-        blocks: Iterable[Any] = DataLoader(_Blocks(self), batch_size=None, collate_fn=_same, num_workers=num_workers, generator=torch.Generator())
-        for block in blocks:
-            if isinstance(block, PackplanError):
-                raise block
-            for one, teaches in block:
+        for facts in blocks:
+            if isinstance(facts, PackplanError):
+                raise facts
+            for one, teaches in facts:
                 digest.update(one)
                 learned.append(teaches)
         refuse_unlearned(np.array(learned))
         return RowFacts(digest.hexdigest(), np.array(learned))
 
+    def _facts_of(self, indices: range) -> list[tuple[bytes, int]] | PackplanError:
+        """Return the facts of some rows; or the error of one, which a worker would wrap."""
+        several = getattr(self.rows, "__getitems__", None)  # of `datasets`, which is slow row by row
+        rows = [self.rows[index] for index in indices] if several is None else several(list(indices))
+        try:
+            return [_facts(self._read(row, index)) for row, index in zip(rows, indices, strict=True)]
+        except PackplanError as error:
+            return error
+
     def _read(self, row: Row, index: int) -> Row:
         """Return row *index*, if it is a sample of its planned length."""
-        row = read_row(row, index)
-        length, planned = row[_TOKENS].size, int(self.lengths[index])
+        read = read_row(row, index)
+        if self._collate is not None:
+            read = read_row(self._collate(row), index)
+        length, planned = read[_TOKENS].size, int(self.lengths[index])
         if length != planned:
             raise StaleError.sample(index, f"row {index}", (Difference("length", planned, length),))
-        return row
+        return read
 
 
 @attrs.frozen(eq=False)
@@ -151,30 +174,7 @@ def refuse_unlearned(learned: IntArray) -> None:
         fact = f"none of {counted(learned.size, 'sample')} has a token to learn: all labels are {IGNORED_LABEL}"
         raise ArgumentError("host", fact, {"samples": unlearned})
     if unlearned:
-        log.warning("%s of %s teach nothing: no label is learned", f"{unlearned:,}", counted(learned.size, "sample"))
-
-
-class _Blocks(Dataset[Any]):
-    """Digest and learned tokens of each row, by blocks of rows; or the error of one."""
-
-    def __init__(self, packs: RowsOfPacks) -> None:
-        self._packs = packs
-
-    def __len__(self) -> int:
-        return -(-len(self._packs.rows) // _BLOCK)
-
-    def __getitem__(self, block: int) -> list[tuple[bytes, int]] | PackplanError:
-        rows, indices = self._packs.rows, range(block * _BLOCK, min((block + 1) * _BLOCK, len(self._packs.rows)))
-        several = getattr(rows, "__getitems__", None)  # of `datasets`, which is slow row by row
-        found = [rows[index] for index in indices] if several is None else several(list(indices))
-        try:
-            return [_facts(self._packs._read(row, index)) for row, index in zip(found, indices, strict=True)]  # noqa: SLF001  # a part of it
-        except PackplanError as error:  # a loader's worker would wrap it
-            return error
-
-
-def _same(block: Any) -> Any:
-    return block
+        log.warning("%s of %s: no label to learn", f"{unlearned:,}", counted(learned.size, "sample"))
 
 
 def _facts(row: Row) -> tuple[bytes, int]:
@@ -201,7 +201,7 @@ def read_row(row: Row, index: int | None = None) -> Row:
             another number of tokens.
     """
     name = "a row" if index is None else f"row {index:,}"
-    tokens = _whole_numbers(row[_TOKENS], _TOKENS, name)
+    tokens = _whole_numbers(row.get(_TOKENS), _TOKENS, name)
     given = {
         column: _whole_numbers(row[column], column, name)
         for column in (_ATTENTION, _LABELS, *_MASKS)
@@ -223,7 +223,7 @@ def read_row(row: Row, index: int | None = None) -> Row:
         labels = tokens.copy()
         for mask in given.values():
             labels[mask == 0] = IGNORED_LABEL
-    kept = {column: value for column, value in row.items() if column not in _BY_TOKEN}
+    kept = {column: value for column, value in row.items() if column not in BY_TOKEN}
     return {**kept, _TOKENS: tokens, _LABELS: labels}
 
 
@@ -298,9 +298,27 @@ def flatten(rows: Sequence[Row], *, positions: Callable[[Row], torch.Tensor] | N
     rows = [read_row(row) for row in rows]
     own = torch.cat([torch.arange(row[_TOKENS].size) for row in rows])[None]
     joined = own if positions is None else torch.cat([own[None], torch.cat([positions(row) for row in rows], -1)])
-    tokens, labels = (torch.from_numpy(np.concatenate([row[name] for row in rows]))[None] for name in (_TOKENS, _LABELS))
-    labels = labels.masked_fill(own == 0, IGNORED_LABEL)
-    return {_TOKENS: tokens, _LABELS: labels, _POSITIONS: joined, **joined_media(rows)}
+    flat = {name: torch.from_numpy(np.concatenate([row[name] for row in rows]))[None] for name in (_TOKENS, _LABELS)}
+    flat[_LABELS] = flat[_LABELS].masked_fill(own == 0, IGNORED_LABEL)
+    return {**flat, _POSITIONS: joined, **joined_media(rows)}
+
+
+def refuse_other_packs(batches: Sequence[Mapping[str, Any]], planned: Iterable[Sequence[int] | None]) -> None:
+    """
+    Refuse batches that are not those of a schedule.
+
+    Args:
+        batches: Batches with the index of their pack, or the list of their indices, as `PACK`.
+        planned: Pack indices of each batch by the schedule, as a `Step` has them.
+
+    Raises:
+        ArgumentError: One has another pack, or is missing.
+    """
+    for batch, pack in zip_longest(batches, planned):
+        found = None if batch is None else np.atleast_1d(batch.get(PACK)).tolist()
+        if pack is None or found != list(pack):
+            fact = f"the loader's batch is pack {found}, but the schedule's is {pack and list(pack)}"
+            raise ArgumentError("host", f"{fact}: another loader or epoch is served", {"found": found, "planned": pack})
 
 
 def learned(labels: torch.Tensor) -> int:
@@ -322,7 +340,7 @@ def _media(row: Row) -> dict[str, torch.Tensor]:
     return {
         name: torch.as_tensor(value)
         for name, value in row.items()
-        if name not in _BY_TOKEN and value is not None and _is_tensor(value)
+        if name not in BY_TOKEN and value is not None and _is_tensor(value)
     }
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch.distributed.tensor import DTensor
 
 from packplan.adapters.loaders.positions import positions_of
-from packplan.adapters.loaders.rows import IGNORED_LABEL, flatten
+from packplan.adapters.loaders.rows import IGNORED_LABEL, RowsOfPacks, flatten
 from packplan.adapters.models import Gradients, add_gradients, difference_norms, evaluating, weight_gradients
 from packplan.adapters.proof.batches import PackedBatch
 from packplan.adapters.proof.checks import logits_of
@@ -203,15 +203,17 @@ def _planned(step: TakenStep, trainer: Any, plan: Plan, *, rows: Any, packs: Seq
             raise ArgumentError("host", "the trainer follows no plan, so nothing says what its step holds: give packs")
         ranks = range(schedule.world_size)
         packs = [pack for rank in ranks for batch in next(iter(schedule.steps(rank=rank))).batches for pack in batch]
-    if rows is None:
-        rows = getattr(getattr(trainer, "_train_packs", None), "rows", getattr(trainer, "train_dataset", None))
-    if rows is None:
-        raise ArgumentError("host", "the plan's rows are not known: give rows, by sample index")
+    planned = getattr(trainer, "_train_packs", None)
+    if rows is None and not isinstance(planned, RowsOfPacks):
+        rows = getattr(trainer, "train_dataset", None)
+        if rows is None:
+            raise ArgumentError("host", "the plan's rows are not known: give rows, by sample index")
+    read = planned.row if rows is None else rows.__getitem__
     positions = positions_of(step.model)
     samples = []
     for place, pack in enumerate(packs):
         for index in plan.packs[pack]:
-            batch = flatten([rows[index]], positions=positions)
+            batch = flatten([read(index)], positions=positions)
             labels = batch.pop("labels")[0]
             if positions is None:
                 del batch["position_ids"]

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import event, given
+from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 import packplan as pp
@@ -47,6 +47,7 @@ def rows_of_text(draw):
         elif kind == "completion_mask":
             row["completion_mask"] = [int(one) for one in learned]
         rows.append(row)
+    assume(any(label != -100 for row in rows for label in labels_of(row)))
     return rows
 
 
@@ -262,6 +263,38 @@ def test_rows_with_media_are_refused_by_name(export, column, value, tmp_path):
         export([*ROWS[:-1], ROWS[-1] | {column: value}], plan_of(ROWS), tmp_path / "packs")
 
     assert [] == list(tmp_path.iterdir())
+
+
+SEEMING = (
+    ({"attention_mask": [1, 1, 0]}, "row 5 has padding"),
+    ({"position_ids": [0, 1, 0]}, "row 5 is a pack of several samples"),
+    ({"labels": [1, 2]}, "row 5 has 3 tokens, but 2 values of labels"),
+    ({"input_ids": [1.0, 2.0, 3.0]}, "input_ids of row 5 is float64"),
+)
+
+
+@each_export
+@pytest.mark.parametrize(("columns", "words"), SEEMING)
+def test_rows_that_are_no_samples_are_refused(export, columns, words, tmp_path):
+    """As the loaders refuse them, of which all exports read their rows."""
+    with pytest.raises(ArgumentError, match=words):
+        export([*ROWS[:-1], ROWS[-1] | columns], plan_of(ROWS), tmp_path / "packs")
+
+    assert [] == list(tmp_path.iterdir())
+
+
+@each_export
+def test_samples_that_teach_nothing_are_counted(export, tmp_path, caplog):
+    """Each once, whatever is repeated; nothing is written if they are all."""
+    rows = [row | {"labels": [-100] * len(row["input_ids"])} for row in ROWS]
+    plan = plan_of(ROWS)
+
+    export([ROWS[0], *rows[1:]], plan, tmp_path / "some", order=[*range(len(plan.packs)), 0])
+
+    assert ["5 of 6 samples: no label to learn"] == caplog.messages
+    with pytest.raises(ArgumentError, match="none of 6 samples has a token to learn"):
+        export(rows, plan, tmp_path / "all")
+    assert ["some"] == [path.name for path in tmp_path.iterdir()]
 
 
 @each_export

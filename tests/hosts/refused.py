@@ -95,6 +95,81 @@ def other_plan(out: Path) -> None:
     again.train(resume_from_checkpoint=True)
 
 
+def other_rows(out: Path, rows: list[dict[str, Any]]) -> None:
+    """Resume with other rows of equal lengths."""
+    trainer = given(out, max_steps=1, save_strategy="steps", save_steps=1)
+    use_plan(trainer, PLAN)
+    trainer.train()
+    again = given(out, rows)
+    use_plan(again, PLAN)
+    again.train(resume_from_checkpoint=True)
+
+
+def relabelled() -> list[dict[str, Any]]:
+    """Return the rows, one of which learns another token."""
+    rows = [dict(row) for row in ROWS]
+    rows[3]["labels"] = [*rows[3]["labels"][:-1], 25]
+    return rows
+
+
+def exchanged() -> list[dict[str, Any]]:
+    """Return the rows, two of one length in each other's place."""
+    lengths = PLAN.lengths.tolist()
+    second = next(i for i, length in enumerate(lengths) if length in lengths[:i])
+    rows = list(ROWS)
+    first = lengths.index(lengths[second])
+    rows[first], rows[second] = rows[second], rows[first]
+    return rows
+
+
+def prompts_masked(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Collate padded rows that learn their last token alone."""
+    import torch
+
+    width = 8 * -(-max(len(row["input_ids"]) for row in rows) // 8)
+    ids = torch.tensor([row["input_ids"] + [0] * (width - len(row["input_ids"])) for row in rows])
+    mask = torch.tensor([[place < len(row["input_ids"]) for place in range(width)] for row in rows]).long()
+    last = mask.cumsum(1) == mask.sum(1, keepdim=True)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(~last | (mask == 0), -100)}
+
+
+def collated(out: Path) -> str:
+    """Train by a collator that learns the last token of each row, where rows learn more."""
+    trainer = given(out)
+    trainer.data_collator = prompts_masked
+    use_plan(trainer, PLAN)
+    return f"{learned_of(trainer)} tokens are learned of {len(ROWS)} rows, {PLAN.lengths.min()} the shortest"
+
+
+def learned_of(trainer: Any) -> int:
+    """Return the learned tokens of an epoch of a trainer."""
+    return sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in trainer.get_train_dataloader())
+
+
+def as_trl_learns(out: Path) -> str:
+    """Train rows with a mask of completions, which TRL is told not to use, padded to multiples."""
+    rows = [row | {"labels": row["input_ids"], "completion_mask": [0] * len(row["input_ids"])} for row in ROWS]
+    trainer = trainer_of(
+        cell_of("trl", "qwen2"), model_of("qwen2", "packplan"), rows, out, completion_only_loss=False,
+        pad_to_multiple_of=8,
+    )  # fmt: skip
+    alone = learned_of(trainer)
+    use_plan(trainer, PLAN)
+    return f"{learned_of(trainer) - alone} tokens are learned that TRL does not learn"
+
+
+def untaught() -> list[dict[str, Any]]:
+    """Return rows that learn nothing."""
+    return [row | {"labels": [-100] * len(row["input_ids"])} for row in ROWS]
+
+
+def evaluated(out: Path) -> str:
+    """Evaluate samples without anything to learn."""
+    trainer = given(out, eval_dataset=untaught())
+    use_plan(trainer, PLAN, eval_plan=PLAN)
+    return f"evaluated: {sorted(set(trainer.evaluate()) & {'eval_loss', 'eval_runtime'})}"
+
+
 def leaking(out: Path) -> None:
     """Train a model of a family whose attention ignores where samples begin."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -151,10 +226,19 @@ CASES = {
         given(out, eval_dataset={"a": ROWS}), PLAN, eval_plan=PLAN
     ),
     "sample 3 (row 3) is not the one that was planned": changed,
-    "the trainer's batch is pack": shuffled,
-    "it drops packs": dropping,
+    "the loader's batch is pack [0], but the schedule's is": shuffled,
+    "the loader's batch is pack None, but the schedule's is": dropping,
     "has no progress of a plan": without_plan,
     "was trained from another plan": other_plan,
+    "data: ": lambda out: other_rows(out, relabelled()),
+    "in another way, so this run cannot go on with it:\n  data": lambda out: other_rows(out, exchanged()),
+    "none of 27 samples has a token to learn": lambda out: use_plan(given(out, untaught()), PLAN),
+    "row 1 is a pack of several samples": lambda out: use_plan(
+        given(out, [row | {"position_ids": [0] * len(row["input_ids"])} for row in ROWS]), PLAN
+    ),
+    "26 tokens are learned of 27 rows, 1 the shortest": collated,
+    "0 tokens are learned that TRL does not learn": as_trl_learns,
+    "evaluated: ['eval_runtime']": evaluated,
     "bloom may not pack": leaking,
     "packing is set": packed_by_trl,
 }
@@ -165,9 +249,8 @@ def main(out: str) -> None:
     """Do all, and write down what was told."""
     told = {}
     for number, (words, case) in enumerate(CASES.items()):
-        told[words] = "nothing"
         try:
-            case(Path(out) / str(number))
+            told[words] = str(case(Path(out) / str(number)))
         except (pp.core.errors.PackplanError, ValueError, RuntimeError) as error:
             told[words] = f"{type(error).__name__}: {error}"
     (Path(out) / "told.json").write_text(json.dumps(told))

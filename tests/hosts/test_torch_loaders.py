@@ -71,6 +71,25 @@ def test_a_state_leaves_what_was_not_served(before, after, accumulation, data):
         assert before == after or set(first).isdisjoint(rest)
 
 
+@given(st.integers(1, 3), st.integers(0, 5), st.data())
+def test_the_rest_of_an_epoch_is_never_served_as_a_whole_one(world_size, resumed, data):
+    """One that was left begins again only if it is named: at its start, or where it was loaded."""
+    batches = batches_of(world_size, 0)
+    batches.load_state_dict(batches.state_dict(step=min(resumed, batches.schedule.steps_per_epoch)))
+    whole = batches.schedule.batches(batches.epoch, rank=0)
+    served = data.draw(st.integers(1, max(1, len(whole) - 1)))
+    for _ in zip(range(served), batches, strict=False):
+        pass
+    if served == len(whole):
+        return
+
+    with pytest.raises(ArgumentError, match=f"was left behind {served} of its {len(whole)} batches") as raised:
+        list(batches)
+    assert "host" == raised.value.kind
+    batches.set_epoch(batches.epoch)
+    assert whole == list(batches)
+
+
 @given(st.integers(1, 3), st.integers(0, 12))
 def test_a_state_of_a_step_is_that_of_its_batches(world_size, step):
     """Whatever was served since."""
@@ -105,14 +124,25 @@ def test_other_ranks_than_the_schedules_are_refused(rank, world_size):
 
 
 def test_a_state_of_another_plan_is_refused():
-    """By the names of what differs."""
-    state = batches_of(1, 0).state_dict()
-    other = PackBatches(attrs.evolve(schedule(1), seed=9), plan="another")
+    """By the names of what differs: rows of equal lengths give the same packs, but other data."""
+    state = PackBatches(schedule(1), plan=PLAN.checksum, data="these rows").state_dict()
+    other = PackBatches(attrs.evolve(schedule(1), seed=9), plan="another", data="other rows")
 
     with pytest.raises(StaleError) as raised:
         other.load_state_dict(state)
 
-    assert {"plan", "seed"} == {one.key for one in raised.value.details["differences"]}
+    assert {"plan", "data", "seed"} == {one.key for one in raised.value.details["differences"]}
+
+
+@pytest.mark.parametrize("found", [[1, 0], [0], [0, 1, 2]], ids=str)
+def test_packs_that_are_not_the_schedules_are_refused(found):
+    """In another order, too few or too many of a step."""
+    from packplan.adapters.loaders.rows import refuse_other_packs
+
+    refuse_other_packs([{"packplan_pack": 0}, {"packplan_pack": [1]}], [(0,), (1,)])
+
+    with pytest.raises(ArgumentError, match=r"the loader's batch is pack .*, but the schedule's is"):
+        refuse_other_packs([{"packplan_pack": pack} for pack in found], [(0,), (1,)])
 
 
 def loader_of(kind: Any, batches: PackBatches, workers: int) -> Any:
