@@ -126,15 +126,14 @@ class RowsOfPacks(Dataset[PackOfRows]):
             num_workers=num_workers,
             generator=torch.Generator(),  # draws nothing of the training's own
         )
-        digest, learned = blake2b(digest_size=16), []
-        for facts in blocks:
-            if isinstance(facts, PackplanError):
-                raise facts
-            for one, teaches in facts:
-                digest.update(one)
-                learned.append(teaches)
-        refuse_unlearned(np.array(learned))
-        return RowFacts(digest.hexdigest(), np.array(learned))
+        facts: list[tuple[bytes, int]] = []
+        for block in blocks:
+            if isinstance(block, PackplanError):
+                raise block
+            facts += block
+        found = RowFacts.join(facts)
+        refuse_unlearned(found.learned)
+        return found
 
     def _facts_of(self, indices: range) -> list[tuple[bytes, int]] | PackplanError:
         """Return the facts of some rows; or the error of one, which a worker would wrap."""
@@ -166,6 +165,12 @@ class RowFacts:
     learned: IntArray
     """Learned tokens of each row; int64, shape (num_rows,)."""
 
+    @classmethod
+    def join(cls, facts: Iterable[tuple[bytes, int]]) -> RowFacts:
+        """Return the facts of all rows, given digest and learned tokens of each, in order."""
+        digests, learned = zip(*facts, strict=True)
+        return cls(blake2b(b"".join(digests), digest_size=16).hexdigest(), np.array(learned, np.int64))
+
 
 def refuse_unlearned(learned: IntArray) -> None:
     """Log the samples that teach nothing; ArgumentError if none teaches a token."""
@@ -184,8 +189,13 @@ def _facts(row: Row) -> tuple[bytes, int]:
         digest.update(array.tobytes())
     for name, value in sorted(_media(row).items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensor_bytes(value))
     return digest.digest(), int((row[_LABELS][1:] != IGNORED_LABEL).sum())
+
+
+def tensor_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of a tensor's values, of any type."""
+    return tensor.contiguous().flatten().view(torch.uint8).numpy()
 
 
 def read_row(row: Row, index: int | None = None) -> Row:

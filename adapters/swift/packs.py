@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import torch
+from swift.dataset import AddLengthPreprocessor, EncodePreprocessor
 from torch.utils.data import Dataset
 
-from packplan.adapters.loaders.rows import PACK
+from packplan.adapters.loaders.rows import IGNORED_LABEL, PACK, RowFacts, tensor_bytes
 from packplan.core.align import aligned_positions
 from packplan.core.errors import DataSetError, Difference, StaleError
 from packplan.core.surface import Plan, plan
@@ -17,6 +21,34 @@ ALGORITHMS = {"binpack": "constant_volume", "sequential": "concatenative"}
 """`--packing_strategy` -> name of the algorithm of a plan."""
 
 Row = dict[str, Any]
+
+
+_DIGEST, _LEARNED = "packplan_digest", "packplan_learned"
+"""Columns of the facts of each row, where ms-swift encodes the rows to measure them."""
+
+
+class AddFacts(AddLengthPreprocessor):  # type: ignore[misc]  # has no types
+    """Step of ms-swift that measures rows, and here also notes the facts of each."""
+
+    def preprocess(self, row: Row) -> Row:
+        """Return a row with its lengths and facts."""
+        encoded = EncodePreprocessor.preprocess(self, row)
+        digest, learned = facts_of(encoded)
+        return {**row, "lengths": encoded["lengths"], _DIGEST: digest, _LEARNED: learned}
+
+
+def facts_of(row: Mapping[str, Any]) -> tuple[bytes, int]:
+    """
+    Return digest and learned tokens of a row.
+
+    A row that is not encoded, or has no labels by token, counts as one that teaches a token.
+    """
+    digest = blake2b(digest_size=16)
+    for name, value in sorted(row.items()):
+        digest.update(name.encode())
+        digest.update(tensor_bytes(value) if isinstance(value, torch.Tensor) else repr(value).encode())
+    labels = [value for name, value in row.items() if name.endswith("labels") and value is not None]
+    return digest.digest(), sum(label != IGNORED_LABEL for one in labels for label in one[1:]) if labels else 1
 
 
 class PackRows(list[Row]):
@@ -60,13 +92,23 @@ class PlannedPacks(Dataset[PackRows]):
         self._encode: Callable[[Row], Row] | None = None
         if hasattr(dataset, "encode_func"):  # rows that are encoded when they are served
             self._encode, dataset = template.encode, dataset.dataset
-        self._rows = dataset
+        self._rows, self._facts = dataset, None
+        if _DIGEST in getattr(dataset, "column_names", ()):
+            self._facts = dataset.select_columns([_DIGEST, _LEARNED])
+            self._rows = dataset.remove_columns([_DIGEST, _LEARNED])
         lengths = [sum_of(length) for length in dataset["lengths"]]
         self.plan: Plan = plan(lengths, packing_length or template.max_length, algorithm=ALGORITHMS[packing_strategy])
         self.packed_idx: list[list[int]] = self.plan.packs.tolist()
         starts = self.plan.packs.offsets[:-1]
         tokens = np.add.reduceat(self.plan.lengths[self.plan.packs.indices], starts)
         self.packed_length: list[int] = tokens.tolist()
+
+    @cached_property
+    def facts(self) -> RowFacts:
+        """Identity of the rows, encoded unless they were measured elsewhere; what they teach."""
+        if self._facts is None:
+            return RowFacts.join(map(facts_of, self._rows))
+        return RowFacts.join(zip(self._facts[_DIGEST], self._facts[_LEARNED], strict=True))
 
     def __len__(self) -> int:
         return len(self.packed_idx)

@@ -11,7 +11,8 @@ from swift.arguments import SftArguments
 from swift.pipelines.train import sft
 from swift.utils import is_master
 
-from packplan.adapters.swift.packs import PlannedPacks
+from packplan.adapters.loaders.rows import refuse_unlearned
+from packplan.adapters.swift.packs import AddFacts, PlannedPacks
 from packplan.adapters.swift.refusals import is_megatron, refuse_arguments, refuse_others, refuse_version
 from packplan.adapters.swift.training import follow
 from packplan.core.checksum import plan_checksum
@@ -40,7 +41,7 @@ def install(*, planned: Mapping[str, Any] | None = None, any_version: bool = Fal
         return
     pipeline: Any = sft.SwiftSft
     plan = _Planning(planned, pipeline.train, pipeline._encode_dataset, pipeline._post_process_datasets)  # noqa: SLF001  # no public names
-    sft.PackingDataset = PlannedPacks
+    sft.PackingDataset, sft.AddLengthPreprocessor = PlannedPacks, AddFacts
     SftArguments._check_padding_free = _method(plan.check)  # noqa: SLF001  # ms-swift's own demands flash attention
     pipeline._encode_dataset, pipeline._post_process_datasets = _method(plan.encode), _method(plan.pack)  # noqa: SLF001
     pipeline.train = _method(plan.train)
@@ -96,7 +97,12 @@ class _Planning:
         return encoded
 
     def pack(self, pipeline: Any, data_sets: list[Any]) -> list[Any]:
-        """Plan the packs of each data set; DataSetError if they are not those that were planned."""
+        """
+        Plan the packs of each data set.
+
+        Raises:
+            DataSetError: They are not those that were planned. ArgumentError: Nothing is learned.
+        """
         arguments = pipeline.args
         if is_megatron(arguments):
             self.check(arguments)
@@ -105,6 +111,7 @@ class _Planning:
         if packs is None:
             message = "no row is left to train: all are longer than --max_length, or cannot be encoded"
             raise DataSetError(message)
+        refuse_unlearned(packs.facts.learned)
         found = plan_checksum(packs.plan.packs, lengths=packs.plan.lengths)
         if self.planned is not None and found != self.planned["checksum"]:
             fact = "the data have changed since they were planned: all arguments are the same, but not the lengths"

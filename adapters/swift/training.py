@@ -33,14 +33,14 @@ def follow(trainer: Any, *, attn_impl: str | None) -> EpochSchedule:
 
     Raises:
         ArgumentError: A setting stands against it.
-        MismatchError: Ranks have different plans.
+        MismatchError: Ranks have different plans or rows.
         ModelError: The model cannot be shown to keep samples apart.
     """
     refuse(trainer)
     packs: PlannedPacks = trainer.train_dataset
-    checksums = gather_object([packs.plan.checksum])
+    checksums = gather_object([(packs.plan.checksum, packs.facts.digest)])
     if len(set(checksums)) > 1:
-        fact = "the ranks planned different packs: give all the same data set and data_seed"
+        fact = "the ranks have different packs or rows: give all the same data set and data_seed"
         raise MismatchError("ranks_disagree", fact, {"checksums": tuple(checksums)})
     schedule = schedule_of(packs.plan, trainer.args)
     # Heads of other tasks pool each sample of a row, so no logits of tokens can be compared.
@@ -53,6 +53,7 @@ def follow(trainer: Any, *, attn_impl: str | None) -> EpochSchedule:
     trainer.follow(
         schedule,
         packs.plan.checksum,
+        data=packs.facts.digest,
         train_packs=packs,
         collator=PackCollator(trainer.data_collator),
         eval_packs=_weighed_by_tokens(trainer),

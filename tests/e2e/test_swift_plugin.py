@@ -16,11 +16,12 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import yaml
+from datasets import Dataset
 from hypothesis import event, given
 from hypothesis import strategies as st
 
 import packplan as pp
-from packplan.adapters.swift.packs import PlannedPacks
+from packplan.adapters.swift.packs import AddFacts, PlannedPacks
 from packplan.adapters.swift.refusals import refuse_version
 from packplan.app import plugin
 from packplan.app.wiring.conversion import convert_source, run_text
@@ -298,17 +299,19 @@ def test_rows_that_ms_swift_leaves_out_are_counted(words, train, records, tmp_pa
 
 
 def test_rows_and_checkpoints_that_give_nothing_to_train_are_refused(words, server, tmp_path):
-    """With the reason, and no traceback."""
+    """With the reason, and no traceback; questions alone, whose answers were cut, too."""
     one = f"--tuner_type full {ONE}"
     commands = [
         ("sft", words("qwen2", f"{one} --resume_from_checkpoint {tmp_path}")),
         ("sft", words("qwen2", f"{one} --max_length 20")),
+        ("sft", words("qwen2", f"{one} --max_length 20 --truncation_strategy right")),
     ]
     out, log = tmp_path / "messages.json", tmp_path / "log"
     assert [0] == finished([server.start(plugin_run.refused, commands, str(out), log=log)])
-    checkpoint, rows = json.loads(out.read_text())
+    checkpoint, rows, answers = json.loads(out.read_text())
     assert checkpoint.startswith(f"packplan: {tmp_path} has no progress of a plan")
     assert rows.startswith("packplan: no row is left to train")
+    assert answers.startswith(f"packplan: none of {NUM} samples has a token to learn")
     assert f"ms-swift left out {NUM} of {NUM} rows" in log.read_text()
 
 
@@ -383,6 +386,28 @@ def test_there_are_no_more_packs_than_ms_swift_s(name):
     found = pp.plan(lengths, drawn.capacity)
     assert sorted(index for pack in theirs for index, _ in pack) == sorted(found.packs.indices.tolist())
     assert len(found.packs) <= len(theirs)
+
+
+ENCODED = [
+    {"input_ids": [1, 2, number], "labels": [-100, 2 * number, -100 * number], "lengths": [3]} for number in (0, 1)
+]
+
+
+def test_rows_are_known_by_what_they_teach():
+    """Their encoded tokens and labels, which ms-swift drops; others have another digest."""
+
+    def packs_of(encoded):
+        template = SimpleNamespace(encode=lambda row, return_length: dict(encoded[row["number"]]), max_length=9)  # noqa: ARG005  # ms-swift's name
+        rows = [AddFacts(template).preprocess({"number": number}) for number in range(len(encoded))]
+        return PlannedPacks(template, Dataset.from_list(rows))
+
+    found = packs_of(ENCODED)
+
+    assert [2, 1] == found.facts.learned.tolist()
+    assert {"number", "lengths"} == set(found[0][0])
+    assert found.facts.digest == packs_of(ENCODED).facts.digest
+    assert found.facts.digest != packs_of(ENCODED[::-1]).facts.digest
+    assert found.facts.digest != packs_of([ENCODED[0], ENCODED[1] | {"labels": [-100, 2, -99]}]).facts.digest
 
 
 @pytest.fixture(scope="module")
