@@ -119,15 +119,15 @@ class RowsOfPacks(Dataset[PackOfRows]):
         if _facts(self.row(0)) != _facts(self.row(0)):
             fact = "row 0 is another one each time it is read, but a plan needs rows that stay: draw nothing in them"
             raise ArgumentError("host", fact, {"row": 0})
-        blocks: Any = DataLoader(
-            [range(len(self.rows))[start : start + _BLOCK] for start in range(0, len(self.rows), _BLOCK)],
-            batch_size=None,
-            collate_fn=self._facts_of,
-            num_workers=num_workers,
-            generator=torch.Generator(),  # draws nothing of the training's own
-        )
+        read: dict[str, Any] = {
+            "dataset": [range(len(self.rows))[start : start + _BLOCK] for start in range(0, len(self.rows), _BLOCK)],
+            "batch_size": None,
+            "collate_fn": self._facts_of,
+            "num_workers": num_workers,
+            "generator": torch.Generator(),  # draws nothing of the training's own
+        }
         facts: list[tuple[bytes, int]] = []
-        for block in blocks:
+        for block in DataLoader(**read):
             if isinstance(block, PackplanError):
                 raise block
             facts += block
@@ -193,9 +193,9 @@ def _facts(row: Row) -> tuple[bytes, int]:
     return digest.digest(), int((row[_LABELS][1:] != IGNORED_LABEL).sum())
 
 
-def tensor_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a tensor's values, of any type."""
-    return tensor.contiguous().flatten().view(torch.uint8).numpy()
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def read_row(row: Row, index: int | None = None) -> Row:
@@ -325,8 +325,8 @@ def refuse_other_packs(batches: Sequence[Mapping[str, Any]], planned: Iterable[S
         ArgumentError: One has another pack, or is missing.
     """
     for batch, pack in zip_longest(batches, planned):
-        found = None if batch is None else np.atleast_1d(batch.get(PACK)).tolist()
-        if pack is None or found != list(pack):
+        found: Any = None if batch is None else batch.get(PACK)
+        if pack is None or np.atleast_1d(found).tolist() != list(pack):
             fact = f"the loader's batch is pack {found}, but the schedule's is {pack and list(pack)}"
             raise ArgumentError("host", f"{fact}: another loader or epoch is served", {"found": found, "planned": pack})
 

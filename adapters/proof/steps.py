@@ -203,7 +203,7 @@ def _planned(step: TakenStep, trainer: Any, plan: Plan, *, rows: Any, packs: Seq
             raise ArgumentError("host", "the trainer follows no plan, so nothing says what its step holds: give packs")
         ranks = range(schedule.world_size)
         packs = [pack for rank in ranks for batch in next(iter(schedule.steps(rank=rank))).batches for pack in batch]
-    planned = getattr(trainer, "_train_packs", None)
+    planned: Any = getattr(trainer, "_train_packs", None)
     if rows is None and not isinstance(planned, RowsOfPacks):
         rows = getattr(trainer, "train_dataset", None)
         if rows is None:

@@ -226,7 +226,7 @@ CASES = {
         given(out, eval_dataset={"a": ROWS}), PLAN, eval_plan=PLAN
     ),
     "sample 3 (row 3) is not the one that was planned": changed,
-    "the loader's batch is pack [0], but the schedule's is": shuffled,
+    "the loader's batch is pack 0, but the schedule's is": shuffled,
     "the loader's batch is pack None, but the schedule's is": dropping,
     "has no progress of a plan": without_plan,
     "was trained from another plan": other_plan,
