@@ -213,7 +213,7 @@ class _Meter:
         return {
             **self._stats.statistics(start, stop),
             "tokens_per_second": tokens.total / seconds,
-            **({"useful_tokens_per_second": tokens.useful / seconds} if self._stats.has_waste else {}),
+            **({"useful_tokens_per_second": tokens.useful / seconds} if tokens.useful < tokens.total else {}),
         }
 
     def epoch_statistics(self, step: int) -> dict[str, float]:

@@ -30,7 +30,16 @@ from packplan.core.errors import (
 from packplan.core.inspection import plan_faults
 from packplan.core.lengths import IntArray
 from packplan.core.ports import LengthSource, Origin, StoredLengths, StoredPlan
-from packplan.core.samples import MeasuredSample, MediaTable, Table, from_row, from_tables, num_media, sample_indices
+from packplan.core.samples import (
+    MeasuredSample,
+    MediaTable,
+    Table,
+    column,
+    from_row,
+    from_tables,
+    num_media,
+    sample_indices,
+)
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +165,9 @@ def _faults_of_plan(split: GatheredSplit, lengths: StoredLengths, stored: Stored
             max_displacement=None if moved is None else int(moved),
         )
     is_sound = not differences and not faults
-    for reason in (*refusals(stored.plan if is_sound else None, tokens, policy), *faults):
+    supervised = column(lengths.rows.table, "supervised") if split.name == "train" else None
+    refused = refusals(stored.plan if is_sound else None, tokens, policy, supervised=supervised)
+    for reason in (*refused, *faults):
         yield where, reason
     if is_sound:
         samples = samples_of(policy, lengths.rows.table, lengths.origin.files)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from packplan.core.config import RunConfig, configured_inputs, with_remedy
 from packplan.core.errors import NotBuiltError, PlanError, counted
 from packplan.core.fingerprint import Fingerprint
-from packplan.core.lengths import IntArray
-from packplan.core.plan import RawPlan, refuse_dropped, refuse_longer
+from packplan.core.lengths import IntArray, Lengths
+from packplan.core.plan import RawPlan, refuse_dropped, refuse_longer, refuse_unsupervised
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import LengthStore, StoredLengths
 
@@ -34,7 +34,9 @@ def open_lengths(store: LengthStore) -> StoredLengths:
     return lengths
 
 
-def refusals(plan: RawPlan | None, lengths: IntArray, policy: PlanPolicy) -> Iterator[str]:
+def refusals(
+    plan: RawPlan | None, lengths: IntArray, policy: PlanPolicy, *, supervised: Lengths | None = None
+) -> Iterator[str]:
     """
     Yield why training refuses stored lengths, or the plan of them.
 
@@ -42,6 +44,7 @@ def refusals(plan: RawPlan | None, lengths: IntArray, policy: PlanPolicy) -> Ite
         plan: The stored plan; None leaves it out.
         lengths: Tokens of each sample; int64, shape (num_samples,).
         policy: Settings of planning.
+        supervised: Tokens of each sample that the loss counts; None leaves them out.
     """
     try:
         refuse_longer(lengths, policy)
@@ -50,6 +53,8 @@ def refusals(plan: RawPlan | None, lengths: IntArray, policy: PlanPolicy) -> Ite
     try:
         if plan is not None:
             refuse_dropped(plan, lengths, policy)
+            if supervised is not None:
+                refuse_unsupervised(plan, supervised)
     except PlanError as error:
         yield f"training refuses the plan: {with_remedy(error)}"
 

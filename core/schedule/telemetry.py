@@ -161,11 +161,6 @@ class EpochStats:
         useful = int((self.pack_stats.tokens[packs] * first).sum())
         return Tokens(int(self._widths(self._rows(packs)).sum()), useful)
 
-    @property
-    def has_waste(self) -> bool:
-        """Whether positions of the epoch are padding, or of repeated packs."""
-        return not self.pack_stats.packed or not self.first.all()
-
     def works(self, start: int, stop: int) -> NDArray[np.float64]:
         """
         Return the work of each step from *start* to before *stop* on each rank; shape (steps,

@@ -158,6 +158,7 @@ def test_the_command_prints_one_document_whose_lengths_fit(write_run, server, fo
     assert 0 == command.wait(), command.said
     found = json.loads(command.printed)
     assert found["fits"]
+    assert "GPU" not in "".join(found["notes"]), "the run is on a CPU"
     assert found["longest"]["tokens"] > 256
     assert found["longest"]["peak"] * (1 + found["margin"]) <= 200e6
     assert {"weights", "gradients", "optimizer", "activations", "temporaries"} == set(found["packs"][0]["peak"])
@@ -171,7 +172,8 @@ def test_the_command_prints_one_document_whose_lengths_fit(write_run, server, fo
     for changed in ("training.gradient_checkpointing=true", "training.lora_rank=4"):
         assert shown_peak(path, capsys, changed) is None
     assert 0 == main(["show", str(path), "--quiet"])
-    assert "predicted memory" in capsys.readouterr().out
+    assert "predicted memory" in (said := capsys.readouterr().out)
+    assert "GPU" not in said
 
 
 def shown_peak(path, capsys, *changed):

@@ -8,12 +8,12 @@ import pytest
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.plan.verification import verify
-from packplan.core.errors import NotBuiltError, RecordError
+from packplan.core.errors import NotBuiltError, PlanError, RecordError
 from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan
 from tests.fakes import EditedSource, FailingSource, ListSource, RestlessSource
 from tests.flows.desk import LENGTHS, Desk, policy
-from tests.flows.test_planning import UNMATCHED
+from tests.flows.test_planning import UNMATCHED, MaskedSource
 
 
 @pytest.fixture
@@ -217,10 +217,16 @@ def test_padded_batches_are_verified_by_their_own_laws(tmp_path):
 
 
 def test_a_plan_that_training_refuses_is_a_finding(tmp_path):
-    """It was built under another share."""
+    """It was built under another share, or has nothing to learn."""
     source = ListSource(UNMATCHED)
     build(tmp_path, source, min_fill_ratio="0.8", max_dropped_share="1")
 
     assert [] == found(tmp_path, source, min_fill_ratio="0.8", max_dropped_share="1")
     (finding,) = found(tmp_path, source, min_fill_ratio="0.8")
     assert "training refuses the plan: 6 of 9 samples" in finding
+
+    (masked := tmp_path / "masked").mkdir()
+    with pytest.raises(PlanError, match="supervised"):
+        build(masked, MaskedSource(LENGTHS), drop_last=False)
+    (finding,) = found(masked, MaskedSource(LENGTHS), drop_last=False)
+    assert "training refuses the plan: none of 8 planned samples has a supervised token" in finding

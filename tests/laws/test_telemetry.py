@@ -86,7 +86,6 @@ def test_a_window_is_what_its_batches_add_up_to(training, data):
     if schedule.world_size > 1:
         assert sum(imbalances) / len(imbalances) == pytest.approx(statistics["work_imbalance"])
     assert (schedule.world_size > 1) == ("work_imbalance" in statistics) == ("microbatch_imbalance" in statistics)
-    assert stats.has_waste or total == useful, "waste that is not told"
     waited = sum(map(max, rows)) / (sum(map(sum, rows)) / schedule.world_size)
     assert waited == pytest.approx(stats.microbatch_imbalance(start, stop))
     assert sum(index in long for index in samples) / len(samples) == statistics["long_share"]
