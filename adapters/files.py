@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.core.errors import ConfigError, CorruptArtefactError, OutputError, PackplanError, counted
+from packplan.core.fingerprint import json_digest
 
 _DIGEST = "manifest_sha256"
 
@@ -202,7 +203,7 @@ def read_manifest(path: Path, schema: str) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CorruptArtefactError(str(path), "it is no manifest of this project") from None
     # Different bytes may parse to the same content, but only one form was written.
-    if found != _own_digest(content) or text != _manifest_bytes(content):
+    if found != json_digest(content) or text != _manifest_bytes(content):
         raise CorruptArtefactError(str(path), "its content does not match its own digest")
     if content.get("schema") != schema:
         reason = f"it has the schema {content.get('schema')!r}, but this version reads {schema!r}"
@@ -211,11 +212,7 @@ def read_manifest(path: Path, schema: str) -> dict[str, Any] | None:
 
 
 def _manifest_bytes(content: Mapping[str, Any]) -> bytes:
-    return f"{json.dumps({**content, _DIGEST: _own_digest(content)}, indent=2, ensure_ascii=False)}\n".encode()
-
-
-def _own_digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return f"{json.dumps({**content, _DIGEST: json_digest(content)}, indent=2, ensure_ascii=False)}\n".encode()
 
 
 def write_array(path: Path, array: NDArray[Any]) -> dict[str, Any]:

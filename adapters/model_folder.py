@@ -214,3 +214,44 @@ def config_digest(model: ModelConfig) -> str:
         for file in sorted(Path(model.model).glob("*.py")):
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
+
+
+_SAMPLED = 256
+"""Bytes of each weight by which a file of weights is known."""
+
+
+def model_facts(folder: Path) -> dict[str, str]:
+    """
+    Return size and digest of a model's files by name: its config.json, and its weights and
+    adapters, of which each weight is read in part. There are none of what is no folder.
+    """
+    facts = {}
+    for path in sorted(path for pattern in ("config.json", "*.safetensors", "*.bin") for path in folder.glob(pattern)):
+        digest = _weights_digest(path) if path.suffix != ".json" else hashlib.sha256(path.read_bytes()).hexdigest()
+        facts[f"model.model {path.name}"] = f"{counted(path.stat().st_size, 'byte')}, {digest[:_DIGITS]}"
+    return facts
+
+
+_DIGITS = 12
+"""Digits of a digest that a message shows."""
+
+
+def _weights_digest(path: Path) -> str:
+    """
+    Return a digest of a file of weights: of its names, and the middle of each weight, or the
+    checksums that an archive of torch stores.
+    """
+    digest = hashlib.sha256()
+    if path.suffix == ".safetensors":
+        weights = _header(path)[0]
+        digest.update(json.dumps(weights, sort_keys=True).encode())
+        with path.open("rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            for weight in weights.values():
+                first, end = weight["data_offsets"]
+                file.seek(start + max(first, (first + end - _SAMPLED) // 2))
+                digest.update(file.read(min(_SAMPLED, end - first)))
+    elif zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            digest.update(repr([(one.filename, one.file_size, one.CRC) for one in archive.infolist()]).encode())
+    return digest.hexdigest()

@@ -1,9 +1,13 @@
 """
-Fingerprints: named inputs of stored lengths or of a plan, with a digest.
+Fingerprints: named inputs of stored lengths or of a plan, with a digest; and frozen values as plain
+ones that JSON can hold, sealed by a digest.
 
 A fingerprint is a flat mapping of names to JSON values. Two of them are compared key by key, and
 the difference is readable. Lengths depend on everything that decides how a record becomes tokens. A
 plan depends on the digest of the measured lengths and on its policy (`core.policy`) alone.
+
+A frozen value is read only if it has all its keys and no other, each of its type. A damaged file is
+then refused by the name of what is wrong in it.
 """
 
 from __future__ import annotations
@@ -11,14 +15,32 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin
 
 import attrs
+import numpy as np
 
 from packplan.core.errors import Difference
+
+T = TypeVar("T")
+
+SEAL = "sha256"
+"""Key of the digest of plain values."""
 
 _ABSENT = "(absent)"
 
 Value = str | int | bool | None
+
+
+def json_digest(value: Any) -> str:
+    """
+    Return the SHA-256 hex digest of a value as canonical JSON.
+
+    >>> json_digest({"b": 1, "a": (2,)}) == json_digest({"a": [2], "b": 1})
+    True
+    """
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _sorted(inputs: Mapping[str, Value]) -> dict[str, Value]:
@@ -46,8 +68,7 @@ class Fingerprint:
     @property
     def digest(self) -> str:
         """SHA-256 hex digest of the inputs as canonical JSON."""
-        text = json.dumps(dict(self.inputs), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return json_digest(dict(self.inputs))
 
     def differences(self, current: Fingerprint) -> tuple[Difference, ...]:
         """Return every key in which *current* differs from this one, by name."""
@@ -55,3 +76,88 @@ class Fingerprint:
         pairs = ((key, self.inputs.get(key, _ABSENT), current.inputs.get(key, _ABSENT)) for key in keys)
         # 1 == True in Python, but not in the canonical JSON.
         return tuple(Difference(key, a, b) for key, a, b in pairs if (type(a), a) != (type(b), b))
+
+
+@attrs.frozen
+class RunIdentity:
+    """Model, loss and settings of a run, by which its checkpoints are known again."""
+
+    fixed: Fingerprint = Fingerprint({})
+    """Those that a resumed run has to share, by key."""
+
+    told: Fingerprint = Fingerprint({})
+    """Those that a resumed run may change, by key: changes are told."""
+
+
+NO_IDENTITY = RunIdentity()
+"""Identity of a run of which nothing but its plan is known."""
+
+
+def to_plain(value: attrs.AttrsInstance) -> dict[str, Any]:
+    """Return a frozen value as mappings, lists, texts and numbers."""
+    return attrs.asdict(value, value_serializer=lambda _, __, held: held.tolist() if _is_array(held) else held)
+
+
+def seal(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return plain values with their digest."""
+    return {**values, SEAL: json_digest(values)}
+
+
+def unseal(values: object) -> dict[str, Any]:
+    """
+    Return plain values without their digest.
+
+    Raises:
+        ValueError: They are not those that were sealed.
+    """
+    if not isinstance(values, Mapping) or SEAL not in values:
+        message = f"it has no {SEAL}"
+        raise ValueError(message)
+    held = {key: value for key, value in values.items() if key != SEAL}
+    if json_digest(held) != values[SEAL]:
+        message = "its digest differs from the saved one"
+        raise ValueError(message)
+    return held
+
+
+def from_plain(kind: type[T], value: object, name: str = "the state") -> T:
+    """
+    Return the frozen value of plain ones.
+
+    Args:
+        kind: Class of the value, of `attrs`.
+        value: Plain values.
+        name: Name of the value in messages.
+
+    Raises:
+        ValueError: A key is missing or unknown, or a value has another type or is out of range.
+    """
+    read: T = _read(kind, value, name)
+    return read
+
+
+def _read(kind: Any, value: Any, name: str) -> Any:
+    origin, kinds = get_origin(kind), get_args(kind)
+    if attrs.has(kind):
+        fields = {field.name: field.type for field in attrs.fields(attrs.resolve_types(kind))}
+        held = value if isinstance(value, Mapping) else {}
+        if other := sorted(fields.keys() ^ set(map(str, held))):
+            message = f"{name} has no {other[0]}" if other[0] in fields else f"{name} has the unknown key {other[0]}"
+            raise ValueError(message)
+        return kind(**{key: _read(of, held[key], f"{name}.{key}") for key, of in fields.items()})
+    if origin is tuple and isinstance(value, (list, tuple)):
+        return tuple(_read(kinds[0], one, f"{name}[{number}]") for number, one in enumerate(value))
+    if origin is np.ndarray and isinstance(value, list):
+        return [_read(int, one, f"{name}[{number}]") for number, one in enumerate(value)]
+    if origin is not None and issubclass(origin, Mapping) and isinstance(value, Mapping):
+        return {_read(kinds[0], key, name): _read(kinds[1], one, f"{name}.{key}") for key, one in value.items()}
+    wanted = kinds if origin is UnionType else (kind,)
+    if Any not in wanted and type(value) not in wanted:
+        names = " or ".join(getattr(one, "__name__", str(one)) for one in wanted)
+        message = f"{name} is {value!r:.80}, but has to be {names}"
+        raise ValueError(message)
+    return value
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, np.ndarray)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from packplan.core.lengths import IntArray
 
@@ -156,3 +157,22 @@ def spread_slowly(sizes: list[int], works: list[int], *, shards: int, num: int, 
             return None
         room[place], held[place], labels[item] = room[place] - size, held[place] + work, place
     return labels
+
+
+def changed(value: Any) -> Iterator[Any]:
+    """Yield a document with one of its numbers, texts or keys changed, or a list cut, at a time."""
+    if isinstance(value, dict):
+        for key, held in value.items():
+            yield {**{name: one for name, one in value.items() if name != key}, f"{key}x": held}
+            yield from ({**value, key: other} for other in changed(held))
+    elif isinstance(value, list):
+        if value:
+            yield value[:-1]
+        for number, held in enumerate(value):
+            yield from ([*value[:number], other, *value[number + 1 :]] for other in changed(held))
+    elif isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield from (value + 1, -1, float(value), str(value))
+    else:
+        yield f"{value}0"

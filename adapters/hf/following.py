@@ -7,7 +7,6 @@ and epochs, its resumed runs and its evaluation are then those of the schedule.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,20 +22,21 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
 from packplan.adapters.loaders.rows import PACK, learned, refuse_other_packs
+from packplan.adapters.model_folder import model_facts
+from packplan.adapters.trainer_state import read_state, require_step, seal_saves
+from packplan.core.config import FIXED_ARGUMENTS, flat_values
 from packplan.core.errors import ArgumentError
+from packplan.core.fingerprint import Fingerprint, RunIdentity
 from packplan.core.schedule import EpochSchedule
 
 log = logging.getLogger(__name__)
-
-_STATE = "trainer_state.json"
-"""File of a checkpoint with the trainer's state, and the states of its callbacks."""
 
 
 class _PlanSampler(PackBatches, BatchRebalanceSampler):
     """Batches of a rank: the trainer hands a sampler of this class on as it is, already sharded."""
 
-    def __init__(self, schedule: EpochSchedule, *, rank: int, plan: str, data: str) -> None:
-        PackBatches.__init__(self, schedule, rank, schedule.world_size, plan=plan, data=data)
+    def __init__(self, schedule: EpochSchedule, *, rank: int, **options: Any) -> None:
+        PackBatches.__init__(self, schedule, rank, schedule.world_size, **options)
 
 
 class PackplanProgress(TrainerCallback, ExportableState):
@@ -96,11 +96,19 @@ class FollowsSchedule:
                 their learned tokens.
         """
         self._train_packs, self._eval_packs, self._collator = train_packs, eval_packs, collator
-        self._sampler = _PlanSampler(schedule, rank=self.args.process_index, plan=plan, data=data)
+        self._sampler = _PlanSampler(
+            schedule, rank=self.args.process_index, plan=plan, data=data, identity=self._identity()
+        )
         self._progress = PackplanProgress(self._sampler)
         self._expected: Iterator[list[int]] = iter(())
         self._evaluated: _TokenMean | None = None
         self.callback_handler.add_callback(self._progress)
+
+    def _identity(self) -> RunIdentity:
+        """Return the model, loss and settings that a resumed run has to share."""
+        settings = {name: getattr(self.args, name) for name in FIXED_ARGUMENTS if hasattr(self.args, name)}
+        folder = getattr(self.model.config, "name_or_path", "")
+        return RunIdentity(Fingerprint(flat_values(settings) | (model_facts(Path(folder)) if folder else {})))
 
     @property
     def _schedule(self) -> EpochSchedule:
@@ -133,6 +141,7 @@ class FollowsSchedule:
             self._sampler.restart()
         else:
             self._sampler.load_state_dict(saved_progress(Path(folder)))
+        self._progress.step = self._schedule.start.step
         return super()._inner_training_loop(*args, **options)  # type: ignore[misc]
 
     def set_initial_training_values(self, *args: Any) -> Any:
@@ -146,7 +155,7 @@ class FollowsSchedule:
 
     def _init_training_state(self, *args: Any, **options: Any) -> tuple[int, int]:
         super()._init_training_state(*args, **options)  # type: ignore[misc]
-        self._progress.step = self.state.global_step
+        seal_saves(self.state)
         return self._schedule.start.epoch, 0  # the sampler begins where the checkpoint ended
 
     def _run_epoch(self, *, epoch: int, **options: Any) -> Any:
@@ -231,13 +240,21 @@ class _TokenMean:
 
 
 def saved_progress(folder: Path) -> Mapping[str, Any]:
-    """Return the progress in a checkpoint; ArgumentError if it was not trained from a plan."""
+    """
+    Return the progress in a checkpoint.
+
+    Raises:
+        ArgumentError: It was not trained from a plan.
+        CorruptArtefactError: The state in it is damaged.
+    """
     try:
-        states = json.loads((folder / _STATE).read_text(encoding="utf-8"))["stateful_callbacks"]
-        progress: Mapping[str, Any] = states[PackplanProgress.__name__]["attributes"]["progress"]
-    except (OSError, ValueError, KeyError) as error:
+        state = read_state(folder)
+        progress: Mapping[str, Any] = state["stateful_callbacks"][PackplanProgress.__name__]["attributes"]["progress"]
+        step = progress["progress"]["step"]
+    except (OSError, KeyError, TypeError) as error:
         message = f"{folder} has no progress of a plan ({error!r}): it was trained without one"
         raise ArgumentError("host", message, {"folder": str(folder)}) from error
+    require_step(folder, state, step)
     return progress
 
 

@@ -12,8 +12,12 @@ from typing import Any
 
 import attrs
 
-from packplan.core.errors import ArgumentError, StaleError, counted
-from packplan.core.schedule import ORDER_VERSION, EpochSchedule, EpochSegment, Progress, ResumeState
+from packplan.core.errors import ArgumentError, CorruptArtefactError, counted
+from packplan.core.fingerprint import NO_IDENTITY, SEAL, RunIdentity, from_plain, seal, to_plain, unseal
+from packplan.core.schedule import DAMAGED, ORDER_VERSION, EpochSchedule, Progress, ResumeState, resumed
+
+_SAVED = "the saved progress"
+"""Name of a state in messages."""
 
 
 class PackBatches:
@@ -27,7 +31,14 @@ class PackBatches:
     """
 
     def __init__(
-        self, schedule: EpochSchedule, rank: int = 0, world_size: int = 1, *, plan: str = "", data: str = ""
+        self,
+        schedule: EpochSchedule,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        plan: str = "",
+        data: str = "",
+        identity: RunIdentity = NO_IDENTITY,
     ) -> None:
         """
         Serve *schedule*.
@@ -36,8 +47,10 @@ class PackBatches:
             schedule: Order of packs.
             rank: This rank, from 0.
             world_size: Ranks that take part, which have to be those of the schedule.
-            plan: Checksum of the plan, kept in states and compared when one is loaded.
-            data: Digest of the rows, likewise; `RowsOfPacks.inspect` has it.
+            plan: Checksum of the plan. This and the next two are kept in states, and compared when
+                one is loaded.
+            data: Digest of the rows; `RowsOfPacks.inspect` has it.
+            identity: Model, loss and settings of the run.
 
         Raises:
             ArgumentError: The schedule is of another number of ranks, or there is no such rank.
@@ -45,7 +58,18 @@ class PackBatches:
         if world_size != schedule.world_size or not 0 <= rank < world_size:
             fact = f"the schedule is of {counted(schedule.world_size, 'rank')}, but this is rank {rank} of {world_size}"
             raise ArgumentError("ranks", fact, {"planned": schedule.world_size, "world_size": world_size, "rank": rank})
-        self._whole, self._rank, self._plan, self._data = schedule, rank, plan, data
+        self._whole, self._rank = schedule, rank
+        self._state = ResumeState(
+            plan=plan,
+            data=data,
+            seed=schedule.seed,
+            shuffle=schedule.shuffle,
+            tuner="",
+            order_version=ORDER_VERSION,
+            progress=Progress(),
+            grouping=schedule.grouping,
+            identity=identity,
+        )
         self.restart()
 
     def restart(self) -> None:
@@ -90,64 +114,22 @@ class PackBatches:
                 batches that were served.
         """
         progress = self.schedule.after(self.epoch, self._served) if step is None else self.schedule.at(step)
-        return state_of(self.schedule, progress, plan=self._plan, data=self._data)
+        return seal(to_plain(attrs.evolve(self._state, progress=progress)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
         Go on from a state, perhaps of another number of ranks.
 
         Raises:
-            StaleError: The state is of another plan, seed or order.
+            StaleError: The state is of another plan, data, seed, order or run.
+            CorruptArtefactError: It is not what was saved, or its numbers contradict each other.
         """
-        self._serve(resumed(self._whole, state, plan=self._plan, data=self._data))
-
-
-def state_of(schedule: EpochSchedule, progress: Progress, *, plan: str, data: str) -> dict[str, Any]:
-    """
-    Return a progress with what identifies its schedule, as plain values.
-
-    Args:
-        schedule: Order of packs.
-        progress: Progress of training over it.
-        plan: Checksum of the plan.
-        data: Digest of the rows.
-    """
-    return attrs.asdict(_resume_state(schedule, progress, plan=plan, data=data))
-
-
-def resumed(schedule: EpochSchedule, state: Mapping[str, Any], *, plan: str, data: str) -> Progress:
-    """
-    Return the progress of a state of `state_of`.
-
-    Args:
-        schedule: Order of packs, perhaps on another number of ranks.
-        state: Plain values.
-        plan: Checksum of the plan.
-        data: Digest of the rows.
-
-    Raises:
-        StaleError: The state is of another plan, seed or order.
-    """
-    values = dict(state["progress"])
-    segments = tuple(EpochSegment(**segment) for segment in values.pop("segments"))
-    progress = Progress(**values, segments=segments)
-    then = ResumeState(**{**state, "progress": progress})
-    if differences := then.differences(_resume_state(schedule, progress, plan=plan, data=data)):
-        raise StaleError.plan("the saved progress", differences)
-    return progress
-
-
-def _resume_state(schedule: EpochSchedule, progress: Progress, *, plan: str, data: str) -> ResumeState:
-    return ResumeState(
-        plan=plan,
-        data=data,
-        seed=schedule.seed,
-        shuffle=schedule.shuffle,
-        tuner="",
-        order_version=ORDER_VERSION,
-        progress=progress,
-        grouping=schedule.grouping,
-    )
+        try:
+            then = from_plain(ResumeState, {key: held for key, held in state.items() if key != SEAL})
+            unseal(state)
+        except ValueError as error:
+            raise CorruptArtefactError(_SAVED, str(error), DAMAGED) from error
+        self._serve(resumed(self._whole, then, self._state, where=_SAVED).start)
 
 
 class EvalBatches:

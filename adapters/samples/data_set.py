@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.record_file import RecordFile
-from packplan.core.errors import Difference, StaleError
+from packplan.core.errors import Difference, RecordError, StaleError
 from packplan.core.samples import DIGEST_BYTES, Where, is_place
 from packplan.core.schedule import RecordIds
 
@@ -67,14 +67,20 @@ class FileRecords:
             StaleError: It is not the record whose digest is known.
         """
         file, row = self._find(index)
-        value = file[row]
+        try:
+            value = file[row]
+        except (RecordError, OSError) as error:
+            if file.changed:
+                raise StaleError.file(file.named.name, str(error)) from error
+            raise
         digest, known = file.digest_of(row, value), self._known_digest(file, row, index)
         if digest == known:
             return value, b""
         if not known:
             return value, digest
         changed = Difference("content", known.hex()[:_SHOWN_DIGITS], digest.hex()[:_SHOWN_DIGITS])
-        raise StaleError.sample(index, str(file.where(row)), (changed,), copy=file.named.copy)
+        stale = StaleError.sample(index, str(file.where(row)), (changed,), copy=file.named.copy)
+        raise StaleError.file(file.named.name, str(stale)) if file.changed else stale
 
     def _known_digest(self, file: RecordFile, row: int, index: int) -> bytes:
         """Return the digest that a record had before; nothing if it was not digested yet."""

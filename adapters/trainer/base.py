@@ -54,6 +54,7 @@ from packplan.adapters.trainer.loader import (
 )
 from packplan.adapters.trainer.packed_dataset import PackedDataset
 from packplan.adapters.trainer.settings import failures_named
+from packplan.adapters.trainer_state import seal_saves
 from packplan.core.equality import Precision
 from packplan.core.errors import ConfigError, MismatchError, RunError, in_ranges
 from packplan.core.ports import RankGroup
@@ -108,6 +109,7 @@ class PackingTrainer(Seq2SeqTrainer):
         self._read_at = time.perf_counter()
         self.saved: Path | None = None
         self.has_learned = False
+        self._digested = ""
         self.checkpoint_key = "training.resume_from_checkpoint"
         # Loaders of training; transformers opens another one for a resumed epoch.
         self._loaders: list[PackLoader] = []
@@ -248,7 +250,14 @@ class PackingTrainer(Seq2SeqTrainer):
             raise _not_finite(f"{what} ({before:.3g} before the first)", size)
         with saving(Path(self.args.output_dir)):
             super()._save_checkpoint(*arguments, **options)
+        if self._digested:  # the trainer's state, which makes it whole, was written since
+            log.info("%s", self._digested)
         self.saved = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+
+    def _init_training_state(self, *arguments: Any, **options: Any) -> tuple[int, int]:
+        begun: tuple[int, int] = super()._init_training_state(*arguments, **options)
+        seal_saves(self.state)
+        return begun
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -264,12 +273,8 @@ class PackingTrainer(Seq2SeqTrainer):
         share, num_shares = on_node if args.save_on_each_node else (self.group.rank, self.group.world_size)
         num_bytes = write_digests(folder, share=share, num_shares=num_shares)
         self._meet()
-        log.info(
-            "%s: digests of %.1f MB (of this rank's share) took %.2f s",
-            folder.name,
-            num_bytes / 1e6,
-            time.perf_counter() - started,
-        )
+        size, seconds = f"{num_bytes / 1e6:.1f} MB (of this rank's share)", time.perf_counter() - started
+        self._digested = f"{folder.name}: digests of {size} took {seconds:.2f} s"
         self.state.stateful_callbacks.update(files_to_state(folder))
 
     def _meet(self) -> None:

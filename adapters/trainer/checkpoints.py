@@ -6,28 +6,24 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import attrs
-import cattrs
 import numpy as np
-from cattrs.errors import BaseValidationError
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.core.errors import ConfigError, CorruptArtefactError, counted
-from packplan.core.fingerprint import Fingerprint
+from packplan.adapters.trainer_state import STATE, read_state, require_step
+from packplan.core.errors import ConfigError, CorruptArtefactError, Difference, StaleError, counted
+from packplan.core.fingerprint import from_plain, to_plain
 from packplan.core.forecast import RunForecast
 from packplan.core.ports import RankGroup
-from packplan.core.schedule import RecordIds, ResumeState, Visits
+from packplan.core.schedule import DAMAGED, RecordIds, ResumeState, Visits
 from packplan.core.stream import RankState, StreamState
 
 log = logging.getLogger(__name__)
-
-STATE = "trainer_state.json"
-"""File that the trainer writes last into a checkpoint."""
 
 State = TypeVar("State", ResumeState, StreamState)
 """Resume state of a plan, or of a stream."""
@@ -40,7 +36,6 @@ _ATTENTION = "packplan_attention"
 
 _FILES = "packplan_files"
 """Key of the sizes of the checkpoint's files: weights, optimizer, generators of all ranks."""
-
 
 _FORECAST = "packplan_forecast"
 """Key of the predicted and the real seconds up to the checkpoint."""
@@ -66,12 +61,8 @@ _CHUNK = 2**20
 _DIGESTS = "packplan_digests_*.json"
 """Files with the digests of the checkpoint's other files, one per rank: name -> SHA-256."""
 
-
 _RANK_STATE = "packplan_stream_{}.json"
 """File with the progress of one rank of a stream."""
-
-_CONVERTER = cattrs.Converter()
-_CONVERTER.register_structure_hook(Fingerprint, lambda fields, _: Fingerprint(fields["inputs"]))
 
 
 @attrs.frozen
@@ -89,7 +80,7 @@ class Checkpoint(Generic[State]):
     @classmethod
     def read(cls, folder: Path, kind: type[State]) -> Checkpoint[State]:
         """Read these facts, without the weights."""
-        attention = _state(folder)["stateful_callbacks"].get(_ATTENTION, {}).get("attn_impl")
+        attention = read_state(folder)["stateful_callbacks"].get(_ATTENTION, {}).get("attn_impl")
         return Checkpoint(str(folder), read_resume_state(folder, kind), attention)
 
 
@@ -100,6 +91,7 @@ def find_checkpoint(
     group: RankGroup,
     kind: type = ResumeState,
     key: str = "training.resume_from_checkpoint",
+    differences: Callable[[Any], tuple[Difference, ...]] | None = None,
 ) -> Path:
     """
     Return the folder of the checkpoint to resume from.
@@ -107,24 +99,37 @@ def find_checkpoint(
     Every rank calls this, and reads a share of the files.
 
     Args:
-        wanted: Folder of a checkpoint, or `last` for the newest whole one of *output_dir*.
+        wanted: Folder of a checkpoint, or `last` for the newest whole one of this run in
+            *output_dir*.
         output_dir: Output folder of the run.
         group: Ranks of the run, which take the same checkpoint.
         kind: Class of its resume state.
         key: Key that names the checkpoint.
+        differences: Function of a resume state that returns what makes its run another one; None
+            takes any.
 
     Raises:
         ConfigError: There is no such checkpoint, it is damaged, or it has no resume state.
+        StaleError: It is of another run, and so are all others.
     """
     candidates = _newest_first(Path(output_dir)) if wanted == "last" else iter([Path(wanted)])
+    stale: StaleError | None = None
     for folder in candidates:
-        reason = _why_not(folder, kind) or _damage(folder, group)
+        reason = _why_not(folder, kind)
+        if reason is None and differences and (found := differences(read_resume_state(folder, kind))):
+            stale = stale or StaleError.plan(str(folder), found)
+            reason = f"of another run, since other than now are {', '.join(one.key for one in found)}"
+        reason = reason or _damage(folder, group)
         if not group.any(reason is not None):
             return folder
+        if stale is not None and wanted != "last":
+            raise stale
         reason = reason or "but another rank cannot read it as it was saved: see its message"
         if wanted != "last":
             raise ConfigError.at(key, f"is {wanted}, {reason}")
         log.warning("%s is passed over: it is a folder %s", folder, reason)
+    if stale is not None:
+        raise stale
     reason = f"finds no whole checkpoint in {output_dir}: remove it to start again"
     raise ConfigError.at(key, reason)
 
@@ -193,14 +198,30 @@ def read_visits(folder: Path) -> tuple[Visits, RecordIds] | None:
 
 
 def read_resume_state(folder: Path, kind: type[State]) -> State:
-    """Return the resume state of a checkpoint that `find_checkpoint` found."""
-    return _CONVERTER.structure(_state(folder)["stateful_callbacks"][_RESUME_STATES[kind]], kind)
+    """
+    Return the resume state of a checkpoint.
+
+    Raises:
+        KeyError: It has none of this kind.
+        CorruptArtefactError: It is damaged, or contradicts the trainer's state.
+    """
+    state = read_state(folder)
+    values = state["stateful_callbacks"][_RESUME_STATES[kind]]
+    try:
+        found = from_plain(kind, values)
+    except ValueError as error:
+        raise CorruptArtefactError(str(folder / STATE), str(error), DAMAGED) from error
+    require_step(folder, state, found.progress.step)
+    return found
 
 
 def read_rank_state(folder: Path, rank: int) -> RankState:
     """Return the progress of one rank of a stream, in a checkpoint that `find_checkpoint` found."""
-    text = (folder / _RANK_STATE.format(rank)).read_text(encoding="utf-8")
-    return _CONVERTER.structure(json.loads(text), RankState)
+    file = folder / _RANK_STATE.format(rank)
+    try:
+        return from_plain(RankState, json.loads(file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise CorruptArtefactError(str(file), str(error), DAMAGED) from error
 
 
 def write_rank_state(folder: Path, rank: int, state: RankState) -> None:
@@ -213,22 +234,13 @@ def write_rank_state(folder: Path, rank: int, state: RankState) -> None:
         state: Progress of that rank.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _RANK_STATE.format(rank)).write_text(json.dumps(_CONVERTER.unstructure(state)), encoding="utf-8")
-
-
-def read_base_model(folder: Path) -> str | None:
-    """Return the base model in a checkpoint's adapter_config.json; None if it holds no adapters."""
-    file = folder / "adapter_config.json"
-    if not file.is_file():
-        return None
-    name: str | None = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    return name
+    (folder / _RANK_STATE.format(rank)).write_text(json.dumps(to_plain(state)), encoding="utf-8")
 
 
 def to_state(resume_state: ResumeState | StreamState, *, attn_impl: str) -> dict[str, Any]:
     """Return the entries of the trainer's state for `Checkpoint.read`."""
     key = _RESUME_STATES[type(resume_state)]
-    return {key: _CONVERTER.unstructure(resume_state), _ATTENTION: {"attn_impl": attn_impl}, _FILES: {}}
+    return {key: to_plain(resume_state), _ATTENTION: {"attn_impl": attn_impl}, _FILES: {}}
 
 
 def forecast_to_state(forecast: RunForecast, predicted: float, real: float) -> dict[str, Any]:
@@ -304,13 +316,8 @@ def _damage(folder: Path, group: RankGroup) -> str | None:
     """Return a message about a damaged file in this rank's share of a checkpoint, or None."""
     started = time.perf_counter()
     stored: dict[str, str] = {}
-    files = sorted(folder.glob(_DIGESTS))
-    if not files and group.rank == 0:
-        log.warning(
-            "%s has no digests, since an earlier version wrote it: only the sizes of its files were compared", folder
-        )
     try:
-        for file in files:
+        for file in sorted(folder.glob(_DIGESTS)):
             stored |= json.loads(file.read_text(encoding="utf-8"))
         sizes = {name: (folder / name).stat().st_size for name in stored}
         found = _digests_of(folder, sizes, share=group.rank, num_shares=group.world_size)
@@ -319,13 +326,9 @@ def _damage(folder: Path, group: RankGroup) -> str | None:
         return f"but its digests are damaged ({error}): name another checkpoint, or last for the newest whole one"
     if damaged:
         return f"but its {damaged[0]} is damaged, since its digest differs from the saved one: {_AGAIN}"
-    if files and group.rank == 0:
+    if group.rank == 0:
         log.info("%s is whole: its files were read in %.1f s", folder, time.perf_counter() - started)
     return None
-
-
-def _state(folder: Path) -> Any:
-    return json.loads((folder / STATE).read_text(encoding="utf-8"))
 
 
 def _why_not(folder: Path, kind: type) -> str | None:
@@ -334,13 +337,13 @@ def _why_not(folder: Path, kind: type) -> str | None:
         torn = f"but it has no {STATE}: it is no checkpoint, or was being written when the run ended"
         return torn if folder.exists() else "but there is no such folder: name a checkpoint's"
     try:
+        states = read_state(folder)["stateful_callbacks"]
+        if _RESUME_STATES[kind] not in states:
+            return _OF_OTHER_KIND if states.keys() & _RESUME_STATES.values() else _FOREIGN
         read_resume_state(folder, kind)
-    except KeyError:
-        is_ours = any(key in _state(folder)["stateful_callbacks"] for key in _RESUME_STATES.values())
-        return _OF_OTHER_KIND if is_ours else _FOREIGN
-    except (ValueError, TypeError, BaseValidationError):
-        return f"but its {STATE} is damaged, or was being written when the run ended"
-    files = _state(folder)["stateful_callbacks"].get(_FILES)
+    except CorruptArtefactError as error:
+        return f"but its {STATE} is damaged: {error.reason}"
+    files = states.get(_FILES)
     if not files:
         return "but it holds weights alone (save_only_model): to start again from them, set model.model to it"
     for name, size in files.items():

@@ -17,7 +17,7 @@ from packplan.core.align import AlignedPlan
 from packplan.core.batch import Accumulation, partial_window, resolve_accumulation
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, counted
-from packplan.core.fingerprint import Fingerprint
+from packplan.core.fingerprint import Fingerprint, RunIdentity
 from packplan.core.schedule import ORDER_VERSION, EpochSchedule, ResumeState
 from packplan.core.work import Meeting
 
@@ -162,7 +162,9 @@ def ragged_window(schedule: EpochSchedule) -> str | None:
     return f"{partial}; training.effective_batch_size: {size:,} gives even steps"
 
 
-def resume_state_of(planned: PlannedSplit, schedule: EpochSchedule, config: RunConfig) -> ResumeState:
+def resume_state_of(
+    planned: PlannedSplit, schedule: EpochSchedule, config: RunConfig, identity: RunIdentity
+) -> ResumeState:
     """
     Return the resume state of a run at the start of its schedule, as checkpoints keep it.
 
@@ -170,6 +172,7 @@ def resume_state_of(planned: PlannedSplit, schedule: EpochSchedule, config: RunC
         planned: The plan of `train`.
         schedule: The schedule over it.
         config: The run.
+        identity: Model, loss and settings of the run.
     """
     key = planned.key or Fingerprint({})
     return ResumeState(
@@ -182,4 +185,5 @@ def resume_state_of(planned: PlannedSplit, schedule: EpochSchedule, config: RunC
         schedule.start,
         schedule.grouping,
         key.inputs,
+        identity,
     )

@@ -27,14 +27,21 @@ from packplan.app.wiring.continued import CONTINUE_KEY, continue_run
 from packplan.app.wiring.forecasts.runs import told_forecast
 from packplan.app.wiring.forecasts.timings import shared_timing
 from packplan.app.wiring.gather import Gathered, gather
-from packplan.app.wiring.training import build_trainer, decide_attention, open_arguments, open_checkpoint, open_visits
+from packplan.app.wiring.training import (
+    build_trainer,
+    decide_attention,
+    identity_of,
+    open_arguments,
+    open_checkpoint,
+    open_visits,
+)
 from packplan.app.wiring.works import Work, work_of
 from packplan.core.config import RunConfig
 from packplan.core.equality import AttentionChoice
-from packplan.core.errors import StaleError, agree, counted
+from packplan.core.errors import agree, counted
 from packplan.core.forecast import RunForecast, Timing
 from packplan.core.ports import RankGroup
-from packplan.core.schedule import EpochSchedule, Progress, ResumeState, Visits
+from packplan.core.schedule import EpochSchedule, ResumeState, Visits, require_start
 
 if TYPE_CHECKING:
     from packplan.adapters.samples.encoder import SwiftEncoder
@@ -89,6 +96,7 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> P
     found = _scheduled(
         config, gathered.splits["train"], planned["train"], checkpoint, timing=timing, group=group, deadline=deadline
     )
+    checkpoint = found.checkpoint
     if continued.checkpoint is not None and continued.start is not None:
         checkpoint, found = continued.checkpoint, attrs.evolve(found, visits=continued.start.visits)
     group.settle()
@@ -132,6 +140,9 @@ class _Scheduled:
     epochs: PlannedEpochs | None
     """Epochs that have plans of their own."""
 
+    checkpoint: Checkpoint[ResumeState] | None
+    """Checkpoint that the run resumes from."""
+
 
 def _scheduled(
     config: RunConfig,
@@ -164,25 +175,22 @@ def _scheduled(
     # Ranks that counted other works would assign a step's packs in another way.
     require_agreement(group, "the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
     schedule = split_schedule(config, "train", planned.aligned, pack_works)
-    state = resume_state_of(planned, schedule, config)
+    state = resume_state_of(planned, schedule, config, identity_of(config))
     visits: Visits | None = Visits.none(len(planned.table))
+    if checkpoint is not None and checkpoint.resume_state.differences(state):
+        # `last` goes on from an older one, where the newest is of other data or another plan.
+        checkpoint = open_checkpoint(config, group, ResumeState, lambda then: then.differences(state))
     if checkpoint is not None:
-        schedule = attrs.evolve(schedule, start=_progress_of(checkpoint, state))
+        schedule = attrs.evolve(schedule, start=checkpoint.resume_state.progress)
         visits = open_visits(checkpoint, group)
     elif split.recipe is not None:
         schedule = attrs.evolve(schedule, start=split.recipe.start)
     epochs = None
     if split.recipe is not None:
         schedule, epochs = plan_epochs(split, planned, schedule, works=work.samples, group=group, deadline=deadline)
-    return _Scheduled(schedule, work, state, visits, epochs)
-
-
-def _progress_of(checkpoint: Checkpoint[ResumeState], now: ResumeState) -> Progress:
-    """Return the progress of a checkpoint; StaleError if it was made on another plan."""
-    then = checkpoint.resume_state
-    if differences := then.differences(now):
-        raise StaleError.plan(checkpoint.folder, differences)
-    return then.progress
+    if checkpoint is not None:
+        require_start(schedule, where=checkpoint.folder)
+    return _Scheduled(schedule, work, state, visits, epochs, checkpoint)
 
 
 def _log(

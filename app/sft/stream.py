@@ -25,12 +25,13 @@ from packplan.app.wiring.training import (
     alone_in_output,
     build_stream_trainer,
     decide_attention,
+    identity_of,
     open_arguments,
     open_checkpoint,
     open_stream_start,
 )
 from packplan.core.config import LESS_DROPPED, RunConfig, stream_inputs
-from packplan.core.errors import StaleError, counted
+from packplan.core.errors import Difference, counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray
 from packplan.core.mixes import schedule
@@ -54,7 +55,7 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
         PackplanError: Something the user can fix.
     """
     checkpoint = open_checkpoint(config, group, StreamState)
-    trainer = _prepare(config, group, checkpoint)
+    trainer, checkpoint = _prepare(config, group, checkpoint)
     with alone_in_output(config, group), interruption_logged(trainer):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else checkpoint.folder)
     steps, terminated = trainer.state.global_step, trainer.was_terminated
@@ -64,8 +65,13 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
     return steps, terminated, [dict(entry) for entry in trainer.history]
 
 
-def _prepare(config: RunConfig, group: RankGroup, checkpoint: Checkpoint[StreamState] | None) -> StreamTrainer:
-    """Decide the attention, plan the evaluation, and build the trainer."""
+def _prepare(
+    config: RunConfig, group: RankGroup, checkpoint: Checkpoint[StreamState] | None
+) -> tuple[StreamTrainer, Checkpoint[StreamState] | None]:
+    """
+    Decide the attention, plan the evaluation, and build the trainer; return it with the checkpoint
+    that it goes on from.
+    """
     training = config.training
     attention = decide_attention(config, isolated=training.packing)
     batch = batch_of(config, world_size=group.world_size)
@@ -81,14 +87,17 @@ def _prepare(config: RunConfig, group: RankGroup, checkpoint: Checkpoint[StreamS
         require_agreement(group, "the train data", data)
     fixed = {**inputs.inputs, "the train data": data, **stream_inputs(config)}
 
+    identity = identity_of(config)
+
     def resume_state(progress: StreamProgress) -> StreamState:
         order_digest = hashlib.sha256(order(progress.epoch).tobytes()).hexdigest()
-        return StreamState(Fingerprint({**fixed, "the order of the epoch": order_digest}), progress)
+        return StreamState(Fingerprint({**fixed, "the order of the epoch": order_digest}), progress, identity)
 
-    if checkpoint is not None:
-        then = checkpoint.resume_state
-        if differences := then.differences(resume_state(then.progress)):
-            raise StaleError.plan(checkpoint.folder, differences)
+    def differences(then: StreamState) -> tuple[Difference, ...]:
+        return then.differences(resume_state(then.progress))
+
+    if checkpoint is not None and differences(checkpoint.resume_state):
+        checkpoint = open_checkpoint(config, group, StreamState, differences)
     arguments = open_arguments(config, batch.size, batch.accumulation)
     planned = None
     if evaluated is not None:
@@ -119,7 +128,7 @@ def _prepare(config: RunConfig, group: RankGroup, checkpoint: Checkpoint[StreamS
             counted(group.world_size, "rank"),
         )
         _log_start(config, start)
-    return trainer
+    return trainer, checkpoint
 
 
 def _log_start(config: RunConfig, start: StreamStart) -> None:

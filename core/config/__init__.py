@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from packplan.core.config.advice import closest, unknown_key
 from packplan.core.config.faults import faults, tuners_of
+from packplan.core.config.identity import FIXED_ARGUMENTS, UNCOMPARED, run_identity
 from packplan.core.config.keys import key_of, keys_of
 from packplan.core.config.planning import configured_inputs, plan_policy, stream_inputs
 from packplan.core.config.ranks import OWN, PATHS, flat_values, rank_differences, run_values
@@ -26,11 +27,13 @@ from packplan.core.config.run import (
 )
 
 __all__ = [
+    "FIXED_ARGUMENTS",
     "LESS_DROPPED",
     "OWN",
     "PATHS",
     "REFUSED_TRAINING_KEYS",
     "TUNERS",
+    "UNCOMPARED",
     "CustomConfig",
     "GrpoConfig",
     "ModelConfig",
@@ -50,6 +53,7 @@ __all__ = [
     "resume_faults",
     "resume_values",
     "rl_faults",
+    "run_identity",
     "run_values",
     "stream_inputs",
     "tuners_of",

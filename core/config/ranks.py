@@ -18,16 +18,16 @@ from packplan.core.config.keys import key_of, keys_of
 from packplan.core.config.run import PathText, RunConfig
 from packplan.core.errors import RankDifference
 
-_KEYS = dict(keys_of(RunConfig))
+KEYS = dict(keys_of(RunConfig))
 
 PATHS = frozenset(
-    {key for key, field in _KEYS.items() if str(PathText) in str(field.type) and not key_of(field).own}
+    {key for key, field in KEYS.items() if str(PathText) in str(field.type) and not key_of(field).own}
     | {"training.accelerator_config", "training.deepspeed", "training.fsdp_config", "training.logging_dir"}
 )
 """Keys of files and folders, which may be elsewhere on another machine."""
 
 OWN: Mapping[str, str] = {
-    **{key: key_of(field).own for key, field in _KEYS.items() if key_of(field).own},
+    **{key: key_of(field).own for key, field in KEYS.items() if key_of(field).own},
     "training.dataloader_persistent_workers": "memory of a rank's machine",
     "training.dataloader_pin_memory": "memory of a rank's machine",
     "training.dataloader_prefetch_factor": "memory of a rank's machine",

@@ -38,15 +38,15 @@ Tuner: TypeAlias = Literal["full", "lora", "adapter", "boft", "dummy", "fourierf
 PathText: TypeAlias = Annotated[str, "path"]
 """Path of a file or folder, in which `~` and `${NAME}` are replaced when the YAML is read."""
 
-_LOADS = "decides how the model is loaded, not what samples are"
+LOADS = "decides how the model is loaded, not what samples are"
 _LIMITS = "decides which records are refused, not how long the others are"
 _COPIES = "decides where copies are kept, not what they hold"
 _STREAMS = "belongs to streams, which store neither lengths nor plans"
 _SELECTS = "decides which samples an epoch has, which are stored with its plan"
 _MEASURES = "decides how measuring proceeds, not its result"
 _ACCEPTS = "decides whether a result is accepted, not what it is"
-_TRAINS = "decides how planned packs are trained"
-_TUNES = "decides which weights are trained"
+TRAINS = "decides how planned packs are trained"
+TUNES = "decides which weights are trained"
 
 _AS_PACKS_COME = "is of planned packs, but a stream trains packs as they come"
 
@@ -87,7 +87,7 @@ class ModelConfig:
     config.json. Text models unknown to it need none.
     """
 
-    attn_impl: str = key("auto", neither=_TRAINS, check=_is_backend)
+    attn_impl: str = key("auto", neither=TRAINS, check=_is_backend)
     """
     Attention backend. `varlen` attends to each sample of a pack by itself, without a mask; sdpa,
     eager, flex_attention and flash_attention_2 are transformers'. `auto` takes the fastest under
@@ -95,34 +95,34 @@ class ModelConfig:
     model that fails.
     """
 
-    torch_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, neither=_LOADS)
+    torch_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, neither=LOADS)
     """Type of the weights; unset, the model's."""
 
-    experts_impl: Literal["eager", "grouped_mm", "batched_mm"] | None = key(None, neither=_LOADS)
+    experts_impl: Literal["eager", "grouped_mm", "batched_mm"] | None = key(None, neither=LOADS)
     """Way in which experts of a mixture are computed; unset, transformers' own choice."""
 
-    trust_remote_code: bool = key(False, neither=_LOADS)
+    trust_remote_code: bool = key(False, neither=LOADS)
     """Run Python code from the model's folder."""
 
     max_model_len: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
     """Tokens of a pack, if `template.max_length` is unset."""
 
-    download: bool = key(False, neither=_LOADS)
+    download: bool = key(False, neither=LOADS)
     """Let ms-swift download a model or `custom.dataset` that no local cache holds."""
 
-    quant_method: Literal["bnb"] | None = key(None, neither=_LOADS)
+    quant_method: Literal["bnb"] | None = key(None, neither=LOADS)
     """Load quantised weights, under adapters (QLoRA); needs a GPU."""
 
-    quant_bits: int | None = key(None, neither=_LOADS)
+    quant_bits: int | None = key(None, neither=LOADS)
     """Bits of a quantised weight: 4 or 8."""
 
-    bnb_4bit_compute_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, neither=_LOADS)
+    bnb_4bit_compute_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, neither=LOADS)
     """Type that 4-bit weights compute in; unset, that of the weights."""
 
-    bnb_4bit_quant_type: Literal["fp4", "nf4"] = key("nf4", neither=_LOADS)
+    bnb_4bit_quant_type: Literal["fp4", "nf4"] = key("nf4", neither=LOADS)
     """Kind of 4-bit weights."""
 
-    bnb_4bit_use_double_quant: bool = key(True, neither=_LOADS)
+    bnb_4bit_use_double_quant: bool = key(True, neither=LOADS)
     """Quantise the scales of 4-bit weights too."""
 
 
@@ -393,20 +393,20 @@ class TrainingConfig:
     packing_buffer: int = key(512, neither=_STREAMS, check=at_least(1))
     """Samples packed together in dynamic mode; static mode refuses other values."""
 
-    packing_balance: Literal["auto", "step", "microbatch", "none"] = key("auto", neither=_TRAINS, stream=_AS_PACKS_COME)
+    packing_balance: Literal["auto", "step", "microbatch", "none"] = key("auto", neither=TRAINS, stream=_AS_PACKS_COME)
     """
     Assign a step's packs to ranks by work. `step`: equal sums for all ranks; `microbatch`: each
     microbatch even, for ranks that meet in each; `auto`: `microbatch` under FSDP and under
     DeepSpeed from stage 2 on, else `step`; `none`: as packs come. A step keeps its packs.
     """
 
-    packing_balance_by: Literal["flops", "seconds"] = key("flops", neither=_TRAINS, stream=_AS_PACKS_COME)
+    packing_balance_by: Literal["flops", "seconds"] = key("flops", neither=TRAINS, stream=_AS_PACKS_COME)
     """
     Unit of work that `packing_balance` levels: `flops` of the model, or `seconds` of a calibration
     of this machine. A step keeps its packs.
     """
 
-    packing_group_by_work: int = key(0, neither=_TRAINS, check=at_least(0), stream=_AS_PACKS_COME)
+    packing_group_by_work: int = key(0, neither=TRAINS, check=at_least(0), stream=_AS_PACKS_COME)
     """
     Window, in optimizer steps, within which each step gets packs of like work, for ranks with one
     pack each; 0: steps as drawn. Grouped steps are biased; `show` reports by how much.
@@ -476,44 +476,44 @@ class TrainingConfig:
     Processes that measure, at most one a core. 1, or a short rest, is measured in the main process.
     """
 
-    effective_batch_size: int | None = key(None, neither=_TRAINS, check=at_least(1))
+    effective_batch_size: int | None = key(None, neither=TRAINS, check=at_least(1))
     """
     Packs (samples, if unpacked) of a step over all ranks, divisible by their number; unset, from
     the next two.
     """
 
-    per_device_train_batch_size: int = key(1, neither=_TRAINS, check=at_least(1))
+    per_device_train_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
     """
     Batch of a rank. Packing forces 1, with a warning, and keeps a step's packs by accumulation.
     """
 
-    gradient_accumulation_steps: int | None = key(None, neither=_TRAINS, check=at_least(1))
+    gradient_accumulation_steps: int | None = key(None, neither=TRAINS, check=at_least(1))
     """
     Batches of a rank in a step; unset, 1. Overridden by `effective_batch_size`, and where packing
     forces batches of 1.
     """
 
-    per_device_eval_batch_size: int = key(1, neither=_TRAINS, check=at_least(1))
+    per_device_eval_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
     """Samples of a padded evaluation batch; packed evaluation forces 1."""
 
     dataloader_drop_last: bool = key(
         False,
-        neither=_TRAINS,
+        neither=TRAINS,
         stream="is of plans, and training.packing_drop_last says what a stream drops at the end of an epoch",
     )
     """Drop packs that do not fill all ranks; `false` repeats packs from the front."""
 
-    num_train_epochs: float = key(3.0, neither=_TRAINS)
+    num_train_epochs: float = key(3.0, neither=TRAINS)
     """Epochs; may be fractional, but not in streams."""
 
     max_steps: int = key(
         -1,
-        neither=_TRAINS,
+        neither=TRAINS,
         check=must(lambda steps: steps == -1 or steps >= 1, "at least 1, or -1 for no limit"),
     )
     """Optimizer steps in total, if positive; overrides epochs."""
 
-    loss_reduction: Literal["token", "sample", "sqrt"] = key("token", neither=_TRAINS)
+    loss_reduction: Literal["token", "sample", "sqrt"] = key("token", neither=TRAINS)
     """
     Unit of equal weight in a step's loss over all ranks: token, sample, or between (`sqrt`: each of
     a sample's n supervised tokens weighs n ** -0.5).
@@ -522,7 +522,7 @@ class TrainingConfig:
     seed: int = key(42, plan=True, rl=True, check=seed_number)
     """Seed of weights, dropout, and each epoch's order of packs."""
 
-    resume_from_checkpoint: PathText | None = key(None, neither=_TRAINS, rl=True)
+    resume_from_checkpoint: PathText | None = key(None, neither=TRAINS, rl=True)
     """Folder of a checkpoint, or `last` for the newest whole one of `output_dir`."""
 
     continue_from: PathText | None = key(
@@ -545,36 +545,36 @@ class TrainingConfig:
     what the model's loader leaves unfrozen.
     """
 
-    lora_rank: int = key(8, neither=_TUNES, rl=True, check=at_least(1))
+    lora_rank: int = key(8, neither=TUNES, rl=True, check=at_least(1))
     """Rank of adapters."""
 
-    lora_alpha: float = key(32.0, neither=_TUNES, rl=True, check=at_least(1))
+    lora_alpha: float = key(32.0, neither=TUNES, rl=True, check=at_least(1))
     """Adapters' outputs are scaled by this over their rank."""
 
-    lora_dropout: float = key(0.05, neither=_TUNES, rl=True, check=share_below_1)
+    lora_dropout: float = key(0.05, neither=TUNES, rl=True, check=share_below_1)
     """Dropout of adapters' inputs, from 0 to below 1."""
 
-    target_modules: tuple[str, ...] = key(("all-linear",), neither=_TUNES, rl=True)
+    target_modules: tuple[str, ...] = key(("all-linear",), neither=TUNES, rl=True)
     """Modules with adapters: names, `all-linear` or `all-embedding`."""
 
-    target_regex: str | None = key(None, neither=_TUNES, check=pattern)
+    target_regex: str | None = key(None, neither=TUNES, check=pattern)
     """Pattern of names of modules with adapters, in place of `target_modules`."""
 
-    target_parameters: tuple[str, ...] = key((), neither=_TUNES)
+    target_parameters: tuple[str, ...] = key((), neither=TUNES)
     """Parameters with own adapters, as of experts that are no modules."""
 
-    modules_to_save: tuple[str, ...] = key((), neither=_TUNES)
+    modules_to_save: tuple[str, ...] = key((), neither=TUNES)
     """Modules trained whole beside adapters: names, `all-embedding` or `all-norm`."""
 
-    use_rslora: bool = key(False, neither=_TUNES)
+    use_rslora: bool = key(False, neither=TUNES)
     """Scale adapters by the square root of their rank (rsLoRA)."""
 
-    use_dora: bool = key(False, neither=_TUNES)
+    use_dora: bool = key(False, neither=TUNES)
     """Train the magnitude of each weight beside its adapter (DoRA)."""
 
     init_weights: str | None = key(
         None,
-        neither=_TUNES,
+        neither=TUNES,
         check=must(
             lambda name: bool(re.fullmatch(r"false|gaussian|olora|pissa(_niter_\d+)?", name)),
             "false, gaussian, olora, pissa or pissa_niter_ and a number",
@@ -585,7 +585,7 @@ class TrainingConfig:
     `pissa`, `pissa_niter_16` or `olora`; unset, a start that changes nothing.
     """
 
-    lorap_lr_ratio: float | None = key(None, neither=_TUNES, check=above_0)
+    lorap_lr_ratio: float | None = key(None, neither=TUNES, check=above_0)
     """Learning rate of an adapter's second matrix over its first's (LoRA+)."""
 
     freeze_llm: bool = key(False, plan=True, rl=True)
@@ -594,26 +594,26 @@ class TrainingConfig:
     freeze_vit: bool = key(False, plan=True, rl=True)
     """Freeze the vision tower."""
 
-    freeze_aligner: bool = key(False, neither=_TUNES, rl=True)
+    freeze_aligner: bool = key(False, neither=TUNES, rl=True)
     """Freeze the weights between the two."""
 
-    freeze_parameters: tuple[str, ...] = key((), neither=_TUNES)
+    freeze_parameters: tuple[str, ...] = key((), neither=TUNES)
     """Prefixes of names of frozen weights, in full training."""
 
-    freeze_parameters_regex: str | None = key(None, neither=_TUNES, check=pattern)
+    freeze_parameters_regex: str | None = key(None, neither=TUNES, check=pattern)
     """Pattern of names of frozen weights."""
 
-    freeze_parameters_ratio: float = key(0.0, neither=_TUNES, check=share_below_1)
+    freeze_parameters_ratio: float = key(0.0, neither=TUNES, check=share_below_1)
     """Share of weights that are frozen, from the model's first on."""
 
-    trainable_parameters: tuple[str, ...] = key((), neither=_TUNES)
+    trainable_parameters: tuple[str, ...] = key((), neither=TUNES)
     """Prefixes of names of trained weights, whatever is frozen."""
 
-    trainable_parameters_regex: str | None = key(None, neither=_TUNES, check=pattern)
+    trainable_parameters_regex: str | None = key(None, neither=TUNES, check=pattern)
     """Pattern of names of trained weights, whatever is frozen."""
 
     trainer: Mapping[str, Any] = attrs.field(
-        factory=dict, converter=_read_only, metadata=about(neither=_TRAINS, rl=True)
+        factory=dict, converter=_read_only, metadata=about(neither=TRAINS, rl=True)
     )
     """
     Any other key of ms-swift's `Seq2SeqTrainingArguments`, so of transformers, and of its tuners

@@ -257,6 +257,11 @@ class StaleError(UserError):
         return cls(kind, in_lines(head, differences), {"differences": differences})
 
     @classmethod
+    def file(cls, name: str, found: str) -> StaleError:
+        """Return the error of a data file that changed while it was open, by what was *found*."""
+        return cls("changed_sample", f"{name} has changed since this run opened it: {found}", {"file": name})
+
+    @classmethod
     def sample(
         cls, index: int, where: str, differences: tuple[Difference, ...], *, copy: str | None = None
     ) -> StaleError:

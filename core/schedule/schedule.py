@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from math import inf
 from numbers import Real
@@ -26,8 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.align import AlignedPlan, aligned_positions, aligned_size, batches_of, require_a_batch
-from packplan.core.errors import Difference
-from packplan.core.fingerprint import Fingerprint
+from packplan.core.errors import counted
 from packplan.core.lengths import MOST_RANKS, IntArray, checked_works, whole_number
 from packplan.core.packers import checked_seed
 from packplan.core.shuffling import shuffled
@@ -58,6 +57,12 @@ class EpochSegment:
     group_steps: int = 0
     """Steps of a window in which packs are grouped by work; 0 without grouping."""
 
+    def __attrs_post_init__(self) -> None:
+        sizes = (self.world_size - 1, self.pack_offset, self.group_packs, self.group_steps)
+        if min(sizes) < 0 or self.pack_offset % self.world_size or self.group_packs % self.world_size:
+            message = f"{self} is no part of an epoch: its ranks did not consume equally many packs"
+            raise ValueError(message)
+
 
 @attrs.frozen
 class Progress:
@@ -74,6 +79,15 @@ class Progress:
 
     segments: tuple[EpochSegment, ...] = ()
     """Segments of that epoch so far. The last one is going on."""
+
+    def __attrs_post_init__(self) -> None:
+        consumed = sum(segment.pack_offset // segment.world_size for segment in self.segments)
+        if self.epoch < 0 or not 0 <= self.epoch_step <= min(self.step, consumed):
+            message = (
+                f"step {self.step}, epoch {self.epoch} and its step {self.epoch_step} contradict each other, or the "
+                f"{counted(consumed, 'pack')} that a rank has consumed of it"
+            )
+            raise ValueError(message)
 
 
 @attrs.frozen
@@ -436,6 +450,26 @@ class EpochSchedule:
                 yield Step(number, epoch, tuple(batches[first : first + window]))
             epoch += 1
 
+    def start_fault(self) -> str | None:
+        """
+        Return why `start`, perhaps read from a damaged checkpoint, cannot be a progress over these
+        packs; None if it can.
+        """
+        start, begun = self.start, self.start.step - self.start.epoch_step
+        if isinstance(self.num_packs, int) and not start.epoch <= begun <= start.epoch * self.num_packs:
+            each = f"each has 1 to {counted(self.num_packs, 'step')}"
+            return f"{counted(start.epoch, 'epoch')} cannot have taken {counted(begun, 'step')}: {each}"
+        most = max(self.packs_in(start.epoch), self.world_size)
+        for segment in start.segments:
+            if segment.group_steps != self.group_by_work or segment.world_size > most:
+                return f"{segment} is none of {counted(most, 'pack')} in windows of {self.group_by_work} steps"
+        for segment, order in zip(start.segments, self._orders(start.epoch), strict=False):
+            if segment.pack_offset >= order.size:
+                return (
+                    f"{segment} consumed all of the {counted(order.size, 'pack')} that epoch {start.epoch} had for it"
+                )
+        return None
+
     def at(self, step: int) -> Progress:
         """Return the progress after *step* optimizer steps, `start.step` or more."""
         epoch = self._epoch_after(step)
@@ -508,45 +542,3 @@ def _not_yet(order: IntArray, consumed: list[IntArray]) -> IntArray:
     _, first = np.unique(order, return_index=True)
     once = order[np.sort(first)]
     return once[~np.isin(once, np.concatenate(consumed))]
-
-
-@attrs.frozen
-class ResumeState:
-    """Progress and plan in a checkpoint, by which a resume continues or is refused."""
-
-    plan: str
-    """Checksum of the raw plan."""
-
-    data: str
-    """Digest of the data set."""
-
-    seed: int
-    """Seed of the order of packs."""
-
-    shuffle: bool
-
-    tuner: str
-    """Trained weights: `full` or `lora`."""
-
-    order_version: int
-    """`ORDER_VERSION` of the run."""
-
-    progress: Progress
-
-    grouping: str = ""
-    """`EpochSchedule.grouping`; empty without grouping."""
-
-    inputs: Mapping[str, Any] = attrs.field(factory=dict)
-    """Inputs of the plan by name, to tell why it is another one; empty where they are unknown."""
-
-    def differences(self, now: ResumeState) -> tuple[Difference, ...]:
-        """
-        Return the fields in which the current state *now* differs from this stored one, and the
-        inputs that make its plan another one.
-        """
-        names = ("plan", "data", "seed", "shuffle", "tuner", "order_version", "grouping")
-        pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]
-        found = tuple(Difference(name, then, current) for name, then, current in pairs if then != current)
-        if self.plan == now.plan or not (self.inputs and now.inputs):
-            return found
-        return (*found, *Fingerprint(self.inputs).differences(Fingerprint(now.inputs)))

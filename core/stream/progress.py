@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 
 from packplan.core.errors import Difference
-from packplan.core.fingerprint import Fingerprint
+from packplan.core.fingerprint import NO_IDENTITY, Fingerprint, RunIdentity
 from packplan.core.lengths import IntArray
 from packplan.core.stream.shard import ShardState, StreamCounts
 
@@ -44,6 +44,11 @@ class RankState:
     trained: int = 0
     """Samples that were trained in all epochs."""
 
+    def __attrs_post_init__(self) -> None:
+        if not 0 <= self.next_shard < max(1, len(self.shards)) or self.trained < 0:
+            message = f"shard {self.next_shard} of {len(self.shards)} is next, after {self.trained} samples"
+            raise ValueError(message)
+
 
 @attrs.frozen
 class StreamProgress:
@@ -63,6 +68,13 @@ class StreamProgress:
     segments: tuple[StreamSegment, ...] = ()
     """Earlier parts of that epoch, on other numbers of shards."""
 
+    def __attrs_post_init__(self) -> None:
+        reads = (0, *chain.from_iterable(segment.reads for segment in self.segments))
+        sizes = (self.world_size - 1, self.shards_per_rank - 1, self.epoch, self.epoch_step, min(reads))
+        if min(sizes) < 0 or self.epoch_step > self.step or not all(segment.reads for segment in self.segments):
+            message = f"{self} is no progress of a stream"
+            raise ValueError(message)
+
 
 @attrs.frozen
 class StreamState:
@@ -73,9 +85,12 @@ class StreamState:
 
     progress: StreamProgress
 
+    identity: RunIdentity = NO_IDENTITY
+    """Model, loss and settings of the run."""
+
     def differences(self, now: StreamState) -> tuple[Difference, ...]:
         """Return the inputs in which the current state *now* differs from this stored one."""
-        return self.inputs.differences(now.inputs)
+        return self.inputs.differences(now.inputs) + self.identity.fixed.differences(now.identity.fixed)
 
 
 def unread_places(num_places: int, segments: Sequence[StreamSegment]) -> IntArray:

@@ -5,10 +5,12 @@ by whoever reads it.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from packplan.adapters.trainer import checkpoints
 from packplan.adapters.trainer.checkpoints import (
+    files_to_state,
     find_checkpoint,
     read_rank_state,
     read_resume_state,
@@ -26,8 +29,9 @@ from packplan.adapters.trainer.checkpoints import (
     write_rank_state,
     write_visits,
 )
-from packplan.core.errors import ConfigError, CorruptArtefactError
-from packplan.core.fingerprint import Fingerprint
+from packplan.adapters.trainer_state import seal_saves
+from packplan.core.errors import ConfigError, CorruptArtefactError, StaleError
+from packplan.core.fingerprint import Fingerprint, RunIdentity, to_plain
 from packplan.core.schedule import EpochSegment, Progress, ResumeState, Visits
 from packplan.core.stream import (
     CarryOptions,
@@ -41,6 +45,7 @@ from packplan.core.stream import (
     admit_first,
     read_items,
 )
+from tests.references import changed
 
 names = st.sampled_from(
     ["model.safetensors", "optimizer.pt", "rng_state_0.pth", "global_step7/zero_0.pt", "config.json"]
@@ -98,37 +103,108 @@ def test_ranks_take_the_same_checkpoint(tmp_path: Path, monkeypatch, rank, says)
         find_checkpoint(str(tmp_path), "", group=TwoRanks(rank, other=rank == 1))
 
 
-def test_a_resume_state_comes_back(tmp_path: Path):
-    """Equal in every field."""
-    segment = EpochSegment(world_size=2, dataloader_drop_last=False, pack_offset=4)
-    progress = Progress(step=3, epoch=1, epoch_step=2, segments=(segment,))
-    resume_state = ResumeState("a1", "d", 1, True, "full", 2, progress)  # noqa: FBT003
-    state = {"stateful_callbacks": to_state(resume_state, attn_impl="varlen")}
-    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+@dataclasses.dataclass
+class TrainerState:
+    """State of a trainer, as far as it is saved with a digest."""
 
-    assert resume_state == read_resume_state(tmp_path, ResumeState)
+    global_step: int
+    stateful_callbacks: dict
 
 
-def test_the_progress_of_a_stream_comes_back(tmp_path: Path):
-    """Equal in every field, of each rank and over all; a plan does not go on from it."""
+def save(folder: Path, state: ResumeState | StreamState, *, step: int = 3) -> None:
+    """Write a checkpoint of one rank, in the order of the trainer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    write_digests(folder, share=0, num_shares=1)
+    held = TrainerState(step, {**to_state(state, attn_impl="varlen"), "Control": {"should_epoch_stop": False}})
+    held.stateful_callbacks |= files_to_state(folder)
+    seal_saves(held)
+    held.save_to_json(folder / "trainer_state.json")
+
+
+SEGMENT = EpochSegment(world_size=2, dataloader_drop_last=False, pack_offset=4)
+
+IDENTITY = RunIdentity(Fingerprint({"training.optim": '"sgd"'}), Fingerprint({"training.max_steps": "2"}))
+
+PLANNED = ResumeState(
+    "a1", "d", 1, True, "full", 2,  # noqa: FBT003  # as it is stored
+    Progress(step=3, epoch=1, epoch_step=2, segments=(SEGMENT,)), identity=IDENTITY,
+)  # fmt: skip
+
+STREAMED = StreamState(
+    Fingerprint({"training.seed": 1, "data": "a", "reward": None}),
+    StreamProgress(2, 2, step=3, epoch=1, epoch_step=1, segments=(StreamSegment(reads=(3, 4)),)),
+    IDENTITY,
+)
+
+
+@pytest.mark.parametrize("state", [PLANNED, STREAMED], ids=["plan", "stream"])
+def test_a_resume_state_comes_back(tmp_path: Path, state):
+    """Equal in every field, and none of the other kind."""
+    save(tmp_path, state)
+
+    assert state == read_resume_state(tmp_path, type(state))
+    with pytest.raises(ConfigError, match=r"another custom.trainer_variant"):
+        find_checkpoint(str(tmp_path), "", group=OneRank(), kind=StreamState if state is PLANNED else ResumeState)
+
+
+class OneRank:
+    """The only rank."""
+
+    rank, world_size = 0, 1
+
+    def any(self, flag):
+        return flag
+
+
+@pytest.mark.parametrize("state", [PLANNED, STREAMED], ids=["plan", "stream"])
+def test_no_changed_state_is_resumed_from(tmp_path: Path, state):
+    """Whatever number, text or key of it: named, it is refused, and `last` takes the one before."""
+    whole, torn = tmp_path / "checkpoint-3", tmp_path / "checkpoint-4"
+    for folder in (whole, torn):
+        save(folder, state)
+    held, kind = json.loads((torn / "trainer_state.json").read_text()), type(state)
+
+    for other in changed(held):
+        (torn / "trainer_state.json").write_text(json.dumps(other))
+        with pytest.raises(ConfigError, match=r"trainer_state\.json is damaged|not written by this program"):
+            find_checkpoint(str(torn), "", group=OneRank(), kind=kind)
+        assert whole == find_checkpoint("last", str(tmp_path), group=OneRank(), kind=kind)
+
+
+def test_last_is_the_newest_whole_checkpoint_of_the_run(tmp_path: Path):
+    """By any difference; where all are of other runs, the newest says what differs."""
+    mine = attrs.evolve(PLANNED, identity=RunIdentity(Fingerprint({"training.optim": '"adamw"'})))
+    save(tmp_path / "checkpoint-3", mine)
+    save(tmp_path / "checkpoint-4", PLANNED)
+
+    def found(wanted: str, now: ResumeState) -> Path:
+        return find_checkpoint(wanted, str(tmp_path), group=OneRank(), differences=lambda then: then.differences(now))
+
+    assert tmp_path / "checkpoint-3" == found("last", mine)
+    assert tmp_path / "checkpoint-4" == found("last", attrs.evolve(PLANNED, identity=RunIdentity(IDENTITY.fixed)))
+    with pytest.raises(StaleError, match="checkpoint-4 was trained from another plan"):
+        found(str(tmp_path / "checkpoint-4"), mine)
+    with pytest.raises(StaleError, match="plan: stored 'a1', now 'b2'") as raised:
+        found("last", attrs.evolve(mine, plan="b2"))
+    assert "checkpoint-4" in str(raised.value)
+
+
+def test_the_progress_of_a_rank_of_a_stream_comes_back(tmp_path: Path):
+    """Equal in every field; one that contradicts itself is named."""
     options = CarryOptions(packing_length=10, packing_buffer=3, drop_last=False)
     shard = read_items(ShardState(), [Item(place, text="no") for place in range(6)], places=9)
     for length in (7, 5, 6, 4):
         shard = admit_first(shard, length, options=options)
     assert all((shard.ahead, shard.buffer, shard.packs, shard.counts.samples))
     rank = RankState((ShardState(), shard), 1, StreamCounts(tokens=3), trained=4)
-    progress = StreamProgress(2, 2, step=3, epoch=1, epoch_step=1, segments=(StreamSegment(reads=(3, 4)),))
-    state = StreamState(Fingerprint({"training.seed": 1, "data": "a", "reward": None}), progress)
 
-    write_rank_state(tmp_path / "checkpoint", 1, rank)
-    (tmp_path / "trainer_state.json").write_text(
-        json.dumps({"stateful_callbacks": to_state(state, attn_impl="varlen")})
-    )
+    write_rank_state(tmp_path, 1, rank)
 
-    assert rank == read_rank_state(tmp_path / "checkpoint", 1)
-    assert state == read_resume_state(tmp_path, StreamState)
-    with pytest.raises(KeyError):
-        read_resume_state(tmp_path, ResumeState)
+    assert rank == read_rank_state(tmp_path, 1)
+    (tmp_path / "packplan_stream_1.json").write_text(json.dumps({**to_plain(rank), "next_shard": 2}))
+    with pytest.raises(CorruptArtefactError, match=r"packplan_stream_1.json is damaged: shard 2 of 2 is next"):
+        read_rank_state(tmp_path, 1)
 
 
 def test_visits_come_back_and_their_damage_is_named(tmp_path):

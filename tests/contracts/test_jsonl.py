@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from packplan.adapters.samples.files import open_records
 from packplan.adapters.samples.formats import jsonl, spans
-from packplan.core.errors import DataSetError, RecordError
+from packplan.core.errors import DataSetError, RecordError, StaleError
 from tests.records import json_values
 
 
@@ -33,6 +33,23 @@ def test_every_record_comes_back_from_its_line(tmp_path_factory, rows, mark):
     assert [{"a": value} for value, _ in rows] == list(records)
     lines = text.encode().split(b"\n")
     assert all(records[i] == json.loads(lines[records.where(i).number - 1]) for i in reversed(range(len(records))))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda path: path.write_text('{"b": 1}\n' * 9), Path.unlink], ids=["edited", "gone"]
+)
+def test_a_file_that_changes_after_it_was_opened_says_so(tmp_path: Path, change):
+    """Also where the places of its records hold no JSON now, or the file is gone."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"b": "text"}\n' * 3)
+    records = open_records((str(path),))
+    assert {"b": "text"} == records.read(0)[0]
+    records = open_records((str(path),))
+
+    change(path)
+
+    with pytest.raises(StaleError, match=r"a\.jsonl has changed since this run opened it: "):
+        records.read(1)
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, TrainerState
 
 from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.trainer_state import read_state, seal_saves
 from packplan.app import sft
 from packplan.app.wiring import training
 from packplan.core.errors import ConfigError, OutputError, StaleError
@@ -146,7 +147,7 @@ def resume(write_run, execute):
     """Return a function that goes on from a checkpoint, by sections and more keys of training."""
 
     def run(sections, checkpoint, **keys):
-        keys = {**KEYS, "resume_from_checkpoint": str(checkpoint), **keys}
+        keys = {**KEYS, **SHORT, "resume_from_checkpoint": str(checkpoint), **keys}
         return execute(write_run("qwen2", training=keys, **sections))
 
     return run
@@ -218,11 +219,12 @@ def test_a_plan_that_changed_is_refused_with_both_checksums(trained, resume, tmp
         resume(sections, checkpoint, data_seed=7)
     with pytest.raises(ConfigError, match="would train packs of the epoch again"):
         resume(sections, checkpoint, ignore_data_skip=True)
-    path = checkpoint / "trainer_state.json"
-    state = json.loads(path.read_text())
+    path, state = checkpoint / "trainer_state.json", read_state(checkpoint)
     assert ORDER_VERSION == state["stateful_callbacks"]["packplan"]["order_version"]
     state["stateful_callbacks"]["packplan"]["order_version"] = ORDER_VERSION + 1
-    path.write_text(json.dumps(state))
+    sealed = TrainerState(**state)
+    seal_saves(sealed)
+    sealed.save_to_json(path)
     with pytest.raises(StaleError, match=f"order_version: stored {ORDER_VERSION + 1}, now {ORDER_VERSION}") as raised:
         resume(sections, checkpoint)
     assert "changed_order" == raised.value.kind
@@ -235,8 +237,18 @@ def cut_off(content: bytes) -> bytes:
 def foreign(content: bytes) -> bytes:
     """Leave out of a trainer's state what this project adds."""
     state = json.loads(content)
-    del state["stateful_callbacks"]["packplan"]
-    return json.dumps(state).encode()
+    kept = {name: one for name, one in state["stateful_callbacks"].items() if not name.startswith("packplan")}
+    return json.dumps({**state, "stateful_callbacks": kept}).encode()
+
+
+def ahead(content: bytes) -> bytes:
+    """Change one digit of a trainer's state: its epoch."""
+    return content.replace(b'"epoch": 0,', b'"epoch": 1,')
+
+
+def renamed(content: bytes) -> bytes:
+    """Change one letter of a trainer's state: that of a key."""
+    return content.replace(b'"pack_offset"', b'"pack_offsit"')
 
 
 def inverted(content: bytes) -> bytes:
@@ -249,6 +261,8 @@ def inverted(content: bytes) -> bytes:
     ("name", "damage", "reason"),
     [
         ("trainer_state.json", cut_off, "is damaged"),
+        ("trainer_state.json", ahead, "its trainer_state.json is damaged: its digest differs from the saved one"),
+        ("trainer_state.json", renamed, "its trainer_state.json is damaged"),
         ("trainer_state.json", foreign, "was not written by this program"),
         ("optimizer.pt", None, "its optimizer.pt is missing: copy it again, or name another checkpoint"),
         ("model.safetensors", cut_off, r"its model.safetensors has [\d,]+ bytes instead of [\d,]+: copy it again"),
@@ -268,67 +282,70 @@ def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(  # noqa: PLR0917  # fixt
     content = (torn / name).read_bytes()
     (torn / name).unlink()
     if damage:
+        assert content != damage(content)
         (torn / name).write_bytes(damage(content))
 
     with pytest.raises(ConfigError, match=reason):
         resume(sections, torn)
-    last = training.read_config(write_run(training={**KEYS, "resume_from_checkpoint": "last"}, **sections))
+    last = training.read_config(write_run(training={**KEYS, **SHORT, "resume_from_checkpoint": "last"}, **sections))
     found = training.open_checkpoint(last, OneRank(), ResumeState)
 
     assert (str(whole), 2) == (found.folder, found.resume_state.progress.step)
 
 
-def test_a_checkpoint_without_digests_is_taken_by_its_sizes(trained, write_run, tmp_path, caplog):
-    """As earlier versions wrote them; the log says so."""
-    logging.getLogger("packplan").propagate = True
-    sections, folder, _ = trained
-    old = tmp_path / "checkpoint-2"
-    shutil.copytree(folder / "checkpoint-2", old)
-    (old / "packplan_digests_0.json").unlink()
-    state = json.loads((old / "trainer_state.json").read_text())
-    del state["stateful_callbacks"]["packplan_files"]["packplan_digests_0.json"]
-    (old / "trainer_state.json").write_text(json.dumps(state))
-
-    config = training.read_config(write_run(training={**KEYS, "resume_from_checkpoint": str(old)}, **sections))
-    found = training.open_checkpoint(config, OneRank(), ResumeState)
-
-    assert (str(old), 2) == (found.folder, found.resume_state.progress.step)
-    assert "checkpoint-2 has no digests" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"lora_rank": 4}, "whose weights this run cannot take: .* size mismatch .*; restore the settings"),
-        ({"target_modules": ["q_proj"]}, "whose optimizer this run cannot take: .* parameter group .*; restore"),
-        ({"optim": "adafactor"}, "whose optimizer .*: it has no beta1, .* so another training.optim made it; restore"),
+        ({"lora_rank": 4}, r"training\.lora_rank: stored '8', now '4'"),
+        ({"optim": "adafactor"}, r"""training\.optim: stored '\(absent\)', now '"adafactor"'"""),
+        ({"loss_reduction": "sample"}, r"""training\.loss_reduction: stored '"token"', now '"sample"'"""),
+        ({"warmup_ratio": 0.1}, r"training\.warmup_ratio: stored '\(absent\)', now '0\.1'"),
     ],
 )
-def test_adapters_of_other_settings_are_nothing_to_go_on_from(adapted, resume, changed, says):
-    """The checkpoint is named with the library's reason, in one line."""
+def test_a_checkpoint_of_another_run_is_refused_by_key(adapted, write_run, changed, says):
+    """Named, and as the only one; with both values."""
     sections, checkpoint = adapted
+    for wanted in (checkpoint, "last"):
+        keys = {"resume_from_checkpoint": str(wanted), "output_dir": str(checkpoint.parent), **changed}
+        config = training.read_config(write_run(training={**KEYS, **SHORT, **LORA, **keys}, **sections))
+        with pytest.raises(StaleError, match=says):
+            training.open_checkpoint(config, OneRank(), ResumeState)
 
-    with pytest.raises(ConfigError, match=rf"training\.resume_from_checkpoint: is {checkpoint}, {says}") as raised:
-        resume(sections, checkpoint, **LORA, max_steps=2, **changed)
 
-    assert len(str(raised.value).splitlines()) == 2
+def test_a_model_is_known_by_its_files(adapted, write_run, demo, tmp_path):
+    """Wherever they stand; one changed number of a weight is another model."""
+    sections, checkpoint = adapted
+    keys = {**KEYS, **SHORT, **LORA, "resume_from_checkpoint": str(checkpoint)}
+    other = tmp_path / "other"
+    shutil.copytree(demo / "models" / "qwen2", other)
+    config = training.read_config(write_run(training=keys, **{**sections, "model": {"model": str(other)}}))
+    assert training.open_checkpoint(config, OneRank(), ResumeState)
+
+    held = load_file(other / "model.safetensors")
+    name = next(iter(held))
+    held[name] = held[name] + 1
+    save_file(held, other / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(StaleError, match=r"model\.model model\.safetensors: stored '"):
+        training.open_checkpoint(config, OneRank(), ResumeState)
 
 
-def test_adapters_of_another_base_model_are_told(adapted, write_run, demo, tmp_path, caplog):
-    """With both models; those of the same model are not."""
+def test_last_is_the_newest_checkpoint_of_this_run(  # noqa: PLR0917  # fixtures
+    trained, write_run, execute, resume, tmp_path, caplog
+):
+    """Not that of a run of other packs, whose steps are more; what may change is told."""
     logging.getLogger("packplan").propagate = True
-    sections, checkpoint = adapted
-    keys = {**KEYS, **LORA, "resume_from_checkpoint": str(checkpoint)}
-    model, other = demo / "models" / "qwen2", tmp_path / "other"
-    shutil.copytree(model, other)
+    sections, folder, _ = trained
+    shutil.copytree(folder / "checkpoint-2", tmp_path / "run" / "checkpoint-2")
+    others = {**sections, "template": {**sections["template"], "max_length": 100}}
+    shutil.rmtree(tmp_path / "run" / "static_packing", ignore_errors=True)
+    execute(write_run(training={**KEYS, **SHORT, "max_steps": 1}, **others))
 
-    for base in (model, other):
-        assert "adapters" not in caplog.text
-        sections = {**sections, "model": {"model": str(base)}}
-        config = training.read_config(write_run(training=keys, **sections))
-        assert training.open_checkpoint(config, OneRank(), ResumeState)
+    found = resume(others, "last", max_steps=2)
 
-    assert f"trained on {model}, and goes on with model.model {other}" in caplog.text
+    assert 1 == found.schedule.start.step
+    assert f"{tmp_path / 'run' / 'checkpoint-2'} is passed over: it is a folder of another run" in caplog.text
+    assert "training.max_steps: stored '1', now '2'" in caplog.text
 
 
 def test_weights_alone_are_nothing_to_resume_from(start, resume):
@@ -410,7 +427,7 @@ def test_a_checkpoint_that_is_written_over_is_whole(  # noqa: PLR0917  # fixture
     """A second run into the same folder says that it starts anew; what it saves is resumed from."""
     sections, folder, _ = trained
     shutil.copytree(folder, tmp_path / "run")
-    execute(write_run(training={**KEYS, "max_steps": 2}, **sections))
+    execute(write_run(training={**KEYS, **SHORT, "max_steps": 2}, **sections))
     assert "this run starts from the beginning, and writes over the checkpoints that it meets" in caplog.text
 
     resumed = resume(sections, "last", max_steps=3)

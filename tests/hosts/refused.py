@@ -105,6 +105,18 @@ def other_rows(out: Path, rows: list[dict[str, Any]]) -> None:
     again.train(resume_from_checkpoint=True)
 
 
+def damaged(out: Path) -> None:
+    """Resume from a checkpoint one digit of whose state was changed."""
+    trainer = given(out, max_steps=1, save_strategy="steps", save_steps=1)
+    use_plan(trainer, PLAN)
+    trainer.train()
+    path = out / "checkpoint-1" / "trainer_state.json"
+    path.write_text(path.read_text().replace('"global_step": 1', '"global_step": 2'))
+    again = given(out)
+    use_plan(again, PLAN)
+    again.train(resume_from_checkpoint=True)
+
+
 def relabelled() -> list[dict[str, Any]]:
     """Return the rows, one of which learns another token."""
     rows = [dict(row) for row in ROWS]
@@ -170,6 +182,16 @@ def evaluated(out: Path) -> str:
     return f"evaluated: {sorted(set(trainer.evaluate()) & {'eval_loss', 'eval_runtime'})}"
 
 
+def other_settings(out: Path) -> None:
+    """Resume from a checkpoint that another optimizer trained."""
+    trainer = given(out, max_steps=1, save_strategy="steps", save_steps=1)
+    use_plan(trainer, PLAN)
+    trainer.train()
+    again = given(out, optim="adamw_torch")
+    use_plan(again, PLAN)
+    again.train(resume_from_checkpoint=True)
+
+
 def leaking(out: Path) -> None:
     """Train a model of a family whose attention ignores where samples begin."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -229,7 +251,9 @@ CASES = {
     "the loader's batch is pack 0, but the schedule's is": shuffled,
     "the loader's batch is pack None, but the schedule's is": dropping,
     "has no progress of a plan": without_plan,
-    "was trained from another plan": other_plan,
+    "plan: stored": other_plan,
+    "trainer_state.json is damaged": damaged,
+    "optim: stored '\"sgd\"', now '\"adamw_torch\"'": other_settings,
     "data: ": lambda out: other_rows(out, relabelled()),
     "in another way, so this run cannot go on with it:\n  data": lambda out: other_rows(out, exchanged()),
     "none of 27 samples has a token to learn": lambda out: use_plan(given(out, untaught()), PLAN),

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 import packplan as pp
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
-from packplan.core.errors import ArgumentError, StaleError
+from packplan.core.errors import ArgumentError, CorruptArtefactError, StaleError
+from packplan.core.fingerprint import Fingerprint, RunIdentity, seal, unseal
 from packplan.core.schedule import EpochSchedule
+from tests.references import changed
 
 PLAN = pp.plan([5, 40, 33, 60, 12, 29, 51, 8, 47, 20, 36], 64)
 
@@ -143,6 +145,55 @@ def test_packs_that_are_not_the_schedules_are_refused(found):
 
     with pytest.raises(ArgumentError, match=r"the loader's batch is pack .*, but the schedule's is"):
         refuse_other_packs([{"packplan_pack": pack} for pack in found], [(0,), (1,)])
+
+
+def in_the_middle() -> dict[str, Any]:
+    """Return the state of two ranks after a step of the second epoch."""
+    batches = batches_of(2, 0)
+    return batches.state_dict(step=batches.schedule.steps_per_epoch + 1)
+
+
+def test_no_changed_state_is_loaded():
+    """Whatever number, text or key of it."""
+    state = json.loads(json.dumps(in_the_middle()))
+    batches_of(1, 0).load_state_dict(state)
+
+    for other in changed(state):
+        with pytest.raises(CorruptArtefactError, match="the saved progress is damaged"):
+            batches_of(1, 0).load_state_dict(other)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"segments": []}, {"epoch": 99}, {"epoch": 0}, {"step": -1}, {"step": 1000}, {"epoch_step": 3},
+        {"pack_offset": 0}, {"pack_offset": 3}, {"pack_offset": 10**9}, {"pack_offset": -2}, {"world_size": 0},
+        {"world_size": 3}, {"group_steps": 2}, {"group_packs": 1},
+        {"world_size": 10**9, "pack_offset": 0, "epoch_step": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numbers_that_contradict_each_other_are_refused(numbers):
+    """Also in a state that a program wrote with their digest."""
+    state = unseal(in_the_middle())
+    (segment,) = state["progress"]["segments"]
+    for name, number in numbers.items():
+        (segment if name in segment else state["progress"])[name] = number
+
+    with pytest.raises(CorruptArtefactError, match="the saved progress is damaged"):
+        batches_of(1, 0).load_state_dict(seal(state))
+
+
+def test_another_run_is_refused_by_key():
+    """Its rows, and its settings; one that may change is not."""
+    identity = RunIdentity(Fingerprint({"optim": "sgd"}), Fingerprint({"max_steps": "3"}))
+    state = PackBatches(schedule(1), data="d1", identity=identity).state_dict()
+    PackBatches(schedule(1), data="d1", identity=RunIdentity(identity.fixed)).load_state_dict(state)
+
+    with pytest.raises(StaleError) as raised:
+        PackBatches(schedule(1), data="d2").load_state_dict(state)
+
+    assert ["data", "optim"] == [one.key for one in raised.value.details["differences"]]
 
 
 def loader_of(kind: Any, batches: PackBatches, workers: int) -> Any:

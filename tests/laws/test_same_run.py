@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from packplan.adapters.config.trainer_keys import TABLE
 from packplan.adapters.config.values import known_keys
 from packplan.core.config import (
+    FIXED_ARGUMENTS,
     OWN,
     PATHS,
     CustomConfig,
@@ -24,10 +25,11 @@ from packplan.core.config import (
     TrainingConfig,
     flat_values,
     rank_differences,
+    run_identity,
     run_values,
 )
 from packplan.core.errors import MAX_LINE, MAX_LINES, RankDifference, RunError, in_lines
-from packplan.core.fingerprint import Fingerprint
+from packplan.core.fingerprint import Fingerprint, RunIdentity
 
 values = st.dictionaries(st.sampled_from("abcdef"), st.sampled_from(["1", "2", "true"]), max_size=6)
 runs_of_ranks = st.lists(values, min_size=1, max_size=5)
@@ -74,6 +76,38 @@ def test_a_message_is_bounded_and_survives_pickling(differences):
     lines = str(error).split("\n")
     assert len(lines) <= MAX_LINES
     assert all(len(line) <= MAX_LINE for line in lines)
+
+
+def identity(**training) -> RunIdentity:
+    """Identity of `RUN` with other keys of `training.`, of ours and of the trainer."""
+    ours = {name: training.pop(name) for name in [*training] if name in attrs.fields_dict(TrainingConfig)}
+    changed = attrs.evolve(RUN.training, **ours, trainer=training)
+    return run_identity(attrs.evolve(RUN, training=changed), files={}, model={"model.model config.json": "a1"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "refused", "told"),
+    [
+        ({"loss_reduction": "sample"}, True, False), ({"warmup_ratio": 0.1}, True, False),
+        ({"optim": "sgd"}, True, False),
+        ({"lora_rank": 4}, True, False), ({"vera_rank": 4}, True, False), ({"freeze_vit": True}, True, False),
+        ({"max_steps": 9}, False, True), ({"effective_batch_size": 9}, False, True), ({"bf16": True}, False, True),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, False, True),
+        ({"output_dir": "p"}, False, False), ({"save_steps": 9}, False, False), ({"learning_rate": 1.0}, False, False),
+        ({"resume_from_checkpoint": "last"}, False, False), ({"packing_algorithm": "certified"}, False, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_changed_setting_is_refused_or_told_or_decides_no_step(changed, refused, told):
+    """By the table of the page, which names each that is refused."""
+    then, now = identity(), identity(**changed)
+
+    assert (refused, told) == (then.fixed != now.fixed, then.told != now.told)
+    page = Path("docs/training.md").read_text()
+    names = FIXED_ARGUMENTS - {"freeze_llm", "freeze_vit"}
+    assert [] == [name for name in sorted(names) if f"`{name}`" not in page]
+    known = {*json.loads(TABLE.read_text())["keys"], *attrs.fields_dict(TrainingConfig)}
+    assert known >= FIXED_ARGUMENTS
 
 
 short = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=80)

@@ -215,6 +215,7 @@ def test_a_resume_on_as_many_ranks_goes_on_where_it_stopped(schedule, data):
 
     resumed = attrs.evolve(schedule, start=schedule.at(stop))
 
+    assert resumed.start_fault() is None
     assert whole[stop:] == trained(resumed)
     assert schedule.total_steps == resumed.total_steps
     assert all(schedule.at(step) == resumed.at(step) for step in range(stop, len(whole) + 3))
@@ -243,6 +244,7 @@ def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(s
             gradient_accumulation_steps=accumulation,
             start=schedule.at(schedule.start.step + len(steps)),
         )
+        assert schedule.start_fault() is None
         event(f"the rest gives no batch: {not schedule.num_batches(0)}")
         left = set(before.order(0).tolist()[len(packs_of(steps)) :]) - set(consumed)
         if world_size == before.world_size:
@@ -312,6 +314,7 @@ def test_an_epoch_whose_rest_gives_no_batch_takes_no_further_step(  # noqa: PLR0
 
     resumed = attrs.evolve(schedule, world_size=after, batch_size=batch_size, start=schedule.at(stop))
 
+    assert resumed.start_fault() is None
     assert num_batches == resumed.num_batches(0) == resumed.num_steps(0)
     assert (0 if num_batches else 1) == resumed.at(stop).epoch
     steps = trained(resumed)

@@ -93,7 +93,10 @@ class KeptFacts:
 
     def changed(self) -> bool:
         """Return whether the file stands otherwise on disk than before anything read it."""
-        return self._standing != [standing(part) for part in self._parts]
+        try:
+            return self._standing != [standing(part) for part in self._parts]
+        except OSError:  # it is gone
+            return True
 
     @property
     def where(self) -> str:

@@ -72,6 +72,11 @@ class RecordFile:
         return int(self.facts["num_with_media_tags"])
 
     @property
+    def changed(self) -> bool:
+        """Whether the file, which is no copy, is not on disk as it was when it was opened."""
+        return self.named.copy is None and self._kept.changed()
+
+    @property
     def knows_digests(self) -> bool:
         """Whether no record has to be read for its digest."""
         return self._digests is not None

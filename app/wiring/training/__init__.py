@@ -19,6 +19,7 @@ from packplan.app.wiring.training.samples import open_measurer, open_samples
 from packplan.app.wiring.training.trainers import (
     build_stream_trainer,
     build_trainer,
+    identity_of,
     keep_in_step,
     open_arguments,
     open_checkpoint,
@@ -41,6 +42,7 @@ __all__ = [
     "build_stream_trainer",
     "build_trainer",
     "decide_attention",
+    "identity_of",
     "joined_ranks",
     "keep_in_step",
     "local_ranks",

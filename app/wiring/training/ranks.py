@@ -89,10 +89,10 @@ def _given(config: RunConfig, options: Mapping[str, Any]) -> dict[str, str]:
     """Return the run, the options and the versions of a rank, by key."""
     versions = {"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}}
     ours = {f"version of {name}": version for name, version in versions.items()}
-    return run_values(config, _files(config)) | flat_values({**options, **ours})
+    return run_values(config, settings_files(config)) | flat_values({**options, **ours})
 
 
-def _files(config: RunConfig) -> dict[str, Any]:
+def settings_files(config: RunConfig) -> dict[str, Any]:
     """
     Return the content of the files of settings that a run names; the trainer refuses those that
     cannot be read.

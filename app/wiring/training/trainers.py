@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 
+from packplan.adapters.model_folder import model_facts
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.video.reading import sees_videos_apart
 from packplan.adapters.trainer.arguments import (
@@ -24,7 +25,6 @@ from packplan.adapters.trainer.checkpoints import (
     State,
     find_checkpoint,
     newest_checkpoint,
-    read_base_model,
     read_rank_state,
     read_visits,
 )
@@ -40,13 +40,14 @@ from packplan.adapters.trainer.vision import DummyImage, plain_model
 from packplan.app.planning.epochs import PlannedEpochs
 from packplan.app.planning.split import PlannedSplit
 from packplan.app.wiring.forecasts.runs import run_forecast
-from packplan.app.wiring.training.ranks import require_same, require_same_weights
+from packplan.app.wiring.training.ranks import require_same, require_same_weights, settings_files
 from packplan.app.wiring.training.verdicts import ask_loaded
 from packplan.app.wiring.works import Work
 from packplan.core.batch import Accumulation
-from packplan.core.config import RunConfig, flat_values
+from packplan.core.config import RunConfig, flat_values, run_identity
 from packplan.core.equality import AttentionChoice
-from packplan.core.errors import ConfigError, counted
+from packplan.core.errors import ConfigError, Difference, counted
+from packplan.core.fingerprint import RunIdentity
 from packplan.core.forecast import Timing
 from packplan.core.packs import Packs
 from packplan.core.ports import RankGroup
@@ -78,7 +79,12 @@ def without_progress(config: RunConfig) -> RunConfig:
     return attrs.evolve(config, training=attrs.evolve(config.training, trainer=trainer))
 
 
-def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> Checkpoint[State] | None:
+def open_checkpoint(
+    config: RunConfig,
+    group: RankGroup,
+    kind: type[State],
+    differences: Callable[[State], tuple[Difference, ...]] | None = None,
+) -> Checkpoint[State] | None:
     """
     Return the checkpoint that a run resumes from, None if it starts from the beginning. Every rank
     calls this.
@@ -87,9 +93,12 @@ def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> C
         config: The run.
         group: All ranks.
         kind: Class of the resume state: of a plan, or of a stream.
+        differences: Function of a resume state that returns what makes its run another one; None
+            compares model, loss and settings, which are known before the plan.
 
     Raises:
         ConfigError: There is no such checkpoint, or it is damaged.
+        StaleError: It is of another run.
         RunError: Ranks have other checkpoints.
     """
     training = config.training
@@ -102,19 +111,25 @@ def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> C
                 training.continue_from or "the beginning",
             )
         return None
-    folder = find_checkpoint(training.resume_from_checkpoint, training.output_dir, group=group, kind=kind)
-    base = read_base_model(folder)
-    if group.rank == 0 and base is not None and Path(base).resolve() != Path(config.model.model).resolve():
-        log.warning(
-            "%s holds adapters that were trained on %s, and goes on with model.model %s: right where that is the same "
-            "model in another folder",
-            folder,
-            base,
-            config.model.model,
-        )
+    now = identity_of(config)
+    folder = find_checkpoint(
+        training.resume_from_checkpoint,
+        training.output_dir,
+        group=group,
+        kind=kind,
+        differences=differences or (lambda state: state.identity.fixed.differences(now.fixed)),
+    )
     checkpoint = Checkpoint.read(folder, kind)
     require_same(group, flat_values({"checkpoint": attrs.asdict(checkpoint.resume_state)}))
+    if group.rank == 0:
+        for one in checkpoint.resume_state.identity.told.differences(now.told):
+            log.warning("%s is another one than in %s: %s", one.key, folder, one)
     return checkpoint
+
+
+def identity_of(config: RunConfig) -> RunIdentity:
+    """Return the model, loss and settings of a run, as its checkpoints keep them."""
+    return run_identity(config, files=settings_files(config), model=model_facts(Path(config.model.model)))
 
 
 def open_visits(checkpoint: Checkpoint[ResumeState], group: RankGroup) -> Visits | None:

@@ -1,0 +1,72 @@
+"""State of a trainer of transformers in a checkpoint: written with a digest, read if whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from packplan.core.errors import CorruptArtefactError
+from packplan.core.fingerprint import json_digest
+from packplan.core.schedule import DAMAGED
+
+STATE = "trainer_state.json"
+"""File that the trainer writes last into a checkpoint."""
+
+_SEAL = "packplan_sha256"
+"""Key of the digest of the whole state, among the states of the trainer's callbacks."""
+
+
+def seal_saves(state: Any) -> None:
+    """Let a `TrainerState` be saved with its digest from now on."""
+    kind = type(state)
+    state.__class__ = type(f"Sealed{kind.__name__}", (kind,), {"save_to_json": _save})
+
+
+def _save(state: Any, json_path: str) -> None:
+    """Write a state as transformers does, with its digest."""
+    values = json.loads(json.dumps(dataclasses.asdict(state)))
+    values["stateful_callbacks"].pop(_SEAL, None)  # that of the checkpoint which was resumed from
+    values["stateful_callbacks"][_SEAL] = json_digest(values)
+    Path(json_path).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """
+    Return the state of a trainer in a checkpoint, also of one that was trained without a plan.
+
+    Raises:
+        OSError: There is none.
+        CorruptArtefactError: It is not what was written.
+    """
+    path = folder / STATE
+    try:
+        state: dict[str, Any] = json.loads(path.read_bytes())
+        digest = state["stateful_callbacks"].pop(_SEAL, None)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"it is no state of a trainer ({error!r:.100}), or was being written when the run ended"
+        raise CorruptArtefactError(str(path), reason, DAMAGED) from error
+    ours = digest is not None or any("packplan" in name.lower() for name in state["stateful_callbacks"])
+    if ours and digest != json_digest(state):
+        reason = "differs from the saved one" if digest else "is missing: an earlier version wrote it"
+        raise CorruptArtefactError(str(path), f"its digest {reason}", DAMAGED)
+    return state
+
+
+def require_step(folder: Path, state: Mapping[str, Any], step: int) -> None:
+    """
+    Refuse a trainer's state of another step than its plan.
+
+    Args:
+        folder: The checkpoint.
+        state: State of the trainer.
+        step: Optimizer steps of the plan.
+
+    Raises:
+        CorruptArtefactError: It is of another step.
+    """
+    if state.get("global_step") != step:
+        reason = f"its global_step is {state.get('global_step')}, but that of its plan is {step}"
+        raise CorruptArtefactError(str(folder / STATE), reason, DAMAGED)
