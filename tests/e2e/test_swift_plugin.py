@@ -273,7 +273,7 @@ def test_ranks_with_other_rows_are_refused(words, server, tmp_path):
     given = words("qwen2", f"--tuner_type full {ONE}")
     started = server.ranks(2, plugin_run.main, "sft", given, str(tmp_path), "fewer", folder=tmp_path)
     assert [1, 1] == [rank.wait() for rank in started]
-    assert all("the ranks planned different packs" in rank.said for rank in started)
+    assert all("the ranks have different packs or rows" in rank.said for rank in started)
     assert not list(tmp_path.glob("trained*"))
 
 
