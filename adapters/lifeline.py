@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from packplan.core.errors import RunError
@@ -180,12 +180,23 @@ def lost_processes_named(doing: str, keys: str) -> Iterator[None]:
 @contextmanager
 def ctrl_c_kept() -> Iterator[None]:
     """
-    Keep Ctrl-C from processes that are started inside.
+    Keep Ctrl-C from processes that are started inside, and until they are started.
 
-    This process handles Ctrl-C and ends them, without their tracebacks.
+    This process handles Ctrl-C at the end, and ends them, without their tracebacks. While it forks,
+    Python runs callbacks of libraries and drops their errors: KeyboardInterrupt would be lost. To
+    block the signal is not enough, since another thread may receive it.
     """
+    pressed: list[tuple[int, FrameType | None]] = []
+    handler = signal.getsignal(signal.SIGINT)
+    held = callable(handler) and threading.current_thread() is threading.main_thread()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
+        if held:
+            signal.signal(signal.SIGINT, lambda *given: pressed.append(given))
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if held:
+            signal.signal(signal.SIGINT, handler)
+        if pressed and callable(handler):
+            handler(*pressed[0])

@@ -76,15 +76,15 @@ def run(options: argparse.Namespace) -> None:
     if options.config is None and not (data and options.model):
         missing = "DATA" if not data else "--model"
         raise ConfigError.at(missing, "is not given, and there is no --config to take it from: name it")
-    stores.require_ranks()
     output: Path = options.output
-    lengths.require_table(output)
-    config = lengths.measuring_run(data, output, model=options.model, path=options.config, overrides=overrides)
-    stores.require_inputs(config)
+    with stores.ranks_refuse_together():
+        lengths.require_table(output)
+        config = lengths.measuring_run(data, output, model=options.model, path=options.config, overrides=overrides)
+        stores.require_inputs(config)
 
-    with loading_libraries():
-        from packplan.app.wiring.gather import gather
-        from packplan.app.wiring.training import joined_ranks, local_ranks
+        with loading_libraries():
+            from packplan.app.wiring.gather import gather
+            from packplan.app.wiring.training import joined_ranks, local_ranks
 
     with joined_ranks(config, use_cpu=True, options={"--check": options.check}) as group:
         split = gather(config, measuring_ranks=local_ranks()).splits["train"]

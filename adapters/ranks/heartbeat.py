@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from packplan.adapters.lifeline import ctrl_c_kept
+
 BEAT_S = 1.0
 
 
@@ -38,8 +40,9 @@ class Heartbeat:
         os.set_blocking(self._sender.fileno(), False)
         self._reported = 0.0
         self._process = context.Process(target=_beat, args=(receiver, store, os.getpid()), daemon=True)
-        self._process.start()
-        receiver.close()
+        with ctrl_c_kept():
+            self._process.start()
+            receiver.close()
 
     def report(self, words: str) -> None:
         """Set the current task, at most once a beat."""
@@ -71,7 +74,7 @@ def _beat(receiver: Connection, store: Store, parent: int) -> None:
         for beat in itertools.count():
             words = _next_words(receiver) if beat else ""
             if words is None or os.getppid() != parent:
-                own.set(DIED, "its process died: was it killed, or out of memory?")
+                own.set(DIED, "rank 0 is gone: its process died: was it killed, or out of memory?")
                 return
             own.set(BEAT, json.dumps([beat, words]))
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -92,25 +93,28 @@ class TorchGroup:
         Args:
             use_cpu: Use gloo alone, even where CUDA is at hand.
             timeout_s: Seconds a collective may take; waiting for rank 0's plan is not one.
+
+        Raises:
+            ConfigError: There is no GPU for this rank.
+            RunError: Another rank refuses the run, or is gone.
         """
         cuda = torch.cuda.is_available() and not use_cpu
+        device, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count() if cuda else 0
+        refusal = None
+        if cuda and device >= devices:
+            reason = f"is {device}, but this machine shows {counted(devices, 'GPU')}: start as many ranks on it"
+            refusal = ConfigError("the environment of this process", (Fault("LOCAL_RANK", reason),))
+        self._store, rank, world_size = meet(timeout_s=timeout_s, refusal=refusal)
+        if refusal is not None:
+            raise refusal
         if cuda:
-            device, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-            if device >= devices:
-                reason = f"is {device}, but this machine shows {counted(devices, 'GPU')}: start as many ranks on it"
-                raise ConfigError("the environment of this process", (Fault("LOCAL_RANK", reason),))
             torch.cuda.set_device(device)
-        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-        # An earlier attempt or launch may have had the same store: what it wrote must not be seen.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        launch = _agree_on_launch(PrefixStore(f"packplan/{attempt}", store), rank, world_size, timeout_s)
-        self._store = PrefixStore(f"packplan/{attempt}/{launch}", store)
         # Connected while all ranks are there, which none leaves before they have joined: later, a
         # store that is gone would be looked for instead of missed.
         self._ear = self._store.clone()  # type: ignore[attr-defined]  # torch does not declare it
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=PrefixStore(f"group/{attempt}/{launch}", store),
+            store=PrefixStore("group", self._store),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -135,14 +139,15 @@ class TorchGroup:
         """Return the value of every rank, by rank; see `core.ports.RankGroup`."""
         self._calls += 1
         keys = [f"gathered/{self._calls}/{rank}" for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], value)
+        with lost_ranks_named(self.rank):
+            self._store.set(keys[self.rank], value)
         wait_s = self._timeout_s if timeout_s is None else timeout_s
         return tuple(self._answers(keys, wait_s, limit_s, "rank_gone", late="for the other ranks"))
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port
         """Return whether any rank's flag is set."""
         flags = torch.tensor([int(flag)])
-        with self._lost_ranks_named():
+        with lost_ranks_named(self.rank):
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         return bool(flags.item())
 
@@ -163,6 +168,11 @@ class TorchGroup:
             self._heartbeat.stop()
             self._heartbeat = None
 
+    def fail(self, error: Exception) -> None:
+        """Tell the ranks that wait for this one why it ends, as far as they can still be told."""
+        with suppress(dist.DistError):
+            self._store.set(DIED, f"rank {self.rank} failed: {_reason_of(error)}")
+
     def leave(self) -> None:
         """End the group, together: one rank may keep the store that the others still read."""
         dist.barrier()
@@ -173,38 +183,20 @@ class TorchGroup:
     def _broadcast(self, array: NDArray[Any], *, src: int) -> None:
         if not array.size:
             return
-        with self._lost_ranks_named():
+        with lost_ranks_named(self.rank):
             for chunk in torch.split(torch.from_numpy(array).view(-1), CHUNK_BYTES // array.itemsize):
                 dist.broadcast(chunk, src=src)
-
-    @contextmanager
-    def _lost_ranks_named(self) -> Iterator[None]:
-        """Turn the failure of a collective into a RunError."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise RunError("rank_gone", f"another rank is gone, so rank {self.rank} cannot go on: {error}") from None
 
     def _build(self, build: Callable[[ReportProgress], Arrays], key: str) -> Arrays:
         try:
             assert self._heartbeat  # noqa: S101  # rank 0, and planning is not over
             arrays = {name: np.array(array, order="C") for name, array in build(self._heartbeat.report).items()}
         except BaseException as error:
-            reason = with_remedy(error) if isinstance(error, PackplanError) else f"{type(error).__name__}: {error}"
-            self._store.set(key, json.dumps({"failed": reason}))
-            self._let_others_read(key)
+            self._store.set(key, json.dumps({"failed": _reason_of(error)}))
+            _let_others_read(self._store, key, self.world_size)
             raise
         self._store.set(key, f'{{"built": {_described(arrays)}}}')
         return arrays
-
-    def _let_others_read(self, key: str) -> None:
-        # The store may be this process's own, and a launcher ends the others as soon as this one is
-        # gone.
-        acknowledged = [f"{key}/read/{rank}" for rank in range(1, self.world_size)]
-        try:
-            self._store.wait(acknowledged, timedelta(seconds=_FAREWELL_S))
-        except dist.DistStoreError:
-            log.warning("some ranks did not hear within %.0f s why rank 0 failed", _FAREWELL_S)
 
     def _awaited(self, key: str, timeout_s: float, limit_s: float | None) -> list[tuple[str, str, list[int]]]:
         late = (
@@ -245,7 +237,7 @@ class TorchGroup:
                 log.warning("rank %d has waited %.0f s; last heard of rank 0: %s", self.rank, waited, heard)
                 told = waited
         if watch.answers is None:
-            raise RunError(kind, f"rank 0 is gone, so rank {self.rank} cannot go on: {watch.lost}")
+            raise RunError(kind, f"{watch.lost}; so rank {self.rank} cannot go on")
         return watch.answers
 
 
@@ -257,6 +249,76 @@ def _described(arrays: Arrays) -> str:
 def _like(described: list[tuple[str, str, list[int]]]) -> dict[str, NDArray[Any]]:
     """Return empty arrays of names, types and shapes."""
     return {name: np.empty(shape, dtype=np.dtype(dtype)) for name, dtype, shape in described}
+
+
+def _let_others_read(store: Store, key: str, world_size: int) -> None:
+    # The store may be this process's own, and a launcher ends the others as soon as this one is
+    # gone.
+    acknowledged = [f"{key}/read/{rank}" for rank in range(1, world_size)]
+    try:
+        store.wait(acknowledged, timedelta(seconds=_FAREWELL_S))
+    except dist.DistStoreError:
+        log.warning("some ranks did not hear within %.0f s why the run ends", _FAREWELL_S)
+
+
+def _reason_of(error: BaseException) -> str:
+    """Return what other ranks say of an error of this one."""
+    return with_remedy(error) if isinstance(error, PackplanError) else f"{type(error).__name__}: {error}"
+
+
+def _first_sentence(error: BaseException) -> str:
+    """Return what torch says first of a lost connection, without the place in its own code."""
+    return re.sub(r"^\[\S*\] ", "", str(error).partition("\n")[0]).partition(". ")[0][:200]
+
+
+@contextmanager
+def lost_ranks_named(rank: int) -> Iterator[None]:
+    """
+    Turn the failure of a collective, wherever torch raises it, into a RunError.
+
+    Args:
+        rank: Index of this learner.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo/" not in str(error):
+            raise
+        fact = f"another rank is gone, so rank {rank} cannot go on: {_first_sentence(error)}"
+        raise RunError("rank_gone", fact) from error
+
+
+def meet(*, timeout_s: float = 1800.0, refusal: Exception | None = None) -> tuple[Store, int, int]:
+    """
+    Meet all ranks of this launch at the store of torchrun's environment, before any of them ends.
+
+    Args:
+        timeout_s: Seconds to wait for the others.
+        refusal: Error for which this rank does not run; it returns when all know it.
+
+    Returns:
+        The store of this launch, the rank, and the number of ranks.
+
+    Raises:
+        RunError: Another rank refuses, with its reason; or they do not come.
+    """
+    if refusal is not None:
+        log.warning("the run is refused, which the other ranks are told when they come: %s", _reason_of(refusal))
+    store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    # An earlier attempt or launch may have had the same store: what it wrote must not be seen.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    launch = _agree_on_launch(PrefixStore(f"packplan/{attempt}", store), rank, world_size, timeout_s)
+    own = PrefixStore(f"packplan/{attempt}/{launch}", store)
+    own.set(f"met/{rank}", "" if refusal is None else _reason_of(refusal))
+    reasons = [own.get(f"met/{number}").decode() for number in range(world_size)]
+    if any(reasons):
+        own.set(f"met/read/{rank}", "")
+        if rank == 0:
+            _let_others_read(own, "met", world_size)
+    if refusal is not None or not any(reasons):
+        return own, rank, world_size
+    first = next(number for number, reason in enumerate(reasons) if reason)
+    raise RunError("rank_zero", f"rank {first} refuses the run: {reasons[first]}")
 
 
 def _agree_on_launch(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
@@ -325,6 +387,6 @@ class _Watch:
                 time.sleep(_ASK_S)
             self.answers = [store.get(key).decode() for key in keys]
         except dist.DistError as error:
-            self.lost = str(error)
+            self.lost = f"rank 0 is gone: {_first_sentence(error)}"
         finally:
             self.over.set()

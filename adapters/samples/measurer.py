@@ -278,7 +278,9 @@ class SwiftMeasurer:
             worker_init_fn=lambda _: end_with_parent(),
         )
         with lost_processes_named("encoding samples again, in another process,", "end what else runs on it"):
-            return list(loader)
+            with ctrl_c_kept():
+                outcomes = iter(loader)
+            return list(outcomes)
 
     def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """Return the current facts of the media files of sample *index*; see `core.ports`."""

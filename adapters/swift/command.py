@@ -20,7 +20,7 @@ from swift.utils import parse_args, seed_everything
 
 from packplan.adapters.hf.following import replaced
 from packplan.adapters.swift.packs import ALGORITHMS
-from packplan.adapters.swift.refusals import planned_flags, refuse_arguments
+from packplan.adapters.swift.refusals import planned_flags, refuse_arguments, type_faults
 from packplan.core.errors import ConfigError, Fault
 from packplan.core.fingerprint import Value
 
@@ -127,7 +127,14 @@ def read_arguments(task: str, words: Sequence[str], *, world_size: int, source: 
     """
     kind = _ARGUMENTS[task]
     unplanned = {name: _skip for name in _UNPLANNED if hasattr(kind, name)}
-    planned = type(kind.__name__, (kind,), {**unplanned, "_check_padding_free": _check})
+
+    def resolve(arguments: Any) -> None:
+        """Refuse a type that is not planned before ms-swift finds something else in it."""
+        if faults := tuple(type_faults(arguments)):
+            raise ConfigError(source, faults)
+        kind.__post_init__(arguments)
+
+    planned = type(kind.__name__, (kind,), {**unplanned, "_check_padding_free": _check, "__post_init__": resolve})
     with _faults_named(source), replaced(training.TrainerFactory, get_training_args=lambda _: SimpleNamespace()):
         plain, rest = _parsed(planned, [*words, "--packing", "true"], source=source)
         if rest:

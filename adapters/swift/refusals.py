@@ -22,7 +22,6 @@ _OFF: Mapping[str, str] = MappingProxyType(
         "ignore_data_skip": "lets a resumed run train packs twice",
         "auto_find_batch_size": "changes the batch size, which decides the steps",
         "use_ray": "starts processes that were not shown to follow a plan",
-        "padding_free": "joins the samples of a batch instead of planned packs",
     }
 )
 """Arguments that have to be off -> their effect."""
@@ -110,12 +109,18 @@ def _faults(arguments: Any) -> Iterator[Fault]:
         yield Fault("--packing", "is false, but packs are planned: say --packing true, or leave the plugin out")
         return
     for name, effect in _OFF.items():
-        usual = name == "padding_free" and is_megatron(arguments)  # what packs are to Megatron
-        if getattr(arguments, name, False) and not usual:
+        if getattr(arguments, name, False):
             yield Fault(f"--{name}", f"{effect}: remove it")
     for name in _ALONE:
         if (getattr(arguments, name, None) or 1) > 1:
             yield Fault(f"--{name}", "lets ranks share rows, for which no plan is made yet: set it to 1")
+    yield from type_faults(arguments)
+
+
+def type_faults(arguments: Any) -> Iterator[Fault]:
+    """Yield the fault of a type of `swift rlhf` for which no plans are made."""
     kind = getattr(arguments, "rlhf_type", None)
+    if kind == "cpo" and arguments.loss_type == "simpo":  # what ms-swift makes of it
+        kind = "simpo"
     if kind not in (None, *_TYPES):
         yield Fault("--rlhf_type", f"is {kind}, but plans are made for {', '.join(_TYPES)} alone: remove the plugin")

@@ -13,7 +13,7 @@ from swift.dataloader import DataLoaderShard
 from swift.template import Template
 from swift.utils import seed_worker
 
-from packplan.adapters.lifeline import end_by_parent_alone, end_with_parent, hide_broken_handover
+from packplan.adapters.lifeline import ctrl_c_kept, end_by_parent_alone, end_with_parent, hide_broken_handover
 from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
 from packplan.adapters.trainer.packed_dataset import EncodedPack, Sample
 from packplan.adapters.trainer.streams.dataset import Ended, ShardProgress, StreamedPack
@@ -178,6 +178,11 @@ class PackLoader(DataLoaderShard):
         super().set_epoch(epoch)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
+
+    def _get_iterator(self) -> Any:
+        """Start the worker processes; a Ctrl-C meanwhile is raised when they are there."""
+        with ctrl_c_kept():
+            return super()._get_iterator()
 
     def __iter__(self) -> Iterator[Batch]:
         self.progress = ()

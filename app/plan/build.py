@@ -73,19 +73,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Build, or list what cannot be built."""
     others = {"--write-good": options.write_good, "--write-failures": options.write_failures, "--json": options.json}
-    if not options.list_failures:
-        if given := [name for name, value in others.items() if value]:
-            raise ConfigError.at(given[0], "goes with --list-failures: add it")
-        stores.require_ranks()
-    config = read_run(options.config, options.overrides)
-    ranks = ranks_of(config)
-    if ranks is None:  # ms-swift has looked for the model of its own command
-        stores.require_inputs(config)
+    if not options.list_failures and (given := [name for name, value in others.items() if value]):
+        raise ConfigError.at(given[0], "goes with --list-failures: add it")
+    with nullcontext() if options.list_failures else stores.ranks_refuse_together():
+        config = read_run(options.config, options.overrides)
+        ranks = ranks_of(config)
+        if ranks is None:  # ms-swift has looked for the model of its own command
+            stores.require_inputs(config)
 
-    with loading_libraries():
-        from packplan.app.wiring.continued import continue_run
-        from packplan.app.wiring.gather import gather
-        from packplan.app.wiring.training import ask_before_measuring, joined_ranks, local_ranks
+        with loading_libraries():
+            from packplan.app.wiring.continued import continue_run
+            from packplan.app.wiring.gather import gather
+            from packplan.app.wiring.training import ask_before_measuring, joined_ranks, local_ranks
 
     if options.list_failures:
         _list_failures(options, config)

@@ -9,7 +9,7 @@ the ranks of torchrun, this process, or Ray actors (--ray-workers).
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -48,28 +48,28 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(parser, arguments)
 
     def command() -> None:
-        if not options.ray_workers:
-            stores.require_ranks()
-        config = stores.read_config(options.config, options.overrides, rl=True)
-        stores.require_inputs(config, loads=True)
-
-        with loading_libraries():
-            from packplan.app.rl import checkpoints, loop
-            from packplan.app.wiring import training
-
-        if options.quiet:
-            config = training.without_progress(config)
-        attention = training.decide_attention(config, isolated=config.policy.sequence_packing.enabled)
-        if options.overwrite and config.training.resume_from_checkpoint:
-            raise ConfigError.at("training.resume_from_checkpoint", "goes on with what --overwrite removes: choose one")
         with ExitStack() as stack:
-            if checkpoints.is_first_rank():
-                stack.enter_context(stores.training_alone(Path(config.training.output_dir)))
-                if not config.training.resume_from_checkpoint:
-                    stores.open_policy_folder(config).make_room(overwrite=options.overwrite)
-            samples = training.open_samples(config)["train"]
-            if samples.sees_images and config.grpo.engine_command:
-                raise ConfigError.at("grpo.engine_command", "answers text, but the model reads images: remove it")
+            with nullcontext() if options.ray_workers else stores.ranks_refuse_together():
+                config = stores.read_config(options.config, options.overrides, rl=True)
+                stores.require_inputs(config, loads=True)
+
+                with loading_libraries():
+                    from packplan.app.rl import checkpoints, loop
+                    from packplan.app.wiring import training
+
+                if options.quiet:
+                    config = training.without_progress(config)
+                attention = training.decide_attention(config, isolated=config.policy.sequence_packing.enabled)
+                if options.overwrite and config.training.resume_from_checkpoint:
+                    reason = "goes on with what --overwrite removes: choose one"
+                    raise ConfigError.at("training.resume_from_checkpoint", reason)
+                if checkpoints.is_first_rank():
+                    stack.enter_context(stores.training_alone(Path(config.training.output_dir)))
+                    if not config.training.resume_from_checkpoint:
+                        stores.open_policy_folder(config).make_room(overwrite=options.overwrite)
+                samples = training.open_samples(config)["train"]
+                if samples.sees_images and config.grpo.engine_command:
+                    raise ConfigError.at("grpo.engine_command", "answers text, but the model reads images: remove it")
             stack.enter_context(checkpoints.named_at_failure(config))
             workers = stack.enter_context(
                 training.open_workers(

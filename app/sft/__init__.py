@@ -96,16 +96,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(parser, arguments)
 
     def command() -> None:
-        stores.require_ranks()
-        config = stores.read_config(options.config, options.overrides)
-        stores.require_inputs(config, loads=True, trains=True)
+        with stores.ranks_refuse_together():
+            config = stores.read_config(options.config, options.overrides)
+            stores.require_inputs(config, loads=True, trains=True)
 
-        with loading_libraries():
-            from packplan.app.sft import stream
-            from packplan.app.wiring import training
+            with loading_libraries():
+                from packplan.app.sft import stream
+                from packplan.app.wiring import training
 
-        if options.quiet:
-            config = training.without_progress(config)
+            if options.quiet:
+                config = training.without_progress(config)
         with training.joined_ranks(config) as group:
             if config.custom.trainer_variant == "rollout":
                 stream.run(config, group)

@@ -28,7 +28,7 @@ from packplan.adapters.trainer.checkpoints import newest_whole, read_resume_stat
 from packplan.app.planning.split import Stores
 from packplan.app.wiring.inputs import records_cache, with_inputs
 from packplan.core.config import RunConfig
-from packplan.core.errors import ConfigError, Fault, NotBuiltError, OutputError
+from packplan.core.errors import ConfigError, Fault, NotBuiltError, OutputError, RunError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import Records
 from packplan.core.schedule import Continuation, ResumeState, Visits
@@ -69,6 +69,27 @@ def require_ranks() -> int:
         ConfigError: It is incomplete, or contradicts itself.
     """
     return environment.require_ranks()
+
+
+@contextlib.contextmanager
+def ranks_refuse_together() -> Iterator[None]:
+    """
+    Check torchrun's environment, and let what one rank refuses inside end all: it tells the others
+    when they meet, instead of leaving them to wait for it.
+
+    Raises:
+        ConfigError: The environment is incomplete, or contradicts itself.
+    """
+    several = require_ranks() > 1
+    try:
+        yield
+    except Exception as error:
+        if several:
+            from packplan.adapters.ranks.torch_group import meet  # loads torch
+
+            with contextlib.suppress(RuntimeError, RunError):  # they do not come, or refuse too
+                meet(refusal=error)
+        raise
 
 
 def require_inputs(config: RunConfig, *, loads: bool = False, trains: bool = False) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,12 +48,11 @@ def main(scene: str, out: str) -> None:
     torch_group.CHUNK_BYTES = CHUNK_BYTES
     if scene in {"silent", "slow"}:
         torch_group.SILENT_S, torch_group._POLL_S, heartbeat.BEAT_S = 1.5, 0.1, 0.2
+    if scene == "refuses":
+        _refuse(out)
     group = torch_group.TorchGroup(use_cpu=True, timeout_s=60)
-    if scene in {"lonely", "left"} and group.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
     try:
-        if scene == "left":
-            group.any(False)  # noqa: FBT003
+        _LOSSES.get(scene, lambda _: None)(group)
         _wait_until_told(group, scene)
         arrays = group.from_rank_zero(build, timeout_s=0.5 if scene == "slow" else 60, limit_s=7200)
         shown = {
@@ -72,6 +73,66 @@ def main(scene: str, out: str) -> None:
     except PackplanError as error:
         note(error=f"{type(error).__name__}: {error}")
     os._exit(0)
+
+
+def _refuse(out: str) -> None:
+    """Have rank 1 refuse the run, and note what rank 0 makes of it."""
+    from packplan.adapters.ranks import torch_group
+    from packplan.core.errors import PlanError, RunError
+
+    try:
+        refusal = PlanError("too_short", "3 packs cannot feed 8 ranks") if os.environ["RANK"] == "1" else None
+        torch_group.meet(refusal=refusal)
+    except RunError as error:
+        Path(out, "0.json").write_text(json.dumps({"error": f"RunError: {error}"}))
+    os._exit(0)
+
+
+def _kill(rank: int, group: TorchGroup) -> None:
+    if group.rank == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _lose_in_flags(group: TorchGroup) -> None:
+    _kill(1, group)
+    group.any(False)  # noqa: FBT003
+
+
+def _lose_in_backward(group: TorchGroup) -> None:
+    import torch
+
+    from packplan.adapters.ranks.torch_group import lost_ranks_named
+
+    with lost_ranks_named(group.rank):
+        loss = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))(torch.ones(2, 4)).sum()
+        _kill(1, group)
+        loss.backward()
+
+
+def _lose_in_comparison(group: TorchGroup) -> None:
+    import torch.distributed as dist
+
+    _kill(0, group)
+    with contextlib.suppress(dist.DistError):
+        while True:  # until it is known that nobody reads it
+            group._store.set("", "")
+    group.gather("mine")
+
+
+def _tell(group: TorchGroup) -> None:
+    from packplan.core.errors import PlanError
+
+    if group.rank == 1:
+        group.fail(PlanError("too_short", "3 packs cannot feed 8 ranks"))
+        os._exit(0)
+    group.gather("mine")
+
+
+_LOSSES = {
+    "lonely": partial(_kill, 1), "left": _lose_in_flags, "backward": _lose_in_backward, "compares": _lose_in_comparison,
+    "tells": _tell,
+}  # fmt: skip
+"""Scene -> what ranks do while one of them ends."""
 
 
 def _wait_until_told(group: TorchGroup, scene: str) -> None:

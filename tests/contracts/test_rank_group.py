@@ -6,6 +6,7 @@ for ever.
 from __future__ import annotations
 
 import json
+import re
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -109,15 +110,31 @@ def test_waiting_has_one_deadline(play):
     assert "last heard: 3 of 4 are measured" in second["error"]
 
 
-@pytest.mark.parametrize("scene", ["lonely", "left"])
+@pytest.mark.parametrize("scene", ["lonely", "left", "backward"])
 def test_a_rank_that_is_killed_is_missed(play, agent, scene):
     """
-    Rank 0 says so instead of training alone, and so does who asks for a flag, without the
-    library's own traceback.
+    Rank 0 says so in one sentence instead of training alone, and so does who asks for a flag or
+    sums gradients, without the library's own traceback.
     """
     first, _ = play(scene, **agent)
 
-    assert first["error"].startswith("RunError: another rank is gone")
+    said = r"RunError: another rank is gone, so rank 0 cannot go on: [A-Z][^.\n]* \[[\d.]+\]:\d+[^.\n]*"
+    assert re.fullmatch(said, first["error"])
+
+
+def test_a_rank_zero_that_is_killed_is_missed_by_who_compares(play):
+    """Its store is gone with it."""
+    _, second = play("compares")
+
+    assert second["error"].startswith("RunError: another rank is gone")
+
+
+@pytest.mark.parametrize(("scene", "says"), [("refuses", "rank 1 refuses the run"), ("tells", "rank 1 failed")])
+def test_a_rank_that_ends_tells_the_others_why(play, agent, scene, says):
+    """Before they have met, and those that wait for it afterwards, where no launcher ends them."""
+    first, _ = play(scene, **agent)
+
+    assert first["error"].startswith(f"RunError: {says}: 3 packs cannot feed 8 ranks; set training.")
 
 
 def silent_on(host: Host, folder: str) -> None:

@@ -88,6 +88,32 @@ def test_ranks_that_were_given_different_runs_all_end_and_one_says_how(server, w
         assert re.fullmatch(r"weight model\.norm\.weight: (float32 \[64\]) \w+ on rank 0; \1 \w+ on rank 1", weight)
 
 
+def test_no_rank_refuses_a_run_before_all_have_met(server, write_run, write_rl, text_jsonl, tmp_path):
+    """Whatever the command and the rank: it says why, and so do the others instead of waiting."""
+    plain, reinforced = (str(asked(write_run("qwen2"))), str(asked(write_rl(), rl=True)))
+    wrong, measured = "custom.train_jsonl=absent.jsonl", ["--config", plain, "-o"]
+    output = Path(training.read_config(reinforced, rl=True).training.output_dir)
+    (output / "rl.jsonl").touch()
+    cases = {
+        "sft": ("sft", [[plain, wrong], [plain]], "absent.jsonl"),
+        "build": ("plan", [["build", plain], ["build", plain, wrong]], "absent.jsonl"),
+        "time": ("plan", [["time", plain, "--calibrate", wrong], ["time", plain, "--calibrate"]], "absent.jsonl"),
+        "measure": ("measure", [[*measured, "absent/a.parquet"], [*measured, str(tmp_path / "a.parquet")]], "absent/"),
+        "rl": ("rl", [[reinforced], [reinforced]], "holds rl.jsonl of an earlier run"),
+    }
+    ported = {name: (*case, free_port()) for name, (*case, _) in cases.items()}
+    both = server.ranks(2, different_runs_rank.main, ported, folder=tmp_path / "logs")
+    assert [0, 0] == finished(both)
+
+    for name, (_, words, why) in cases.items():
+        logs = [re.search(rf"<{name}>\n(.*)</{name}> 2\n", rank.said, re.DOTALL).group(1) for rank in both]
+        refuses = 1 if wrong in words[1] else 0
+        said = [re.search(rf"error \(rank {rank}\): (.*)", log, re.DOTALL).group(1) for rank, log in enumerate(logs)]
+        assert said[1 - refuses].startswith(f"rank {refuses} refuses the run: ")
+        assert all(why in one for one in said)
+        assert "Traceback" not in "".join(logs)
+
+
 def test_ranks_of_a_stream_compare_their_data(write_run):
     """Under the same keys, since no plan of them is compared."""
     keys = {"max_steps": 2, "packing_mode": "dynamic", "effective_batch_size": 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import multiprocessing
 import os
 import re
@@ -11,9 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import HashStore
 
 from packplan.adapters.lifeline import lost_processes_named
+from packplan.adapters.ranks.heartbeat import Heartbeat
 from packplan.adapters.samples import measurer
+from packplan.adapters.trainer.loader import PackLoader
 from packplan.adapters.trainer.packed_dataset import PackedDataset
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.app import sft
@@ -124,6 +128,29 @@ def test_sigterm_to_all_processes_of_a_run_saves_a_checkpoint(server, write_run,
     (step,) = re.findall(r"SIGTERM: saved a checkpoint at step (\d+) of 2000", run.said)
     assert (tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors").is_file()
     assert "Traceback" not in run.said
+
+
+PRESSED: list[bool] = []
+
+os.register_at_fork(before=lambda: PRESSED and PRESSED.pop() and _thread.interrupt_main())
+
+
+@pytest.mark.parametrize(
+    "start",
+    [lambda: list(PackLoader([1], num_workers=1, multiprocessing_context="fork")), lambda: Heartbeat(HashStore())],
+    ids=["loader", "heartbeat"],
+)
+def test_ctrl_c_while_processes_start_is_not_lost(start):
+    """
+    Noticed by any thread in a callback of their fork, as the logging module has one: errors there
+    go nowhere.
+    """
+    PRESSED.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert not PRESSED
+    assert signal.default_int_handler is signal.getsignal(signal.SIGINT)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_ctrl_c_says_which_checkpoint_has_how_much(write_run, monkeypatch, capfd):

@@ -20,6 +20,7 @@ from swift.template.templates.qwen import Qwen2VLTemplate
 from transformers import AutoTokenizer
 
 from packplan.adapters.samples import image_lengths
+from packplan.adapters.swift.command import read_arguments
 from packplan.adapters.swift.packs import PlannedPacks
 from packplan.adapters.swift.training import schedule_of
 from packplan.app import export
@@ -310,6 +311,7 @@ def overridden(path: Path, *more: str) -> list[str]:
         ("swift infer --model m\n", "swift infer"),
         ("swift sft {given} --streaming true --max_steps 4\n", "--streaming: gives no lengths before training"),
         ("swift rlhf {given} --rlhf_type kto\n", "--rlhf_type: is kto"),
+        ("swift rlhf {given} --rlhf_type simpo --loss_type sigmoid hinge\n", "--rlhf_type: is simpo"),
         ("swift pt {given} --truncation_strategy split\n", "--truncation_strategy: is split"),
         ("swift sft {given} --max_lenght 7\n", "--max_lenght: is no argument of ms-swift"),
         ("swift sft {given} --seed $(date)\n", "computes $(date)"),
@@ -326,6 +328,13 @@ def test_a_command_that_cannot_be_planned_is_refused_by_what_is_wrong(script, tm
     assert 2 == plan(["build", str(path)])
 
     assert said in capsys.readouterr().err
+
+
+def test_padding_free_stands_beside_packing(script):
+    """As ms-swift sets it itself where samples are packed."""
+    command = read_arguments("sft", [*words_of(script("text")), "--padding_free", "true"], world_size=1, source="")
+    assert command.arguments.packing
+    assert command.arguments.padding_free
 
 
 def test_a_command_without_packing_is_planned_and_told_which_flag_it_needs(script, capsys):

@@ -209,7 +209,6 @@ REFUSED = {
     "--sequence_parallel_size 2": "--sequence_parallel_size: lets ranks share rows",
     "--ignore_data_skip true": "--ignore_data_skip: lets a resumed run train packs twice",
     "--auto_find_batch_size true": "--auto_find_batch_size: changes the batch size",
-    "--padding_free true": "--padding_free: joins the samples of a batch",
     "--packing false": "--packing: is false",
 }
 """Arguments -> the beginning of the message by which they are refused."""
@@ -221,7 +220,7 @@ def test_what_stands_against_a_plan_is_refused_by_flag(words, server, tmp_path):
     commands.append(
         ("sft", words("qwen2", f"--tuner_type full {ONE} --group_by_length true --sequence_parallel_size 2"))
     )
-    commands.append(("rlhf", words("qwen2", f"--rlhf_type kto {ONE}", data="qwen2_pairs")))
+    commands.append(("rlhf", words("qwen2", f"--rlhf_type simpo {ONE}", data="qwen2_pairs")))
 
     assert [0] == finished([
         server.start(plugin_run.refused, commands, str(tmp_path / "messages.json"), log=tmp_path / "log")
@@ -230,7 +229,7 @@ def test_what_stands_against_a_plan_is_refused_by_flag(words, server, tmp_path):
     for says, message in zip(REFUSED.values(), single, strict=True):
         assert says in message
     assert "has 2 faults" in several
-    assert "--rlhf_type: is kto" in kind
+    assert "--rlhf_type: is simpo" in kind
     assert not (tmp_path / "out").exists()
 
 

@@ -75,14 +75,14 @@ def _parts(forecast: RunForecast) -> Iterator[tuple[str, str, str]]:
 
 def _calibrate(options: argparse.Namespace) -> tuple[int, int]:
     """Time steps of a run on this process's ranks; return the rank and their number."""
-    stores.require_ranks()
-    config = stores.read_config(options.config, options.overrides)
-    stores.require_inputs(config, loads=True, trains=True)
-    with loading_libraries():
-        from packplan.app.sft.prepare import prepare
-        from packplan.app.wiring import training
-        from packplan.app.wiring.training.calibration import calibrate, calibrated_run
-    config = training.without_progress(calibrated_run(config))
+    with stores.ranks_refuse_together():
+        config = stores.read_config(options.config, options.overrides)
+        stores.require_inputs(config, loads=True, trains=True)
+        with loading_libraries():
+            from packplan.app.sft.prepare import prepare
+            from packplan.app.wiring import training
+            from packplan.app.wiring.training.calibration import calibrate, calibrated_run
+        config = training.without_progress(calibrated_run(config))
     with training.joined_ranks(config) as group, training.alone_in_output(config, group):
         prepared = prepare(config, group)
         calibrate(config, prepared.trainer, prepared.planned, group)

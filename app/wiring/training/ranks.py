@@ -19,11 +19,11 @@ import torch
 
 from packplan.adapters.config.run import load_mixes
 from packplan.adapters.ranks.environment import meeting, require_ranks
-from packplan.adapters.ranks.torch_group import OneRank, TorchGroup
+from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, lost_ranks_named
 from packplan.adapters.ranks.weight_digests import weight_digests
 from packplan.adapters.trainer.arguments import runs_on_cpu
 from packplan.adapters.versions import installed_version
-from packplan.app.wiring.stores import training_alone
+from packplan.app.wiring.stores import ranks_refuse_together, training_alone
 from packplan.core.config import RunConfig, flat_values, rank_differences, run_values
 from packplan.core.errors import ConfigError, OutputError, RunError, UserError, counted, in_lines
 from packplan.core.fingerprint import Fingerprint
@@ -51,11 +51,17 @@ def joined_ranks(
         options: See `join_ranks`.
     """
     group = join_ranks(config, use_cpu=use_cpu, options=options)
-    yield group
-    # Not after an error: the other ranks may wait for this one in a collective, and leaving would
-    # wait for them.
-    if isinstance(group, TorchGroup):
-        group.leave()
+    try:
+        with lost_ranks_named(group.rank):
+            yield group
+            # Not after an error: the other ranks may wait for this one in a collective, and leaving
+            # would wait for them.
+            if isinstance(group, TorchGroup):
+                group.leave()
+    except Exception as error:
+        if isinstance(group, TorchGroup) and not isinstance(error, RunError):
+            group.fail(error)
+        raise
 
 
 def join_ranks(
@@ -78,10 +84,12 @@ def join_ranks(
     if require_ranks() == 1:
         return OneRank()
     settings = config.training.trainer
+    with ranks_refuse_together():
+        given = _given(config, options)
     with meeting():
         timeout_s = float(settings.get("ddp_timeout", 1800))
         group = TorchGroup(use_cpu=use_cpu or runs_on_cpu(settings), timeout_s=timeout_s)
-    require_same(group, _given(config, options))
+    require_same(group, given)
     return group
 
 
