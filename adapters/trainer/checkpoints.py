@@ -55,6 +55,9 @@ _OF_OTHER_KIND = f"but it is of another custom.trainer_variant: restore that; {_
 _FOREIGN = f"but it does not say how far a plan was trained: it was not written by this program; {_FRESH}"
 """Reason against a checkpoint without a resume state."""
 
+_MOST_NAMED = 3
+"""Differences of another run's checkpoint that the log names."""
+
 _CHUNK = 2**20
 """Bytes of a file in memory at once."""
 
@@ -118,7 +121,7 @@ def find_checkpoint(
         reason = _why_not(folder, kind)
         if reason is None and differences and (found := differences(read_resume_state(folder, kind))):
             stale = stale or StaleError.plan(str(folder), found)
-            reason = f"of another run, since other than now are {', '.join(one.key for one in found)}"
+            reason = f"of another run: {'; '.join(map(str, found[:_MOST_NAMED]))}"
         reason = reason or _damage(folder, group)
         if not group.any(reason is not None):
             return folder

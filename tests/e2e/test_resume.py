@@ -20,16 +20,20 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, TrainerState
+from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 
+import packplan as pp
+from packplan.adapters.hf.following import PackplanProgress, saved_progress
+from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer_state import read_state, seal_saves
 from packplan.app import sft
 from packplan.app.wiring import training
-from packplan.core.errors import ConfigError, OutputError, StaleError
+from packplan.core.errors import ConfigError, OutputError, PackplanError, StaleError
 from packplan.core.schedule import ORDER_VERSION, ResumeState
 from tests.e2e import rank_main
 from tests.processes import finished
+from tests.references import changed
 
 pytestmark = pytest.mark.slow
 
@@ -293,6 +297,22 @@ def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(  # noqa: PLR0917  # fixt
     assert (str(whole), 2) == (found.folder, found.resume_state.progress.step)
 
 
+def test_no_changed_checkpoint_of_another_trainer_is_loaded(tmp_path):
+    """Whatever number, text or key of the state of `use_plan` and of the trainer itself."""
+    plan = pp.plan([5, 40, 33, 60, 12, 29, 51, 8, 47, 20, 36], 64)
+    progress = PackplanProgress(PackBatches(plan.schedule(epochs=2), plan=plan.checksum))
+    progress.step = 2
+    state = TrainerState(global_step=2, log_history=[{"loss": 0.1}], stateful_callbacks=[progress, TrainerControl()])
+    seal_saves(state)
+    state.save_to_json(tmp_path / "trainer_state.json")
+    PackBatches(plan.schedule(epochs=2), plan=plan.checksum).load_state_dict(saved_progress(tmp_path))
+
+    for other in changed(json.loads((tmp_path / "trainer_state.json").read_text())):
+        (tmp_path / "trainer_state.json").write_text(json.dumps(other))
+        with pytest.raises(PackplanError, match=re.escape(str(tmp_path))):
+            saved_progress(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
@@ -421,6 +441,18 @@ def test_other_ranks_finish_the_epoch_with_what_it_has_left(start_ranks, write_r
     assert [covered[-1]] * 2 == covered[-2:]
 
 
+class WhenLogged(logging.Handler):
+    """Asks something whenever a text is logged."""
+
+    def __init__(self, text: str, ask) -> None:
+        super().__init__()
+        self.text, self.ask, self.found = text, ask, []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.text in record.getMessage():
+            self.found.append(self.ask())
+
+
 def test_a_checkpoint_that_is_written_over_is_whole(  # noqa: PLR0917  # fixtures
     trained, write_run, execute, resume, tmp_path, caplog
 ):
@@ -430,8 +462,14 @@ def test_a_checkpoint_that_is_written_over_is_whole(  # noqa: PLR0917  # fixture
     execute(write_run(training={**KEYS, **SHORT, "max_steps": 2}, **sections))
     assert "this run starts from the beginning, and writes over the checkpoints that it meets" in caplog.text
 
-    resumed = resume(sections, "last", max_steps=3)
+    state = tmp_path / "run" / "checkpoint-3" / "trainer_state.json"
+    watch = WhenLogged("checkpoint-3: digests of", state.exists)
+    logging.getLogger("packplan").addHandler(watch)
+    with caplog.at_level(logging.INFO, "packplan"):
+        resumed = resume(sections, "last", max_steps=3)
+    logging.getLogger("packplan").removeHandler(watch)
 
+    assert [True] == watch.found, "it is logged once the checkpoint is whole"
     assert "is passed over" not in caplog.text
     assert resumed.schedule.start.step == 2
 
