@@ -114,6 +114,18 @@ def test_no_rank_refuses_a_run_before_all_have_met(server, write_run, write_rl, 
         assert "Traceback" not in "".join(logs)
 
 
+def test_a_lost_rank_is_one_sentence_wherever_torch_notices_it(write_run):
+    """In any command, and in any part of a step; other errors stay as they are."""
+    config = training.read_config(write_run("qwen2"))
+    gloo = "[/a/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:1. This is typically caused by"
+    said = "another rank is gone, so rank 0 cannot go on: Connection closed by peer [10.0.0.1]:1"
+
+    with pytest.raises(RunError, match=f"^{re.escape(said)}$"), training.joined_ranks(config):
+        raise RuntimeError(gloo)
+    with pytest.raises(RuntimeError, match=r"^shapes differ$"), training.joined_ranks(config):
+        raise RuntimeError("shapes differ")
+
+
 def test_ranks_of_a_stream_compare_their_data(write_run):
     """Under the same keys, since no plan of them is compared."""
     keys = {"max_steps": 2, "packing_mode": "dynamic", "effective_batch_size": 2}
