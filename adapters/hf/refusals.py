@@ -60,10 +60,15 @@ def _of_ranks(trainer: Any) -> Iterator[str]:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != args.world_size:
         yield f"{started} processes were started, but the trainer sees {args.world_size}: on a CPU, set use_cpu=True"
-    if args.n_gpu > 1:
-        yield f"one process trains on {args.n_gpu} GPUs: start one for each, with torchrun"
+    yield from of_sharing(trainer)
     if args.world_size > 1 and not args.average_tokens_across_devices:
         yield "average_tokens_across_devices is off, so ranks with few tokens would weigh as much as others"
+
+
+def of_sharing(trainer: Any) -> Iterator[str]:
+    """Yield what makes one process train on several GPUs, or ranks share rows."""
+    if trainer.args.n_gpu > 1:
+        yield f"one process trains on {trainer.args.n_gpu} GPUs: start one for each, with torchrun"
     sharing = getattr(trainer.accelerator, "parallelism_config", None)
     for name in ("tp_size", "cp_size", "sp_size"):
         if (size := getattr(sharing, name, None) or 1) > 1:
