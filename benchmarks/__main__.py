@@ -8,35 +8,39 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib import import_module
 
-from benchmarks import epochs, forecast, lengths, memory, order, planner, policy, redraw, rl, rollouts, train, work
 from packplan.app.cli.command import run_command, run_program
 
 BENCHMARKS = {
-    "planner": (planner, "packing algorithms beside other packages"),
-    "redraw": (redraw, "packs drawn again for each epoch, beside the algorithm's own"),
-    "epochs": (epochs, "epochs that have plans of their own"),
-    "order": (order, "packs whose samples stay near their places"),
-    "train": (train, "training on packs beside padded batches"),
-    "forecast": (forecast, "seconds of steps that a calibration has not seen"),
-    "lengths": (lengths, "measuring the lengths of samples"),
-    "memory": (memory, "forecast peaks of memory beside measured ones"),
-    "work": (work, "how even the work of ranks is"),
-    "rl": (rl, "microbatches of RL batches"),
-    "policy": (policy, "a policy trained on packed, dynamic and padded microbatches"),
-    "rollouts": (rollouts, "answering prompts one at a time and in batches"),
+    "planner": "packing algorithms beside other packages",
+    "redraw": "packs drawn again for each epoch, beside the algorithm's own",
+    "epochs": "epochs that have plans of their own",
+    "order": "packs whose samples stay near their places",
+    "train": "training on packs beside padded batches",
+    "forecast": "seconds of steps that a calibration has not seen",
+    "lengths": "measuring the lengths of samples",
+    "memory": "forecast peaks of memory beside measured ones",
+    "unpad": "TRL's trainers without padding, beside themselves",
+    "work": "how even the work of ranks is",
+    "rl": "microbatches of RL batches",
+    "policy": "a policy trained on packed, dynamic and padded microbatches",
+    "rollouts": "answering prompts one at a time and in batches",
 }
-"""Command -> its module and a summary."""
+"""Command, which is a module here -> its summary."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a benchmark; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    for name, (module, summary) in BENCHMARKS.items():
-        command = commands.add_parser(
-            name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+    chosen = sys.argv[1:] if arguments is None else arguments
+    for name, summary in BENCHMARKS.items():
+        command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name not in chosen[:1]:
+            continue  # each needs packages of its own
+        module = import_module(f"benchmarks.{name}")
+        command.description = module.__doc__
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
         command.set_defaults(run=module.run)

@@ -178,6 +178,11 @@ EXAMPLES = (
         "the step's loss is 1.9555, 0.5 times the 3.911 that is due; the gradients are 0.5 times those that are due, "
         "and differ by 0.19: as the token mean divided by the ranks (2) once too often",
     ),
+    errors.ProofError(
+        "unlike_padded",
+        "without padding the loss is 3.2 where 3.1 is due, and gradients differ by 0.2 of their norm, where 5e-04 is "
+        "allowed",
+    ),
     errors.CorruptArtefactError(f"{FOLDER}/lengths.bin", "its content does not match the manifest's digest"),
 )
 

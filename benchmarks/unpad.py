@@ -1,0 +1,295 @@
+"""
+Steps of TRL's trainers on padded batches, as they are and with `packplan.hf.unpad`.
+
+Each way trains the same model on the same rows in a process of its own. The lengths of rows have a
+heavy tail. Answers of GRPO are drawn by the benchmark, alike in both ways, and no model is asked
+for them. Processor times are those of the steps. The peak counts the bytes of all tensors at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import random
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from benchmarks.child import run_in_child
+from benchmarks.table import show
+from packplan.adapters.progress import progress
+
+HOSTS = ("grpo", "kto", "dpo", "sft", "reward")
+
+_LIMIT_S = 3600.0
+
+_WORDS = ("red", "blue", "circle")
+
+
+@attrs.frozen
+class UnpadRow:
+    """A trainer, padded beside packed."""
+
+    host: str
+
+    real: int
+    """Positions of the steps that are computed without padding, by all models."""
+
+    padded: int
+    """Positions of the steps with padding."""
+
+    padded_s: float
+    """Processor seconds of the steps as they are."""
+
+    packed_s: float
+
+    peak: float
+    """Peak of tensors without padding, over the one with it."""
+
+    losses: float
+    """Largest relative difference of a step's loss."""
+
+    norms: float
+    """Largest relative difference of a step's gradient norm."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the benchmark's options."""
+    parser.add_argument("--hosts", nargs="+", default=HOSTS, choices=HOSTS, help="trainers (default: all)")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default: 3)")
+    parser.add_argument("--rows", type=int, default=16, help="rows of a batch (default: 16)")
+    parser.add_argument("--width", type=int, default=512, help="hidden size of the model (default: 512)")
+    parser.add_argument("--longest", type=int, default=500, help="tokens of the longest text (default: 500)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train each way, and print the table."""
+    rows = [_compare(host, options) for host in progress(options.hosts, desc="training", unit=" trainers")]
+    columns = {
+        "trainer": lambda row: row.host,
+        "real": lambda row: f"{row.real:,}",
+        "padded": lambda row: f"{row.padded:,}",
+        "padded s": lambda row: f"{row.padded_s:.2f}",
+        "packed s": lambda row: f"{row.packed_s:.2f}",
+        "times faster": lambda row: f"{row.padded_s / row.packed_s:.1f}",
+        "peak of tensors": lambda row: f"{row.peak:.2f}",
+        "losses differ": lambda row: f"{row.losses:.0e}",
+        "norms differ": lambda row: f"{row.norms:.0e}",
+    }
+    show(rows, columns, left={"trainer"}, as_json=options.json, packages=("torch", "transformers", "trl"))
+
+
+def _compare(host: str, options: argparse.Namespace) -> UnpadRow:
+    padded, packed = (
+        run_in_child(partial(_train, host, unpadded=unpadded, options=options), limit_s=_LIMIT_S)
+        for unpadded in (False, True)
+    )
+    return UnpadRow(
+        host, packed["real"], packed["padded"], padded["seconds"], packed["seconds"], packed["peak"] / padded["peak"],
+        losses=_apart(packed["losses"], padded["losses"]), norms=_apart(packed["norms"], padded["norms"]),
+    )  # fmt: skip
+
+
+def _apart(found: list[float], expected: list[float]) -> float:
+    return max(abs(one - due) / abs(due) for one, due in zip(found, expected, strict=True))
+
+
+def _train(host: str, *, unpadded: bool, options: argparse.Namespace) -> dict[str, Any]:
+    """Train some steps; return their losses, norms and processor time, and the peak of one more."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    from packplan.hf import unpad
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _trainer(host, folder, options)
+        models = [one for one in (trainer.model, getattr(trainer, "ref_model", None)) if one is not None]
+        hooks = [unpad(one) for one in models] if unpadded else []
+        before = [(one.counts.real, one.counts.padded) for one in hooks]
+        steps = _Steps(trainer, options.steps)
+        trainer.train()
+    counts = [
+        (one.counts.real - real, one.counts.padded - padded) for one, (real, padded) in zip(hooks, before, strict=True)
+    ]
+    return {
+        "real": sum(real for real, _ in counts), "padded": sum(padded for _, padded in counts), "peak": steps.peak,
+        "losses": steps.losses, "norms": steps.norms, "seconds": steps.seconds,
+    }  # fmt: skip
+
+
+class _Steps:
+    """Steps of a trainer: the first ones are timed, and the tensors of the last one are counted."""
+
+    def __init__(self, trainer: Any, timed: int) -> None:
+        self.seconds, self.peak = 0.0, 0
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self._model, self._step, self._timed = trainer.model, trainer.training_step, timed
+        trainer.training_step = self.run
+
+    def run(self, *arguments: Any) -> Any:
+        """Run a step."""
+        if len(self.losses) == self._timed:
+            with PeakOfTensors(self._model) as mode:
+                loss = self._step(*arguments)
+            self.peak = mode.peak
+            return loss
+        start = time.process_time()
+        loss = self._step(*arguments)
+        self.seconds += time.process_time() - start
+        self.losses.append(float(loss))
+        squares = (one.grad.double().square().sum() for one in self._model.parameters() if one.grad is not None)
+        self.norms.append(float(sum(squares)) ** 0.5)
+        return loss
+
+
+class PeakOfTensors(TorchDispatchMode):
+    """Counts the bytes of tensors that are there at once, weights and gradients included."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Count from now on, with what the model holds already."""
+        super().__init__()
+        self.peak = self._now = 0
+        self._held: dict[int, Any] = {}
+        for weight in model.parameters():
+            self._hold(weight)
+            if weight.grad is not None:
+                self._hold(weight.grad)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for one in tree_iter(found):
+            if isinstance(one, torch.Tensor):
+                self._hold(one)
+        return found
+
+    def _hold(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()  # noqa: SLF001  # identity of the memory
+        if key in self._held:
+            return
+
+        def release(_: Any) -> None:
+            self._held.pop(key, None)
+            self._now -= size
+
+        self._held[key] = weakref.ref(storage, release)
+        self._now += size
+        self.peak = max(self.peak, self._now)
+
+
+def _lengths(draw: random.Random, longest: int) -> Iterator[int]:
+    """Yield lengths with a heavy tail."""
+    while True:
+        yield min(longest, int(draw.paretovariate(0.8) * 15))
+
+
+def _trainer(host: str, folder: str, options: argparse.Namespace) -> Any:
+    """Return a trainer of TRL on made rows."""
+    import trl
+    from datasets import Dataset
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    tokenizer = _tokenizer()
+    draw = random.Random(3)  # noqa: S311  # no secret
+    lengths = _lengths(draw, options.longest)
+
+    def text(share: int = 1) -> str:
+        return " ".join(draw.choice(_WORDS) for _ in range(next(lengths) // share + 1))
+
+    config = AutoConfig.for_model(
+        "qwen2", vocab_size=2048, hidden_size=options.width, intermediate_size=options.width * 11 // 4,
+        num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=4096,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+    )  # fmt: skip
+
+    def model(kind: Any = AutoModelForCausalLM) -> Any:
+        torch.manual_seed(0)
+        made = kind.from_config(config, attn_implementation="sdpa")
+        made.save_pretrained(f"{folder}/model")  # GRPO loads its reference from there
+        return kind.from_pretrained(f"{folder}/model", attn_implementation="sdpa")
+
+    num = options.rows * (options.steps + 1)
+    common = {
+        "output_dir": folder, "per_device_train_batch_size": options.rows, "max_steps": options.steps + 1,
+        "use_cpu": True, "report_to": [], "logging_steps": 1, "learning_rate": 1e-3, "seed": 1, "bf16": False,
+        "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False,
+    }  # fmt: skip
+    given: dict[str, Any] = {"processing_class": tokenizer}
+    if host == "dpo":
+        rows = {"prompt": [text(4) for _ in range(num)]} | {
+            name: [text() for _ in range(num)] for name in ("chosen", "rejected")
+        }
+        return trl.DPOTrainer(
+            model(),
+            ref_model=model(),
+            args=trl.DPOConfig(max_length=None, **common),
+            train_dataset=Dataset.from_dict(rows),
+            **given,
+        )
+    if host == "kto":
+        rows = {"prompt": [text(4) for _ in range(num)], "completion": [text() for _ in range(num)]}
+        labelled = Dataset.from_dict({**rows, "label": [bool(number % 2) for number in range(num)]})
+        return trl.KTOTrainer(
+            model(), ref_model=model(), args=trl.KTOConfig(max_length=1024, **common), train_dataset=labelled, **given
+        )
+    if host == "reward":
+        config.num_labels = 1
+        rows = {name: [text() for _ in range(num)] for name in ("chosen", "rejected")}
+        return trl.RewardTrainer(
+            model(AutoModelForSequenceClassification), args=trl.RewardConfig(max_length=1024, **common),
+            train_dataset=Dataset.from_dict(rows), **given,
+        )  # fmt: skip
+    if host == "sft":
+        args = trl.SFTConfig(max_length=1024, **common)
+        return trl.SFTTrainer(
+            model(), args=args, train_dataset=Dataset.from_dict({"text": [text() for _ in range(num)]}), **given
+        )
+    return _grpo(model(), common, lengths, options, **given)
+
+
+def _grpo(model: Any, common: dict[str, Any], lengths: Iterator[int], options: argparse.Namespace, **given: Any) -> Any:
+    """Return a GRPOTrainer whose answers are drawn here."""
+    import trl
+    from datasets import Dataset
+
+    draw = random.Random(1)  # noqa: S311  # no secret
+    prompts = Dataset.from_dict({"prompt": ["red " * draw.randint(1, 30) for _ in range(64)]})
+    args = trl.GRPOConfig(
+        num_generations=4, steps_per_generation=1, gradient_accumulation_steps=1, loss_type="dapo", beta=0.04,
+        max_completion_length=options.longest, **common,
+    )  # fmt: skip
+    trainer = trl.GRPOTrainer(
+        model,
+        args=args,
+        train_dataset=prompts,
+        reward_funcs=lambda completions, **_: [float(len(one) % 7) for one in completions],
+        **given,
+    )
+    newer = "num_generations" in inspect.signature(trainer._generate_single_turn).parameters  # noqa: SLF001  # no public way
+
+    def answer(prompt_ids: list[Any], *_: Any, **__: Any) -> Any:
+        answers = [[draw.randint(5, 2000) for _ in range(next(lengths))] for _ in prompt_ids]
+        return (answers, None) if newer else (answers, None, {})
+
+    trainer._generate_single_turn = answer  # noqa: SLF001
+    return trainer
+
+
+def _tokenizer() -> Any:
+    """Return a tokenizer of a few words."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", "<end>", *_WORDS, *map(str, range(2048 - 5))]
+    words = Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, unk_token="<pad>"))  # noqa: S106  # no password
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")  # noqa: S106
