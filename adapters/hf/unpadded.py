@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.unpad import unpad
 from packplan.adapters.models import Gradients, add_gradients, difference_norms, weight_gradients
-from packplan.adapters.proof import limit_of, untouched
+from packplan.adapters.proof import limit_of, restored, untouched
 from packplan.core.equality import loss_difference
 from packplan.core.errors import ArgumentError, ProofError
 
@@ -41,8 +42,8 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
     Assert that a batch of a trainer has the same loss and gradients with and without padding.
 
     The trainer's first batch is computed twice, with its own loss: as it is, and by `unpad`.
-    Dropout is off meanwhile. Weights, gradients and random state are afterwards as before. A model
-    that is not hooked is hooked meanwhile.
+    Dropout is off meanwhile. Weights, gradients, random state and the trainer are afterwards as
+    before. A model that is not hooked is hooked meanwhile.
 
     Args:
         trainer: Trainer of transformers or TRL; a reference model of it counts too.
@@ -61,6 +62,8 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
             hooks.append(unpad(one))
             stack.callback(hooks[-1].remove)
         stack.enter_context(untouched(model))
+        stack.enter_context(restored(trainer))
+        vars(trainer).update(_metrics=copy.deepcopy(getattr(trainer, "_metrics", None)))  # TRL's, which grow in place
         model.train()
         inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))  # noqa: SLF001  # GRPO draws answers here
         before = [(one.counts.real, one.counts.padded) for one in hooks]

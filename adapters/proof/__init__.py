@@ -15,7 +15,7 @@ from packplan.adapters.proof.gradients import Watched, logit_reaches, watching
 from packplan.adapters.proof.limits import difference_of, limit_of, precision_of, rounds_choices
 from packplan.adapters.proof.modules import MixingModule, first_different, first_leak, first_mixing
 from packplan.adapters.proof.steps import StepLoss, assert_step_loss
-from packplan.adapters.proof.taking import untouched
+from packplan.adapters.proof.taking import restored, untouched
 
 __all__ = [
     "MixingModule",
@@ -31,6 +31,7 @@ __all__ = [
     "limit_of",
     "logit_reaches",
     "precision_of",
+    "restored",
     "rounds_choices",
     "untouched",
     "watching",

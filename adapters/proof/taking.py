@@ -175,7 +175,7 @@ def _of_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, l
     handler.callbacks = [OneStep()]
     quiet = {"max_grad_norm": 0.0, "eval_on_start": False, "load_best_model_at_end": False, "report_to": []}
     forward = {name: vars(model)[name] for name in _FORWARD if name in vars(model)}
-    with patches, _replaced(trainer.args, **quiet), _restored(trainer):
+    with patches, _replaced(trainer.args, **quiet), restored(trainer):
         vars(trainer).update(get_batch_samples=note, callback_handler=handler, neftune_noise_alpha=None)
         trainer.control = type(trainer.control)()
         trainer.train()
@@ -245,7 +245,7 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _restored(owner: Any) -> Iterator[None]:
+def restored(owner: Any) -> Iterator[None]:
     """Restore all attributes of an object at the end."""
     before = dict(vars(owner))
     try:

@@ -157,11 +157,12 @@ def trainer_of(
 
 def tokenizer() -> Any:
     """Return a tokenizer of one word, which TRL asks for its padding."""
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(WordLevel({"<pad>": 0, "<end>": 1}, unk_token="<pad>"))  # noqa: S106  # no password
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")  # noqa: S106
 
 

@@ -27,12 +27,22 @@ def test_the_trainers_of_two_pages_go_on_after_a_kill(page, reader, made):
     at = reader(page)
     if page == "transformers":
         at.run_until(at.commands[0], partial(is_whole, at.folder / "out" / "checkpoint-3" / "trainer_state.json"))
-    printed = at.run(at.commands[page == "transformers"])
+    printed = at.run(at.commands[1])
 
     total = int(re.search(r"(\d+) steps", printed).group(1))
     assert plan_of(made).schedule(world_size=2, packs_per_step=4, epochs=2).total_steps == total
     state = json.loads((at.folder / "out" / f"checkpoint-{total}" / "trainer_state.json").read_text())
     assert list(range(1, total + 1)) == [entry["step"] for entry in state["log_history"] if "loss" in entry]
+
+
+@hosted
+def test_the_page_of_trl_leaves_padding_out(reader):
+    """By its first file: pairs, and a reference model."""
+    at = reader("trl")
+
+    real, padded = map(int, re.search(r"real=(\d+), padded=(\d+)", at.run(at.commands[0])).groups())
+
+    assert 0 < real < padded
 
 
 @hosted
