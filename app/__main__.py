@@ -24,7 +24,7 @@ COMMANDS = MappingProxyType(
         "convert": ("packplan.app.convert", "make a run of a command, a script or a YAML of ms-swift"),
         "export": ("packplan.app.export", "write the rows of a command of ms-swift with their lengths"),
         "plugin": ("packplan.app.plugin", "train planned packs inside swift sft, by one more flag"),
-        "rl": ("packplan.app.rl.__main__", "train on the model's own answers, in sharded microbatches"),
+        "rl": ("packplan.app.rl", "train on the model's own answers, by TRL, in packed microbatches"),
         "demo": ("packplan.app.demo.__main__", "make tiny models and a data set, and train on them"),
     }
 )

@@ -24,8 +24,6 @@ BENCHMARKS = {
     "unpad": "TRL's trainers without padding, beside themselves",
     "work": "how even the work of ranks is",
     "rl": "microbatches of RL batches",
-    "policy": "a policy trained on packed, dynamic and padded microbatches",
-    "rollouts": "answering prompts one at a time and in batches",
 }
 """Command, which is a module here -> its summary."""
 

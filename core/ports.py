@@ -16,7 +16,6 @@ from packplan.core.errors import CorruptArtefactError, Difference
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray
 from packplan.core.plan import RawPlan
-from packplan.core.rl import Completion
 from packplan.core.samples import (
     BadRecord,
     DataFile,
@@ -469,41 +468,6 @@ class RankGroup(Protocol):
         Return the arrays of every rank, by rank; RunError if another rank is gone. Shapes may
         differ.
         """
-
-
-class Engine(Protocol):
-    """Answers prompts with the policy's weights outside of the policy's process."""
-
-    def update(self, version: int, folder: str, /) -> None:
-        """
-        Answer with other weights from now on; all workers call this together.
-
-        Args:
-            version: Number of steps that the policy has been trained for.
-            folder: Folder with the weights as safetensors, the tokenizer and the sampling.
-
-        Raises:
-            ConfigError: The engine cannot load them.
-        """
-
-    def complete(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[int], /, *, temperature: float, max_new_tokens: int
-    ) -> list[Completion]:
-        """
-        Answer prompts, one answer each, in their order.
-
-        Args:
-            prompts: Token ids of each prompt.
-            keys: A number from 0 below 2^64 for each answer, to draw it by.
-            temperature: Temperature of sampling; 0 takes the most likely token.
-            max_new_tokens: Most tokens of an answer.
-
-        Raises:
-            ConfigError: The engine is gone, or gives no answer.
-        """
-
-    def close(self) -> None:
-        """End the engine."""
 
 
 class Workers(Protocol):

@@ -151,19 +151,18 @@ def demo(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def write_rl(demo, tmp_path):
-    """Return a function that writes a run over the words to repeat."""
+    """Return a function that writes a run of reinforcement learning over the words to repeat."""
 
-    def write(name="rl", *, policy=None, grpo=None, max_length=128, **training):
+    def write(name="rl", *, policy=None, data="repeat.jsonl", model="qwen2", reward="character_overlap", **grpo):
         path = tmp_path / f"{name}.yaml"
         sections = {
-            "model": {"model": str(demo / "models" / "qwen2")},
-            "template": {"max_length": max_length},
-            "custom": {"train_jsonl": str(demo / "data" / "repeat.jsonl")},
-            "training": {"output_dir": str(tmp_path / name), "use_cpu": True, "learning_rate": 1e-2, **training},
+            "model": {"model": str(demo / "models" / model)},
+            "custom": {"train_jsonl": str(demo / "data" / data)},
             "policy": policy or {},
             "grpo": {
-                "num_steps": 2, "num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_new_tokens": 8,
-                "reward": "character_overlap", **(grpo or {}),
+                "output_dir": str(tmp_path / name), "reward_funcs": f"packplan.app.demo.rewards:{reward}",
+                "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "max_steps": 2,
+                "learning_rate": 1e-2, "logging_steps": 1, "lr_scheduler_type": "constant", **grpo,
             },
         }  # fmt: skip
         path.write_text(yaml.safe_dump(sections))

@@ -40,17 +40,15 @@ def document(changes: Mapping[str, Any] | None = None, **training: Any) -> dict[
     return made
 
 
-def parsed(changes: Mapping[str, Any] | None = None, *overrides: str, rl: bool = False, **training: Any) -> RunConfig:
+def parsed(changes: Mapping[str, Any] | None = None, *overrides: str, **training: Any) -> RunConfig:
     """Return the configuration of a run with these keys, under overrides of the command line."""
-    return parse_config(document(changes, **training), "run.yaml", KEYS, overrides=overrides, rl=rl)
+    return parse_config(document(changes, **training), "run.yaml", KEYS, overrides=overrides)
 
 
-def faults_of(
-    changes: Mapping[str, Any] | None = None, *overrides: str, rl: bool = False, **training: Any
-) -> dict[str, str]:
+def faults_of(changes: Mapping[str, Any] | None = None, *overrides: str, **training: Any) -> dict[str, str]:
     """Return the messages by which a run with these keys is refused, by key."""
     with pytest.raises(ConfigError) as raised:
-        parsed(changes, *overrides, rl=rl, **training)
+        parsed(changes, *overrides, **training)
     found: dict[str, str] = {}
     for fault in raised.value.faults:
         found[fault.path] = f"{found.get(fault.path, '')}{fault.reason}"

@@ -25,7 +25,7 @@ for module in (
     "packplan.adapters.trainer.equality",
     "packplan.adapters.trainer.static",
     "packplan.adapters.trainer.streams.trainer",
-    "packplan.adapters.workers.policy",
+    "packplan.adapters.workers.ranks",
     "packplan.adapters.workers.ray",
     "packplan.app.planning.log_lines",
     "packplan.app.sft",

@@ -110,7 +110,7 @@ def _store(
             stores.plans.save_aligned(key, Alignment.from_config(config, split).align(raw, world_size=world_size))
 
 
-def asked(path: Path, *, rl: bool = False) -> Path:
+def asked(path: Path) -> Path:
     """
     Store the verdict on a run's model, as an earlier start has, and return the YAML.
 
@@ -119,13 +119,11 @@ def asked(path: Path, *, rl: bool = False) -> Path:
 
     Args:
         path: The run's YAML.
-        rl: Whether it is one of reinforcement learning.
     """
     from packplan.app.wiring import training
 
-    config = training.read_config(str(path), rl=rl)
-    packed = config.training.packing or config.policy.sequence_packing.enabled
-    if needs_verdict(config, packed=packed) and stored_verdict(config) is None:
+    config = training.read_config(str(path))
+    if needs_verdict(config, packed=config.training.packing) and stored_verdict(config) is None:
         keep_verdict(config, _VERDICTS.get(verdict_key(config).digest) or training.verdict_of(config))
     return path
 

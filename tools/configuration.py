@@ -24,7 +24,7 @@ from typing import Any
 
 import attrs
 
-from packplan.adapters.config.trainer_keys import as_table
+from packplan.adapters.config.trainer_keys import GRPO_TABLE, as_table
 from packplan.adapters.conversion.table import as_table as table_of_arguments
 from packplan.core.config import PathText
 
@@ -57,7 +57,6 @@ MORE = {
     "custom.max_image_pixels": "records.md#images",
     "custom.literal_image_tags": "records.md#images",
     "custom.trainer_variant": "modes.md",
-    "custom.rollout_reward": "modes.md#rollouts",
     "training.packing": "training.md#packed-or-padded",
     "training.packing_algorithm": "planner.md#algorithms",
     "training.packing_epochs": "planner.md#other-packs-each-epoch",
@@ -82,6 +81,13 @@ def trainer_table() -> str:
     from packplan.adapters.trainer.keys import installed_keys
 
     return as_table(installed_keys())
+
+
+def grpo_table() -> str:
+    """Return the table of the keys that the installed TRL takes for GRPO."""
+    from packplan.app.wiring.grpo import installed_keys
+
+    return as_table(installed_keys(), GRPO_TABLE)
 
 
 def arguments_table() -> str:
@@ -196,7 +202,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("pages", nargs="+", type=Path, metavar="page.md", help="page or .json table to rewrite")
     for page in parser.parse_args(arguments).pages:
-        tables = {"trainer_keys.json": trainer_table, "swift_arguments.json": arguments_table}
+        tables = {
+            "trainer_keys.json": trainer_table, "grpo_keys.json": grpo_table, "swift_arguments.json": arguments_table,
+        }  # fmt: skip
         write = tables.get(page.name)
         text = rewritten(page.read_text(encoding="utf-8")) if write is None else write()
         page.write_text(text, encoding="utf-8")

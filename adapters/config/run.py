@@ -12,7 +12,15 @@ import attrs
 from packplan.adapters.config.layers import Override, expanded, read_document, read_overrides, without_null
 from packplan.adapters.config.trainer_keys import TrainerKey
 from packplan.adapters.config.values import known_keys, structured
-from packplan.core.config import REFUSED_TRAINING_KEYS, RunConfig, TrainingConfig, faults, rl_faults, unknown_key
+from packplan.core.config import (
+    REFUSED_TRAINING_KEYS,
+    RlConfig,
+    RunConfig,
+    TrainingConfig,
+    faults,
+    rl_faults,
+    unknown_key,
+)
 from packplan.core.errors import ConfigError, Fault
 from packplan.core.mixes import Mix, Mixes, Source, mixes_faults
 
@@ -28,7 +36,6 @@ def load_config(
     trainer_keys: Mapping[str, TrainerKey],
     *,
     overrides: Sequence[str] = (),
-    rl: bool = False,
 ) -> RunConfig:
     """
     Read a run's YAML, and those that it extends.
@@ -39,13 +46,11 @@ def load_config(
         trainer_keys: Settings that `training.` passes to the trainer, and what each takes.
         overrides: Values for single keys, as `training.learning_rate=1e-4`, in place of the YAML's;
             null unsets a key.
-        rl: Whether the run is one of reinforcement learning; others have no `policy:` and no
-            `grpo:`.
 
     Raises:
         ConfigError: All faults of the configuration.
     """
-    return parse_config(read_document(Path(path)), str(path), trainer_keys, overrides=overrides, rl=rl)
+    return parse_config(read_document(Path(path)), str(path), trainer_keys, overrides=overrides)
 
 
 def parse_config(
@@ -54,7 +59,6 @@ def parse_config(
     trainer_keys: Mapping[str, TrainerKey],
     *,
     overrides: Sequence[str] = (),
-    rl: bool = False,
 ) -> RunConfig:
     """
     Build a configuration from a parsed document.
@@ -64,29 +68,60 @@ def parse_config(
         source: Name of the YAML, for errors.
         trainer_keys: See `load_config`.
         overrides: See `load_config`.
-        rl: See `load_config`.
 
     Raises:
         ConfigError: All faults of the configuration.
     """
     given = read_overrides(overrides)
     document = without_null(_overridden(document, given))
-    advice = _Advice.from_document(document, trainer_keys, rl=rl)
-    sections, found = _sections(document, rl=rl)
+    known = {f"training.{key}": False for key in trainer_keys} | dict(known_keys(RunConfig))
+    usable = {path: section for path, section in known.items() if path not in _REFUSED}
+    advice = _Advice(document, usable, _REFUSED)
+    sections, found = _sections(document, SECTIONS)
+    for name in document.keys() & set(RL_SECTIONS):
+        reason = "is of reinforcement learning (packplan rl), which this command is not: remove the section"
+        found.append(Fault(name, reason))
     training = sections["training"]
     own = {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
     passed = {key: training.pop(key) for key in list(training) if key not in own}
-    training["trainer"], key_faults = _checked(passed, trainer_keys, advice)
+    training["trainer"], key_faults = _checked(passed, "training", trainer_keys, advice)
     found += key_faults
-    others = {key: value for key, value in document.items() if key not in sections}
+    others = {key: value for key, value in document.items() if key not in {*sections, *RL_SECTIONS}}
     config = structured({**others, **sections}, RunConfig, advice)
-    if isinstance(config, RunConfig):
-        found += faults(config)
-        found += rl_faults(config) if rl else ()
-    else:
-        found += config
+    found += faults(config) if isinstance(config, RunConfig) else config
     if found or not isinstance(config, RunConfig):
         raise ConfigError(source, _placed(found, given))
+    return config
+
+
+def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, overrides: Sequence[str] = ()) -> RlConfig:
+    """
+    Read the YAML of a run of reinforcement learning, and those that it extends.
+
+    Args:
+        path: See `load_config`.
+        grpo_keys: Settings that `grpo.` passes to TRL, and what each takes.
+        overrides: See `load_config`.
+
+    Raises:
+        ConfigError: All faults of the configuration.
+    """
+    given = read_overrides(overrides)
+    document = without_null(_overridden(read_document(Path(path)), given))
+    known = {path: section for path, section in known_keys(RlConfig) if path.partition(".")[0] != "training"}
+    advice = _Advice(document, known | {f"grpo.{key}": False for key in grpo_keys}, {})
+    sections, found = _sections(document, ("model", "template", "custom", *RL_SECTIONS))
+    if "training" in document:
+        found.append(Fault("training", "is of packplan sft: write into the section grpo what GRPOConfig takes"))
+    sections["grpo"], key_faults = _checked(sections["grpo"], "grpo", grpo_keys, advice)
+    if "output_dir" not in sections["grpo"]:
+        key_faults.append(Fault("grpo.output_dir", "is not set: name a folder for checkpoints and the policy"))
+    sections["training"] = {"output_dir": sections["grpo"].get("output_dir", "")}
+    others = {key: value for key, value in document.items() if key not in sections}
+    config = structured({**others, **sections}, RlConfig, advice)
+    found += [*key_faults, *(rl_faults(config) if isinstance(config, RlConfig) else config)]
+    if found or not isinstance(config, RlConfig):
+        raise ConfigError(str(path), _placed(found, given))
     return config
 
 
@@ -142,15 +177,6 @@ class _Advice:
 
     refused: Mapping[str, str]
 
-    @classmethod
-    def from_document(cls, document: Mapping[str, Any], trainer_keys: Mapping[str, TrainerKey], *, rl: bool) -> _Advice:
-        """Return the advice on a run."""
-        absent = () if rl else RL_SECTIONS
-        known = {path: section for path, section in known_keys(RunConfig) if path.partition(".")[0] not in absent}
-        passed = {f"training.{key}": False for key in trainer_keys}
-        usable = {path: section for path, section in {**passed, **known}.items() if path not in _REFUSED}
-        return cls(document, usable, _REFUSED)
-
     def __call__(self, key: str, level: str) -> str:
         """Return what is wrong with a *key* in the section *level*, and what to do."""
         value: Any = self.document
@@ -176,34 +202,31 @@ def _placed(found: Sequence[Fault], overrides: Sequence[Override]) -> tuple[Faul
     return tuple(placed)
 
 
-def _sections(document: Mapping[str, Any], *, rl: bool) -> tuple[dict[str, dict[str, Any]], list[Fault]]:
+def _sections(document: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[Fault]]:
     """
-    Return every section, those that are absent as empty, and what is wrong with them as a whole.
+    Return these sections, those that are absent as empty, and what is wrong with them as a whole.
     """
     found: list[Fault] = []
     sections: dict[str, dict[str, Any]] = {}
-    for name in SECTIONS + RL_SECTIONS:
+    for name in names:
         value = document.get(name)
         if value is not None and not isinstance(value, dict):
             found.append(Fault(name, f"is {value!r}, but has to be a section of keys"))
         sections[name] = dict(value) if isinstance(value, dict) else {}
-        if name in RL_SECTIONS and name in document and not rl:
-            reason = "is of reinforcement learning (packplan rl), which this command is not: remove the section"
-            found.append(Fault(name, reason))
     return sections, found
 
 
 def _checked(
-    passed: Mapping[str, Any], keys: Mapping[str, TrainerKey], advice: _Advice
+    passed: Mapping[str, Any], section: str, keys: Mapping[str, TrainerKey], advice: _Advice
 ) -> tuple[dict[str, Any], list[Fault]]:
-    """Return the settings that go to the trainer, and what is wrong with them."""
+    """Return the settings of a section that go to the trainer, and what is wrong with them."""
     checked, found = {}, []
     for key, value in passed.items():
-        path = f"training.{key}"
+        path = f"{section}.{key}"
         if path in _REFUSED:
             found.append(Fault(path, _REFUSED[path]))
         elif key not in keys:
-            found.append(Fault(path, advice(str(key), "training")))
+            found.append(Fault(path, advice(str(key), section)))
         else:
             try:
                 checked[key] = keys[key].checked(value)

@@ -1,9 +1,9 @@
 """
-Types, choices and bounds of ms-swift's training arguments, read from a table, since importing
-ms-swift takes seconds.
+Types, choices and bounds of the training arguments of ms-swift and TRL, read from tables, since
+importing these takes seconds.
 
-The table is of one version of ms-swift and transformers; `make reference` writes it from the
-installed ones (`adapters.trainer.keys.installed_keys`). Where others are installed, it is not used.
+A table is of one version of its libraries; `make reference` writes it from the installed ones
+(`adapters.trainer.keys`, `app.wiring.grpo`). Where others are installed, it is not used.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import contextlib
 import json
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,13 @@ from packplan.adapters.versions import installed_version
 from packplan.core.errors import Fault
 
 TABLE = Path(__file__).with_name("trainer_keys.json")
+"""Table of the settings that `training.` passes on to ms-swift."""
 
-LIBRARIES = ("ms-swift", "transformers")
-"""Packages whose versions decide what the keys are."""
+GRPO_TABLE = Path(__file__).with_name("grpo_keys.json")
+"""Table of the settings that `grpo.` passes on to TRL."""
+
+LIBRARIES: Mapping[Path, tuple[str, ...]] = {TABLE: ("ms-swift", "transformers"), GRPO_TABLE: ("trl", "transformers")}
+"""Table -> packages whose versions decide what its keys are."""
 
 WORDS = {
     "null": "null",
@@ -36,11 +41,15 @@ WORDS = {
     "float": "a number",
     "str": "a text",
     "list": "a list of texts",
+    "numbers": "a list of numbers",
     "dict": "a section of keys",
 }
 """Type of a value -> what a message calls it."""
 
-TYPES = {type(None): "null", bool: "bool", int: "int", float: "float", str: "str", list: "list", dict: "dict"}
+TYPES: Mapping[Any, str] = {
+    type(None): "null", bool: "bool", int: "int", float: "float", str: "str", list: "list", list[float]: "numbers",
+    dict: "dict",
+}  # fmt: skip
 """Type -> its name, a key of `WORDS`."""
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -58,6 +67,13 @@ _NEED = {"deepspeed": "deepspeed", "use_flash_ckpt": "dlrover", "use_liger_kerne
 
 _FILES = ("accelerator_config", "deepspeed", "fsdp_config")
 """Settings that are a section, or the file of one."""
+
+_ANNOTATIONS = {"fsdp": bool | str | None, "report_to": list[str] | str}
+"""Types of settings whose annotations are incomplete."""
+
+_PATHS = frozenset({*_FILES, "logging_dir"})
+
+_BELOW_ONE = frozenset({"adam_beta1", "adam_beta2", "warmup_ratio"})
 
 
 @attrs.frozen
@@ -93,6 +109,8 @@ class TrainerKey:
             with contextlib.suppress(ValueError):
                 value = json.loads(value)
             kind = "dict" if isinstance(value, dict) else ""
+        if kind == "list" and "numbers" in self.types and all(type(one) in {int, float} for one in value):
+            kind = "numbers"
         texts = value if kind == "list" else [value] if kind == "str" else []
         fits = kind in self.types and all(isinstance(text, str) for text in texts)
         if fits and kind in {"int", "float"}:
@@ -128,21 +146,64 @@ def flat_types(annotation: Any) -> Iterator[Any]:
     elif origin is typing.Literal:
         yield from (choice if isinstance(choice, str) else type(choice) for choice in typing.get_args(annotation))
     else:
-        yield origin or annotation
+        yield annotation if annotation in TYPES else origin or annotation
 
 
-def stored_keys() -> dict[str, TrainerKey] | None:
-    """Return the table's keys; None if another version of a library is installed than it is of."""
-    table = json.loads(TABLE.read_text(encoding="utf-8"))
-    if any(installed_version(name) not in {None, table["versions"][name]} for name in LIBRARIES):
+def keys_of(kind: Any, choices: Mapping[str, Iterable[str]] = types.MappingProxyType({})) -> dict[str, TrainerKey]:
+    """
+    Return what the fields of a class of arguments of transformers take, by name.
+
+    Args:
+        kind: The class, a dataclass.
+        choices: Name of a field -> texts that it may be, where its annotation does not say.
+    """
+    from transformers.integrations import INTEGRATION_TO_CALLBACK
+
+    known = {"report_to": ["all", "none", *INTEGRATION_TO_CALLBACK], **choices}
+    hints = typing.get_type_hints(kind) | _ANNOTATIONS
+    return {
+        name: _key(kind, name, hints[name], known.get(name, ())) for name in kind.__dataclass_fields__ if name in hints
+    }
+
+
+def _key(owner: Any, name: str, annotation: Any, known: Iterable[str]) -> TrainerKey:
+    field = owner.__dataclass_fields__[name]
+    # ms-swift declares some of transformers' keys again, as plain strings.
+    kinds = [*flat_types(annotation), *flat_types(_first_annotation(owner, name))]
+    choices = [*known, *(field.metadata.get("choices") or ())]
+    choices += [
+        str(member.value) for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum) for member in kind
+    ]
+    choices += [kind for kind in kinds if isinstance(kind, str)]
+    types = {"str" if isinstance(kind, str) else TYPES.get(kind) for kind in flat_types(annotation)}
+    return TrainerKey(
+        types=tuple(kind for kind in WORDS if kind in types),
+        choices=tuple(dict.fromkeys(choices)),
+        least=float(min(0, field.default)) if type(field.default) in {int, float} else 0.0,
+        below=1.0 if name in _BELOW_ONE else float("inf"),
+        path=name in _PATHS,
+    )
+
+
+def _first_annotation(owner: Any, name: str) -> Any:
+    """Return a key's annotation in the class that declares it first, such as transformers' own."""
+    for kind in reversed(owner.__mro__):
+        if name in vars(kind).get("__annotations__", {}):
+            return typing.get_type_hints(kind)[name]
+    raise AssertionError(name)
+
+
+def stored_keys(path: Path = TABLE) -> dict[str, TrainerKey] | None:
+    """Return a table's keys; None if another version of a library is installed than it is of."""
+    table = json.loads(path.read_text(encoding="utf-8"))
+    if any(installed_version(name) not in {None, table["versions"][name]} for name in LIBRARIES[path]):
         return None
     return cattrs.structure(table["keys"], dict[str, TrainerKey])
 
 
-def as_table(keys: Mapping[str, TrainerKey]) -> str:
+def as_table(keys: Mapping[str, TrainerKey], path: Path = TABLE) -> str:
     """
-    Return the text of the table of these keys, those of the installed libraries: a line for each
-    key.
+    Return the text of a table of these keys, those of the installed libraries: a line for each key.
     """
     plain = TrainerKey(())
     lines = [
@@ -150,7 +211,7 @@ def as_table(keys: Mapping[str, TrainerKey]) -> str:
         f"{json.dumps(attrs.asdict(key, filter=lambda part, value: value != getattr(plain, part.name)))}"
         for name, key in sorted(keys.items())
     ]
-    versions = json.dumps({name: installed_version(name) for name in LIBRARIES})
+    versions = json.dumps({name: installed_version(name) for name in LIBRARIES[path]})
     return f'{{\n  "versions": {versions},\n  "keys": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
 
 

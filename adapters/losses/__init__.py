@@ -1,8 +1,7 @@
-"""Losses on packed logits, and the policy losses among them by their name."""
+"""Losses on packed logits."""
 
 from __future__ import annotations
 
-from packplan.adapters.losses.policy import LOSSES, PolicyLoss
 from packplan.adapters.losses.sequences import (
     FusedLoss,
     PackedLoss,
@@ -14,12 +13,10 @@ from packplan.adapters.losses.sequences import (
 from packplan.adapters.losses.token_statistics import NO_TARGET, token_log_probabilities
 
 __all__ = [
-    "LOSSES",
     "NO_TARGET",
     "FusedLoss",
     "PackedLoss",
     "PaddedLoss",
-    "PolicyLoss",
     "combined",
     "normalisers",
     "refuse_whole_batch",

@@ -137,39 +137,11 @@ class SwiftEncoder:
         """Refuse a template that cannot encode the images that its model takes, by ConfigError."""
         _ = self.image_tokens
 
-    def answer(self, index: int) -> str:
-        """Return the text of the last message of sample *index*."""
-        said: str = self.read(index)["messages"][-1]["content"]
-        return said
-
-    def prompt(self, index: int) -> dict[str, Any]:
-        """
-        Encode sample *index* without its last message, for the model to answer; RecordError if
-        nothing comes before.
-        """
-        sample = self.read(index)
-        before = sample["messages"][:-1]
-        if not any(message["role"] == "user" for message in before):
-            raise self.fault(index, "the record has no question before its last message")
-        mode = self.template.mode
-        self.template.set_mode("transformers")
-        try:
-            return self.encode_messages(index, {**sample, "messages": before})
-        finally:
-            self.template.set_mode(mode)
-
-    def encode(self, index: int, *, answer: str | None = None) -> dict[str, Any]:
+    def encode(self, index: int) -> dict[str, Any]:
         """
         Encode sample *index* as the template does; RecordError if it cannot become a sample.
-
-        Args:
-            index: Index of the sample.
-            answer: Text of its last message; None leaves its own.
         """
         sample = self.read(index)
-        if answer is not None:
-            *before, last = sample["messages"]
-            sample = {**sample, "messages": [*before, {**last, "role": "assistant", "content": answer}]}
         images, videos = sample.get("images", ()), sample.get("videos", ())
         with self.named(index):
             for image in images:

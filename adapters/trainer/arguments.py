@@ -73,8 +73,6 @@ def training_arguments(
     }
     if training.lorap_lr_ratio is not None:
         defaults["optimizer"] = "lorap"
-    if config.custom.rollout_reward is not None:
-        defaults["dataloader_num_workers"] = 0  # a worker would keep the weights of its start
     # The plan is already aligned, so `dataloader_drop_last` drops only incomplete padded batches.
     shared = ("output_dir", "dataloader_drop_last", "num_train_epochs", "max_steps", "seed", "tuner_type")
     fixed = {

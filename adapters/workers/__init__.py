@@ -1,1 +1,1 @@
-"""Workers of reinforcement learning: the policy on ranks of torchrun or on Ray actors."""
+"""Workers that compute shards of a batch together: ranks of torchrun, or Ray actors."""

@@ -1,7 +1,4 @@
-"""
-Workers of reinforcement learning on the ranks themselves: each runs the same program on its own
-shard.
-"""
+"""Workers on the ranks themselves: each runs the same program on its own shard."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-Workers of reinforcement learning as Ray actors, each a rank of one torch process group.
+Workers as Ray actors, each a rank of one torch process group.
 
 Each actor builds its worker from a function that the driver sends by reference. A worker that
 raises or dies ends all of them, since the others may wait for it in a collective.

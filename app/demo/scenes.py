@@ -8,7 +8,6 @@ are longer than the budget. The same seed gives the same bytes.
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +51,7 @@ class Shape:
 def write_data(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
     """
     Write `train.jsonl` and `val.jsonl` (dense captions), `messages.jsonl`, and their images under
-    *folder*; for reinforcement learning `repeat.jsonl`, `count.jsonl` and `colours.jsonl`.
+    *folder*; for reinforcement learning `repeat.jsonl` and `colours.jsonl`.
 
     Args:
         folder: Made if missing.
@@ -66,8 +65,8 @@ def write_data(folder: Path, *, seed: int, num_train: int, num_val: int) -> None
         _write_lines(folder / f"{split}.jsonl", [dense for dense, _ in records])
         if split == "train":
             _write_lines(folder / "messages.jsonl", [messages for _, messages in records])
-    for name, task in (("repeat", _to_repeat), ("count", _to_count)):
-        _write_lines(folder / f"{name}.jsonl", [task(random.Random(f"{seed} {name} {n}")) for n in range(num_train)])  # noqa: S311
+    repeated = [_to_repeat(random.Random(f"{seed} repeat {n}")) for n in range(num_train)]  # noqa: S311  # no secret
+    _write_lines(folder / "repeat.jsonl", repeated)
     drawn = (random.Random(f"{seed} colour {n}") for n in range(num_train))  # noqa: S311  # no secret
     _write_lines(folder / "colours.jsonl", [_to_name(folder, rng, number) for number, rng in enumerate(drawn)])
 
@@ -90,18 +89,8 @@ def _to_name(folder: Path, rng: random.Random, number: int) -> dict[str, Any]:
 
 def _to_repeat(rng: random.Random) -> dict[str, Any]:
     """Return a task of text whose answer can be verified: to repeat some words."""
-    words = [rng.choice([*COLOURS, *SHAPES]) for _ in range(1 + min(int(rng.expovariate(0.25)), 15))]
-    return _task(f"Repeat: {' '.join(words)}", words)
-
-
-def _to_count(rng: random.Random) -> dict[str, Any]:
-    """Return a task whose answers have from 1 to 390 words: to say one so many times."""
-    count = round(math.exp(rng.uniform(0, math.log(390))))
-    return _task(f"Say blue {count} times.", ["blue"] * count)
-
-
-def _task(question: str, words: list[str]) -> dict[str, Any]:
-    turns = (("user", question), ("assistant", " ".join(words)))
+    words = " ".join(rng.choice([*COLOURS, *SHAPES]) for _ in range(1 + min(int(rng.expovariate(0.25)), 15)))
+    turns = (("user", f"Repeat: {words}"), ("assistant", words))
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 

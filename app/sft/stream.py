@@ -1,6 +1,5 @@
 """
-The rollout variant: packs that come as samples come, from data mixed again each epoch, or answered
-by the model itself.
+The rollout variant: packs that come as samples come, from data mixed again each epoch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from packplan.app.planning.log_lines import log_plan
 from packplan.app.planning.schedule import batch_of, forced_batches
 from packplan.app.planning.split import plan_split, require_agreement, require_writable
 from packplan.app.sft.outcome import interruption_logged, log_outcome
-from packplan.app.wiring.functions import named_function
 from packplan.app.wiring.gather import gather
 from packplan.app.wiring.mixes import mixes_of
 from packplan.app.wiring.stores import records_of
@@ -36,7 +34,6 @@ from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray
 from packplan.core.mixes import schedule
 from packplan.core.ports import RankGroup
-from packplan.core.rl import REWARDS, Reward, Sampling
 from packplan.core.shuffling import shuffled
 from packplan.core.stream import Order, StreamProgress, StreamState
 
@@ -114,7 +111,6 @@ def _prepare(
         samples=gathered.samples,
         planned=planned,
         order=order,
-        rollout=_rollout(config),
         start=start,
         resume_state=resume_state,
     )
@@ -203,16 +199,3 @@ def _order(config: RunConfig) -> tuple[Order, tuple[str, ...]]:
         return indices
 
     return mixed, mixes.files
-
-
-def _rollout(config: RunConfig) -> tuple[Reward, Sampling] | None:
-    """
-    Return the reward and the sampling of answers, or None if the data are trained as they are.
-    """
-    custom = config.custom
-    if custom.rollout_reward is None:
-        return None
-    sampling = Sampling(
-        custom.rollout_completions, custom.rollout_keep, custom.rollout_max_new_tokens, custom.rollout_temperature
-    )
-    return named_function(custom.rollout_reward, REWARDS, key="custom.rollout_reward"), sampling

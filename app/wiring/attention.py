@@ -15,7 +15,6 @@ from packplan.app.wiring.commands import CommandRun
 from packplan.core.config import RunConfig
 from packplan.core.equality import (
     AUTO,
-    NATIVE,
     PROBE_VERSION,
     VARLEN,
     AttentionChoice,
@@ -41,7 +40,6 @@ def attention_by(config: RunConfig, verdict: PackingVerdict | None, *, on_cpu: b
     return choose_attention(
         config.model.attn_impl,
         verdict,
-        context_parallel_size=config.policy.context_parallel_size,
         flash_installed=find_spec("flash_attn") is not None,
         on_cpu=on_cpu,
     )
@@ -63,15 +61,6 @@ def needs_verdict(config: RunConfig, *, packed: bool) -> bool:
     return not isinstance(config, CommandRun) and (packed or config.model.attn_impl in (AUTO, VARLEN))
 
 
-def asked_attention(config: RunConfig) -> str:
-    """
-    Return the attention that the model is asked about; ranks that share rows attend by one that is
-    made of transformers' own.
-    """
-    asked, shares_rows = config.model.attn_impl, config.policy.context_parallel_size > 1
-    return NATIVE if asked == AUTO and shares_rows else asked
-
-
 def verdict_key(config: RunConfig) -> Fingerprint:
     """
     Return everything that the verdict on a run's model depends on; ConfigError if its folder does
@@ -81,7 +70,7 @@ def verdict_key(config: RunConfig) -> Fingerprint:
     return Fingerprint(
         {
             "config.json": config_digest(config.model),
-            "model.attn_impl": asked_attention(config),
+            "model.attn_impl": config.model.attn_impl,
             "model.trust_remote_code": config.model.trust_remote_code,
             "probe": PROBE_VERSION,
             **packages,

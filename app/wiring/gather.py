@@ -1,5 +1,5 @@
 """
-A run's samples, stores and policies, gathered for every command that plans, trains or verifies.
+A run's samples and stores, gathered for every command that plans, trains or verifies.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import glob
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 import attrs
 
@@ -22,8 +23,10 @@ from packplan.core.config import CustomConfig, ModelConfig, RunConfig
 from packplan.core.errors import ConfigError, DataSetError, Fault
 from packplan.core.samples import DataEntry, draw_records, is_place, parse_entry, without_credentials
 
+Run = TypeVar("Run", bound=RunConfig)
 
-def with_inputs(config: RunConfig) -> RunConfig:
+
+def with_inputs(config: Run) -> Run:
     """
     Return a run whose model is a folder, if a cache holds it, and whose data are files.
 

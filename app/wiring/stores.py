@@ -14,10 +14,9 @@ from pathlib import Path
 
 from packplan.adapters import files
 from packplan.adapters.config.devices import device_faults, surely_without_gpu
-from packplan.adapters.config.run import load_config, load_mixes
-from packplan.adapters.config.trainer_keys import TrainerKey, lacking, stored_keys
+from packplan.adapters.config.run import load_config, load_mixes, load_rl_config
+from packplan.adapters.config.trainer_keys import GRPO_TABLE, TrainerKey, lacking, stored_keys
 from packplan.adapters.model_folder import model_faults
-from packplan.adapters.policy_folder import PolicyFolder
 from packplan.adapters.ranks import environment
 from packplan.adapters.samples.files import file_faults, open_records
 from packplan.adapters.stores.continued import DiskContinuation
@@ -27,26 +26,35 @@ from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.adapters.trainer.checkpoints import newest_whole, read_resume_state, read_visits
 from packplan.app.planning.split import Stores
 from packplan.app.wiring.inputs import records_cache, with_inputs
-from packplan.core.config import RunConfig
+from packplan.core.config import RlConfig, RunConfig
 from packplan.core.errors import ConfigError, Fault, NotBuiltError, OutputError, RunError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import Records
 from packplan.core.schedule import Continuation, ResumeState, Visits
 
 
-def read_config(path: str | Path, overrides: Sequence[str] = (), *, rl: bool = False) -> RunConfig:
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     Read a run's YAML, and make what it names ready: models and data of hubs, data that are drawn.
 
     Args:
         path: The YAML.
         overrides: Values for single keys, as `training.learning_rate=1e-4`, in place of the YAML's.
-        rl: Whether the run is one of reinforcement learning.
 
     Raises:
         ConfigError: All faults of the configuration.
     """
-    return with_inputs(load_config(path, trainer_keys(), overrides=overrides, rl=rl))
+    return with_inputs(load_config(path, trainer_keys(), overrides=overrides))
+
+
+def read_rl_config(path: str | Path, overrides: Sequence[str] = ()) -> RlConfig:
+    """Read the YAML of a run of reinforcement learning, as `read_config` does."""
+    keys = stored_keys(GRPO_TABLE)
+    if keys is None:
+        from packplan.app.wiring.grpo import installed_keys
+
+        keys = installed_keys()
+    return with_inputs(load_rl_config(path, keys, overrides=overrides))
 
 
 def trainer_keys() -> Mapping[str, TrainerKey]:
@@ -216,11 +224,6 @@ def records_of(config: RunConfig, split: str) -> Records:
     return open_records(paths, cache=records_cache(config))
 
 
-def open_policy_folder(config: RunConfig) -> PolicyFolder:
-    """Return the folder of the log and the policies of a run of reinforcement learning."""
-    return PolicyFolder(config.training.output_dir)
-
-
 def page_target(path: Path) -> Path:
     """
     Return the file of a page, or the target of a link; ConfigError if the page replaced something
@@ -289,9 +292,10 @@ def remove_slices(config: RunConfig, split: str) -> None:
 
 
 @contextlib.contextmanager
-def training_alone(folder: Path) -> Iterator[None]:
+def training_alone(folder: Path, *, key: str = "training.output_dir") -> Iterator[None]:
     """
-    Make a folder, and keep other runs from training into it until the block ends.
+    Make a folder, which a *key* names, and keep other runs from training into it until the block
+    ends.
 
     Raises:
         ConfigError: Another run does so now, and both would write the same checkpoints.
@@ -300,7 +304,7 @@ def training_alone(folder: Path) -> Iterator[None]:
 
     def refuse() -> str:
         reason = f"is {folder}, which another run trains into: both would write its checkpoints; name another folder"
-        raise ConfigError.at("training.output_dir", reason)
+        raise ConfigError.at(key, reason)
 
     with files.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

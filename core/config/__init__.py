@@ -12,9 +12,7 @@ from packplan.core.config.keys import key_of, keys_of
 from packplan.core.config.planning import configured_inputs, plan_policy, stream_inputs
 from packplan.core.config.ranks import OWN, PATHS, flat_values, rank_differences, run_values
 from packplan.core.config.remedies import LESS_DROPPED, with_remedy
-from packplan.core.config.rl import GrpoConfig
-from packplan.core.config.rl_faults import rl_faults
-from packplan.core.config.rl_resume import changed_settings, resume_faults, resume_values
+from packplan.core.config.rl import PolicyConfig, RlConfig, rl_faults
 from packplan.core.config.run import (
     REFUSED_TRAINING_KEYS,
     TUNERS,
@@ -35,13 +33,13 @@ __all__ = [
     "TUNERS",
     "UNCOMPARED",
     "CustomConfig",
-    "GrpoConfig",
     "ModelConfig",
     "PathText",
+    "PolicyConfig",
+    "RlConfig",
     "RunConfig",
     "TemplateConfig",
     "TrainingConfig",
-    "changed_settings",
     "closest",
     "configured_inputs",
     "faults",
@@ -50,8 +48,6 @@ __all__ = [
     "keys_of",
     "plan_policy",
     "rank_differences",
-    "resume_faults",
-    "resume_values",
     "rl_faults",
     "run_identity",
     "run_values",

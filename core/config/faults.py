@@ -61,7 +61,7 @@ def tuners_of(name: str) -> tuple[str, ...]:
 def faults(config: RunConfig) -> Iterator[Fault]:
     """Yield everything wrong with a configuration that its types cannot express."""
     yield from key_faults(config)
-    yield from _data_faults(config.custom)
+    yield from data_faults(config.custom)
     yield from _source_faults(config.custom)
     yield from _split_faults(config.custom)
     yield from _video_faults(config.template)
@@ -77,7 +77,7 @@ def faults(config: RunConfig) -> Iterator[Fault]:
         yield Fault("template.max_length", "is not set, and it is the budget of a pack: set it to a number of tokens")
 
 
-def _data_faults(custom: CustomConfig) -> Iterator[Fault]:
+def data_faults(custom: CustomConfig) -> Iterator[Fault]:
     """Yield faults in how data are named."""
     for files, entries in (("train_jsonl", "dataset"), ("val_jsonl", "val_dataset")):
         if getattr(custom, files) and getattr(custom, entries):
@@ -160,8 +160,6 @@ def _mode_faults(config: RunConfig) -> Iterator[Fault]:
         yield from _rollout_faults(config)
         return
     default_buffer = attrs.fields(TrainingConfig).packing_buffer.default
-    if custom.rollout_reward is not None:
-        yield Fault("custom.rollout_reward", "is of the rollout variant: set custom.trainer_variant: rollout")
     if training.packing and training.packing_mode == "dynamic":
         yield Fault(
             "training.packing_mode",
@@ -223,11 +221,6 @@ def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
         yield from _endless_faults(training)
     if custom.fusion_config is not None and custom.train_jsonl:
         yield Fault("custom.fusion_config", "and custom.train_jsonl both name the data: remove one")
-    if custom.rollout_reward is not None and training.trainer.get("dataloader_num_workers"):
-        reason = "would answer prompts in processes without the model: set it to 0"
-        yield Fault("training.dataloader_num_workers", reason)
-    if custom.rollout_keep > custom.rollout_completions:
-        yield Fault("custom.rollout_keep", "is more than custom.rollout_completions: lower it")
 
 
 def _unread_by_streams(config: RunConfig) -> Iterator[Fault]:

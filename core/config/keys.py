@@ -55,9 +55,6 @@ class Key:
     to plan its evaluation alone.
     """
 
-    rl: bool = False
-    """Whether `packplan rl` reads the key, in a section that other commands read too."""
-
 
 def about(**facts: Any) -> dict[Any, Any]:
     """Return the metadata of a field whose key has these fields of `Key`."""

@@ -42,13 +42,8 @@ def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None)
 
 
 def stream_inputs(config: RunConfig) -> dict[str, Value]:
-    """Return the settings that decide a stream's packs and answers, by key."""
-    training, custom = config.training, config.custom
-    answers = (
-        {}
-        if custom.rollout_reward is None
-        else attrs.asdict(custom, filter=lambda field, _: field.name.startswith("rollout_"))
-    )
+    """Return the settings that decide a stream's packs, by key."""
+    training = config.training
     return {
         "template.max_length": config.packing_length,
         "training.seed": training.seed,
@@ -57,7 +52,6 @@ def stream_inputs(config: RunConfig) -> dict[str, Value]:
         "training.packing_drop_last": training.packing_drop_last,
         "training.packing_allow_single_long": training.packing_allow_single_long,
         "training.tuner_type": training.tuner_type,
-        **{f"custom.{name}": str(value) for name, value in answers.items()},
     }
 
 

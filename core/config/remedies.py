@@ -14,10 +14,7 @@ _MEASURE_AGAIN = "restore it, or use another training.output_dir to measure and 
 
 _REMEDIES: Mapping[str, str] = MappingProxyType(
     {
-        "over_budget": "raise train_mb_tokens and logprob_mb_tokens to at least {widest:,}",
-        "uneven_shards": "set policy.sequence_packing.enabled: true, which fills up",
         "batch_size": "set training.effective_batch_size to {nearest}",
-        "whole_batch_loss": "set policy.sequence_packing.enabled: false and policy.dynamic_batching.enabled: false",
         "all_skipped": "set training.packing_allow_single_long: true",
         "all_dropped": "set training.packing_drop_last: false to train all of them",
         "dropped_tokens": "set training.packing_drop_last: false to train all of them",

@@ -28,7 +28,6 @@ from packplan.core.config.keys import (
     share,
     share_below_1,
 )
-from packplan.core.config.rl import GrpoConfig, PolicyConfig
 from packplan.core.equality import BACKENDS
 from packplan.core.packers import ALGORITHMS
 from packplan.core.samples import READ, parse_entry, without_credentials
@@ -204,7 +203,7 @@ class TemplateConfig:
 class CustomConfig:
     """`custom.`: the data, and the variant of the trainer."""
 
-    train_jsonl: tuple[PathText, ...] = key((), lengths="otherwise", rl=True)
+    train_jsonl: tuple[PathText, ...] = key((), lengths="otherwise")
     """
     Data files or patterns (`data/*.parquet`): JSON Lines, JSON arrays, CSV, also compressed (.gz,
     .zst), Parquet, folders of `datasets.save_to_disk` or of shards. Also at places, as `s3://…`:
@@ -267,10 +266,10 @@ class CustomConfig:
     trainer_variant: Literal["sft", "rollout"] = key("sft", plan=True)
     """`sft`: Stage-1, from static plans; `rollout` packs during training."""
 
-    object_field_order: Literal["desc_first", "geometry_first"] = key("desc_first", lengths="value", rl=True)
+    object_field_order: Literal["desc_first", "geometry_first"] = key("desc_first", lengths="value")
     """Order of description and geometry in dense captions."""
 
-    use_summary: bool = key(False, lengths="value", rl=True)
+    use_summary: bool = key(False, lengths="value")
     """Answer dense captions with their summary."""
 
     max_line_bytes: int = key(2**20, neither=_LIMITS, check=at_least(1))
@@ -294,7 +293,7 @@ class CustomConfig:
     literal_image_tags: bool = key(False, neither=_LIMITS)
     """`true` lets `<image>` stand as text in records without images; unset, these are refused."""
 
-    columns: dict[str, str] = key(attrs.Factory(dict), lengths="value", rl=True, check=one_of(sorted(READ)))
+    columns: dict[str, str] = key(attrs.Factory(dict), lengths="value", check=one_of(sorted(READ)))
     """The data's keys -> names of records, as `{q: query, a: response}`."""
 
     on_bad_record: Literal["stop", "skip"] = key(
@@ -316,42 +315,24 @@ class CustomConfig:
     whatever order and data they are.
     """
 
-    records_cache: PathText | None = key(None, neither=_COPIES, rl=True)
+    records_cache: PathText | None = key(None, neither=_COPIES)
     """
     Folder for copies of files at places, of Parquet and of compressed files, written once; unset,
     `records` in `training.output_dir`.
     """
 
-    media_cache: PathText | None = key(None, neither=_COPIES, rl=True)
+    media_cache: PathText | None = key(None, neither=_COPIES)
     """
     Folder for images and videos at places (`https://`, `s3://`, `gs://`, `hf://`, `az://`), fetched
     once, so that training needs no network; runs may share it. Unset, places are refused.
     """
-
-    rollout_reward: str | None = key(None, neither=_STREAMS)
-    """
-    Score of the model's own answers, the best of which the rollout variant trains: one of
-    `core.rl.REWARDS`, or `module:function`. Unset, the data are trained as they are.
-    """
-
-    rollout_completions: int = key(4, neither=_STREAMS, check=at_least(1))
-    """Answers to a prompt."""
-
-    rollout_keep: int = key(1, neither=_STREAMS, check=at_least(1))
-    """Best answers to a prompt that are trained."""
-
-    rollout_max_new_tokens: int = key(64, neither=_STREAMS, check=at_least(1))
-    """Tokens of an answer."""
-
-    rollout_temperature: float = key(1.0, neither=_STREAMS, check=above_0)
-    """Sampling temperature; above 0."""
 
 
 @attrs.frozen(kw_only=True)
 class TrainingConfig:
     """`training.`: packing, batches and the trainer."""
 
-    output_dir: PathText = attrs.field(metadata=about(neither="decides where results are kept", rl=True))
+    output_dir: PathText = attrs.field(metadata=about(neither="decides where results are kept"))
     """Folder of checkpoints, logs and plans."""
 
     packing: bool = key(True, plan=True)
@@ -519,10 +500,10 @@ class TrainingConfig:
     a sample's n supervised tokens weighs n ** -0.5).
     """
 
-    seed: int = key(42, plan=True, rl=True, check=seed_number)
+    seed: int = key(42, plan=True, check=seed_number)
     """Seed of weights, dropout, and each epoch's order of packs."""
 
-    resume_from_checkpoint: PathText | None = key(None, neither=TRAINS, rl=True)
+    resume_from_checkpoint: PathText | None = key(None, neither=TRAINS)
     """Folder of a checkpoint, or `last` for the newest whole one of `output_dir`."""
 
     continue_from: PathText | None = key(
@@ -539,22 +520,22 @@ class TrainingConfig:
     or the next one.
     """
 
-    tuner_type: Tuner = key("full", plan=True, rl=True)
+    tuner_type: Tuner = key("full", plan=True)
     """
     Train all weights, low-rank adapters, or what another of ms-swift's tuners adds; `dummy` trains
     what the model's loader leaves unfrozen.
     """
 
-    lora_rank: int = key(8, neither=TUNES, rl=True, check=at_least(1))
+    lora_rank: int = key(8, neither=TUNES, check=at_least(1))
     """Rank of adapters."""
 
-    lora_alpha: float = key(32.0, neither=TUNES, rl=True, check=at_least(1))
+    lora_alpha: float = key(32.0, neither=TUNES, check=at_least(1))
     """Adapters' outputs are scaled by this over their rank."""
 
-    lora_dropout: float = key(0.05, neither=TUNES, rl=True, check=share_below_1)
+    lora_dropout: float = key(0.05, neither=TUNES, check=share_below_1)
     """Dropout of adapters' inputs, from 0 to below 1."""
 
-    target_modules: tuple[str, ...] = key(("all-linear",), neither=TUNES, rl=True)
+    target_modules: tuple[str, ...] = key(("all-linear",), neither=TUNES)
     """Modules with adapters: names, `all-linear` or `all-embedding`."""
 
     target_regex: str | None = key(None, neither=TUNES, check=pattern)
@@ -588,13 +569,13 @@ class TrainingConfig:
     lorap_lr_ratio: float | None = key(None, neither=TUNES, check=above_0)
     """Learning rate of an adapter's second matrix over its first's (LoRA+)."""
 
-    freeze_llm: bool = key(False, plan=True, rl=True)
+    freeze_llm: bool = key(False, plan=True)
     """Freeze the language model."""
 
-    freeze_vit: bool = key(False, plan=True, rl=True)
+    freeze_vit: bool = key(False, plan=True)
     """Freeze the vision tower."""
 
-    freeze_aligner: bool = key(False, neither=TUNES, rl=True)
+    freeze_aligner: bool = key(False, neither=TUNES)
     """Freeze the weights between the two."""
 
     freeze_parameters: tuple[str, ...] = key((), neither=TUNES)
@@ -612,9 +593,7 @@ class TrainingConfig:
     trainable_parameters_regex: str | None = key(None, neither=TUNES, check=pattern)
     """Pattern of names of trained weights, whatever is frozen."""
 
-    trainer: Mapping[str, Any] = attrs.field(
-        factory=dict, converter=_read_only, metadata=about(neither=TRAINS, rl=True)
-    )
+    trainer: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only, metadata=about(neither=TRAINS))
     """
     Any other key of ms-swift's `Seq2SeqTrainingArguments`, so of transformers, and of its tuners
     (`boft_block_size`), passed unchanged; its type is checked.
@@ -665,8 +644,6 @@ class RunConfig:
     template: TemplateConfig
     custom: CustomConfig
     training: TrainingConfig
-    policy: PolicyConfig = attrs.field(factory=PolicyConfig)
-    grpo: GrpoConfig = attrs.field(factory=GrpoConfig)
 
     global_max_length: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
     """Tokens; sets `template.max_length` and `model.max_model_len` where these are unset."""

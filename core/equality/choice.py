@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import attrs
 
-from packplan.core.equality.names import AUTO, FLASH_BACKENDS, FLEX, MASKED, NATIVE, SHARED_ROWS, VARLEN
+from packplan.core.equality.names import AUTO, FLASH_BACKENDS, FLEX, MASKED, NATIVE, VARLEN
 from packplan.core.equality.verdict import PackingVerdict
 from packplan.core.errors import ModelError
 
@@ -20,7 +20,7 @@ class AttentionChoice:
     """The attention that a run takes, and the reason."""
 
     name: str
-    """`varlen`, `masked`, `context_parallel`, or a name of transformers' own."""
+    """`varlen`, `masked`, or a name of transformers' own."""
 
     why: str = ""
     """Why this one, as a clause."""
@@ -46,7 +46,7 @@ class AttentionChoice:
     @property
     def backend(self) -> str:
         """The attention of transformers that the model is loaded with."""
-        return self.native if self.name in (VARLEN, MASKED, SHARED_ROWS) else self.name
+        return self.native if self.name in (VARLEN, MASKED) else self.name
 
     def __str__(self) -> str:
         return f"{self.name}: {self.why}"
@@ -56,7 +56,6 @@ def choose_attention(
     attn_impl: str,
     verdict: PackingVerdict | None,
     *,
-    context_parallel_size: int = 1,
     flash_installed: bool = True,
     on_cpu: bool = False,
 ) -> AttentionChoice:
@@ -66,7 +65,6 @@ def choose_attention(
     Args:
         attn_impl: Value of `attn_impl`.
         verdict: Verdict on the model; None where it was not asked, or not yet.
-        context_parallel_size: Ranks that share a packed row.
         flash_installed: Whether the package flash-attn is installed.
         on_cpu: Whether the model trains on a CPU.
 
@@ -78,17 +76,10 @@ def choose_attention(
     >>> choose_attention("flash_attention_2", None, on_cpu=True).leak
     'flash attention runs on a GPU alone'
     """
-    shares_rows = context_parallel_size > 1
     passes = verdict is not None and verdict.passes
     leak = _not_here(attn_impl, flash_installed=flash_installed, on_cpu=on_cpu)
-    if leak is None and verdict is not None:
-        leak = _not_apart(verdict, shares_rows=shares_rows)
-    if attn_impl in (AUTO, VARLEN) and shares_rows:
-        shared = f"context_parallel_size is {context_parallel_size}"
-        why = f"{shared}, and ranks that share rows have an attention of their own"
-        if attn_impl == VARLEN:
-            raise ModelError.attention(VARLEN, why)
-        return AttentionChoice(SHARED_ROWS, f"attn_impl is {AUTO}, and {why}", verdict=verdict, leak=leak)
+    if leak is None and verdict is not None and not passes:
+        leak = verdict.reason
     if attn_impl == VARLEN and verdict is not None and not passes:
         raise ModelError.attention(VARLEN, verdict.reason)
     why = "attn_impl names it" if attn_impl != AUTO else f"attn_impl is {AUTO}"
@@ -113,13 +104,4 @@ def _not_here(attn_impl: str, *, flash_installed: bool, on_cpu: bool) -> str | N
         return "flash attention runs on a GPU alone"
     if attn_impl == FLEX and on_cpu:
         return "flex attention has no backward pass on a CPU"
-    return None
-
-
-def _not_apart(verdict: PackingVerdict, *, shares_rows: bool) -> str | None:
-    """Return why samples may not share packs; None if they may."""
-    if not verdict.passes:
-        return verdict.reason
-    if shares_rows and (verdict.split or verdict.follows_rows):
-        return "its layers have to know the whole row, which context_parallel_size shares among ranks"
     return None

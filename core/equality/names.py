@@ -16,9 +16,6 @@ fit.
 NATIVE = "sdpa"
 """Default attention of transformers. It computes references if it is exact."""
 
-SHARED_ROWS = "context_parallel"
-"""Attention of ranks that share a row. Outside of shared rows, the model attends by `NATIVE`."""
-
 FLEX = "flex_attention"
 
 FLASH_BACKENDS = ("flash_attention_2", "flash_attention_3", "flash_attn")

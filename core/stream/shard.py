@@ -24,13 +24,10 @@ from packplan.core.stream.carry import CarryOptions, pack_buffer
 
 @attrs.frozen
 class Item:
-    """Sample of an epoch: a record, or an answer to its prompt."""
+    """Sample of an epoch."""
 
     place: int
     """Place of the record in the epoch's order, from 0."""
-
-    text: str | None = None
-    """Answer of the model; None trains the record as it is."""
 
     length: int = 0
     """Tokens of the sample; 0 until it is encoded."""

@@ -266,7 +266,8 @@ def test_a_typo_is_refused_without_torch_and_without_swift(tmp_path):
     ]
     for key, override in (("lerning_rate", []), ("learning_rate", ["training.packing_bufer=1"])):
         run = run_of(tmp_path, key=key)
-        calls += [[f"packplan.app.{name}", run, *override] for name in ("sft", "check", "rl.__main__")]
+        calls += [[f"packplan.app.{name}", run, *override] for name in ("sft", "check")]
+        calls += [["packplan.app.rl", run, "grpo.max_step=1"]]
         calls += [[PLAN, name, run, *override] for name in ("build", "show", "whatif", "verify")]
         calls += [[PLAN, "report", run, "-o", "p.html", *override], [PLAN, "diff", run, run, *override]]
 
@@ -299,7 +300,7 @@ def test_every_help_answers_without_torch_and_without_swift():
     from packplan.app.plan.__main__ import COMMANDS
 
     found = programs()
-    assert {f"packplan.app.{name}" for name in ("sft", "check", "rl.__main__", "demo.__main__")} <= {*found}
+    assert {f"packplan.app.{name}" for name in ("sft", "check", "rl", "demo.__main__")} <= {*found}
     calls = [[name] for name in ("packplan.app.__main__", *found, "benchmarks.__main__")]
     calls += [["tools.models"], ["tools.configuration"], *([PLAN, name] for name in COMMANDS)]
     calls += [["benchmarks.__main__", name] for name in BENCHMARKS]

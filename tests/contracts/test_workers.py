@@ -1,24 +1,23 @@
-"""Workers of reinforcement learning: ranks and Ray actors do the same, and say why one failed."""
+"""Workers: ranks and Ray actors do the same, and say why one failed."""
 
 from __future__ import annotations
 
-import json
 import time
+from functools import partial
 from pathlib import Path
 
 import attrs
+import numpy as np
 import pytest
 
 from packplan.core.errors import DataSetError, RunError
+from tests.contracts import page_policy
 from tests.faults import parents
 from tests.processes import Started, descendants, each_ends, end, finished, lives, wait_for
-from tests.stored import asked
 
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 240
-
-TIMES = {"generate_s", "logprob_s", "train_s"}
 
 
 @attrs.frozen
@@ -87,32 +86,22 @@ def test_one_process_is_a_worker():
     workers.close()
 
 
-def test_ranks_and_ray_give_the_same(server, driver, write_rl, tmp_path):
-    """The same rollouts, losses and figures from two ranks and from two actors."""
-    from packplan.app.__main__ import main as packplan
-    from packplan.app.rl import __main__ as rl
+def test_the_policy_of_the_page_trains_alike_on_all_workers(server, driver, demo, tmp_path, monkeypatch):
+    """One worker, two ranks and two actors: losses of two steps, of which one updated weights."""
+    from packplan.adapters.workers.ray import RayWorkers
 
-    grpo, policy = (
-        {"num_steps": 1, "kl_coefficient": 0.01},
-        {"sequence_packing": {"enabled": True, "train_mb_tokens": 200}, "sharding": "fsdp2"},
-    )
-    ranks = server.ranks(
-        2, rl.main, [str(asked(write_rl("ranks", policy=policy, grpo=grpo), rl=True))], folder=tmp_path / "logs"
-    )
-    run = str(asked(write_rl("ray", policy=policy, grpo=grpo), rl=True))
-    env = {"RAY_ADDRESS": driver.address}
-    ray = server.start(packplan, ["rl", run, "--ray-workers", "2"], log=tmp_path / "ray.log", env=env)
-    assert [0, 0, 0] == finished([*ranks, ray])
+    folder = str(demo / "models" / "qwen2")
+    ranks = server.ranks(2, page_policy.main, folder, str(tmp_path), folder=tmp_path / "logs")
+    expected = page_policy.trained(page_policy.shown().on_ranks(folder))
+    monkeypatch.setenv("RAY_ADDRESS", driver.address)
+    workers = RayWorkers(partial(page_policy.shown().Policy, folder), num_workers=2)
+    of_actors = page_policy.trained(workers)
+    workers.close()
 
-    ours, theirs = (
-        [json.loads(line) for line in (tmp_path / name / "rl.jsonl").read_text().splitlines()]
-        for name in ("ranks", "ray")
-    )
-    assert 1 == len(ours)
-    assert TIMES <= set(ours[0])
-    assert [{k: v for k, v in entry.items() if k not in TIMES} for entry in ours] == [
-        {k: v for k, v in entry.items() if k not in TIMES} for entry in theirs
-    ]
+    assert [0, 0] == finished(ranks)
+    assert expected[0] != expected[1]
+    assert pytest.approx(expected, rel=1e-5) == of_actors
+    assert [of_actors] * 2 == [np.load(tmp_path / f"{rank}.npy").tolist() for rank in range(2)]
 
 
 def test_actors_are_ranks_of_one_group(ray_workers):

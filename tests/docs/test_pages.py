@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import yaml
 
-from packplan.adapters.config.run import RL_SECTIONS, parse_config
-from packplan.adapters.config.trainer_keys import stored_keys
+from packplan.adapters.config.run import RL_SECTIONS, load_rl_config, parse_config
+from packplan.adapters.config.trainer_keys import GRPO_TABLE, stored_keys
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.__main__ import COMMANDS
@@ -263,18 +263,25 @@ def test_every_key_is_on_the_page():
         assert stale != page == rewritten(stale)
 
 
-def test_yaml_that_is_shown_is_a_run():
+def test_yaml_that_is_shown_is_a_run(tmp_path):
     """
     Every key is one, every value has its type; what a file that it extends brings may be missing.
     """
     for name, text in [(page.name, text) for page in PAGES for text in fences(page, "yaml")]:
         shown = yaml.safe_load(text)
         data = {} if {"fusion_config", "dataset"} & shown.get("custom", {}).keys() else {"train_jsonl": "a"}
-        base = {"model": {"model": "m"}, "template": {"max_length": 1}, "custom": data, "training": {"output_dir": "o"}}
+        base = {"model": {"model": "m"}, "custom": data}
+        rl = not shown.keys().isdisjoint(RL_SECTIONS)
+        base |= {"grpo": {"output_dir": "o", "reward_funcs": "m:f"}} if rl else {
+            "template": {"max_length": 1}, "training": {"output_dir": "o"},
+        }  # fmt: skip
         sections = {section: {**keys, **shown.pop(section, {})} for section, keys in base.items()}
         shown.pop("extends", None)
-        rl = not shown.keys().isdisjoint(RL_SECTIONS)
-        assert parse_config({**shown, **sections}, name, stored_keys(), rl=rl)
+        if not rl:
+            assert parse_config({**shown, **sections}, name, stored_keys())
+            continue
+        (tmp_path / name).write_text(yaml.safe_dump({**shown, **sections}))
+        assert load_rl_config(tmp_path / name, stored_keys(GRPO_TABLE))
 
 
 @pytest.fixture
@@ -292,8 +299,8 @@ def planned(tmp_path, monkeypatch) -> str:
     return plan_split(split, group=ScriptedGroup(), deadline=Deadline(1)).raw_checksum
 
 
-HOSTED = ("# train.py", "# see.py", "# read.py", "# prove.py", "# test_packing.py")
-"""First lines of files that need a trainer of others: tests/hosts run them."""
+HOSTED = ("# policy.py", "# train.py", "# see.py", "# read.py", "# prove.py", "# test_packing.py")
+"""First lines of files that need a trainer of others, or workers: other tests run them."""
 
 
 def test_python_that_is_shown_runs(planned):

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from packplan.app import measure, sft
+from packplan.app import measure, rl, sft
 from packplan.app.plan import __main__ as plan
-from packplan.app.rl import __main__ as rl
 from packplan.app.wiring.training import ranks
 
 COMMANDS = {"sft": sft.main, "plan": plan.main, "rl": rl.main, "measure": measure.main}

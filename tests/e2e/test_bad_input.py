@@ -28,6 +28,7 @@ from packplan.app import __main__ as packplan
 from packplan.app import sft
 from packplan.app.plan import __main__ as plan
 from packplan.app.wiring import training as wiring
+from packplan.app.wiring.stores import read_rl_config
 from packplan.core.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -287,7 +288,7 @@ def test_a_model_whose_files_do_not_go_together_is_named(copied_model, outcome, 
         (["check"], "two", "WORLD_SIZE: is 'two', but"),
         *(
             (words, "2", "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: are not set, but WORLD_SIZE is: start the ranks")
-            for words in (["sft"], ["plan", "build"], ["rl", "--overwrite"])
+            for words in (["sft"], ["plan", "build"], ["rl"])
         ),
     ],
 )
@@ -297,13 +298,13 @@ def test_wrong_variables_of_ranks_leave_everything_as_it_is(  # noqa: PLR0917  #
     """Every command names them before it reads, and removes nothing of an earlier run."""
     path = write_rl("run") if words[0] == "rl" else write_run("qwen2")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "rl.jsonl").write_text("kept")
+    (tmp_path / "run" / "kept").write_text("kept")
     monkeypatch.setenv("WORLD_SIZE", world_size)
 
     assert 2 == packplan.main([*words, str(path)])
 
     assert says in capfd.readouterr().err
-    assert ["rl.jsonl"] == [file.name for file in (tmp_path / "run").iterdir()]
+    assert ["kept"] == [file.name for file in (tmp_path / "run").iterdir()]
 
 
 def test_commands_that_join_no_ranks_read_no_variables_of_ranks(monkeypatch, capfd):
@@ -365,6 +366,5 @@ def test_a_store_that_does_not_fit_the_run_ends_it(write_run, tmp_path, execute,
 
 def test_yaml_that_is_shipped_is_valid():
     """What the pages run; `test_demo.py` runs the other one."""
-    assert wiring.read_config(ROOT / "app" / "count.yaml")
-    for name in ("rl", "rl_count", "rl_vision"):
-        assert wiring.read_config(ROOT / "app" / f"{name}.yaml", rl=True)
+    for name in ("rl", "rl_vision"):
+        assert read_rl_config(ROOT / "app" / f"{name}.yaml")

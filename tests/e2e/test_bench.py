@@ -405,26 +405,3 @@ def test_packs_of_one_sample_may_be_left_out_of_steps(capsys):
     assert random["alone"]["mean_step"] > 1.02 > ours["alone"]["mean_step"]
     assert all((row["floor"] is None) == (accumulation > 1) for (_, accumulation), row in found["long"].items())
     assert all((row["saved"] is None) == (aside == "alone") for aside, rows in found.items() for row in rows.values())
-
-
-@pytest.mark.slow
-def test_rollouts_are_measured_in_both_ways(document):
-    """Prompts one at a time and in batches; generation is a part of the steps' seconds."""
-    words = ["--kinds", "text", "--steps", "2", "--packs", "1", "--buffer", "8", "--max-new-tokens", "4"]
-    rows = document("rollouts", *words)["rows"]
-
-    assert ["one at a time", "in batches"] == [row["way"] for row in rows]
-    assert all(row["prompts"] % 4 == 0 < row["prompts"] for row in rows)
-    assert all(0 < row["generation_s"] < row["seconds"] for row in rows)
-
-
-@pytest.mark.slow
-def test_a_policy_is_trained_in_every_way(document, write_rl):
-    """Packed, dynamic and padded, on the same answers; packing computes the fewest positions."""
-    path = write_rl(policy={"sequence_packing": {"enabled": True}})
-    rows = document("policy", "--config", str(path), "--steps", "1", "--workers", "1")["rows"]
-
-    assert ["packed", "dynamic", "padded"] == [row["way"] for row in rows]
-    assert 1 == len({row["answer_tokens"] for row in rows})
-    assert rows[0]["positions"] < min(row["positions"] for row in rows[1:])
-    assert all(row["seconds"] > 0 < row["generate_seconds"] for row in rows)

@@ -37,7 +37,7 @@ def other_model(folder: Path, to: Path) -> Path:
     return to
 
 
-def test_ranks_that_were_given_different_runs_all_end_and_one_says_how(server, write_run, write_rl, demo, tmp_path):
+def test_ranks_that_were_given_different_runs_all_end_and_one_says_how(server, write_run, demo, tmp_path):
     """
     Status 2, in time, whatever would have parted them: keys, options, versions, and the weights of
     each command that trains. Rank 0 names each key with its values and ranks, and the others their
@@ -49,15 +49,13 @@ def test_ranks_that_were_given_different_runs_all_end_and_one_says_how(server, w
     changed = write_run("qwen2", name="changed", template={"max_length": 200}, training=keys, custom=val)
     stream_keys = {"max_steps": 2, "packing_mode": "dynamic"}
     streamed = write_run("qwen2", name="stream", custom={"trainer_variant": "rollout"}, training=stream_keys)
-    plain, reinforced = asked(write_run("qwen2")), asked(write_rl(), rl=True)
+    plain = asked(write_run("qwen2"))
     of_other = f"model.model={other}"
     cases = {
         "keys": ("sft", [[str(plain)], [str(changed)]]),
         "stream": ("sft", [[str(plain)], [str(streamed)]]),
         "weights": ("sft", [[str(plain)], [str(plain), of_other]]),
         "build": ("plan", [["build", str(plain), "--split", "train"], ["build", str(plain)]]),
-        "rl": ("rl", [[str(reinforced)], [str(reinforced), "grpo.temperature=0.5"]]),
-        "rl weights": ("rl", [[str(reinforced)], [str(reinforced), of_other]]),
     }
     ported = {name: (*case, free_port()) for name, case in cases.items()}
     both = server.ranks(2, different_runs_rank.main, ported, folder=tmp_path / "logs")
@@ -82,24 +80,20 @@ def test_ranks_that_were_given_different_runs_all_end_and_one_says_how(server, w
     assert 'custom.trainer_variant: "sft" on rank 0; "rollout" on rank 1' in said["stream"]
     numpy = f'version of numpy: "{different_runs_rank.installed("numpy")}" on rank 0; "0.0.1" on rank 1'
     assert ['--split: "train" on rank 0; absent on rank 1', numpy] == said["build"]
-    assert ["grpo.temperature: 1.0 on rank 0; 0.5 on rank 1"] == said["rl"]
-    for name in ("weights", "rl weights"):
-        (weight,) = said[name]
-        assert re.fullmatch(r"weight model\.norm\.weight: (float32 \[64\]) \w+ on rank 0; \1 \w+ on rank 1", weight)
+    (weight,) = said["weights"]
+    assert re.fullmatch(r"weight model\.norm\.weight: (float32 \[64\]) \w+ on rank 0; \1 \w+ on rank 1", weight)
 
 
 def test_no_rank_refuses_a_run_before_all_have_met(server, write_run, write_rl, text_jsonl, tmp_path):
     """Whatever the command and the rank: it says why, and so do the others instead of waiting."""
-    plain, reinforced = (str(asked(write_run("qwen2"))), str(asked(write_rl(), rl=True)))
+    plain, reinforced = str(asked(write_run("qwen2"))), str(write_rl())
     wrong, measured = "custom.train_jsonl=absent.jsonl", ["--config", plain, "-o"]
-    output = Path(training.read_config(reinforced, rl=True).training.output_dir)
-    (output / "rl.jsonl").touch()
     cases = {
         "sft": ("sft", [[plain, wrong], [plain]], "absent.jsonl"),
         "build": ("plan", [["build", plain], ["build", plain, wrong]], "absent.jsonl"),
         "time": ("plan", [["time", plain, "--calibrate", wrong], ["time", plain, "--calibrate"]], "absent.jsonl"),
         "measure": ("measure", [[*measured, "absent/a.parquet"], [*measured, str(tmp_path / "a.parquet")]], "absent/"),
-        "rl": ("rl", [[reinforced], [reinforced]], "holds rl.jsonl of an earlier run"),
+        "rl": ("rl", [[reinforced], [reinforced, wrong]], "absent.jsonl"),
     }
     ported = {name: (*case, free_port()) for name, (*case, _) in cases.items()}
     both = server.ranks(2, different_runs_rank.main, ported, folder=tmp_path / "logs")

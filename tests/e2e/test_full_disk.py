@@ -15,7 +15,6 @@ import torch
 
 from packplan.adapters.files import loading, saving, writing
 from packplan.app import sft
-from packplan.core.errors import OutputError
 
 pytestmark = pytest.mark.slow
 
@@ -37,22 +36,6 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_with_its_folder(small_disk,
     assert "Traceback" not in said
     assert (disk / "run" / "static_packing" / "train" / "raw_plan.json").exists()
     assert not list((disk / "run").glob("checkpoint-*/trainer_state.json"))
-
-
-def test_a_policy_that_does_not_fit_names_its_folder(small_disk, demo):
-    """Whichever worker saves it."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from packplan.adapters.workers.policy import PolicyWorker
-
-    worker = PolicyWorker.__new__(PolicyWorker)
-    folder = demo / "models" / "qwen2"
-    worker._rank, worker._model = 0, AutoModelForCausalLM.from_pretrained(folder)
-    worker._tokenizer = AutoTokenizer.from_pretrained(folder)
-    disk = small_disk(20_000)
-
-    with pytest.raises(OutputError, match=f"{disk}/policy cannot be written: .*os error 28"):
-        worker.save(str(disk / "policy"))
 
 
 def fork_beyond_memory():

@@ -1,6 +1,5 @@
 """
-Dynamic packing in training: every sample to one rank and worker, ranks that end together, rewards
-that rise.
+Dynamic packing in training: every sample to one rank and worker, ranks that end together.
 """
 
 from __future__ import annotations
@@ -287,55 +286,9 @@ def test_a_stream_that_teaches_nothing_is_an_error(write_run, tmp_path):
         run(path)
 
 
-def test_the_last_message_is_what_is_answered(write_rollout, tmp_path):
-    """Where there are several turns, all before it are the prompt, word for word as in training."""
-    from packplan.app.wiring import training as wiring
-
-    turns = [("user", "first"), ("assistant", "red"), ("user", "second"), ("assistant", "blue")]
-    path = write_turns(tmp_path / "turns.jsonl", turns)
-    samples = wiring.open_samples(wiring.read_config(write_rollout({"train_jsonl": path})))["train"]
-
-    prompt, whole = samples.prompt(0)["input_ids"], samples.encode(0)["input_ids"]
-
-    assert whole[: len(prompt)] == prompt
-    assert samples.template.tokenizer.decode(prompt).endswith(
-        "<|im_start|>user\nsecond<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert "blue" == samples.answer(0)
-    assert samples.template.tokenizer.decode(samples.encode(0, answer="green")["input_ids"]).count("red") == 1
-
-
-REWARDS = """
-number = 5
-def boom(completion, answer): raise KeyError("gone")
-def nothing(completion, answer): return None
-def nan(completion, answer): return float("nan")
-def one(completion): return 1.0
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("number", "no function"),
-        ("boom", r"fails on an answer to .*line \d+: KeyError"),
-        ("nothing", "fails on an answer to .*TypeError"),
-        ("nan", "gives nan for an answer to"),
-        ("one", "fails on an answer to .*positional argument"),
-    ],
-)
-def test_a_reward_of_ones_own_that_fails_is_named(write_rollout, tmp_path, monkeypatch, name, says):
-    """With the record, and as the user's to fix."""
-    (tmp_path / "my_rewards.py").write_text(REWARDS)
-    monkeypatch.syspath_prepend(tmp_path)
-
-    with pytest.raises(ConfigError, match=f"custom.rollout_reward.*{says}"):
-        run(write_rollout({"rollout_reward": f"my_rewards:{name}", "rollout_max_new_tokens": 4}))
-
-
 def test_a_mix_is_trained_in_its_shares(write_rollout, text_jsonl, tmp_path, monkeypatch):
     """Ratios of the mix, packed after it; another draw each epoch."""
-    from packplan.adapters.trainer.streams import rollouts
+    from packplan.adapters.trainer.streams.records import RecordStream
 
     other = tmp_path / "other.jsonl"
     other.write_text("".join(text_jsonl.read_text().splitlines(keepends=True)[:20]))
@@ -344,13 +297,13 @@ def test_a_mix_is_trained_in_its_shares(write_rollout, text_jsonl, tmp_path, mon
         yaml.safe_dump({"sources": [{"jsonl": str(text_jsonl), "ratio": 2}, {"jsonl": str(other), "ratio": 1}]})
     )
     taken = []
-    plain = rollouts.RecordStream.set_epoch
+    plain = RecordStream.set_epoch
 
     def noted(stream, epoch):
         plain(stream, epoch)
-        taken.append([stream.index(place) for place in range(len(stream))])
+        taken.append(stream._indices.tolist())
 
-    monkeypatch.setattr(rollouts.RecordStream, "set_epoch", noted)
+    monkeypatch.setattr(RecordStream, "set_epoch", noted)
     path = write_rollout({"fusion_config": str(mix)}, max_steps=12)
     document = yaml.safe_load(path.read_text())
     del document["custom"]["train_jsonl"]
@@ -362,140 +315,6 @@ def test_a_mix_is_trained_in_its_shares(write_rollout, text_jsonl, tmp_path, mon
         assert [30, 15] == [sum(index < 30 for index in indices), sum(index >= 30 for index in indices)]
         assert 45 == len(set(indices))
     assert taken[0] != taken[1]
-
-
-def test_the_reward_rises(write_rollout):
-    """The best of the model's own answers are trained, and its next answers are better."""
-    custom = {"rollout_reward": "character_overlap", "rollout_completions": 8, "rollout_max_new_tokens": 8}
-    _, _, history = run(write_rollout(custom, max_steps=10, effective_batch_size=4, learning_rate="5e-3"))
-
-    rewards = [entry["reward"] for entry in history if "reward" in entry]
-    kept = [entry["reward_kept"] for entry in history if "reward" in entry]
-    assert 10 == len(rewards)
-    assert all(best >= mean for best, mean in zip(kept, rewards, strict=True))
-    assert statistics.fmean(rewards[-4:]) > 1.15 * statistics.fmean(rewards[:4])
-
-
-def test_ranks_rewards_are_weighted_by_their_answers(server, write_rollout, tmp_path):
-    """
-    The mean of all answers of both ranks, of which one has two prompts and the other one; a step
-    that used no new answers has no reward.
-    """
-    from packplan.app import sft
-
-    turns = ([("user", "say"), ("assistant", "a " * number)] for number in (1, 2, 8))
-    custom = {"train_jsonl": write_turns(tmp_path / "prompts.jsonl", *turns),
-              "rollout_reward": "tests.fakes:words_of_answer", "rollout_keep": 4,
-              "rollout_max_new_tokens": 4}  # fmt: skip
-    run_yaml = write_rollout(custom, name="long", max_steps=2, packing_buffer=99, packing_drop_last=False)
-
-    assert [0, 0] == finished(server.ranks(2, sft.main, [str(asked(run_yaml))], folder=tmp_path / "logs"))
-    lines = map(json.loads, (tmp_path / "long" / "logging.jsonl").read_text().splitlines())
-    first, second = ({name: line[name] for name in line if "reward" in name} for line in lines if "loss" in line)
-    assert pytest.approx({"reward": 11 / 3, "reward_kept": 11 / 3}) == first
-    assert not second
-
-
-def test_a_model_that_sees_answers_too(write_run, demo):
-    """Prompts with images: generation goes past the hooks of training."""
-    custom = {"train_jsonl": str(demo / "data" / "messages.jsonl"), "trainer_variant": "rollout",
-              "rollout_reward": "exact_match", "rollout_max_new_tokens": 8}  # fmt: skip
-    keys = {"max_steps": 2, "packing_mode": "dynamic", "packing_buffer": 4, "packing_min_fill_ratio": "0.4"}
-    path = write_run("qwen3_vl", custom=custom, training=keys, template={"max_length": 400})
-
-    steps, _, history = run(path)
-
-    assert 2 == steps
-    assert all(0 <= entry["reward"] <= 1 for entry in history if "reward" in entry)
-
-
-def open_rollouts(path):
-    """Return the stream of a run whose model is ready, and the model."""
-    from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.app.sft import stream as rollout
-    from packplan.app.wiring import training as wiring
-
-    trainer = rollout._prepare(wiring.read_config(path), OneRank(), None)
-    return trainer.train_dataset.stream, trainer.model
-
-
-def greedy_answer(stream, model, index):
-    """Return the most likely answer to a prompt, from transformers, without a batch."""
-    import torch
-
-    from packplan.adapters.models import evaluating
-    from packplan.adapters.trainer.vision import model_media
-
-    prompt, template = stream.encoded.prompt(index), stream.encoded.template
-    ids = torch.tensor(prompt["input_ids"])[None]
-    with evaluating(model), template.generate_context():
-        answer = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            **model_media(model, prompt),
-            do_sample=False,
-            max_new_tokens=12,
-            pad_token_id=template.tokenizer.pad_token_id,
-        )
-    return template.tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True)
-
-
-@pytest.mark.parametrize("of", ["qwen2", "qwen2_5_vl", "qwen3_vl"])
-def test_prompts_are_answered_together_as_one_by_one(write_run, write_rollout, demo, tmp_path, of):
-    """
-    Word for word where sampling is almost greedy: short and long prompts, some with one image, with
-    several or none. Each step of generation computes one token a row, also with checkpointing.
-    """
-    custom = {"rollout_reward": "exact_match", "rollout_max_new_tokens": 12, "rollout_temperature": 1e-6,
-              "rollout_completions": 2}  # fmt: skip
-    if of == "qwen2":
-        turns = [[("user", f"say {number} " * (1 + 9 * (number == 3))), ("assistant", "a")] for number in range(10)]
-        custom["train_jsonl"] = write_turns(tmp_path / "prompts.jsonl", *turns)
-        path = write_rollout(custom, gradient_checkpointing=True)
-    else:
-        custom |= {"train_jsonl": str(demo / "data" / "messages.jsonl"), "trainer_variant": "rollout"}
-        keys = {"max_steps": 2, "packing_mode": "dynamic", "gradient_checkpointing": True}
-        path = write_run(of, custom=custom, training=keys, template={"max_length": 400})
-    stream, model = open_rollouts(path)
-    widths = []
-    model.register_forward_pre_hook(
-        lambda _, __, inputs: widths.append(tuple(inputs["input_ids"].shape)), with_kwargs=True
-    )
-
-    model.train()
-    together = stream.answers(range(10))
-
-    # Each prompt is read once, in few batches; the cache holds what was computed before.
-    batches = [rows for rows, tokens in widths if tokens > 1]
-    assert 10 == sum(batches) > len(batches)
-    assert {1} == {tokens for _, tokens in widths} - {tokens for rows, tokens in widths if tokens > 12}
-    assert len(widths) <= 12 * len(batches)
-    expected = [greedy_answer(stream, model, stream.index(place)) for place in range(10)]
-    assert [[answer, answer] for answer in expected] == together
-    assert len(set(expected)) > 1
-    assert model.training
-
-
-def test_answers_follow_from_the_seed_and_the_epoch(write_rollout):
-    """
-    The same seed and epoch draw the same answers, also of a part of the places; samples come in the
-    order of their prompts.
-    """
-    custom = {"rollout_reward": "exact_match", "rollout_max_new_tokens": 4}
-    stream, _ = open_rollouts(write_rollout(custom))
-    other, _ = open_rollouts(write_rollout(custom, seed=7))
-    places = range(0, len(stream), 2)
-
-    def drawn(stream, places, epoch=0):
-        stream.set_epoch(epoch)
-        return [item for _, items in stream.items(places) for item in items]
-
-    first = drawn(stream, places)
-    assert first == drawn(stream, places)
-    assert first[:3] == drawn(stream, places[:3])
-    for another in (drawn(other, places), drawn(stream, places, 1)):
-        assert {item.text for item in first} != {item.text for item in another}
-    assert list(places) == [item.place for item in first]
 
 
 def test_two_ranks_with_unequal_data_end_together(server, write_rollout, tmp_path):
@@ -532,22 +351,6 @@ def test_what_needs_a_plan_refuses_a_stream(write_rollout, capsys):
     assert 0 == plan.main(["build", path, "--list-failures"])
 
 
-def test_prompts_are_answered_where_the_model_is(write_rollout):
-    """Without a word on loader workers, of which ms-swift starts one."""
-    from packplan.app.wiring import training as wiring
-
-    path = write_rollout({"rollout_reward": "exact_match"})
-    document = yaml.safe_load(path.read_text())
-    del document["training"]["dataloader_num_workers"]
-    path.write_text(yaml.safe_dump(document))
-    config = wiring.read_config(path)
-
-    from packplan.app.planning.schedule import batch_of
-
-    batch = batch_of(config, world_size=1)
-    assert 0 == wiring.open_arguments(config, batch.size, batch.accumulation).dataloader_num_workers
-
-
 @pytest.mark.covers
 @pytest.mark.parametrize(
     ("custom", "training", "says"),
@@ -560,17 +363,6 @@ def test_prompts_are_answered_where_the_model_is(write_rollout):
         ({}, {"packing_mode": "static"}, "training.packing_mode: is static, which is Stage-1's"),
         ({}, {"resume_from_checkpoint": "last"}, "finds no whole checkpoint"),
         ({"fusion_config": "mix.yaml"}, {}, "both name the data"),
-        ({"rollout_reward": "exact_match"}, {"dataloader_num_workers": 2}, "in processes without the model"),
-        ({"rollout_keep": 9}, {}, "is more than custom.rollout_completions"),
-        ({"rollout_completions": 0}, {}, "custom.rollout_completions: is 0"),
-        ({"rollout_temperature": 0}, {}, "custom.rollout_temperature"),
-        (
-            {"trainer_variant": "sft", "rollout_reward": "exact_match"},
-            {"packing_buffer": 512},
-            "is of the rollout variant",
-        ),
-        ({"rollout_reward": "kindness"}, {}, "neither one of word_overlap"),
-        ({"rollout_reward": "packplan.core.rl.rewards:kindness"}, {}, "has no attribute 'kindness'"),
     ],
 )
 def test_what_does_not_go_together_is_refused(write_rollout, custom, training, says):
@@ -618,18 +410,16 @@ def told(history) -> list[dict]:
     return [{key: entry[key] for key in entry.keys() - CLOCK} for entry in history]
 
 
-@pytest.mark.parametrize(("reward", "workers"), [(None, 2), ("character_overlap", 0)])
-def test_a_stream_that_is_killed_ends_as_one_run_does(  # noqa: PLR0917  # fixtures
-    write_rollout, text_jsonl, trained, tmp_path, reward, workers
-):
+@pytest.mark.parametrize("workers", [2, 0])
+def test_a_stream_that_is_killed_ends_as_one_run_does(write_rollout, text_jsonl, trained, tmp_path, workers):
     """
     Killed in ten random steps of two epochs: the same samples in the same packs, the same losses
-    and counts, the same weights, with dropout, and answers that wait in the buffer.
+    and counts, the same weights, with dropout.
     """
     packs, kills = trained
     data = tmp_path / "few.jsonl"
     data.write_text("".join(text_jsonl.read_text().splitlines(keepends=True)[:9]))
-    custom = {"rollout_reward": reward, "rollout_keep": 2, "rollout_max_new_tokens": 4, "train_jsonl": str(data)}
+    custom = {"train_jsonl": str(data)}
     keys = {"max_steps": -1, "num_train_epochs": 2, "packing_buffer": 5, "save_strategy": "steps", "save_steps": 1,
             "tuner_type": "lora", "lora_dropout": 0.2, "packing_drop_last": False, "packing_min_fill_ratio": "0.8",
             "dataloader_num_workers": workers, "effective_batch_size": 3}  # fmt: skip
@@ -730,8 +520,6 @@ def test_a_stopped_stream_is_saved_and_resumed_as_itself_alone(  # noqa: PLR0917
     for key, stored, now in (("packing_buffer", 8, 9), ("seed", 42, 1)):
         with pytest.raises(StaleError, match=rf"training\.{key}: stored {stored}, now {now}"):
             run(write_rollout(data, **{**keys, key: now}))
-    with pytest.raises(StaleError, match=r"custom\.rollout_reward: stored '.absent.', now 'exact_match'"):
-        run(write_rollout({**data, "rollout_reward": "exact_match"}, **keys))
     config = wiring.read_config(write_rollout(data, **keys))
     with pytest.raises(ConfigError, match=r"but it is of another custom\.trainer_variant: restore that"):
         wiring.open_checkpoint(config, OneRank(), ResumeState)

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
+import attrs
 import pytest
 import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.adapters.losses import (
-    LOSSES,
     NO_TARGET,
     FusedLoss,
     PackedLoss,
-    PolicyLoss,
     combined,
     normalisers,
     refuse_whole_batch,
     token_log_probabilities,
     token_statistics,
 )
-from packplan.core.config import GrpoConfig
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import ArgumentError
 from tests.nearness import FLOAT32, assert_near
@@ -40,29 +37,31 @@ def plain_policy_loss(logits, data, *, num_sequences, num_tokens):  # every loss
     return (losses * mask).sum() / num_tokens, {"ratio": (ratios.detach() * mask).sum() / num_tokens}
 
 
-NAMED = {
-    "PPO": PolicyLoss(),
-    "GRPO": PolicyLoss(clip_low=0.1, clip_high=0.4, kl_weight=0.3, normalisation="sequence"),
-    "penalty": PolicyLoss(kl_weight=0.1),
-    "dual clip, Dr. GRPO": PolicyLoss(0.2, 0.28, dual_clip=1.5, normalisation="constant", divisor=7),
-    "CISPO": PolicyLoss(0.3, 0.5, 0.2, surrogate="cispo", kl_estimator="k2", kl_input_clamp=1.5),
-    "REINFORCE": PolicyLoss(surrogate="reinforce", kl_weight=0.2, kl_estimator="k1", kl_output_clamp=0.5),
-    "on-policy ratio of 1, clamps of the divergence": PolicyLoss(
-        on_policy=True, kl_weight=0.3, kl_sampling=True, kl_input_clamp=2, kl_output_clamp=1
-    ),
-    "GSPO": PolicyLoss(0.2, 0.3, surrogate="gspo", normalisation="sequence", dual_clip=2),
-    "icepop": PolicyLoss(surrogate="gspo", correction="icepop", correction_max=1.5, entropy_weight=0.2),
-    "importance of sequences": PolicyLoss(
-        surrogate="gspo", normalisation="sequence", correction="sequence", correction_max=3
-    ),
-    "mask of sequences": PolicyLoss(correction="sequence_mask", correction_min=0.8, correction_max=2.5),
-    "truncated importance": PolicyLoss(correction="truncated", correction_max=1.2, value_weight=0.5, value_clip=0.3),
-    "entropy, values": PolicyLoss(entropy_weight=0.7, value_weight=0.3, normalisation="sequence"),
-}
+@attrs.frozen
+class OwnLoss:
+    """A loss of tokens that reads every kind of field."""
 
-OF_TOKENS = (
-    "old_log_probabilities", "reference_log_probabilities", "engine_log_probabilities", "old_values", "returns",
-)  # fmt: skip
+    normalisation: str
+    divisor: float = 7.0
+    fields = (
+        "advantages", "old_log_probabilities", "engine_log_probabilities", "returns", "values", "entropy",
+        "sequence_tokens", "sequence_log_ratio", "sequence_correction",
+    )  # fmt: skip
+
+    def __call__(self, p, fields):
+        ratios = (p - fields["old_log_probabilities"]).exp()
+        of_sequence = (fields["sequence_log_ratio"] + fields["sequence_correction"]).exp() / fields["sequence_tokens"]
+        gains = ratios * of_sequence.clamp(max=2) * fields["advantages"] + 0.2 * fields["entropy"]
+        return (fields["values"] - fields["returns"]) ** 2 - gains, {
+            "ratio": ratios,
+            "ratio_min": ratios,
+            "ratio_max": ratios,
+        }
+
+
+NAMED = {name: OwnLoss(name) for name in ("token", "sequence", "constant")}
+
+OF_TOKENS = ("old_log_probabilities", "engine_log_probabilities", "returns")
 
 
 @st.composite
@@ -124,33 +123,6 @@ def run(loss, logits, *args, **options):
     return float(value.detach()), {name: float(metric) for name, metric in metrics.items()}, gradient
 
 
-def test_losses_are_opened_by_name_with_the_settings_of_a_run():
-    """Each setting reaches the loss; its defaults are those of the run."""
-    grpo = GrpoConfig(ratio_clip_min=0.1, ratio_clip_max=0.3, kl_coefficient=0.5, normalisation="sequence")
-
-    assert PolicyLoss(0.1, 0.3, 0.5, "sequence", 64) == LOSSES["clipped"](grpo)
-    assert PolicyLoss(divisor=64) == LOSSES[GrpoConfig().loss](GrpoConfig())
-    grpo = GrpoConfig(
-        loss="cispo", normalisation="constant", max_new_tokens=9, ratio_clip_c=3, force_on_policy_ratio=True,
-        kl_coefficient=0.1, kl_estimator="k1", kl_input_clamp_value=20, kl_output_clamp_value=10,
-        kl_sampling_gradient=True,
-    )  # fmt: skip
-    assert PolicyLoss(
-        divisor=64, surrogate="gspo", entropy_weight=0.1, correction="icepop", correction_max=3, correction_min=0.1,
-        value_weight=0.4, value_clip=0.2,
-    ) == LOSSES["gspo"](GrpoConfig(
-        loss="gspo", entropy_coefficient=0.1, importance_correction="icepop", importance_max=3, importance_min=0.1,
-        baseline="value", value_coefficient=0.4, value_clip=0.2,
-    ))  # fmt: skip
-    assert PolicyLoss(
-        0.2, 0.2, 0.1, "constant", 9, "cispo", 3, on_policy=True, kl_estimator="k1", kl_input_clamp=20,
-        kl_output_clamp=10, kl_sampling=True,
-    ) == LOSSES["cispo"](grpo)  # fmt: skip
-
-
-KL = "reference_log_probabilities"
-
-
 def with_values(loss, logits, data, **options):
     """Return the loss of one sequence and of what a value head predicts of it."""
     return loss(logits, data, values=values_of(logits), **options)
@@ -171,100 +143,24 @@ def of_ranks(loss, row, fields, layout, **options):
     return [found(rank, lambda _, left=left: left.pop()) for rank, left in enumerate(totals)]
 
 
-def importance(loss, token):
-    """Return the factor that corrects a token for the engine which drew it, by the definitions."""
-    ratio = (token["old_log_probabilities"] - token["engine_log_probabilities"]).exp()
-    least, most = loss.correction_min, loss.correction_max
-    match loss.correction:
-        case "none":
-            return 1
-        case "truncated":
-            return ratio.clamp(max=most)
-        case "sequence":
-            return token["sequence_trust"].prod().clamp(max=most)
-        case "icepop":
-            return ratio if least <= ratio <= most else 0
-        case "sequence_mask":
-            mean = token["sequence_trust"].log().mean().exp()
-            return ratio if least <= mean <= most else 0
-
-
-def token_reference(loss, p, advantage, token):
-    """Return the loss of a token of log-probability *p*, from the definitions."""
-    ratio = (p - (p.detach() if loss.on_policy else token["old_log_probabilities"])).exp()
-    if loss.surrogate == "gspo":
-        ratio = token["sequence_ratio"]
-        if loss.correction == "icepop":  # factors of tokens weigh their own gradients: GSPO-token
-            ratio = ratio.detach() * (p - p.detach()).exp()
-    low, high = 1 - loss.clip_low, 1 + loss.clip_high
-    if loss.surrogate == "reinforce":
-        gain = advantage * p
-    elif loss.surrogate == "cispo":
-        gain = ratio.detach().clamp(low, high) * advantage * p
-    elif loss.dual_clip and advantage < 0 and ratio > loss.dual_clip:
-        gain = 0 * p + loss.dual_clip * advantage
-    else:
-        gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-    away, is_clamped = token[KL] - p, False
-    if loss.kl_input_clamp and away.detach().abs() > loss.kl_input_clamp:
-        is_clamped, away = True, 0 * p + loss.kl_input_clamp * away.detach().sign()
-    kl = {"k1": -away, "k2": away**2 / 2, "k3": away.exp() - 1 - away}[loss.kl_estimator]
-    if loss.kl_output_clamp and kl.detach().abs() > loss.kl_output_clamp:
-        is_clamped, kl = True, 0 * p + loss.kl_output_clamp * kl.detach().sign()
-    sampled = kl.detach() * (p - p.detach()) if loss.kl_sampling and not is_clamped else 0
-    gain = gain * importance(loss, token)
-    error = (token["value"] - token["returns"]) ** 2
-    if loss.value_clip:
-        near = token["value"].clamp(token["old_values"] - loss.value_clip, token["old_values"] + loss.value_clip)
-        error = torch.maximum(error, (near - token["returns"]) ** 2)
-    bonus = loss.entropy_weight * token["entropy"]
-    return loss.kl_weight * (kl + sampled) + loss.value_weight * error / 2 - gain - bonus
-
-
-def largest_term(loss, p, advantage, token):
-    """Return a bound on the terms of a token's loss and of its gradient."""
-    p = p.detach()
-    away = token[KL] - p
-    ratio = torch.exp(p - token["old_log_probabilities"])
-    gain = ratio.clamp(min=1 + loss.clip_high) * (1 + p.abs()) * advantage.abs()
-    if loss.surrogate == "gspo":
-        gain = gain + token["sequence_ratio"].detach() * advantage.abs()
-    gain = gain * loss.correction_max
-    error = (token["value"].detach().abs() + token["returns"].abs() + 2) ** 2
-    rest = loss.value_weight * error + 4 * loss.entropy_weight
-    return float(gain + rest + loss.kl_weight * (away.exp() + 2 + away.abs() + away**2))
-
-
-def reference(logits, fields, loss: PolicyLoss) -> tuple[torch.Tensor, float]:
-    """
-    Return the loss in float64, token by token, from its definition; and the sum of its absolute
-    terms.
-    """
+def reference(logits, fields, loss: OwnLoss) -> tuple[torch.Tensor, float]:
+    """Return the loss in float64, token by token, and the same of bounds on its terms."""
     rows, sizes = [], []
     for b, mask in enumerate(fields["token_mask"].tolist()):
-        tokens, terms = [], []
         every = torch.log_softmax(logits[b, :-1].double(), -1)
         counted = [t for t in range(1, len(mask)) if mask[t]]
+        of = {t: {name: fields[name][b, t].double() for name in OF_TOKENS} for t in counted}
         drawn = {t: every[t - 1][fields["input_ids"][b, t]] for t in counted}
-        away = [drawn[t] - fields["old_log_probabilities"][b, t].double() for t in counted]
-        trust = [
-            fields["old_log_probabilities"][b, t].double() - fields["engine_log_probabilities"][b, t].double()
-            for t in counted
-        ]
-        sequence_ratio = (sum(away) / max(1, len(away)) + 0 * every.sum()).exp()
-        for t in range(1, len(mask)):
-            if mask[t]:
-                p = drawn[t]
-                token = {name: fields[name][b, t].double() for name in OF_TOKENS} | {
-                    "sequence_ratio": sequence_ratio,
-                    "sequence_trust": torch.stack(trust).exp(),
-                    "entropy": -(every[t - 1].exp() * every[t - 1]).sum(),
-                    "value": values_of(logits[b, t - 1].double()),
-                }
-                tokens.append(token_reference(loss, p, fields["advantages"][b].double(), token))
-                terms.append(largest_term(loss, p, fields["advantages"][b].double(), token))
-        rows.append(tokens)
-        sizes.append(terms)
+        away = sum(drawn[t].detach() - of[t]["engine_log_probabilities"] for t in counted) / max(1, len(counted))
+        rows.append([])
+        sizes.append([])
+        for t in counted:
+            weight = (away.exp() / len(counted)).clamp(max=2) * fields["advantages"][b].double()
+            gain = (drawn[t] - of[t]["old_log_probabilities"]).exp() * weight
+            entropy = -(every[t - 1].exp() * every[t - 1]).sum()
+            error = values_of(logits[b, t - 1].double()) - of[t]["returns"]
+            rows[-1].append(error**2 - gain - 0.2 * entropy)
+            sizes[-1].append(float(((error.abs() + 2) ** 2 + gain.abs() + 2).detach()))
 
     def mean(of):
         if loss.normalisation == "token":
@@ -380,9 +276,15 @@ def test_metrics_combine_as_their_names_say():
 
 def test_without_a_token_that_counts_there_is_no_loss():
     """Nor a gradient; extremes are those of nothing."""
-    fields = {"input_ids": torch.ones(1, 3).long(), "token_mask": torch.tensor([[1.0, 0, 0]]),
-              "advantages": torch.ones(1), "old_log_probabilities": torch.full((1, 3), -torch.inf)}  # fmt: skip
-    value, metrics, gradient = run(FusedLoss(PolicyLoss()), torch.ones(1, 3, 5), fields, num_sequences=0, num_tokens=0)
+    fields = {
+        "input_ids": torch.ones(1, 3).long(),
+        "token_mask": torch.tensor([[1.0, 0, 0]]),
+        "advantages": torch.ones(1),
+    }
+    fields |= dict.fromkeys(OF_TOKENS, torch.full((1, 3), -torch.inf))
+    value, metrics, gradient = run(
+        FusedLoss(OwnLoss("token")), torch.ones(1, 3, 5), fields, num_sequences=0, num_tokens=0
+    )
 
     assert 0 == value == metrics["ratio"]
     assert (torch.inf, -torch.inf) == (metrics["ratio_min"], metrics["ratio_max"])
@@ -449,71 +351,6 @@ def test_no_second_copy_of_the_logits_is_kept():
     assert sum(tensor.nbytes for tensor in kept.values()) < logits.nbytes + 64 * 16
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_with_the_sampling_s_term_a_penalty_has_the_divergence_s_gradient(estimator):
-    """Over all tokens of a policy, each as often as it is drawn; without the term it has not."""
-    generator = torch.Generator().manual_seed(0)
-    logits, other = torch.randn(2, 6, dtype=torch.float64, generator=generator)
-    logits.requires_grad_()
-    policy, towards = torch.log_softmax(logits, 0), torch.log_softmax(other, 0)
-    (gradient,) = torch.autograd.grad((policy.exp() * (policy - towards)).sum(), logits, retain_graph=True)
-    fields = {"advantages": torch.zeros(6), "old_log_probabilities": policy.detach(), KL: towards}
-    fields["entropy"] = torch.zeros(6)
-
-    def of_penalty(*, kl_sampling):
-        losses, _ = PolicyLoss(kl_weight=1, kl_estimator=estimator, kl_sampling=kl_sampling)(policy, fields)
-        return torch.autograd.grad((policy.exp().detach() * losses).sum(), logits, retain_graph=True)[0]
-
-    torch.testing.assert_close(of_penalty(kl_sampling=True), gradient)
-    assert (of_penalty(kl_sampling=False) - gradient).norm() > 0.1 * gradient.norm()
-
-
-def test_one_token_far_from_the_reference_does_not_decide_a_clamped_penalty():
-    """Its estimate would be exp(30); NeMo-RL's clamps, 20 and 10, leave 10, and no gradient."""
-    p = torch.tensor([-30.0, -1.0], requires_grad=True)
-    fields = {"advantages": torch.zeros(2), "old_log_probabilities": p.detach(), KL: torch.tensor([0.0, -1.5])}
-    fields["entropy"] = torch.zeros(2)
-
-    _, metrics = PolicyLoss(kl_weight=1, kl_input_clamp=20, kl_output_clamp=10)(p, fields)
-    (gradient,) = torch.autograd.grad(metrics["reference_kl"].sum(), p)
-
-    assert [10, pytest.approx(float(np.exp(-0.5)) - 0.5)] == metrics["reference_kl"].tolist()
-    assert [0, pytest.approx(1 - float(np.exp(-0.5)))] == gradient.tolist()
-
-
-def test_a_bad_answer_that_became_likely_has_a_limit():
-    """By hand: dual clip bounds what a ratio of 9 multiplies, and leaves good answers alone."""
-    p = torch.tensor([9.0, 2.0, 9.0]).log().requires_grad_()
-    fields = {"advantages": torch.tensor([-1.0, -1.0, 1.0])}
-    fields |= dict.fromkeys(("old_log_probabilities", "entropy"), torch.zeros(3))
-
-    losses, metrics = PolicyLoss(dual_clip=3)(p, fields)
-    (gradient,) = torch.autograd.grad(losses.sum(), p)
-
-    assert [3, 2, pytest.approx(-1.2)] == losses.tolist()
-    assert [0, 2, 0] == gradient.tolist()
-    assert [1, 0, 1] == metrics["clipped"].tolist()
-
-
-def test_a_ratio_beyond_its_limit_is_not_pushed_further():
-    """
-    By hand: what is good is not made more likely above 1 + clip_high, what is bad not less likely
-    below 1 - clip_low.
-    """
-    loss = PolicyLoss(clip_low=0.1, clip_high=0.3)
-    ratios = torch.tensor([1.2, 1.4, 0.85, 1.4, 0.95])
-    log_probabilities = ratios.log().requires_grad_()
-    advantages = torch.tensor([2.0, 2.0, -2.0, -2.0, -2.0])
-
-    none = dict.fromkeys(("old_log_probabilities", "entropy"), torch.zeros_like(ratios))
-    losses, metrics = loss(log_probabilities, {"advantages": advantages, **none})
-    (gradient,) = torch.autograd.grad(losses.sum(), log_probabilities)
-
-    assert [-2.4, -2.6, 1.8, 2.8, 1.9] == pytest.approx(losses.tolist())
-    assert [-2.4, 0, 0, 2.8, 1.9] == pytest.approx(gradient.tolist())
-    assert [0, 1, 1, 0, 0] == metrics["clipped"].tolist()
-
-
 class DPOLoss:
     """Callable, and named as a loss that compares sequences."""
 
@@ -544,26 +381,22 @@ def test_losses_that_compare_sequences_are_refused_by_name(loss):
         with pytest.raises(ArgumentError, match="needs the whole batch at once") as caught:
             refuse(loss)
         assert caught.value.details["loss"] in {"DPOLoss", "SimPOLoss", "PairedLoss", "kto_loss"}
-    for other in (PreferenceFreeLoss(), PolicyLoss(), plain_policy_loss, lambda: None):
+    for other in (PreferenceFreeLoss(), OwnLoss("token"), plain_policy_loss, lambda: None):
         refuse_whole_batch(other)
 
 
 def test_what_does_not_fit_is_refused():
-    """A field that is missing, logits of another row, limits below 0, an unknown normalisation."""
+    """A field that is missing, values that no head predicts, logits of another row."""
     fields = {"input_ids": torch.ones(1, 3).long(), "token_mask": torch.ones(1, 3), "advantages": torch.ones(1)}
     given = {"num_sequences": 1, "num_tokens": 2}
-    with pytest.raises(ValueError, match="needs old_log_probabilities, but the data have input_ids, token_mask, adv"):
-        FusedLoss(PolicyLoss())(torch.ones(1, 3, 5), fields, **given)
+    loss = FusedLoss(OwnLoss("token"))
+    with pytest.raises(
+        ValueError, match=r"needs engine_log_probabilities, old.*, returns, values, but the data have input_ids"
+    ):
+        loss(torch.ones(1, 3, 5), fields, **given)
     layout = PackedLayout.from_lengths([3], cp_size=2)
-    for loss in (FusedLoss(PolicyLoss()), PackedLoss(plain_policy_loss)):
+    for one in (loss, PackedLoss(plain_policy_loss)):
         with pytest.raises(
             ValueError, match=r"layout has \d positions in 1 row, but the logits have the shape \(1, 3, 5\)"
         ):
-            loss(torch.ones(1, 3, 5), fields, layout=layout, **given)
-    fields |= dict.fromkeys(("old_log_probabilities", "old_values", "returns"), torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="needs values, but the data have"):
-        FusedLoss(PolicyLoss(value_weight=1))(torch.ones(1, 3, 5), fields, **given)
-    with pytest.raises(ValueError, match="clip_low"):
-        PolicyLoss(clip_low=-1)
-    with pytest.raises(ValueError, match="normalisation"):
-        PolicyLoss(normalisation="mean")
+            one(torch.ones(1, 3, 5), fields, layout=layout, **given)

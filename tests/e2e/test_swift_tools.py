@@ -236,10 +236,3 @@ def test_weights_that_a_template_loses_are_refused(encoder, monkeypatch):
     plain = plainly.template.encode
     monkeypatch.setattr(plainly.template, "encode", short)
     assert "loss_scale" not in plainly.encode(0)
-
-
-def test_answers_of_the_model_are_no_calls(encoder):
-    """What a rollout says in place of a call is trained as text."""
-    samples = encoder(ROWS["a call at the end"])
-
-    assert "so." in samples.template.tokenizer.decode(samples.encode(0, answer="so.")["input_ids"])

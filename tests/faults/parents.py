@@ -87,19 +87,6 @@ def elsewhere(folder: Path) -> list[int]:
     raise AssertionError("a sample without end has ended")
 
 
-def engine(folder: Path) -> list[int]:
-    """Start the server of an engine."""
-    from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.adapters.workers.server import ServerEngine
-    from tests.contracts.test_server_engine import COMMAND, CharacterTokenizer
-
-    started = ServerEngine(COMMAND, tokenizer=CharacterTokenizer(), group=OneRank())
-    started.update(0, str(folder))
-    KEPT.append(started)
-    assert started._process is not None
-    return [started._process.pid]
-
-
 def actors(folder: Path) -> list[int]:
     """
     Start Ray on this machine with two actors, and leave room for another driver's; write down where

@@ -119,13 +119,11 @@ STARTERS = {
     "adapters/ranks/heartbeat.py": {"multiprocessing"},
     "adapters/samples/remote/transport.py": {"multiprocessing"},  # numbers that processes share
     "adapters/samples/urls.py": {"concurrent"},  # threads, which end with their process
-    "adapters/workers/server.py": {"subprocess", "concurrent"},  # threads
     "app/planning/epochs.py": {"concurrent"},  # a thread
     "benchmarks/beside.py": {"multiprocessing"},  # each asks to end with its parent
     "benchmarks/child.py": {"multiprocessing"},
     "benchmarks/forecast.py": {"concurrent"},  # threads
     "benchmarks/memory.py": {"concurrent"},  # threads
-    "benchmarks/policy.py": {"concurrent"},  # threads
     "tools/check_megatron.py": {"subprocess"},  # commands of a terminal, one after the other
 }
 """

@@ -82,9 +82,6 @@ def test_golden_fingerprints_of_plans(training, train, evaluation):
 
 DECLARED = dict(keys_of(RunConfig))
 
-PLANNING = [path for path in DECLARED if path.partition(".")[0] not in {"policy", "grpo"}]
-"""Keys of runs that measure and plan; reinforcement learning does neither."""
-
 SIZES = {
     "model_type": "glm4v",
     "text_config": {
@@ -148,7 +145,7 @@ def bases(tmp_path_factory):
     return [(config, length_inputs(config), digests_of_plans(config)) for config in configs]
 
 
-@pytest.mark.parametrize("path", PLANNING)
+@pytest.mark.parametrize("path", DECLARED)
 def test_every_key_of_planning_and_measuring_declares_its_effect(path):
     """It enters a fingerprint, or states why it enters neither."""
     facts = key_of(DECLARED[path])
@@ -156,7 +153,7 @@ def test_every_key_of_planning_and_measuring_declares_its_effect(path):
     assert bool(facts.lengths or facts.plan) != bool(facts.neither)
 
 
-@pytest.mark.parametrize("path", PLANNING)
+@pytest.mark.parametrize("path", DECLARED)
 def test_fingerprints_depend_on_exactly_the_keys_that_declare_it(path, bases):
     """Another value changes the fingerprint of some run, or of none."""
     facts, others = key_of(DECLARED[path]), [changed(config, path) for config, _, _ in bases]
@@ -175,12 +172,11 @@ READ_ELSEWHERE = {
     "training.freeze_vit": "decides which weights are trained",
     "training.eval_packing": "decides the evaluation",
     "custom.trainer_variant": "decides whether it is a stream",
-    "custom.rollout_": "decides answers, of streams with a reward",
 }
 """Keys of a stream that change no inputs of its training data -> what they change."""
 
 
-@pytest.mark.parametrize("path", PLANNING)
+@pytest.mark.parametrize("path", DECLARED)
 def test_a_stream_reads_or_refuses_every_key(path):
     """
     Another value changes the inputs of its samples or packs, or is refused by the key's name,
@@ -197,7 +193,7 @@ def test_a_stream_reads_or_refuses_every_key(path):
         assert is_refused or decides
 
 
-@pytest.mark.parametrize("path", [path for path in PLANNING if key_of(DECLARED[path]).stream == "evaluation"])
+@pytest.mark.parametrize("path", [path for path in DECLARED if key_of(DECLARED[path]).stream == "evaluation"])
 def test_a_stream_with_an_evaluation_reads_what_measures_it(path):
     """Its lengths are those of a plan."""
     evaluated = run(**{**STREAM, "custom": {**STREAM["custom"], "val_jsonl": "b.jsonl"}})
@@ -208,7 +204,6 @@ def test_a_stream_with_an_evaluation_reads_what_measures_it(path):
 LEAST = {
     "custom.data_seed": 0, "training.seed": 0, "training.packing_group_by_work": 0,
     "training.packing_max_displacement": 0, "training.max_steps": -1, "template.fps_max_frames": 2,
-    "grpo.max_staleness": 0,
 }  # fmt: skip
 """Keys that take whole numbers, but not from 1 on."""
 

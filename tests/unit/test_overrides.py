@@ -65,7 +65,6 @@ def test_a_section_that_the_yaml_lacks_and_a_key_inside_a_setting():
     config = parsed({}, "training.lr_scheduler_kwargs.num_cycles=2", lr_scheduler_kwargs=setting)
 
     assert {**setting, "num_cycles": 2} == config.training.trainer["lr_scheduler_kwargs"]
-    assert parsed({}, "policy.dynamic_batching.enabled=true", rl=True).policy.dynamic_batching.enabled
 
 
 def test_null_unsets_what_the_yaml_or_its_base_sets(tmp_path: Path):
@@ -215,9 +214,8 @@ def test_no_key_takes_a_number_that_is_not_finite(text):
     """Each key, ours and the trainer's, is named in a fault, or holds numbers to calculate with."""
     own = {path for path, section in known_keys(RunConfig) if not section and "[" not in path}
     for path in sorted(own | {f"training.{key}" for key in KEYS}):
-        is_rl = path.startswith(("policy", "grpo"))
         try:
-            config = parsed({}, f"{path}={text}", rl=is_rl)
+            config = parsed({}, f"{path}={text}")
         except ConfigError as error:
             named = path in str(error)
         else:

@@ -87,16 +87,17 @@ def test_what_a_key_takes_is_what_the_trainer_gets(takes, value, taken):
     assert taken == takes.checked(value)
 
 
-def test_the_table_is_not_used_for_other_versions(monkeypatch):
+@pytest.mark.parametrize("table", trainer_keys.LIBRARIES, ids=lambda path: path.stem)
+def test_a_table_is_not_used_for_other_versions(monkeypatch, table):
     """Either library's are known; where one is not installed, it says what the keys would be."""
-    assert stored_keys() == KEYS
-    assert trainer_keys.TABLE.read_text(encoding="utf-8") == as_table(KEYS)
-    for name in trainer_keys.LIBRARIES:
+    keys = stored_keys(table)
+    assert table.read_text(encoding="utf-8") == as_table(keys, table)
+    for name in trainer_keys.LIBRARIES[table]:
         with monkeypatch.context() as patched:
             patched.setattr(trainer_keys, "installed_version", {name: "0.1"}.get)
-            assert stored_keys() is None
+            assert stored_keys(table) is None
     monkeypatch.setattr(trainer_keys, "installed_version", lambda _: None)
-    assert stored_keys() == KEYS
+    assert stored_keys(table) == keys
 
 
 @pytest.mark.parametrize(

@@ -212,8 +212,6 @@ def verdict(strategy="varlen", attention="varlen", native="sdpa", split=(), meas
     return PackingVerdict("llama", strategy, attention, **plain, **fields)
 
 
-TWO = {"context_parallel_size": 2}
-
 FLASH = {"flash_installed": True}
 
 ON_CPU = {"on_cpu": True}
@@ -226,12 +224,10 @@ ON_CPU = {"on_cpu": True}
         ("auto", verdict(split=("Mixer",)), {}, "varlen", "llama was shown to pack by it", None),
         ("auto", None, ON_CPU, "sdpa", "is auto", None),
         ("auto", verdict(None, native="eager"), {}, "eager", "may not share packs: it says so", "it says so"),
-        ("auto", verdict("own", "sdpa"), TWO, "context_parallel", "context_parallel_size is 2", None),
-        ("auto", verdict(split=("Mixer",)), TWO, "context_parallel", "size is 2", "context_parallel_size shares"),
         ("varlen", verdict(), {}, "varlen", "names it", None),
         ("sdpa", verdict("own", "sdpa"), {}, "sdpa", "names it", None),
         ("sdpa", verdict(None), {}, "sdpa", "may not share packs: it says so", "it says so"),
-        ("eager", None, TWO, "eager", "names it", None),
+        ("eager", None, {}, "eager", "names it", None),
         ("flash_attention_2", None, {}, "flash_attention_2", "names it", "flash-attn is not installed"),
         ("flash_attention_2", None, FLASH | ON_CPU, "flash_attention_2", "names it", "on a GPU alone"),
         ("flash_attention_2", None, FLASH, "flash_attention_2", "names it", None),
@@ -249,18 +245,14 @@ def test_auto_takes_what_the_model_was_shown_to_pack_by(*, attn_impl, verdict, o
     assert (name, verdict) == (found.name, found.verdict)
     assert why in found.why
     assert f"{name}: {found.why}" == str(found)
-    assert (found.native if name in {"varlen", "context_parallel"} else name) == found.backend
+    assert (found.native if name == "varlen" else name) == found.backend
     assert found.leak is None if leak is None else leak in found.leak
 
 
-@pytest.mark.parametrize(
-    ("verdict", "context_parallel_size", "says"),
-    [(verdict(None), 1, "it says so"), (verdict(), 2, "context_parallel_size is 2, ")],
-)  # fmt: skip
-def test_varlen_by_name_is_refused_where_it_does_not_run(verdict, context_parallel_size, says):
+def test_varlen_by_name_is_refused_where_it_does_not_run():
     """The message has its name and the reason."""
-    with pytest.raises(errors.ModelError, match=f"attn_impl varlen .*{says}") as raised:
-        choose_attention("varlen", verdict, context_parallel_size=context_parallel_size)
+    with pytest.raises(errors.ModelError, match=r"attn_impl varlen .*it says so") as raised:
+        choose_attention("varlen", verdict(None))
     assert "attention" == raised.value.kind
     assert "llama may not pack under attn_impl sdpa: why" == str(ModelError.isolation("llama", "sdpa", "why"))
 

@@ -198,7 +198,6 @@ def test_values_that_cannot_be_are_refused_by_their_keys(keys, faults):
         {"model.attn_impl": "paged|sdpa"},  # kernels' names are left to transformers
         {"template.fps": 0.5, "template.video_min_pixels": 9000},
         {"custom.model_name": ["a", "b"]},
-        {**ROLLOUT, "custom.rollout_keep": 4, "custom.rollout_completions": 4},
         {**ROLLOUT, "training.train_dataloader_shuffle": False, "training.dataloader_drop_last": False},
         {"training.num_train_epochs": 999_999},
         {"training.num_train_epochs": 1e6, "training.max_steps": 3},

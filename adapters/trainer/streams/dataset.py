@@ -145,7 +145,7 @@ class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
 
     def _packs(self, shard: int, state: ShardState, places: IntArray) -> Iterator[StreamedPack | Ended]:
         groups = self.stream.items(places.tolist())
-        encoded: dict[tuple[int, str | None], Sample] = {}
+        encoded: dict[int, Sample] = {}
         position = 0
         while True:
             while state.packs:
@@ -155,12 +155,12 @@ class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
                 position += 1
             if state.ahead:
                 item, before = state.ahead[0], len(state.buffer)
-                encoded[item.place, item.text] = sample = self.stream.encode(item)
+                encoded[item.place] = sample = self.stream.encode(item)
                 self._log_long(item, sample["length"])
                 state = admit_first(state, sample["length"], options=self.options)
                 if len(state.buffer) <= before:  # some left the buffer, perhaps not in a pack
-                    kept = {(item.place, item.text) for item in state.admitted}
-                    encoded = {key: sample for key, sample in encoded.items() if key in kept}
+                    kept = {item.place for item in state.admitted}
+                    encoded = {place: sample for place, sample in encoded.items() if place in kept}
             elif group := next(groups, None):
                 num_places, items = group
                 state = read_items(state, items, places=num_places)
@@ -170,11 +170,11 @@ class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
                 break
         yield Ended(ShardProgress(shard, state))
 
-    def _sample(self, item: Item, encoded: dict[tuple[int, str | None], Sample]) -> Sample:
+    def _sample(self, item: Item, encoded: dict[int, Sample]) -> Sample:
         """
         Return the encoded sample of a packed item, which is encoded again if another run packed it.
         """
-        sample = encoded.pop((item.place, item.text), None) or self.stream.encode(item)
+        sample = encoded.pop(item.place, None) or self.stream.encode(item)
         if sample["length"] != item.length:
             differences = (Difference("length", item.length, sample["length"]),)
             raise StaleError.sample(item.place, self.stream.name(item), differences)

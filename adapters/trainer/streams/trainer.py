@@ -16,7 +16,7 @@ import contextlib
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from itertools import chain, islice
 from pathlib import Path
@@ -79,7 +79,6 @@ class StreamTrainer(PackingTrainer):
         *,
         num_epochs: int | None,
         max_dropped_share: Decimal,
-        extra: Callable[[], Mapping[str, tuple[float, int]]],
         start: StreamStart,
         resume_state: Callable[[StreamProgress], StreamState],
         attention: AttentionChoice,
@@ -91,8 +90,6 @@ class StreamTrainer(PackingTrainer):
         Args:
             num_epochs: Epochs after which training ends; None ends it after `max_steps`.
             max_dropped_share: Share of tokens in dropped packs above which the log warns, once.
-            extra: Function that returns sum and count by name, logged as means since its last call.
-                Names are the same on every rank.
             start: Progress to start at.
             resume_state: Function that makes the resume state of a checkpoint.
             attention: Attention that trains, stored in checkpoints.
@@ -101,7 +98,7 @@ class StreamTrainer(PackingTrainer):
         self.num_epochs = sys.maxsize if num_epochs is None else num_epochs
         if num_epochs is not None:
             options["args"].max_steps = sys.maxsize
-        self.max_dropped_share, self.extra, self.start = max_dropped_share, extra, start
+        self.max_dropped_share, self.start = max_dropped_share, start
         self.resume_state, self.attention = resume_state, attention
         self.options = options["train_dataset"].options
         self._earlier, self._trained, self._has_warned = start.rank.earlier, start.rank.trained, False
@@ -340,17 +337,11 @@ class StreamTrainer(PackingTrainer):
     def _window_stats(self) -> dict[str, float]:
         length, packs = self.options.packing_length, [lengths for lengths in self._lengths if lengths]
         tokens = [sum(lengths) for lengths in packs]
-        extra = self.extra()
-        numbers = torch.tensor(
-            [filled(tokens, length).sum() / length, sum(map(len, packs)), len(packs), sum(tokens),
-             *chain.from_iterable(extra.values())],
-            dtype=torch.float64,
-        )  # fmt: skip
-        fill, samples, num_packs, total, *more = self.sum_over_ranks(numbers).tolist()
+        numbers = [filled(tokens, length).sum() / length, sum(map(len, packs)), len(packs), sum(tokens)]
+        fill, samples, num_packs, total = self.sum_over_ranks(torch.tensor(numbers, dtype=torch.float64)).tolist()
         self._lengths = []
         return {
             "fill": fill / num_packs,
             "samples_per_pack": samples / num_packs,
             "tokens_per_second": total / self.seconds_since_reading(),
-            **{name: sum_ / num for name, sum_, num in zip(extra, more[::2], more[1::2], strict=True) if num},
         }

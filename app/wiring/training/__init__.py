@@ -13,7 +13,6 @@ from packplan.app.wiring.training.outlines import (
     ranks_in_name,
     weights_of,
 )
-from packplan.app.wiring.training.policies import open_policy, open_workers
 from packplan.app.wiring.training.ranks import alone_in_output, joined_ranks, local_ranks
 from packplan.app.wiring.training.samples import open_measurer, open_samples
 from packplan.app.wiring.training.trainers import (
@@ -53,12 +52,10 @@ __all__ = [
     "open_comparison",
     "open_measurer",
     "open_outline",
-    "open_policy",
     "open_samples",
     "open_step_tracer",
     "open_stream_start",
     "open_visits",
-    "open_workers",
     "ranks_in_name",
     "read_config",
     "verdict_of",

@@ -34,7 +34,7 @@ from packplan.adapters.trainer.packed_dataset import EpochDataset, PackedDataset
 from packplan.adapters.trainer.settings import setting_faults
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.adapters.trainer.streams.dataset import DynamicDataset
-from packplan.adapters.trainer.streams.rollouts import RecordStream, RolloutStream
+from packplan.adapters.trainer.streams.records import RecordStream
 from packplan.adapters.trainer.streams.trainer import StreamStart, StreamTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
 from packplan.app.planning.epochs import PlannedEpochs
@@ -51,7 +51,6 @@ from packplan.core.fingerprint import RunIdentity
 from packplan.core.forecast import Timing
 from packplan.core.packs import Packs
 from packplan.core.ports import RankGroup
-from packplan.core.rl import Reward, Sampling
 from packplan.core.samples import column
 from packplan.core.schedule import EpochSchedule, PackStats, ResumeState, Visits
 from packplan.core.stream import (
@@ -64,12 +63,6 @@ from packplan.core.stream import (
 )
 
 log = logging.getLogger(__name__)
-
-_PACKS_OF_ANSWERS = 8
-"""
-Packing lengths of tokens that are answered at once: without gradients, they take less memory than
-the training of a pack.
-"""
 
 
 def without_progress(config: RunConfig) -> RunConfig:
@@ -333,7 +326,6 @@ def build_stream_trainer(
     samples: Mapping[str, SwiftEncoder],
     planned: PlannedSplit | None,
     order: Order,
-    rollout: tuple[Reward, Sampling] | None,
     start: StreamStart,
     resume_state: Callable[[StreamProgress], StreamState],
 ) -> StreamTrainer:
@@ -348,7 +340,6 @@ def build_stream_trainer(
         samples: Samples of `train`, and perhaps `eval`.
         planned: Plan of the evaluation.
         order: Order of the samples of `train` in an epoch.
-        rollout: Reward and sampling of answers; None trains the data as they are.
         start: Progress to start at.
         resume_state: Function that makes the resume state of a checkpoint.
     """
@@ -358,21 +349,6 @@ def build_stream_trainer(
         planned = None
     template, model = _open_model(config, arguments, samples["train"], group, attention)
     stream = RecordStream(samples["train"], order)
-    if rollout is not None:
-        if shards_weights(arguments):
-            reason = "answers prompts on each rank alone, which weights sharded over ranks do not allow: remove it"
-            raise ConfigError.at("custom.rollout_reward", reason)
-        reward, sampling = rollout
-        stream = RolloutStream(
-            samples["train"],
-            order,
-            model=model,
-            reward=reward,
-            sampling=sampling,
-            group_size=max(1, training.packing_buffer // (2 * sampling.keep)),
-            max_tokens=_PACKS_OF_ANSWERS * config.packing_length,
-            seed=training.seed,
-        )
     options = CarryOptions(
         packing_length=config.packing_length,
         packing_buffer=training.packing_buffer,
@@ -389,7 +365,6 @@ def build_stream_trainer(
         attention=attention,
         num_epochs=None if training.max_steps > 0 else int(training.num_train_epochs),
         max_dropped_share=training.packing_max_dropped_share,
-        extra=stream.logs,
         group=group,
         reduction=training.loss_reduction,
         model=model,

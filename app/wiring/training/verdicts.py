@@ -16,7 +16,6 @@ from packplan.adapters.probe import limit_of, open_model_config, place_of, probe
 from packplan.adapters.samples.template import refuse_remote_code
 from packplan.adapters.trainer.arguments import runs_on_cpu
 from packplan.app.wiring.attention import (
-    asked_attention,
     attention_by,
     keep_verdict,
     needs_verdict,
@@ -51,8 +50,7 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
     attention = attention_by(config, None, on_cpu=on_cpu)
     if isolated:
         refuse_leak(config, attention)
-    packed = config.training.packing or config.policy.sequence_packing.enabled
-    if needs_verdict(config, packed=packed):
+    if needs_verdict(config, packed=config.training.packing):
         attention = attention_by(config, verdict_of(config), on_cpu=on_cpu)
     if isolated:
         refuse_leak(config, attention)
@@ -81,7 +79,7 @@ def verdict_of(config: RunConfig) -> PackingVerdict:
         return stored
     refuse_remote_code(config.model)
     refuse_other_layers(config.model)
-    return _probed(verdict_key(config).digest, config.model, asked_attention(config), on_cpu=on_cpu)
+    return _probed(verdict_key(config).digest, config.model, config.model.attn_impl, on_cpu=on_cpu)
 
 
 @cache

@@ -1,0 +1,112 @@
+"""Records as the prompts of TRL's trainers that draw answers: messages, images, the own answer."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+
+from packplan.adapters.samples.image_headers import read_size
+from packplan.adapters.samples.urls import MediaCache
+from packplan.core.config import CustomConfig
+from packplan.core.errors import RecordError
+from packplan.core.ports import Records
+from packplan.core.samples import Image, UnusableRecordError, is_place, located, shaped, to_messages
+
+_TAG = "<image>"
+
+_ROLES = frozenset({"system", "user", "assistant"})
+
+
+class Prompts:
+    """
+    A data set of prompts, by index.
+
+    An item has the `prompt`, the messages of a record but the last one; the `answer`, the text of
+    that one; the `record` as it was read; and, for a model that sees, `images`. Rewards get all but
+    the prompt as arguments.
+    """
+
+    def __init__(self, records: Records, custom: CustomConfig, *, system: str | None, sees: bool) -> None:
+        """
+        Read the prompts of some records.
+
+        Args:
+            records: The data.
+            custom: Keys that decide how a record is read.
+            system: System prompt of records without one.
+            sees: Whether the model reads images.
+        """
+        self._records, self._custom, self._system, self._sees = records, custom, system, sees
+        PIL.Image.MAX_IMAGE_PIXELS = custom.max_image_pixels
+        self._media = MediaCache(Path(custom.media_cache)) if custom.media_cache else None
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return the prompt of record *index*; RecordError if it cannot be one."""
+        record = self._records[index]
+        try:
+            return {**self._prompt(index, record), "record": record}
+        except UnusableRecordError as error:
+            key = f" (custom.{error.argument})" if error.argument else ""  # the one that would accept the record
+            raise RecordError(str(self._records.where(index)), f"the record {error}{key}") from error
+        except (ValueError, OSError) as error:
+            raise RecordError(str(self._records.where(index)), str(error)) from error
+
+    def _prompt(self, index: int, record: object) -> dict[str, Any]:
+        custom = self._custom
+        sample = to_messages(
+            shaped(record, custom.columns),
+            object_field_order=custom.object_field_order,
+            use_summary=custom.use_summary,
+            columns=custom.columns,
+            urls=self._media is not None,
+            literal_image_tags=custom.literal_image_tags,
+        )
+        *messages, last = sample["messages"]
+        if {"videos", "tools"} & set(sample) or not {message["role"] for message in messages} <= _ROLES:
+            raise UnusableRecordError("has videos or tools, which TRL's trainer does not take as data: leave it out")
+        if "images" in sample and not self._sees:
+            raise UnusableRecordError("has images, but the model reads text only: name one that sees in model.model")
+        if not any(message["role"] == "user" for message in messages):
+            raise UnusableRecordError("has no question before its last message")
+        if self._system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self._system}, *messages]
+        prompt = [{name: message[name] for name in ("role", "content")} for message in messages]
+        if not self._sees:
+            return {"prompt": prompt, "answer": last["content"]}
+        images = [self._image(index, image) for image in sample.get("images", ())]
+        for message in prompt:
+            message["content"] = _parts(message["content"], tagged=bool(images))
+        return {"prompt": prompt, "answer": last["content"], "images": images}
+
+    def _image(self, index: int, image: Image) -> PIL.Image.Image:
+        """Return an image, which is named from the folder of its record, or held by it."""
+        if isinstance(image, bytes):
+            read_size(image)
+            return PIL.Image.open(io.BytesIO(image)).convert("RGB")
+        folder = self._records.folder(index)
+        path = image if is_place(image) else located(folder, image) if is_place(folder) else str(Path(folder, image))
+        if is_place(path):
+            if self._media is None:
+                raise UnusableRecordError("has an image at a place of another machine: name a custom.media_cache")
+            path = self._media.path(path)
+        read_size(path)
+        return PIL.Image.open(path).convert("RGB")
+
+
+def _parts(text: str, *, tagged: bool) -> list[dict[str, str]]:
+    """
+    Return a text as templates of models that see take it.
+
+    Args:
+        text: Content of a message.
+        tagged: Whether its tags are those of images, which are parts of their own.
+    """
+    texts = text.split(_TAG) if tagged else [text]
+    parts = [part for one in texts for part in ({"type": "image"}, {"type": "text", "text": one})]
+    return [part for part in parts[1:] if part.get("text") != ""]

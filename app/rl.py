@@ -1,0 +1,42 @@
+"""
+Reinforcement learning on the model's own answers (GRPO), by TRL's `GRPOTrainer`.
+
+Answers differ in length: `policy.sequence_packing` or `policy.dynamic_batching` say how they become
+microbatches. Everything else, as resuming, adapters, FSDP or vLLM, is TRL's, by `grpo.`.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
+from packplan.adapters.progress import loading_libraries
+from packplan.app.cli.command import (
+    add_config_arguments,
+    add_logging_options,
+    command_parser,
+    parse_arguments,
+    run_command,
+)
+from packplan.app.wiring import stores
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = command_parser("rl", __doc__)
+    add_config_arguments(parser, about="the run; see docs/rl.md")
+    add_logging_options(parser)
+    options = parse_arguments(parser, arguments)
+
+    def command() -> None:
+        with stores.ranks_refuse_together():
+            config = stores.read_rl_config(options.config, options.overrides)
+            stores.require_inputs(config, loads=True)
+            with loading_libraries():
+                from packplan.app.wiring import grpo
+        folder, is_first = Path(config.training.output_dir), os.environ.get("RANK", "0") == "0"
+        with stores.training_alone(folder, key="grpo.output_dir") if is_first else nullcontext():
+            grpo.train(config, quiet=options.quiet)
+
+    return run_command(command, verbose=options.verbose, quiet=options.quiet)

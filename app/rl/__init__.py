@@ -1,1 +1,0 @@
-"""`packplan rl`: reinforcement learning in sharded microbatches."""

@@ -1,0 +1,199 @@
+"""The trainer of `packplan rl`: TRL's `GRPOTrainer`, with microbatches as `policy.` says."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoProcessor, ProcessorMixin
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils.logging import disable_progress_bar
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config
+
+from packplan.adapters.config.trainer_keys import TrainerKey, keys_of
+from packplan.adapters.families import trained_config
+from packplan.adapters.files import saving
+from packplan.adapters.hf import balance, unpad
+from packplan.adapters.ranks.environment import meeting, require_ranks
+from packplan.adapters.ranks.torch_group import TorchGroup, lost_ranks_named
+from packplan.adapters.samples.files import open_records
+from packplan.adapters.samples.prompts import Prompts
+from packplan.app.wiring.inputs import records_cache
+from packplan.core.config import RlConfig
+from packplan.core.errors import ConfigError, PackplanError, RunError
+
+log = logging.getLogger(__name__)
+
+_OF_ADAPTERS = ("lora_", "use_peft", "use_rslora", "use_dora")
+"""Beginnings of the names of TRL's `ModelConfig` that say how adapters are made."""
+
+_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
+
+_REWARDS = "reward_funcs"
+
+
+def installed_keys() -> dict[str, TrainerKey]:
+    """Return the settings that `grpo.` passes on to the installed TRL."""
+    adapters = {name: key for name, key in keys_of(ModelConfig).items() if name.startswith(_OF_ADAPTERS)}
+    return {**adapters, **keys_of(GRPOConfig), _REWARDS: TrainerKey(("str", "list"))}
+
+
+def train(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
+    """
+    Train as the run says, save the policy to its output folder, and return the trainer.
+
+    Args:
+        config: The run.
+        quiet: Whether no progress is shown.
+
+    Raises:
+        ConfigError: TRL refuses a setting, or a function of rewards fails.
+        RecordError: A record cannot become a prompt.
+    """
+    folder, checkpoint = config.training.output_dir, config.grpo.get("resume_from_checkpoint")
+    if checkpoint == "last" and (checkpoint := get_last_checkpoint(folder)) is None:
+        reason = f"is last, but {folder} has no checkpoint: remove it to begin at step 1"
+        raise ConfigError.at("grpo.resume_from_checkpoint", reason)
+    if quiet or not sys.stderr.isatty():
+        disable_progress_bar()
+    with _joined_ranks(config):
+        trainer = open_trainer(config, quiet=quiet)
+        with saving(Path(folder)):
+            trainer.train(resume_from_checkpoint=checkpoint)
+            trainer.save_model()
+            trainer.save_state()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    if rewards and trainer.is_world_process_zero():
+        log.info("reward %.3f -> %.3f; the policy is in %s", rewards[0], rewards[-1], folder)
+    return trainer
+
+
+@contextlib.contextmanager
+def _joined_ranks(config: RlConfig) -> Iterator[None]:
+    """Join the ranks of torchrun, if there are several, in the group that TRL's trainer finds."""
+    if require_ranks() == 1:
+        yield
+        return
+    with meeting():
+        timeout_s = float(config.grpo.get("ddp_timeout", 1800))
+        group = TorchGroup(use_cpu=bool(config.grpo.get("use_cpu")), timeout_s=timeout_s)
+    try:
+        with lost_ranks_named(group.rank):
+            yield
+            group.leave()
+    except Exception as error:
+        if not isinstance(error, RunError):
+            group.fail(error)
+        raise
+
+
+def open_trainer(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
+    """
+    Load the model, and build its trainer.
+
+    Args:
+        config: The run.
+        quiet: Whether no progress is shown.
+
+    Raises:
+        ConfigError: TRL refuses a setting, or a function of rewards cannot be found.
+    """
+    packing, dynamic = config.policy.sequence_packing, config.policy.dynamic_batching
+    model, names = config.model, config.grpo[_REWARDS]
+    rewards = [_reward(name) for name in ([names] if isinstance(names, str) else names)]
+    adapters = {name: value for name, value in config.grpo.items() if name.startswith(_OF_ADAPTERS)}
+    try:
+        processor = AutoProcessor.from_pretrained(
+            model.model, truncation_side="left", padding_side="left", trust_remote_code=model.trust_remote_code
+        )
+        trainer = GRPOTrainer(
+            model.model,
+            rewards,
+            args=GRPOConfig(**_arguments(config, quiet=quiet)),
+            train_dataset=_prompts(config, config.custom.train_jsonl, processor),
+            eval_dataset=_prompts(config, config.custom.val_jsonl, processor),
+            processing_class=processor,
+            peft_config=get_peft_config(ModelConfig(**adapters)),
+        )
+    except PackplanError:
+        raise
+    except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as error:
+        raise ConfigError.at("grpo", f"is refused by TRL: {error}") from error
+    if packing.enabled:
+        for one in filter(None, (trainer.model, trainer.ref_model)):
+            unpad(one)
+    cut = packing if packing.enabled else dynamic
+    if cut.enabled:
+        balance(
+            trainer,
+            max_tokens=cut.train_mb_tokens,
+            logprob_max_tokens=cut.logprob_mb_tokens,
+            padded=dynamic.enabled,
+            algorithm=packing.algorithm,
+            length_multiple=cut.sequence_length_round,
+        )
+    return trainer
+
+
+def _arguments(config: RlConfig, *, quiet: bool) -> dict[str, Any]:
+    """Return the arguments of `GRPOConfig`: what `grpo.` says, over what follows from the run."""
+    given = {name: value for name, value in config.grpo.items() if not name.startswith((*_OF_ADAPTERS, _REWARDS))}
+    model, on_cpu = config.model, not torch.cuda.is_available()
+    loading: dict[str, Any] = {"dtype": model.torch_dtype or "auto", "trust_remote_code": model.trust_remote_code}
+    if model.attn_impl not in {"auto", "varlen"}:
+        loading["attn_implementation"] = model.attn_impl
+    drawing: dict[str, Any] = {}
+    loaded = trained_config(AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code))
+    tokens = [getattr(loaded, name, None) for name in _PLACEHOLDERS]
+    if any(tokens) and not given.get("use_vllm"):
+        # A drawn placeholder would have no image, and no model could compute the answer.
+        drawing["suppress_tokens"] = [token for token in tokens if token is not None]
+    defaults = {
+        "use_cpu": on_cpu,
+        "bf16": not (on_cpu or given.get("use_cpu") or given.get("fp16")),
+        "eval_strategy": "steps" if config.custom.val_jsonl else "no",
+        "disable_tqdm": quiet or not sys.stderr.isatty(),
+    }
+    below = {
+        "model_init_kwargs": loading | (given.get("model_init_kwargs") or {}),
+        "generation_kwargs": drawing | (given.get("generation_kwargs") or {}),
+    }
+    return {**defaults, **given, **below, "resume_from_checkpoint": None}
+
+
+def _prompts(config: RlConfig, files: tuple[str, ...], processor: Any) -> Prompts | None:
+    """Return the prompts of some data files; None if there are none."""
+    if not files:
+        return None
+    if not getattr(processor, "chat_template", None):
+        raise ConfigError.at("model.model", f"is {config.model.model}, whose tokenizer has no chat template")
+    records = open_records(files, max_line_bytes=config.custom.max_line_bytes, cache=records_cache(config))
+    return Prompts(records, config.custom, system=config.template.system, sees=isinstance(processor, ProcessorMixin))
+
+
+def _reward(name: str) -> Callable[..., Any]:
+    """Return a function of rewards; ConfigError if there is none, or where it fails."""
+    key = f"grpo.{_REWARDS}"
+    try:
+        found = pkgutil.resolve_name(name)
+    except Exception as error:  # whatever the user's own module raises
+        reason = f"has {name}, which is no function as module:function: {type(error).__name__}: {error}"
+        raise ConfigError.at(key, reason) from error
+    if not callable(found):
+        raise ConfigError.at(key, f"has {name}, which is no function")
+
+    @functools.wraps(found)
+    def score(**columns: Any) -> Any:
+        try:
+            return found(**columns)
+        except Exception as error:
+            raise ConfigError.at(key, f"has {name}, which failed: {type(error).__name__}: {error}") from error
+
+    return score
