@@ -6,13 +6,27 @@ import hashlib
 import json
 import re
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from packplan.adapters.hub_caches import download_command, is_id
 from packplan.core.config import ModelConfig
 from packplan.core.errors import ConfigError, Fault, counted
+
+PROCESSING_FILES = (
+    "config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges*",
+    "special_tokens*",
+    "added_tokens*",
+    "*processor_config.json",
+    "chat_template*",
+    "*.model",
+    "*.py",
+)
+"""Patterns of the files of a model that decide how records become tokens."""
 
 
 def config_model_type(model: ModelConfig) -> str:
@@ -220,14 +234,19 @@ _SAMPLED, _MOST_SAMPLED = 256, 256
 """Bytes of a weight by which a file of weights is known, and weights of a file, evenly spread."""
 
 
-def model_facts(folder: Path) -> dict[str, str]:
+def model_facts(folder: Path, *, also: Sequence[str] = ("config.json",)) -> dict[str, str]:
     """
-    Return size and digest of a model's files by name: its config.json, and its weights and
-    adapters, of which each weight is read in part. There are none of what is no folder.
+    Return size and digest of a model's files by name: its weights and adapters, of which each
+    weight is read in part, and others. There are none of what is no folder.
+
+    Args:
+        folder: Folder of the model.
+        also: Patterns of the names of the other files.
     """
     facts = {}
-    for path in sorted(path for pattern in ("config.json", "*.safetensors", "*.bin") for path in folder.glob(pattern)):
-        digest = _weights_digest(path) if path.suffix != ".json" else hashlib.sha256(path.read_bytes()).hexdigest()
+    for path in sorted({path for pattern in ("*.safetensors", "*.bin", *also) for path in folder.glob(pattern)}):
+        is_weights = path.suffix in {".safetensors", ".bin"}
+        digest = _weights_digest(path) if is_weights else hashlib.sha256(path.read_bytes()).hexdigest()
         facts[f"model.model {path.name}"] = f"{counted(path.stat().st_size, 'byte')}, {digest[:_DIGITS]}"
     return facts
 

@@ -107,8 +107,9 @@ class FollowsSchedule:
     def _identity(self) -> RunIdentity:
         """Return the model, loss and settings that a resumed run has to share."""
         settings = {name: getattr(self.args, name) for name in FIXED_ARGUMENTS if hasattr(self.args, name)}
-        folder = getattr(self.model.config, "name_or_path", "")
-        return RunIdentity(Fingerprint(flat_values(settings) | (model_facts(Path(folder)) if folder else {})))
+        name = getattr(self.model.config, "name_or_path", "")
+        model = (model_facts(Path(name)) or {"model.model": name}) if name else {}  # a folder, or a name of a hub
+        return RunIdentity(Fingerprint(flat_values(settings) | model))
 
     @property
     def _schedule(self) -> EpochSchedule:

@@ -40,11 +40,16 @@ _TOKENS, _LABELS, _POSITIONS, _ATTENTION = "input_ids", "labels", "position_ids"
 _MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
 """Columns of 0 and 1 by which TRL marks tokens that are learned."""
 
-_PACKED = {"seq_lengths": 1, "cu_seq_lens_q": 2, "cu_seq_lens_k": 2}
+_PACKED = {
+    "seq_lengths": 1, "seq_lens": 1, "seq_start_id": 1, "cu_seqlens": 2, "cu_seq_lens_q": 2, "cu_seq_lens_k": 2,
+}  # fmt: skip
 """Columns that tell the samples of a pack -> values that a single sample has."""
 
+_NUMBERED = ("seq_idx", "segment_ids")
+"""Columns with the number of each token's sample in a pack."""
+
 BY_TOKEN = {
-    _TOKENS, _LABELS, _POSITIONS, _ATTENTION, *_MASKS, *_PACKED, "seq_idx", "token_type_ids", "mm_token_type_ids",
+    _TOKENS, _LABELS, _POSITIONS, _ATTENTION, *_MASKS, *_PACKED, *_NUMBERED, "token_type_ids", "mm_token_type_ids",
     "shift_labels",
 }  # fmt: skip
 """Columns with one value for each token or sample, which are no media."""
@@ -239,14 +244,18 @@ def read_row(row: Row, index: int | None = None) -> Row:
 
 def _column_of_samples(row: Row, num_tokens: int) -> str | None:
     """Return the column by which a row is a pack of several samples; None if it is one sample."""
-    for column, most in _PACKED.items():
-        if row.get(column) is not None and len(row[column]) > most:
+    for column in (*_PACKED, *_NUMBERED):
+        values = np.asarray(row[column]) if row.get(column) is not None else np.empty(0)
+        if (values.size > _PACKED[column]) if column in _PACKED else (np.unique(values).size > 1):
             return column
     if row.get(_POSITIONS) is None or not num_tokens:
         return None
     places = np.asarray(row[_POSITIONS])  # on one axis, or on those of images
-    restarts = places.size % num_tokens or (places.reshape(-1, num_tokens)[:, 1:] == 0).all(0).any()
-    return _POSITIONS if restarts else None
+    if places.size % num_tokens:
+        return _POSITIONS
+    places = places.reshape(-1, num_tokens)
+    restarts = (places[:, 1:] == 0) | (places[:, 1:] < places[:, :-1])
+    return _POSITIONS if restarts.all(0).any() else None
 
 
 def _whole_numbers(values: Any, column: str, name: str) -> NDArray[np.int64]:

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from packplan.adapters.lifeline import ctrl_c_kept, end_with_parent, lost_processes_named, open_pool
+from packplan.adapters.model_folder import PROCESSING_FILES
 from packplan.adapters.samples.counting.quickly import QuickMeasurer
 from packplan.adapters.samples.data_set import absolute
 from packplan.adapters.samples.encoder import SwiftEncoder
@@ -32,19 +33,6 @@ from packplan.core.samples import DIGEST_BYTES, DataFile, MeasuredSample, Measur
 
 MeasuredBatch = tuple[range, list[Outcome], bytes]
 """Records, their outcomes, and their digests one behind the other, all zero where unknown."""
-
-_PROCESSING_FILES = (
-    "config.json",
-    "tokenizer*",
-    "vocab*",
-    "merges*",
-    "special_tokens*",
-    "added_tokens*",
-    "*processor_config.json",
-    "chat_template*",
-    "*.model",
-    "*.py",
-)
 
 _PROCESSING_PACKAGES = ("ms-swift", "transformers", "tokenizers", "qwen_vl_utils", "pillow", "torchvision")
 
@@ -136,7 +124,7 @@ class SwiftMeasurer:
             **spec.inputs,
         }
         folder = Path(spec.model.model)
-        for file in sorted({file for pattern in _PROCESSING_FILES for file in folder.glob(pattern)}):
+        for file in sorted({file for pattern in PROCESSING_FILES for file in folder.glob(pattern)}):
             inputs[f"model.{file.name}.sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
         inputs["version.measuring"] = MEASURING
         for package in _PROCESSING_PACKAGES:

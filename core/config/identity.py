@@ -2,8 +2,8 @@
 Settings by which a run is known again in its checkpoints: which a resumed run has to share, and
 which it may change.
 
-Data, template and packing are compared by the plan and the digest of the data. `docs/training.md`
-has the same table.
+Data and packing are compared by the plan and the digest of the data. `docs/training.md` has the
+same table.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from packplan.core.config.keys import key_of
+from packplan.core.config.planning import configured_inputs
 from packplan.core.config.ranks import KEYS, run_values
 from packplan.core.config.run import LOADS, TRAINS, TUNES, RunConfig
 from packplan.core.fingerprint import Fingerprint, RunIdentity
@@ -43,14 +44,17 @@ UNCOMPARED = re.compile(
 
 def run_identity(config: RunConfig, *, files: Mapping[str, Any], model: Mapping[str, str]) -> RunIdentity:
     """
-    Return the model, loss and settings of a run, as its checkpoints keep them.
+    Return the model, samples, loss and settings of a run, as its checkpoints keep them.
+
+    Samples of equal lengths may have other labels, so that the plan does not tell them apart.
 
     Args:
         config: The run.
         files: Key -> content of the file that it names.
         model: Size and digest of each file of the model, by name.
     """
-    fixed, told = dict(model), dict[str, str]()
+    samples = configured_inputs(config.template, config.custom, packing_length=config.packing_length)
+    fixed, told = {**samples, **model}, dict[str, str]()
     for key, value in run_values(config, files).items():
         section, name = key.split(".")[:2]
         if section not in {"model", "training"} or name == "model" or UNCOMPARED.fullmatch(name):

@@ -38,6 +38,9 @@ Keys by which qwen_vl_utils scales and samples one medium. ms-swift reads none o
 _DATA_URI = re.compile(r"data:(?P<type>[^;,]*)(?P<coded>;base64)?,")
 
 _BASE64_START = re.compile(r"\s*(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/\s]{60}")
+
+INLINE_IMAGE = re.compile(f'"(?:data:image/|{_BASE64_START.pattern})')
+"""Start of an image that stands in JSON."""
 """Beginning of an image in base64. It is decoded; `_BASE64` checks all of it if that fails."""
 
 _BASE64 = re.compile(r"\s*(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/\s]{60,}={0,2}\s*\Z")
@@ -102,9 +105,13 @@ def refuse_sizes(described: Mapping[str, Any]) -> None:
 
 
 def shows_medium(part: Any) -> bool:
-    """Return whether a part of a message shows an image or a video, and has it or names it."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    return isinstance(kind, str) and kind in PARTS and any(not is_empty(part.get(name)) for name in _NAMING)
+    """
+    Return whether a part of a message shows an image or a video: has it, names it, or is nothing
+    but its type, and shows the record's next one.
+    """
+    held = {name for name, value in part.items() if not is_empty(value)} if isinstance(part, Mapping) else set()
+    kind = part["type"] if "type" in held else None
+    return isinstance(kind, str) and kind in PARTS and (held == {"type"} or not held.isdisjoint(_NAMING))
 
 
 def moved_media(value: Any, move: Callable[[str | bytes], Any]) -> Any:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from packplan.core.samples.images import shows_medium
+from packplan.core.samples.images import INLINE_IMAGE, shows_medium
 from packplan.core.samples.values import fail, is_empty, parsed, require_whole
 
 CALL, RESPONSE = "tool_call", "tool"
@@ -106,14 +106,12 @@ def in_text(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with its tool call or answer as text; ValueError if it is invalid."""
     if message.get("role") == CALL:
         return {**message, "content": call_text(message.get("content"))}
-    if message.get("role") == RESPONSE and not _shows_media(message.get("content")):
-        return {**message, "content": response_text(message.get("content"))}
-    return message
-
-
-def _shows_media(content: object) -> bool:
-    """Return whether an answer has images or videos: ms-swift would write them as text of JSON."""
-    return isinstance(content, list) and any(map(shows_medium, content))
+    if message.get("role") != RESPONSE:
+        return message
+    content = message.get("content")
+    if isinstance(content, list) and any(map(shows_medium, content)):  # which ms-swift writes as text of JSON
+        return message
+    return {**message, "content": response_text(content)}
 
 
 def with_blocks(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -178,10 +176,13 @@ def call_text(content: object) -> str:
 
 
 def response_text(content: object) -> str:
-    """Return the content of a tool's answer as text; ValueError if it is null."""
+    """Return a tool's answer as text; ValueError if it is null, or holds an image in base64."""
     if content is None:
         fail("has a message of a tool without a 'content'")
-    return content if isinstance(content, str) else _as_text(content)
+    text = content if isinstance(content, str) else _as_text(content)
+    if text is not content and INLINE_IMAGE.search(text):
+        fail("has an image in a tool's answer, where it would be text: write a part, {type: image, image: …}")
+    return text
 
 
 def _as_text(value: object) -> str:

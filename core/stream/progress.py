@@ -90,7 +90,8 @@ class StreamState:
 
     def differences(self, now: StreamState) -> tuple[Difference, ...]:
         """Return the inputs in which the current state *now* differs from this stored one."""
-        return self.inputs.differences(now.inputs) + self.identity.fixed.differences(now.identity.fixed)
+        found = self.inputs.differences(now.inputs) + self.identity.fixed.differences(now.identity.fixed)
+        return tuple(dict.fromkeys(found))  # both have the settings of samples
 
 
 def unread_places(num_places: int, segments: Sequence[StreamSegment]) -> IntArray:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from packplan.adapters.config.trainer_keys import TABLE
 from packplan.adapters.config.values import known_keys
+from packplan.core import config
 from packplan.core.config import (
     FIXED_ARGUMENTS,
     OWN,
@@ -156,6 +157,20 @@ def changed(config, path: tuple[str, ...], value: object):
     """Return a configuration with another value at a path."""
     name, *rest = path
     return attrs.evolve(config, **{name: changed(getattr(config, name), tuple(rest), value) if rest else value})
+
+
+OF_SAMPLES = [
+    key for key, field in config.keys_of(RunConfig) if (config.key_of(field).lengths or "").startswith("value")
+]
+
+
+@pytest.mark.parametrize("key", sorted({*OF_SAMPLES} - {"template.truncation_strategy"}))
+def test_a_key_that_decides_samples_is_refused_in_a_resumed_run(key):
+    """Also where all samples keep their lengths, and so their packs: their labels may be others."""
+    then, now = (run_identity(one, files={}, model={}) for one in (RUN, changed(RUN, tuple(key.split(".")), "b")))
+
+    assert [key] == [one.key for one in then.fixed.differences(now.fixed)]
+    assert then.told == now.told
 
 
 @pytest.mark.parametrize("path", keys_of(RunConfig), ids=".".join)

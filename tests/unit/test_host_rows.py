@@ -47,8 +47,25 @@ def test_a_row_that_is_no_sample_is_refused_by_its_number(words):
 
 
 @pytest.mark.parametrize(
+    "columns",
+    [
+        {"position_ids": [1, 2, 1, 2]}, {"position_ids": [[3, 4, 2, 3], [3, 4, 0, 1], [3, 5, 2, 0]]},
+        {"seq_idx": [0, 0, 1, 1]}, {"segment_ids": torch.tensor([[1, 1, 2, 2]])}, {"seq_lens": [2, 2]},
+        {"cu_seqlens": [0, 2, 4]}, {"cu_seq_lens_q": torch.tensor([[0, 2, 4]])}, {"seq_start_id": [0, 2]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_pack_is_known_by_what_any_tool_calls_its_samples(columns):
+    """From whatever position each starts, and whatever the shape of its columns."""
+    with pytest.raises(ArgumentError, match=f"pack of several samples by its {next(iter(columns))}"):
+        RowsOfPacks([{"input_ids": IDS} | columns], pp.plan([4], 4)).row(0)
+
+
+@pytest.mark.parametrize(
     ("columns", "labels"),
     [
+        ({"seq_idx": [0, 0, 0, 0], "cu_seqlens": [0, 4], "position_ids": [3, 4, 5, 6]}, [-100, 6, 7, 8]),
+        ({"position_ids": [[0, 1, 1, 3], [0, 1, 2, 3], [0, 2, 1, 3]]}, [-100, 6, 7, 8]),
         ({"attention_mask": [1, 1, 1, 1], "seq_lengths": [4], "position_ids": [0, 1, 2, 3]}, [-100, 6, 7, 8]),
         ({"position_ids": np.arange(12).reshape(3, 1, 4)}, [-100, 6, 7, 8]),
         ({"input_ids": torch.tensor([IDS]), "completion_mask": [0, 0, 1, 1]}, [-100, -100, 7, 8]),

@@ -126,6 +126,32 @@ def test_an_image_in_an_answer_is_seen(part):
         assert "images" not in sample
 
 
+def test_an_image_of_the_record_is_seen_where_its_answer_shows_it():
+    """As a part that is nothing but its type says; not before what the user says first."""
+    parts = [{"type": "text", "text": "see ", "image": None}, {"type": "image", "text": None}]
+
+    sample = to_messages({**chat(ASKED, CALLED, {**GIVEN, "content": parts}, SAID), "images": ["a.png"]})
+
+    assert [ASKED["content"], "see <image>"] == [sample["messages"][place]["content"] for place in (0, 2)]
+
+
+IMAGE = "iVBORw0KGgo" + "A" * 80
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "image", "data": IMAGE, "mimeType": "image/png"}],
+        {"content": [{"type": "image", "image": f"data:image/png;base64,{IMAGE}"}]},
+        {"screen": f"{IMAGE[:76]}\n{IMAGE[76:]}"},
+    ],
+)
+def test_an_image_that_would_be_text_of_an_answer_is_refused(content):
+    """Whatever holds it: a model would read hundreds of tokens of base64."""
+    with pytest.raises(ValueError, match="an image in a tool's answer, where it would be text"):
+        to_messages(chat(ASKED, CALLED, {**GIVEN, "content": content}, SAID))
+
+
 def test_an_answer_of_json_is_its_text():
     """Its keys stay in order, and null stays; its name reaches the notation that reads it."""
     answer = {"role": "tool", "name": "add", "content": {"z": None, "a": "é"}}

@@ -11,8 +11,9 @@ from typing import Any
 import attrs
 import numpy as np
 
-from packplan.adapters.model_folder import model_facts
+from packplan.adapters.model_folder import PROCESSING_FILES, model_facts
 from packplan.adapters.samples.encoder import SwiftEncoder
+from packplan.adapters.samples.template import swift_types
 from packplan.adapters.samples.video.reading import sees_videos_apart
 from packplan.adapters.trainer.arguments import (
     TrainingArguments,
@@ -121,8 +122,10 @@ def open_checkpoint(
 
 
 def identity_of(config: RunConfig) -> RunIdentity:
-    """Return the model, loss and settings of a run, as its checkpoints keep them."""
-    return run_identity(config, files=settings_files(config), model=model_facts(Path(config.model.model)))
+    """Return the model, samples, loss and settings of a run, as its checkpoints keep them."""
+    model = model_facts(Path(config.model.model), also=PROCESSING_FILES)
+    model["template.template"] = swift_types(config.model, config.template)[1]
+    return run_identity(config, files=settings_files(config), model=model)
 
 
 def open_visits(checkpoint: Checkpoint[ResumeState], group: RankGroup) -> Visits | None:
