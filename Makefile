@@ -57,6 +57,7 @@ reference: $(READY)
 # Takes long: every family that transformers knows is probed.
 models: $(READY)
 	$(RUN) -m tools.models families docs/models.md
+	$(RUN) -m tools.models unpadded docs/models.md
 	$(RUN) -m tools.models vision docs/models.md
 
 $(READY): constraints.txt pyproject.toml

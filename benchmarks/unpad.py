@@ -14,15 +14,11 @@ import os
 import random
 import tempfile
 import time
-import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import attrs
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from benchmarks.child import run_in_child
 from benchmarks.table import show
@@ -137,6 +133,8 @@ class _Steps:
     def run(self, *arguments: Any) -> Any:
         """Run a step."""
         if len(self.losses) == self._timed:
+            from benchmarks.peak import PeakOfTensors
+
             with PeakOfTensors(self._model) as mode:
                 loss = self._step(*arguments)
             self.peak = mode.peak
@@ -150,41 +148,6 @@ class _Steps:
         return loss
 
 
-class PeakOfTensors(TorchDispatchMode):
-    """Counts the bytes of tensors that are there at once, weights and gradients included."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        """Count from now on, with what the model holds already."""
-        super().__init__()
-        self.peak = self._now = 0
-        self._held: dict[int, Any] = {}
-        for weight in model.parameters():
-            self._hold(weight)
-            if weight.grad is not None:
-                self._hold(weight.grad)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for one in tree_iter(found):
-            if isinstance(one, torch.Tensor):
-                self._hold(one)
-        return found
-
-    def _hold(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()  # noqa: SLF001  # identity of the memory
-        if key in self._held:
-            return
-
-        def release(_: Any) -> None:
-            self._held.pop(key, None)
-            self._now -= size
-
-        self._held[key] = weakref.ref(storage, release)
-        self._now += size
-        self.peak = max(self.peak, self._now)
-
-
 def _lengths(draw: random.Random, longest: int) -> Iterator[int]:
     """Yield lengths with a heavy tail."""
     while True:
@@ -193,6 +156,7 @@ def _lengths(draw: random.Random, longest: int) -> Iterator[int]:
 
 def _trainer(host: str, folder: str, options: argparse.Namespace) -> Any:
     """Return a trainer of TRL on made rows."""
+    import torch
     import trl
     from datasets import Dataset
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification

@@ -71,6 +71,14 @@ UNPROVEN_REASONS = {
 }
 """Start of a verdict's reason -> reason on the page; the first that matches."""
 
+UNPADDED_HEADING = "## Without padding"
+
+ABOUT_UNPADDED = """What `packplan.hf.unpad` leaves out of the padded rows of a small model of each family above, whose
+results at real tokens and gradients are then those of the padded pass. Where a layer's state runs over padding, calls
+with such padding are computed padded. `python -m tools.models unpadded docs/models.md` wrote this section on {date},
+with {versions}. BERT, XLM-RoBERTa and ModernBERT, which read both ways, leave out every padding, as
+`tests/e2e/test_unpad.py` shows."""
+
 ABOUT_VISION = """Tiny models with random weights were measured, packed and compared, each with its processor and
 ms-swift's template. `python -m tools.models vision docs/models.md` wrote this section on {date}, with {versions}.
 Lengths come from image headers, or from full encodes where the processor does not give the size of an image. They equal
@@ -230,8 +238,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def with_families(page: str, text: str) -> str:
     """Return a page with other families; its section of models that see stays."""
-    _, heading, section = page.partition(HEADING)
-    return f"{text}\n{heading}{section}" if heading else text
+    rest = page[min((page.find(one) for one in (UNPADDED_HEADING, HEADING) if one in page), default=len(page)) :]
+    return f"{text}\n{rest}" if rest else text
 
 
 def with_section(page: str, section: str) -> str:
@@ -244,6 +252,46 @@ def probe_families(names: Sequence[str]) -> list[PackingVerdict]:
     from packplan.adapters.probe.families import family_names, probe_family
 
     return [probe_family(name) for name in progress(_chosen(names, family_names()), desc="probing", unit=" families")]
+
+
+def unpadded_section(reasons: Mapping[str, Mapping[str, str]], *, date: str) -> str:
+    """Return the section of models that compute no padding; see `probe_unpadded`."""
+    about = _wrapped(ABOUT_UNPADDED.format(date=date, versions=versions()))
+    groups = by_value({name: _padding_in_words(one) for name, one in reasons.items()})
+    return f"{UNPADDED_HEADING}\n\n{about}\n\n{joined_table(('padding that is left out', 'families'), groups)}\n"
+
+
+def _padding_in_words(reasons: Mapping[str, str]) -> str:
+    if "right of" in reasons:
+        return f"none: {reasons['right of'].partition(': ')[0]}"
+    return "every" if not reasons else f"every but {' and '.join(f'{side} tokens' for side in reasons)}"
+
+
+def with_unpadded(page: str, section: str) -> str:
+    """Return a page with another section of models that compute no padding."""
+    families, _, rest = page.partition(UNPADDED_HEADING)
+    _, heading, vision = (rest or families).partition(HEADING)
+    families = families.partition(HEADING)[0]
+    return f"{families.rstrip()}\n\n{section}\n{heading}{vision}"
+
+
+def probe_unpadded(names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return the padding that families that pack do not leave out -> the reason; see `unpad`."""
+    from packplan.adapters.families import is_unpacked
+    from packplan.adapters.hf import unpad
+    from packplan.adapters.probe.families import default_config, family_names
+    from packplan.adapters.probe.small_model import SmallModels, quiet
+
+    found: dict[str, dict[str, str]] = {}
+    chosen = names or [name for name in family_names() if not is_unpacked(name)]
+    for name in progress(chosen, desc="probing", unit=" families"):
+        with quiet():
+            model = SmallModels(default_config(name)).build(attention="eager")
+            try:
+                found[name] = dict(unpad(model).passing)
+            except PackplanError as error:
+                found[name] = {"right of": f"{error}"}
+    return found
 
 
 def probe_vision(names: Sequence[str]) -> list[VisionRow]:
@@ -322,7 +370,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=("families", "vision"), help="part of the page")
+    parser.add_argument("part", choices=("families", "unpadded", "vision"), help="part of the page")
     parser.add_argument(
         "page", type=Path, nargs="?", help="Markdown page to write the part into (default: print the results)"
     )
@@ -338,6 +386,10 @@ def main(arguments: list[str] | None = None) -> int:
                 "\n".join(f"{one.model_type}: {one.strategy or 'does not pack'}: {one}" for one in verdicts) + "\n"
             )
             page = with_families(before, families_page(verdicts, date=date))
+        elif options.part == "unpadded":
+            reasons = probe_unpadded(options.names)
+            results = "".join(f"{name}: {one or 'every padding is left out'}\n" for name, one in reasons.items())
+            page = with_unpadded(before, unpadded_section(reasons, date=date))
         else:
             rows = probe_vision(options.names)
             results = table(VISION_HEAD, map(vision_cells, rows))

@@ -13,8 +13,9 @@ passes through: without padding, without a mask of two dimensions, with a cache 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any, Literal
 
 import attrs
@@ -67,6 +68,9 @@ class TextStack:
     text_row: bool = False
     """Whether positions of images have a first row with those of the text."""
 
+    by_positions: bool = False
+    """Whether the model's own attention tells samples apart, by positions that restart."""
+
     passing: frozenset[Padding] = frozenset()
     """Padding that the model's own padded pass does not leave out: such calls pass through."""
 
@@ -95,7 +99,16 @@ class TextStack:
         tokens = RealTokens.from_mask(mask)
         if len(tokens.places) in (0, mask.numel()) or self._restarts(given.get("position_ids"), tokens):
             return None
-        return None if self.passing and self.passing & tokens.paddings else tokens
+        if self.passing & (tokens.paddings if self.passing else set()) or self._joins_rows(given, tokens):
+            return None
+        return tokens
+
+    def _joins_rows(self, given: dict[str, Any], tokens: RealTokens) -> bool:
+        """Return whether positions that tell samples apart go on by one from a row to the next."""
+        if not self.by_positions:
+            return False
+        text = self._packed_positions(given, tokens).reshape(-1, len(tokens.places))[0]
+        return bool(((text.diff() == 1) & (tokens.row.own.diff() == 1)).any())
 
     def _restarts(self, positions: torch.Tensor | None, tokens: RealTokens) -> bool:
         """Return whether positions begin again within a row, so that it is packed already."""
@@ -112,8 +125,9 @@ class TextStack:
             for name, value in given.items()
             if name != "cache_position"
         }
-        # A mask of ones: without one, transformers would look for samples in the positions.
-        packed["attention_mask"] = tokens.take(given["attention_mask"]).new_ones(1, len(tokens.places))
+        # With a mask of ones, transformers does not look for samples in the positions.
+        ones = given["attention_mask"].new_ones(1, len(tokens.places))
+        packed["attention_mask"] = None if self.by_positions else ones
         if "position_ids" in self._signature.parameters:
             packed["position_ids"] = self._packed_positions(given, tokens)
         if {"use_cache", "past_key_values"} & set(self._signature.parameters):
@@ -187,9 +201,14 @@ class Unpadding:
     `remove` takes them off, and inside `with paused():` calls pass through.
     """
 
-    def __init__(self, model: Any, stack: TextStack, *, logits: bool) -> None:
+    def __init__(
+        self, model: Any, stack: TextStack, *, logits: bool, passing: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.counts = UnpadCounts()
         """Positions given and computed so far."""
+
+        self.passing = passing
+        """Side of real tokens whose padding is computed -> the reason."""
 
         self._stack, self._paused = stack, False
         self._open: list[tuple[RealTokens | None, ExitStack]] = []

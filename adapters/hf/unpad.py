@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -94,23 +95,25 @@ def _hook(model: Any, *, native: str, logits: bool) -> Unpadding:
     Raises:
         ModelError: No place and positions give the same.
     """
-    found: dict[TextStack, dict[str, str | None]] = {}
+    best, why_not = None, dict.fromkeys(("right of", *PADDINGS), "")
     for stack in _candidates(model):
         hooks = Unpadding(model, stack, logits=logits)
-        found[stack] = {kind: _why_not(model, hooks, stack, mask, native=native) for kind, mask in _masks(model)}
+        reasons = {side: _why_not(model, hooks, stack, mask, native=native) for side, mask in _masks(model)}
         hooks.remove()
-        if not any(found[stack].values()):
-            return Unpadding(model, stack, logits=logits)
-    best = min(found, key=lambda stack: (found[stack]["right"] is not None, sum(map(bool, found[stack].values()))))
-    why_not = found[best]
-    if why_not["right"] is not None:
+        found = {side: reason for side, reason in reasons.items() if reason is not None}
+        if best is None or ("right of" in found, len(found)) < ("right of" in why_not, len(why_not)):
+            best, why_not = stack, found
+        if not found:
+            break
+    assert best is not None  # noqa: S101  # there are candidates
+    if "right of" in why_not:
         where = f"at {type(best.module).__name__} with positions by {best.positions}"
-        raise ModelError("probe", f"its padded rows cannot be packed: {where}, {why_not['right']}")
-    best.passing = frozenset(side for side in PADDINGS if why_not[side] is not None)
-    for side in best.passing:
+        raise ModelError("probe", f"its padded rows cannot be packed: {where}, {why_not['right of']}")
+    best.passing = frozenset(side for side in PADDINGS if side in why_not)
+    for side, reason in why_not.items():
         level = logging.WARNING if side == "left of" else logging.INFO
-        log.log(level, "calls with padding %s real tokens are computed padded: %s", side, why_not[side])
-    return Unpadding(model, best, logits=logits)
+        log.log(level, "calls with padding %s real tokens are computed padded: %s", side, reason)
+    return Unpadding(model, best, logits=logits, passing=why_not)
 
 
 def _candidates(model: Any) -> Iterator[TextStack]:
@@ -119,8 +122,8 @@ def _candidates(model: Any) -> Iterator[TextStack]:
     padding = getattr(part.config.get_text_config(), "pad_token_id", None) or 0
     text_row = any(hasattr(module, "get_rope_index") for module in model.modules())
     for module in dict.fromkeys((part.get_decoder(), part.base_model)):
-        for positions in POSITIONS:
-            yield TextStack(module, positions, padding, text_row)
+        for by_positions, positions in product((False, True), POSITIONS):
+            yield TextStack(module, positions, padding, text_row, by_positions)
 
 
 def _why_not(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor, *, native: str) -> str | None:
@@ -187,7 +190,7 @@ def _masks(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     lengths = torch.tensor([*_LENGTHS, longest], device=next(model.parameters()).device)[:, None]
     columns = torch.arange(longest + 2, device=lengths.device)[None]
     right = (columns < lengths).long()
-    yield "right", right
+    yield "right of", right
     yield "left of", right.flip(1)
     yield "between", right * (columns % 5 != 2)
 

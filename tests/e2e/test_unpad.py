@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 
 import pytest
@@ -20,7 +21,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from packplan.adapters.hf.packed_calls import TextStack
 from packplan.core.errors import ModelError
 from packplan.hf import unpad
+from tests.e2e import unpad_rank
 from tests.made.vision_models import VISION_FAMILIES, write_vision_model
+from tests.processes import finished
 
 pytestmark = pytest.mark.slow
 
@@ -136,6 +139,23 @@ def test_a_family_trains_the_same(family):
     assert_same(model, hooks, batch_of(padded()))
     if family != "qwen3_5_text":  # its own padded pass carries states over padding in between
         assert_same(model, hooks, batch_of(padded() * (torch.arange(POSITIONS) % 5 != 3)))
+
+
+def test_rows_are_apart_where_positions_go_on_from_one_to_the_next():
+    """A model that finds samples by positions alone computes such a batch padded."""
+    model = build("gptj", n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64)
+    hooks = unpad(model)
+    columns = torch.arange(POSITIONS)[None]
+    batch = batch_of(torch.cat([columns < 9, columns >= 9]).long())
+    calls = hooks.counts.calls
+
+    found, _ = computed(model, batch)
+    with hooks.paused():
+        due, _ = computed(model, batch)
+
+    assert calls == hooks.counts.calls
+    torch.testing.assert_close(found.loss, due.loss)
+    assert_same(model, hooks, batch_of(padded()))
 
 
 def test_positions_of_the_caller_are_kept():
@@ -327,3 +347,12 @@ def pictures_batch(processor, family: str, side: str):
     nested = [[images[0]], [], [images[1]]] if family == "internvl" else images
     batch = dict(processor(text=texts, images=nested, padding=True, return_tensors="pt"))
     return {**batch, "labels": batch_of(batch["attention_mask"])["labels"].clamp(max=200)}
+
+
+def test_ranks_compute_the_same(server, tmp_path):
+    """Under DDP and FSDP 2 with checkpointing, hooked before or after; on two ranks."""
+    assert [0, 0] == finished(server.ranks(2, unpad_rank.main, str(tmp_path), folder=tmp_path))
+
+    for rank in range(2):
+        for name, (loss, gradients, share) in json.loads((tmp_path / f"found{rank}.json").read_text()).items():
+            assert (True, True, True) == (loss < 1e-5, gradients < 1e-5, share < 1), name
