@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import attrs
 import torch
@@ -194,6 +195,10 @@ def _put_back(value: Any, tokens: RealTokens) -> Any:
     return tokens.put_back_flat(value) if value.shape[0] == len(tokens.places) else value
 
 
+HOOKED: WeakKeyDictionary[torch.nn.Module, Unpadding] = WeakKeyDictionary()
+"""Text stack -> its hooks."""
+
+
 class Unpadding:
     """
     Hooks that leave padding out of a model's calls; `unpad` makes them.
@@ -214,21 +219,25 @@ class Unpadding:
         self._open: list[tuple[RealTokens | None, ExitStack]] = []
         self._headed: RealTokens | None = None
         module = stack.module
+        uncompiled: Any = torch.compiler.disable  # rows would each need a program of their own
         self._hooks = [
-            module.register_forward_pre_hook(self._pack, with_kwargs=True),
-            module.register_forward_hook(self._put_back, with_kwargs=True, always_call=True),
+            module.register_forward_pre_hook(uncompiled(self._pack), with_kwargs=True),
+            module.register_forward_hook(uncompiled(self._put_back), with_kwargs=True, always_call=True),
         ]
         if not logits:
             self._head = TextStack(model)
             self._hooks += [
-                model.register_forward_pre_hook(self._pack_labels, with_kwargs=True),
-                model.register_forward_hook(self._forget_labels, with_kwargs=True, always_call=True),
+                model.register_forward_pre_hook(uncompiled(self._pack_labels), with_kwargs=True),
+                model.register_forward_hook(uncompiled(self._forget_labels), with_kwargs=True, always_call=True),
             ]
+
+        HOOKED[module] = self
 
     def remove(self) -> None:
         """Take the hooks off; the model keeps its attention."""
         for hook in self._hooks:
             hook.remove()
+        HOOKED.pop(self._stack.module, None)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

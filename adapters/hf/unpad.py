@@ -20,12 +20,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from packplan.adapters.attention import NAME, PADDINGS, attend_as, native_attention
 from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.hf.attention import attend_apart
-from packplan.adapters.hf.packed_calls import POSITIONS, TextStack, Unpadding
+from packplan.adapters.hf.packed_calls import HOOKED, POSITIONS, TextStack, Unpadding
 from packplan.adapters.models import evaluating
 from packplan.adapters.probe import limit_of, plain_ids
 from packplan.adapters.proof import difference_of, logit_reaches, rounds_choices, watching
 from packplan.core.equality import VARLEN, AttentionChoice, ProbeResult
-from packplan.core.errors import ModelError
+from packplan.core.errors import ArgumentError, ModelError
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,11 @@ def unpad(model: Any, *, logits: bool = True) -> Unpadding:
 
     Raises:
         ModelError: The model cannot be shown to give the same.
+        ArgumentError: It is hooked already.
     """
     inner = _unwrap(model)
+    if any(module in HOOKED for module in inner.modules()):
+        raise ArgumentError("host", "the model computes no padding already: `remove` its hooks first")
     if _reads_both_ways(inner.config):
         attention = AttentionChoice(VARLEN)
         attend_as(inner, attention)

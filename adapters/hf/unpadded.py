@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import attrs
 import torch
 
-from packplan.adapters.hf.packed_calls import Unpadding
+from packplan.adapters.hf.packed_calls import HOOKED
 from packplan.adapters.hf.unpad import unpad
 from packplan.adapters.models import Gradients, add_gradients, difference_norms, weight_gradients
 from packplan.adapters.proof import limit_of, restored, untouched
@@ -57,7 +56,7 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
     model = trainer.model
     models = [one for one in (model, getattr(trainer, "ref_model", None)) if one is not None]
     with ExitStack() as stack:
-        hooks = [hook for one in models for hook in _hooks_of(one)]
+        hooks = [HOOKED[module] for one in models for module in one.modules() if module in HOOKED]
         for one in models if not hooks else ():
             hooks.append(unpad(one))
             stack.callback(hooks[-1].remove)
@@ -95,12 +94,3 @@ def _compute(trainer: Any, inputs: Any) -> tuple[float, Gradients]:
     given = dict(inputs) if isinstance(inputs, dict) else inputs  # trainers take labels out
     loss = trainer.compute_loss(trainer.model, given)
     return float(loss.detach()), weight_gradients(trainer.model, loss)
-
-
-def _hooks_of(model: torch.nn.Module) -> Iterator[Unpadding]:
-    """Yield the hooks of `unpad` on a model."""
-    for module in model.modules():
-        for hook in module._forward_hooks.values():  # noqa: SLF001  # torch has no public way to list them
-            owner = getattr(hook, "__self__", None)
-            if isinstance(owner, Unpadding):
-                yield owner

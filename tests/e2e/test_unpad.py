@@ -11,66 +11,20 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoProcessor,
 )
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from packplan.adapters.hf.packed_calls import TextStack
-from packplan.core.errors import ModelError
+from packplan.core.errors import ArgumentError, ModelError
 from packplan.hf import unpad
 from tests.e2e import unpad_rank
+from tests.e2e.unpad_rank import POSITIONS, ROWS, batch_of, build, padded
 from tests.made.vision_models import VISION_FAMILIES, write_vision_model
 from tests.processes import finished
 
 pytestmark = pytest.mark.slow
-
-_SIZES = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300, "max_position_embeddings": 256,
-}  # fmt: skip
-
-_OWN = {
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 300, "n_positions": 256},
-    "opt": _SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "pad_token_id": 1},
-    "gemma3_text": _SIZES | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-    "qwen3_moe": _SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "qwen3_5_text": _SIZES
-    | {
-        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 32,
-    },
-    "modernbert": _SIZES | {"local_attention": 8, "num_hidden_layers": 4, "cls_token_id": 1, "sep_token_id": 2},
-    "xlm-roberta": _SIZES | {"pad_token_id": 1},
-}  # fmt: skip
-
-_SPECIAL = {"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 0}
-
-ROWS, POSITIONS = 4, 24
-
-
-def build(family: str, kind: type = AutoModelForCausalLM, **keys):
-    """Return a tiny model with random weights, in evaluation."""
-    torch.manual_seed(0)
-    config = CONFIG_MAPPING[family](**(_SPECIAL | _OWN.get(family, _SIZES) | keys))
-    return kind.from_config(config).eval()
-
-
-def batch_of(mask, *, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return a batch of random tokens under a mask; labels follow real tokens alone."""
-    mask = torch.as_tensor(mask)
-    ids = torch.randint(5, 300, mask.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(mask == 0, 0)
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[:, 1:] = labels[:, 1:].masked_fill(mask[:, :-1] == 0, -100)
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-def padded(left=(0, 3, 0, 9), right=(0, 2, 11, 0)) -> torch.Tensor:
-    """Return the mask of rows with padding on each side."""
-    columns = torch.arange(POSITIONS)
-    return torch.stack([((columns >= a) & (columns < POSITIONS - b)).long() for a, b in zip(left, right, strict=True)])
 
 
 def computed(model, batch, **options):
@@ -259,6 +213,8 @@ def test_a_removed_hook_leaves_the_model_alone():
     assert_same(model, hooks, batch)
     calls = hooks.counts.calls
 
+    with pytest.raises(ArgumentError, match="already"):
+        unpad(model)
     hooks.remove()
     model(**batch)
 

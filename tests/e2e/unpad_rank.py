@@ -1,4 +1,7 @@
-"""One rank whose model computes no padding, under each way to share a model among ranks."""
+"""
+Tiny models and padded batches, and one rank whose model computes no padding, under each way to
+share a model among ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,55 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from packplan.hf import unpad
-from tests.e2e.test_unpad import batch_of, build, padded
+
+_SIZES = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300, "max_position_embeddings": 256,
+}  # fmt: skip
+
+_OWN = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 300, "n_positions": 256},
+    "opt": _SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "pad_token_id": 1},
+    "gemma3_text": _SIZES | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_moe": _SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen3_5_text": _SIZES
+    | {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 32,
+    },
+    "modernbert": _SIZES | {"local_attention": 8, "num_hidden_layers": 4, "cls_token_id": 1, "sep_token_id": 2},
+    "xlm-roberta": _SIZES | {"pad_token_id": 1},
+}  # fmt: skip
+
+_SPECIAL = {"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 0}
+
+ROWS, POSITIONS = 4, 24
+
+
+def build(family: str, kind: type = AutoModelForCausalLM, **keys):
+    """Return a tiny model with random weights, in evaluation."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family](**(_SPECIAL | _OWN.get(family, _SIZES) | keys))
+    return kind.from_config(config).eval()
+
+
+def batch_of(mask, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return a batch of random tokens under a mask; labels follow real tokens alone."""
+    mask = torch.as_tensor(mask)
+    ids = torch.randint(5, 300, mask.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(mask == 0, 0)
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, 1:] = labels[:, 1:].masked_fill(mask[:, :-1] == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def padded(left=(0, 3, 0, 9), right=(0, 2, 11, 0)) -> torch.Tensor:
+    """Return the mask of rows with padding on each side."""
+    columns = torch.arange(POSITIONS)
+    return torch.stack([((columns >= a) & (columns < POSITIONS - b)).long() for a, b in zip(left, right, strict=True)])
 
 
 def main(out: str) -> None:
