@@ -26,6 +26,8 @@ from packplan.adapters.progress import progress
 
 HOSTS = ("grpo", "kto", "dpo", "sft", "reward")
 
+WAYS = ("padded", "packed", "balanced")
+
 _LIMIT_S = 3600.0
 
 _WORDS = ("red", "blue", "circle")
@@ -48,8 +50,14 @@ class UnpadRow:
 
     packed_s: float
 
+    balanced_s: float | None
+    """Processor seconds in microbatches by tokens, without padding; None where they are refused."""
+
     peak: float
     """Peak of tensors without padding, over the one with it."""
+
+    balanced_peak: float | None
+    """Peak of tensors in microbatches by tokens, over the one with padding."""
 
     losses: float
     """Largest relative difference of a step's loss."""
@@ -64,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default: 3)")
     parser.add_argument("--rows", type=int, default=16, help="rows of a batch (default: 16)")
     parser.add_argument("--width", type=int, default=512, help="hidden size of the model (default: 512)")
+    parser.add_argument("--max-tokens", type=int, default=2048, help="tokens of a microbatch (default: 2,048)")
     parser.add_argument("--longest", type=int, default=500, help="tokens of the longest text (default: 500)")
 
 
@@ -78,6 +87,8 @@ def run(options: argparse.Namespace) -> None:
         "packed s": lambda row: f"{row.packed_s:.2f}",
         "times faster": lambda row: f"{row.padded_s / row.packed_s:.1f}",
         "peak of tensors": lambda row: f"{row.peak:.2f}",
+        "balanced s": lambda row: "" if row.balanced_s is None else f"{row.balanced_s:.2f}",
+        "its peak": lambda row: "" if row.balanced_peak is None else f"{row.balanced_peak:.2f}",
         "losses differ": lambda row: f"{row.losses:.0e}",
         "norms differ": lambda row: f"{row.norms:.0e}",
     }
@@ -85,12 +96,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _compare(host: str, options: argparse.Namespace) -> UnpadRow:
-    padded, packed = (
-        run_in_child(partial(_train, host, unpadded=unpadded, options=options), limit_s=_LIMIT_S)
-        for unpadded in (False, True)
+    padded, packed, balanced = (
+        run_in_child(partial(_train, host, way=way, options=options), limit_s=_LIMIT_S) for way in WAYS
     )
     return UnpadRow(
-        host, packed["real"], packed["padded"], padded["seconds"], packed["seconds"], packed["peak"] / padded["peak"],
+        host, packed["real"], packed["padded"], padded["seconds"], packed["seconds"],
+        balanced and balanced["seconds"], packed["peak"] / padded["peak"],
+        balanced and balanced["peak"] / padded["peak"],
         losses=_apart(packed["losses"], padded["losses"]), norms=_apart(packed["norms"], padded["norms"]),
     )  # fmt: skip
 
@@ -99,16 +111,26 @@ def _apart(found: list[float], expected: list[float]) -> float:
     return max(abs(one - due) / abs(due) for one, due in zip(found, expected, strict=True))
 
 
-def _train(host: str, *, unpadded: bool, options: argparse.Namespace) -> dict[str, Any]:
-    """Train some steps; return their losses, norms and processor time, and the peak of one more."""
+def _train(host: str, *, way: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """
+    Train some steps; return their losses, norms and processor time, and the peak of one more.
+
+    None where the trainer's loss does not go by tokens.
+    """
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    from packplan.hf import unpad
+    from packplan.core.errors import ArgumentError
+    from packplan.hf import balance, unpad
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(host, folder, options)
         models = [one for one in (trainer.model, getattr(trainer, "ref_model", None)) if one is not None]
-        hooks = [unpad(one) for one in models] if unpadded else []
+        hooks = [unpad(one) for one in models] if way != "padded" else []
         before = [(one.counts.real, one.counts.padded) for one in hooks]
+        try:
+            if way == "balanced":
+                balance(trainer, max_tokens=options.max_tokens)
+        except ArgumentError:
+            return None
         steps = _Steps(trainer, options.steps)
         trainer.train()
     counts = [

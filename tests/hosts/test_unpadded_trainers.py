@@ -92,6 +92,7 @@ def trainer_of(host, folder):
 
 def logged(trainer):
     """Train, and return the numbers of each step."""
+    trainer.args.max_epochs = None  # which ms-swift, once imported, lets callbacks ask for
     trainer.train()
     ignored = (
         "time",
