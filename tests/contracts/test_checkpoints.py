@@ -193,7 +193,7 @@ def test_last_is_the_newest_whole_checkpoint_of_the_run(tmp_path: Path):
 def test_the_progress_of_a_rank_of_a_stream_comes_back(tmp_path: Path):
     """Equal in every field; one that contradicts itself is named."""
     options = CarryOptions(packing_length=10, packing_buffer=3, drop_last=False)
-    shard = read_items(ShardState(), [Item(place, text="no") for place in range(6)], places=9)
+    shard = read_items(ShardState(), [Item(place) for place in range(6)], places=9)
     for length in (7, 5, 6, 4):
         shard = admit_first(shard, length, options=options)
     assert all((shard.ahead, shard.buffer, shard.packs, shard.counts.samples))
