@@ -156,7 +156,7 @@ def whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 - 1
         most: Highest value.
 
     Raises:
-        ValueError: It is none. The message names it.
+        ValueError: It is no such number. The message names it.
 
     >>> whole_number("packing_length", 4096)
     4096

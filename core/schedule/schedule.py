@@ -60,7 +60,11 @@ class EpochSegment:
     def __attrs_post_init__(self) -> None:
         sizes = (self.world_size - 1, self.pack_offset, self.group_packs, self.group_steps)
         if min(sizes) < 0 or self.pack_offset % self.world_size or self.group_packs % self.world_size:
-            message = f"{self} is no part of an epoch: its ranks did not consume equally many packs"
+            message = (
+                f"a segment of {counted(self.world_size, 'rank')} cannot have consumed "
+                f"{counted(self.pack_offset, 'pack')} in windows of {counted(self.group_packs, 'pack')} and "
+                f"{counted(self.group_steps, 'step')}: its ranks consume equally many"
+            )
             raise ValueError(message)
 
 
@@ -462,11 +466,16 @@ class EpochSchedule:
         most = max(self.packs_in(start.epoch), self.world_size)
         for segment in start.segments:
             if segment.group_steps != self.group_by_work or segment.world_size > most:
-                return f"{segment} is none of {counted(most, 'pack')} in windows of {self.group_by_work} steps"
+                return (
+                    f"a segment of {counted(segment.world_size, 'rank')}, in windows of "
+                    f"{counted(segment.group_steps, 'step')}, does not fit {counted(most, 'pack')} in windows of "
+                    f"{counted(self.group_by_work, 'step')}"
+                )
         for segment, order in zip(start.segments, self._orders(start.epoch), strict=False):
             if segment.pack_offset >= order.size:
                 return (
-                    f"{segment} consumed all of the {counted(order.size, 'pack')} that epoch {start.epoch} had for it"
+                    f"a segment consumed {counted(segment.pack_offset, 'pack')} of the {order.size:,} left of epoch "
+                    f"{start.epoch}, so the next epoch has begun"
                 )
         return None
 

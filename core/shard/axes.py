@@ -13,7 +13,7 @@ OF_TOKENS = frozenset(
         "token_mask", "values",
     }
 )  # fmt: skip
-"""Names of fields that have an entry for each token, or none as wide as the tokens."""
+"""Names of fields in which a dimension as long as the tokens are wide is that of the tokens."""
 
 
 def sequence_dims(

@@ -72,7 +72,10 @@ class StreamProgress:
         reads = (0, *chain.from_iterable(segment.reads for segment in self.segments))
         sizes = (self.world_size - 1, self.shards_per_rank - 1, self.epoch, self.epoch_step, min(reads))
         if min(sizes) < 0 or self.epoch_step > self.step or not all(segment.reads for segment in self.segments):
-            message = f"{self} is no progress of a stream"
+            message = (
+                f"step {self.step}, epoch {self.epoch}, its step {self.epoch_step}, {self.world_size} ranks with "
+                f"{self.shards_per_rank} shards each, or what earlier shards read, contradict each other"
+            )
             raise ValueError(message)
 
 

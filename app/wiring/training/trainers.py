@@ -117,7 +117,7 @@ def open_checkpoint(
     require_same(group, flat_values({"checkpoint": attrs.asdict(checkpoint.resume_state)}))
     if group.rank == 0:
         for one in checkpoint.resume_state.identity.told.differences(now.told):
-            log.warning("%s is another one than in %s: %s", one.key, folder, one)
+            log.warning("%s had another value, and this run's is taken: %s", folder, one)
     return checkpoint
 
 
