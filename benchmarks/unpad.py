@@ -1,5 +1,5 @@
 """
-Steps of TRL's trainers on padded batches, as they are and with `packplan.hf.unpad`.
+Steps of TRL's and ms-swift's trainers on padded batches, as they are and with `packplan.hf.unpad`.
 
 Each way trains the same model on the same rows in a process of its own. The lengths of rows have a
 heavy tail. Answers of GRPO are drawn by the benchmark, alike in both ways, and no model is asked
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import os
 import random
 import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -27,6 +29,9 @@ from packplan.adapters.progress import progress
 HOSTS = ("grpo", "kto", "dpo", "sft", "reward")
 
 WAYS = ("padded", "packed", "balanced")
+
+SWIFT = ("swift-kto", "swift-rm")
+"""Types of `swift rlhf`."""
 
 _LIMIT_S = 3600.0
 
@@ -68,7 +73,7 @@ class UnpadRow:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options."""
-    parser.add_argument("--hosts", nargs="+", default=HOSTS, choices=HOSTS, help="trainers (default: all)")
+    parser.add_argument("--hosts", nargs="+", default=HOSTS, choices=(*HOSTS, *SWIFT), help="trainers (default: TRL's)")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default: 3)")
     parser.add_argument("--rows", type=int, default=16, help="rows of a batch (default: 16)")
     parser.add_argument("--width", type=int, default=512, help="hidden size of the model (default: 512)")
@@ -183,7 +188,10 @@ def _trainer(host: str, folder: str, options: argparse.Namespace) -> Any:
     from datasets import Dataset
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    tokenizer = _tokenizer()
+    from packplan.app.demo.tiny_models import learned_tokenizer
+
+    # ms-swift reads it from the folder, as that of its family.
+    tokenizer = learned_tokenizer([f"{' '.join(_WORDS)} " * 9]) if host in SWIFT else _tokenizer()
     draw = random.Random(3)  # noqa: S311  # no secret
     lengths = _lengths(draw, options.longest)
 
@@ -203,6 +211,11 @@ def _trainer(host: str, folder: str, options: argparse.Namespace) -> Any:
         return kind.from_pretrained(f"{folder}/model", attn_implementation="sdpa")
 
     num = options.rows * (options.steps + 1)
+    if host in SWIFT:
+        model()
+        tokenizer.save_pretrained(f"{folder}/model")
+        chats = [_chat(text(4), text(), text(), number) for number in range(num)]
+        return _swift(host.removeprefix("swift-"), folder, chats, options)
     common = {
         "output_dir": folder, "per_device_train_batch_size": options.rows, "max_steps": options.steps + 1,
         "use_cpu": True, "report_to": [], "logging_steps": 1, "learning_rate": 1e-3, "seed": 1, "bf16": False,
@@ -239,6 +252,30 @@ def _trainer(host: str, folder: str, options: argparse.Namespace) -> Any:
             model(), args=args, train_dataset=Dataset.from_dict({"text": [text() for _ in range(num)]}), **given
         )
     return _grpo(model(), common, lengths, options, **given)
+
+
+def _chat(question: str, answer: str, rejected: str, number: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, "rejected_response": rejected, "label": bool(number % 2)}
+
+
+def _swift(kind: str, folder: str, rows: list[dict[str, Any]], options: argparse.Namespace) -> Any:
+    """Return the trainer that ms-swift builds for a command of `swift rlhf`."""
+    from swift.pipelines.train.rlhf import SwiftRLHF
+
+    class Built(SwiftRLHF):  # type: ignore[misc]  # has no types
+        def train(self, trainer: Any) -> Any:
+            return trainer
+
+    Path(folder, "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = (
+        f"--rlhf_type {kind} --model {folder}/model --model_type qwen2 --template chatml --attn_impl sdpa "
+        f"--dataset {folder}/rows.jsonl --max_length 4096 --tuner_type full --torch_dtype float32 --use_cpu true "
+        f"--output_dir {folder} --max_steps {options.steps + 1} --per_device_train_batch_size {options.rows} "
+        "--gradient_accumulation_steps 1 --split_dataset_ratio 0 --save_strategy no --report_to none --logging_steps 1 "
+        "--gradient_checkpointing false --check_model false --dataset_num_proc 1 --dataloader_num_workers 0"
+    )
+    return Built(words.split()).main()
 
 
 def _grpo(model: Any, common: dict[str, Any], lengths: Iterator[int], options: argparse.Namespace, **given: Any) -> Any:

@@ -53,7 +53,8 @@ def checked_host(trainer: Any) -> str:
         ArgumentError: A setting or the loss stands against it; all are named.
     """
     kind = type(trainer)
-    base = next(one for one in kind.__mro__ if one.__name__ in _LOSSES)
+    hosts = (one for one in kind.__mro__ if one.__module__.startswith(("trl.", "transformers.")))
+    base = next(one for one in hosts if one.__name__ in _LOSSES)  # ms-swift has the same names
     if any(getattr(kind, name, None) is not getattr(base, name, None) for name in ("compute_loss", "_compute_loss")):
         raise ArgumentError("host", f"{kind.__name__} computes a loss of its own: unpad alone serves it")
     if reasons := [*_of_losses(trainer, base.__name__), *_of_settings(trainer, base.__name__), *of_sharing(trainer)]:

@@ -124,10 +124,10 @@ class SmallModels:
 
 
 def _small(config: Any, small: Any, *, attention: str, trust_remote_code: bool) -> Any:
-    """Return a small model, of the class that the configuration names, if it is transformers'."""
+    """Return a small model that writes text: of the class that its configuration names, or auto."""
     small = copy.deepcopy(small)
     named = getattr(transformers, (config.architectures or [""])[0], None)
-    if named is not None and issubclass(named, transformers.PreTrainedModel):
+    if named is not None and issubclass(named, transformers.PreTrainedModel) and named.can_generate():
         return named._from_config(small, attn_implementation=attention)  # noqa: SLF001  # from_config calls it
     sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM

@@ -13,8 +13,8 @@ from swift.utils import is_master
 
 from packplan.adapters.loaders.rows import refuse_unlearned
 from packplan.adapters.swift.packs import AddFacts, PlannedPacks
-from packplan.adapters.swift.refusals import is_megatron, refuse_arguments, refuse_others, refuse_version
-from packplan.adapters.swift.training import follow
+from packplan.adapters.swift.refusals import is_megatron, own_type, refuse_arguments, refuse_others, refuse_version
+from packplan.adapters.swift.training import follow, unpad_models
 from packplan.core.checksum import plan_checksum
 from packplan.core.errors import DataSetError, PackplanError, counted
 from packplan.core.surface import Plan
@@ -24,6 +24,7 @@ def install(*, planned: Mapping[str, Any] | None = None, any_version: bool = Fal
     """
     Let `swift sft`, `swift pt`, `swift rlhf --rlhf_type dpo` and `megatron sft` train plans.
 
+    Other types of `swift rlhf` train their own batches, whose padding no model of theirs computes.
     Nothing changes for other commands, such as `swift infer`, which read the name of the plugin in
     a checkpoint.
 
@@ -83,7 +84,7 @@ class _Planning:
         refuse_arguments(arguments)
         if self.planned is not None:
             refuse_others(arguments, flags=self.planned["flags"], ranks=self.planned["ranks"])
-        arguments.padding_free = True
+        arguments.padding_free = arguments.packing
 
     def encode(self, pipeline: Any, *data_sets: Any, **options: Any) -> Any:
         """Measure the rows, and tell how many ms-swift leaves out."""
@@ -111,6 +112,8 @@ class _Planning:
         if packs is None:
             message = "no row is left to train: all are longer than --max_length, or cannot be encoded"
             raise DataSetError(message)
+        if not arguments.packing:
+            return packed
         refuse_unlearned(packs.facts.learned)
         found = plan_checksum(packs.plan.packs, lengths=packs.plan.lengths)
         if self.planned is not None and found != self.planned["checksum"]:
@@ -122,11 +125,23 @@ class _Planning:
         return packed
 
     def train(self, pipeline: Any, trainer: Any) -> Any:
-        """Train the packs by their schedule, and tell its steps before the first."""
+        """Train the packs by their schedule, and tell its steps before the first; see `install`."""
+        if not pipeline.args.packing:
+            return self._train_unpadded(pipeline, trainer)
         schedule = follow(trainer, attn_impl=pipeline.args.attn_impl)
         steps = f"{counted(schedule.steps_per_epoch, 'step')} an epoch, {schedule.total_steps:,} in all"
         tell(f"{plan_line(trainer.train_dataset.plan)}; {steps} on {counted(schedule.world_size, 'rank')}")
         return self._train(pipeline, trainer)
+
+    def _train_unpadded(self, pipeline: Any, trainer: Any) -> Any:
+        """Train the trainer's own batches, and tell how many positions were left out."""
+        counts = [hooks.counts for hooks in unpad_models(pipeline, trainer)]
+        models = counted(len(counts), "model")
+        tell(f"{own_type(pipeline.args)} trains its own batches, without a plan; {models} will compute no padding")
+        result = self._train(pipeline, trainer)
+        real, padded = sum(one.real for one in counts), sum(one.padded for one in counts)
+        tell(f"rank 0 computed {real:,} of {counted(padded, 'position')}; the others were padding")
+        return result
 
 
 def plan_line(plan: Plan) -> str:

@@ -26,6 +26,14 @@ _OFF: Mapping[str, str] = MappingProxyType(
 )
 """Arguments that have to be off -> their effect."""
 
+_OFF_OWN: Mapping[str, str] = MappingProxyType(
+    {
+        "padding_free": "leaves padding out already, as the plugin does",
+        "use_ray": "starts processes in which padding was not shown to be left out",
+    }
+)
+"""The same for types that train their own batches."""
+
 _ALONE = ("sequence_parallel_size", "context_parallel_size", "deepspeed_autotp_size")
 """Arguments that let ranks share the tokens of a row."""
 
@@ -105,22 +113,30 @@ def refuse_arguments(arguments: Any) -> None:
 
 
 def _faults(arguments: Any) -> Iterator[Fault]:
-    if not arguments.packing:
+    own = own_type(arguments) is not None
+    if own and (arguments.packing or is_megatron(arguments)):
+        yield from type_faults(arguments)
+    elif not own and not arguments.packing:
         yield Fault("--packing", "is false, but packs are planned: say --packing true, or leave the plugin out")
         return
-    for name, effect in _OFF.items():
+    for name, effect in (_OFF_OWN if own else _OFF).items():
         if getattr(arguments, name, False):
             yield Fault(f"--{name}", f"{effect}: remove it")
     for name in _ALONE:
         if (getattr(arguments, name, None) or 1) > 1:
-            yield Fault(f"--{name}", "lets ranks share rows, for which no plan is made yet: set it to 1")
-    yield from type_faults(arguments)
+            yield Fault(f"--{name}", "lets ranks share rows, which the plugin cannot do: set it to 1")
+
+
+def own_type(arguments: Any) -> str | None:
+    """Return the type of `swift rlhf` if it trains its own batches; None if packs are planned."""
+    kind = getattr(arguments, "rlhf_type", None)
+    if kind == "cpo" and arguments.loss_type == "simpo":  # what ms-swift makes of it
+        kind = "simpo"
+    return None if kind in _TYPES else kind
 
 
 def type_faults(arguments: Any) -> Iterator[Fault]:
     """Yield the fault of a type of `swift rlhf` for which no plans are made."""
-    kind = getattr(arguments, "rlhf_type", None)
-    if kind == "cpo" and arguments.loss_type == "simpo":  # what ms-swift makes of it
-        kind = "simpo"
-    if kind not in (None, *_TYPES):
-        yield Fault("--rlhf_type", f"is {kind}, but plans are made for {', '.join(_TYPES)} alone: remove the plugin")
+    if (kind := own_type(arguments)) is not None:
+        way = "remove the plugin" if is_megatron(arguments) else "the plugin trains it without padding, not --packing"
+        yield Fault("--rlhf_type", f"is {kind}, but plans are made for {', '.join(_TYPES)} alone: {way}")

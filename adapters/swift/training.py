@@ -1,4 +1,4 @@
-"""ms-swift's trainers that follow the schedule of a plan."""
+"""ms-swift's trainers that follow the schedule of a plan, and models that compute no padding."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from packplan.adapters.attention import NAME, with_text_row
 from packplan.adapters.hf.attention import separate_samples
 from packplan.adapters.hf.following import FollowsSchedule, replaced, saved_progress
+from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import refuse
+from packplan.adapters.hf.unpad import unpad
 from packplan.adapters.models import load_strictly
 from packplan.adapters.swift.packs import PackCollator, PlannedPacks
 from packplan.core.align import align_plan
-from packplan.core.errors import MismatchError
+from packplan.core.errors import ConfigError, Fault, MismatchError
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
+
+_MODELS = ("model", "ref_model", "reward_model", "value_model", "teacher_model")
+"""Attributes of a pipeline of ms-swift that hold a model, or several."""
+
+_SPLIT = "splits the weights, but a model is probed with all of them: use zero2, or remove the plugin"
 
 
 def follow(trainer: Any, *, attn_impl: str | None) -> EpochSchedule:
@@ -59,6 +66,22 @@ def follow(trainer: Any, *, attn_impl: str | None) -> EpochSchedule:
         eval_packs=_weighed_by_tokens(trainer),
     )
     return schedule
+
+
+def unpad_models(pipeline: Any, trainer: Any) -> list[Unpadding]:
+    """
+    Let each model of a pipeline of ms-swift compute no padding, and return their hooks.
+
+    Raises:
+        ConfigError: The weights of a model are split over ranks.
+        ModelError: A model cannot be shown to give the same.
+    """
+    split = {"--fsdp": trainer.is_fsdp_enabled, "--deepspeed": is_deepspeed_zero3_enabled()}
+    if faults := tuple(Fault(flag, _SPLIT) for flag, is_split in split.items() if is_split):
+        raise ConfigError("the command", faults)
+    found = [getattr(pipeline, name, None) for name in _MODELS]
+    models = [model for held in found for model in (held if isinstance(held, list) else [held])]
+    return [unpad(model) for model in dict.fromkeys(models) if model is not None]
 
 
 def schedule_of(plan: Plan, args: Any) -> EpochSchedule:

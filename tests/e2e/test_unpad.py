@@ -154,6 +154,7 @@ def test_the_auxiliary_loss_of_experts_is_that_of_the_padded_pass():
 def test_heads_that_pool_read_the_same(family):
     """Rewards and classes, of models that read one way or both."""
     model = build(family, AutoModelForSequenceClassification, num_labels=2)
+    model.config.architectures = [type(model).__name__]  # as of a checkpoint
     hooks = unpad(model)
     batch = batch_of(padded(left=(0, 0, 0, 0))) | {"labels": torch.tensor([0, 1, 1, 0])}
 
