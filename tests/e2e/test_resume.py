@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 
 import packplan as pp
-from packplan.adapters.hf.following import PackplanProgress, saved_progress
+from packplan.adapters.hf.following import FollowsSchedule, PackplanProgress, saved_progress
 from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer_state import read_state, seal_saves
@@ -311,6 +311,18 @@ def test_no_changed_checkpoint_of_another_trainer_is_loaded(tmp_path):
         (tmp_path / "trainer_state.json").write_text(json.dumps(other))
         with pytest.raises(PackplanError, match=re.escape(str(tmp_path))):
             saved_progress(tmp_path)
+
+
+def test_a_model_of_a_hub_is_known_by_its_name_in_another_trainer(demo):
+    """And one in a folder by its files, wherever it is; one that was made in memory by nothing."""
+
+    def known(name):
+        trainer = SimpleNamespace(args=object(), model=SimpleNamespace(config=SimpleNamespace(name_or_path=name)))
+        return dict(FollowsSchedule._identity(trainer).fixed.inputs)
+
+    assert {"model.model": "some/base"} == known("some/base")
+    assert "model.model config.json" in known(str(demo / "models" / "qwen2"))
+    assert {} == known("")
 
 
 @pytest.mark.parametrize(
