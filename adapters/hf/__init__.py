@@ -14,7 +14,6 @@ from packplan.adapters.hf.balance import balance
 from packplan.adapters.hf.training import token_mean, use_plan
 from packplan.adapters.hf.unpad import unpad
 from packplan.adapters.loaders.batches import PackBatches
-from packplan.adapters.loaders.positions import positions_of
 from packplan.adapters.loaders.rows import PACK, PackInputs, RowsOfPacks, flatten, learned, refuse_other_packs
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "balance",
     "flatten",
     "learned",
-    "positions_of",
     "refuse_other_packs",
     "separate_samples",
     "token_mean",

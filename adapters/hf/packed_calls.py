@@ -215,6 +215,9 @@ class Unpadding:
         self.passing = passing
         """Side of real tokens whose padding is computed -> the reason."""
 
+        self.reads_loss_alone = False
+        """Whether logits of padding are left out in evaluation too; with `logits` as False."""
+
         self._stack, self._paused = stack, False
         self._open: list[tuple[RealTokens | None, ExitStack]] = []
         self._headed: RealTokens | None = None
@@ -271,7 +274,8 @@ class Unpadding:
     def _pack_labels(self, model: Any, args: Any, kwargs: Any) -> Any:
         given = self._head.name(args, kwargs)
         labels, mask = given.get("labels"), given.get("attention_mask")
-        if self._paused or not model.training or given.get("logits_to_keep") or labels is None or mask is None:
+        reads_logits = given.get("logits_to_keep") or not (model.training or self.reads_loss_alone)
+        if self._paused or reads_logits or labels is None or mask is None:
             return None
         tokens = self._head.real_tokens(given) if labels.shape == mask.shape else None
         if tokens is None:

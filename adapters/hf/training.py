@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from accelerate.utils import gather_object
-from transformers import DataCollatorWithPadding, default_data_collator
+from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 
-from packplan.adapters.hf.attention import separate_samples
-from packplan.adapters.hf.following import FollowsSchedule
+from packplan.adapters.hf.following import FollowsSchedule, replaced
+from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
 from packplan.adapters.hf.refusals import refuse
-from packplan.adapters.loaders.positions import positions_of
-from packplan.adapters.loaders.rows import BY_TOKEN, IGNORED_LABEL, PackInputs, Row, RowsOfPacks, learned
-from packplan.core.errors import ArgumentError, MismatchError
+from packplan.adapters.hf.unpad import reads_both_ways, unpad, unwrap
+from packplan.adapters.loaders.rows import IGNORED_LABEL, Collate, PackInputs, RowsOfPacks, learned, pad_rows, types_of
+from packplan.core.errors import ArgumentError, MismatchError, ModelError
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 
@@ -25,21 +25,20 @@ def use_plan(trainer: Any, plan: Plan, *, eval_plan: Plan | None = None) -> Epoc
     """
     Let a trainer train the packs of a plan, and return its schedule.
 
-    A batch is one pack. `gradient_accumulation_steps`, `num_train_epochs`, `max_steps`, `data_seed`
-    (else `seed`) and `dataloader_drop_last` of the trainer's arguments decide the schedule, which
-    has `steps_per_epoch` and `total_steps`. The loss of a step is the mean over its learned tokens,
-    over all ranks and batches. Checkpoints are the trainer's own, and resume in the middle of an
-    epoch, also on another number of ranks. All rows are read once before the first step: a row that
-    is no sample is refused, and a resumed run has to have the same rows. A collator of your own
-    makes each row what is trained, without its padding.
+    A batch is one pack: its samples, padded by the trainer's own collator, which the model computes
+    without padding (see `unpad`). `gradient_accumulation_steps`, `num_train_epochs`, `max_steps`,
+    `data_seed` (else `seed`) and `dataloader_drop_last` of the trainer's arguments decide the
+    schedule, which has `steps_per_epoch` and `total_steps`. The loss of a step is the mean over its
+    learned tokens, over all ranks and batches. Checkpoints are the trainer's own, and resume in the
+    middle of an epoch, also on another number of ranks. All rows are read once before the first
+    step: a row that is no sample is refused, and a resumed run has to have the same rows.
 
-    Call it on every rank, after the trainer is built: the model is probed first, see
-    `separate_samples`.
+    Call it on every rank, after the trainer is built: the model is probed first.
 
     Args:
-        trainer: `Trainer` of transformers, or `SFTTrainer` of TRL, whose data sets have tokenized
-            rows.
-        plan: Plan of the lengths of `trainer.train_dataset`.
+        trainer: `Trainer` of transformers, or `SFTTrainer` of TRL. Its data sets have tokenized
+            rows, or those that its collator tokenizes.
+        plan: Plan of the lengths of `trainer.train_dataset`, as its collator makes them.
         eval_plan: Plan of the lengths of `trainer.eval_dataset`. Evaluation then gives the mean
             over its learned tokens. None leaves evaluation as it is.
 
@@ -47,12 +46,12 @@ def use_plan(trainer: Any, plan: Plan, *, eval_plan: Plan | None = None) -> Epoc
         ArgumentError: A setting, a data set or one of its rows stands against it.
         StaleError: A row is not as long as it was planned.
         MismatchError: Ranks have different plans or rows.
-        ModelError: The model cannot be shown to keep samples apart.
+        ModelError: The model cannot be shown to compute the same without padding.
     """
     if isinstance(trainer, _PlannedTraining):
         raise ArgumentError("host", "the trainer follows a plan already")
     refuse(trainer)
-    args, collate = trainer.args, _collate_alone(trainer)
+    args, collate = trainer.args, _collator_of(trainer)
     train_rows = RowsOfPacks(trainer.train_dataset, plan, collate=collate)
     eval_rows = None
     if eval_plan is not None:
@@ -70,12 +69,13 @@ def use_plan(trainer: Any, plan: Plan, *, eval_plan: Plan | None = None) -> Epoc
         drop_last=args.dataloader_drop_last,
         seed=args.seed if args.data_seed is None else args.data_seed,
     )
-    separate_samples(trainer.model)
+    unpadding = _unpad_for_loss(trainer)
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         trainer.compute_loss_func = token_mean
     kind = type(trainer)
     trainer.__class__ = type(f"Planned{kind.__name__}", (_PlannedTraining, kind), {})
-    collator = PackInputs(positions_of(trainer.model))
+    collator = PackInputs(collate or partial(pad_rows, types=types_of(trainer.model)))
+    trainer.unpadding = unpadding
     trainer.follow(schedule, plan.checksum, data=data, train_packs=train_rows, collator=collator, eval_packs=eval_rows)
     return schedule
 
@@ -95,25 +95,27 @@ def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Ten
     return total / max(1, int(learned(labels) if num_items_in_batch is None else num_items_in_batch))
 
 
-def _collate_alone(trainer: Any) -> Callable[[Row], Row] | None:
-    """Return what makes a row that the trainer would train; None if its collator only pads."""
+def _collator_of(trainer: Any) -> Collate | None:
+    """Return the collator of a trainer; None if it has none that pads labels."""
     collator = trainer.data_collator
     if collator is default_data_collator or type(collator) is DataCollatorWithPadding:
         return None
-    return partial(_collated, trainer._get_collator_with_removed_columns(collator, description="training"))  # noqa: SLF001  # has no public name
+    return trainer._get_collator_with_removed_columns(collator, description="training")  # type: ignore[no-any-return]  # noqa: SLF001  # has no public name
 
 
-def _collated(collator: Callable[[list[Row]], Row], row: Row) -> Row:
-    """Return a row as a collator makes it, alone and without padding."""
-    batch = collator([row])
-    mask = batch.get("attention_mask")
-    if mask is None:
-        return batch
-    kept = mask != 0
-    return {
-        name: value[kept] if name in BY_TOKEN and getattr(value, "shape", None) == kept.shape else value
-        for name, value in batch.items()
-    }
+def _unpad_for_loss(trainer: Any) -> Unpadding:
+    """
+    Let a trainer's model compute no padding, and no logits of padding where nobody reads them.
+
+    Raises:
+        ModelError: It cannot be shown to compute the same.
+    """
+    model = unwrap(trainer.model)
+    if reads_both_ways(model.config):
+        raise ModelError("probe", f"{model.config.model_type} reads both ways, but a plan trains what follows")
+    own_loss = type(trainer).compute_loss is Trainer.compute_loss
+    hooked = (HOOKED[module] for module in model.modules() if module in HOOKED)
+    return next(hooked, None) or unpad(model, logits=not own_loss)
 
 
 def _one_data_set(rows: Any) -> Any:
@@ -127,6 +129,7 @@ class _PlannedTraining(FollowsSchedule):
     """A trainer of transformers or TRL; see `FollowsSchedule`."""
 
     model: Any
+    unpadding: Unpadding
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Return the loss of a batch; with a cache, samples would attend to each other."""
@@ -134,6 +137,23 @@ class _PlannedTraining(FollowsSchedule):
             inputs = {**inputs, "use_cache": False}
         return super().compute_loss(model, inputs, *args, **options)
 
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, **options: Any) -> Any:  # noqa: FBT001  # the trainer passes it
+        """Return loss, logits and labels of a batch, those of a pack as one row."""
+        if self._evaluated is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, **options)
+        own = inputs.get("attention_mask")
+        with replaced(self.unpadding, reads_loss_alone=prediction_loss_only):
+            outputs = super().prediction_step(model, inputs, prediction_loss_only, **options)
+        return outputs if own is None else _as_one_row(outputs, own.bool())
+
     @property
     def _keeps_a_cache(self) -> bool:
         return hasattr(self.model.config.get_text_config(), "use_cache")
+
+
+def _as_one_row(value: Any, own: torch.Tensor) -> Any:
+    """Return what has the axes of a padded batch as one row, since ranks differ in their rows."""
+    if isinstance(value, tuple):
+        return tuple(_as_one_row(one, own) for one in value)
+    has_rows = isinstance(value, torch.Tensor) and value.shape[:2] == own.shape
+    return value[own.to(value.device)][None] if has_rows else value

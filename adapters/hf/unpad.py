@@ -56,10 +56,10 @@ def unpad(model: Any, *, logits: bool = True) -> Unpadding:
         ModelError: The model cannot be shown to give the same.
         ArgumentError: It is hooked already.
     """
-    inner = _unwrap(model)
+    inner = unwrap(model)
     if any(module in HOOKED for module in inner.modules()):
         raise ArgumentError("host", "the model computes no padding already: `remove` its hooks first")
-    if _reads_both_ways(inner.config):
+    if reads_both_ways(inner.config):
         attention = AttentionChoice(VARLEN)
         attend_as(inner, attention)
     else:
@@ -67,12 +67,12 @@ def unpad(model: Any, *, logits: bool = True) -> Unpadding:
     return _hook(inner, native=attention.native, logits=logits)
 
 
-def _reads_both_ways(config: Any) -> bool:
+def reads_both_ways(config: Any) -> bool:
     """Return whether tokens attend to later ones too, as in BERT: no small copy writes text."""
     return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
 
 
-def _unwrap(model: Any) -> Any:
+def unwrap(model: Any) -> Any:
     """Return the model of transformers inside of wrappers; ModelError if it cannot be packed."""
     while isinstance(model, DistributedDataParallel):
         model = model.module
@@ -183,7 +183,7 @@ def _draw_ids(model: Any) -> torch.Tensor:
 
 def _longest(config: Any) -> int:
     """Return the tokens of the longest row, more than the window of a model without small copy."""
-    window = getattr(config, "local_attention", 0) if _reads_both_ways(config) else 0
+    window = getattr(config, "local_attention", 0) if reads_both_ways(config) else 0
     return max(_LONGEST, window + 3)
 
 

@@ -1,9 +1,11 @@
 """
-Packs of tokenized rows, as a torch data set and a collator, for any loop that trains on tensors.
+Packs of rows, as a torch data set and a collator, for any loop that trains on tensors.
 
 A row is a mapping with `input_ids`, perhaps `labels`, and perhaps the media that a processor gives
-beside them (`pixel_values`, `image_grid_thw`, …). Item k of the data set is pack k. The collator
-joins the rows of a pack into one row of tokens, whose positions start again with every sample.
+beside them (`pixel_values`, `image_grid_thw`, …); or whatever a collator of the user's makes one
+of. Item k of the data set is pack k. The collator makes a padded batch of its samples, which a
+model with `packplan.hf.unpad` computes without padding. `flatten` joins them into one row of
+tokens, whose positions start again with every sample.
 
 Labels that a row has are learned as they are. Without labels, its tokens are learned where its
 masks let them. A row that is no sample is refused: see `read_row`.
@@ -11,6 +13,7 @@ masks let them. A row that is no sample is refused: see `read_row`.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
@@ -21,6 +24,7 @@ import attrs
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from packplan.core.errors import ArgumentError, Difference, PackplanError, StaleError, counted
@@ -48,9 +52,14 @@ _PACKED = {
 _NUMBERED = ("seq_idx", "segment_ids")
 """Columns with the number of each token's sample in a pack."""
 
+MEDIA_TYPES = "mm_token_type_ids"
+"""Column of the kind of each token: 0 for text, 1 for images, 2 for videos."""
+
+TYPES = ("token_type_ids", MEDIA_TYPES)
+"""Columns of kinds of tokens."""
+
 BY_TOKEN = {
-    _TOKENS, _LABELS, _POSITIONS, _ATTENTION, *_MASKS, *_PACKED, *_NUMBERED, "token_type_ids", "mm_token_type_ids",
-    "shift_labels",
+    _TOKENS, _LABELS, _POSITIONS, _ATTENTION, *_MASKS, *_PACKED, *_NUMBERED, *TYPES, "shift_labels",
 }  # fmt: skip
 """Columns with one value for each token or sample, which are no media."""
 
@@ -58,6 +67,9 @@ _BLOCK = 256
 """Rows that are read at once by `RowsOfPacks.inspect`."""
 
 Row = Mapping[str, Any]
+
+Collate = Callable[[list[Row]], Mapping[str, Any]]
+"""Makes a padded batch of rows."""
 
 
 @attrs.frozen(eq=False)
@@ -69,18 +81,21 @@ class PackOfRows:
 
     rows: tuple[Row, ...]
 
+    lengths: Mapping[int, int]
+    """Planned length of each row, by its index."""
+
 
 class RowsOfPacks(Dataset[PackOfRows]):
     """Rows of a data set by pack: `len` is the number of packs, and item k is pack k."""
 
-    def __init__(self, rows: Any, plan: Plan, *, collate: Callable[[Row], Row] | None = None) -> None:
+    def __init__(self, rows: Any, plan: Plan, *, collate: Collate | None = None) -> None:
         """
         Serve the packs of *plan*.
 
         Args:
-            rows: Tokenized rows by index: a list, a `datasets.Dataset`, a torch data set.
+            rows: Rows by index: a list, a `datasets.Dataset`, a torch data set.
             plan: Plan of the lengths of these rows.
-            collate: Returns what is trained of a row. None trains the row as it is.
+            collate: Collator that makes rows what is trained. None: they are tokenized.
 
         Raises:
             ArgumentError: The number of rows is not that of the plan's samples, or rows have no
@@ -99,12 +114,14 @@ class RowsOfPacks(Dataset[PackOfRows]):
 
     def __getitem__(self, pack: int) -> PackOfRows:
         """
-        Return the rows of pack *pack*, as `read_row` gives them.
+        Return the rows of pack *pack*: as `read_row` gives them, or as a collator takes them.
 
         Raises:
             ArgumentError: A row is no sample. StaleError: It is not as long as it was planned.
         """
-        return PackOfRows(pack, tuple(self.row(index) for index in self.packs[pack]))
+        lengths = {int(index): int(self.lengths[index]) for index in self.packs[pack]}
+        read = self.row if self._collate is None else self.rows.__getitem__
+        return PackOfRows(pack, tuple(map(read, lengths)), lengths)
 
     def row(self, index: int) -> Row:
         """Return row *index* as it is trained; errors are those of a pack."""
@@ -151,13 +168,29 @@ class RowsOfPacks(Dataset[PackOfRows]):
 
     def _read(self, row: Row, index: int) -> Row:
         """Return row *index*, if it is a sample of its planned length."""
-        read = read_row(row, index)
+        if _TOKENS in row or self._collate is None:
+            read = read_row(row, index)
         if self._collate is not None:
-            read = read_row(self._collate(row), index)
-        length, planned = read[_TOKENS].size, int(self.lengths[index])
-        if length != planned:
-            raise StaleError.sample(index, f"row {index}", (Difference("length", planned, length),))
+            read = read_row(_without_padding(self._collate([row])), index)
+        _refuse_other_length(index, int(self.lengths[index]), read[_TOKENS].size)
         return read
+
+
+def _without_padding(batch: Mapping[str, Any]) -> Row:
+    """Return the row of a batch of one."""
+    mask = batch.get(_ATTENTION)
+    if mask is None:
+        return batch
+    kept = mask != 0
+    return {
+        name: value[kept] if name in BY_TOKEN and getattr(value, "shape", None) == kept.shape else value
+        for name, value in batch.items()
+    }
+
+
+def _refuse_other_length(index: int, planned: int, length: int) -> None:
+    if length != planned:
+        raise StaleError.sample(index, f"row {index}", (Difference("length", planned, length),))
 
 
 @attrs.frozen(eq=False)
@@ -205,7 +238,9 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 def read_row(row: Row, index: int | None = None) -> Row:
     """
-    Return a row with `input_ids` and `labels` as int64 of shape (tokens,), and its media.
+    Return a row with `input_ids`, `labels` and types of tokens, and its media.
+
+    What it has by token is int64 of shape (tokens,).
 
     Args:
         row: Tokenized row.
@@ -219,7 +254,7 @@ def read_row(row: Row, index: int | None = None) -> Row:
     tokens = _whole_numbers(row.get(_TOKENS), _TOKENS, name)
     given = {
         column: _whole_numbers(row[column], column, name)
-        for column in (_ATTENTION, _LABELS, *_MASKS)
+        for column in (_ATTENTION, _LABELS, *_MASKS, *TYPES)
         if row.get(column) is not None
     }
     for column, values in given.items():
@@ -236,10 +271,11 @@ def read_row(row: Row, index: int | None = None) -> Row:
     labels = given.pop(_LABELS, None)
     if labels is None:
         labels = tokens.copy()
-        for mask in given.values():
-            labels[mask == 0] = IGNORED_LABEL
+        for column in _MASKS:
+            labels[given.get(column, tokens[:0]) == 0] = IGNORED_LABEL
     kept = {column: value for column, value in row.items() if column not in BY_TOKEN}
-    return {**kept, _TOKENS: tokens, _LABELS: labels}
+    types = {column: given[column] for column in TYPES if column in given}
+    return {**kept, **types, _TOKENS: tokens, _LABELS: labels}
 
 
 def _column_of_samples(row: Row, num_tokens: int) -> str | None:
@@ -272,30 +308,66 @@ def _whole_numbers(values: Any, column: str, name: str) -> NDArray[np.int64]:
     return array.reshape(-1).astype(np.int64, copy=False)
 
 
+def types_of(model: torch.nn.Module) -> tuple[str, ...]:
+    """Return the columns of types of tokens that a model takes, whatever is around it."""
+    taken = {name for part in model.modules() for name in inspect.signature(part.forward).parameters}
+    return tuple(name for name in TYPES if name in taken)
+
+
+def pad_rows(rows: Sequence[Row], *, types: Sequence[str] = (MEDIA_TYPES,)) -> dict[str, Any]:
+    """
+    Return a padded batch of rows: the collator of who has none.
+
+    Args:
+        rows: Tokenized rows; at least one.
+        types: Columns of types of tokens that the model takes.
+
+    >>> batch = pad_rows([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
+    >>> batch["input_ids"].tolist(), batch["attention_mask"].tolist()
+    ([[5, 6, 0], [7, 8, 9]], [[1, 1, 0], [1, 1, 1]])
+    """
+    rows = [{**dict.fromkeys(types), **read_row(row)} for row in rows]
+    columns = {_TOKENS: 0, _LABELS: IGNORED_LABEL} | {
+        name: 0 for name in types if any(row[name] is not None for row in rows)
+    }
+    batch = {
+        name: pad_sequence(
+            [torch.from_numpy(np.zeros_like(row[_TOKENS]) if row[name] is None else row[name]) for row in rows],
+            batch_first=True,
+            padding_value=filler,
+        )
+        for name, filler in columns.items()
+    }
+    own = pad_sequence([torch.ones(row[_TOKENS].size, dtype=torch.int64) for row in rows], batch_first=True)
+    return {**batch, _ATTENTION: own, **joined_media(rows)}
+
+
 @attrs.frozen(eq=False)
 class PackInputs:
     """
-    Collator of packs: returns the inputs of a model for one pack.
+    Collator of packs: returns the inputs of a model for one pack, a padded batch of its samples.
+
+    A model with `packplan.hf.unpad` computes no padding.
 
     >>> rows = ({"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]})
-    >>> batch = PackInputs()([PackOfRows(0, rows)])
-    >>> batch["position_ids"].tolist(), batch["labels"].tolist()
-    ([[0, 1, 0, 1, 2]], [[-100, 6, -100, 8, 9]])
+    >>> batch = PackInputs()([PackOfRows(0, rows, {0: 2, 1: 3})])
+    >>> batch["labels"].tolist()
+    [[-100, 6, -100], [-100, 8, 9]]
     """
 
-    positions: Callable[[Row], torch.Tensor] | None = None
-    """
-    Positions of a row's tokens by its model, of shape (rows, 1, tokens), for models that place
-    images. None counts the tokens of each sample from 0.
-    """
+    collate: Collate = pad_rows
+    """Collator of rows."""
 
     def __call__(self, packs: Sequence[PackOfRows]) -> dict[str, Any]:
         """
         Return the inputs of a batch of one pack, its index under `PACK` among them.
 
-        `input_ids` and `labels` are int64 of shape (1, tokens). `position_ids` have this shape too,
-        or (1 + rows, 1, tokens) with the tokens' own first. The first token of each sample is not
-        learned, since no token of its sample is before it.
+        They are those of the collator. The first token of each sample is not learned, since no
+        token of its sample is before it, and no padding is.
+
+        Raises:
+            ArgumentError: Nothing says which tokens are padding.
+            StaleError: A row is not as long as it was planned.
         """
         if len(packs) != 1:
             fact = (
@@ -303,7 +375,35 @@ class PackInputs:
             )
             raise ArgumentError("host", fact, {"packs": len(packs)})
         (pack,) = packs
-        return {**flatten(pack.rows, positions=self.positions), PACK: pack.pack}
+        batch = dict(self.collate(list(pack.rows)))
+        tokens, own = batch[_TOKENS], batch.get(_ATTENTION)
+        if own is None and len(tokens) > 1:
+            fact = "the collator pads rows, but gives no attention_mask that says which tokens are padding"
+            raise ArgumentError("host", fact, {"rows": len(tokens)})
+        own = torch.ones_like(tokens) if own is None else own
+        planned, found = pack.lengths, own.sum(1).tolist()
+        if len(found) == len(planned):
+            for (index, length), real in zip(planned.items(), found, strict=True):
+                _refuse_other_length(index, length, real)
+        elif sum(found) != sum(planned.values()):
+            fact = f"the collator makes {sum(found):,} tokens of pack {pack.pack}, of {sum(planned.values()):,} planned"
+            raise ArgumentError("host", fact, {"pack": pack.pack})
+        return {**batch, _LABELS: _learned_labels(batch, own), PACK: pack.pack}
+
+
+def _learned_labels(batch: Mapping[str, Any], own: torch.Tensor) -> torch.Tensor:
+    """Return the labels of a batch, without those of padding and of first tokens."""
+    labels: torch.Tensor | None = batch.get(_LABELS)
+    if labels is None:
+        labels = batch[_TOKENS].clone()
+        for name in _MASKS:
+            if name in batch:
+                labels = labels.masked_fill(batch[name] == 0, IGNORED_LABEL)
+    first = own.cumsum(1) == 1
+    positions = batch.get(_POSITIONS)
+    if positions is not None and positions.shape == own.shape:  # of samples that a collator joined
+        first = first | (positions == 0)
+    return labels.masked_fill((own == 0) | first, IGNORED_LABEL)
 
 
 def flatten(rows: Sequence[Row], *, positions: Callable[[Row], torch.Tensor] | None = None) -> dict[str, Any]:
@@ -312,7 +412,8 @@ def flatten(rows: Sequence[Row], *, positions: Callable[[Row], torch.Tensor] | N
 
     Args:
         rows: Rows of one pack, in order; at least one.
-        positions: See `PackInputs`.
+        positions: Positions of a row's tokens by its model, of shape (rows, 1, tokens), for models
+            that place images. The tokens' own come first.
     """
     rows = [read_row(row) for row in rows]
     own = torch.cat([torch.arange(row[_TOKENS].size) for row in rows])[None]

@@ -20,8 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch.distributed.tensor import DTensor
 
-from packplan.adapters.loaders.positions import positions_of
-from packplan.adapters.loaders.rows import IGNORED_LABEL, RowsOfPacks, flatten
+from packplan.adapters.loaders.rows import IGNORED_LABEL, RowsOfPacks, pad_rows, types_of
 from packplan.adapters.models import Gradients, add_gradients, difference_norms, evaluating, weight_gradients
 from packplan.adapters.proof.batches import PackedBatch
 from packplan.adapters.proof.checks import logits_of
@@ -209,14 +208,13 @@ def _planned(step: TakenStep, trainer: Any, plan: Plan, *, rows: Any, packs: Seq
         if rows is None:
             raise ArgumentError("host", "the plan's rows are not known: give rows, by sample index")
     read = planned.row if rows is None else rows.__getitem__
-    positions = positions_of(step.model)
+    types = types_of(step.model)
     samples = []
     for place, pack in enumerate(packs):
         for index in plan.packs[pack]:
-            batch = flatten([read(index)], positions=positions)
+            batch = pad_rows([read(index)], types=types)
             labels = batch.pop("labels")[0]
-            if positions is None:
-                del batch["position_ids"]
+            del batch["attention_mask"]
             samples.append(_Sample(
                 f"sample {index} (pack {pack})", _digest(batch["input_ids"][0]), batch, labels[1:],
                 int((labels != IGNORED_LABEL).sum()), place, 0, 0,

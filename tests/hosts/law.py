@@ -94,6 +94,8 @@ def rows_of(name: str) -> list[dict[str, Any]]:
             ids[1] = _SEES["vision_start_token_id"]
             row["image_grid_thw"] = torch.tensor([[1, high, wide]])
             row["pixel_values"] = torch.tensor(draw.normal(size=(high * wide, 3 * 2 * 14 * 14)), dtype=torch.float32)
+        if name != "qwen2":
+            row["mm_token_type_ids"] = [int(one == IMAGE) for one in ids]
         learned = int(draw.integers(0, length + 1))
         row |= {"input_ids": ids, "labels": [-100] * learned + ids[learned:]}
         rows.append(row)
@@ -111,7 +113,7 @@ class Watch(TrainerCallback):
 
     def _note(self, model: Any, _: Any, given: dict[str, Any]) -> None:
         if model.training:
-            self.batches.append(given["input_ids"].flatten().tolist())
+            self.batches.append(given["input_ids"][given["attention_mask"] != 0].tolist())
 
     def on_step_begin(self, args, state, control, *, model, **_):
         self.weights = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
@@ -238,8 +240,6 @@ def loss_alone(model: Any, row: dict[str, Any]) -> torch.Tensor:
     """Return the sum of a sample's losses, alone in a batch."""
     given = {key: torch.tensor([value]) for key, value in row.items() if isinstance(value, list)}
     given |= {key: value for key, value in row.items() if isinstance(value, torch.Tensor)}
-    if "pixel_values" in row:
-        given["mm_token_type_ids"] = (given["input_ids"] == IMAGE).long()
     return model(**given).loss * learned_tokens(row)
 
 

@@ -10,22 +10,26 @@ pytest.importorskip("trl")
 import torch
 import trl
 from datasets import Dataset
+
+import packplan as pp
+from packplan.adapters.hf.packed_calls import TextStack
+from packplan.core.errors import ArgumentError, ProofError
+from packplan.hf import unpad, use_plan
+from packplan.testing import assert_step_loss, assert_unpadded_equal
+from tests.hosts.law import CONFIGS, rows_of
+
+# isort: split
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DataCollatorWithFlattening,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
-
-from packplan.adapters.hf.packed_calls import TextStack
-from packplan.core.errors import ArgumentError, ProofError
-from packplan.hf import unpad
-from packplan.testing import assert_unpadded_equal
-from tests.hosts.law import CONFIGS
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The `KTO:FutureWarning")]
 
@@ -152,3 +156,75 @@ def test_a_batch_without_padding_proves_nothing(tmp_path):
 
     with pytest.raises(ArgumentError, match="no padding"):
         assert_unpadded_equal(trainer)
+
+
+def settings(folder, kind, **others):
+    common = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "bf16": False, "save_strategy": "no"}
+    return kind(str(folder), per_device_train_batch_size=1, num_train_epochs=1, **common, **others)
+
+
+def test_a_plan_in_trl_trains_images(tmp_path):
+    """Its own collator makes tokens and pixels: a step is that of its samples alone."""
+    image = pytest.importorskip("PIL.Image")
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from tests.made.vision_models import write_vision_model
+
+    write_vision_model(tmp_path, "qwen2_5_vl", ["a red circle, a blue bar"] * 4, seed=0)
+    token, picture = "<|vision_start|><|image_pad|><|vision_end|>", image.new("RGB", (84, 56), (40, 100, 50))
+    rows = [
+        {"images": [picture], "prompt": token + word, "completion": "red circle " * (1 + place)}
+        for place, word in enumerate(_WORDS)
+    ]
+    args = settings(tmp_path / "out", trl.SFTConfig, max_length=None, gradient_accumulation_steps=2)
+    model, processor = AutoModelForImageTextToText.from_pretrained(tmp_path), AutoProcessor.from_pretrained(tmp_path)
+    trainer = trl.SFTTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=processor)
+    lengths = [int(trainer.data_collator([row])["attention_mask"].sum()) for row in trainer.train_dataset]
+    plan = pp.plan(lengths, sum(lengths) - 1)
+
+    schedule = use_plan(trainer, plan)
+    found = assert_step_loss(trainer, plan)
+    trainer.train()
+
+    assert len(rows) == found.samples
+    assert schedule.total_steps == trainer.state.global_step
+    assert 0 < trainer.unpadding.counts.real < trainer.unpadding.counts.padded
+
+
+@pytest.mark.parametrize("host", ["nothing is padded", "trainer", "hooked"])
+def test_a_plan_goes_with_what_else_leaves_padding_out(host, tmp_path):
+    """TRL's own joined rows, transformers' collator of them, and a model that is hooked already."""
+    rows = rows_of("qwen2")[:9]
+    plan, data = pp.plan([len(row["input_ids"]) for row in rows], 64), Dataset.from_list(rows)
+    if host == "nothing is padded":
+        prepared = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}, "padding_free": True}
+        args = settings(tmp_path, trl.SFTConfig, **prepared)
+        trainer = trl.SFTTrainer(model_of(), args, train_dataset=data, processing_class=tokenizer())
+    else:
+        collator = DataCollatorWithFlattening() if host == "trainer" else None
+        trainer = Trainer(model_of(), settings(tmp_path, TrainingArguments), collator, train_dataset=data)
+    if host == "hooked":
+        unpad(trainer.model)
+
+    use_plan(trainer, plan)
+
+    assert_step_loss(trainer, plan)
+
+
+def test_metrics_see_a_pack_as_one_row(tmp_path):
+    """Its real tokens alone, as ranks have packs of other numbers of rows."""
+    rows, seen = rows_of("qwen2")[:9], []
+    plan = pp.plan([len(row["input_ids"]) for row in rows], 64)
+    args = settings(tmp_path, TrainingArguments, batch_eval_metrics=True)
+
+    def compute_metrics(found, compute_result):  # the trainer passes it
+        seen.append((found.predictions.shape, found.label_ids.shape))
+        return {}
+
+    trainer = Trainer(model_of(), args, train_dataset=rows, eval_dataset=rows, compute_metrics=compute_metrics)
+    use_plan(trainer, plan, eval_plan=plan)
+
+    trainer.evaluate()
+
+    tokens = [int(plan.lengths[pack].sum()) for pack in plan.packs]
+    assert [((1, one, CONFIGS["qwen2"]["vocab_size"]), (1, one)) for one in tokens] == seen

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import packplan as pp
-from packplan.adapters.loaders.rows import PackInputs, RowsOfPacks, flatten
+from packplan.adapters.loaders.rows import PackInputs, RowsOfPacks, flatten, pad_rows
 from packplan.core.errors import ArgumentError, StaleError
 
 IDS = [5, 6, 7, 8]
@@ -82,7 +82,7 @@ def test_a_sample_is_learned_as_it_says(columns, labels):
     batch = PackInputs()([packs[0]])
 
     assert (IDS, labels) == (batch["input_ids"][0].tolist(), batch["labels"][0].tolist())
-    assert {"input_ids", "labels", "position_ids", "packplan_pack"} == set(batch)
+    assert {"input_ids", "labels", "attention_mask", "packplan_pack"} == set(batch)
     assert [3 - labels[1:].count(-100)] == packs.inspect().learned.tolist()
 
 
@@ -161,3 +161,46 @@ def test_joined_rows_are_checked_too():
     """Where no data set has told their numbers."""
     with pytest.raises(ArgumentError, match="a row has padding"):
         flatten([{"input_ids": [1, 2], "attention_mask": [0, 1]}])
+
+
+def left_padded(rows):
+    """Return a batch with padding before its rows, which it labels."""
+    batch = pad_rows(rows)
+    turned = [batch["attention_mask"][row].argsort(stable=True) for row in range(len(rows))]
+    batch = {name: torch.stack([value[row][turned[row]] for row in range(len(rows))]) for name, value in batch.items()}
+    return {**batch, "labels": batch["input_ids"]}
+
+
+def joined(rows):
+    """Return one row without a mask, as collators do that leave padding out."""
+    flat = flatten(rows)
+    return {**flat, "labels": flat["input_ids"]}
+
+
+@pytest.mark.parametrize("collate", [pad_rows, left_padded, joined])
+def test_a_collator_of_ones_own_makes_the_batch(collate):
+    """Its samples learn what they are planned to, whatever it says of padding and first tokens."""
+    rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}, {"input_ids": [4]}]
+    packs = RowsOfPacks(rows, pp.plan([3, 2, 1], 6), collate=collate)
+
+    batch = PackInputs(collate)([packs[0]])
+
+    assert [6, 7, 9] == batch["labels"][batch["labels"] != -100].tolist()
+    assert [5, 6, 7, 8, 9, 4] == batch["input_ids"][batch["input_ids"] != 0].tolist()
+    assert [2, 1, 0] == packs.inspect().learned.tolist()
+
+
+@pytest.mark.parametrize(
+    ("collate", "words"),
+    [
+        (lambda rows: {"input_ids": pad_rows(rows)["input_ids"]}, "gives no attention_mask"),
+        (lambda rows: pad_rows(rows[:-1]), "makes 3 tokens of pack 0, of 5 planned"),
+        (lambda rows: pad_rows(rows[::-1]), r"sample 0 \(row 0\) .* length planned 3, fetched 2"),
+    ],
+)
+def test_a_batch_that_is_not_its_pack_is_refused(collate, words):
+    """Rows that were left out or exchanged, and padding that nothing tells."""
+    packs = RowsOfPacks([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], pp.plan([3, 2], 6))
+
+    with pytest.raises((ArgumentError, StaleError), match=f"(?s){words}"):
+        PackInputs(collate)([packs[0]])
