@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
+from packplan.adapters.loaders.positions import TYPES as MEDIA_TYPES
 from packplan.core.errors import ArgumentError, Difference, PackplanError, StaleError, counted
 from packplan.core.lengths import IntArray
 from packplan.core.surface import Plan
@@ -51,9 +52,6 @@ _PACKED = {
 
 _NUMBERED = ("seq_idx", "segment_ids")
 """Columns with the number of each token's sample in a pack."""
-
-MEDIA_TYPES = "mm_token_type_ids"
-"""Column of the kind of each token: 0 for text, 1 for images, 2 for videos."""
 
 TYPES = ("token_type_ids", MEDIA_TYPES)
 """Columns of kinds of tokens."""
@@ -406,21 +404,13 @@ def _learned_labels(batch: Mapping[str, Any], own: torch.Tensor) -> torch.Tensor
     return labels.masked_fill((own == 0) | first, IGNORED_LABEL)
 
 
-def flatten(rows: Sequence[Row], *, positions: Callable[[Row], torch.Tensor] | None = None) -> dict[str, Any]:
-    """
-    Return rows as one row of tokens, with positions that start again with every sample.
-
-    Args:
-        rows: Rows of one pack, in order; at least one.
-        positions: Positions of a row's tokens by its model, of shape (rows, 1, tokens), for models
-            that place images. The tokens' own come first.
-    """
+def flatten(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return rows as one row of tokens, with positions that start again with every sample."""
     rows = [read_row(row) for row in rows]
     own = torch.cat([torch.arange(row[_TOKENS].size) for row in rows])[None]
-    joined = own if positions is None else torch.cat([own[None], torch.cat([positions(row) for row in rows], -1)])
     flat = {name: torch.from_numpy(np.concatenate([row[name] for row in rows]))[None] for name in (_TOKENS, _LABELS)}
     flat[_LABELS] = flat[_LABELS].masked_fill(own == 0, IGNORED_LABEL)
-    return {**flat, _POSITIONS: joined, **joined_media(rows)}
+    return {**flat, _POSITIONS: own, **joined_media(rows)}
 
 
 def refuse_other_packs(batches: Sequence[Mapping[str, Any]], planned: Iterable[Sequence[int] | None]) -> None:
