@@ -258,7 +258,7 @@ def unpadded_section(reasons: Mapping[str, Mapping[str, str]], *, date: str) -> 
     """Return the section of models that compute no padding; see `probe_unpadded`."""
     about = _wrapped(ABOUT_UNPADDED.format(date=date, versions=versions()))
     groups = by_value({name: _padding_in_words(one) for name, one in reasons.items()})
-    return f"{UNPADDED_HEADING}\n\n{about}\n\n{joined_table(('padding that is left out', 'families'), groups)}\n"
+    return f"{UNPADDED_HEADING}\n\n{about}\n\n{joined_table(('padding that is left out', 'families'), groups)}"
 
 
 def _padding_in_words(reasons: Mapping[str, str]) -> str:
