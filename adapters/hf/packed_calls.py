@@ -21,8 +21,10 @@ from weakref import WeakKeyDictionary
 
 import attrs
 import torch
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from packplan.adapters.attention import Padding, RealTokens, computing
+from packplan.core.errors import PackplanError
 
 IGNORED_LABEL = -100
 """Label of a token that no loss counts."""
@@ -90,19 +92,17 @@ class TextStack:
 
     def real_tokens(self, given: dict[str, Any]) -> RealTokens | None:
         """Return the tokens of a padded batch; None if the call passes through."""
-        mask, values = given.get("attention_mask"), given.get("inputs_embeds", given.get("input_ids"))
-        if values is None:
-            values = given.get("input_ids")
+        mask, values = given.get("attention_mask"), given.get("input_ids")
+        values = given.get("inputs_embeds") if values is None else values
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or values is None or values.shape[:2] != mask.shape:
             return None
-        if given.get("past_key_values") is not None or any(name.startswith(_BOUNDARIES) for name in given):
+        if any(name.startswith(_BOUNDARIES) for name in given) or _generates(given) or _numbers_samples(mask):
             return None
         tokens = RealTokens.from_mask(mask)
         if len(tokens.places) in (0, mask.numel()) or self._restarts(given.get("position_ids"), tokens):
             return None
-        if self.passing & (tokens.paddings if self.passing else set()) or self._joins_rows(given, tokens):
-            return None
-        return tokens
+        passes = self.passing and self.passing & tokens.paddings
+        return None if passes or self._joins_rows(given, tokens) else tokens
 
     def _joins_rows(self, given: dict[str, Any], tokens: RealTokens) -> bool:
         """Return whether positions that tell samples apart go on by one from a row to the next."""
@@ -121,11 +121,7 @@ class TextStack:
 
     def pack(self, given: dict[str, Any], tokens: RealTokens) -> dict[str, Any]:
         """Return the arguments of a call with the real tokens as one row."""
-        packed = {
-            name: tokens.take(value) if _is_by_token(name, value, tokens.shape) else value
-            for name, value in given.items()
-            if name != "cache_position"
-        }
+        packed = {name: _take(name, value, tokens) for name, value in given.items() if name != "cache_position"}
         # With a mask of ones, transformers does not look for samples in the positions.
         ones = given["attention_mask"].new_ones(1, len(tokens.places))
         packed["attention_mask"] = None if self.by_positions else ones
@@ -152,7 +148,7 @@ class TextStack:
         mask, ids = given["attention_mask"], given.get("input_ids")
         columns: torch.Tensor = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
         if self.positions == "counted":
-            return torch.cumsum(mask, 1, dtype=torch.int64) - 1
+            return torch.cumsum(mask != 0, 1) - 1
         if self.positions == "ids" and ids is not None:
             real = torch.ne(ids, self.padding_id).long()
             return real.cumsum(1) * real + self.padding_id
@@ -178,10 +174,23 @@ class TextStack:
         return output
 
 
-def _is_by_token(name: str, value: Any, shape: tuple[int, int]) -> bool:
+def _generates(given: dict[str, Any]) -> bool:
+    """Return whether the caller gives a cache, or asks for one where nothing is trained."""
+    return given.get("past_key_values") is not None or bool(given.get("use_cache") and not torch.is_grad_enabled())
+
+
+def _numbers_samples(mask: torch.Tensor) -> bool:
+    """Return whether a mask numbers the samples of rows that are packed already."""
+    return not mask.is_floating_point() and mask.dtype != torch.bool and bool((mask > 1).any())
+
+
+def _take(name: str, value: Any, tokens: RealTokens) -> Any:
+    """Return the real tokens' values of an argument; what is not by token as it is."""
     if not isinstance(value, torch.Tensor) or name.startswith((*_NOT_BY_TOKEN, "position_ids", "attention_mask")):
-        return False
-    return value.dim() >= 2 and tuple(value.shape[:2]) == shape
+        return value
+    if name.endswith("token_type_ids"):  # one row may stand for all
+        value = value.expand(tokens.shape)
+    return tokens.take(value) if value.dim() >= 2 and tuple(value.shape[:2]) == tokens.shape else value
 
 
 def _put_back(value: Any, tokens: RealTokens) -> Any:
@@ -227,7 +236,7 @@ class Unpadding:
             module.register_forward_pre_hook(uncompiled(self._pack), with_kwargs=True),
             module.register_forward_hook(uncompiled(self._put_back), with_kwargs=True, always_call=True),
         ]
-        if not logits:
+        if not logits and getattr(model, "loss_function", None) is ForCausalLMLoss:  # labels of the next tokens
             self._head = TextStack(model)
             self._hooks += [
                 model.register_forward_pre_hook(uncompiled(self._pack_labels), with_kwargs=True),
@@ -251,7 +260,10 @@ class Unpadding:
         finally:
             self._paused = before
 
-    def _pack(self, module: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG002  # torch passes it
+    def _pack(self, module: Any, args: Any, kwargs: Any) -> Any:
+        if module is not self._stack.module:
+            message = "this is a copy of a model without padding: `remove` its hooks before copying, then `unpad` both"
+            raise PackplanError(message)
         given = self._stack.name(args, kwargs)
         tokens = None if self._paused else self._stack.real_tokens(given)
         inside = ExitStack()
@@ -265,6 +277,8 @@ class Unpadding:
         return (), self._stack.pack(given, tokens)
 
     def _put_back(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG002  # torch passes them
+        if not self._open:  # the call was refused
+            return None
         tokens, inside = self._open.pop()
         inside.close()
         if tokens is None or output is None:  # None: the call raised an error
@@ -274,10 +288,11 @@ class Unpadding:
     def _pack_labels(self, model: Any, args: Any, kwargs: Any) -> Any:
         given = self._head.name(args, kwargs)
         labels, mask = given.get("labels"), given.get("attention_mask")
-        reads_logits = given.get("logits_to_keep") or not (model.training or self.reads_loss_alone)
-        if self._paused or reads_logits or labels is None or mask is None:
+        keeps = given.get("logits_to_keep")
+        reads_logits = isinstance(keeps, torch.Tensor) or keeps or not (model.training or self.reads_loss_alone)
+        if self._paused or reads_logits or labels is None or mask is None or given.get("shift_labels") is not None:
             return None
-        tokens = self._head.real_tokens(given) if labels.shape == mask.shape else None
+        tokens = self._stack.real_tokens(given) if labels.shape == mask.shape else None
         if tokens is None:
             return None
         self._headed = tokens

@@ -81,8 +81,10 @@ def unwrap(model: Any) -> Any:
         if adapter.is_prompt_learning and adapter.peft_type == "PREFIX_TUNING":
             raise ModelError("probe", "prefix tuning gives each row a cache, which a packed row has none of")
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if inner.config.is_encoder_decoder:
-        raise ModelError("probe", f"{inner.config.model_type} has an encoder and a decoder, whose rows are two")
+    if isinstance(inner, torch.nn.DataParallel):
+        raise ModelError("probe", "DataParallel computes on copies of the model: start a process for each GPU")
+    if inner.config.is_encoder_decoder or getattr(inner.config, "add_cross_attention", False):
+        raise ModelError("probe", f"{inner.config.model_type} attends to an encoder's rows too, which stay padded")
     return inner
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import cache
 
@@ -11,13 +12,15 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoProcessor,
 )
 
 from packplan.adapters.hf.packed_calls import TextStack
-from packplan.core.errors import ArgumentError, ModelError
+from packplan.core.errors import ArgumentError, ModelError, PackplanError
 from packplan.hf import unpad
 from tests.e2e import unpad_rank
 from tests.e2e.unpad_rank import POSITIONS, ROWS, batch_of, build, padded
@@ -176,6 +179,48 @@ def test_logits_of_padding_are_left_out_on_request():
     assert (ROWS, POSITIONS) == model.eval()(**batch).logits.shape[:2]
 
 
+@pytest.mark.parametrize("kind", [AutoModelForTokenClassification, AutoModelForCausalLM])
+def test_only_labels_of_next_tokens_are_packed(kind):
+    """Another loss, a choice of logits, and calls that pass through keep all logits."""
+    model = build("qwen3_5_text" if kind is AutoModelForCausalLM else "qwen2", kind, classifier_dropout=0.0)
+    hooks = unpad(model, logits=False)
+    model.train()
+    batch = batch_of(padded(left=(0, 0, 0, 0)))
+    if kind is AutoModelForTokenClassification:
+        batch["labels"] = batch["labels"].clamp(max=1)
+        found, _ = assert_same(model, hooks, batch)
+        assert (ROWS, POSITIONS) == found.logits.shape[:2]
+        return
+    between = batch_of(padded() * (torch.arange(POSITIONS) % 5 != 3))
+    for one in (between, batch | {"logits_to_keep": torch.arange(POSITIONS)}):
+        assert (ROWS, POSITIONS) == model(**one).logits.shape[:2]
+
+
+def test_a_loop_that_generates_has_its_cache():
+    """A call without gradients that asks for a cache passes through."""
+    model, hooks = hooked()
+    batch = batch_of(padded(right=(0, 0, 0, 0)))
+    calls = hooks.counts.calls
+
+    with torch.no_grad():
+        found = model(batch["input_ids"], batch["attention_mask"], use_cache=True)
+
+    assert POSITIONS == found.past_key_values.get_seq_length()
+    assert calls == hooks.counts.calls
+
+
+def test_a_copy_is_refused_by_name():
+    """It would run by the hooks, and perhaps the weights, of the model that was copied."""
+    model = build("qwen2")
+    hooks = unpad(model)
+    copied = copy.deepcopy(model)
+
+    with pytest.raises(PackplanError, match="copy"):
+        copied(**batch_of(padded()))
+
+    assert_same(model, hooks, batch_of(padded()))
+
+
 def test_generation_passes_through():
     """Answers are those of the model, also in the middle of training."""
     model, hooks = hooked()
@@ -198,8 +243,6 @@ def test_adapters_and_checkpointing(checkpointing):
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-    batch = batch_of(padded())
-    batch.pop("labels")
 
     assert_same(model, hooks, batch_of(padded()))
 
@@ -230,6 +273,7 @@ def test_a_removed_hook_leaves_the_model_alone():
             "prefix",
         ),
         (lambda: build("bloom"), "bloom"),
+        (lambda: build("gpt2", add_cross_attention=True), "encoder"),
         (lambda: build("t5", AutoModelForSequenceClassification, d_model=32, d_ff=64, num_layers=1, d_kv=8), "encoder"),
     ],
 )
