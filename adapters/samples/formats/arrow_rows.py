@@ -119,12 +119,13 @@ class ArrowFile(RecordFile):
             mapped.pass_by(batch.nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("parts", "named", "max_bytes", "_cache")
+        kept = ("parts", "named", "max_bytes", "_cache", "_kept")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open()
+        self._kept = state["_kept"]  # how the file stood when the first process opened it
 
     def __len__(self) -> int:
         return int(self._ends[-1])
