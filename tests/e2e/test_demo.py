@@ -42,7 +42,7 @@ def test_what_was_made_is_said_with_the_command_that_trains_on_it(tmp_path, caps
     models, data, train = capsys.readouterr().out.splitlines()
 
     assert models.startswith(f"{tmp_path / 'models'}: qwen2_5_vl, qwen3_vl, qwen2, qwen3; ")
-    wanted = ", ".join(f"{name}.jsonl (4 records)" for name in ("colours", "count", "messages", "repeat", "train"))
+    wanted = ", ".join(f"{name}.jsonl (4 records)" for name in ("colours", "messages", "repeat", "train"))
     assert f"{tmp_path / 'data'}: {wanted}, val.jsonl (1 record), and their media" == data
     said, _, command = train.partition(": ")
     assert "train on them" == said
