@@ -100,17 +100,15 @@ def _hook(model: Any, *, native: str, logits: bool) -> Unpadding:
     Raises:
         ModelError: No place and positions give the same.
     """
-    best, why_not = None, dict.fromkeys(("right of", *PADDINGS), "")
+    tried: list[tuple[TextStack, dict[str, str]]] = []
     for stack in _candidates(model):
         hooks = Unpadding(model, stack, logits=logits)
         reasons = {side: _why_not(model, hooks, stack, mask, native=native) for side, mask in _masks(model)}
         hooks.remove()
-        found = {side: reason for side, reason in reasons.items() if reason is not None}
-        if best is None or ("right of" in found, len(found)) < ("right of" in why_not, len(why_not)):
-            best, why_not = stack, found
-        if not found:
+        tried.append((stack, {side: reason for side, reason in reasons.items() if reason is not None}))
+        if not tried[-1][1]:
             break
-    assert best is not None  # noqa: S101  # there are candidates
+    best, why_not = min(tried, key=lambda one: ("right of" in one[1], len(one[1])))
     if "right of" in why_not:
         where = f"at {type(best.module).__name__} with positions by {best.positions}"
         raise ModelError("probe", f"its padded rows cannot be packed: {where}, {why_not['right of']}")

@@ -65,12 +65,10 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
         vars(trainer).update(_metrics=copy.deepcopy(getattr(trainer, "_metrics", None)))  # TRL's, which grow in place
         model.train()
         inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))  # noqa: SLF001  # GRPO draws answers here
-        before = [(one.counts.real, one.counts.padded) for one in hooks]
+        before = [attrs.evolve(one.counts) for one in hooks]
         loss, gradients = _compute(trainer, inputs)
-        real, padded = (
-            sum(now - then[axis] for now, then in zip(counts, before, strict=True))
-            for axis, counts in enumerate(zip(*((one.counts.real, one.counts.padded) for one in hooks), strict=True))
-        )
+        real = sum(one.counts.real - then.real for one, then in zip(hooks, before, strict=True))
+        padded = sum(one.counts.padded - then.padded for one, then in zip(hooks, before, strict=True))
         for one in hooks:
             stack.enter_context(one.paused())
         due, expected = _compute(trainer, inputs)
