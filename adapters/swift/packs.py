@@ -47,7 +47,7 @@ def facts_of(row: Mapping[str, Any]) -> tuple[bytes, int]:
     for name, value in sorted(row.items()):
         digest.update(name.encode())
         digest.update(tensor_bytes(value) if isinstance(value, torch.Tensor) else repr(value).encode())
-    labels = [value for name, value in row.items() if name.endswith("labels") and value is not None]
+    labels = [value for name, value in row.items() if name.endswith("labels") and hasattr(value, "__len__")]
     return digest.digest(), sum(label != IGNORED_LABEL for one in labels for label in one[1:]) if labels else 1
 
 

@@ -47,6 +47,8 @@ from packplan.core.stream import (
 )
 from tests.references import changed
 
+pytestmark = pytest.mark.covers
+
 names = st.sampled_from(
     ["model.safetensors", "optimizer.pt", "rng_state_0.pth", "global_step7/zero_0.pt", "config.json"]
 )

@@ -17,6 +17,8 @@ from packplan.adapters.samples.formats import jsonl, spans
 from packplan.core.errors import DataSetError, RecordError, StaleError
 from tests.records import json_values
 
+pytestmark = pytest.mark.covers
+
 
 @given(
     st.lists(st.tuples(json_values, st.sampled_from(["\n", "\r\n", "\n\n", "\n  \n"])), min_size=1),

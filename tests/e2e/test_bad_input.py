@@ -30,6 +30,7 @@ from packplan.app.plan import __main__ as plan
 from packplan.app.wiring import training as wiring
 from packplan.app.wiring.stores import read_rl_config
 from packplan.core.errors import ConfigError
+from tests.network import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -320,7 +321,9 @@ def test_more_ranks_than_gpus_are_named(monkeypatch):
     """Before the ranks meet."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    environment = {"RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**environment, "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
 
     with pytest.raises(ConfigError, match="LOCAL_RANK: is 1, but this machine shows 1 GPU: start as many ranks on it"):
         TorchGroup(use_cpu=False)

@@ -18,6 +18,8 @@ from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import ArgumentError
 from packplan.core.shard import shard_dynamic, shard_packed, shard_plain
 
+pytestmark = pytest.mark.covers
+
 
 def batch_of(lengths):
     """Return a batch whose token t of sequence s is 1000 * s + t + 1, with fields of each kind."""

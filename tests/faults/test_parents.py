@@ -27,11 +27,10 @@ def test_processes_end_with_the_parent_that_started_them(tmp_path, kind):
         each_ends(tmp_path, parent.pid)
 
 
-@pytest.mark.parametrize("kind", ["loader", "elsewhere", "engine"])
+@pytest.mark.parametrize("kind", ["loader", "elsewhere"])
 def test_what_a_rank_starts_ends_with_it(server, tmp_path, kind):
     """
-    Workers that are in the middle of a sample, the process that encodes samples again, and the
-    server of an engine.
+    Workers that are in the middle of a sample, and the process that encodes samples again.
     """
     parent = server.start(parents.main, kind, str(tmp_path), log=tmp_path / "log")
     each_ends(tmp_path, parent.pid)

@@ -18,6 +18,8 @@ from packplan.core.mixes import quotas
 from packplan.core.samples import to_messages
 from tests.records import ANSWER, QUESTION, asked, chat
 
+pytestmark = pytest.mark.covers
+
 
 @pytest.fixture
 def write_mix(tmp_path):

@@ -163,7 +163,7 @@ def tokenizer() -> Any:
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(WordLevel({"<pad>": 0, "<end>": 1}, unk_token="<pad>"))  # noqa: S106  # no password
+    words = Tokenizer(WordLevel({"<pad>": 0, "<end>": 1, "red": 2, "blue": 3, "a": 4, "circle": 5}, unk_token="<pad>"))  # noqa: S106  # no password
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")  # noqa: S106
 

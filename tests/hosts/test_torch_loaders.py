@@ -18,6 +18,8 @@ from packplan.core.fingerprint import Fingerprint, RunIdentity, seal, unseal
 from packplan.core.schedule import EpochSchedule
 from tests.references import changed
 
+pytestmark = pytest.mark.covers
+
 PLAN = pp.plan([5, 40, 33, 60, 12, 29, 51, 8, 47, 20, 36], 64)
 
 PACKS = len(PLAN.packs)

@@ -32,7 +32,10 @@ from transformers import (
     TrainingArguments,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The `KTO:FutureWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The `KTO:FutureWarning", "ignore:`gradient_checkpointing`:FutureWarning"),
+]
 
 _WORDS = ["red", "blue " * 3, "a circle of many words " * 4, "bars " * 9]
 
