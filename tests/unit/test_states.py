@@ -1,0 +1,65 @@
+"""States and limits that contradict themselves are refused, wherever they come from."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from packplan.core.errors import ArgumentError
+from packplan.core.fingerprint import from_plain, unseal
+from packplan.core.lengths import checked_works, rounded_up
+from packplan.core.schedule import EpochSchedule
+from packplan.core.stream import StreamProgress
+
+
+def test_a_state_without_its_digest_is_refused():
+    """Nothing is read from it."""
+    with pytest.raises(ValueError, match="has no"):
+        unseal({"step": 1})
+
+
+@attrs.frozen
+class Numbers:
+    """A value with an array."""
+
+    numbers: NDArray[np.int64]
+
+
+def test_an_array_is_read_number_by_number():
+    """Text among the numbers is no number."""
+    assert [1, 2] == list(from_plain(Numbers, {"numbers": [1, 2]}).numbers)
+    with pytest.raises(ValueError, match="numbers"):
+        from_plain(Numbers, {"numbers": [1, "2"]})
+
+
+def test_lengths_near_the_largest_are_rounded_up():
+    """Where their total still has 63 bits."""
+    assert [2**62, 2] == rounded_up(np.array([2**62, 1]), 2).tolist()
+
+
+class Unreadable:
+    """What neither numpy reads, nor has a list."""
+
+    def __array__(self, *_, **__):
+        message = "not here"
+        raise TypeError(message)
+
+
+def test_what_numpy_does_not_read_is_named():
+    with pytest.raises(ArgumentError, match="Unreadable"):
+        checked_works(Unreadable(), 1)
+
+
+def test_windows_of_work_need_works():
+    with pytest.raises(ValueError, match="needs works"):
+        EpochSchedule(
+            num_packs=4, world_size=1, dataloader_drop_last=False, gradient_accumulation_steps=1, num_train_epochs=1,
+            group_by_work=2,
+        )  # fmt: skip
+
+
+def test_a_stream_has_done_no_more_of_an_epoch_than_of_all():
+    with pytest.raises(ValueError, match="contradict"):
+        StreamProgress(world_size=1, shards_per_rank=1, step=1, epoch=0, epoch_step=2)
