@@ -32,10 +32,7 @@ from transformers import (
     TrainingArguments,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:The `KTO:FutureWarning", "ignore:`gradient_checkpointing`:FutureWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 _WORDS = ["red", "blue " * 3, "a circle of many words " * 4, "bars " * 9]
 
