@@ -63,6 +63,7 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
         stack.enter_context(untouched(model))
         stack.enter_context(restored(trainer))
         vars(trainer).update(_metrics=copy.deepcopy(getattr(trainer, "_metrics", None)))  # TRL's, which grow in place
+        vars(trainer).setdefault("current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
         model.train()
         inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))  # noqa: SLF001  # GRPO draws answers here
         before = [attrs.evolve(one.counts) for one in hooks]
