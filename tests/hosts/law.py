@@ -19,7 +19,6 @@ from typing import Any
 import packplan as pp
 from packplan.adapters.hf import use_plan
 from packplan.testing import assert_step_loss
-from tests.network import free_port
 
 # isort: split
 import numpy as np
@@ -260,7 +259,7 @@ def be_rank(rank: int, port: int, cell: dict[str, Any]) -> None:
     if world_size > 1:
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
         )  # fmt: skip
     train(cell, rank)
     if world_size > 1:
@@ -269,12 +268,16 @@ def be_rank(rank: int, port: int, cell: dict[str, Any]) -> None:
 
 
 def main(path: str) -> None:
-    """Run the cells of a file, each in processes of its own."""
+    """
+    Run the cells of a file, each in processes of its own.
+
+    The store of a cell's ranks is kept here, so that no other process can take its port first.
+    """
     context = multiprocessing.get_context("fork")
     for cell in json.loads(Path(path).read_text()):
         Path(cell["out"]).mkdir(parents=True, exist_ok=True)
-        port = free_port()
-        ranks = [context.Process(target=be_rank, args=(rank, port, cell)) for rank in range(cell["ranks"])]
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ranks = [context.Process(target=be_rank, args=(rank, store.port, cell)) for rank in range(cell["ranks"])]
         for rank in ranks:
             rank.start()
         for rank in ranks:

@@ -77,14 +77,17 @@ def found(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     assert 0 == run.returncode, run.stderr[-3000:]
     return {
         path.name: [json.loads(rank.read_text()) for rank in sorted(path.glob("found*.json"))]
+        or [path.read_text()[-2000:] for path in sorted(path.glob("errors*.txt"))]
         for path in folder.iterdir()
         if path.is_dir()
     }
 
 
-def of(found: dict[str, list[dict[str, Any]]], name: str, ranks: int) -> list[dict[str, Any]]:
-    assert ranks == len(found[name]), f"a rank of {name} wrote nothing"
-    return found[name]
+def of(found: dict[str, list[Any]], name: str, ranks: int) -> list[dict[str, Any]]:
+    """Return what the ranks of a cell wrote, or fail with their errors."""
+    wrote = [one for one in found[name] if isinstance(one, dict)]
+    assert ranks == len(wrote), f"a rank of {name} wrote nothing: {found[name]}"
+    return wrote
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)

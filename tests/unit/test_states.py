@@ -40,7 +40,7 @@ def test_lengths_near_the_largest_are_rounded_up():
 
 
 class Unreadable:
-    """What neither numpy reads, nor has a list."""
+    """An array of objects that numpy does not read is refused."""
 
     def __array__(self, *_, **__):
         message = "not here"
