@@ -2,13 +2,16 @@
 Size of each part of the project in lines of code: `python3 tools/size.py`.
 
 A line counts as code if it holds more than a docstring, a comment or blanks. For tests, all lines
-count. The program needs nothing but Python itself.
+count, and for pages words. With `rooms`, each room of the ceilings is printed beside its ceiling;
+`lower` writes today's numbers where they are below. The program needs nothing but Python itself.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import io
+import sys
 import tokenize
 from pathlib import Path
 
@@ -29,6 +32,7 @@ NO_CODE = {
 }
 
 
+@functools.cache
 def code_lines(source: str) -> int:
     r"""
     Return the number of lines of code of a Python file.
@@ -47,8 +51,48 @@ def code_lines(source: str) -> int:
     return len(held - docstrings - blank)
 
 
+CEILINGS = ROOT / "tests" / "architecture" / "ceilings.txt"
+"""A room a line: its name, its ceiling, and the files and folders that it holds."""
+
+
+def ceilings() -> dict[str, tuple[int, list[str]]]:
+    """Return the ceiling of each room, and its files and folders, relative to the project."""
+    lines = [line.split() for line in CEILINGS.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    return {name: (int(number), places) for name, number, *places in lines}
+
+
+def room_size(name: str, places: list[str]) -> int:
+    """
+    Return the size of a room.
+
+    Args:
+        name: Name of the room; that of *tests* counts all lines, *pages* words, *modules* files.
+        places: Patterns of its files, relative to the project.
+    """
+    files = sorted({path for place in places for path in ROOT.glob(place) if path.is_file()})
+    if name == "modules":
+        return len(files)
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    if name == "pages":
+        return sum(len(text.split()) for text in texts)
+    return sum(len(text.splitlines()) if name == "tests" else code_lines(text) for text in texts)
+
+
+def lower() -> None:
+    """Write today's size of each room where it is below its ceiling. No ceiling is raised."""
+    told = [line for line in CEILINGS.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    rows = [(name, min(ceiling, room_size(name, held)), *held) for name, (ceiling, held) in ceilings().items()]
+    CEILINGS.write_text("\n".join([*told, *(" ".join(map(str, row)) for row in rows)]) + "\n", encoding="utf-8")
+
+
 def main() -> None:
-    """Print one line for each part."""
+    """Print one line for each part, or each room."""
+    if sys.argv[1:] == ["lower"]:
+        lower()
+    if sys.argv[1:]:
+        for name, (ceiling, places) in ceilings().items():
+            print(f"{name:<28} {room_size(name, places):>7,} of {ceiling:>7,}")
+        return
     sizes = {part: sum(map(code_lines, sources(part))) for part in (*PRODUCT, *BESIDE)}
     rows = [(part, sizes[part]) for part in PRODUCT]
     rows.append((" + ".join(PRODUCT), sum(sizes[part] for part in PRODUCT)))

@@ -1,0 +1,75 @@
+"""The product stays below its ceilings, and new modules are worth a file."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tools import size
+
+FEW = 40
+"""Lines of code below which a module needs a reason."""
+
+SMALL = Path(__file__).with_name("small_modules.txt")
+"""Modules below it, one a line with a reason. Those without a reason are older than the rule."""
+
+
+@pytest.mark.parametrize("room", size.ceilings())
+def test_no_room_is_above_its_ceiling(room):
+    """An ADR alone raises one: take lines out of this room, or let its work be done elsewhere."""
+    ceiling, places = size.ceilings()[room]
+
+    assert 0 < size.room_size(room, places) <= ceiling
+
+
+def test_every_module_has_one_room():
+    """The rooms are the product: their sizes add up to it."""
+    rooms = size.ceilings()
+    product = size.room_size("product", rooms["product"][1])
+
+    assert product == sum(size.room_size(name, places) for name, (_, places) in rooms.items() if "/" in name)
+
+
+def test_a_small_module_has_a_reason():
+    """Beside it in `small_modules.txt`; a function that two modules share is one."""
+    listed = [line.partition(" ") for line in SMALL.read_text(encoding="utf-8").splitlines()]
+    names = {name for name, _, _ in listed}
+    found = {
+        str(path.relative_to(size.ROOT))
+        for part in size.PRODUCT
+        for path in (size.ROOT / part).rglob("*.py")
+        if path.name not in {"__init__.py", "__main__.py"} and size.code_lines(path.read_text(encoding="utf-8")) < FEW
+    }
+
+    assert set() == found - names, "join these to the module that uses them, or give a reason"
+    assert set() == names - found, f"no longer small, or gone: take them out of {SMALL.name}"
+
+
+def test_lower_never_raises(tmp_path, monkeypatch):
+    """A room that grew keeps its ceiling, and fails; one that shrank is held at its new size."""
+    text = "# a comment\ncore/plan 1 core/plan.py\ncore/any_fit 99999 core/any_fit.py\n"
+    monkeypatch.setattr(size, "CEILINGS", tmp_path / "ceilings.txt")
+    size.CEILINGS.write_text(text)
+
+    size.lower()
+
+    assert 1 == size.ceilings()["core/plan"][0]
+    assert size.room_size("core/any_fit", ["core/any_fit.py"]) == size.ceilings()["core/any_fit"][0]
+    assert size.CEILINGS.read_text().startswith("# a comment\n")
+
+
+def test_each_part_has_a_line(capsys, monkeypatch):
+    """The product is the sum of its layers; the program imports the standard library alone."""
+    monkeypatch.setattr("sys.argv", ["size.py"])
+    size.main()
+
+    title, *lines = capsys.readouterr().out.splitlines()
+    sizes = {line[:22].strip(): int(line[22:].replace(",", "")) for line in lines}
+    assert "without docstrings, comments and blank lines" in title
+    assert 8 == 1 + len(lines)
+    assert sizes["core + adapters + app"] == sizes["core"] + sizes["adapters"] + sizes["app"]
+    tree = ast.parse(Path(size.__file__).read_text(encoding="utf-8"))
+    imports = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    assert {"ast", "functools", "io", "sys", "tokenize"} == imports
