@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test test-fast test-hosts test-pages test-swift-page explore lint reference models clean
 
 demo: $(READY)
-	@$(RUN) -m app.demo
+	@$(RUN) -m tools.demo
 
 test: $(READY)
 	$(RUN) -m tests.budget -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered --durations=20

@@ -25,7 +25,6 @@ COMMANDS = MappingProxyType(
         "export": ("packplan.app.export", "write the rows of a command of ms-swift with their lengths"),
         "plugin": ("packplan.app.plugin", "train planned packs inside swift sft, by one more flag"),
         "rl": ("packplan.app.rl", "train on the model's own answers, by TRL, in packed microbatches"),
-        "demo": ("packplan.app.demo.__main__", "make tiny models and a data set, and train on them"),
     }
 )
 """Command -> its module, which is imported when it is called, and its help text."""

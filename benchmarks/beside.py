@@ -26,10 +26,10 @@ from benchmarks.records import MODEL_TYPE, TEXT, paragraphs, record, write_chats
 from packplan.adapters.lifeline import end_with_parent
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.measurer import AT_ONCE
-from packplan.app.demo.tiny_models import write_model
-from packplan.app.demo.videos import made_videos
 from packplan.app.wiring import training
 from packplan.core.config import RunConfig, TemplateConfig
+from tools.demo.tiny_models import write_model
+from tools.demo.videos import made_videos
 
 SAMPLES = {
     "chat": (4096, 1024),

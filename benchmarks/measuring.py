@@ -20,11 +20,11 @@ from benchmarks.lengths import LengthsRow
 from benchmarks.records import MODEL_TYPE, TEXT, paragraphs, record, write_chats, write_photos, write_records
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.measurer import AT_ONCE, SwiftMeasurer
-from packplan.app.demo.tiny_models import write_model
-from packplan.app.demo.videos import MadeVideo, made_videos
 from packplan.app.wiring import training
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.samples import MeasuredSample, Outcome
+from tools.demo.tiny_models import write_model
+from tools.demo.videos import MadeVideo, made_videos
 
 KINDS: dict[str, tuple[int, tuple[int, int] | None]] = {
     "text": (1600, None),

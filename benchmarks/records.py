@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.distributions import IMAGE_SHARES, IMAGE_TOKENS, trace
-from packplan.app.demo.tiny_models import write_model
+from tools.demo.tiny_models import write_model
 
 MODEL_TYPE = "qwen2_5_vl"
 

@@ -29,7 +29,7 @@ from benchmarks.measuring import LIMIT_S, PHOTOS, VOCABULARY
 from benchmarks.records import MODEL_TYPE, chat, paragraphs, write_photos, write_records
 from packplan.adapters.progress import progress
 from packplan.app import measure
-from packplan.app.demo.tiny_models import write_model
+from tools.demo.tiny_models import write_model
 
 CACHES = ("warm", "cold")
 """Whether the files are in the page cache, or dropped from it before."""

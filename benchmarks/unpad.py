@@ -188,7 +188,7 @@ def _trainer(host: str, folder: str, options: argparse.Namespace) -> Any:
     from datasets import Dataset
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from packplan.app.demo.tiny_models import learned_tokenizer
+    from tools.demo.tiny_models import learned_tokenizer
 
     # ms-swift reads it from the folder, as that of its family.
     tokenizer = learned_tokenizer([f"{' '.join(_WORDS)} " * 9]) if host in SWIFT else _tokenizer()

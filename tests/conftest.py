@@ -142,7 +142,7 @@ def _loggers():
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory) -> Path:
     """A folder with `data/` and `models/`, made once."""
-    from packplan.app.demo.__main__ import make
+    from tools.demo.__main__ import make
 
     folder = tmp_path_factory.mktemp("demo")
     make(folder, seed=0, num_train=40, num_val=9)
@@ -160,7 +160,7 @@ def write_rl(demo, tmp_path):
             "custom": {"train_jsonl": str(demo / "data" / data)},
             "policy": policy or {},
             "grpo": {
-                "output_dir": str(tmp_path / name), "reward_funcs": f"packplan.app.demo.rewards:{reward}",
+                "output_dir": str(tmp_path / name), "reward_funcs": f"packplan.app.rewards:{reward}",
                 "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "max_steps": 2,
                 "learning_rate": 1e-2, "logging_steps": 1, "lr_scheduler_type": "constant", **grpo,
             },

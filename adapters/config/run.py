@@ -125,26 +125,23 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
     return config
 
 
-def load_mixes(path: str | Path, overrides: Sequence[str] = ()) -> Mixes:
+def load_mixes(path: str | Path) -> Mixes:
     """
     Read the mixes of data sets of `custom.fusion_config`: a curriculum of one for each epoch, or
     one for all. Spellings of one path become the first of them.
 
     Args:
         path: The YAML.
-        overrides: Values for single keys, as `samples_per_epoch=100`, in place of the YAML's; null
-            unsets a key.
 
     Raises:
         ConfigError: All faults of the YAML, or it names no file; the faults that the data decide
             are `core.mixes.mixes_faults`.
     """
-    given = read_overrides(overrides)
-    document = _overridden(read_document(Path(path)), given)
+    document = read_document(Path(path))
     kind: type[_Curriculum | Mix] = _Curriculum if "curriculum" in document else Mix
     found: _Curriculum | Mix | list[Fault] = structured(document, kind, _Advice(document, dict(known_keys(kind)), {}))
     if isinstance(found, list):
-        raise ConfigError(str(path), _placed(found, given))
+        raise ConfigError(str(path), tuple(found))
     spelling: dict[Path, str] = {}
 
     def spelled(source: Source) -> Source:

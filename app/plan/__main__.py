@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 
 from packplan.app.cli.command import add_logging_options, command_parser, parse_arguments, run_command, run_program
-from packplan.app.plan import build, diff, materialise, report, show, verify, whatif
+from packplan.app.plan import build, diff, report, show, verify, whatif
 from packplan.app.plan.forecast import fit, time
 
 COMMANDS = {
@@ -24,7 +24,6 @@ COMMANDS = {
     "verify": (verify, "check that what is stored is what training would use"),
     "diff": (diff, "compare two runs"),
     "report": (report, "one page to look at"),
-    "materialise": (materialise, "write a mix of data sets as one file"),
 }
 
 

@@ -1,4 +1,4 @@
-"""A mix of data sets for one epoch -> one data file, which a static plan takes."""
+"""Mixes of data sets that a run names; files of the records that `--list-failures` looks at."""
 
 from __future__ import annotations
 
@@ -8,38 +8,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import numpy as np
-
 from packplan.adapters import files
 from packplan.adapters.config.run import load_mixes
-from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.files import copied_line, file_faults, open_records
 from packplan.app.wiring.inputs import records_cache
 from packplan.app.wiring.stores import writing_for
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, DataSetError, Fault, counted
-from packplan.core.mixes import Mixes, Schedule, mixes_faults, schedule, stream_faults
+from packplan.core.mixes import Mixes, mixes_faults, stream_faults
 from packplan.core.ports import Records
 
 log = logging.getLogger(__name__)
 
 
-def open_mixes(
-    path: str, overrides: Sequence[str] = (), *, cache: Path, measured: bool = False
-) -> tuple[Mixes, list[Records]]:
+def open_mixes(path: str, *, cache: Path, measured: bool = False) -> tuple[Mixes, list[Records]]:
     """
     Read the mixes of all epochs, and the records of each of their files.
 
     Args:
         path: The mixes, a YAML.
-        overrides: Values for single keys of the mix, as `samples_per_epoch=100`.
         cache: Folder of the copies of packed sources.
         measured: Whether samples are measured before they are drawn, as `by: tokens` needs.
 
     Raises:
         ConfigError: All that is wrong with them.
     """
-    mixes = load_mixes(path, overrides)
+    mixes = load_mixes(path)
     opened: dict[str, Records] = {}
     reasons: dict[str, str] = {}
     for file in mixes.files:
@@ -80,31 +74,6 @@ def mixes_of(config: RunConfig) -> tuple[Mixes, list[Records]]:
     if faults:
         raise ConfigError("the configuration", tuple(faults))
     return mixes, records
-
-
-def materialise(path: str, output: Path, *, overrides: Sequence[str] = (), seed: int, epoch: int) -> None:
-    """
-    Write the samples of an epoch of a mix to one JSONL, images and all as they are.
-
-    Args:
-        path: The mixes, a YAML.
-        output: The file; readers see it whole or not at all.
-        overrides: Values for single keys of the mix, as `samples_per_epoch=100`.
-        seed: Seed of draw and order.
-        epoch: From 0.
-
-    Raises:
-        PackplanError: Something is wrong with the mix or its records, or the file cannot be
-            written.
-    """
-    mixes, records = open_mixes(path, overrides, cache=output.parent / "records")
-    _require_other("--output", output, mixes.files)
-    drawn = schedule(mixes, [len(one) for one in records], seed=seed, epoch=epoch)
-    with writing_for("--output", output):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        files.write_chunks(output, _lines(records, drawn, output.parent))
-    for file, count in zip(mixes.files, np.bincount(drawn.source, minlength=len(records)).tolist(), strict=True):
-        log.info("%s: %s of %s from %s", output, f"{count:,}", counted(len(drawn), "sample"), file)
 
 
 def write_records(
@@ -163,9 +132,3 @@ def _require_other(option: str, output: Path, sources: Sequence[str]) -> None:
     if output.is_dir() or any(output.resolve() == Path(source).resolve() for source in sources):
         reason = "is a folder" if output.is_dir() else "is one of the sources, which would be lost"
         raise ConfigError.at(option, f"{output} {reason}: name another file")
-
-
-def _lines(records: list[Records], drawn: Schedule, onto: Path) -> Iterator[bytes]:
-    places = zip(drawn.source.tolist(), drawn.index.tolist(), strict=True)
-    for source, index in progress(places, total=len(drawn), desc="writing", unit=" samples", delay=BRIEF_S):
-        yield copied_line(records[source], index, onto)

@@ -173,8 +173,7 @@ def _mode_faults(config: RunConfig) -> Iterator[Fault]:
         yield Fault(
             "custom.fusion_config",
             "mixes data sets again each epoch, which one static plan cannot follow: set custom.fusion_schedule: "
-            "planned, which plans each epoch, or write an epoch's mix to one JSONL (packplan plan materialise "
-            "mix.yaml -o mix.jsonl) and name it in custom.train_jsonl",
+            "planned, which plans each epoch",
         )
     elif custom.fusion_config is not None and custom.train_jsonl:
         yield Fault("custom.fusion_config", "and custom.train_jsonl both name the data: remove one")

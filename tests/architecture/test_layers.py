@@ -187,10 +187,8 @@ def test_one_place_knows_the_formats_of_data_files():
     assert {"adapters/samples/files.py"} == importers
 
 
-FAMILIES_IN = ("core/work/text.py", "app/demo/")
-"""
-Files that may name families: their work, where no key of a config.json tells it, and made models.
-"""
+FAMILIES_IN = "core/work/text.py"
+"""File that may name families, where no key of a config.json tells their work."""
 
 
 def test_no_list_of_families_is_in_the_code():
@@ -256,14 +254,7 @@ def run_of(folder: Path, model: str = "m", key: str = "learning_rate") -> Path:
 @pytest.mark.slow
 def test_a_typo_is_refused_without_torch_and_without_swift(tmp_path):
     """By every command that reads a YAML: in a key of ours, of ms-swift, or in an override."""
-    sources = {"typo": "{jsnl: a}", "right": "{jsonl: a}"}
-    mixes = {name: tmp_path / f"{name}.yaml" for name in sources}
-    for name, source in sources.items():
-        mixes[name].write_text(f"sources: [{source}]\n")
-    calls = [
-        [PLAN, "materialise", mixes["typo"], "-o", "m.jsonl"],
-        [PLAN, "materialise", mixes["right"], "sample_per_epoch=1", "-o", "m.jsonl"],
-    ]
+    calls = []
     for key, override in (("lerning_rate", []), ("learning_rate", ["training.packing_bufer=1"])):
         run = run_of(tmp_path, key=key)
         calls += [[f"packplan.app.{name}", run, *override] for name in ("sft", "check")]
@@ -300,9 +291,9 @@ def test_every_help_answers_without_torch_and_without_swift():
     from packplan.app.plan.__main__ import COMMANDS
 
     found = programs()
-    assert {f"packplan.app.{name}" for name in ("sft", "check", "rl", "demo.__main__")} <= {*found}
+    assert {f"packplan.app.{name}" for name in ("sft", "check", "rl")} <= {*found}
     calls = [[name] for name in ("packplan.app.__main__", *found, "benchmarks.__main__")]
-    calls += [["tools.models"], ["tools.configuration"], *([PLAN, name] for name in COMMANDS)]
+    calls += [["tools.demo.__main__"], ["tools.models"], ["tools.configuration"], *([PLAN, name] for name in COMMANDS)]
     calls += [["benchmarks.__main__", name] for name in BENCHMARKS]
 
     for call, (status, heavy, said) in zip(calls, ends_of([[*call, "--help"] for call in calls]), strict=True):

@@ -20,9 +20,9 @@ import pytest
 from PIL import Image
 
 from packplan.adapters.samples.video import facts
-from packplan.app.demo.videos import MadeVideo
 from packplan.core.errors import RecordError
 from tests.e2e.test_videos import SAMPLING, asked, measurer_of, write
+from tools.demo.videos import MadeVideo
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from packplan.adapters.config.run import load_config
 from packplan.adapters.config.trainer_keys import stored_keys
-from packplan.app.demo.__main__ import FOLDER, main, make, make_videos, summary
+from tools.demo.__main__ import FOLDER, main, make, make_videos, summary
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,6 @@ from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.samples.remote import copies, fsspec_transport, transport
 from packplan.adapters.samples.remote.copies import local_files
 from packplan.app import measure
-from packplan.app.demo.videos import MadeVideo
 from packplan.app.plan import __main__ as plan
 from packplan.app.planning.measure import REPEATED_SAMPLES
 from packplan.core.errors import DataSetError
@@ -29,6 +28,7 @@ from packplan.core.samples import HEAD_BYTES
 from tests.e2e.test_plan_build import artefacts_of
 from tests.object_server import KEY, serving
 from tests.processes import finished
+from tools.demo.videos import MadeVideo
 
 pytestmark = pytest.mark.slow
 

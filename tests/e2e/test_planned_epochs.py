@@ -227,12 +227,11 @@ def test_where_there_is_no_other_packing_show_says_so():
 
 
 def test_a_mix_is_planned_on_request_alone(write_mix):
-    """By default it is refused, with both ways out."""
+    """By default it is refused, with the way out."""
     path = write_mix(custom={"fusion_schedule": None})
 
-    with pytest.raises(ConfigError, match=r"custom.fusion_config.*fusion_schedule: planned") as raised:
+    with pytest.raises(ConfigError, match=r"custom.fusion_config.*fusion_schedule: planned"):
         training.read_config(path)
-    assert "materialise" in str(raised.value)
 
 
 def changed(source: int = 0, entry: int = 1, **keys) -> dict:

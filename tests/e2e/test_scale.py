@@ -13,13 +13,13 @@ import pytest
 from PIL import Image
 
 from packplan.adapters.trainer import arguments as swift_arguments
-from packplan.app.demo.videos import MadeVideo
 from packplan.app.plan import __main__ as plan
 from packplan.app.wiring import training as wiring
 from packplan.core.errors import ConfigError
 from tests.e2e import sharded_main
 from tests.e2e.test_videos import SAMPLING, asked, write
 from tests.processes import finished
+from tools.demo.videos import MadeVideo
 
 pytestmark = pytest.mark.slow
 

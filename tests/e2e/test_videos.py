@@ -18,10 +18,10 @@ import yaml
 from PIL import Image
 
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.app.demo.videos import MadeVideo, made_videos
 from tests.e2e import rank_main
 from tests.e2e.test_resume import assert_equal
 from tests.processes import finished
+from tools.demo.videos import MadeVideo, made_videos
 
 pytestmark = pytest.mark.slow
 

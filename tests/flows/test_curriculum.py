@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 
 import attrs
 import pytest
@@ -11,7 +10,7 @@ import yaml
 
 from packplan.adapters.config.run import load_mixes, parse_config
 from packplan.app.wiring.inputs import with_inputs
-from packplan.app.wiring.mixes import materialise, mixes_of, open_mixes
+from packplan.app.wiring.mixes import mixes_of, open_mixes
 from packplan.app.wiring.stores import require_inputs
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError
@@ -57,15 +56,6 @@ def faults_of(path: str, *, measured: bool = False) -> list[str]:
     with pytest.raises(ConfigError) as raised:
         open_mixes(path, cache=None, measured=measured)
     return [str(fault) for fault in raised.value.faults]
-
-
-def test_an_epoch_is_written_by_its_entry(here):
-    """The last entry stays."""
-    path = written(here, [source("a", count=2)], [source("b", count=4), source("a", count=1)], [source("c", count=3)])
-
-    for epoch, counts in enumerate([{"a": 2}, {"b": 4, "a": 1}, {"c": 3}, {"c": 3}]):
-        materialise(path, here / "out.jsonl", seed=1, epoch=epoch)
-        assert counts == Counter(json.loads(line)["from"] for line in (here / "out.jsonl").read_text().splitlines())
 
 
 def test_a_file_is_one_however_it_is_spelled(here):

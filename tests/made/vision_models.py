@@ -26,7 +26,7 @@ from transformers.models.minicpmv4_6.image_processing_minicpmv4_6 import MiniCPM
 from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessor
 from transformers.models.paddleocr_vl.image_processing_paddleocr_vl import PaddleOCRVLImageProcessor
 
-from packplan.app.demo.tiny_models import SPECIAL_TOKENS, learned_tokenizer
+from tools.demo.tiny_models import SPECIAL_TOKENS, learned_tokenizer
 
 Sizes = dict[str, Any]
 

@@ -115,16 +115,6 @@ def test_what_is_no_override_is_refused():
     ] == faults_of("training.seed", "=1", "training..seed=1", "training.seed=1", "training.seed=2")
 
 
-def test_a_mix_takes_overrides(tmp_path: Path):
-    """The mix has keys of its own."""
-    (tmp_path / "mix.yaml").write_text("sources: [{jsonl: a, ratio: 1}]\nsamples_per_epoch: 5\n")
-
-    assert 7 == load_mixes(tmp_path / "mix.yaml", ["samples_per_epoch=7"]).at(0).samples_per_epoch
-    assert load_mixes(tmp_path / "mix.yaml", ["samples_per_epoch=null"]).at(0).samples_per_epoch is None
-    with pytest.raises(ConfigError, match=r"command line: sources=3"):
-        load_mixes(tmp_path / "mix.yaml", ["sources=3"])
-
-
 def test_overrides_stand_before_behind_and_between_options(capsys):
     """What is neither an option nor an override is refused."""
     parser = argparse.ArgumentParser()

@@ -1,8 +1,8 @@
 """
 Make the tiny models and the data set that the examples train on, then train on them.
 
-`packplan demo` does all and ends with one line that says how the loss fell; `python -m
-packplan demo make` only makes; with `--videos`, also what `app/demo_videos.yaml` trains on.
+`python -m tools.demo` does all and ends with one line that says how the loss fell; `python -m
+tools.demo make` only makes; with `--videos`, also what `app/demo_videos.yaml` trains on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from packplan.app.cli.command import run_command, run_program, to_type
 from packplan.app.wiring import stores
 from packplan.core.errors import counted
 
-CONFIG = Path(__file__).resolve().parent.parent / "demo.yaml"
+CONFIG = Path(__file__).resolve().parents[2] / "app" / "demo.yaml"
 
 FOLDER = Path("runs/demo")
 """Folder in which the demo's YAMLs expect models and data."""
@@ -39,8 +39,8 @@ def make(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
         num_val: Records of the evaluation data.
     """
     with loading_libraries():
-        from packplan.app.demo.scenes import corpus, write_data
-        from packplan.app.demo.tiny_models import MODEL_TYPES, write_model
+        from tools.demo.scenes import corpus, write_data
+        from tools.demo.tiny_models import MODEL_TYPES, write_model
 
     with writing(folder / "data"):
         write_data(folder / "data", seed=seed, num_train=num_train, num_val=num_val)
@@ -53,7 +53,7 @@ def make_videos(folder: Path) -> None:
     """
     Write clips and `videos.jsonl`, records of text, images and videos, to `videos/` under *folder*.
     """
-    from packplan.app.demo.videos import write_records
+    from tools.demo.videos import write_records
 
     with writing(folder / "videos"):
         write_records(folder / "videos")
@@ -61,7 +61,7 @@ def make_videos(folder: Path) -> None:
 
 def summary(folder: Path) -> str:
     """Return a line for each kind of file in *folder*, and the command that trains on it."""
-    from packplan.app.demo.tiny_models import MODEL_TYPES
+    from tools.demo.tiny_models import MODEL_TYPES
 
     lines = [f"{folder / 'models'}: {', '.join(MODEL_TYPES)}; tiny, with random weights"]
     for name in ("data", "videos"):
@@ -121,7 +121,7 @@ def train() -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(prog="packplan demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.demo", description=__doc__)
     parser.add_argument("what", nargs="?", choices=["make"], help="make the models and data, and do not train")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where to write (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="decides every byte (default: %(default)s)")

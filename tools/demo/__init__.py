@@ -1,0 +1,1 @@
+"""The tiny models and the data set that the examples train on: `python -m tools.demo`."""
