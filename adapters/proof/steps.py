@@ -1,8 +1,8 @@
 """
-Assertion that the loss of an optimizer step is the mean that it is meant to be.
+Assertion that the loss of an optimizer step is the mean over all of its learned tokens.
 
-The reference computes each sample of the step by itself, in float32 from its logits, and weighs the
-sums by the declared mean. So nothing of it depends on batches, ranks or the trainer's own loss.
+The reference computes each sample of the step by itself, in float32 from its logits. So nothing of
+it depends on batches, ranks or the trainer's own loss.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ from packplan.adapters.proof.batches import PackedBatch
 from packplan.adapters.proof.checks import logits_of
 from packplan.adapters.proof.limits import limit_of, precision_of
 from packplan.adapters.proof.taking import TakenStep, take_step, whole, without_dropout
-from packplan.core.equality import EQUAL, Mean, Precision, StepSample, likely_reason, loss_difference, sample_weights
-from packplan.core.errors import ArgumentError, ModelError, PackplanError, ProofError
+from packplan.core.equality import EQUAL, Precision, loss_difference
+from packplan.core.errors import ArgumentError, ModelError, PackplanError, ProofError, counted
 from packplan.core.surface import Plan
-
-_COORDINATES = 64
-"""Numbers of each weight's gradient by which the likely reason is found."""
 
 
 @attrs.frozen
@@ -72,10 +69,7 @@ class _Sample:
 
     inputs: dict[str, Any]
     targets: torch.Tensor
-    labelled: int
-    pack: Any
     rank: int
-    batch: int
 
     @property
     def learned(self) -> int:
@@ -90,7 +84,6 @@ def assert_step_loss(
     trainer: Any,
     plan: Plan | None = None,
     *,
-    mean: Mean = "tokens",
     model: torch.nn.Module | None = None,
     rows: Any = None,
     packs: Sequence[int] | None = None,
@@ -109,9 +102,6 @@ def assert_step_loss(
             returns the loss that it reports, or None.
         plan: Plan of the step: it has to train each sample of its packs once. None takes the
             samples that the trainer serves.
-        mean: Mean that the loss is to be: `tokens` over all learned tokens, `samples` of the
-            samples' means, `packs` of the packs' means, or a function from the learned tokens and
-            the pack of each sample to its weight.
         model: Model that a function trains; None takes the trainer's.
         rows: Tokenized rows of the plan by sample index; None takes those of a trainer that follows
             the plan, or its training data.
@@ -123,7 +113,7 @@ def assert_step_loss(
 
     Raises:
         ProofError: The loss or the gradients differ, or the step has other samples than the plan.
-            It is an AssertionError, and names the factor and the likely reason.
+            It is an AssertionError, and names the factor.
         ArgumentError: The trainer or its batches cannot be read, or the function updates weights.
         ModelError: The model has no gradients to compare, or is random without dropout.
     """
@@ -133,7 +123,6 @@ def assert_step_loss(
         served = samples
         samples = _agreed(lambda: _planned(step, trainer, plan, rows=rows, packs=packs))
         _refuse_other_samples(served, samples, step.sharing)
-        samples = _with_places(samples, served)
     samples = [one for one in samples if one.learned]
     if not samples:
         raise ArgumentError("packed_batch", "the step learns no token, so it has no loss to compare")
@@ -141,7 +130,7 @@ def assert_step_loss(
         precision = _precision_of(step)
         limit = max(EQUAL[precision], limit_of(step.model, precision))
     with evaluating(step.model), torch.enable_grad():
-        expected = _Expected.compute(step, samples, mean=mean)
+        expected = _Expected.compute(step, samples)
     try:
         return _compared(step, expected, limit)
     except ProofError as error:
@@ -180,17 +169,10 @@ def _served(step: TakenStep, *, planned: bool) -> list[_Sample]:
         read = PackedBatch.read(batch, None, at_least=1)
         if not planned and read.labels is None:
             raise ArgumentError("packed_batch", "the model is given no labels, so give the plan and its rows")
-        for sample, (row, _) in enumerate(read.places):
-            targets = read.targets(sample)
-            labels = (read.inputs["input_ids"] if read.labels is None else read.labels)[read.places[sample]]
-            samples.append(_Sample(
-                f"sample {sample} of batch {number} on rank {_rank()}",
-                _digest(read.inputs["input_ids"][read.places[sample]]),
-                {} if planned else read.alone(sample),
-                targets,
-                int((labels != IGNORED_LABEL).sum()),
-                (_rank(), number, row), _rank(), number,
-            ))  # fmt: skip
+        for sample in range(len(read.places)):
+            name = f"sample {sample} of batch {number} on rank {_rank()}"
+            key = _digest(read.inputs["input_ids"][read.places[sample]])
+            samples.append(_Sample(name, key, {} if planned else read.alone(sample), read.targets(sample), _rank()))
     return samples
 
 
@@ -210,15 +192,14 @@ def _planned(step: TakenStep, trainer: Any, plan: Plan, *, rows: Any, packs: Seq
     read = planned.row if rows is None else rows.__getitem__
     types = types_of(step.model)
     samples = []
-    for place, pack in enumerate(packs):
+    for pack in packs:
         for index in plan.packs[pack]:
             batch = pad_rows([read(index)], types=types)
             labels = batch.pop("labels")[0]
             del batch["attention_mask"]
-            samples.append(_Sample(
-                f"sample {index} (pack {pack})", _digest(batch["input_ids"][0]), batch, labels[1:],
-                int((labels != IGNORED_LABEL).sum()), place, 0, 0,
-            ))  # fmt: skip
+            samples.append(
+                _Sample(f"sample {index} (pack {pack})", _digest(batch["input_ids"][0]), batch, labels[1:], 0)
+            )
     return samples[_rank() :: _world_size()]
 
 
@@ -246,26 +227,14 @@ def _times(number: int) -> str:
     return {0: "not at all", 1: "once"}.get(number, f"{number} times")
 
 
-def _with_places(samples: list[_Sample], served: list[_Sample]) -> list[_Sample]:
-    """Return samples with the rank and the batch in which they were served."""
-    places: dict[str, list[_Sample]] = {}
-    for one in served:
-        places.setdefault(one.key, []).append(one)
-    found = []
-    for one in samples:
-        at = places[one.key].pop() if places.get(one.key) else one
-        found.append(attrs.evolve(one, rank=at.rank, batch=at.batch, labelled=at.labelled))
-    return found
-
-
 @attrs.frozen(eq=False)
 class _Expected:
     """Loss and gradients of a step, from its samples alone."""
 
-    samples: list[StepSample]
-    weights: np.ndarray[Any, np.dtype[np.float64]]
-    losses: np.ndarray[Any, np.dtype[np.float64]]
-    """Sum of each sample's losses; shape (samples,)."""
+    loss: float
+    samples: int
+    tokens: int
+    """Learned tokens."""
 
     scale: float
     """Largest logit."""
@@ -274,80 +243,54 @@ class _Expected:
     norms: float
     """Sum of the norms of the samples' weighted gradients."""
 
-    sketches: np.ndarray[Any, np.dtype[np.float64]] | None
-    """Some numbers of the gradients of each sample's sum; None if weights are sharded."""
-
     @classmethod
-    def compute(cls, step: TakenStep, samples: list[_Sample], *, mean: Mean) -> _Expected:
+    def compute(cls, step: TakenStep, samples: list[_Sample]) -> _Expected:
         """Compute each rank's samples on it, and add up."""
-        packs = {pack: number for number, pack in enumerate(dict.fromkeys(one.pack for one in samples))}
-        facts = [
-            StepSample(len(one.targets) + 1, one.learned, one.labelled, packs[one.pack], one.rank, one.batch)
-            for one in samples
-        ]
-        weights = sample_weights(facts, mean=mean)
+        tokens = sum(one.learned for one in samples)
         sharded = _is_sharded(step.model)
-        passes = _sharded_passes if sharded else _passes
         gradients: Gradients = {}
-        found = list(passes(step, samples, weights, gradients))
+        found = list((_sharded_passes if sharded else _passes)(step, samples, 1 / tokens, gradients))
         if not sharded:
             _add_over_ranks(step.model, gradients)
-        by_number = {number: rest for rank in _gathered(found) for number, *rest in rank}
-        losses, scales, norms, sketches = zip(*(by_number[number] for number in range(len(samples))), strict=True)
+        losses, scales, norms = zip(*(one for rank in _gathered(found) for one in rank), strict=True)
         norm = math.hypot(*(float(one.double().norm()) for one in gradients.values())) if sharded else sum(norms)
-        return cls(
-            facts, weights, np.array(losses), max(scales), gradients, norm, None if sharded else np.stack(sketches)
-        )
-
-    @property
-    def loss(self) -> float:
-        return float(self.weights @ self.losses)
+        return cls(math.fsum(losses) / tokens, len(samples), tokens, max(scales), gradients, norm)
 
 
-_Found = tuple[int, float, float, float, Any]
-"""Number of a sample, sum of its losses, largest logit; norm and some numbers of its gradients."""
+_Found = tuple[float, float, float]
+"""Sum of a sample's losses, its largest logit, and the norm of its weighted gradients."""
 
 
-def _passes(
-    step: TakenStep, samples: list[_Sample], weights: Sequence[float] | Any, total: Gradients
-) -> Iterator[_Found]:
+def _passes(step: TakenStep, samples: list[_Sample], weight: float, total: Gradients) -> Iterator[_Found]:
     """Compute the samples whose tensors this rank has, and add their gradients up."""
-    for number, one in enumerate(samples):
-        if not one.inputs:
-            continue
-        loss, scale = _summed_loss(step, one)
-        gradients = weight_gradients(step.model, loss)
-        sketch = _sketch(step.model, gradients)
-        weighted = {name: gradient * float(weights[number]) for name, gradient in gradients.items()}
-        yield number, float(loss.detach()), scale, add_gradients(total, weighted), sketch
+    for one in samples:
+        if one.inputs:
+            loss, scale = _summed_loss(step, one)
+            yield float(loss.detach()), scale, add_gradients(total, weight_gradients(step.model, loss * weight))
 
 
-def _sharded_passes(
-    step: TakenStep, samples: list[_Sample], weights: Sequence[float] | Any, total: Gradients
-) -> Iterator[_Found]:
+def _sharded_passes(step: TakenStep, samples: list[_Sample], weight: float, total: Gradients) -> Iterator[_Found]:
     """
     Compute samples whose weights are sharded: all ranks run as many passes, and FSDP averages the
     gradients over the ranks.
     """
-    mine = [number for number, one in enumerate(samples) if one.inputs]
-    shares = _gathered(mine)
+    mine = [one for one in samples if one.inputs]
+    shares = _gathered(len(mine))
     if not all(shares):
         raise ArgumentError("host", f"a rank has no sample of the step's {len(samples)}, and all have to run a pass")
-    most = max(map(len, shares))
     kept = [(one, one.grad) for one in step.model.parameters()]
-    for weight, _ in kept:
-        weight.grad = None
-    for place in range(most):
-        number = mine[min(place, len(mine) - 1)]
-        loss, scale = _summed_loss(step, samples[number])
-        (loss * float(weights[number] if place < len(mine) else 0.0) * _world_size()).backward()  # type: ignore[no-untyped-call]
+    for one, _ in kept:
+        one.grad = None
+    for place in range(max(shares)):
+        loss, scale = _summed_loss(step, mine[min(place, len(mine) - 1)])
+        (loss * (weight if place < len(mine) else 0.0) * _world_size()).backward()  # type: ignore[no-untyped-call]
         if place < len(mine):
-            yield number, float(loss.detach()), scale, 0.0, None
-    for name, weight in step.model.named_parameters():
-        if weight.grad is not None:
-            total[name] = whole(weight.grad).detach().clone()
-    for weight, gradient in kept:
-        weight.grad = gradient
+            yield float(loss.detach()), scale, 0.0
+    for name, one in step.model.named_parameters():
+        if one.grad is not None:
+            total[name] = whole(one.grad).detach().clone()
+    for one, gradient in kept:
+        one.grad = gradient
 
 
 def _summed_loss(step: TakenStep, sample: _Sample) -> tuple[torch.Tensor, float]:
@@ -374,28 +317,22 @@ def _compared(step: TakenStep, expected: _Expected, limit: float) -> StepLoss:
         for name, one in expected.gradients.items()
         if name in step.gradients
     )
-    learned = sum(one.learned for one in expected.samples)
     factor = along / (due or 1.0)
-    found = StepLoss(step.loss, expected.loss, different, factor, len(expected.samples), learned, limit)
-    mine = _sketch(step.model, step.gradients)
-    sketches = _gathered(mine)
-    scale = max(float(np.linalg.norm(one)) for one in sketches) or 1.0
-    if any(float(np.linalg.norm(one - sketches[0])) > limit * scale for one in sketches):
+    found = StepLoss(step.loss, expected.loss, different, factor, expected.samples, expected.tokens, limit)
+    norms = _gathered(math.hypot(*(float(one.double().norm()) for one in step.gradients.values())))
+    if max(norms) - min(norms) > limit * max(norms):
         raise _unlike("the ranks have different gradients: they were not reduced before the update")
     worst = max(_gathered(found), key=lambda one: _loss_apart(one, expected))
-    facts, reasons = [], []
+    facts = []
     if _loss_apart(worst, expected) > limit:
         assert worst.loss is not None  # noqa: S101  # none is never apart
         ratio = worst.loss / worst.due
         facts.append(f"the step's loss is {worst.loss:.5g}, {ratio:.4g} times the {worst.due:.5g} that is due")
-        reasons.append(_reason(step, expected, expected.losses[:, None], np.array([worst.loss]), limit))
     if not (different <= limit and abs(factor - 1) <= limit):
         facts.append(f"the gradients are {factor:.4g} times those that are due, and differ by {different:.2g}")
-        reasons.append("" if expected.sketches is None else _reason(step, expected, expected.sketches, mine, limit))
     if facts:
-        clauses = [one for one in dict.fromkeys(reasons) if one]
-        fact = f"{'; '.join(facts)}: {', or '.join(clauses)}"
-        raise _unlike(fact, factor=factor, loss=worst.loss, due=worst.due)
+        numbers = f"{counted(_world_size(), 'rank')} of {counted(len(step.batches), 'batch')} each"
+        raise _unlike(f"{'; '.join(facts)}; {numbers} took the step", factor=factor, loss=worst.loss, due=worst.due)
     return found
 
 
@@ -422,30 +359,6 @@ def _loss_apart(found: StepLoss, expected: _Expected) -> float:
         return 0.0
     difference = loss_difference(found.loss, found.due, terms=expected.scale)
     return difference if math.isfinite(difference) else math.inf
-
-
-def _reason(step: TakenStep, expected: _Expected, sums: Any, found: Any, limit: float) -> str:
-    """Return the likely reason of other numbers, as a clause."""
-    clause = likely_reason(expected.samples, sums, found, sharing=step.sharing, tolerance=limit)
-    if not clause:
-        clause = "by no known division: assert_isolated shows whether samples see one another"
-        if step.sharing > 1:
-            clause += f", and else the {step.sharing} ranks of a row may weigh their parts of it alike"
-    return clause
-
-
-def _sketch(model: torch.nn.Module, gradients: Gradients) -> Any:
-    """Return some numbers of the gradients, the same ones each time; float64, shape (numbers,)."""
-    numbers = []
-    for name, weight in model.named_parameters():
-        size = math.prod(weight.shape)
-        places = torch.randint(size, (min(size, _COORDINATES),), generator=torch.Generator().manual_seed(size))
-        gradient = gradients.get(name)
-        if gradient is None:
-            numbers.append(torch.zeros(len(places), dtype=torch.float64))
-        else:
-            numbers.append(gradient.detach().flatten()[places.to(gradient.device)].double().cpu())
-    return torch.cat(numbers).numpy()
 
 
 def _digest(ids: torch.Tensor) -> str:

@@ -18,7 +18,6 @@ from packplan.core.equality.equality import (
     loss_difference,
 )
 from packplan.core.equality.names import AUTO, BACKENDS, FLEX, MASKED, NATIVE, VARLEN
-from packplan.core.equality.step_loss import Mean, StepSample, likely_reason, sample_weights
 from packplan.core.equality.verdict import (
     EQUAL,
     PROBE_VERSION,
@@ -42,20 +41,16 @@ __all__ = [
     "VARLEN",
     "AttentionChoice",
     "Deviation",
-    "Mean",
     "PackingVerdict",
     "Precision",
     "ProbeResult",
-    "StepSample",
     "Trial",
     "Verdict",
     "choose_attention",
     "choose_packs",
     "judge",
     "kind",
-    "likely_reason",
     "loaded_limit",
     "loss_difference",
-    "sample_weights",
     "trials",
 ]

@@ -120,10 +120,6 @@ def loop_cases(rank: int, world_size: int) -> dict[str, Callable[[], Any]]:
     cases = {
         "sound": of(lambda total, _: total * ranks / learned),
         "sound by a plan": of(lambda total, _: total * ranks / learned, plan=plan(), rows=rows(), packs=range(4)),
-        "sound mean of packs": of(lambda total, count: total / count / batches, mean="packs"),
-        "sound by a function": of(
-            lambda total, _: total * ranks / 7, mean=lambda learned, _: [1 / 7 for _ in learned]
-        ),
         "accumulation is not divided by": of(lambda total, count: total / count),
         "world size twice": of(lambda total, _: total / learned),
         "mean of batches": of(lambda total, count: total / count / batches),
