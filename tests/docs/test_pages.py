@@ -343,26 +343,6 @@ def test_the_example_plans_three_kinds_of_lengths_alike(capsys, monkeypatch, pla
     assert said[3][1].endswith(f"checksum {planned[:12]}")
 
 
-def test_what_is_compared_was_measured():
-    """Each figure of the comparison of planners is in the table of measurements."""
-    measured = {}
-    for line in text_of(ROOT / "docs" / "planner_measured.md").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 10 and cells[1] == "1,000,000":
-            seconds, gap = cells[3], cells[7]
-            measured[cells[2], cells[0]] = seconds if seconds.startswith("over") else f"{seconds} s, +{gap}"
-    head, _, *rows = re.search(r"(\| planner .*?)\n\n", text_of(ROOT / "docs" / "comparison.md"), re.DOTALL)[
-        1
-    ].splitlines()
-    distributions = [cell.strip() for cell in head.strip("|").split("|")][1:]
-
-    assert 5 == len(rows)
-    for row in rows:
-        name, *cells = [cell.strip() for cell in row.strip("|").split("|")]
-        planner = CODE.search(name)[1]
-        assert [measured[planner, one] for one in distributions] == cells
-
-
 def test_every_field_of_a_policy_is_in_its_table():
     """
     What decides a plan can be looked up, with its key in the YAML; the table has no other rows.
