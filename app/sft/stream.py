@@ -35,7 +35,7 @@ from packplan.core.lengths import IntArray
 from packplan.core.mixes import schedule
 from packplan.core.ports import RankGroup
 from packplan.core.shuffling import shuffled
-from packplan.core.stream import Order, StreamProgress, StreamState
+from packplan.core.stream import PACKER_VERSION, Order, StreamProgress, StreamState
 
 if TYPE_CHECKING:
     from packplan.adapters.trainer.checkpoints import Checkpoint
@@ -82,7 +82,7 @@ def _prepare(
     if group.world_size > 1:
         require_agreement(group, "what the train samples depend on", inputs.digest)
         require_agreement(group, "the train data", data)
-    fixed = {**inputs.inputs, "the train data": data, **stream_inputs(config)}
+    fixed = {**inputs.inputs, "the train data": data, **stream_inputs(config), "binpacking": PACKER_VERSION}
 
     identity = identity_of(config)
 

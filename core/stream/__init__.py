@@ -4,7 +4,7 @@ Packing during training: the buffer of arriving samples that packs them.
 
 from __future__ import annotations
 
-from packplan.core.stream.carry import CarryOptions, Order
+from packplan.core.stream.carry import PACKER_VERSION, CarryOptions, Order
 from packplan.core.stream.progress import (
     RankState,
     StreamProgress,
@@ -24,6 +24,7 @@ from packplan.core.stream.shard import (
 )
 
 __all__ = [
+    "PACKER_VERSION",
     "CarryOptions",
     "Item",
     "Order",

@@ -7,7 +7,8 @@ again with the next samples. Rules:
 - At most half of the buffer stays for the next packing, so time is linear for any lengths. Beyond
   that half the packs of the oldest samples leave underfilled: they are trained, and counted.
 - Underfilled packs are dropped at the end of the stream alone, if at all.
-- Packs depend on the samples and their order alone. Indices ascend in a pack.
+- Packs are those of the installed `binpacking.to_constant_volume` (specification 002). They depend
+  on the samples and their order alone. Indices ascend in a pack.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ from decimal import Decimal
 from fractions import Fraction
 
 import attrs
+import binpacking
 import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.lengths import IntArray, share, whole_number
-from packplan.core.packers import pack
 from packplan.core.packs import Packs
 
 Order = Callable[[int], IntArray]
 """Epoch -> indices of samples, in order."""
+
+PACKER_VERSION = str(binpacking.__version__)
+"""Version of binpacking. Another one may pack in another way, as 2.0 did after 1.5."""
 
 
 def _ratio(value: float | str | Decimal | Fraction) -> Fraction:
@@ -79,7 +83,9 @@ def pack_buffer(lengths: IntArray, *, options: CarryOptions, most_carried: int) 
     >>> full.tolist(), underfilled.tolist(), stay.tolist()
     ([[0, 3]], [[1]], [2])
     """
-    packs = pack(lengths, capacity=options.packing_length)
+    members = list(enumerate(lengths.tolist()))
+    bins = binpacking.to_constant_volume(members, options.packing_length, weight_pos=1)
+    packs = Packs.from_lists(sorted(sorted(index for index, _ in one) for one in bins if one))
     is_full = options.is_full(packs.loads(lengths))
     under = packs.take(np.flatnonzero(~is_full))
     # Packs are in the order of their oldest samples, so that the youngest are the last.

@@ -27,7 +27,7 @@ BUILT_FROM = [*LAYERS, "packplan", "pyproject.toml", "README.md", "LICENSE"]
 
 OTHERS = Path(sysconfig.get_path("purelib"))
 
-REQUIRED = ["attr", "attrs", "numpy", "numpy.libs", "scipy", "scipy.libs"]
+REQUIRED = ["attr", "attrs", "binpacking", "numpy", "numpy.libs", "scipy", "scipy.libs"]
 """Folders of the packages that the bare package needs."""
 
 SOURCES = """
