@@ -27,7 +27,7 @@ from packplan.core.samples import (
     Where,
     column,
 )
-from packplan.core.schedule import EpochSchedule, RecordIds
+from packplan.core.schedule import EpochSchedule
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -82,9 +82,6 @@ class Records(Protocol):
 
     def record_digest(self, index: int, /) -> str:
         """Return the digest of record *index* alone."""
-
-    def ids(self) -> RecordIds:
-        """Return the first eight bytes of the digest of each record; shape (num_records,)."""
 
     def digest(self, count: int, /, *, start: int = 0, without: Sequence[int] = ()) -> str:
         """

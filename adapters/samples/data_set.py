@@ -16,7 +16,6 @@ from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.record_file import RecordFile
 from packplan.core.errors import Difference, RecordError, StaleError
 from packplan.core.samples import DIGEST_BYTES, Where, is_place
-from packplan.core.schedule import RecordIds
 
 _SHOWN_DIGITS = 12
 """Digits of a digest that a message shows."""
@@ -46,16 +45,6 @@ class FileRecords:
         """Return the digest of record *index* alone."""
         file, row = self._find(index)
         return self._digests(file, row, range(index, index + 1)).tobytes().hex()
-
-    def ids(self) -> RecordIds:
-        """Return the first eight bytes of the digest of each record, little-endian."""
-        found = np.empty(len(self), dtype="<u8")
-        for number, file in enumerate(self._files):
-            for row in range(0, len(file), _AT_ONCE):
-                first = self.firsts[number] + row
-                indices = range(first, first + min(len(file) - row, _AT_ONCE))
-                found[indices.start : indices.stop] = self._digests(file, row, indices).view("<u8")[:, 0]
-        return found
 
     def read(self, index: int) -> tuple[Any, bytes]:
         """

@@ -74,6 +74,8 @@ def _not_finite(what: str, number: float) -> RunError:
     return RunError("not_finite", f"{what} is {number}, so {ended}")
 
 
+_CHECKPOINT_KEY = "training.resume_from_checkpoint"
+
 _RESTORE = "restore the settings that it was trained with, or name another checkpoint"
 """Advice if a checkpoint belongs to another model or optimizer."""
 
@@ -110,7 +112,6 @@ class PackingTrainer(Seq2SeqTrainer):
         self.saved: Path | None = None
         self.has_learned = False
         self._digested = ""
-        self.checkpoint_key = "training.resume_from_checkpoint"
         # Loaders of training; transformers opens another one for a resumed epoch.
         self._loaders: list[PackLoader] = []
         self._eval_batches: dict[str, int] = {}
@@ -287,7 +288,7 @@ class PackingTrainer(Seq2SeqTrainer):
     def _load_optimizer_and_scheduler(self, *arguments: Any, **options: Any) -> None:
         requested, needed = _optimizer_settings(self.optimizer), {*chain(*self.optimizer.param_groups)}
         fact = f"is {self.saved}, whose optimizer this run cannot take"
-        with loading(self.checkpoint_key, fact, _RESTORE):
+        with loading(_CHECKPOINT_KEY, fact, _RESTORE):
             super()._load_optimizer_and_scheduler(*arguments, **options)
             # The first step would fail on missing settings.
             if lacking := sorted(needed.difference(*self.optimizer.param_groups)):
@@ -301,7 +302,7 @@ class PackingTrainer(Seq2SeqTrainer):
                     key,
                     number,
                     kept,
-                    self.checkpoint_key,
+                    _CHECKPOINT_KEY,
                 )
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
@@ -447,7 +448,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         fact = f"is {resume_from_checkpoint}, whose weights this run cannot take"
-        with loading(self.checkpoint_key, fact, _RESTORE):
+        with loading(_CHECKPOINT_KEY, fact, _RESTORE):
             if not self._load_strictly(resume_from_checkpoint, model or self.model):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import attrs
-import numpy as np
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.trainer_state import STATE, read_state, require_step
@@ -20,7 +19,7 @@ from packplan.core.errors import ConfigError, CorruptArtefactError, Difference, 
 from packplan.core.fingerprint import from_plain, to_plain
 from packplan.core.forecast import RunForecast
 from packplan.core.ports import RankGroup
-from packplan.core.schedule import DAMAGED, RecordIds, ResumeState, Visits
+from packplan.core.schedule import DAMAGED, ResumeState
 from packplan.core.stream import RankState, StreamState
 
 log = logging.getLogger(__name__)
@@ -40,9 +39,6 @@ _FILES = "packplan_files"
 _FORECAST = "packplan_forecast"
 """Key of the predicted and the real seconds up to the checkpoint."""
 
-_VISITS, _RECORDS = "packplan_visits.npy", "packplan_records.npy"
-"""Files with the visits of each record, in the whole training and in the epoch, and its digest."""
-
 _AGAIN = "copy it again, or name another checkpoint (last takes the newest whole one)"
 """Advice about a damaged file."""
 
@@ -54,6 +50,8 @@ _OF_OTHER_KIND = f"but it is of another custom.trainer_variant: restore that; {_
 
 _FOREIGN = f"but it does not say how far a plan was trained: it was not written by this program; {_FRESH}"
 """Reason against a checkpoint without a resume state."""
+
+_KEY = "training.resume_from_checkpoint"
 
 _MOST_NAMED = 3
 """Differences of another run's checkpoint that the log names."""
@@ -93,7 +91,6 @@ def find_checkpoint(
     *,
     group: RankGroup,
     kind: type = ResumeState,
-    key: str = "training.resume_from_checkpoint",
     differences: Callable[[Any], tuple[Difference, ...]] | None = None,
 ) -> Path:
     """
@@ -107,7 +104,6 @@ def find_checkpoint(
         output_dir: Output folder of the run.
         group: Ranks of the run, which take the same checkpoint.
         kind: Class of its resume state.
-        key: Key that names the checkpoint.
         differences: Function of a resume state that returns what makes its run another one; None
             takes any.
 
@@ -129,75 +125,12 @@ def find_checkpoint(
             raise stale
         reason = reason or "but another rank cannot read it as it was saved: see its message"
         if wanted != "last":
-            raise ConfigError.at(key, f"is {wanted}, {reason}")
+            raise ConfigError.at(_KEY, f"is {wanted}, {reason}")
         log.warning("%s is passed over: it is a folder %s", folder, reason)
     if stale is not None:
         raise stale
     reason = f"finds no whole checkpoint in {output_dir}: remove it to start again"
-    raise ConfigError.at(key, reason)
-
-
-def find_continued(wanted: str, *, group: RankGroup) -> Path:
-    """
-    Return the folder of the checkpoint that another run is continued from.
-
-    Args:
-        wanted: The checkpoint, or the output folder of the other run, for its newest whole one.
-        group: Ranks of this run, which take the same checkpoint.
-
-    Raises:
-        ConfigError: There is no such checkpoint, it is damaged, or it has no resume state.
-    """
-    key = "training.continue_from"
-    if newest_checkpoint(wanted) is None:
-        return find_checkpoint(wanted, wanted, group=group, key=key)
-    return find_checkpoint("last", wanted, group=group, key=key)
-
-
-def state_digest(folder: Path) -> str:
-    """Return the SHA-256 of the trainer's state in a checkpoint, by which others are told apart."""
-    return hashlib.sha256((folder / STATE).read_bytes()).hexdigest()
-
-
-def newest_whole(output_dir: str) -> Path | None:
-    """
-    Return the folder of the latest step whose files have their sizes; None if there is none.
-    """
-    return next((folder for folder in _newest_first(Path(output_dir)) if _why_not(folder, ResumeState) is None), None)
-
-
-def write_visits(folder: Path, visits: Visits, ids: RecordIds) -> None:
-    """
-    Write how often each record was trained.
-
-    Args:
-        folder: The checkpoint.
-        visits: Visits of each record.
-        ids: The records.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    np.save(folder / _VISITS, np.stack([visits.total, visits.epoch]).astype("<i4", copy=False))
-    np.save(folder / _RECORDS, ids)
-
-
-def read_visits(folder: Path) -> tuple[Visits, RecordIds] | None:
-    """
-    Return how often each record was trained, and the records; None if an earlier version wrote the
-    checkpoint.
-
-    Raises:
-        CorruptArtefactError: A file has not the digest of the one that was saved.
-    """
-    if not (folder / _VISITS).is_file():
-        return None
-    stored: dict[str, str] = {}
-    for file in folder.glob(_DIGESTS):
-        stored |= json.loads(file.read_text(encoding="utf-8"))
-    for name in (_VISITS, _RECORDS):
-        if _digests_of(folder, {name: 0}, share=0, num_shares=1)[name] != stored.get(name):
-            raise CorruptArtefactError(str(folder / name), "its digest differs from the saved one", _AGAIN)
-    total, epoch = np.load(folder / _VISITS, allow_pickle=False)
-    return Visits(total, epoch), np.load(folder / _RECORDS, allow_pickle=False)
+    raise ConfigError.at(_KEY, reason)
 
 
 def read_resume_state(folder: Path, kind: type[State]) -> State:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +17,12 @@ from transformers import Trainer
 from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.samples.encoder import VIDEO_SECONDS
 from packplan.adapters.trainer.base import PackingTrainer, require_packs
-from packplan.adapters.trainer.checkpoints import forecast_to_state, to_state, write_visits
+from packplan.adapters.trainer.checkpoints import forecast_to_state, to_state
 from packplan.adapters.trainer.loader import PACK_INDICES, PackLoader
 from packplan.adapters.trainer.rehearsal import rehearse
 from packplan.core.equality import AttentionChoice
 from packplan.core.forecast import RunForecast
-from packplan.core.schedule import EpochSchedule, EpochStats, PackStats, Progress, RecordIds, ResumeState, Visits
+from packplan.core.schedule import EpochSchedule, EpochStats, PackStats, Progress, ResumeState
 
 
 class PackTrainer(PackingTrainer):
@@ -36,8 +35,6 @@ class PackTrainer(PackingTrainer):
         pack_stats: Callable[[int], PackStats],
         resume_state: Callable[[Progress], ResumeState],
         attention: AttentionChoice,
-        visits: Visits | None = None,
-        record_ids: Callable[[], RecordIds] | None = None,
         rehearses: bool = False,
         forecast: RunForecast | None = None,
         **options: Any,
@@ -50,9 +47,6 @@ class PackTrainer(PackingTrainer):
             pack_stats: Function that returns the packs of an epoch, with stats for the log.
             resume_state: Function that makes the resume state of a checkpoint.
             attention: Attention that trains, stored in checkpoints.
-            visits: Visits of each record at the start of the schedule; None where they are not
-                known, and are not stored.
-            record_ids: Function that returns the records; needed with *visits*.
             rehearses: Train the heaviest packs once before the first step.
             forecast: Predicted seconds of the run; None if none were measured, or nothing is left.
             **options: Options of `PackingTrainer`; train_dataset serves the packs of the raw plan;
@@ -60,7 +54,7 @@ class PackTrainer(PackingTrainer):
         """
         self.schedule, self.pack_stats, self.resume_state = schedule, pack_stats, resume_state
         self.attention = attention
-        self._visits, self._record_ids, self._rehearses = visits, record_ids, rehearses
+        self._rehearses = rehearses
         self.forecast = forecast
         self._began: float | None = None
         self._meter: _Meter | None = None
@@ -120,7 +114,6 @@ class PackTrainer(PackingTrainer):
         require_packs(
             f"epoch {epoch} on rank {self.group.rank}", [p for batch in batches for p in batch], self._consumed
         )
-        self._visits = self._visits_now()
         # Not ms-swift's method, which would add the accuracy of the steps since the last log.
         Trainer.log(self, self._meter.epoch_statistics(self.state.global_step))
 
@@ -155,15 +148,6 @@ class PackTrainer(PackingTrainer):
         left = self.forecast.seconds - done
         return {"predicted_seconds_left": left, "seconds_left": left * self.real_seconds / done}
 
-    def _visits_now(self) -> Visits | None:
-        """Return the visits of each record up to this step; None where they are not known."""
-        schedule, meter, step = self.schedule, self._meter, self.state.global_step
-        if self._visits is None or meter is None:
-            return self._visits
-        trained = schedule.trained(meter.epoch, step - meter.first_step)
-        visits = self._visits.after(self.pack_stats(meter.epoch).packs, trained)
-        return visits if schedule.at(step).epoch == meter.epoch else visits.in_next_epoch()
-
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         resume_state = self.resume_state(self.schedule.at(self.state.global_step))
         self.state.stateful_callbacks.update(to_state(resume_state, attn_impl=self.attention.name))
@@ -171,13 +155,6 @@ class PackTrainer(PackingTrainer):
             done = self.forecast.until(self.state.global_step)
             self.state.stateful_callbacks.update(forecast_to_state(self.forecast, done, self.real_seconds))
         super()._save_checkpoint(*arguments, **options)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        # Before all files are digested.
-        visits = self._visits_now() if self.args.should_save else None
-        if visits is not None and self._record_ids is not None:
-            write_visits(Path(output_dir), visits, self._record_ids())
-        super()._save_rng_state(output_dir)
 
 
 class _NamedPacks:

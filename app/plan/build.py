@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
-import attrs
 import numpy as np
 
 from packplan.adapters.progress import loading_libraries
@@ -37,7 +36,6 @@ from packplan.app.wiring.works import work_of
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, DataSetError, counted
 from packplan.core.ports import RankGroup
-from packplan.core.schedule import Progress
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +80,6 @@ def run(options: argparse.Namespace) -> None:
             stores.require_inputs(config)
 
         with loading_libraries():
-            from packplan.app.wiring.continued import continue_run
             from packplan.app.wiring.gather import gather
             from packplan.app.wiring.training import ask_before_measuring, joined_ranks, local_ranks
 
@@ -96,8 +93,6 @@ def run(options: argparse.Namespace) -> None:
         batch_of(config, world_size=world_size)
         verdict = ask_before_measuring(config)
         gathered = gather(config, measuring_ranks=local_ranks())
-        deadline = Deadline(config.training.packing_wait_timeout_s)
-        gathered = continue_run(config, gathered, group=group, deadline=deadline, starts=False).gathered
         splits = _chosen(gathered.splits, options.split)
         build(config, group, splits=splits, world_size=world_size)
         if group.rank == 0:
@@ -187,22 +182,15 @@ def build(
                 else:
                     log_schedule(config, schedule)
         if split.recipe is not None:
-            _build_epochs(config, split, planned, split.recipe.start, group=group, deadline=deadline)
+            _build_epochs(config, split, planned, group=group, deadline=deadline)
     return built
 
 
 def _build_epochs(
-    config: RunConfig,
-    split: GatheredSplit,
-    planned: PlannedSplit,
-    start: Progress,
-    *,
-    group: RankGroup,
-    deadline: Deadline,
+    config: RunConfig, split: GatheredSplit, planned: PlannedSplit, *, group: RankGroup, deadline: Deadline
 ) -> None:
     """Plan all epochs of a split whose first one is planned, and log what each trains."""
     schedule, works = split_schedule(config, split.name, planned.aligned), work_of(config, planned.table).samples
-    schedule = attrs.evolve(schedule, start=start)
     schedule, epochs = plan_epochs(split, planned, schedule, works=works, group=group, deadline=deadline)
     if group.rank == 0:
         log_epochs(epochs.records, schedule, split.source.data_files())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from packplan.app.planning.epochs import EpochPlanner
-from packplan.core.epochs import EpochRecord, packs_of_epochs, select_epoch
+from packplan.core.epochs import EpochRecord, select_epoch
 from packplan.core.errors import ConfigError, NotBuiltError
 from packplan.core.inspection import Meetings, meetings
 from packplan.core.mixes import SourceShare, told_shares
@@ -53,13 +53,13 @@ def plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, *, wher
     """
     if not stored.epochs:
         raise NotBuiltError(where, "holds the plan of one epoch, and no records of the others")
-    first, last = stored.epochs[0].epoch, stored.epochs[-1].epoch
-    if not first <= epoch <= last:
-        raise ConfigError.at("--epoch", f"is {epoch}, but the epochs that are planned are {first} to {last}: name one")
-    if epoch == first:
+    last = stored.epochs[-1].epoch
+    if not 0 <= epoch <= last:
+        raise ConfigError.at("--epoch", f"is {epoch}, but the epochs that are planned are 0 to {last}: name one")
+    if epoch == 0:
         return stored.plan
     plan = planner.plan(epoch) if is_current else None
-    if plan is None or planner.record(plan) != stored.epochs[epoch - first]:
+    if plan is None or planner.record(plan) != stored.epochs[epoch]:
         raise NotBuiltError(where, f"holds another plan of epoch {epoch} than this run gives")
     return plan.raw
 
@@ -90,15 +90,15 @@ def epochs_view(
         NotBuiltError: The run has more epochs than were built.
     """
     recipe, samples = planner.recipe, planner.samples
-    packs = packs_of_epochs(records)
-    whole = attrs.evolve(schedule, num_packs=packs, works=None, group_by_work=0, start=recipe.start)
+    packs = tuple(one.num_packs for one in records)
+    whole = attrs.evolve(schedule, num_packs=packs, works=None, group_by_work=0)
     last = records[-1].epoch
     if whole.end_of(last) < whole.max_steps if whole.max_steps > 0 else last + 1 < whole.num_train_epochs:
         raise NotBuiltError(where, f"holds plans up to epoch {last:,}, and the run has more epochs")
-    records = records[: max(epoch + 1, whole.num_epochs) - recipe.first]
-    whole = attrs.evolve(whole, num_packs=packs[: recipe.first + len(records)])
+    records = records[: max(epoch + 1, whole.num_epochs)]
+    whole = attrs.evolve(whole, num_packs=packs[: len(records)])
     shares: tuple[SourceShare, ...] = ()
-    if is_current and recipe.mixes is not None and not (epoch == recipe.first and recipe.visited is not None):
+    if is_current and recipe.mixes is not None:
         chosen = select_epoch(recipe, planner.policy, samples, epoch)
         shares = told_shares(recipe.mixes, samples.lengths, samples.sizes, chosen, epoch=epoch)
     again = None

@@ -60,8 +60,6 @@ class Explainer:
                 raise DataSetError(message) from None
             place = Place("absent", None, ())
         document = {"split": self.view.stored.name, **self._sample(sample), "place": place.kind}
-        if (visits := self.view.visits) is not None:
-            document["visits"] = int(visits.records[sample])
         if place.kind == "dropped":
             document["dropped_with"] = [member for member in place.pack_members if member != sample]
         elif place.pack is not None:
@@ -109,7 +107,7 @@ _PLACES = {
     "packed": "in a pack with others, or a pack by itself, as no other fits",
     "long": "a long sample, in a pack of its own",
     "dropped": "in no pack: the pack that it would be in is filled below the ratio (training.packing_min_fill_ratio)",
-    "absent": "in no pack of this epoch, which does not draw it, or which another run has trained it in",
+    "absent": "in no pack of this epoch, which does not draw it",
     "skipped": "in no pack: it is long (training.packing_allow_single_long: true gives it a pack of its own)",
 }
 
@@ -125,8 +123,6 @@ def as_text(explanation: dict[str, Any], *, emphasise: Callable[[str], str] = st
     if "sample" in explanation:
         yield _sample_line(explanation)
         yield f"  {_PLACES[explanation['place']]}"
-        if "visits" in explanation:
-            yield f"  trained {counted(explanation['visits'], 'time')} so far"
         if "dropped_with" in explanation:
             yield f"  with samples {', '.join(map(str, explanation['dropped_with']))}"
         for run in explanation.get("text", ()):

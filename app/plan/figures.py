@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from packplan.app.cli.forecasts import time_rows
 from packplan.app.plan.stored import PlanView
-from packplan.app.plan.visits import told_visits
 from packplan.app.planning.log_lines import BOUNDS, drawn_of_sources
 from packplan.core.equality import PackingVerdict
 from packplan.core.errors import agree, counted
@@ -44,7 +43,6 @@ def deciding(view: PlanView) -> Iterator[FigureRow]:
         when = "an epoch" if view.epochs is None else f"in epoch {view.epoch}"
         remark = f"{when}, {schedule.total_steps:,} in total; {schedule.effective_batch_size:,} {unit} a step"
         yield "optimizer steps", f"{schedule.steps_per_epoch:,}", remark
-    yield from _visits(view)
     if schedule.world_size > 1:
         repeated = f", {schedule.repeated_packs:,} repeated" if schedule.repeated_packs else ""
         left = f", {schedule.unaligned_packs:,} dropped" if schedule.unaligned_packs else ""
@@ -60,7 +58,7 @@ def deciding(view: PlanView) -> Iterator[FigureRow]:
 
 def figures(view: PlanView) -> list[list[FigureRow]]:
     """Return all figures of a plan, in groups."""
-    groups = [_samples(view), _sources(view), _videos(view), _packs(view), _visits(view), _epoch(view), _time(view)]
+    groups = [_samples(view), _sources(view), _videos(view), _packs(view), _epoch(view), _time(view)]
     return [rows for group in groups if (rows := list(group))]
 
 
@@ -148,17 +146,6 @@ def _packs(view: PlanView) -> Iterator[FigureRow]:
     remark = f"95 % of packs reach {plan.fill_p5:.4f}, the worst {plan.fill_worst:.4f}{long}"
     yield "fill", f"{plan.fill_mean:.4f}", remark
     yield "saved against padding", f"{plan.padding_saved:.1%}", "of the positions, estimated"
-
-
-def _visits(view: PlanView) -> Iterator[FigureRow]:
-    """Say how often samples were trained so far, over all runs that continued one another."""
-    visits = view.visits
-    if visits is None:
-        return
-    yield "visits, at step", f"{visits.step:,}", f"samples trained {told_visits(visits.samples_by_visits)}"
-    if len(visits.sources) > 1:
-        for one in visits.sources:
-            yield f"  {one.name}", f"{sum(one.samples_by_visits):,}", told_visits(one.samples_by_visits)
 
 
 def _time(view: PlanView) -> Iterator[FigureRow]:

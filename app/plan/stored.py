@@ -11,7 +11,6 @@ import attrs
 
 from packplan.app.cli.forecasts import TimeOptions, time_document
 from packplan.app.plan.epochs import EpochsView, epochs_view, plan_of_epoch
-from packplan.app.plan.visits import VisitsView, view_visits
 from packplan.app.planning.bad import left_out
 from packplan.app.planning.epochs import EpochPlanner
 from packplan.app.planning.log_lines import describe
@@ -22,7 +21,7 @@ from packplan.app.wiring import stores
 from packplan.app.wiring.attention import attention_by, needs_verdict, refuse_leak, stored_verdict
 from packplan.app.wiring.forecasts.runs import run_forecast
 from packplan.app.wiring.forecasts.timings import attention_name, find_peak, find_timing
-from packplan.app.wiring.recipes import stored_recipe
+from packplan.app.wiring.recipes import recipe_of
 from packplan.app.wiring.works import Work, policy_of, work_of
 from packplan.core.align import AlignedPlan
 from packplan.core.config import RunConfig, with_remedy
@@ -131,9 +130,6 @@ class PlanView:
     epochs: EpochsView | None = None
     """Epochs that have plans of their own; None where all have one."""
 
-    visits: VisitsView | None = None
-    """Visits of the samples so far; None if nothing was trained."""
-
     forecast: RunForecast | None = None
     """Predicted time of the run; None for an evaluation, and where nothing was measured."""
 
@@ -188,9 +184,9 @@ def measured_recipe(config: RunConfig, split: str, lengths: StoredLengths, *, wh
 
     Raises:
         ConfigError: All faults of the mix.
-        NotBuiltError: Other sources were measured, or the visits of another run are not stored.
+        NotBuiltError: Other sources were measured.
     """
-    recipe = stored_recipe(config, split)
+    recipe = recipe_of(config, split)
     measured = len(list(by_source(lengths.origin.files)))
     if recipe is not None and recipe.mixes is not None and measured != (now := len(recipe.mixes.files)):
         raise NotBuiltError(where, f"holds lengths of {counted(measured, 'source')}, but the mix now has {now:,}")
@@ -242,7 +238,7 @@ def inspect_plan(
         planner = EpochPlanner(
             policy, recipe, samples_of(policy, stored.lengths.rows.table, stored.lengths.origin.files)
         )
-        epoch = recipe.first if epoch is None else epoch
+        epoch = epoch or 0
         is_current = stored.plan.key == plan_key(recipe, policy, stored.lengths.digest)
         plan = plan_of_epoch(planner, stored.plan, epoch, where=stored.where, is_current=is_current)
         stored = attrs.evolve(stored, plan=attrs.evolve(stored.plan, plan=plan))
@@ -276,7 +272,6 @@ def inspect_plan(
         verdict=attention.verdict,
         warnings=tuple(warnings),
         epochs=epochs,
-        visits=view_visits(config, stored.lengths) if split == "train" else None,
         forecast=_forecast(config, stored, schedule, work, timing)
         if split == "train" and (time.guesses or not timing.is_guess)
         else None,
@@ -332,7 +327,7 @@ def _forecast(
 def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, schedule: EpochSchedule) -> Iterator[str]:
     policy = policy_of(config, planned.name)
     yield from (f"{planned.name}: {line}" for line in stale_inputs(config, stored.lengths))
-    recipe = stored_recipe(config, planned.name)
+    recipe = recipe_of(config, planned.name)
     differences = stored.plan.key.differences(plan_key(recipe, policy, stored.lengths.digest))
     for line in refusals(None if differences else planned.raw, stored.lengths.tokens, policy):
         yield f"{planned.name}: {line}"
@@ -377,9 +372,6 @@ def as_document(view: PlanView) -> dict[str, Any]:
         "time": None
         if view.forecast is None
         else time_document(view.forecast, world_size=view.schedule.world_size, price=view.price),
-        "visits": None
-        if view.visits is None
-        else attrs.asdict(view.visits, filter=lambda field, _: field.name != "records"),
         "epochs": None if view.epochs is None else _epochs_document(view.epochs),
         "checksums": {
             "raw_plan": planned.raw_checksum,

@@ -20,7 +20,6 @@ from packplan.app.cli.command import add_config_arguments, whole_number
 from packplan.app.plan.stored import splits_of
 from packplan.app.plan.verification import Finding, verify
 from packplan.app.wiring.commands import read_run
-from packplan.app.wiring.recipes import stored_recipe
 from packplan.core.errors import MismatchError, NotBuiltError, counted
 
 
@@ -49,10 +48,7 @@ def run(options: argparse.Namespace) -> None:
     absent: list[NotBuiltError] = []
     for split in splits:
         try:
-            now = gathered[split]
-            if config.training.continue_from is not None:
-                now = attrs.evolve(now, recipe=stored_recipe(config, split))
-            found[split] = list(verify(now, num_samples=options.samples, decode=options.decode))
+            found[split] = list(verify(gathered[split], num_samples=options.samples, decode=options.decode))
         except NotBuiltError as error:
             found[split] = [Finding("artefacts", error.folder, f"{error.reason}: build measures and plans")]
             absent.append(error)

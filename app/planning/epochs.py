@@ -24,7 +24,6 @@ from packplan.core.epochs import (
     EpochRecipe,
     EpochRecord,
     EpochSamples,
-    packs_of_epochs,
     plan_epoch,
     record_of,
     select_epoch,
@@ -66,8 +65,7 @@ class EpochPlanner:
 
     def selected(self, raw: RawPlan) -> EpochPlan:
         """Return the plan of the first epoch, which is stored, with its selection."""
-        first = self.recipe.first
-        return EpochPlan(first, select_epoch(self.recipe, self.policy, self.samples, first), raw)
+        return EpochPlan(0, select_epoch(self.recipe, self.policy, self.samples, 0), raw)
 
 
 @attrs.frozen(eq=False)
@@ -82,7 +80,7 @@ class PlannedEpochs:
     planner: EpochPlanner
 
     records: tuple[EpochRecord, ...]
-    """Record of each epoch, from the first that is planned."""
+    """Record of each epoch."""
 
     works: SampleWorks
     """Work of the records."""
@@ -121,7 +119,7 @@ class PlannedEpochs:
             future.set_exception(error)
 
     def _checked(self, epoch: int) -> PackStats:
-        planner, counted_before = self.planner, self.records[epoch - self.records[0].epoch]
+        planner, counted_before = self.planner, self.records[epoch]
         plan = planner.plan(epoch)
         if (found := planner.record(plan)) != counted_before:
             fact = (
@@ -169,7 +167,7 @@ def plan_epochs(
     rows = json.loads(group.from_rank_zero(build, **deadline.wait())["records"].tobytes())
     epochs = PlannedEpochs(planner, tuple(EpochRecord(**row) for row in rows), works)
     by_work = None if schedule.works is None else epochs.pack_works
-    return attrs.evolve(schedule, num_packs=packs_of_epochs(epochs.records), works=by_work), epochs
+    return attrs.evolve(schedule, num_packs=tuple(one.num_packs for one in epochs.records), works=by_work), epochs
 
 
 def _counted(
@@ -180,8 +178,7 @@ def _counted(
     report: ReportProgress,
 ) -> tuple[EpochSchedule, tuple[EpochRecord, ...]]:
     """Return the schedule over all epochs, and the record of each, known or planned now."""
-    first = planner.recipe.first
-    ends = None if schedule.max_steps > 0 else math.ceil(schedule.num_train_epochs) - first
+    ends = None if schedule.max_steps > 0 else math.ceil(schedule.num_train_epochs)
     with progress(total=ends, desc=f"planning {planned.name}", unit=" epochs", delay=BRIEF_S) as bar:
 
         def record(epoch: int) -> EpochRecord:
@@ -189,6 +186,6 @@ def _counted(
             bar.update()
             if epoch in known:
                 return known[epoch]
-            return planner.record(planner.selected(planned.raw) if epoch == first else planner.plan(epoch))
+            return planner.record(planner.selected(planned.raw) if epoch == 0 else planner.plan(epoch))
 
-        return with_epochs(schedule, record, first=first, alike_from=planner.recipe.alike_from)
+        return with_epochs(schedule, record, alike_from=planner.recipe.alike_from)

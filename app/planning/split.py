@@ -312,8 +312,7 @@ def plan_samples(
             bar.set_postfix_str(words, refresh=False)
             bar.update()
 
-        chosen = recipe.first if epoch is None else epoch
-        return plan_epoch(recipe, policy, samples, chosen, quick_bound=quick_bound, report=show).raw
+        return plan_epoch(recipe, policy, samples, epoch or 0, quick_bound=quick_bound, report=show).raw
 
 
 def table_works(model: WorkModel, table: Table) -> SampleWorks:

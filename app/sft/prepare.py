@@ -23,7 +23,6 @@ from packplan.app.planning.schedule import (
     warn_of_ignored,
 )
 from packplan.app.planning.split import GatheredSplit, PlannedSplit, plan_split, require_agreement, require_writable
-from packplan.app.wiring.continued import CONTINUE_KEY, continue_run
 from packplan.app.wiring.forecasts.runs import told_forecast
 from packplan.app.wiring.forecasts.timings import shared_timing
 from packplan.app.wiring.gather import Gathered, gather
@@ -33,7 +32,6 @@ from packplan.app.wiring.training import (
     identity_of,
     open_arguments,
     open_checkpoint,
-    open_visits,
 )
 from packplan.app.wiring.works import Work, work_of
 from packplan.core.config import RunConfig
@@ -41,7 +39,7 @@ from packplan.core.equality import AttentionChoice
 from packplan.core.errors import agree, counted
 from packplan.core.forecast import RunForecast, Timing
 from packplan.core.ports import RankGroup
-from packplan.core.schedule import EpochSchedule, ResumeState, Visits, require_start
+from packplan.core.schedule import EpochSchedule, ResumeState, require_start
 
 if TYPE_CHECKING:
     from packplan.adapters.samples.encoder import SwiftEncoder
@@ -60,7 +58,7 @@ class Prepared:
     schedule: EpochSchedule
     trainer: PackTrainer
     checkpoint: Checkpoint[ResumeState] | None
-    """To resume from, or that of another run that this one continues."""
+    """To resume from."""
 
     epochs: PlannedEpochs | None = None
     """Epochs that have plans of their own; `planned` has the plan of the first."""
@@ -87,8 +85,6 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> P
     gathered = gather(config)
     deadline = Deadline(config.training.packing_wait_timeout_s)
     require_writable(gathered.splits.values(), group=group, deadline=deadline)
-    continued = continue_run(config, gathered, group=group, deadline=deadline, starts=checkpoint is None)
-    gathered = continued.gathered
     arguments = open_arguments(config, batch.size, batch.accumulation)
 
     planned = {name: plan_split(split, group=group, deadline=deadline) for name, split in gathered.splits.items()}
@@ -97,8 +93,6 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> P
         config, gathered.splits["train"], planned["train"], checkpoint, timing=timing, group=group, deadline=deadline
     )
     checkpoint = found.checkpoint
-    if continued.checkpoint is not None and continued.start is not None:
-        checkpoint, found = continued.checkpoint, attrs.evolve(found, visits=continued.start.visits)
     group.settle()
     if group.rank == 0:
         _log(config, gathered, planned, found)
@@ -116,12 +110,9 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> P
         timing=timing,
         epochs=found.epochs,
         state=found.state,
-        visits=found.visits,
     )
     if group.rank == 0:
         _log_forecast(timing, trainer.forecast, group.world_size)
-    if continued.checkpoint is not None:
-        trainer.checkpoint_key = CONTINUE_KEY
     return Prepared(gathered.samples, planned, found.schedule, trainer, checkpoint, found.epochs)
 
 
@@ -133,9 +124,6 @@ class _Scheduled:
     work: Work
     state: ResumeState
     """State that checkpoints are compared with."""
-
-    visits: Visits | None
-    """How often each sample was trained before; None where checkpoints do not say it."""
 
     epochs: PlannedEpochs | None
     """Epochs that have plans of their own."""
@@ -176,21 +164,17 @@ def _scheduled(
     require_agreement(group, "the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
     schedule = split_schedule(config, "train", planned.aligned, pack_works)
     state = resume_state_of(planned, schedule, config, identity_of(config))
-    visits: Visits | None = Visits.none(len(planned.table))
     if checkpoint is not None and checkpoint.resume_state.differences(state):
         # `last` goes on from an older one, where the newest is of other data or another plan.
         checkpoint = open_checkpoint(config, group, ResumeState, lambda then: then.differences(state))
     if checkpoint is not None:
         schedule = attrs.evolve(schedule, start=checkpoint.resume_state.progress)
-        visits = open_visits(checkpoint, group)
-    elif split.recipe is not None:
-        schedule = attrs.evolve(schedule, start=split.recipe.start)
     epochs = None
     if split.recipe is not None:
         schedule, epochs = plan_epochs(split, planned, schedule, works=work.samples, group=group, deadline=deadline)
     if checkpoint is not None:
         require_start(schedule, where=checkpoint.folder)
-    return _Scheduled(schedule, work, state, visits, epochs, checkpoint)
+    return _Scheduled(schedule, work, state, epochs, checkpoint)
 
 
 def _log(

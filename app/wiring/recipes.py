@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from packplan.adapters.config.run import load_mixes
-from packplan.app.wiring.stores import stored_continuation
 from packplan.core.config import RunConfig
 from packplan.core.epochs import EpochRecipe
 
@@ -26,21 +25,3 @@ def recipe_of(config: RunConfig, split: str) -> EpochRecipe | None:
         return EpochRecipe() if training.packing_epochs == "replanned" else None
     assert custom.fusion_config is not None  # noqa: S101  # `faults` refuses a schedule of no mix
     return EpochRecipe(mixes=load_mixes(custom.fusion_config), seed=training.seed)
-
-
-def stored_recipe(config: RunConfig, split: str) -> EpochRecipe | None:
-    """
-    Return the recipe of a split's epochs as it was built: where the run continues another one, from
-    where that ended.
-
-    Args:
-        config: The run.
-        split: `train` or `eval`.
-
-    Raises:
-        ConfigError: All faults of the mix.
-        NotBuiltError: The visits of the other run are not stored.
-    """
-    recipe = recipe_of(config, split)
-    start = stored_continuation(config) if split == "train" else None
-    return recipe if start is None else EpochRecipe.continuing(recipe, start)

@@ -19,18 +19,14 @@ from packplan.adapters.config.trainer_keys import GRPO_TABLE, TrainerKey, lackin
 from packplan.adapters.model_folder import model_faults
 from packplan.adapters.ranks import environment
 from packplan.adapters.samples.files import file_faults, open_records
-from packplan.adapters.stores.continued import DiskContinuation
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.lock import FolderLock
 from packplan.adapters.stores.plans import DiskPlanStore
-from packplan.adapters.trainer.checkpoints import newest_whole, read_resume_state, read_visits
 from packplan.app.planning.split import Stores
 from packplan.app.wiring.inputs import records_cache, with_inputs
 from packplan.core.config import RlConfig, RunConfig
-from packplan.core.errors import ConfigError, Fault, NotBuiltError, OutputError, RunError
-from packplan.core.fingerprint import Fingerprint
+from packplan.core.errors import ConfigError, Fault, OutputError, RunError
 from packplan.core.ports import Records
-from packplan.core.schedule import Continuation, ResumeState, Visits
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -157,57 +153,6 @@ def stores_in(output_dir: str, split: str, *, lengths_from: str | None = None) -
     folder = split_folder(output_dir, split)
     lengths = DiskLengthStore(folder, lengths_from=split_folder(lengths_from, split) if lengths_from else None)
     return Stores(lengths, DiskPlanStore(folder), FolderLock(folder))
-
-
-def open_continuation(config: RunConfig) -> DiskContinuation:
-    """Return the place of what a continued run starts from."""
-    return DiskContinuation(split_folder(config.training.output_dir, "train"))
-
-
-def continued_key(config: RunConfig, **more: str) -> Fingerprint:
-    """Return what the start of a continued run is made from: its keys, and perhaps *more*."""
-    training = config.training
-    return Fingerprint({"continue_from": training.continue_from, "continue_epoch": training.continue_epoch, **more})
-
-
-def stored_continuation(config: RunConfig) -> Continuation | None:
-    """
-    Return what a run starts from, as it was built; None if it continues no other.
-
-    Raises:
-        NotBuiltError: It was not built, or from another run.
-        CorruptArtefactError: It is damaged.
-    """
-    if config.training.continue_from is None:
-        return None
-    kept = open_continuation(config)
-    start, differences = kept.load(continued_key(config))
-    if start is None or differences:
-        other = f": {'; '.join(map(str, differences))}" if differences else ""
-        raise NotBuiltError(str(kept.folder), f"does not hold what training.continue_from trained{other}")
-    return start
-
-
-def trained_visits(config: RunConfig, *, data_digest: str) -> tuple[str, int, Visits] | None:
-    """
-    Return the newest whole checkpoint of a run, or that of the run which it continues: its folder,
-    its optimizer steps, and the visits of each record. None if there is none of these data.
-
-    Args:
-        config: The run.
-        data_digest: Digest of the records of `train`.
-
-    Raises:
-        CorruptArtefactError: A file is damaged.
-        NotBuiltError: The start of a continued run was not built.
-    """
-    folder = newest_whole(config.training.output_dir)
-    if folder is not None:
-        state, found = read_resume_state(folder, ResumeState), read_visits(folder)
-        if found is not None and state.data == data_digest:
-            return str(folder), state.progress.step, found[0]
-    start = stored_continuation(config)
-    return None if start is None else (start.checkpoint, start.step, start.visits)
 
 
 def has_split(output_dir: str, split: str) -> bool:

@@ -69,7 +69,6 @@ def faults(config: RunConfig) -> Iterator[Fault]:
     yield from _order_faults(config)
     yield from _mode_faults(config)
     yield from _epoch_faults(config)
-    yield from _continue_faults(config)
     yield from _tuner_faults(config.training)
     yield from _optimizer_faults(config.training)
     yield from _quantisation_faults(config.model, config.training)
@@ -192,19 +191,6 @@ def _epoch_faults(config: RunConfig) -> Iterator[Fault]:
     if algorithm is not None and algorithm.keeps_order:
         reason = f"is replanned, but {training.packing_algorithm} keeps the order of the data: remove it"
         yield Fault(key, f"{reason}, or set another training.packing_algorithm")
-
-
-def _continue_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield faults in which run is continued."""
-    training, key = config.training, "training.continue_from"
-    if training.continue_from is None:
-        if training.continue_epoch != "rest":
-            reason = f"is {training.continue_epoch}, but {key} names no run: set it, or remove this"
-            yield Fault("training.continue_epoch", reason)
-        return
-    if f"{training.continue_from.rstrip('/')}/".startswith(f"{training.output_dir.rstrip('/')}/"):
-        reason = "is in training.output_dir, this run's own folder: name another run, or go on with this one by"
-        yield Fault(key, f"{reason} training.resume_from_checkpoint")
 
 
 def _rollout_faults(config: RunConfig) -> Iterator[Fault]:

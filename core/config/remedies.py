@@ -20,7 +20,6 @@ _REMEDIES: Mapping[str, str] = MappingProxyType(
         "dropped_tokens": "set training.packing_drop_last: false to train all of them",
         "too_long": "raise template.max_length to {longest:,}",
         "too_short": "set training.dataloader_drop_last: false",
-        "nothing_left": "set training.continue_epoch: next",
         "unsupervised": "raise template.max_length if it truncates their answers; packplan plan show RUN.yaml "
         "--sample {sample} --text shows what is trained of one",
         "too_many_epochs": "lower training.max_steps or training.num_train_epochs",
@@ -36,7 +35,6 @@ _REMEDIES: Mapping[str, str] = MappingProxyType(
         "changed_order": "install the version that wrote the checkpoint: this one trains packs in another order",
         "changed_image": _MEASURE_AGAIN,
         "changed_sample": _MEASURE_AGAIN,
-        "changed_records": "training.continue_from needs as many copies of it as before, or none",
         "not_built": "packplan plan build measures and plans",
         "refused": "make room, or choose a training.output_dir that you may write",
         "locked": "wait until it is done, or raise training.packing_wait_timeout_s",
@@ -60,7 +58,6 @@ _KEYS_OF_PLANS: Mapping[str, str] = MappingProxyType(
         "packing": "training.packing",
         "packing_length": "template.max_length",
         "replanned": "training.packing_epochs",
-        "visited": "training.continue_from",
     }
 )
 """Input of a plan -> the key that decides it."""

@@ -506,20 +506,6 @@ class TrainingConfig:
     resume_from_checkpoint: PathText | None = key(None, neither=TRAINS)
     """Folder of a checkpoint, or `last` for the newest whole one of `output_dir`."""
 
-    continue_from: PathText | None = key(
-        None, neither=_SELECTS, stream="is for static plans, but the rollout variant packs while it trains"
-    )
-    """
-    Output folder of another run, or one of its checkpoints, that this run continues with its own
-    data and packs. Steps and epochs count from the start of the first run.
-    """
-
-    continue_epoch: Literal["rest", "next"] = key("rest", neither=_SELECTS)
-    """
-    First epoch of a run that continues another: what is left of the epoch in which the other ended,
-    or the next one.
-    """
-
     tuner_type: Tuner = key("full", plan=True)
     """
     Train all weights, low-rank adapters, or what another of ms-swift's tuners adds; `dummy` trains

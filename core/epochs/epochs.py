@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from itertools import pairwise
 
@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from packplan.core.align import require_a_batch
 from packplan.core.checksum import plan_checksum
-from packplan.core.errors import PlanError, counted
+from packplan.core.errors import PlanError
 from packplan.core.fingerprint import Fingerprint, Value
 from packplan.core.lengths import IntArray
 from packplan.core.mixes import Mixes, select
 from packplan.core.plan import RawPlan, build_raw_plan
 from packplan.core.policy import PlanPolicy
-from packplan.core.schedule import Continuation, EpochSchedule, Progress
+from packplan.core.schedule import EpochSchedule, Progress
 
 MOST_EPOCHS = 10_000
 """Epochs that are planned at most, so that a number of steps far too large is refused in time."""
@@ -41,46 +41,17 @@ class EpochRecipe:
     seed: int = 0
     """Seed of the draws, from 0."""
 
-    first: int = 0
-    """First epoch that is planned. Those before it were trained by another run."""
-
-    step: int = 0
-    """Optimizer steps of the training before the first epoch."""
-
-    visited: NDArray[np.int32] | None = None
-    """
-    Visits of each record that the first epoch had in another run, which are left out of it; shape
-    (num_records,). None takes a whole epoch.
-    """
-
-    @classmethod
-    def continuing(cls, recipe: EpochRecipe | None, start: Continuation) -> EpochRecipe:
-        """Return a recipe, that of whole epochs by default, from where another run ended."""
-        visited = start.visits.epoch if start.visits.epoch.any() else None
-        return attrs.evolve(recipe or cls(), first=start.epoch, step=start.step, visited=visited)
-
-    @property
-    def start(self) -> Progress:
-        """Progress at the start of the first epoch."""
-        return Progress(step=self.step, epoch=self.first)
-
     @property
     def alike_from(self) -> int:
         """First epoch from which on all draw in the same way."""
-        last_mix = 0 if self.mixes is None else len(self.mixes.entries) - 1
-        return max(last_mix, self.first if self.visited is None else self.first + 1)
+        return 0 if self.mixes is None else len(self.mixes.entries) - 1
 
     def inputs(self) -> dict[str, Value]:
         """Return what enters the fingerprint of the plans."""
         mixes = None if self.mixes is None else _as_text(self.mixes)
-        visited = self.visited
-        digest = None if visited is None else hashlib.sha256(visited.astype("<i4", copy=False).data).hexdigest()
-        return {
-            "mix": mixes,
-            "mix_seed": None if mixes is None else self.seed,
-            "first_epoch": self.first,
-            "visited": digest,
-        }
+        seed = None if mixes is None else self.seed
+        # Stored plans have the last two, which are always the same.
+        return {"mix": mixes, "mix_seed": seed, "first_epoch": 0, "visited": None}
 
 
 def _as_text(mixes: Mixes) -> str:
@@ -159,23 +130,11 @@ def select_epoch(recipe: EpochRecipe, policy: PlanPolicy, samples: EpochSamples,
         recipe: Recipe of the samples of each epoch.
         policy: Settings of planning.
         samples: All records.
-        epoch: Epoch, from that of the recipe on.
-
-    Raises:
-        PlanError: Another run has trained the whole epoch.
+        epoch: Epoch, from 0.
     """
     if recipe.mixes is None:
-        chosen: IntArray = samples.indices
-    else:
-        chosen = select(recipe.mixes, drawable(policy, samples), samples.sizes, seed=recipe.seed, epoch=epoch)
-    if recipe.visited is None or epoch != recipe.first:
-        return chosen
-    left = np.bincount(chosen, minlength=recipe.visited.size) - recipe.visited
-    rest = np.repeat(np.arange(left.size), np.maximum(left, 0))
-    if not rest.size:
-        fact = f"the run before this one has trained all {counted(chosen.size, 'sample')} of epoch {epoch}"
-        raise PlanError("nothing_left", fact, {"epoch": epoch})
-    return rest
+        return samples.indices
+    return select(recipe.mixes, drawable(policy, samples), samples.sizes, seed=recipe.seed, epoch=epoch)
 
 
 def drawable(policy: PlanPolicy, samples: EpochSamples) -> IntArray:
@@ -220,12 +179,12 @@ def plan_epoch(
         recipe: Recipe of the samples of each epoch.
         policy: Settings of planning.
         samples: All records.
-        epoch: Epoch, from that of the recipe on.
+        epoch: Epoch, from 0.
         quick_bound: Take a lower bound that costs no search.
         report: Called with a progress message.
 
     Raises:
-        PlanError: No pack remains, or another run has trained the whole epoch.
+        PlanError: No pack remains.
     """
     chosen = select_epoch(recipe, policy, samples, epoch)
     lengths, works = samples.lengths, samples.works
@@ -268,7 +227,7 @@ def record_of(planned: EpochPlan, samples: EpochSamples) -> EpochRecord:
 
 
 def with_epochs(
-    schedule: EpochSchedule, record: Callable[[int], EpochRecord], *, first: int, alike_from: int = 0
+    schedule: EpochSchedule, record: Callable[[int], EpochRecord], *, alike_from: int = 0
 ) -> tuple[EpochSchedule, tuple[EpochRecord, ...]]:
     """
     Return a schedule over epochs with plans of their own, without works, and the record of each.
@@ -276,38 +235,37 @@ def with_epochs(
     Args:
         schedule: Settings of the schedule, from where training starts.
         record: Function that plans an epoch, and returns its record.
-        first: First epoch that is planned.
         alike_from: First epoch from which on all draw by the same recipe.
 
     Raises:
         PlanError: An epoch has no pack for a rank, or there are too many epochs.
     """
     records: list[EpochRecord] = []
-    start, total, most = schedule.start, 0, first + MOST_EPOCHS
-    wanted = most if schedule.max_steps > 0 else Fraction(str(schedule.num_train_epochs))
-    if wanted > most:
-        fact = f"{schedule.num_train_epochs:,} epochs are asked for, and no more than {most:,} can be planned"
+    start, total = schedule.start, 0
+    wanted = MOST_EPOCHS if schedule.max_steps > 0 else Fraction(str(schedule.num_train_epochs))
+    if wanted > MOST_EPOCHS:
+        fact = f"{schedule.num_train_epochs:,} epochs are asked for, and no more than {MOST_EPOCHS:,} can be planned"
         raise PlanError("too_many_epochs", fact, {"epochs": MOST_EPOCHS})
     plain, is_enough = attrs.evolve(schedule, works=None, group_by_work=0), False
     while not is_enough:
-        epoch = first + len(records)
+        epoch = len(records)
         records.append(record(epoch))
         _require_batches(records[-1], plain)
         steps = attrs.evolve(plain, num_packs=records[-1].num_packs, start=Progress()).steps_per_epoch
         if epoch == start.epoch:
-            total = attrs.evolve(plain, num_packs=packs_of_epochs(records)).end_of(epoch)
+            total = attrs.evolve(plain, num_packs=tuple(one.num_packs for one in records)).end_of(epoch)
         elif epoch > start.epoch:
             total += steps
         ends = total >= schedule.max_steps if schedule.max_steps > 0 else epoch + 1 >= wanted
         is_enough = ends and epoch >= start.epoch
         is_last = len(records) == MOST_EPOCHS
         # Two epochs of one recipe differ by less than twice the packs of one, and a pack.
-        too_far = epoch >= alike_from and schedule.max_steps > total + (most - epoch - 1) * (2 * steps + 1)
+        too_far = epoch >= alike_from and schedule.max_steps > total + (MOST_EPOCHS - epoch - 1) * (2 * steps + 1)
         if not is_enough and (is_last or too_far):
             where = f"at optimizer step {total:,}" if is_last else f"long before optimizer step {schedule.max_steps:,}"
-            fact = f"epochs {first:,} to {most - 1:,} end {where}, and no more epochs can be planned"
+            fact = f"epochs 0 to {MOST_EPOCHS - 1:,} end {where}, and no more epochs can be planned"
             raise PlanError("too_many_epochs", fact, {"epochs": MOST_EPOCHS, "steps": total})
-    return attrs.evolve(plain, num_packs=packs_of_epochs(records)), tuple(records)
+    return attrs.evolve(plain, num_packs=tuple(one.num_packs for one in records)), tuple(records)
 
 
 def _require_batches(record: EpochRecord, schedule: EpochSchedule) -> None:
@@ -321,11 +279,6 @@ def _require_batches(record: EpochRecord, schedule: EpochSchedule) -> None:
         )
     except PlanError as error:
         raise PlanError(error.kind, f"epoch {record.epoch}: {error.fact}", error.details) from None
-
-
-def packs_of_epochs(records: Sequence[EpochRecord]) -> tuple[int, ...]:
-    """Return the packs of each epoch from 0 on, 0 for those before the first record."""
-    return (0,) * records[0].epoch + tuple(one.num_packs for one in records)
 
 
 def plan_key(recipe: EpochRecipe | None, policy: PlanPolicy, lengths_digest: str) -> Fingerprint:

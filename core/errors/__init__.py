@@ -173,7 +173,7 @@ class ArgumentError(UserError, ValueError):
     kind: Literal[
         "length", "works", "too_few_samples", "over_budget", "uneven_shards", "batch", "batch_size",
         "whole_batch_loss", "ranks", "host", "packed_batch", "empty", "all_skipped", "all_dropped", "dropped_tokens",
-        "too_long", "too_short", "nothing_left", "unsupervised", "too_many_epochs",
+        "too_long", "too_short", "unsupervised", "too_many_epochs",
     ]  # fmt: skip
 
     fact: str
@@ -191,9 +191,8 @@ class PlanError(ArgumentError):
 
     Kinds: `empty` (there is no sample), `all_skipped`, `all_dropped` (no pack remains),
     `dropped_tokens` (the fill filter drops too many tokens), `too_long` (a sample is longer than a
-    pack), `too_short` (too few packs for the ranks), `nothing_left` (another run has trained the
-    whole epoch), `unsupervised` (no planned sample has a supervised token), `too_many_epochs`
-    (more than are planned before the first step).
+    pack), `too_short` (too few packs for the ranks), `unsupervised` (no planned sample has a
+    supervised token), `too_many_epochs` (more than are planned before the first step).
     """
 
 
@@ -233,7 +232,7 @@ class StaleError(UserError):
 
     kind: Literal[
         "stale_lengths", "borrowed_lengths", "table_lengths", "changed_plan", "changed_order", "changed_image",
-        "changed_sample", "changed_copy", "changed_records",
+        "changed_sample", "changed_copy",
     ]  # fmt: skip
 
     fact: str

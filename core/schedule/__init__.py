@@ -6,22 +6,17 @@ from packplan.core.schedule.heaviest import heaviest_packs, shorter_pack
 from packplan.core.schedule.resume import DAMAGED, ResumeState, require_start, resumed
 from packplan.core.schedule.schedule import ORDER_VERSION, EpochSchedule, EpochSegment, Progress, Step
 from packplan.core.schedule.telemetry import EpochStats, PackStats
-from packplan.core.schedule.visits import Continuation, RecordIds, Visits, carry_over
 
 __all__ = [
     "DAMAGED",
     "ORDER_VERSION",
-    "Continuation",
     "EpochSchedule",
     "EpochSegment",
     "EpochStats",
     "PackStats",
     "Progress",
-    "RecordIds",
     "ResumeState",
     "Step",
-    "Visits",
-    "carry_over",
     "heaviest_packs",
     "require_start",
     "resumed",

@@ -14,7 +14,6 @@ again with the next samples. Rules:
 from __future__ import annotations
 
 from collections.abc import Callable
-from decimal import Decimal
 from fractions import Fraction
 
 import attrs
@@ -32,10 +31,6 @@ PACKER_VERSION = str(binpacking.__version__)
 """Version of binpacking. Another one may pack in another way, as 2.0 did after 1.5."""
 
 
-def _ratio(value: float | str | Decimal | Fraction) -> Fraction:
-    return share("min_fill_ratio", value)
-
-
 @attrs.frozen(kw_only=True)
 class CarryOptions:
     """Options of packing a stream."""
@@ -46,7 +41,9 @@ class CarryOptions:
     packing_buffer: int = 512
     """Samples that are packed at a time."""
 
-    min_fill_ratio: Fraction = attrs.field(default=Fraction(65, 100), converter=_ratio)
+    min_fill_ratio: Fraction = attrs.field(
+        default=Fraction(65, 100), converter=lambda value: share("min_fill_ratio", value)
+    )
     """
     Share of the packing length from which a pack is full enough, read as the decimal that is
     written.
@@ -83,8 +80,7 @@ def pack_buffer(lengths: IntArray, *, options: CarryOptions, most_carried: int) 
     >>> full.tolist(), underfilled.tolist(), stay.tolist()
     ([[0, 3]], [[1]], [2])
     """
-    members = list(enumerate(lengths.tolist()))
-    bins = binpacking.to_constant_volume(members, options.packing_length, weight_pos=1)
+    bins = binpacking.to_constant_volume(list(enumerate(lengths.tolist())), options.packing_length, weight_pos=1)
     packs = Packs.from_lists(sorted(sorted(index for index, _ in one) for one in bins if one))
     is_full = options.is_full(packs.loads(lengths))
     under = packs.take(np.flatnonzero(~is_full))

@@ -11,7 +11,6 @@ import json
 from pathlib import Path
 
 import attrs
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,17 +21,15 @@ from packplan.adapters.trainer.checkpoints import (
     find_checkpoint,
     read_rank_state,
     read_resume_state,
-    read_visits,
     remove_digests,
     to_state,
     write_digests,
     write_rank_state,
-    write_visits,
 )
 from packplan.adapters.trainer_state import seal_saves
 from packplan.core.errors import ConfigError, CorruptArtefactError, StaleError
 from packplan.core.fingerprint import Fingerprint, RunIdentity, to_plain
-from packplan.core.schedule import EpochSegment, Progress, ResumeState, Visits
+from packplan.core.schedule import EpochSegment, Progress, ResumeState
 from packplan.core.stream import (
     CarryOptions,
     Item,
@@ -207,21 +204,3 @@ def test_the_progress_of_a_rank_of_a_stream_comes_back(tmp_path: Path):
     (tmp_path / "packplan_stream_1.json").write_text(json.dumps({**to_plain(rank), "next_shard": 2}))
     with pytest.raises(CorruptArtefactError, match=r"packplan_stream_1.json is damaged: shard 2 of 2 is next"):
         read_rank_state(tmp_path, 1)
-
-
-def test_visits_come_back_and_their_damage_is_named(tmp_path):
-    """With the records; a checkpoint of an earlier version has none."""
-    visits = Visits(np.array([4, 0, 2], dtype=np.int32), np.array([1, 0, 2], dtype=np.int32))
-    ids = np.array([2**63, 5, 6], dtype="<u8")
-    assert read_visits(tmp_path) is None
-
-    write_visits(tmp_path, visits, ids)
-    write_digests(tmp_path, share=0, num_shares=1)
-
-    found, records = read_visits(tmp_path)
-    assert [4, 0, 2] == found.total.tolist()
-    assert [1, 0, 2] == found.epoch.tolist()
-    assert ids.tolist() == records.tolist()
-    write_visits(tmp_path, visits.in_next_epoch(), ids)
-    with pytest.raises(CorruptArtefactError, match=r"packplan_visits.npy"):
-        read_visits(tmp_path)

@@ -12,7 +12,6 @@ import pytest
 
 from packplan.adapters import files as artefacts
 from packplan.adapters.stores import lock
-from packplan.adapters.stores.continued import DiskContinuation
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.lock import FolderLock
 from packplan.adapters.stores.plans import DiskPlanStore
@@ -24,7 +23,6 @@ from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan
 from packplan.core.ports import Origin, StoredPlan
 from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile
-from packplan.core.schedule import Continuation, Visits
 from tests.fakes import MemoryLengthStore, MemoryPlanStore
 from tests.strategies import plain_schedule
 
@@ -419,30 +417,3 @@ def test_a_manifest_that_does_not_fit_the_rest_is_found(whole, name, changed, sa
 
     (error,) = [*DiskLengthStore(whole).damage(), *DiskPlanStore(whole).damage()]
     assert reason in str(error)
-
-
-def test_the_start_of_a_continued_run_comes_back_with_what_differs(tmp_path):
-    """Another key is a difference; fewer names are none; damage to either file is found."""
-    visits = Visits(np.array([3, 0, 1], dtype=np.int32), np.array([1, 0, 0], dtype=np.int32))
-    start = Continuation(
-        checkpoint="runs/first/checkpoint-7", state="ab", step=7, epoch=2, visits=visits, num_found=2, num_gone=5,
-        num_new=1,
-    )  # fmt: skip
-    store = DiskContinuation(tmp_path)
-    assert (None, ()) == store.load(KEY)
-
-    store.save(KEY, start)
-
-    for key, differing in ((KEY, []), (OTHER, ["a"]), (Fingerprint({"b": None}), [])):
-        found, differences = store.load(key)
-        assert differing == [one.key for one in differences]
-        assert (start.checkpoint, start.state, 7, 2, 2, 5, 1) == (
-            found.checkpoint, found.state, found.step, found.epoch, found.num_found, found.num_gone, found.num_new
-        )  # fmt: skip
-        assert [[3, 0, 1], [1, 0, 0]] == [found.visits.total.tolist(), found.visits.epoch.tolist()]
-    (tmp_path / "continued.total.bin").write_bytes(bytes(12))
-    with pytest.raises(CorruptArtefactError, match=r"continued.total.bin"):
-        store.load(KEY)
-    (tmp_path / "continued.json").write_text("{}")
-    with pytest.raises(CorruptArtefactError, match=r"continued.json"):
-        store.load(KEY)

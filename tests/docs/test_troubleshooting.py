@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-import numpy as np
 import pytest
 
 from packplan.adapters.loaders.batches import PackBatches
@@ -14,13 +13,11 @@ from packplan.core import errors
 from packplan.core.align import align_plan
 from packplan.core.batch import resolve_accumulation
 from packplan.core.config import with_remedy
-from packplan.core.epochs import EpochRecipe, EpochSamples, select_epoch
 from packplan.core.errors import Difference, Fault, ModelError, PackplanError, RankDifference, RunError, StaleError
 from packplan.core.lengths import checked_works
 from packplan.core.packers import pack
 from packplan.core.plan import build_raw_plan, refuse_dropped, refuse_longer, refuse_unsupervised
 from packplan.core.policy import PlanPolicy
-from packplan.core.schedule import Visits, carry_over
 from packplan.core.shard import shard_packed, shard_plain
 from packplan.core.surface import plan
 
@@ -31,7 +28,6 @@ PLANS = (Difference("plan", "ad441f64dbd8", "8bc83601250a"),)
 LENGTH = (Difference("length", 214, 230),)
 MIXED = [580] * 33 + [590] + [400] * 12
 DROPPING = PlanPolicy(packing_length=1000, min_fill_ratio="0.65")
-TRAINED = np.ones(len(MIXED), dtype=np.int32)
 FOLDER = "runs/first/static_packing/train"
 
 
@@ -99,7 +95,6 @@ EXAMPLES = (
     raised(refuse_dropped, build_raw_plan(MIXED, DROPPING), MIXED, DROPPING),
     raised(refuse_longer, [100, 5120, 7168], PlanPolicy(packing_length=4096, refuse_longer=True)),
     raised(refuse_unsupervised, build_raw_plan([8] * 400, packing_length=64), [0] * 400),
-    raised(select_epoch, EpochRecipe(visited=TRAINED), DROPPING, EpochSamples(lengths=np.array(MIXED)), 0),
     errors.PlanError(
         "too_many_epochs", "epochs 0 to 9,999 end at optimizer step 20,000, and no more epochs can be planned"
     ),
@@ -124,7 +119,6 @@ EXAMPLES = (
     ),
     StaleError.sample(12, "data/train.jsonl, line 13", LENGTH),
     StaleError.sample(12, "data/train.jsonl.gz, line 13", LENGTH, copy="runs/first/records/b5bb9d80"),
-    raised(carry_over, Visits(np.array([1, 0]), np.zeros(2)), before=np.array([7, 7]), now=np.array([7])),
     errors.NotBuiltError(FOLDER, "holds no plan"),
     errors.OutputError("runs/first", "No space left on device"),
     errors.OutputError(FOLDER, "process 4711 on node3 writes it, and this run has waited 7,200 s in all", "locked"),

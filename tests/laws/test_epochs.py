@@ -23,7 +23,6 @@ from packplan.core.epochs import (
     EpochSamples,
     drawable,
     plan_epoch,
-    plan_key,
     record_of,
     select_epoch,
     with_epochs,
@@ -32,7 +31,6 @@ from packplan.core.errors import PlanError
 from packplan.core.mixes import Mix, Mixes, Source, drawn_faults
 from packplan.core.plan import build_raw_plan
 from packplan.core.policy import PlanPolicy
-from packplan.core.schedule import Progress
 from tests.strategies import plain_schedule
 
 PACKING_LENGTH = 50
@@ -99,31 +97,6 @@ def test_plans_follow_from_the_recipe_and_the_epoch_alone(made, epochs):
             assert not plan.skipped_long
 
 
-@given(recipes(), st.data())
-def test_what_another_run_left_is_the_first_epoch(made, data):
-    """
-    What was drawn is left as often as it was not visited. Later epochs are whole; the plans depend
-    on what was visited.
-    """
-    recipe, policy, samples = made
-    drawn = Counter(select_epoch(recipe, policy, samples, 2).tolist())
-    counts = data.draw(st.lists(st.integers(0, 2), min_size=samples.lengths.size, max_size=samples.lengths.size))
-    visited = np.array(counts, dtype=np.int32)
-    here = attrs.evolve(recipe, first=2, step=7, visited=visited)
-    left = drawn - Counter(dict(enumerate(counts)))
-    event(f"nothing is left: {not left}, drawn more than once: {max(drawn.values()) > 1}")
-
-    if left:
-        assert sorted(left.elements()) == select_epoch(here, policy, samples, 2).tolist()
-    else:
-        with pytest.raises(PlanError, match="of epoch 2"):
-            select_epoch(here, policy, samples, 2)
-    assert np.array_equal(select_epoch(recipe, policy, samples, 3), select_epoch(here, policy, samples, 3))
-    assert plan_key(here, policy, "d").differences(plan_key(recipe, policy, "d"))
-    assert Progress(step=7, epoch=2) == here.start
-    assert plan_key(None, policy, "d") == policy.fingerprint("d")
-
-
 @given(
     recipes(),
     st.sampled_from([1, 2.5, 3, 0.5]),
@@ -142,7 +115,7 @@ def test_all_steps_are_counted_before_the_first(made, epochs, max_steps, ranks, 
     def record(epoch):
         return record_of(plan_epoch(recipe, policy, samples, epoch), samples)
 
-    whole, records = with_epochs(schedule, record, first=0)
+    whole, records = with_epochs(schedule, record)
 
     packs = [one.num_packs for one in records]
     assert packs == list(whole.num_packs)
@@ -156,7 +129,7 @@ def test_all_steps_are_counted_before_the_first(made, epochs, max_steps, ranks, 
     steps = list(whole.steps())
     assert whole.total_steps == len(steps)
     stop = data.draw(st.integers(0, len(steps)))
-    resumed, again = with_epochs(attrs.evolve(schedule, start=whole.at(stop)), record, first=0)
+    resumed, again = with_epochs(attrs.evolve(schedule, start=whole.at(stop)), record)
     assert records == again[: len(records)]
     assert steps[stop:] == list(resumed.steps())
 
@@ -169,16 +142,16 @@ def test_a_resume_beyond_fewer_epochs_knows_the_epoch_it_is_in():
         return record_of(plan_epoch(recipe, policy, samples, epoch), samples)
 
     schedule = plain_schedule(9, 1, num_train_epochs=3)
-    whole, _ = with_epochs(schedule, record, first=0)
+    whole, _ = with_epochs(schedule, record)
     fewer = attrs.evolve(schedule, num_train_epochs=1, start=whole.at(4))
-    resumed, records = with_epochs(fewer, record, first=0)
+    resumed, records = with_epochs(fewer, record)
 
     assert (2, 4, []) == (len(records), resumed.total_steps, list(resumed.steps()))
     one = record(0)
     last = MOST_EPOCHS * 3
     with pytest.raises(PlanError, match=f"epochs 0 to {MOST_EPOCHS - 1:,} end at optimizer step {last:,}, and"):
-        with_epochs(attrs.evolve(schedule, max_steps=last + 1), lambda _: one, first=0)
-    assert MOST_EPOCHS == len(with_epochs(attrs.evolve(schedule, max_steps=last), lambda _: one, first=0)[1])
+        with_epochs(attrs.evolve(schedule, max_steps=last + 1), lambda _: one)
+    assert MOST_EPOCHS == len(with_epochs(attrs.evolve(schedule, max_steps=last), lambda _: one)[1])
 
 
 @pytest.mark.parametrize("wanted", [{"max_steps": 10**8}, {"num_train_epochs": MOST_EPOCHS + 0.5}])
@@ -192,13 +165,11 @@ def test_far_too_many_epochs_are_refused_before_they_are_planned(wanted):
         return record_of(plan_epoch(EpochRecipe(), PlanPolicy(packing_length=10), samples, epoch), samples)
 
     with pytest.raises(PlanError, match=r"epochs .* no more .*can be planned") as caught:
-        with_epochs(plain_schedule(9, 1, **wanted), record, first=0, alike_from=2)
+        with_epochs(plain_schedule(9, 1, **wanted), record, alike_from=2)
     assert "too_many_epochs" == caught.value.kind
     assert ([0, 1, 2] if "max_steps" in wanted else []) == planned
     mixes = Mixes(tuple(Mix(sources=(Source(jsonl="a", count=1),)) for _ in range(3)))
-    assert (0, 2, 1) == (
-        EpochRecipe().alike_from, EpochRecipe(mixes=mixes).alike_from, EpochRecipe(visited=np.ones(1)).alike_from
-    )  # fmt: skip
+    assert (0, 2) == (EpochRecipe().alike_from, EpochRecipe(mixes=mixes).alike_from)
 
 
 def test_an_epoch_without_a_pack_for_each_rank_is_refused():
@@ -208,17 +179,16 @@ def test_an_epoch_without_a_pack_for_each_rank_is_refused():
     schedule = plain_schedule(9, 4, dataloader_drop_last=True)
 
     with pytest.raises(PlanError, match=r"^epoch 0: 3 packs cannot feed 4 ranks"):
-        with_epochs(schedule, lambda epoch: record_of(plan_epoch(recipe, policy, samples, epoch), samples), first=0)
+        with_epochs(schedule, lambda epoch: record_of(plan_epoch(recipe, policy, samples, epoch), samples))
 
 
 def test_works_are_those_of_the_samples_that_are_drawn():
     """An algorithm that packs by work gets the works of the epoch's samples, in their order."""
-    lengths, works = np.arange(1, 41), np.arange(40)[::-1] ** 2.0
-    visited = np.arange(40) % 3 > 0
-    recipe = EpochRecipe(visited=visited.astype(np.int32))
+    works = np.arange(40)[::-1] ** 2.0
+    lengths = np.where(np.arange(40) % 3, 0, np.arange(1, 41))
     policy = PlanPolicy(packing_length=60, algorithm="balanced", min_fill_ratio="0")
 
-    plan = plan_epoch(recipe, policy, EpochSamples(lengths=lengths, works=works), 0).raw
+    plan = plan_epoch(EpochRecipe(), policy, EpochSamples(lengths=lengths, works=works), 0).raw
 
     alone = build_raw_plan(lengths[::3], policy, works=works[::3])
     assert alone.with_indices(np.arange(0, 40, 3)).packs == plan.packs
@@ -252,16 +222,3 @@ def test_a_draw_of_almost_a_whole_source_leaves_one_out():
     for wanted in (4, 5):
         recipe = EpochRecipe(mixes=Mixes((Mix(sources=(source,), samples_per_epoch=wanted),)))
         assert wanted == select_epoch(recipe, policy, samples, 0).size
-
-
-def test_epochs_before_the_first_have_no_packs():
-    """Those of a run that continues another one."""
-    recipe, policy, samples = EpochRecipe(first=2), PlanPolicy(packing_length=10), EpochSamples(lengths=np.full(3, 6))
-    schedule = attrs.evolve(plain_schedule(3, num_train_epochs=4), start=recipe.start)
-
-    found, records = with_epochs(
-        schedule, lambda epoch: record_of(plan_epoch(recipe, policy, samples, epoch), samples), first=2
-    )
-
-    assert [2, 3] == [one.epoch for one in records]
-    assert (0, 0, 3, 3) == found.num_packs

@@ -17,7 +17,7 @@ from packplan.core import errors
 from packplan.core.align import align_plan
 from packplan.core.batch import resolve_accumulation
 from packplan.core.config import with_remedy
-from packplan.core.epochs import EpochRecipe, EpochRecord, EpochSamples, select_epoch, with_epochs
+from packplan.core.epochs import EpochRecord, with_epochs
 from packplan.core.equality import PackingVerdict, ProbeResult, choose_attention, trials
 from packplan.core.errors import Difference, Fault, ModelError, PackplanError, agree, counted
 from packplan.core.lengths import checked_works
@@ -118,14 +118,8 @@ ARGUMENTS = {
     ),
     "too_long": lambda: refuse_longer([9], PlanPolicy(packing_length=8, refuse_longer=True)),
     "unsupervised": lambda: refuse_unsupervised(build_raw_plan([5], packing_length=8), [0]),
-    "nothing_left": lambda: select_epoch(
-        EpochRecipe(visited=np.ones(1, dtype=np.int32)),
-        PlanPolicy(packing_length=8),
-        EpochSamples(lengths=np.array([5])),
-        0,
-    ),
     "too_many_epochs": lambda: with_epochs(
-        attrs.evolve(SCHEDULE, max_steps=10**6), lambda epoch: attrs.evolve(EPOCH, epoch=epoch), first=0
+        attrs.evolve(SCHEDULE, max_steps=10**6), lambda epoch: attrs.evolve(EPOCH, epoch=epoch)
     ),
     "too_short": lambda: align_plan(build_raw_plan([8], packing_length=9), world_size=2, dataloader_drop_last=True),
 }

@@ -24,7 +24,6 @@ from packplan.app.wiring.training.trainers import (
     open_checkpoint,
     open_comparison,
     open_stream_start,
-    open_visits,
     without_progress,
 )
 from packplan.app.wiring.training.verdicts import (
@@ -55,7 +54,6 @@ __all__ = [
     "open_samples",
     "open_step_tracer",
     "open_stream_start",
-    "open_visits",
     "ranks_in_name",
     "read_config",
     "verdict_of",

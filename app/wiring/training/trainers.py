@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from packplan.adapters.trainer.checkpoints import (
     find_checkpoint,
     newest_checkpoint,
     read_rank_state,
-    read_visits,
 )
 from packplan.adapters.trainer.equality import PackComparison
 from packplan.adapters.trainer.model import hide_progress_bars, open_model
@@ -53,7 +51,7 @@ from packplan.core.forecast import Timing
 from packplan.core.packs import Packs
 from packplan.core.ports import RankGroup
 from packplan.core.samples import column
-from packplan.core.schedule import EpochSchedule, PackStats, ResumeState, Visits
+from packplan.core.schedule import EpochSchedule, PackStats, ResumeState
 from packplan.core.stream import (
     CarryOptions,
     Order,
@@ -99,10 +97,9 @@ def open_checkpoint(
     if training.resume_from_checkpoint is None:
         if group.rank == 0 and (newest := newest_checkpoint(training.output_dir)) is not None:
             log.warning(
-                "%s is there, but this run starts from %s, and writes over the checkpoints that it meets: "
+                "%s is there, but this run starts from the beginning, and writes over the checkpoints that it meets: "
                 "training.resume_from_checkpoint: last goes on from the newest whole one",
                 newest,
-                training.continue_from or "the beginning",
             )
         return None
     now = identity_of(config)
@@ -126,18 +123,6 @@ def identity_of(config: RunConfig) -> RunIdentity:
     model = model_facts(Path(config.model.model), also=PROCESSING_FILES)
     model["template.template"] = swift_types(config.model, config.template)[1]
     return run_identity(config, files=settings_files(config), model=model)
-
-
-def open_visits(checkpoint: Checkpoint[ResumeState], group: RankGroup) -> Visits | None:
-    """
-    Return how often each record was trained up to a checkpoint; None, with a warning, if an earlier
-    version wrote it.
-    """
-    found = read_visits(Path(checkpoint.folder))
-    if found is None and group.rank == 0:
-        told = "%s does not hold how often each sample was trained, since an earlier version wrote it: this run's %s"
-        log.warning(told, checkpoint.folder, "checkpoints will not hold it either, and no run continues from them")
-    return None if found is None else found[0]
 
 
 def open_arguments(config: RunConfig, batch_size: int, accumulation: Accumulation) -> TrainingArguments:
@@ -229,7 +214,6 @@ def build_trainer(
     work: Work,
     timing: Timing,
     state: ResumeState,
-    visits: Visits | None,
     epochs: PlannedEpochs | None = None,
 ) -> PackTrainer:
     """
@@ -246,7 +230,6 @@ def build_trainer(
         work: Work of the samples of `train`.
         timing: Seconds of the parts of the run.
         state: Resume state of the run.
-        visits: Visits of each record of `train` so far; None where they are not known.
         epochs: Epochs of `train` that have plans of their own.
     """
     if "eval" in planned and not planned["eval"].teaches:
@@ -285,8 +268,6 @@ def build_trainer(
         pack_stats=pack_stats,
         attention=attention,
         resume_state=lambda progress: attrs.evolve(state, progress=progress),
-        visits=visits,
-        record_ids=cache(samples["train"].records.ids),
         forecast=forecast,
         reduction=config.training.loss_reduction,
         rehearses=arguments.device.type != "cpu" if rehearses is None else rehearses,
