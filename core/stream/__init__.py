@@ -4,7 +4,6 @@ Packing during training: the buffer of arriving samples that packs them.
 
 from __future__ import annotations
 
-from packplan.core.stream.carry import PACKER_VERSION, CarryOptions, Order
 from packplan.core.stream.progress import (
     RankState,
     StreamProgress,
@@ -14,7 +13,10 @@ from packplan.core.stream.progress import (
     unread_places,
 )
 from packplan.core.stream.shard import (
+    PACKER_VERSION,
+    CarryOptions,
     Item,
+    Order,
     ShardState,
     StreamCounts,
     admit_first,

@@ -1,25 +1,74 @@
 """
 Progress of one shard of a stream: each rank and loader worker packs a shard of an epoch's samples.
 
-A `ShardState` is all that a shard knows between two packs, so that another process may go on from
-it. Rules:
+A buffer of arriving samples is packed whenever it is full. Packs at or above the fill ratio leave
+it. The samples of the others stay, and are packed again with the next samples. Rules:
 
+- Packs are those of the installed `binpacking.to_constant_volume` (specification 002). They depend
+  on the samples and their order alone, also if the state was saved between them. Samples of a pack
+  are in the order of their arrival.
+- At most half of the buffer stays for the next packing, so time is linear for any lengths. Beyond
+  that half the packs of the oldest samples leave underfilled: they are trained, and counted.
+- Underfilled packs are dropped at the end of the stream alone, if at all.
 - A sample that was read is ahead of the buffer, in it, in a filled pack, or counted as trained,
   dropped or skipped.
-- Packs depend on the samples and their order alone, also if the state was saved between them.
+
+A `ShardState` is all that a shard knows between two packs, so that another process may go on from
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
+from fractions import Fraction
 from itertools import chain
 
 import attrs
-import numpy as np
+import binpacking
 
-from packplan.core.packs import filled
-from packplan.core.stream.carry import CarryOptions, pack_buffer
+from packplan.core.lengths import IntArray, share, whole_number
+
+Order = Callable[[int], IntArray]
+"""Epoch -> indices of samples, in order."""
+
+PACKER_VERSION = str(binpacking.__version__)
+"""Version of binpacking. Another one may pack in another way, as 2.0 did after 1.5."""
+
+
+def _ratio(value: float | str | Decimal | Fraction) -> Fraction:
+    return share("min_fill_ratio", value)
+
+
+@attrs.frozen(kw_only=True)
+class CarryOptions:
+    """Options of packing a stream."""
+
+    packing_length: int
+    """Token limit of a pack. Samples of as many tokens or more are long."""
+
+    packing_buffer: int = 512
+    """Samples that are packed at a time."""
+
+    min_fill_ratio: Fraction = attrs.field(default=Fraction(65, 100), converter=_ratio)
+    """
+    Share of the packing length from which a pack is full enough, read as the decimal that is
+    written.
+    """
+
+    drop_last: bool = True
+    """Whether packs that are underfilled at the end of the stream are dropped."""
+
+    allow_single_long: bool = True
+    """Whether long samples are packs of their own. Otherwise they are skipped."""
+
+    def __attrs_post_init__(self) -> None:
+        whole_number("packing_length", self.packing_length)
+        whole_number("packing_buffer", self.packing_buffer)
+
+    def is_full(self, tokens: int) -> bool:
+        """Return whether a pack of so many tokens is full enough."""
+        return tokens >= self.min_fill_ratio * self.packing_length
 
 
 @attrs.frozen
@@ -74,8 +123,8 @@ class StreamCounts:
         return cls(
             packs=1,
             long=int(tokens >= options.packing_length and len(lengths) == 1),
-            filled_tokens=int(filled([tokens], options.packing_length)[0]),
-            underfilled_packs=int(not options.is_full(np.array([tokens]))[0]),
+            filled_tokens=min(tokens, options.packing_length),
+            underfilled_packs=int(not options.is_full(tokens)),
         )
 
     def without_pack(self, lengths: Sequence[int], options: CarryOptions) -> StreamCounts:
@@ -178,19 +227,24 @@ def take_pack(state: ShardState, *, options: CarryOptions) -> tuple[tuple[Item, 
 
 def _pack(state: ShardState, options: CarryOptions, *, most_carried: int, drop: bool) -> ShardState:
     """Return the state after the buffer was packed, its underfilled packs dropped if asked."""
-    items, lengths = state.buffer, np.array([item.length for item in state.buffer], dtype=np.int64)
-    packs, underfilled, left = pack_buffer(lengths, options=options, most_carried=most_carried)
+    arrived = list(enumerate(state.buffer))
+    bins = binpacking.to_constant_volume(arrived, options.packing_length, key=lambda one: one[1].length)
+    full: list[tuple[Item, ...]] = []
+    underfilled: list[list[tuple[int, Item]]] = []
+    for members in sorted(sorted(one) for one in bins if one):
+        if options.is_full(sum(item.length for _, item in members)):
+            full.append(tuple(item for _, item in members))
+        else:
+            underfilled.append(members)
+    stays: list[tuple[int, Item]] = []
+    # Packs are in the order of their oldest samples, so that the youngest are the last.
+    while underfilled and len(stays) + len(underfilled[-1]) <= most_carried:
+        stays += underfilled.pop()
+    evicted = [tuple(item for _, item in members) for members in underfilled]
     counts = state.counts
     if drop:
-        counts += StreamCounts(
-            dropped=underfilled.num_samples,
-            dropped_packs=len(underfilled),
-            dropped_tokens=int(lengths[underfilled.indices].sum()),
-        )
-    leaving = packs if drop else chain(packs, underfilled)
-    return attrs.evolve(
-        state,
-        buffer=tuple(items[index] for index in left.tolist()),
-        packs=(*state.packs, *(tuple(items[index] for index in pack) for pack in leaving)),
-        counts=counts,
-    )
+        lost = [item.length for item in chain(*evicted)]
+        counts += StreamCounts(dropped=len(lost), dropped_packs=len(evicted), dropped_tokens=sum(lost))
+        evicted = []
+    buffer = tuple(item for _, item in sorted(stays))
+    return attrs.evolve(state, buffer=buffer, packs=(*state.packs, *full, *evicted), counts=counts)
