@@ -31,13 +31,12 @@ log = logging.getLogger("packplan.app.tools")
 
 HEADING = "## Models that see"
 
-ABOUT = """A run probes its own model before it measures anything, so a family that is not listed may still pack.
-Ask your own model with `packplan probe MODEL`, probe other families with
-`python -m tools.models families --names NAME`, and compare packs of your data with `packplan check run.yaml`."""
+ABOUT = """A run probes its own model before it measures anything, so a family that is not listed may still
+pack: ask with `packplan probe MODEL`, or compare packs of your data with `packplan check run.yaml`."""
 
-MEASURED = """The lists hold for a small model of each family that transformers knows, in its default configuration:
-{passing} of {all} pass. `python -m tools.models families docs/models.md` wrote this page on {date}, with {versions}.
-Images are probed too where a family takes them; sound and videos are not."""
+MEASURED = """The lists hold for a small model of each family that transformers knows, in its default
+configuration: {passing} of {all} pass. `python -m tools.models families docs/models.md` wrote this page on
+{date}, with {versions}; `--names NAME` probes others. Images are probed too; sound and videos are not."""
 
 TERMS = (
     """- **Isolation** is the largest gradient of a sample's logits to another sample, over the largest to its own.
@@ -58,8 +57,8 @@ STRATEGIES = {
 
 DIFFERENT = "These leak between samples, or differ from samples alone:"
 
-UNPROVEN = """Nothing is proven for the following families, so they may not pack. `python -m tools.models families
---names NAME` prints the whole reason."""
+UNPROVEN = """Nothing is proven for these, so they may not pack; `python -m tools.models families --names NAME`
+prints the whole reason:"""
 
 UNPROVEN_REASONS = {
     "its default configuration is refused": "its default configuration is refused",
@@ -73,21 +72,20 @@ UNPROVEN_REASONS = {
 
 UNPADDED_HEADING = "## Without padding"
 
-ABOUT_UNPADDED = """What `packplan.hf.unpad` leaves out of the padded rows of a small model of each family above, whose
-results at real tokens and gradients are then those of the padded pass. Where a layer's state runs over padding, calls
-with such padding are computed padded. `python -m tools.models unpadded docs/models.md` wrote this section on {date},
-with {versions}. BERT, XLM-RoBERTa and ModernBERT, which read both ways, leave out every padding, as
-`tests/e2e/test_unpad.py` shows."""
+ABOUT_UNPADDED = """What `packplan.hf.unpad` leaves out of padded rows: results at real tokens and gradients are
+those of the padded pass. Where a layer's state runs over padding, calls with such padding are computed padded.
+BERT, XLM-RoBERTa and ModernBERT, which read both ways, leave out every padding (`tests/e2e/test_unpad.py`).
+`python -m tools.models unpadded docs/models.md` wrote this section on {date}, with {versions}."""
 
-ABOUT_VISION = """Tiny models with random weights were measured, packed and compared, each with its processor and
-ms-swift's template. `python -m tools.models vision docs/models.md` wrote this section on {date}, with {versions}.
-Lengths come from image headers, or from full encodes where the processor does not give the size of an image. They equal
-full encodes for images of 45 sizes, and for samples with none to four images. Samples with 0, 1 and 3 images are equal
-packed and alone."""
+ABOUT_VISION = """Tiny models with random weights were measured, packed and compared, each with its processor
+and ms-swift's template. `python -m tools.models vision docs/models.md` wrote this section on {date}, with
+{versions}. Lengths come from image headers, or from full encodes where the processor gives no sizes. They equal
+full encodes for images of 45 sizes, and for samples with none to four images. Samples with 0, 1 and 3 images
+are equal packed and alone."""
 
-ABOUT_OTHERS = """ms-swift declares {declared} templates that collate packed samples. These {number} have no tiny model
-here. A run probes a model with its own code once `model.trust_remote_code: true` is set. InternVL's chat form is
-refused: its code computes no row without pixels. Its hf form, `internvl_hf`, packs."""
+ABOUT_OTHERS = """ms-swift declares {declared} templates that collate packed samples; these {number} have no
+tiny model here. A run probes a model with its own code under `model.trust_remote_code: true`. InternVL's chat
+form is refused, since its code computes no row without pixels; its hf form, `internvl_hf`, packs."""
 
 VISION_HEAD = ("model", "template", "lengths", "equality")
 
@@ -258,6 +256,7 @@ def unpadded_section(reasons: Mapping[str, Mapping[str, str]], *, date: str) -> 
     """Return the section of models that compute no padding; see `probe_unpadded`."""
     about = _wrapped(ABOUT_UNPADDED.format(date=date, versions=versions()))
     groups = by_value({name: _padding_in_words(one) for name, one in reasons.items()})
+    groups = {words: ["all other families that pack"] if words == "every" else names for words, names in groups.items()}
     return f"{UNPADDED_HEADING}\n\n{about}\n\n{joined_table(('padding that is left out', 'families'), groups)}"
 
 
