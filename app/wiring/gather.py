@@ -11,7 +11,7 @@ from typing import cast
 import attrs
 import numpy as np
 
-from packplan.adapters.exports.cached_rows import export_cached_rows
+from packplan.adapters.exports import export_cached_rows
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.rows import RowsEncoder, sequence_lengths, whole
 from packplan.app.planning.split import Alignment, GatheredSplit, PlannedSplit

@@ -13,12 +13,12 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 import packplan as pp
+from packplan.adapters import exports
 from packplan.adapters.exports import (
     export_llama_factory,
     export_megatron_bridge,
     export_parquet,
     exported_plan,
-    packs,
 )
 from packplan.core.errors import ArgumentError, OutputError, StaleError
 
@@ -192,7 +192,7 @@ def test_batches_divide_at_any_pack(export, tmp_path, monkeypatch):
 
     for name, most in (("BATCH_PACKS", 7), ("BATCH_TOKENS", 100)):
         with monkeypatch.context() as small:
-            small.setattr(packs, name, most)
+            small.setattr(exports, name, most)
             export(rows, plan, tmp_path / name)
         assert content(tmp_path / "whole") == content(tmp_path / name)
         if export is not export_llama_factory:
@@ -237,7 +237,7 @@ def test_an_order_of_other_packs_is_refused(export, order, tmp_path):
 @each_export
 def test_rows_that_are_not_the_plans_are_refused(export, tmp_path, monkeypatch):
     """Another number, another length; of what was written until then, nothing is left."""
-    monkeypatch.setattr(packs, "BATCH_PACKS", 1)
+    monkeypatch.setattr(exports, "BATCH_PACKS", 1)
     plan = plan_of(ROWS)
     longer = [*ROWS[:-1], {"input_ids": [1, 2, 3, 4]}]
 

@@ -1,0 +1,335 @@
+"""
+Packs of a plan as files that other tools read: plain Parquet, Megatron-Bridge, LLaMA-Factory; and
+rows of ms-swift with their lengths.
+
+Every export of packs holds whole packs of text, in the order of the plan or of an epoch, and
+carries the plan's checksum. It is written whole or not at all, one pack at a time in memory beside
+a batch of finished ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from packplan.adapters.files import publishing, sync_folder, write_bytes, writing
+from packplan.adapters.loaders.rows import IGNORED_LABEL, RowsOfPacks, flatten, refuse_unlearned
+from packplan.adapters.progress import BRIEF_S, progress
+from packplan.core.errors import ArgumentError
+from packplan.core.lengths import IntArray
+from packplan.core.surface import Plan
+
+BATCH_PACKS, BATCH_TOKENS = 1000, 2**24
+"""Packs and tokens after which a batch is written: a row group, or a batch of Arrow."""
+
+_MEDIA = re.compile(r"(?:^|_)(?:image|video|audio|pixel)s?(?:_|$)")
+"""Names of columns that belong to images, videos or sounds; tensors of other names count too."""
+
+_BY_TOKEN = ("input_ids", "labels", "position_ids")
+
+_CHECKSUM, _LENGTH = "packplan_checksum", "packplan_packing_length"
+"""Keys of the mark: of the metadata of a schema, or of the description of a `datasets` folder."""
+
+_INFO = Path("train", "dataset_info.json")
+"""File of a `datasets` folder whose description holds the mark."""
+
+_MULTIPLE = 8
+"""Length to whose multiples the collators of LLaMA-Factory lengthen rows."""
+
+_DATA = "data-00000-of-00001.arrow"
+
+EVAL = "val"
+"""Folder of the rows of evaluation, below that of the training rows."""
+
+Order = Sequence[int] | IntArray | None
+
+Row = Mapping[str, Any]
+"""Values of one row of a file by column."""
+
+
+@attrs.frozen
+class ExportedPlan:
+    """Plan that an export was made from."""
+
+    checksum: str
+    """Checksum of the plan, as `Plan.checksum` has it."""
+
+    packing_length: int
+    """Tokens that a pack of several samples may hold."""
+
+
+def export_parquet(rows: Any, plan: Plan, path: str | Path, *, order: Order = None) -> None:
+    """
+    Write packs to a Parquet file, one row a pack.
+
+    Columns: `pack` (index), `samples` and `lengths` (a value for each sample), `input_ids`,
+    `labels` and `position_ids` (a value for each token). Labels are not shifted: the label of a
+    token is the token itself, or -100. The first token of each sample is not learned.
+
+    Args:
+        rows: Tokenized rows by index, with `input_ids` and perhaps `labels` or masks.
+        plan: Plan of the lengths of these rows.
+        path: File to write; it must not exist.
+        order: Pack indices, such as `schedule.order(0)`; None for the order of the plan.
+
+    Raises:
+        ArgumentError: Rows or *order* do not fit the plan, a row has media, *path* exists, or
+            pyarrow is not installed.
+        StaleError: A row is not as long as planned.
+        OutputError: The file cannot be written.
+    """
+    types = {"pack": "int64", "samples": "[int64]", "lengths": "[int32]", **dict.fromkeys(_BY_TOKEN, "[int32]")}
+    _write_parquet(_Export(rows, plan, order, Path(path), types), dict)
+
+
+def export_megatron_bridge(rows: Any, plan: Plan, path: str | Path, *, order: Order = None) -> None:
+    """
+    Write packs to the Parquet file that Megatron-Bridge reads as packed sequences.
+
+    Columns: `input_ids` (whole samples), `seq_start_id` (start of each sample), `loss_mask` (int8,
+    as long as `input_ids`). The reader trains token k to foretell token k + 1 of its sample, so
+    the mask is shifted: it is 1 where the next token is learned, and 0 at the end of each sample.
+    A sample of n tokens therefore takes n - 1 places of the tool's sequence.
+
+    Args:
+        rows: Tokenized rows by index, with `input_ids` and perhaps `labels` or masks.
+        plan: Plan of the lengths of these rows.
+        path: File to write, named `*.idx.parquet` for every version; it must not exist.
+        order: Pack indices, such as `schedule.order(0)`; None for the order of the plan. The tool
+            may shuffle them.
+
+    Raises:
+        ArgumentError: See `export_parquet`; or a label is another token than the one at its place,
+            or a pack has samples of one token only.
+        StaleError: A row is not as long as planned.
+        OutputError: The file cannot be written.
+    """
+    types = {"input_ids": "[int32]", "seq_start_id": "[int32]", "loss_mask": "[int8]"}
+    _write_parquet(_Export(rows, plan, order, Path(path), types), _bridge_row)
+
+
+def export_llama_factory(
+    rows: Any, plan: Plan, folder: str | Path, *, order: Order = None, pad_token_id: int = 0
+) -> None:
+    """
+    Write packs to a folder that LLaMA-Factory loads as its `tokenized_path`.
+
+    `datasets.load_from_disk` reads it as a `DatasetDict` with `train`, one row a pack. The columns
+    are `input_ids`, `attention_mask`, `position_ids` and `labels`. Its collators rely on these
+    rules: the mask numbers the samples of a row from 1, and is 0 over padding. Each row ends in
+    padding, since a mask without a 0 may be dropped. A row has the packing length and one more,
+    rounded up to a multiple of 8, so that no collator lengthens it past its positions; a longer
+    sample that is packed alone has its own. Train with `neat_packing: true`, and with
+    `disable_shuffling: true` to keep the order.
+
+    Args:
+        rows: Tokenized rows by index, with `input_ids` and perhaps `labels` or masks.
+        plan: Plan of the lengths of these rows.
+        folder: Folder to make; it must not exist.
+        order: Pack indices, such as `schedule.order(0)`; None for the order of the plan.
+        pad_token_id: Token of the padding, which is neither learned nor attended to.
+
+    Raises:
+        ArgumentError: Rows or *order* do not fit the plan, a row has media, *folder* exists, or
+            pyarrow is not installed.
+        StaleError: A row is not as long as planned.
+        OutputError: The folder cannot be written.
+    """
+    padding = {"input_ids": pad_token_id, "labels": IGNORED_LABEL, "position_ids": 0, "attention_mask": 0}
+    export = _Export(rows, plan, order, Path(folder), dict.fromkeys(padding, "[int32]"))
+
+    def padded(row: Row) -> Row:
+        width = max(len(row["input_ids"]), plan.raw.packing_length) // _MULTIPLE * _MULTIPLE + _MULTIPLE
+        numbers = np.repeat(np.arange(1, len(row["lengths"]) + 1, dtype=np.int32), row["lengths"])
+        values = {**row, "attention_mask": numbers}
+        room = {name: (0, width - len(values[name])) for name in padding}
+        return {name: np.pad(values[name], room[name], constant_values=pad) for name, pad in padding.items()}
+
+    # As `datasets` stores a data set without transformations; it makes a fingerprint for each file.
+    state: dict[str, Any] = {"_data_files": [{"filename": _DATA}], "_split": "train", "_output_all_columns": False}
+    state |= {"_fingerprint": None, "_format_columns": None, "_format_kwargs": {}, "_format_type": None}
+    with making(export.target) as unfinished:
+        train = unfinished / _INFO.parent
+        train.mkdir()
+        with (train / _DATA).open("wb") as file:
+            with export.pyarrow.ipc.new_stream(file, export.schema) as writer:
+                for table in export.tables(padded):
+                    writer.write_table(table)
+            file.flush()
+            os.fsync(file.fileno())
+        texts = {_INFO: {"description": json.dumps(export.mark)}, _INFO.with_name("state.json"): state}
+        for path, content in {**texts, Path("dataset_dict.json"): {"splits": ["train"]}}.items():
+            write_bytes(unfinished / path, json.dumps(content).encode())
+
+
+def export_cached_rows(splits: Mapping[str, tuple[Any, Sequence[Sequence[int]]]], folder: Path) -> None:
+    """
+    Write rows of ms-swift with their lengths, in the folder that its `--cached_dataset` reads:
+    those of training, and in `EVAL` those of evaluation.
+
+    Args:
+        splits: Name of each split -> its rows, a `datasets.Dataset`, and the tokens of each
+            sequence of each row.
+        folder: Folder to make; there is none yet.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    with making(folder) as unfinished:
+        for name, (rows, lengths) in splits.items():
+            rows.add_column("lengths", list(lengths)).save_to_disk(unfinished if name == "train" else unfinished / EVAL)
+
+
+def exported_plan(path: str | Path) -> ExportedPlan:
+    """
+    Return the plan of a Parquet file or `datasets` folder that was exported here.
+
+    Raises:
+        ArgumentError: It is none of ours, or there is none.
+    """
+    path = Path(path)
+    pyarrow = load_pyarrow()
+    try:
+        if path.is_dir():
+            mark = json.loads(json.loads((path / _INFO).read_text(encoding="utf-8"))["description"])
+        else:
+            metadata = pyarrow.parquet.read_schema(path).metadata or {}
+            mark = {key.decode(): value.decode() for key, value in metadata.items()}
+        return ExportedPlan(mark[_CHECKSUM], int(mark[_LENGTH]))
+    except (OSError, ValueError, KeyError, TypeError):
+        fact = f"{path} is no export of a plan: it carries no checksum of one"
+        raise ArgumentError("host", fact, {"path": str(path)}) from None
+
+
+class _Export:
+    """Packs of text in the order in which they are exported."""
+
+    def __init__(self, rows: Any, plan: Plan, order: Order, target: Path, types: Mapping[str, str]) -> None:
+        """
+        Check what can be checked before anything is written.
+
+        *types* are Arrow's by column, lists in brackets.
+        """
+        self.pyarrow = load_pyarrow()
+        self.target, self._plan, self._packs = target, plan, RowsOfPacks(rows, plan)
+        self._order = np.arange(len(plan.packs)) if order is None else np.asarray(order)
+        whole = self._order.ndim == 1 and self._order.size > 0 and self._order.dtype.kind in "iu"
+        if not whole or self._order.min() < 0 or self._order.max() >= len(plan.packs):
+            fact = f"order has to list pack indices from 0 to {len(plan.packs) - 1:,}, at least one"
+            raise ArgumentError("host", fact, {"num_packs": len(plan.packs)})
+        if target.exists() or target.is_symlink():
+            fact = f"{target} exists: an export replaces nothing, so give it another path or remove it"
+            raise ArgumentError("host", fact, {"path": str(target)})
+        self.mark = {_CHECKSUM: plan.checksum, _LENGTH: plan.raw.packing_length}
+        plain = {name: self.pyarrow.type_for_alias(kind.strip("[]")) for name, kind in types.items()}
+        fields = {name: self.pyarrow.list_(plain[name]) if "[" in kind else plain[name] for name, kind in types.items()}
+        self.schema = self.pyarrow.schema(fields, {key: str(value) for key, value in self.mark.items()})
+
+    def tables(self, columns: Callable[[Row], Row]) -> Iterator[Any]:
+        """Yield Arrow tables of about a thousand packs, each made a file's row by *columns*."""
+        batch: list[Row] = []
+        num_tokens = 0
+        for row in self._rows():
+            batch.append(columns(row))
+            num_tokens += len(row["input_ids"])
+            if len(batch) == BATCH_PACKS or num_tokens >= BATCH_TOKENS:
+                yield self._table(batch)
+                batch, num_tokens = [], 0
+        if batch:
+            yield self._table(batch)
+
+    def _table(self, batch: list[Row]) -> Any:
+        return self.pyarrow.Table.from_pydict(
+            {name: [row[name] for row in batch] for name in self.schema.names}, self.schema
+        )
+
+    def _rows(self) -> Iterator[Row]:
+        """
+        Yield packs as rows of Parquet; StaleError if a row is not as long as planned, ArgumentError
+        if one is no sample, has media, or none of all teaches a token.
+        """
+        described = f"writing {self.target.name}"
+        learned: dict[int, int] = {}
+        for number in progress(self._order.tolist(), desc=described, unit=" packs", leave=False, delay=BRIEF_S):
+            pack = self._packs[number]
+            samples = self._plan.packs[number]
+            for sample, row in zip(samples, pack.rows, strict=True):
+                _refuse_media(f"row {sample:,}", [name for name in row if _MEDIA.search(name) and _holds(row[name])])
+            flat = flatten(pack.rows)
+            _refuse_media(f"the rows of pack {number:,}", flat.keys() - set(_BY_TOKEN))
+            values = {name: flat[name][0].numpy().astype(np.int32) for name in _BY_TOKEN}
+            lengths = self._plan.lengths[samples].astype(np.int32)
+            starts = np.cumsum(lengths) - lengths
+            learned |= zip(samples, np.add.reduceat(values["labels"] != IGNORED_LABEL, starts, dtype=int), strict=True)
+            yield {"pack": number, "samples": samples, "lengths": lengths, **values}
+        refuse_unlearned(np.array(list(learned.values())))
+
+
+def _write_parquet(export: _Export, columns: Callable[[Row], Row]) -> None:
+    new_writer = export.pyarrow.parquet.ParquetWriter
+    target = export.target
+    with writing(target), publishing(target) as file, new_writer(file, export.schema) as writer:
+        for table in export.tables(columns):
+            writer.write_table(table, row_group_size=len(table))
+
+
+def _bridge_row(row: Row) -> Row:
+    """Return a pack as a row of Megatron-Bridge; ArgumentError if its columns cannot say it."""
+    learned, lengths = row["labels"] != IGNORED_LABEL, row["lengths"]
+    reason = ""
+    if np.any(row["labels"][learned] != row["input_ids"][learned]):
+        reason = "has labels that are not its tokens, and the format has a mask in their place"
+    elif lengths.max() == 1:
+        reason = "has samples of one token only, of which the format trains none"
+    if reason:
+        raise ArgumentError("host", f"pack {row['pack']:,} {reason}", {"pack": row["pack"]})
+    starts = (np.cumsum(lengths) - lengths).astype(np.int32)
+    mask = np.append(learned[1:], False).astype(np.int8)
+    return {"input_ids": row["input_ids"], "seq_start_id": starts, "loss_mask": mask}
+
+
+def _holds(value: Any) -> bool:
+    """Return whether a column has a value in this row: neither None nor an empty list or array."""
+    return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
+
+
+def _refuse_media(whose: str, columns: Any) -> None:
+    if columns:
+        fact = f"{whose} has {', '.join(sorted(columns))}, but this format holds text only: export rows without it"
+        raise ArgumentError("host", fact, {"columns": sorted(columns)})
+
+
+def load_pyarrow() -> Any:
+    """Return pyarrow; ArgumentError if it is not installed."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet
+    except ImportError:
+        fact = "exports need pyarrow, which is not installed: pip install 'packplan[hf]'"
+        raise ArgumentError("host", fact) from None
+    return pa
+
+
+@contextmanager
+def making(folder: Path) -> Iterator[Path]:
+    """Yield a folder under another name, renamed to *folder* at the end; removed on an error."""
+    with writing(folder):
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
+        try:
+            yield unfinished
+            unfinished.chmod(0o755)
+            unfinished.rename(folder)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        sync_folder(folder.parent)
