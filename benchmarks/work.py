@@ -263,7 +263,7 @@ def _figures(packs: Packs, samples: Samples, works: NDArray[np.float64], chosen:
 
 
 def _show_families(options: argparse.Namespace) -> None:
-    from packplan.adapters.probe.families import family_names
+    from tools.families import family_names
 
     rows = [_family(name) for name in options.families or family_names()]
     verdicts = Counter(row.verdict for row in rows)
@@ -274,8 +274,8 @@ def _show_families(options: argparse.Namespace) -> None:
 
 def _family(family: str) -> FamilyRow:
     """Build a family's small copy, and compare its work with torch's counter."""
-    from packplan.adapters.probe.families import default_config
     from packplan.adapters.probe.small_model import SmallModels, quiet
+    from tools.families import default_config
 
     try:
         with quiet():

@@ -247,7 +247,7 @@ def with_section(page: str, section: str) -> str:
 
 def probe_families(names: Sequence[str]) -> list[PackingVerdict]:
     """Return the verdicts on families, on all if none is named."""
-    from packplan.adapters.probe.families import family_names, probe_family
+    from tools.families import family_names, probe_family
 
     return [probe_family(name) for name in progress(_chosen(names, family_names()), desc="probing", unit=" families")]
 
@@ -278,8 +278,8 @@ def probe_unpadded(names: Sequence[str]) -> dict[str, dict[str, str]]:
     """Return the padding that families that pack do not leave out -> the reason; see `unpad`."""
     from packplan.adapters.families import is_unpacked
     from packplan.adapters.hf import unpad
-    from packplan.adapters.probe.families import default_config, family_names
     from packplan.adapters.probe.small_model import SmallModels, quiet
+    from tools.families import default_config, family_names
 
     found: dict[str, dict[str, str]] = {}
     chosen = names or [name for name in family_names() if not is_unpacked(name)]

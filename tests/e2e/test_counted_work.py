@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.__main__ import main
-from packplan.adapters.probe.families import default_config
 from packplan.adapters.probe.small_model import SmallModels, quiet
 from packplan.core.work import WorkModel
+from tools.families import default_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers]
 

@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from packplan.adapters.attention import attend_as
 from packplan.adapters.probe import limit_of, probe_loaded
-from packplan.adapters.probe.families import default_config
 from packplan.adapters.probe.shrink import shrink
 from packplan.adapters.probe.small_model import SmallModels, enliven, quiet
 from packplan.adapters.ranks.torch_group import OneRank
@@ -26,6 +25,7 @@ from packplan.app.wiring.stores import read_config
 from packplan.core.equality import CHECKS, EQUAL, PackingVerdict, choose_attention
 from packplan.core.errors import ConfigError
 from tests.made.pictures import texts, write_scenes
+from tools.families import default_config
 
 pytestmark = pytest.mark.slow
 

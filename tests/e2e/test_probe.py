@@ -22,7 +22,6 @@ from packplan.adapters.attention.rows import row_of
 from packplan.adapters.attention.states import split_states
 from packplan.adapters.probe import limit_of, probe, probe_config, probe_loaded, rows
 from packplan.adapters.probe import loaded as loaded_model
-from packplan.adapters.probe.families import default_config, family_names, probe_family
 from packplan.adapters.probe.shrink import LONGEST, shrink
 from packplan.adapters.probe.small_model import SmallModels
 from packplan.adapters.ranks.torch_group import OneRank
@@ -35,6 +34,7 @@ from packplan.core.equality import EQUAL, AttentionChoice, PackingVerdict
 from packplan.core.errors import CorruptArtefactError, ModelError, PackplanError
 from packplan.core.fingerprint import Fingerprint
 from tools import models
+from tools.families import default_config, family_names, probe_family
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from packplan.adapters.probe import SmallProbe, loaded
-from packplan.adapters.probe.families import default_config
 from packplan.app import probe
+from tools.families import default_config
 
 pytestmark = pytest.mark.slow
 

@@ -21,11 +21,11 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from packplan.adapters.attention import attend_as
 from packplan.adapters.attention.states import split_states
-from packplan.adapters.probe.families import default_config
 from packplan.adapters.probe.small_model import SmallModels
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ArgumentError, ModelError, ProofError
 from packplan.testing import assert_equal_to_alone, assert_isolated
+from tools.families import default_config
 
 pytestmark = pytest.mark.slow
 
