@@ -1,4 +1,4 @@
-"""Verdicts of the probe on each architecture that transformers knows, in its default configuration."""
+"""Verdicts of the probe on each architecture that transformers knows, as it comes."""
 
 from __future__ import annotations
 
