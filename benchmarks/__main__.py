@@ -16,7 +16,6 @@ BENCHMARKS = {
     "planner": "packing algorithms beside other packages",
     "redraw": "packs drawn again for each epoch, beside the algorithm's own",
     "epochs": "epochs that have plans of their own",
-    "order": "packs whose samples stay near their places",
     "train": "training on packs beside padded batches",
     "forecast": "seconds of steps that a calibration has not seen",
     "lengths": "measuring the lengths of samples",

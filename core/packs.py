@@ -121,21 +121,6 @@ class Packs(Sequence[list[int]]):
         owners[self.indices] = np.repeat(np.arange(len(self)), self.sizes())
         return owners
 
-    def displacements(self) -> IntArray:
-        """
-        Return how far each sample is from its place, packs being read one after the other; shape
-        (num_samples,).
-
-        The place of a sample is the number of samples in packs that have lower indices.
-
-        >>> Packs.from_lists([[0, 4, 5], [2]]).displacements().tolist()
-        [0, 1, 1, 2]
-        """
-        places = np.empty_like(self.indices)
-        places[np.argsort(self.indices, kind="stable")] = np.arange(self.num_samples)
-        moved: IntArray = np.abs(places - np.arange(self.num_samples))
-        return moved
-
     def tolist(self) -> list[list[int]]:
         """Return all packs as lists of ints."""
         return list(self)

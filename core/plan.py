@@ -146,9 +146,8 @@ def build_raw_plan(
     if not policy.packing:
         return one_sample_packs(array, packing_length=policy.packing_length, allow_single_long=allow_single_long)
     long = np.flatnonzero(array >= policy.packing_length)
-    # Over runs, a long sample is a pack of its own by filling one. Where the order counts, it has
-    # its place as well.
-    whole = not long.size or (allow_single_long and (policy.displaces or policy.over_runs))
+    # Over runs, a long sample is a pack of its own by filling one.
+    whole = not long.size or (allow_single_long and policy.over_runs)
     short = np.flatnonzero(array < policy.packing_length)
     packed = slice(None) if whole else short
     tokens = np.minimum(array[packed], policy.packing_length)
@@ -183,7 +182,7 @@ def _grouped(
     }  # fmt: skip
     if policy.replanned:
         return redraw(tokens, epoch=epoch, **needs).packs
-    return pack(tokens, max_displacement=policy.max_displacement, **needs)
+    return pack(tokens, **needs)
 
 
 def _bound(tokens: IntArray, policy: PlanPolicy, *, known: int, effort: float, report: Callable[[str], None]) -> Bound:
@@ -197,15 +196,13 @@ def _bound(tokens: IntArray, policy: PlanPolicy, *, known: int, effort: float, r
         effort: Steps that a search for the bound may take.
         report: Called with a progress message.
     """
-    # A sample that fills a pack is one, wherever its place does not count.
-    full = 0 if policy.displaces else int(np.count_nonzero(tokens == policy.packing_length))
+    full = int(np.count_nonzero(tokens == policy.packing_length))
     report(f"{counted(known - full, 'pack')}, looking for the plan's bound")
     found = find_bound(
         tokens[tokens < policy.packing_length] if full else tokens,
         capacity=policy.packing_length,
         known=known - full,
         effort=effort,
-        max_displacement=policy.max_displacement if policy.displaces else None,
     )
     return attrs.evolve(found, packs=found.packs + full)
 

@@ -9,7 +9,7 @@ import attrs
 
 from packplan.core.fingerprint import Fingerprint, Value
 from packplan.core.lengths import share, whole_number
-from packplan.core.packers import REDRAW_VERSION, algorithm_named, checked_displacement, checked_seed
+from packplan.core.packers import REDRAW_VERSION, algorithm_named, checked_seed
 
 if TYPE_CHECKING:
     from packplan.core.work import WorkModel
@@ -79,18 +79,12 @@ class PlanPolicy:
     work: WorkModel | None = None
     """Work of samples, for algorithms whose packs depend on it. None derives it from lengths."""
 
-    max_displacement: int = 0
-    """
-    Samples that one may be from its place among those in packs, for algorithms that keep the order.
-    """
-
     def __attrs_post_init__(self) -> None:
         share("min_fill_ratio", self.min_fill_ratio)
         share("max_dropped_share", self.max_dropped_share)
         if algorithm_named(self.algorithm).keeps_order and self.replanned:
             message = f"replanned is True, but {self.algorithm} keeps the order of the data, so all epochs pack alike"
             raise ValueError(message)
-        checked_displacement(self.max_displacement, algorithm=self.algorithm)
 
     @property
     def weighs(self) -> bool:
@@ -102,20 +96,14 @@ class PlanPolicy:
         """Whether the packs depend on how many samples have each length, and on their order."""
         return self.packing and algorithm_named(self.algorithm).over_runs
 
-    @property
-    def displaces(self) -> bool:
-        """Whether no sample moves further than `max_displacement`."""
-        return self.packing and algorithm_named(self.algorithm).displaces
-
     def fingerprint(self, lengths_digest: str) -> Fingerprint:
         """
         Return the inputs of the raw plan of stored lengths, without fields that cannot change the
         packs.
 
         The algorithm enters with its version. The ratio enters only if packs are dropped, the seed
-        only if the algorithm or each epoch draws, the work only if it weighs, the displacement only
-        if the algorithm takes one. Without packing, only `packing_length` and `allow_single_long`
-        can change the packs.
+        only if the algorithm or each epoch draws, the work only if it weighs. Without packing, only
+        `packing_length` and `allow_single_long` can change the packs.
         """
         inputs: dict[str, Value] = {
             "lengths": lengths_digest,
@@ -135,8 +123,6 @@ class PlanPolicy:
                 inputs["seed"] = self.seed
             if algorithm.weighs:
                 inputs["work"] = str(self.work)
-            if algorithm.displaces:
-                inputs["max_displacement"] = self.max_displacement
         elif not self.allow_single_long:
             inputs["allow_single_long"] = False
         return Fingerprint(inputs)

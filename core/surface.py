@@ -150,8 +150,7 @@ class PlanTable:
         """Names and values of the figures."""
         raw, summary = self.plan.raw, self.plan.summary
         beyond = len(raw.packs) + len(raw.dropped_packs) - raw.lower_bound
-        order = " in this order" if raw.bound_kind == "order" else ""
-        bound = f"at least {raw.lower_bound:,} in any plan{order}" if beyond else f"no plan{order} has fewer"
+        bound = f"at least {raw.lower_bound:,} in any plan" if beyond else "no plan has fewer"
         if len(raw.dropped_packs):
             bound = f"{len(raw.dropped_packs):,} more are dropped; all samples need at least {raw.lower_bound:,}"
         rows = [

@@ -104,25 +104,6 @@ def fewest(lengths: Sequence[int], capacity: int, loads: tuple[int, ...] = ()) -
     )
 
 
-def fewest_in_order(lengths: Sequence[int], capacity: int, most: int) -> int:
-    """
-    The number of bins of the best packing in which no item moves further than *most*, by
-    exhaustion. The least number of bins and load is kept for each set of packed items.
-    """
-    states = {frozenset[int](): (0, capacity)}
-    for position in range(len(lengths)):
-        following: dict[frozenset[int], tuple[int, int]] = {}
-        for packed, (num, load) in states.items():
-            left = [index for index in range(position + most + 1) if index < len(lengths) and index not in packed]
-            for index in left[:1] if left[0] == position - most else left:
-                fits = load + lengths[index] <= capacity
-                state = (num, load + lengths[index]) if fits else (num + 1, lengths[index])
-                reached = packed | {index}
-                following[reached] = min(state, following.get(reached, state))
-        states = following
-    return states[frozenset(range(len(lengths)))][0]
-
-
 def spread_slowly(sizes: list[int], works: list[int], *, shards: int, num: int, capacity: int) -> list[int] | None:
     """
     Return the microbatch of each sequence as `core.shard.rounds` says it: by descending work, into

@@ -60,7 +60,6 @@ MORE = {
     "training.packing": "training.md#packed-or-padded",
     "training.packing_algorithm": "planner.md#algorithms",
     "training.packing_epochs": "planner.md#other-packs-each-epoch",
-    "training.packing_max_displacement": "planner.md#order",
     "training.packing_balance": "balance.md",
     "training.packing_mode": "modes.md",
     "training.packing_wait_timeout_s": "how-it-works.md#ranks",

@@ -227,8 +227,6 @@ def _gap(view: PlanView) -> Chart:
     short = lengths[(lengths > 0) & (lengths < plan.packing_length)]
     numbers = {"this plan": len(plan.packs) + len(plan.dropped_packs)}
     others = {"best fit": "best_fit_decreasing", "next fit": "concatenative"}
-    if plan.bound_kind == "order":
-        del others["best fit"]  # which may have fewer packs than any in this order
     for name, algorithm in others.items():
         numbers[name] = len(pack(short, capacity=plan.packing_length, algorithm=algorithm)) + len(plan.single_long)
     gaps = {name: number / bound - 1 for name, number in numbers.items()}

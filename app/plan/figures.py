@@ -34,8 +34,7 @@ def deciding(view: PlanView) -> Iterator[FigureRow]:
     if plan.unsupervised_samples:
         yield "  without supervised tokens", f"{plan.unsupervised_samples:,}", "nothing is learned from them"
     if plan.fill_mean is not None and plan.padding_saved is not None:
-        order = f" {BOUNDS['order']}" if plan.bound_kind == "order" else ""
-        bound = f"no plan has fewer than {plan.lower_bound:,}{order}"
+        bound = f"no plan has fewer than {plan.lower_bound:,}"
         yield "packs", f"{plan.num_packs:,}", f"of {counted(plan.packing_length, 'token')}; {bound}"
         yield "  fill", f"{plan.fill_mean:.4f}", f"95 % of packs reach {plan.fill_p5:.4f}"
         yield "  saved against padding", f"{plan.padding_saved:.1%}", "of the positions, estimated"
@@ -139,7 +138,6 @@ def _packs(view: PlanView) -> Iterator[FigureRow]:
     remark = f"tokens; {plan.oversized_packs:,} {exceed} 110 % of the packing length"
     yield "  longest", f"{plan.longest_pack:,}", remark
     yield "  dropped, underfilled", f"{plan.dropped_packs:,}", ""
-    yield "  moved furthest", f"{plan.furthest_moved:,}", "places from its own in the data, if packs are read in order"
     remark = f"dropped ones counted; no plan has fewer than {plan.lower_bound:,} ({BOUNDS[plan.bound_kind]})"
     yield "  above the lower bound", f"{plan.gap:.3%}", remark
     long = "; a long pack counts as full" if plan.long_samples else ""

@@ -154,7 +154,7 @@ def _faults_of_plan(split: GatheredSplit, lengths: StoredLengths, stored: Stored
     if stored.key.inputs["lengths"] != lengths.digest:
         return
     inputs, tokens = stored.key.inputs, lengths.tokens
-    ratio, moved = inputs.get("min_fill_ratio"), inputs.get("max_displacement")
+    ratio = inputs.get("min_fill_ratio")
     faults: list[str] = []
     if split.recipe is None:  # of a recipe, the plans have to be those that are planned again
         faults += plan_faults(
@@ -162,7 +162,6 @@ def _faults_of_plan(split: GatheredSplit, lengths: StoredLengths, stored: Stored
             tokens,
             packed=bool(inputs["packing"]),
             min_fill_ratio=None if ratio is None else str(ratio),
-            max_displacement=None if moved is None else int(moved),
         )
     is_sound = not differences and not faults
     supervised = column(lengths.rows.table, "supervised") if split.name == "train" else None

@@ -35,7 +35,6 @@ BOUNDS: Mapping[BoundKind, str] = MappingProxyType(
         "quick": "quick bound",
         "relaxation": "linear relaxation",
         "reached": "a packing reaches it",
-        "order": "in this order",
     }
 )
 """Words for each kind of lower bound."""
@@ -213,22 +212,14 @@ def _describe_packs(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]
             )
         else:
             yield _note(line)
-    if policy.displaces:
-        yield _note(
-            f"no sample is more than {counted(policy.max_displacement, 'place')} from its own in the data; "
-            "training keeps this order under training.train_dataloader_shuffle: false"
-        )
     low = low_fill(raw, lengths)
     if low is not None:
         yield _warning(f"fill is {low.fill:.4f}, since {_reason(low, policy)}")
 
 
 def _reason(low: LowFill, policy: PlanPolicy) -> str:
-    longer, order = "a higher template.max_length may fit them (packplan plan whatif compares)", ""
+    longer = "a higher template.max_length may fit them (packplan plan whatif compares)"
     way = "no other finds fewer" if policy.algorithm == "certified" else "certified finds the fewest"
-    if policy.displaces:
-        longer = way = "a higher training.packing_max_displacement may need fewer"
-        order = f" {BOUNDS['order']}"
     if low.reason == "algorithm":
         return (
             f"training.packing_algorithm {policy.algorithm} makes {counted(low.num_packs, 'pack')} of samples for "
@@ -242,7 +233,7 @@ def _reason(low: LowFill, policy: PlanPolicy) -> str:
         )
     return (
         f"the lengths (median {low.median:,} tokens) do not add up to the packing length, and no plan has fewer than "
-        f"{counted(low.lower_bound, 'pack')} of them{order}; {longer}"
+        f"{counted(low.lower_bound, 'pack')} of them; {longer}"
     )
 
 

@@ -66,7 +66,6 @@ def faults(config: RunConfig) -> Iterator[Fault]:
     yield from _split_faults(config.custom)
     yield from _video_faults(config.template)
     yield from _step_faults(config.training)
-    yield from _order_faults(config)
     yield from _mode_faults(config)
     yield from _epoch_faults(config)
     yield from _tuner_faults(config.training)
@@ -135,21 +134,6 @@ def _step_faults(training: TrainingConfig) -> Iterator[Fault]:
     if training.packing and training.trainer.get("enable_channel_loss"):
         reason = "logs a loss per channel, but under packing only aggregate metrics are logged"
         yield Fault("training.enable_channel_loss", f"{reason}: remove it, or set training.packing: false")
-
-
-def _order_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield faults in how far samples may be from their places."""
-    training, key = config.training, "training.packing_max_displacement"
-    is_stream = config.custom.trainer_variant == "rollout"
-    if is_stream or not training.packing or training.packing_algorithm not in ALGORITHMS:
-        return
-    displaces = ALGORITHMS[training.packing_algorithm].displaces
-    if training.packing_max_displacement is not None and not displaces:
-        reason = f"is not kept by training.packing_algorithm {training.packing_algorithm}: set that to ordered"
-        yield Fault(key, f"{reason}, or remove this")
-    if displaces and training.packing_group_by_work and not training.trainer.get("train_dataloader_shuffle", True):
-        reason = "moves packs between steps, but training.packing_algorithm ordered keeps them in place: remove it"
-        yield Fault("training.packing_group_by_work", reason)
 
 
 def _mode_faults(config: RunConfig) -> Iterator[Fault]:

@@ -37,7 +37,6 @@ def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None)
         replanned=training.packing_epochs == "replanned" and is_train,
         refuse_longer=config.template.truncation_strategy == "raise",
         work=work,
-        max_displacement=training.packing_max_displacement or 0,
     )
 
 

@@ -51,7 +51,6 @@ _KEYS_OF_PLANS: Mapping[str, str] = MappingProxyType(
     {
         "algorithm": "training.packing_algorithm",
         "allow_single_long": "training.packing_allow_single_long",
-        "max_displacement": "training.packing_max_displacement",
         "min_fill_ratio": "training.packing_min_fill_ratio",
         "mix": "custom.fusion_config",
         "mix_seed": "training.seed",

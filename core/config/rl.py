@@ -15,7 +15,6 @@ from packplan.core.config.run import RunConfig
 from packplan.core.errors import Fault
 from packplan.core.packers import ALGORITHMS
 
-_OF_BATCHES = [name for name, algorithm in ALGORITHMS.items() if not algorithm.displaces]
 """Packing algorithms of an RL batch, whose sequences have no order to keep."""
 
 
@@ -35,8 +34,8 @@ class SequencePackingConfig:
     `train_mb_tokens`.
     """
 
-    algorithm: str = key("modified_first_fit_decreasing", check=one_of(_OF_BATCHES))
-    """How sequences are packed: as `training.packing_algorithm`, but not `ordered`."""
+    algorithm: str = key("modified_first_fit_decreasing", check=one_of(ALGORITHMS))
+    """How sequences are packed: as `training.packing_algorithm`."""
 
     sequence_length_round: int = key(1, check=at_least(1))
     """Each sequence counts as rounded up to a multiple of it."""

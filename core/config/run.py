@@ -349,18 +349,7 @@ class TrainingConfig:
     )
     """
     One of `core.packers.ALGORITHMS`. `certified` finds the fewest packs; `balanced` makes packs of
-    equal work, at most 0.5 % more; `ordered` keeps samples near their places in the data.
-    """
-
-    packing_max_displacement: int | None = key(
-        None,
-        plan=True,
-        check=at_least(0),
-        stream="is kept by static plans alone, and the rollout variant packs while it trains",
-    )
-    """
-    Samples that one may be from its place in the data, under `packing_algorithm: ordered`; unset,
-    0. Training reads that order with `train_dataloader_shuffle: false`.
+    equal work, at most 0.5 % more.
     """
 
     packing_epochs: Literal["same", "replanned"] = key(

@@ -19,22 +19,19 @@ def plan_faults(
     *,
     packed: bool = True,
     min_fill_ratio: float | str | Decimal | None = None,
-    max_displacement: int | None = None,
 ) -> Iterator[str]:
     """
     Yield every invariant that a plan breaks, with the first place.
 
     Each sample is exactly once in a pack, dropped, or skipped. Packs are in canonical order and
     within the packing length. A long sample is alone. The fill filter keeps packs at or above the
-    ratio, and drops those below. No sample moves further than is allowed. Counts are those of
-    the packs.
+    ratio, and drops those below. Counts are those of the packs.
 
     Args:
         plan: Plan to check.
         lengths: Tokens of each record, 0 for one that is no sample.
         packed: Whether samples share packs; if not, each is alone, whatever its length.
         min_fill_ratio: Ratio of the fill filter; None if no pack may be dropped.
-        max_displacement: Samples that one may be from its place; None if the plan keeps no order.
     """
     array = as_lengths(lengths, least=0)
     everywhere = np.concatenate(
@@ -62,8 +59,6 @@ def plan_faults(
     yield from _budget_faults(plan, array, packed=packed)
     if packed:
         yield from _filter_faults(plan, array, min_fill_ratio)
-    if max_displacement is not None:
-        yield from _displacement_faults(plan.packs, max_displacement)
     yield from _count_faults(plan, array)
 
 
@@ -107,13 +102,6 @@ def _filter_faults(plan: RawPlan, lengths: IntArray, ratio: float | str | Decima
     enough = plan.dropped_packs.loads(lengths) >= least
     if enough.any():
         yield f"dropped pack {int(np.argmax(enough))} is not filled below {ratio}, but was dropped"
-
-
-def _displacement_faults(packs: Packs, max_displacement: int) -> Iterator[str]:
-    moved = packs.displacements()
-    if moved.max() > max_displacement:
-        index = packs.indices[np.argmax(moved)]
-        yield f"sample {index} is {moved.max():,} from its place, over max_displacement {max_displacement:,}"
 
 
 def _count_faults(plan: RawPlan, lengths: IntArray) -> Iterator[str]:

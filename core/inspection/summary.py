@@ -77,12 +77,6 @@ class PlanSummary:
     oversized_packs: int
     """Packs of more than 1.1 times the packing length, each a long sample."""
 
-    furthest_moved: int
-    """
-    Samples between the place of one in the data and its position if packs are read one after the
-    other, at most.
-    """
-
     sample_coverage: float
     """Planned samples over all samples."""
 
@@ -238,7 +232,6 @@ def summarise(
         dropped_packs=len(plan.dropped_packs),
         longest_pack=longest.tokens,
         oversized_packs=longest.num_oversized,
-        furthest_moved=int(plan.packs.displacements().max()),
         sample_coverage=plan.planned_samples / plan.num_samples,
         token_coverage=plan.planned_tokens / plan.num_tokens,
         samples_per_pack=samples_per_pack,

@@ -28,7 +28,6 @@ __all__ = [
     "Level",
     "Redrawn",
     "algorithm_named",
-    "checked_displacement",
     "checked_seed",
     "function_named",
     "pack",
@@ -60,11 +59,6 @@ class Algorithm:
     weighs: bool = False
     """Whether the packs depend on the work of the samples. The function then takes `works`."""
 
-    displaces: bool = False
-    """
-    Whether no sample moves further than a displacement. The function then takes `max_displacement`.
-    """
-
     reports: bool = False
     """Whether it takes long and reports progress. The function then takes `report`."""
 
@@ -79,7 +73,6 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         "first_fit_decreasing": Algorithm("1", over_runs=True),
         "modified_first_fit_decreasing": Algorithm("1", over_runs=True),
         "concatenative": Algorithm("1", keeps_order=True),
-        "ordered": Algorithm("1", keeps_order=True, displaces=True),
         "first_fit_shuffle": Algorithm("1", draws=True),
         "balanced": Algorithm("3", weighs=True, reports=True),
         "certified": Algorithm(f"1, scipy {scipy.__version__}", draws=True, reports=True),
@@ -149,18 +142,6 @@ def works_for(algorithm: str, works: Any, num: int) -> NDArray[np.float64] | Non
     return checked_works(works, num, of="samples")
 
 
-def checked_displacement(max_displacement: int, *, algorithm: str) -> int:
-    """
-    Return *max_displacement* if it is a whole number from 0 that the algorithm keeps; ValueError
-    otherwise.
-    """
-    num = whole_number("max_displacement", max_displacement, least=0)
-    if num and not algorithm_named(algorithm).displaces:
-        message = f"max_displacement is {num}, but {algorithm} keeps no order: take algorithm='ordered', or give none"
-        raise ValueError(message)
-    return num
-
-
 def pack(
     lengths: Lengths,
     *,
@@ -170,7 +151,6 @@ def pack(
     min_bin_count: int = 1,
     bin_count_multiple: int = 1,
     works: NDArray[np.number] | Sequence[float] | None = None,
-    max_displacement: int = 0,
     report: Callable[[str], None] = lambda _: None,
 ) -> Packs:
     """
@@ -186,17 +166,14 @@ def pack(
         bin_count_multiple: The number of packs becomes a multiple of this, in the same way.
         works: Work of each sample, >= 0 in any unit, for `balanced`. None takes tokens and squares
             of lengths in the proportion of an ordinary model.
-        max_displacement: Samples that one may be from its place, for `ordered`. Its place is its
-            index, and its position where it comes if packs are read one after the other.
         report: Called with a progress message, by `certified` and `balanced`.
 
     Raises:
         ArgumentError: A length is not a whole number from 1 to *capacity*.
         ArgumentError: The number of works differs from that of lengths, or one is negative or not
             finite.
-        ValueError: Works are given to an algorithm whose packs do not depend on them, or a
-            displacement to one that keeps no order, or packs would be split that keep one.
-            More packs are wanted than there are samples.
+        ValueError: Works are given to an algorithm whose packs do not depend on them. More packs
+            are wanted than there are samples.
 
     >>> pack([60, 20, 50, 30, 40, 40], capacity=80).tolist()
     [[0, 1], [2, 3], [4, 5]]
@@ -206,19 +183,13 @@ def pack(
     bin_count_multiple = whole_number("bin_count_multiple", bin_count_multiple)
     seed = checked_seed(seed)
     chosen = algorithm_named(algorithm)
-    max_displacement = checked_displacement(max_displacement, algorithm=algorithm)
     array = lengths_up_to(lengths, capacity=capacity)
     weights = works_for(algorithm, works, array.size)
-    if chosen.displaces and (min_bin_count, bin_count_multiple) != (1, 1):
-        message = f"min_bin_count and bin_count_multiple split packs, whose order {algorithm} keeps: give neither"
-        raise ValueError(message)
     needs: dict[str, Any] = {}
     if chosen.draws:
         needs["seed"] = seed
     if chosen.weighs:
         needs["works"] = weights
-    if chosen.displaces:
-        needs["max_displacement"] = max_displacement
     if chosen.reports:
         needs["report"] = report
     packs = Packs.from_lists([])

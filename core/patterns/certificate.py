@@ -14,7 +14,7 @@ from packplan.core.patterns.quick_bounds import quick_bound
 from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_RUNS, relax
 from packplan.core.runs import Runs
 
-BoundKind = Literal["quick", "relaxation", "reached", "order"]
+BoundKind = Literal["quick", "relaxation", "reached"]
 """
 Kind of a lower bound. `quick`: the better of L2 and dual-feasible functions. `relaxation`: the
 linear relaxation over patterns. `reached`: a packing has this number of packs, so both are optimal.

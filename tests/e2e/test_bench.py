@@ -70,20 +70,6 @@ def test_draws_are_compared_with_the_algorithms_own_packs(document):
         assert 0 <= row["again_share"] < 1
 
 
-def test_fill_is_measured_over_displacement(capsys):
-    """At 0 next fit, at last any order; each with a bound of its own."""
-    assert 0 == main(["order", "--lengths", "detcap", "--displacements", "0", "4", "--json"])
-    rows = json.loads(capsys.readouterr().out)["rows"]
-
-    assert [0, 4, 2311] == [row["displacement"] for row in rows]
-    assert sorted(rows, key=lambda row: row["fill"]) == rows
-    assert all(row["packs"] >= row["lower_bound"] > 0 for row in rows)
-    assert all(row["fill"] * row["packs"] == pytest.approx(row["fill_at_most"] * row["lower_bound"]) for row in rows)
-    assert rows[0]["packs"] == rows[0]["lower_bound"]
-    assert 0 == main(["order", "--lengths", "sft", "--samples", "900", "--displacements", "1"])
-    assert "| sft-2048 |     900 |          any |" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "wrong", [["planner", "--samples", "0"], ["planner", "--seed", "-1"], ["train", "--width", "100"]]
 )

@@ -487,32 +487,12 @@ def test_which_bound_is_shown_is_said(store, said, shown):
     narrow = np.random.default_rng(7).normal(8192 / 5.4, 8192 / 50, 300).astype(int).tolist()
     quick = store(name="narrow", lengths=narrow, template={"max_length": 8192}, training={"packing_drop_last": False})
 
-    ordered = store(name="ordered", training={"packing_algorithm": "ordered"})
-
     for path, kind, words in (
         (store(), "reached", "a packing reaches it"),
         (quick, "quick", "quick bound"),
-        (ordered, "order", "in this order"),
     ):
         assert kind == shown(path)["plan"]["bound_kind"]
         assert words in in_words(said("show", path, "--all"))
-
-
-def test_the_order_of_a_plan_is_shown(store, said, shown, page):
-    """How far samples move, and a bound that other planners of other orders may go below."""
-    lengths = [60, 60, 60, 20, 20, 20, 50, 30] * 4
-    training = {"packing_algorithm": "ordered", "packing_max_displacement": 2, "packing_drop_last": False}
-    for most in (2, 0):
-        path = store(name=f"by{most}", lengths=lengths, training={**training, "packing_max_displacement": most})
-        plan = shown(path)["plan"]
-        text = page(path)
-
-        assert most == plan["furthest_moved"]
-        assert f"moved furthest {most} places from its own" in in_words(said("show", path, "--all"))
-        assert ("best fit" in text) == (plan["bound_kind"] != "order") == bool(most)
-        assert (f"no plan has fewer than {plan['lower_bound']} in this order" in in_words(said("show", path))) != most
-    alternatives = json.loads(said("whatif", path, "--max-length", "80,100", "--json"))["alternatives"]
-    assert [0, 0] == [one["plan"]["furthest_moved"] for one in alternatives]
 
 
 @pytest.mark.parametrize(
@@ -524,11 +504,6 @@ def test_the_order_of_a_plan_is_shown(store, said, shown, page):
             [50, 40, 30, 40] * 80,
             {"packing_algorithm": "concatenative"},
             "concatenative makes .* certified finds the fewest",
-        ),
-        (
-            [50, 40, 30, 40] * 80,
-            {"packing_algorithm": "ordered", "packing_max_displacement": 0},
-            "do not add up .* in this order; a higher training.packing_max_displacement may need fewer",
         ),
     ],
 )

@@ -160,21 +160,6 @@ def test_a_plan_that_breaks_a_law_is_found(built):
     assert any("num_tokens" in one for one in found(built, ListSource(LENGTHS)))
 
 
-def test_a_plan_that_moves_a_sample_too_far_is_found(tmp_path):
-    """Its packs hold all laws of a plan that keeps no order."""
-    lengths, options = [60, 60, 60, 20], {"algorithm": "ordered", "max_displacement": 1}
-    source = ListSource(lengths)
-    build(tmp_path, source, **options)
-    assert [] == found(tmp_path, source, **options)
-    digest = DiskLengthStore(tmp_path).inspect().digest
-
-    unordered = build_raw_plan(lengths, packing_length=80)
-    DiskPlanStore(tmp_path).save(policy(**options).fingerprint(digest), unordered)
-
-    assert [[0, 3], [1], [2]] == unordered.packs.tolist()
-    assert any("sample 3 is 2 from its place, over" in one for one in found(tmp_path, source, **options))
-
-
 def test_another_plan_under_the_same_name_is_found(tmp_path):
     """It keeps every law, but is not the one that the algorithm gives."""
     lengths = [40, 40, 40, 40]

@@ -179,7 +179,7 @@ CALLS = {
          "num_train_epochs": 1, "works": np.ones(3)},
     ),
     "Plan.schedule": (pp.plan(L, 9).schedule, {}),
-    "PlanPolicy": (partial(pp.PlanPolicy, algorithm="ordered"), {"packing_length": 9}),
+    "PlanPolicy": (pp.PlanPolicy, {"packing_length": 9}),
 }  # fmt: skip
 """Public name -> call, and its arguments that have no default."""
 

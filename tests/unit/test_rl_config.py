@@ -47,7 +47,6 @@ def test_each_mode_is_accepted(parsed, policy):
     [
         ({"policy": {**PACKING, **DYNAMIC}}, "policy.dynamic_batching", "and policy.sequence_packing exclude"),
         ({"policy": {"sequence_packing": {"algorithm": "tetris"}}}, "policy.sequence_packing.algorithm", "is 'tetris'"),
-        ({"policy": {"sequence_packing": {"algorithm": "ordered"}}}, "policy.sequence_packing.algorithm", "one of"),
         ({"policy": {"sequence_packing": {"train_mb_tokens": 0}}}, "policy.sequence_packing.train_mb_tokens", "is 0"),
         ({"policy": {"sequence_pakcing": {}}}, "policy.sequence_pakcing", "did you mean sequence_packing"),
         ({"policy": {"dynamic_batching": True}}, "policy.dynamic_batching", "has to be a section of keys"),
