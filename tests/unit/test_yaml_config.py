@@ -106,7 +106,6 @@ def test_all_faults_are_reported_at_once_with_path_and_remedy():
         ({"custom.dataset": ["a#0"], "custom.train_jsonl": None}, {"custom.dataset": "has a#0, which asks for #0"}),
         ({"custom.train_jsonl": None, "custom.dataset": ["a"], "custom.fusion_config": "mix"},
          {"custom.fusion_config": "and custom.dataset both name the data"}),
-        ({"custom.fusion_config": "mix.yaml"}, {"custom.fusion_config": "write an epoch's mix to one JSONL"}),
         ({"custom.fusion_config": "mix.yaml", "custom.train_jsonl": None},
          {"custom.fusion_config": "set custom.fusion_schedule: planned, which plans each epoch"}),
         ({"custom.fusion_config": "mix.yaml", "custom.fusion_schedule": "planned"},
