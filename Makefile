@@ -52,7 +52,7 @@ lint: $(READY)
 	$(VENV)/bin/lint-imports
 
 reference: $(READY)
-	$(RUN) -m tools.configuration docs/configuration.md docs/mixing.md adapters/config/trainer_keys.json adapters/config/grpo_keys.json adapters/conversion/swift_arguments.json
+	$(RUN) -m tools.configuration docs/configuration.md docs/mixing.md adapters/config/trainer_keys.json adapters/config/grpo_keys.json
 
 # Takes long: every family that transformers knows is probed.
 models: $(READY)

@@ -61,7 +61,7 @@ def model_sizes(model: ModelConfig) -> Mapping[str, Any]:
         if is_id(model.model):
             reason = (
                 f"is {model.model}, which is no folder here, and no local cache holds it: download it with "
-                f"`{download_command(model.model, 'model')}`, or set model.download: true"
+                f"`{download_command(model.model)}`, or set model.download: true"
             )
             raise ConfigError.at("model.model", reason) from None
         reason = f"{model.model} is no folder with a config.json that names a model_type"

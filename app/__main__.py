@@ -21,7 +21,6 @@ COMMANDS = MappingProxyType(
         "measure": ("packplan.app.measure", "write the exact lengths of records as a table, for any tool"),
         "check": ("packplan.app.check", "show that packed training is the same training, on your own model"),
         "probe": ("packplan.app.probe", "prove that a model keeps packed samples apart, or show where they mix"),
-        "convert": ("packplan.app.convert", "make a run of a command, a script or a YAML of ms-swift"),
         "export": ("packplan.app.export", "write the rows of a command of ms-swift with their lengths"),
         "plugin": ("packplan.app.plugin", "train planned packs inside swift sft, by one more flag"),
         "rl": ("packplan.app.rl", "train on the model's own answers, by TRL, in packed microbatches"),

@@ -1,6 +1,6 @@
 """
-Write the rows of a command of ms-swift with their lengths: `packplan export train.sh
---cached-dataset FOLDER`.
+Write the rows of a command of ms-swift with their lengths: `packplan export --cached-dataset FOLDER
+swift sft --model ...`.
 
 Then `swift sft --cached_dataset FOLDER`, instead of `--dataset`, encodes no row before it trains.
 The lengths are those of `packplan plan build`, which this does first; rows that ms-swift leaves out
@@ -9,12 +9,13 @@ are left out.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from packplan.adapters.progress import loading_libraries
-from packplan.app.cli.command import add_logging_options, command_parser, run_command
-from packplan.app.wiring.commands import require_command
+from packplan.app.cli.command import add_logging_options, command_parser, run_command, world_size
+from packplan.app.wiring.commands import require_command, split_command
 from packplan.core.errors import ConfigError, counted
 
 
@@ -22,21 +23,23 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = command_parser("export", __doc__)
     parser.add_argument(
-        "source", nargs="+", metavar="train.sh", help="a script, a YAML for ms-swift, or a command, after --"
+        "source", metavar="swift sft ...", help="the words of a command, at the end, or the folder of its plan"
     )
     parser.add_argument("--cached-dataset", type=Path, required=True, metavar="FOLDER", help="folder to make")
+    parser.add_argument("--world-size", type=world_size, metavar="N", help="ranks (default: those of the command)")
     add_logging_options(parser)
-    options = parser.parse_args(arguments)
-    return run_command(
-        lambda: run(options.source, options.cached_dataset), verbose=options.verbose, quiet=options.quiet
-    )
+    own, words = split_command(arguments)
+    options = parser.parse_intermixed_args(own)
+
+    return run_command(lambda: run(options, words), verbose=options.verbose, quiet=options.quiet)
 
 
-def run(words: Sequence[str], folder: Path) -> None:
+def run(options: argparse.Namespace, words: Sequence[str]) -> None:
     """Measure, plan and write; ConfigError if the folder exists."""
+    folder: Path = options.cached_dataset
     if folder.exists():
         raise ConfigError.at("--cached-dataset", f"is {folder}, which exists: name a new folder, or remove it")
-    config = require_command(words[0], words[1:])
+    config = require_command(options.source, words, world_size=options.world_size)
     if not config.command.num_parts:
         reason = (
             "has rows that are encoded in full to be measured: write them with swift export --to_cached_dataset true"

@@ -3,9 +3,10 @@ Write the plugin that trains planned packs inside another tool's own command.
 
 `packplan plugin swift -o plugin.py`, then `swift sft ... --packing true --external_plugins
 plugin.py`: see docs/use-it-in/swift.md. Types of `swift rlhf` other than dpo take the plugin
-without `--packing`: they train their own batches, and compute no padding. With a command, as in
-`packplan plugin swift train.sh`, the command is planned first, and the plugin takes this plan
-alone: other data, arguments or ranks are refused.
+without `--packing`: they train their own batches, and compute no padding. With the words of a
+command, as in `packplan plugin swift -o plugin.py swift sft --model ...`, or the folder of its
+plan, the command is planned first, and the plugin takes this plan alone: other data, arguments or
+ranks are refused.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from packplan.adapters.progress import loading_libraries
-from packplan.app.cli.command import add_logging_options, command_parser, run_command
-from packplan.app.wiring.commands import CommandRun, require_command
+from packplan.app.cli.command import add_logging_options, command_parser, run_command, world_size
+from packplan.app.wiring.commands import CommandRun, require_command, split_command
 from packplan.app.wiring.stores import write_new
 from packplan.core.checksum import plan_checksum
 from packplan.core.packs import Packs
@@ -37,8 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = command_parser("plugin", __doc__)
     parser.add_argument("tool", choices=["swift"], help="the tool that trains: swift is ms-swift")
     parser.add_argument(
-        "source", nargs="*", metavar="train.sh",
-        help="a script, a YAML for ms-swift, or a command, after --, whose plan is to be trained alone",
+        "source", nargs="?", metavar="swift sft ...",
+        help="the words of a command, at the end, or the folder of its plan: this plan alone is trained",
     )  # fmt: skip
     parser.add_argument(
         "-o", "--output", type=Path, metavar="plugin.py", default=Path("plugin.py"),
@@ -47,14 +48,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--any-version", action="store_true", help="let it try versions of the tool that it was not shown with"
     )
+    parser.add_argument("--world-size", type=world_size, metavar="N", help="ranks (default: those of the command)")
     add_logging_options(parser)
-    options = parser.parse_args(arguments)
+    own, words = split_command(arguments, skip=1)
+    options = parser.parse_intermixed_args(own)
 
     def command() -> None:
         output: Path = options.output
         given: dict[str, Any] = {}
         if options.source:
-            given["planned"] = planned_of(require_command(options.source[0], options.source[1:]))
+            given["planned"] = planned_of(require_command(options.source, words, world_size=options.world_size))
         if options.any_version:
             given["any_version"] = True
         called = ", ".join(f"{name}={pformat(value, width=100, sort_dicts=False)}" for name, value in given.items())

@@ -25,7 +25,6 @@ from typing import Any
 import attrs
 
 from packplan.adapters.config.trainer_keys import GRPO_TABLE, as_table
-from packplan.adapters.conversion.table import as_table as table_of_arguments
 from packplan.core.config import PathText
 
 _MARKED = re.compile(r"(<!-- keys of ([\w.]+) -->).*?(<!-- end of keys -->)", re.DOTALL)
@@ -43,9 +42,8 @@ _TYPES = {
 
 MORE = {
     "custom.train_jsonl": "records.md",
-    "model.model": "coming-from-ms-swift.md#models-and-data-by-their-ids",
+    "model.model": "coming-from-ms-swift.md#keys-of-a-yaml",
     "model.quant_method": "coming-from-ms-swift.md#tuners",
-    "custom.dataset": "coming-from-ms-swift.md#models-and-data-by-their-ids",
     "training.tuner_type": "coming-from-ms-swift.md#tuners",
     "custom.source_names": "see-a-plan.md#show",
     "custom.columns": "records.md#shapes",
@@ -60,7 +58,7 @@ MORE = {
     "training.packing": "training.md#packed-or-padded",
     "training.packing_algorithm": "planner.md#algorithms",
     "training.packing_epochs": "planner.md#other-packs-each-epoch",
-    "training.packing_balance": "resources.md#work",
+    "training.packing_balance": "balance.md",
     "training.packing_mode": "modes.md",
     "training.packing_wait_timeout_s": "how-it-works.md#ranks",
     "training.eval_packing": "training.md#evaluation",
@@ -87,13 +85,6 @@ def grpo_table() -> str:
     from packplan.app.wiring.grpo import installed_keys
 
     return as_table(installed_keys(), GRPO_TABLE)
-
-
-def arguments_table() -> str:
-    """Return the table of the arguments of `swift sft`, as the installed ms-swift has them."""
-    from packplan.adapters.conversion.installed import installed_arguments
-
-    return table_of_arguments(installed_arguments())
 
 
 def _part(name: str) -> Iterator[str]:
@@ -201,9 +192,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("pages", nargs="+", type=Path, metavar="page.md", help="page or .json table to rewrite")
     for page in parser.parse_args(arguments).pages:
-        tables = {
-            "trainer_keys.json": trainer_table, "grpo_keys.json": grpo_table, "swift_arguments.json": arguments_table,
-        }  # fmt: skip
+        tables = {"trainer_keys.json": trainer_table, "grpo_keys.json": grpo_table}
         write = tables.get(page.name)
         text = rewritten(page.read_text(encoding="utf-8")) if write is None else write()
         page.write_text(text, encoding="utf-8")

@@ -36,7 +36,7 @@ MeasuredBatch = tuple[range, list[Outcome], bytes]
 
 _PROCESSING_PACKAGES = ("ms-swift", "transformers", "tokenizers", "qwen_vl_utils", "pillow", "torchvision")
 
-_PROCESSING_VARIABLES = (
+PROCESSING_VARIABLES = (
     "MAX_PIXELS",
     "MIN_PIXELS",
     "IMAGE_FACTOR",
@@ -129,7 +129,7 @@ class SwiftMeasurer:
         inputs["version.measuring"] = MEASURING
         for package in _PROCESSING_PACKAGES:
             inputs[f"version.{package}"] = installed_version(package)
-        for variable in _PROCESSING_VARIABLES:
+        for variable in PROCESSING_VARIABLES:
             inputs[f"environment.{variable}"] = os.environ.get(variable)
         return Fingerprint(inputs)
 

@@ -4,7 +4,7 @@ Rows of a data set of ms-swift -> samples and measurements, as its own template 
 A row is one sequence, or a pair of two: chosen and rejected. Sequences are measured as samples of
 files are, from texts and headers of images; a row is as long as its sequences together. Rows with
 boxes, videos or sound are encoded in full, and so are those of classifiers, embeddings and
-rerankers.
+rerankers. Rows that ms-swift made of texts by splitting them are encoded already.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class RowsEncoder(SwiftEncoder):
         self.spec, self.template, self.records = spec, template, FileRecords([rows])
         PIL.Image.MAX_IMAGE_PIXELS = spec.custom.max_image_pixels
         self._media, self.num_parts, self.rows = None, rows.num_parts, rows.rows
-        self._writes_text = template.task_type == "causal_lm"
+        self._kind = "split texts" if "input_ids" in rows.rows.column_names else template.task_type
 
     def data_files(self) -> tuple[DataFile, ...]:
         """Return the data set, as one file."""
@@ -99,8 +99,8 @@ class RowsEncoder(SwiftEncoder):
         """
         Return why a row is encoded in full to be measured; None if texts and headers are enough.
         """
-        if not self._writes_text:
-            return f"rows of {self.template.task_type} are encoded in full"
+        if self._kind != "causal_lm":
+            return f"rows of {self._kind} are encoded in full"
         texts = (message["content"] for message in sample["messages"])
         if _OTHERS in sample or any(_IMAGE_PATH in text for text in texts if isinstance(text, str)):
             return f"rows with boxes, videos, sound or {_IMAGE_PATH} are encoded in full"
@@ -118,7 +118,7 @@ class RowsEncoder(SwiftEncoder):
         Raises:
             RecordError: ms-swift does not take it.
         """
-        if not self._writes_text:
+        if self._kind != "causal_lm":
             return {"messages": [], _OTHERS: record}
         with self._encoding(index):
             pair = TemplateInputs.from_dict(record)
@@ -147,9 +147,11 @@ class RowsEncoder(SwiftEncoder):
         held = [{"bytes": image, "path": None} if isinstance(image, bytes) else image for image in images]
         row = {key: value for key, value in sample.items() if key != _OTHERS}
         with self._encoding(index):
-            if not self._writes_text:
-                lengths = self.template.encode(sample[_OTHERS], return_length=True)["lengths"]
-                encoded = {"length": sum(lengths), "input_ids": [], "labels": []}
+            if self._kind == "split texts":
+                encoded = {**sample[_OTHERS], "length": len(sample[_OTHERS]["input_ids"])}
+            elif self._kind != "causal_lm":
+                length = sum(self.template.encode(sample[_OTHERS], return_length=True)["lengths"])
+                encoded = {"length": length, "input_ids": [], "labels": []}
             else:
                 row |= {**sample.get(_OTHERS, {}), "images": held}
                 encoded = dict(self.template.encode(row, return_length=True))
@@ -161,7 +163,7 @@ class RowsEncoder(SwiftEncoder):
         text has one target.
         """
         found = measured(self.template, encoded, images=encoded[IMAGES.counted], videos=0)
-        return found if self._writes_text else attrs.evolve(found, supervised=1)
+        return found if self._kind in {"causal_lm", "split texts"} else attrs.evolve(found, supervised=1)
 
 
 def _located(image: Any) -> Any:
@@ -178,9 +180,8 @@ def _as_sample(held: StdTemplateInputs) -> dict[str, Any]:
     """Return a sequence as the template takes it, without the fields that it lacks."""
     system = [] if held.system is None else [{"role": "system", "content": held.system}]
     sample: dict[str, Any] = {"messages": [*system, *held.messages]}
-    for name in ("images", "tools", "chat_template_kwargs"):
-        if value := getattr(held, name):
-            sample[name] = value
+    plain = ("images", "tools", "chat_template_kwargs")
+    sample |= {name: value for name in plain if (value := getattr(held, name))}
     if others := {name: value for name in _READ_IN_FULL if (value := getattr(held, name))}:
         sample[_OTHERS] = others
     return sample
@@ -290,9 +291,8 @@ def _parts_of(indices: Sequence[int]) -> list[int]:
 
 def _joined(pair: Sequence[Outcome]) -> Outcome:
     """Return the outcome of a pair: bad if a sequence of it is."""
-    for one in pair:
-        if isinstance(one, RecordError):
-            return one
+    if bad := [one for one in pair if isinstance(one, RecordError)]:
+        return bad[0]
     samples = [one for one in pair if isinstance(one, MeasuredSample)]
     return MeasuredSample(
         _sum(one.measurement for one in samples), tuple(fact for one in samples for fact in one.media)

@@ -8,13 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import attrs
+import swift
 from swift.arguments import PretrainArguments, RLHFArguments, SftArguments
 from swift.arguments import sft_args as training
-from swift.dataset import DatasetLoader
+from swift.cli.main import parse_yaml_args
+from swift.dataset import DatasetLoader, EncodePreprocessor
 from swift.pipelines.utils import get_cached_dataset
 from swift.utils import parse_args, seed_everything
 
@@ -25,6 +28,8 @@ from packplan.core.errors import ConfigError, Fault
 from packplan.core.fingerprint import Value
 
 _ARGUMENTS: Mapping[str, type[Any]] = {"sft": SftArguments, "pt": PretrainArguments, "rlhf": RLHFArguments}
+
+COMMAND = "the command"
 
 _UNPLANNED = (
     "_init_deepspeed", "_init_fsdp", "_init_teacher_deepspeed", "_init_device", "_init_swanlab", "_add_version",
@@ -40,21 +45,23 @@ class SwiftCommand:
     arguments: Any
     """Arguments as ms-swift resolves them."""
 
+    words: tuple[str, ...]
+    """The command."""
+
     world_size: int
     """Ranks that it starts."""
 
-    source: str
-    """Name of its script, for errors."""
-
-    names_packing: bool
-    """Whether it says `--packing true`, as training needs it."""
-
     @property
     def num_parts(self) -> int:
-        """Number of sequences of a row: 2 where it is a pair, 0 where rows differ."""
-        if self.arguments.task_type in {"embedding", "reranker", "generative_reranker"}:
+        """Number of sequences of a row: 2 where it is a pair, 0 where rows differ or are split."""
+        if self.splits or self.arguments.task_type in {"embedding", "reranker", "generative_reranker"}:
             return 0
         return 2 if getattr(self.arguments, "rlhf_type", None) else 1
+
+    @property
+    def splits(self) -> bool:
+        """Whether a text of more than `--max_length` becomes several rows."""
+        return bool(self.arguments.truncation_strategy == "split")
 
     @property
     def algorithm(self) -> str:
@@ -67,6 +74,12 @@ class SwiftCommand:
         asked, size = self.arguments.gradient_accumulation_steps, self.arguments.per_device_train_batch_size
         return int(asked) if asked is not None else max(1, math.ceil(16 / size / self.world_size))
 
+    @property
+    def deepspeed(self) -> Any:
+        """Configuration of DeepSpeed, or its file, that of a name of ms-swift too; None without."""
+        named = Path(swift.__file__).parent / "config" / f"{self.arguments.deepspeed}.json"
+        return str(named) if named.is_file() else self.arguments.deepspeed
+
     def inputs(self) -> dict[str, Value]:
         """Return the arguments that lengths depend on, as ms-swift's template gets them."""
         asked = {**self.arguments.get_template_kwargs(), "task_type": self.arguments.task_type, "parts": self.num_parts}
@@ -78,25 +91,31 @@ class SwiftCommand:
 
     def open_template(self) -> Any:
         """Return the template, in training mode; ConfigError if ms-swift refuses it."""
-        with _faults_named(self.source):
+        with _faults_named():
             _, processor = self.arguments.get_model_processor(load_model=False)
             template = self.arguments.get_template(processor)
             template.set_mode("train")  # halves of pairs are encoded one by one
         return template
 
-    def open_rows(self) -> dict[str, Any]:
+    def open_rows(self, template: Any) -> dict[str, Any]:
         """
         Return the rows of `train`, and of `eval` if there are any: `datasets.Dataset`s in the order
-        of ms-swift, without the lengths that a cached data set has of them.
+        of ms-swift, without the lengths that a cached data set has of them. Texts that are split
+        are encoded rows.
+
+        Args:
+            template: Result of `open_template`.
 
         Raises:
             ConfigError: ms-swift cannot load them.
         """
         arguments = self.arguments
-        with _faults_named(self.source):
+        with _faults_named():
             seed_everything(arguments.seed)
             cached = get_cached_dataset(arguments)
             loaded = arguments.load_dataset() if arguments.dataset or arguments.val_dataset else (None, None)
+            if self.splits:
+                loaded = tuple(rows and self._split(template, rows) for rows in loaded)
             several = [
                 [*held, *([more] if more is not None else [])] for held, more in zip(cached, loaded, strict=True)
             ]
@@ -104,23 +123,42 @@ class SwiftCommand:
                 name: DatasetLoader.concat_datasets(held) for name, held in zip(("train", "eval"), several, strict=True)
             }
         if rows["train"] is None:
-            raise ConfigError(self.source, (Fault("--dataset", "has no row that ms-swift can read: look at its log"),))
+            raise ConfigError(COMMAND, (Fault("--dataset", "has no row that ms-swift can read: look at its log"),))
         return {
             name: held.remove_columns([column for column in held.column_names if column in {"lengths", "length"}])
             for name, held in rows.items()
             if held is not None
         }
 
+    def _split(self, template: Any, rows: Any) -> Any:
+        """Return the rows that texts are split into, as ms-swift splits them."""
+        arguments = self.arguments
+        return EncodePreprocessor(template=template)(
+            rows,
+            num_proc=arguments.dataset_num_proc,
+            load_from_cache_file=arguments.load_from_cache_file,
+            strict=arguments.strict,
+            batch_size=1000,
+        )
 
-def read_arguments(task: str, words: Sequence[str], *, world_size: int, source: str) -> SwiftCommand:
+
+def with_file(arguments: Sequence[str]) -> list[str]:
+    """Return arguments with those of a YAML or JSON that stands first, as ms-swift reads it."""
+    given = list(arguments)
+    with _faults_named():
+        parse_yaml_args(given)
+    return given
+
+
+def read_arguments(task: str, arguments: Sequence[str], *, words: Sequence[str], world_size: int) -> SwiftCommand:
     """
     Return a command as ms-swift resolves it, before it loads anything.
 
     Args:
         task: Command of ms-swift: `sft`, `pt` or `rlhf`.
-        words: Words behind it.
+        arguments: Words behind it.
+        words: The whole command.
         world_size: Ranks that it starts.
-        source: Name of its script, for errors.
 
     Raises:
         ConfigError: ms-swift refuses it, or its packs cannot be planned.
@@ -131,34 +169,18 @@ def read_arguments(task: str, words: Sequence[str], *, world_size: int, source: 
     def resolve(arguments: Any) -> None:
         """Refuse a type that is not planned before ms-swift finds something else in it."""
         if faults := tuple(type_faults(arguments)):
-            raise ConfigError(source, faults)
+            raise ConfigError(COMMAND, faults)
         kind.__post_init__(arguments)
 
     planned = type(kind.__name__, (kind,), {**unplanned, "_check_padding_free": _check, "__post_init__": resolve})
-    with _faults_named(source), replaced(training.TrainerFactory, get_training_args=lambda _: SimpleNamespace()):
-        plain, rest = _parsed(planned, [*words, "--packing", "true"], source=source)
+    with _faults_named(), replaced(training.TrainerFactory, get_training_args=lambda _: SimpleNamespace()):
+        try:
+            plain, rest = parse_args(planned, [*arguments, "--packing", "true"])
+        except SystemExit:  # its parser ends the process where it refuses one
+            raise ConfigError(COMMAND, (Fault("ms-swift", "refuses an argument, which it names above"),)) from None
         if rest:
-            raise ConfigError(source, (Fault(rest[0], "is no argument of ms-swift: remove it"),))
-    if plain.truncation_strategy == "split":
-        raise ConfigError(source, (Fault("--truncation_strategy", "is split, which makes several rows of one"),))
-    return SwiftCommand(plain, world_size, source, _says_packing(words))
-
-
-def _parsed(kind: type[Any], words: list[str], *, source: str) -> tuple[Any, list[str]]:
-    """Return ms-swift's arguments of words; its parser ends the process where it refuses one."""
-    try:
-        found: tuple[Any, list[str]] = parse_args(kind, words)
-    except SystemExit:
-        raise ConfigError(source, (Fault("ms-swift", "refuses an argument, which it names above"),)) from None
-    return found
-
-
-def _says_packing(words: Sequence[str]) -> bool:
-    """Return whether words switch packing on."""
-    return any(
-        word == "--packing=true" or (word == "--packing" and following.lower() not in {"false", "0", "no"})
-        for word, following in zip(words, [*words[1:], "--"], strict=True)
-    )
+            raise ConfigError(COMMAND, (Fault(rest[0], "is no argument of ms-swift: remove it"),))
+    return SwiftCommand(plain, tuple(words), world_size)
 
 
 def _check(arguments: Any) -> None:
@@ -172,7 +194,7 @@ def _skip(_: Any) -> None:
 
 
 @contextmanager
-def _faults_named(source: str) -> Iterator[None]:
+def _faults_named() -> Iterator[None]:
     """Raise whatever ms-swift raises as a ConfigError."""
     try:
         yield
@@ -180,4 +202,4 @@ def _faults_named(source: str) -> Iterator[None]:
         raise
     except Exception as error:  # each of its checks raises as it likes
         reason = f"refuses the command: {str(error) or type(error).__name__}"[:500]
-        raise ConfigError(source, (Fault("ms-swift", reason),)) from error
+        raise ConfigError(COMMAND, (Fault("ms-swift", reason),)) from error

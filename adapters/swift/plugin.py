@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -44,6 +45,7 @@ def install(*, planned: Mapping[str, Any] | None = None, any_version: bool = Fal
     plan = _Planning(planned, pipeline.train, pipeline._encode_dataset, pipeline._post_process_datasets)  # noqa: SLF001  # no public names
     sft.PackingDataset, sft.AddLengthPreprocessor = PlannedPacks, AddFacts
     SftArguments._check_padding_free = _method(plan.check)  # noqa: SLF001  # ms-swift's own demands flash attention
+    SftArguments._init_stream = _method(partial(_replace_padding_free, SftArguments._init_stream))  # noqa: SLF001
     pipeline._encode_dataset, pipeline._post_process_datasets = _method(plan.encode), _method(plan.pack)  # noqa: SLF001
     pipeline.train = _method(plan.train)
 
@@ -63,6 +65,19 @@ def _method(step: Callable[..., Any]) -> Callable[..., Any]:
             raise SystemExit(message) from error
 
     return method
+
+
+def _replace_padding_free(resolve: Callable[[Any], None], arguments: Any) -> None:
+    """
+    Take planned packs in the place of `--padding_free`, before ms-swift resolves what depends on
+    packing; types that train their own batches compute no padding anyway.
+    """
+    if arguments.padding_free and own_type(arguments) is None and not arguments.packing:
+        arguments.packing = True
+        size = arguments.per_device_train_batch_size
+        tell(f"planned packs replace --padding_free: --per_device_train_batch_size {size} counts packs, not samples")
+    arguments.padding_free = False
+    resolve(arguments)
 
 
 @attrs.frozen

@@ -27,10 +27,7 @@ _OFF: Mapping[str, str] = MappingProxyType(
 """Arguments that have to be off -> their effect."""
 
 _OFF_OWN: Mapping[str, str] = MappingProxyType(
-    {
-        "padding_free": "leaves padding out already, as the plugin does",
-        "use_ray": "starts processes in which padding was not shown to be left out",
-    }
+    {"use_ray": "starts processes in which padding was not shown to be left out"}
 )
 """The same for types that train their own batches."""
 

@@ -3,8 +3,8 @@ Plan a run before it is paid for: `build` measures and plans as training would; 
 what is stored.
 
 Without a GPU, and without loading a model; all but build, fit and verify load neither torch nor
-ms-swift. In place of a run's YAML, each takes a command of ms-swift too, which ms-swift resolves: a
-script, a YAML for it, or words behind `--`.
+ms-swift. In place of a run's YAML, each takes a command of ms-swift as its last words (`packplan
+plan build swift sft --model ...`), or the folder of a plan that was built for one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 from packplan.app.cli.command import add_logging_options, command_parser, parse_arguments, run_command, run_program
 from packplan.app.plan import build, diff, report, show, verify, whatif
 from packplan.app.plan.forecast import fit, time
+from packplan.app.wiring.commands import split_command
 
 COMMANDS = {
     "build": (build, "measure and plan"),
@@ -37,7 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
         )
         module.add_arguments(command)
         add_logging_options(command)
-    options = parse_arguments(parser, arguments)
+    own, words = split_command(arguments)
+    options = parse_arguments(parser, own)
+    options.overrides += words
     return run_command(lambda: options.run(options), verbose=options.verbose, quiet=options.quiet)
 
 

@@ -30,7 +30,7 @@ from packplan.app.planning.schedule import batch_of, require_static, split_sched
 from packplan.app.planning.split import GatheredSplit, PlannedSplit, plan_split, require_writable
 from packplan.app.wiring import stores
 from packplan.app.wiring.attention import keep_verdict
-from packplan.app.wiring.commands import ranks_of, read_run
+from packplan.app.wiring.commands import keep_command, ranks_of, read_run, require_inputs
 from packplan.app.wiring.mixes import write_records, writing_failures
 from packplan.app.wiring.works import work_of
 from packplan.core.config import RunConfig
@@ -74,10 +74,8 @@ def run(options: argparse.Namespace) -> None:
     if not options.list_failures and (given := [name for name, value in others.items() if value]):
         raise ConfigError.at(given[0], "goes with --list-failures: add it")
     with nullcontext() if options.list_failures else stores.ranks_refuse_together():
-        config = read_run(options.config, options.overrides)
-        ranks = ranks_of(config)
-        if ranks is None:  # ms-swift has looked for the model of its own command
-            stores.require_inputs(config)
+        config = read_run(options.config, options.overrides, world_size=options.world_size)
+        require_inputs(config)
 
         with loading_libraries():
             from packplan.app.wiring.gather import gather
@@ -89,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
     together = {"--split": options.split, "--world-size": options.world_size}
     with joined_ranks(config, use_cpu=True, options=together) as group:
         require_static(config)
-        world_size = options.world_size or ranks or group.world_size
+        world_size = ranks_of(config) or options.world_size or group.world_size
         batch_of(config, world_size=world_size)
         verdict = ask_before_measuring(config)
         gathered = gather(config, measuring_ranks=local_ranks())
@@ -127,10 +125,9 @@ def _list_failures(options: argparse.Namespace, config: RunConfig) -> None:
 
 def _log_next(config: RunConfig, words: list[str], world_size: int) -> None:
     """Log where the plan is, and the commands that show it and train it on so many ranks."""
-    typed = ("-- " if ranks_of(config) and len(words) > 1 else "") + shlex.join(words)
-    train = f"{to_type('sft')} {typed}"
-    if world_size > 1:
-        train = f"torchrun --nproc-per-node {world_size} -m packplan.app.sft {typed}"
+    typed = config.training.output_dir if ranks_of(config) else shlex.join(words)
+    train = f"torchrun --nproc-per-node {world_size} -m packplan.app.sft" if world_size > 1 else to_type("sft")
+    train = f"{train} {typed}"
     if ranks_of(config):
         train = f"the command with --external_plugins plugin.py, which {to_type('plugin')} swift -o plugin.py writes"
     log.info(
@@ -183,6 +180,7 @@ def build(
                     log_schedule(config, schedule)
         if split.recipe is not None:
             _build_epochs(config, split, planned, group=group, deadline=deadline)
+    keep_command(config)
     return built
 
 

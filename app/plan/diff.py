@@ -1,8 +1,9 @@
 """
 Compare two runs: which inputs differ, which samples moved between packs, and which figures changed.
 
-Each is a run.yaml, or the output folder of a run; without a YAML there are no figures of training.
-Overrides are of each that is a YAML. Samples are compared by their place in the data.
+Each is a run.yaml, or the output folder of a run; the second may be the words of a command. Folders
+have no figures of training. Overrides are of each that is a YAML. Samples are compared by their
+place in the data.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from packplan.app.cli.command import add_overrides, positive_number
 from packplan.app.cli.console import plain_console
 from packplan.app.plan.stored import StoredSplit, inspect_plan, open_split
 from packplan.app.wiring import stores
-from packplan.app.wiring.commands import read_run
+from packplan.app.wiring.commands import is_program, read_run
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, Difference
 from packplan.core.fingerprint import field_differences
@@ -76,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Compare, then print."""
-    first, second = (Side.from_name(name, options.overrides) for name in (options.first, options.second))
+    overrides = [] if is_program(options.second) else options.overrides
+    first, second = Side.from_name(options.first, overrides), Side.from_name(options.second, options.overrides)
     if options.overrides and first.config is second.config is None:
         raise ConfigError.at(options.overrides[0], "overrides a key of a YAML, but A and B are folders: remove it")
     both_have_eval = all(stores.has_split(side.output_dir, "eval") for side in (first, second))

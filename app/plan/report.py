@@ -1,6 +1,6 @@
 """
-Write one page about a plan: coverage, drawn packs and their fill, each with its numbers as a table;
-warnings and figures.
+Write one page about a plan: warnings and coverage, figures, and plots, each with its numbers as a
+table.
 
 The page is one HTML file that loads nothing, for light and dark screens, phones, keyboards and
 screen readers.
@@ -15,7 +15,7 @@ from typing import Any
 
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, world_size
-from packplan.app.cli.forecasts import add_price
+from packplan.app.cli.forecasts import TimeOptions, add_price
 from packplan.app.plan.figures import epoch_lines, epoch_rows, figures
 from packplan.app.plan.stored import PlanView, as_document, inspect_plan, splits_of
 from packplan.app.wiring import stores
@@ -40,9 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Open the plans, draw them, and write the page."""
     stores.page_target(options.output)  # before it takes seconds
-    config = read_run(options.config, options.overrides)
+    config = read_run(options.config, options.overrides, world_size=options.world_size)
+    time = TimeOptions(price=options.price)
     views = [
-        inspect_plan(config, split, world_size=options.world_size, price=options.price)
+        inspect_plan(config, split, world_size=options.world_size, time=time)
         for split in splits_of(config, options.split)
     ]
     # Seconds to load, which no other look at a plan needs.
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _as_variables(view: PlanView) -> dict[str, Any]:
     """Return the template variables of a split."""
-    from packplan.app.plan.charts import draw_packs, plot_fill
+    from packplan.app.plan.charts import charts, drawing
 
     plan, schedule, document = view.plan_summary, view.schedule_summary, as_document(view)
     return {
@@ -82,10 +83,11 @@ def _as_variables(view: PlanView) -> dict[str, Any]:
             *([("of a pack is filled, in the mean", f"{plan.fill_mean:.1%}")] if plan.fill_mean is not None else []),
             ("steps in all", f"{schedule.total_steps:,}"),
         ],
+        "drawing": drawing(view),
         "figures": figures(view),
         "epochs": list(epoch_rows(view)),
         "of_epochs": list(epoch_lines(view)),
-        "charts": [draw_packs(view), *([plot_fill(view)] if view.stored.packed else [])],
+        "charts": list(charts(view)),
         "digests": [
             *document["checksums"].items(),
             *((f"fingerprint of the {name}", one["sha256"]) for name, one in document["fingerprints"].items()),

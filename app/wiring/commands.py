@@ -1,30 +1,57 @@
 """
-A command of ms-swift as a run that is planned and not trained: `packplan plan` takes it where it
-takes a YAML.
+A command of ms-swift as a run that is planned and not trained here: `packplan plan build swift sft
+--model ...`.
+
+The words are those that a shell hands over, and ms-swift resolves them itself. Of a launcher's
+words the ranks are read, and no others. The folder of a plan keeps the command that it was built
+for, so that the folder alone names it afterwards.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from packplan.adapters.conversion.source import is_command, read_launch
+from packplan.adapters import files
 from packplan.adapters.progress import loading_libraries
+from packplan.app.wiring import stores
 from packplan.app.wiring.stores import read_config, require_ranks
-from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from packplan.core.conversion import ranks_and_nodes
+from packplan.core.config import TUNERS, CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
     from packplan.adapters.swift.command import SwiftCommand
 
 log = logging.getLogger(__name__)
+
+COMMAND = "the command"
+
+_PROGRAM = re.compile(r"swift|megatron|torchrun|accelerate|deepspeed|python[\d.]*")
+"""Names of programs that begin a command of ms-swift."""
+
+_ENTRY = re.compile(r"(?:.*[/.])?swift[/.]cli[/.](_megatron[/.])?(\w+?)(?:\.py)?")
+"""Module or file that trains without the program `swift`, as `swift.cli.sft`."""
+
+_PLANNED = ("sft", "pt", "rlhf")
+
+_RANKS = ("num_processes", "nproc_per_node", "num_gpus", "nnodes", "num_nodes")
+"""Options of launchers that say ranks: on all machines, on each, or the number of machines."""
+
+_OF_STEP = (
+    "bf16", "fp16", "gradient_checkpointing", "vit_gradient_checkpointing", "optim", "use_liger_kernel", "use_cpu",
+    "fsdp", "data_seed", "train_dataloader_shuffle",
+)  # fmt: skip
+"""Arguments of a step's memory and order that `training.` has under the same name."""
 
 
 @attrs.frozen(kw_only=True)
@@ -38,35 +65,82 @@ class CommandRun(RunConfig):
         """Packs of a rank in one forward pass."""
         return int(self.command.arguments.per_device_train_batch_size)
 
+    def as_traced(self) -> RunConfig:
+        """
+        Return the model and the step of the run, as one of this project.
 
-def read_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
+        Raises:
+            ConfigError: A step is not that of a language model on one pack.
+        """
+        faults = []
+        if self.command.num_parts != 1 or self.command.arguments.task_type != "causal_lm":
+            reason = "trains pairs, another task or split texts, but steps of texts are traced: use a run's YAML"
+            faults.append(Fault("swift", reason))
+        if self.batch_size > 1:
+            reason = f"is {self.batch_size}, but steps of one pack are traced: set it to 1"
+            faults.append(Fault("--per_device_train_batch_size", reason))
+        if faults:
+            raise ConfigError(COMMAND, tuple(faults))
+        return RunConfig(**{field.name: getattr(self, field.name) for field in attrs.fields(RunConfig)})
+
+
+def is_program(word: str) -> bool:
+    """Return whether a word begins a command of ms-swift, and is no name of a run."""
+    return bool(_PROGRAM.fullmatch(Path(word).name)) and ("/" not in word or Path(word).is_file())
+
+
+def split_command(given: Sequence[str] | None, *, skip: int = 0) -> tuple[list[str], list[str]]:
     """
-    Read a run's YAML, or a command of ms-swift.
+    Return the words up to the program of a command, and those behind it, which are the command's.
 
     Args:
-        path: The YAML, a script, a YAML for ms-swift, or the first word of a command.
-        overrides: Values for single keys of a run; or the other words of the command.
+        given: Words of a command line of this project; None takes those of the process.
+        skip: Programs that are named before, and are no command.
+    """
+    words = sys.argv[1:] if given is None else given
+    found = [at for at, word in enumerate(words) if is_program(word)][skip:]
+    end = found[0] + 1 if found else len(words)
+    return list(words[:end]), list(words[end:])
+
+
+def read_run(path: str, words: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
+    """
+    Read a run's YAML, a command of ms-swift, or the folder of a plan that was built for one.
+
+    Args:
+        path: The YAML, the first word of a command, or the folder.
+        words: Values for single keys of the YAML; or the other words of the command.
+        world_size: Ranks of a command; None takes those that it starts.
 
     Raises:
         ConfigError: All faults of the run.
     """
-    if not is_command(path):
-        return read_config(path, overrides)
-    if require_ranks() > 1:
-        raise ConfigError(path, (Fault("torchrun", "starts several ranks, but one plans a command: leave it out"),))
-    if Path(path).exists() and overrides:
-        raise ConfigError(path, (Fault(overrides[0], "is no key of a command: change the command"),))
-    name, launch = read_launch([path, *overrides])
-    per_node, nodes = ranks_and_nodes(launch, source=name)
-    # Read by ms-swift as the command's own would be, some of them when it is imported.
-    os.environ.update({name: word.text for name, word in launch.environment.items()})
-    with loading_libraries():
-        from packplan.adapters.swift.command import read_arguments
-    words = [word.text for word in launch.arguments]
-    command = read_arguments(launch.task, words, world_size=per_node * nodes, source=name)
-    if not command.names_packing:
-        log.warning("%s does not say --packing true, without which ms-swift trains no packs: add it", name)
-    return _as_run(command)
+    if is_program(path):
+        return _read_command([path, *words], world_size)
+    if Path(path).is_dir():
+        return _read_stored(Path(path), words, world_size)
+    if Path(path).suffix == ".sh":
+        reason = "is a script, and none is read: put packplan before its command, as packplan plan build swift sft ..."
+        raise ConfigError(path, (Fault("", reason),))
+    return read_config(path, words)
+
+
+def require_command(path: str, words: Sequence[str] = (), *, world_size: int | None = None) -> CommandRun:
+    """
+    Read a command of ms-swift.
+
+    Args:
+        path: See `read_run`.
+        words: See `read_run`.
+        world_size: See `read_run`.
+
+    Raises:
+        ConfigError: It has faults, or is a run of another kind.
+    """
+    config = read_run(path, words, world_size=world_size)
+    if not isinstance(config, CommandRun):
+        raise ConfigError(path, (Fault("", "is a run of packplan sft: name a command of ms-swift"),))
+    return config
 
 
 def ranks_of(config: RunConfig) -> int | None:
@@ -74,28 +148,129 @@ def ranks_of(config: RunConfig) -> int | None:
     return config.command.world_size if isinstance(config, CommandRun) else None
 
 
-def require_command(path: str, overrides: Sequence[str] = ()) -> CommandRun:
+def _note_of(output_dir: str | Path) -> Path:
+    return Path(output_dir) / "static_packing" / "command.json"
+
+
+def require_inputs(config: RunConfig) -> None:
+    """Refuse a model or data that are not there; ms-swift has looked for those of a command."""
+    if not isinstance(config, CommandRun):
+        stores.require_inputs(config)
+
+
+def keep_command(config: RunConfig) -> None:
     """
-    Read a command of ms-swift, as `read_run` does.
+    Keep the command of a run, if it has one, beside its plan, with the variables that decide how
+    its rows are encoded.
+    """
+    if not isinstance(config, CommandRun):
+        return
+    from packplan.adapters.samples.measurer import PROCESSING_VARIABLES
+
+    note = {
+        "words": config.command.words,
+        "world_size": config.command.world_size,
+        "environment": {name: os.environ[name] for name in PROCESSING_VARIABLES if name in os.environ},
+        "paths": [word for word in config.command.words if not Path(word).is_absolute() and Path(word).exists()],
+    }
+    files.write_bytes(_note_of(config.training.output_dir), json.dumps(note, indent=2).encode())
+
+
+def _read_stored(folder: Path, words: Sequence[str], world_size: int | None) -> CommandRun:
+    """Return the command whose plan a folder holds."""
+    path = _note_of(folder)
+    if not path.is_file():
+        raise ConfigError(str(folder), (Fault("", "holds no plan of a command of ms-swift: name a run's YAML"),))
+    if words:
+        raise ConfigError(str(folder), (Fault(words[0], "is no key of a command: give the command's words instead"),))
+    note = json.loads(path.read_text(encoding="utf-8"))
+    if absent := [one for one in note["paths"] if not Path(one).exists()]:
+        reason = f"has {absent[0]}, which is not here: start in the folder in which the plan was built"
+        raise ConfigError(COMMAND, (Fault("", reason),))
+    os.environ.update(note["environment"])
+    return _read_command(note["words"], world_size or note["world_size"])
+
+
+def _read_command(words: Sequence[str], world_size: int | None) -> CommandRun:
+    """Return a command as ms-swift resolves it."""
+    if require_ranks() > 1:
+        raise ConfigError(COMMAND, (Fault("torchrun", "starts several ranks, but one plans a command: leave it out"),))
+    launcher, task, arguments = _parts_of(words)
+    with loading_libraries():
+        from packplan.adapters.swift.command import read_arguments, with_file
+
+    arguments = with_file(arguments)  # whose variables may say the ranks
+    ranks = world_size or _ranks(launcher, is_swift=not _ENTRY.fullmatch(words[len(launcher)]))
+    command = read_arguments(task, arguments, words=words, world_size=ranks)
+    if not any(word.partition("=")[0] in {"--packing", "--padding_free"} for word in arguments):
+        log.warning("the command does not say --packing true, without which ms-swift trains no packs: add it")
+    return _as_run(command)
+
+
+def _parts_of(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """Return the launcher's words, the command of ms-swift, and its arguments; or ConfigError."""
+    for at, (word, following) in enumerate(pairwise([*words, ""])):
+        entry, is_megatron = _ENTRY.fullmatch(word), Path(word).name == "megatron"
+        if entry is None and not is_megatron and Path(word).name != "swift":
+            continue
+        task = (entry[2] if entry else following).replace("_", "-")
+        if is_megatron or (entry and entry[1]):
+            reason = "is resolved by Megatron alone: add the plugin, which plans its packs when it starts"
+            raise ConfigError(COMMAND, (Fault(f"megatron {task}", reason),))
+        if task not in _PLANNED:
+            reason = f"is not planned: only swift {', swift '.join(_PLANNED)} are"
+            raise ConfigError(COMMAND, (Fault(f"swift {task}", reason),))
+        return list(words[:at]), task, list(words[at + (1 if entry else 2) :])
+    reason = "names no command of ms-swift: write swift sft, or a launcher and .../swift/cli/sft.py"
+    raise ConfigError(COMMAND, (Fault(words[0], reason),))
+
+
+def _ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
+    """
+    Return the ranks that a command starts.
 
     Args:
-        path: A script, a YAML for ms-swift, or the first word of a command.
-        overrides: The other words of the command.
-
-    Raises:
-        ConfigError: It is none, or has faults.
+        launcher: Words before ms-swift's own.
+        is_swift: Whether the program `swift` follows, which starts torchrun where variables say so.
     """
-    config = read_run(path, overrides)
-    if not isinstance(config, CommandRun):
-        raise ConfigError(path, (Fault("", "is a run of packplan sft: name a command of ms-swift"),))
-    return config
+    options = {
+        name.lstrip("-").replace("-", "_"): value if equals else following
+        for word, following in pairwise([*launcher, ""])
+        for name, equals, value in [word.partition("=")]
+        if word.startswith("-")
+    }
+    named: list[str] = [name for name in _RANKS if name in options]
+    starters = {Path(word).name for word in launcher} & {"accelerate", "deepspeed"}
+    if starters and not {"num_processes", "num_gpus"} & {*named}:
+        reason = "does not say its ranks: give them by --world-size, before the command"
+        raise ConfigError(COMMAND, (Fault(min(starters), reason),))
+    if not named and is_swift:
+        options = {"nproc_per_node": os.environ.get("NPROC_PER_NODE", "1"), "nnodes": os.environ.get("NNODES", "1")}
+        named = [*options]
+    ranks = 1
+    for name in named[:1] if "num_processes" in named else named:  # that is the number on all machines
+        if not options[name].isdecimal() or not int(options[name]):
+            reason = f"is {options[name]}, which is no number of ranks: give it by --world-size, before the command"
+            raise ConfigError(COMMAND, (Fault(name, reason),))
+        ranks *= int(options[name])
+    return ranks
 
 
 def _as_run(command: SwiftCommand) -> CommandRun:
-    """Return the data, packs and schedule of a command by the keys of a run."""
+    """Return the data, packs, schedule and step of a command by the keys of a run."""
     arguments = command.arguments
+    shared = {field.name for field in attrs.fields(TrainingConfig)} - {"resume_from_checkpoint", "trainer"}
+    values = {name: value for name in shared if (value := getattr(arguments, name, None)) is not None}
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    if not arguments.model_meta.is_multimodal:
+        values |= dict.fromkeys(("freeze_llm", "freeze_vit", "freeze_aligner"), False)
+    trainer = {name: value for name in _OF_STEP if (value := getattr(arguments, name, None)) is not None}
     return CommandRun(
-        model=ModelConfig(model=arguments.model_dir, model_type=arguments.model_type),
+        model=ModelConfig(
+            model=arguments.model_dir,
+            model_type=arguments.model_type,
+            torch_dtype=str(arguments.torch_dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        ),
         template=TemplateConfig(
             template=arguments.template,
             max_length=arguments.packing_length,
@@ -111,25 +286,17 @@ def _as_run(command: SwiftCommand) -> CommandRun:
             max_bad_share=Decimal(1),
         ),
         training=TrainingConfig(
-            output_dir=arguments.output_dir,
-            packing_algorithm=command.algorithm,
-            packing_min_fill_ratio=Decimal(0),
-            packing_balance="none",
-            eval_packing=True,
-            per_device_train_batch_size=arguments.per_device_train_batch_size,
-            gradient_accumulation_steps=command.gradient_accumulation_steps,
-            dataloader_drop_last=arguments.dataloader_drop_last,
-            num_train_epochs=arguments.num_train_epochs,
-            max_steps=arguments.max_steps,
-            seed=arguments.seed,
-            tuner_type="full" if arguments.tuner_type == "full" else "lora",
-            freeze_llm=arguments.freeze_llm,
-            freeze_vit=arguments.freeze_vit,
-            trainer={
-                name: value
-                for name in ("data_seed", "train_dataloader_shuffle")
-                if (value := getattr(arguments, name)) is not None
-            },
+            **values
+            | {
+                "packing_algorithm": command.algorithm,
+                "packing_min_fill_ratio": Decimal(0),
+                "packing_balance": "none",
+                "eval_packing": True,
+                "gradient_accumulation_steps": command.gradient_accumulation_steps,
+                "tuner_type": arguments.tuner_type if arguments.tuner_type in TUNERS else "lora",
+                "init_weights": None if arguments.init_weights in {True, "true"} else arguments.init_weights,
+                "trainer": trainer | {"deepspeed": command.deepspeed},
+            }
         ),
         command=command,
     )

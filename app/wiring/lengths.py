@@ -19,9 +19,9 @@ from packplan.adapters.samples.remote.transport import traffic
 from packplan.adapters.stores.length_table import read_length_table, read_length_table_key, write_length_table
 from packplan.app.planning.known_lengths import PartlyKnownSource
 from packplan.app.planning.split import GatheredSplit
-from packplan.app.wiring.inputs import entry_of, is_entry, records_cache, with_inputs
+from packplan.app.wiring.inputs import records_cache, with_inputs
 from packplan.app.wiring.stores import trainer_keys
-from packplan.core.config import CustomConfig, RunConfig
+from packplan.core.config import RunConfig
 from packplan.core.errors import ArgumentError, ConfigError, StaleError
 from packplan.core.ports import LengthSource, Stored
 from packplan.core.samples import KnownLengths, media_identity, num_media
@@ -65,7 +65,12 @@ def measuring_run(
     config = parse_config(document, path or "packplan measure", trainer_keys(), overrides=named)
     traffic.reset()
     if data:
-        config = attrs.evolve(config, custom=_with_data(config.custom, tuple(data)))
+        names = {name: source for name, source in config.custom.source_names.items() if name in data}
+        custom = attrs.evolve(
+            config.custom, train_jsonl=tuple(data), val_jsonl=(), fusion_config=None, fusion_schedule=None,
+            source_names=names,
+        )  # fmt: skip
+        config = attrs.evolve(config, custom=custom)
     config = with_inputs(config)
     custom, training = config.custom, config.training
     paths = tuple(dict.fromkeys([*custom.train_jsonl, *custom.val_jsonl]))
@@ -78,26 +83,6 @@ def measuring_run(
     training = attrs.evolve(training, output_dir=str(store_folder(output)))
     changed = attrs.evolve(config, custom=custom, training=training)
     return MeasuringRun(**{field.name: getattr(changed, field.name) for field in attrs.fields(RunConfig)})
-
-
-def _with_data(custom: CustomConfig, data: tuple[str, ...]) -> CustomConfig:
-    """Return the data of a run that measures *data*, and no others."""
-    try:
-        entries = data if any(map(is_entry, data)) else ()
-        _ = [*map(entry_of, entries)]
-    except ValueError as error:
-        raise ConfigError.at("DATA", str(error)) from None
-    return attrs.evolve(
-        custom,
-        train_jsonl=() if entries else data,
-        val_jsonl=(),
-        dataset=entries,
-        val_dataset=(),
-        split_dataset_ratio=0.0,
-        fusion_config=None,
-        fusion_schedule=None,
-        source_names={name: source for name, source in custom.source_names.items() if name in data},
-    )
 
 
 def store_folder(output: Path) -> Path:

@@ -15,13 +15,10 @@ def model_path(name: str) -> Path:
     path = Path(name)
     if path.is_file() or (path / "config.json").is_file():
         return path
-    folder = cached(name, "model") if is_id(name) else None
+    folder = cached(name) if is_id(name) else None
     if folder is not None:
         return folder
     reason = f"{name} is no folder with a config.json, and no config.json"
     if is_id(name):
-        reason = (
-            f"{name} is no folder here, and no local cache holds it: download it with "
-            f"`{download_command(name, 'model')}`"
-        )
+        reason = f"{name} is no folder here, and no local cache holds it: download it with `{download_command(name)}`"
     raise ConfigError("packplan probe", (Fault("MODEL", reason),))

@@ -63,7 +63,6 @@ def faults(config: RunConfig) -> Iterator[Fault]:
     yield from key_faults(config)
     yield from data_faults(config.custom)
     yield from _source_faults(config.custom)
-    yield from _split_faults(config.custom)
     yield from _video_faults(config.template)
     yield from _step_faults(config.training)
     yield from _mode_faults(config)
@@ -77,12 +76,7 @@ def faults(config: RunConfig) -> Iterator[Fault]:
 
 def data_faults(custom: CustomConfig) -> Iterator[Fault]:
     """Yield faults in how data are named."""
-    for files, entries in (("train_jsonl", "dataset"), ("val_jsonl", "val_dataset")):
-        if getattr(custom, files) and getattr(custom, entries):
-            yield Fault(f"custom.{files}", f"and custom.{entries} both name data: keep one")
-    if custom.fusion_config is not None and custom.dataset:
-        yield Fault("custom.fusion_config", "and custom.dataset both name the data: remove one")
-    if not custom.train_jsonl and custom.fusion_config is None and not custom.dataset:
+    if not custom.train_jsonl and custom.fusion_config is None:
         yield Fault("custom.train_jsonl", "is not set: name the data file, or a list of them")
 
 
@@ -94,16 +88,6 @@ def _source_faults(custom: CustomConfig) -> Iterator[Fault]:
         if entry not in {*custom.train_jsonl, *custom.val_jsonl}:
             reason = "is no entry of custom.train_jsonl or custom.val_jsonl: write it as it is written there"
             yield Fault(f"custom.source_names.{without_credentials(entry)}", reason)
-
-
-def _split_faults(custom: CustomConfig) -> Iterator[Fault]:
-    """Yield faults in the split to evaluate."""
-    if not custom.split_dataset_ratio:
-        return
-    if custom.val_jsonl or custom.val_dataset:
-        yield Fault("custom.split_dataset_ratio", "splits data for evaluation, but others are named: remove one")
-    elif not custom.dataset:
-        yield Fault("custom.split_dataset_ratio", "splits what custom.dataset names: write the data there")
 
 
 def _video_faults(template: TemplateConfig) -> Iterator[Fault]:
@@ -195,7 +179,7 @@ def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
 def _unread_by_streams(config: RunConfig) -> Iterator[Fault]:
     """Yield the keys that are set and that a stream does not read."""
     custom, trainer = config.custom, config.training.trainer
-    evaluates = custom.val_jsonl or custom.val_dataset or custom.split_dataset_ratio
+    evaluates = custom.val_jsonl
     for section in ("custom", "training"):
         values = getattr(config, section)
         for field in attrs.fields(type(values)):

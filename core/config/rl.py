@@ -87,9 +87,8 @@ _READ = frozenset(
     for section, names in {
         "model": "model attn_impl torch_dtype trust_remote_code download",
         "template": "system",
-        "custom": "train_jsonl val_jsonl dataset val_dataset split_dataset_ratio data_seed dataset_shuffle "
-        "object_field_order use_summary columns max_line_bytes max_image_pixels literal_image_tags "
-        "records_cache media_cache",
+        "custom": "train_jsonl val_jsonl object_field_order use_summary columns max_line_bytes max_image_pixels "
+        "literal_image_tags records_cache media_cache",
     }.items()
     for name in names.split()
 )

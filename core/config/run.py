@@ -9,7 +9,7 @@ reference text below it. Keys of `training.` that belong to ms-swift or transfor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from decimal import Decimal
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias, get_args
@@ -30,7 +30,7 @@ from packplan.core.config.keys import (
 )
 from packplan.core.equality import BACKENDS
 from packplan.core.packers import ALGORITHMS
-from packplan.core.samples import READ, parse_entry, without_credentials
+from packplan.core.samples import READ
 
 Tuner: TypeAlias = Literal["full", "lora", "adapter", "boft", "dummy", "fourierft", "ia3", "llamapro", "vera"]
 
@@ -50,20 +50,10 @@ TUNES = "decides which weights are trained"
 _AS_PACKS_COME = "is of planned packs, but a stream trains packs as they come"
 
 
-def _entries(values: tuple[str, ...]) -> Iterator[str]:
-    for value in values:
-        try:
-            parse_entry(value, exists=lambda _: False)
-        except ValueError as error:
-            yield f"has {without_credentials(value)}, which {error}"
-
-
 _is_backend = must(
     lambda name: name in BACKENDS or bool({"/", "|"} & set(name)),  # kernels of a hub, paged ones
     f"one of {', '.join(BACKENDS)}",
 )
-
-_is_pair = must(lambda names: len(names) <= 2, "a Chinese and an English name, or one for both")
 
 
 def _read_only(keys: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -107,7 +97,7 @@ class ModelConfig:
     """Tokens of a pack, if `template.max_length` is unset."""
 
     download: bool = key(False, neither=LOADS)
-    """Let ms-swift download a model or `custom.dataset` that no local cache holds."""
+    """Let ms-swift download a model that no local cache holds."""
 
     quant_method: Literal["bnb"] | None = key(None, neither=LOADS)
     """Load quantised weights, under adapters (QLoRA); needs a GPU."""
@@ -208,7 +198,7 @@ class CustomConfig:
     Data files or patterns (`data/*.parquet`): JSON Lines, JSON arrays, CSV, also compressed (.gz,
     .zst), Parquet, folders of `datasets.save_to_disk` or of shards. Also at places, as `s3://…`:
     copied into `records_cache`. Relative media paths start at their file's folder. Needed, unless
-    `dataset` or `fusion_config` names the data.
+    `fusion_config` names the data.
     """
 
     val_jsonl: tuple[PathText, ...] = key((), lengths="otherwise")
@@ -224,30 +214,6 @@ class CustomConfig:
     Names for entries of `train_jsonl` and `val_jsonl`, or for files of a mix, as
     `{data/chats.jsonl: chats}`. Samples are counted by name; plans do not change.
     """
-
-    dataset: tuple[str, ...] = key((), lengths="otherwise", check=_entries)
-    """
-    Data by ms-swift's names, in place of `train_jsonl`: files, folders or hub ids, optionally with
-    `:subset` and `#count`.
-    """
-
-    val_dataset: tuple[str, ...] = key((), lengths="otherwise", check=_entries)
-    """The same for the evaluation, in place of `val_jsonl`."""
-
-    split_dataset_ratio: float = key(0.0, lengths="otherwise", check=share_below_1)
-    """Share of `dataset` to evaluate, where no other data are named."""
-
-    data_seed: int = key(42, lengths="otherwise", check=seed_number)
-    """Seed of the draws of `#count` and `split_dataset_ratio`."""
-
-    dataset_shuffle: bool = key(True, lengths="otherwise")
-    """Draw at random; `false` draws from the front."""
-
-    model_name: tuple[str, ...] = key((), lengths="otherwise", check=_is_pair)
-    """Model's name in `swift/self-cognition`: Chinese and English, or one for both."""
-
-    model_author: tuple[str, ...] = key((), lengths="otherwise", check=_is_pair)
-    """Author's name, likewise."""
 
     fusion_config: PathText | None = key(None, neither=_SELECTS)
     """
@@ -368,6 +334,12 @@ class TrainingConfig:
     Assign a step's packs to ranks by work. `step`: equal sums for all ranks; `microbatch`: each
     microbatch even, for ranks that meet in each; `auto`: `microbatch` under FSDP and under
     DeepSpeed from stage 2 on, else `step`; `none`: as packs come. A step keeps its packs.
+    """
+
+    packing_balance_by: Literal["flops", "seconds"] = key("flops", neither=TRAINS, stream=_AS_PACKS_COME)
+    """
+    Unit of work that `packing_balance` levels: `flops` of the model, or `seconds` of a calibration
+    of this machine. A step keeps its packs.
     """
 
     packing_group_by_work: int = key(0, neither=TRAINS, check=at_least(0), stream=_AS_PACKS_COME)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from packplan.core.samples.entries import DataEntry, DrawnRecords, draw_records, parse_entry
 from packplan.core.samples.identity import DIGEST_BYTES, HEAD_BYTES, digest_of, inline_image, unreadable_digest
 from packplan.core.samples.images import IMAGE_KEYS, VIDEO_KEYS, Image, to_images
 from packplan.core.samples.known import UNKNOWN, KnownLengths, media_identity
@@ -59,9 +58,7 @@ __all__ = [
     "UNKNOWN",
     "VIDEO_KEYS",
     "BadRecord",
-    "DataEntry",
     "DataFile",
-    "DrawnRecords",
     "Image",
     "KnownLengths",
     "MeasuredSample",
@@ -78,7 +75,6 @@ __all__ = [
     "by_source",
     "column",
     "digest_of",
-    "draw_records",
     "folder_of",
     "from_row",
     "from_tables",
@@ -87,7 +83,6 @@ __all__ = [
     "located",
     "media_identity",
     "num_media",
-    "parse_entry",
     "place_fault",
     "sample_indices",
     "scheme_of",

@@ -100,7 +100,7 @@ def test_planning_loads_few_modules():
     assert int(fresh(script)) <= MOST_OF_PLANNING
 
 
-KNOWS_KEYS = {"config", "conversion"}
+KNOWS_KEYS = {"config"}
 """Rooms of core that may name keys of a YAML."""
 
 KEY = re.compile(r"\b(?:training|template|model|custom|policy|grpo)\.[a-z_]+")
@@ -120,7 +120,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def test_core_names_no_key_of_a_yaml():
-    """But where runs are read and converted: a library's caller has arguments, and no YAML."""
+    """But where runs are read: a library's caller has arguments, and no YAML."""
     named = {
         path.relative_to(ROOT): lines
         for path in files_of("core")

@@ -34,7 +34,7 @@ def test_no_model_passes_under_a_strategy_that_was_measured_to_leak():
 
 
 def test_the_code_knows_the_families_that_do_not_pack():
-    """`convert` refuses to pack them."""
+    """They are known by their names, before a model is loaded."""
     listed = json.loads((ROOT / "adapters" / "families.json").read_text(encoding="utf-8"))["unpacked"]
 
     assert sorted(unpacked_families()) == listed

@@ -8,8 +8,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import shlex
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,11 +18,11 @@ from swift.template.templates.qwen import Qwen2VLTemplate
 from transformers import AutoTokenizer
 
 from packplan.adapters.samples import image_lengths
-from packplan.adapters.swift.command import read_arguments
 from packplan.adapters.swift.packs import PlannedPacks
 from packplan.adapters.swift.training import schedule_of
-from packplan.app import export
+from packplan.app import export, plugin
 from packplan.app.plan.__main__ import main as plan
+from packplan.app.wiring import commands
 from packplan.app.wiring.stores import stores_in
 
 NUM_ROWS = 40
@@ -62,6 +60,7 @@ def _own_caches(tmp_path_factory, monkeypatch, demo):
     mapped = Dataset.map
     here = lambda rows, *args, **options: mapped(rows, *args, **(options | {"num_proc": None}))  # noqa: E731
     monkeypatch.setattr(Dataset, "map", here)
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
     monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path_factory.getbasetemp() / "modelscope"))
     tokenizer = AutoTokenizer.from_pretrained(demo / "models" / "qwen2_5_vl")
     monkeypatch.setattr(Qwen2VLTemplate, "image_token_id", tokenizer.convert_tokens_to_ids("<|image_pad|>"))
@@ -69,12 +68,12 @@ def _own_caches(tmp_path_factory, monkeypatch, demo):
 
 
 @pytest.fixture(scope="module")
-def script(demo, tmp_path_factory):
-    """Return a function that writes the script of a kind of data."""
-    folder = tmp_path_factory.mktemp("scripts")
+def command(demo, tmp_path_factory):
+    """Return a function that gives the words of a command, for a kind of data."""
+    folder = tmp_path_factory.mktemp("commands")
     images = sorted((demo / "data" / "images").glob("train_*"))[:4]
 
-    def write(kind: str, more: str = "", *, bad: bool = False) -> Path:
+    def write(kind: str, more: str = "", *, bad: bool = False) -> list[str]:
         task, model, said = (TASKS | OTHERS)[kind]
         lines = []
         for number in range(NUM_ROWS):
@@ -102,19 +101,13 @@ def script(demo, tmp_path_factory):
         chosen = f"--model {demo / 'models' / model} --model_type {model} --template "
         chosen += "qwen2_5" if model == "qwen2" else model
         schedule = " ".join(f"--{flag} {value}" for flag, value in SCHEDULE.items())
-        path = folder / f"{name}.sh"
-        path.write_text(
-            f"NPROC_PER_NODE=2 \\\nswift {task} {chosen} --dataset '{data}' {said} {schedule} --packing true \\\n"
-            f"  --max_length {MAX_LENGTH} --packing_length {PACKING_LENGTH} --torch_dtype bfloat16 \\\n"
-            f"  --output_dir {folder / name} {more}\n"
+        said = (
+            f"swift {task} {chosen} --dataset {data} {said} {schedule} --packing true --max_length {MAX_LENGTH} "
+            f"--packing_length {PACKING_LENGTH} --torch_dtype bfloat16 --output_dir {folder / name} {more}"
         )
-        return path
+        return said.split()
 
     return write
-
-
-def words_of(path: Path) -> list[str]:
-    return shlex.split(path.read_text().replace("\\\n", " "))[3:]
 
 
 def value(words: list[str], flag: str) -> str:
@@ -122,18 +115,17 @@ def value(words: list[str], flag: str) -> str:
 
 
 @pytest.mark.parametrize(("kind", "more"), [*((kind, "") for kind in TASKS), ("text", "--truncation_strategy left")])
-def test_a_cached_data_set_is_ms_swift_s_and_its_packs_are_the_plan_s(script, tmp_path, capsys, kind, more):
+def test_a_cached_data_set_is_ms_swift_s_and_its_packs_are_the_plan_s(command, tmp_path, capsys, kind, more):
     """
     Rows, columns and the lengths of each sequence are those of `swift export`; the plugin's packs
     of them, and its steps, are those that `plan show` prints.
     """
-    path, ours, theirs = script(kind, more), tmp_path / "ours", tmp_path / "theirs"
-    words = words_of(path)
+    words, ours, theirs = command(kind, more), tmp_path / "ours", tmp_path / "theirs"
     kept = ("--model", "--model_type", "--template", "--dataset", "--max_length", "--torch_dtype")
     asked = [*(word for flag in kept for word in (flag, value(words, flag))), *more.split()]
     mode = "rlhf" if kind == "pairs" else "train"
 
-    assert 0 == export.main([str(path), "--cached-dataset", str(ours)])
+    assert 0 == export.main(["--cached-dataset", str(ours), *words])
     built = capsys.readouterr().err
     export_main([*asked, "--to_cached_dataset", "true", "--template_mode", mode, "--output_dir", str(theirs)])
     read = SimpleNamespace(
@@ -150,7 +142,7 @@ def test_a_cached_data_set_is_ms_swift_s_and_its_packs_are_the_plan_s(script, tm
     fixed = {"world_size": 2, "max_steps": -1, "train_dataloader_shuffle": True}
     schedule = schedule_of(packs, SimpleNamespace(**SCHEDULE, **fixed, data_seed=None))
     assert f"in all on 2 ranks; plan {packs.checksum[:12]}" in built
-    assert 0 == plan(["show", str(path), "--json"])
+    assert 0 == plan(["show", "--json", *words])
     shown = json.loads(capsys.readouterr().out)["splits"]["train"]
     assert len(packs.packs) == shown["plan"]["num_packs"] > 4
     assert packs.raw.fill == pytest.approx(shown["plan"]["fill_mean"], abs=1e-9)
@@ -160,29 +152,28 @@ def test_a_cached_data_set_is_ms_swift_s_and_its_packs_are_the_plan_s(script, tm
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_rows_of_other_tasks_are_as_long_as_ms_swift_says(script, tmp_path, kind, capsys):
+def test_rows_of_other_tasks_are_as_long_as_ms_swift_says(command, tmp_path, kind, capsys):
     """All sequences of a row together; those of embeddings are exported by ms-swift alone."""
-    path, theirs = script(kind), tmp_path / "theirs"
-    words = words_of(path)
+    words, theirs = command(kind), tmp_path / "theirs"
     kept = ("--model", "--model_type", "--template", "--dataset", "--max_length", "--torch_dtype", "--task_type")
     asked = [word for flag in kept for word in (flag, value(words, flag))]
 
-    assert 0 == plan(["build", str(path)])
+    assert 0 == plan(["build", *words])
     export_main([*asked, "--num_labels", "2", "--to_cached_dataset", "true", "--output_dir", str(theirs)])
     lengths = stores_in(value(words, "--output_dir"), "train").lengths.inspect()
     expected = load_from_disk(theirs / "train")["lengths"]
 
     assert list(map(sum, expected)) == lengths.tokens.tolist()
     assert (kind == "embedding") == (len({len(row) for row in expected}) > 1)
-    assert (2 if kind == "embedding" else 0) == export.main([str(path), "--cached-dataset", str(tmp_path / "ours")])
+    assert (2 if kind == "embedding" else 0) == export.main(["--cached-dataset", str(tmp_path / "ours"), *words])
     capsys.readouterr()
 
 
-def test_a_folder_that_exists_is_not_written(script, tmp_path, capsys):
+def test_a_folder_that_exists_is_not_written(command, tmp_path, capsys):
     """Nothing is measured before; nor for a run of this project."""
     (tmp_path / "run.yaml").write_text("model: {model: absent}")
 
-    assert 2 == export.main([str(script("text")), "--cached-dataset", str(tmp_path)])
+    assert 2 == export.main(["--cached-dataset", str(tmp_path), *command("text")])
     assert "--cached-dataset: is" in capsys.readouterr().err
     assert 2 == export.main([str(tmp_path / "run.yaml"), "--cached-dataset", str(tmp_path / "new")])
 
@@ -223,7 +214,7 @@ def test_rows_of_every_shape_are_as_long_as_ms_swift_says(demo, tmp_path, monkey
              "--dataset", *(str(tmp_path / f"{name}.jsonl") for name in shapes)]  # fmt: skip
 
     words = ["swift", "sft", *asked, "--packing", "true", "--output_dir", str(tmp_path / "out")]
-    assert 0 == export.main(["--cached-dataset", str(tmp_path / "ours"), "--", *words])
+    assert 0 == export.main(["--cached-dataset", str(tmp_path / "ours"), *words])
     assert "rows with boxes, videos, sound or <img> are encoded in full" in capsys.readouterr().err
     export_main([*asked, "--to_cached_dataset", "true", "--output_dir", str(tmp_path / "theirs")])
 
@@ -250,45 +241,91 @@ def user(content: object) -> dict[str, object]:
     return {"role": "user", "content": content}
 
 
-def test_every_command_of_a_plan_takes_a_command_of_ms_swift(script, tmp_path, capsys):
-    """Build, show, whatif, verify and report, of a script, of its words and of a YAML of them."""
-    path, page, keys = script("pairs"), tmp_path / "plan.html", tmp_path / "dpo.yaml"
-    words = ["swift", "rlhf", *words_of(path)]
+def test_every_command_of_a_plan_takes_a_command_of_ms_swift(command, tmp_path, capsys, monkeypatch):
+    """Its words, those of a launcher, a YAML for ms-swift, and the folder of its plan alone."""
+    words, page, keys = command("pairs"), tmp_path / "plan.html", tmp_path / "dpo.yaml"
+    folder = value(words, "--output_dir")
     named = {flag.lstrip("-"): value(words, flag) for flag in words if flag.startswith("--")}
     keys.write_text(json.dumps({**named, "ENV": {"NPROC_PER_NODE": 2}}))
 
-    assert 0 == plan(["build", str(path)])
+    assert 0 == plan(["build", *words])
     built = capsys.readouterr().err
-    assert 0 == plan(["build", "--world-size", "2", "--", *words])
+    monkeypatch.delenv("NPROC_PER_NODE")
+    assert 0 == plan(["build", "torchrun", "--nproc-per-node=2", "-m", "swift.cli.rlhf", *words[2:]])
     again = capsys.readouterr().err
-    assert 0 == plan(["build", str(keys)])
+    assert 0 == plan(["build", "swift", "rlhf", str(keys)])
     of_keys = capsys.readouterr().err
-    assert 0 == plan(["verify", str(path), "--samples", "3", "--json"])
+    monkeypatch.delenv("NPROC_PER_NODE")
+    assert 0 == plan(["verify", "--samples", "3", "--json", *words])
     assert {"passed": True, "findings": []} == json.loads(capsys.readouterr().out)
-    assert 0 == plan(["whatif", str(path), "--max-length", f"{PACKING_LENGTH},400", "--json"])
+    assert 0 == plan(["diff", "--json", folder, *words])
+    assert not any(json.loads(capsys.readouterr().out)["splits"]["train"]["samples"].values())
+    assert 0 == plan(["whatif", folder, "--max-length", f"{PACKING_LENGTH},400", "--json"])
     rows = json.loads(capsys.readouterr().out)["alternatives"]
-    assert 0 == plan(["report", str(path), "-o", str(page)])
-    assert 0 == plan(["show", str(path), "--sample", "5", "--text"])
+    assert 0 == plan(["report", folder, "-o", str(page)])
+    assert 0 == plugin.main(["swift", "-o", str(tmp_path / "plugin.py"), folder])
+    assert 0 == plan(["show", folder, "--sample", "5", "--text"])
 
     assert "steps an epoch" in built
     assert "on 2 ranks" in built
     assert "the stored plan fits and is used again" in again
-    told = [[line for line in text.splitlines() if "steps an epoch" in line] for text in (again, of_keys)]
-    assert told[0] == told[1]
-    assert f"plan show -- {shlex.join(words)}; to train: the command with --external_plugins plugin.py" in again
+    told = [[line for line in text.splitlines() if "steps an epoch" in line] for text in (built, again, of_keys)]
+    assert told[0] == told[1] == told[2]
+    assert f"plan show {folder}; to train: the command with --external_plugins plugin.py" in again
     assert [2, 2] == [row["world_size"] for row in rows]
     assert rows[0]["plan"]["num_packs"] > rows[1]["plan"]["num_packs"]
     assert "<svg" in page.read_text()
+    assert "'ranks': 2" in (tmp_path / "plugin.py").read_text()
     assert "blue circle" in capsys.readouterr().out
 
 
-def test_rows_that_ms_swift_leaves_out_are_counted_and_named(script, capsys):
-    """Rows that are too long, or whose image is absent; with --strict true the first one stops."""
-    path = script("images", bad=True)
+def test_memory_is_traced_for_a_command(command, capsys):
+    """On the packs of its plan, with its adapters; not for pairs, nor for several packs at once."""
+    words = [*command("text"), "--per_device_train_batch_size", "1"]
 
-    assert 0 == plan(["build", str(path)])
+    assert 0 == plan(["fit", "--json", *words])
+    adapters = json.loads(capsys.readouterr().out)
+    assert 0 == plan(["fit", "--json", *words, "--tuner_type", "full"])
+    full = json.loads(capsys.readouterr().out)
+    assert 2 == plan(["fit", *command("pairs")])
+    refused = capsys.readouterr().err
+
+    assert 2 == adapters["world_size"]
+    assert adapters["parts"]["optimizer"] < full["parts"]["optimizer"]
+    assert "has 2 faults" in refused
+    assert "--per_device_train_batch_size: is 5" in refused
+
+
+def test_split_texts_are_planned_as_they_are_trained(command, capsys):
+    """`swift pt` makes several rows of a long text, each of at most `--max_length`."""
+    whole = [
+        "swift",
+        "pt",
+        *command("text", "--dataloader_drop_last false --max_length 9000 --packing_length 9000")[2:],
+    ]
+    shorter = ["--max_length", "50", "--packing_length", "100"]
+    split = [*elsewhere(whole), "--truncation_strategy", "split", *shorter]
+    plans = []
+    for words in (whole, split):
+        assert 0 == plan(["build", *words])
+        assert 0 == plan(["verify", "--samples", "2", *words])
+        capsys.readouterr()
+        assert 0 == plan(["show", "--json", *words])
+        plans.append(json.loads(capsys.readouterr().out)["splits"]["train"]["plan"])
+
+    assert NUM_ROWS == plans[0]["num_samples"] < plans[1]["num_samples"] // 2
+    assert plans[0]["num_tokens"] == plans[1]["num_tokens"]
+    assert plans[1]["num_packs"] > plans[1]["num_tokens"] / 100
+    assert 0 == plans[1]["long_samples"]
+
+
+def test_rows_that_ms_swift_leaves_out_are_counted_and_named(command, capsys):
+    """Rows that are too long, or whose image is absent; with --strict true the first one stops."""
+    words = command("images", bad=True)
+
+    assert 0 == plan(["build", *words])
     left = capsys.readouterr().err
-    assert 2 == plan(["build", *overridden(path, "--strict", "true")])
+    assert 2 == plan(["build", *elsewhere(words), "--strict", "true"])
     stopped = capsys.readouterr().err
 
     assert f"{LONGER + 1} of {NUM_ROWS} records cannot become samples and are left out" in left
@@ -298,56 +335,65 @@ def test_rows_that_ms_swift_leaves_out_are_counted_and_named(script, capsys):
     assert ".jsonl, row " in stopped
 
 
-def overridden(path: Path, *more: str) -> list[str]:
-    """Return a script as the words of a command, which stores its plan elsewhere."""
-    return ["--", "swift", "sft", *words_of(path), *more, "--output_dir", f"{path.with_suffix('')}-other"]
+def elsewhere(words: list[str]) -> list[str]:
+    """Return the words of a command that stores its plan elsewhere."""
+    return [*words, "--output_dir", f"{value(words, '--output_dir')}-other"]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("line", "said"),
     [
-        (None, "is no file, and no command of ms-swift"),
-        ("swift sft --packing true\nswift pt --seed 1\n", "2 commands of swift sft or swift pt, in the lines 1, 2"),
-        ("swift infer --model m\n", "swift infer"),
-        ("swift sft {given} --streaming true --max_steps 4\n", "--streaming: gives no lengths before training"),
-        ("swift rlhf {given} --rlhf_type kto\n", "--rlhf_type: is kto"),
-        ("swift rlhf {given} --rlhf_type simpo --loss_type sigmoid hinge\n", "--rlhf_type: is simpo"),
-        ("swift pt {given} --truncation_strategy split\n", "--truncation_strategy: is split"),
-        ("swift sft {given} --max_lenght 7\n", "--max_lenght: is no argument of ms-swift"),
-        ("swift sft {given} --seed $(date)\n", "computes $(date)"),
-        ("swift sft {given} --tuner_type full --max_length many\n", "ms-swift: refuses an argument"),
-        ("NPROC_PER_NODE=many swift sft {given}\n", "NPROC_PER_NODE: is many, but has to be a number of ranks"),
+        ("train.sh", "is a script, and none is read: put packplan before its command"),
+        ("swift infer --model m", "swift infer: is not planned"),
+        ("megatron sft --model m", "megatron sft: is resolved by Megatron alone"),
+        ("python train.py --model m", "python: names no command of ms-swift"),
+        ("accelerate launch -m swift.cli.sft {given}", "accelerate: does not say its ranks: give them by --world-size"),
+        ("torchrun --nproc_per_node gpu -m swift.cli.sft {given}", "nproc_per_node: is gpu, which is no number"),
+        ("{text} --streaming true --max_steps 4", "--streaming: gives no lengths before training"),
+        ("swift rlhf {given} --rlhf_type kto", "--rlhf_type: is kto"),
+        ("swift rlhf {given} --rlhf_type simpo --loss_type sigmoid hinge", "--rlhf_type: is simpo"),
+        ("{text} --max_lenght 7", "--max_lenght: is no argument of ms-swift"),
+        ("{text} --tuner_type full --max_length many", "ms-swift: refuses an argument"),
+        ("{folder}", "holds no plan of a command of ms-swift: name a run's YAML"),
     ],
-)  # fmt: skip
-def test_a_command_that_cannot_be_planned_is_refused_by_what_is_wrong(script, tmp_path, capsys, text, said):
+)
+def test_a_command_that_cannot_be_planned_is_refused_by_what_is_wrong(command, tmp_path, capsys, line, said):
     """Nothing is measured of it."""
-    path = tmp_path / "train.sh"
-    if text is not None:
-        path.write_text(text.replace("{given}", shlex.join(words_of(script("text")))))
+    words = command("text")
+    given = {"given": " ".join(words[2:]), "text": " ".join(words), "folder": str(tmp_path)}
 
-    assert 2 == plan(["build", str(path)])
+    assert 2 == plan(["build", *line.format(**given).split()])
 
     assert said in capsys.readouterr().err
 
 
-def test_padding_free_stands_beside_packing(script):
-    """As ms-swift sets it itself where samples are packed."""
-    command = read_arguments("sft", [*words_of(script("text")), "--padding_free", "true"], world_size=1, source="")
-    assert command.arguments.packing
-    assert command.arguments.padding_free
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        (["torchrun", "--nnodes=2", "--nproc_per_node", "4", "--master_port", "1"], 8),
+        (["python", "-m", "torch.distributed.run", "--nproc-per-node", "3"], 3),
+        (["accelerate", "launch", "--num_machines", "2", "--num_processes", "16"], 16),
+        (["deepspeed", "--num_nodes", "2", "--num_gpus", "4"], 8),
+        (["python"], 1),
+    ],
+)
+def test_ranks_are_those_that_the_launcher_starts(launcher, ranks):
+    """On all machines; what else it is given changes nothing."""
+    assert ranks == commands._ranks(launcher, is_swift=False)
 
 
-def test_a_command_without_packing_is_planned_and_told_which_flag_it_needs(script, capsys):
-    """Its plan is that of the same command with the flag."""
-    path = script("text")
-    words = [word for word in overridden(path) if word not in {"--packing", "true"}]
+def test_a_command_without_packing_is_planned_and_told_which_flag_it_needs(command, capsys):
+    """Its plan is that of the same command with the flag, or with `--padding_free`."""
+    words = command("text")
+    plain = elsewhere(words)
+    del plain[(at := plain.index("--packing")) : at + 2]
 
-    assert 0 == plan(["build", str(path)])
+    assert 0 == plan(["build", *words, "--padding_free", "true"])
     packed = capsys.readouterr().err
-    assert 0 == plan(["build", *words])
-    plain = capsys.readouterr().err
+    assert 0 == plan(["build", *plain])
+    without = capsys.readouterr().err
 
     assert "--packing true" not in packed
-    assert "does not say --packing true" in plain
-    checksums = [re.findall(r"raw_plan checksum (\w+)", text) for text in (packed, plain)]
+    assert "does not say --packing true" in without
+    checksums = [re.findall(r"raw_plan checksum (\w+)", text) for text in (packed, without)]
     assert checksums[0] == checksums[1] != []

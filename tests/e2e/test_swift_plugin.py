@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import math
 import re
-import shlex
 import shutil
 from collections.abc import Callable
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +29,6 @@ from packplan.adapters.swift.packs import AddFacts, PlannedPacks
 from packplan.adapters.swift.refusals import refuse_version
 from packplan.adapters.swift.training import unpad_models
 from packplan.app import plugin
-from packplan.app.wiring.conversion import convert_source, run_text
 from packplan.core.align import align_plan
 from packplan.core.errors import ConfigError
 from tests.e2e import plugin_run, rank_main
@@ -155,6 +154,17 @@ def test_classifiers_learn_from_packs_as_from_samples(words, train, records):
     ran.assert_planned(found, found.schedule(packs_per_step=4, epochs=3, seed=42))
     assert alone.losses == pytest.approx(ran.losses, abs=1e-5)
     assert ran.losses[-1] < ran.losses[0]
+
+
+def test_packs_replace_rows_without_padding(words, train):
+    """A command with `--padding_free true` needs the plugin alone, and its batches are packs."""
+    given = words("qwen2", f"--tuner_type full {ONE} --padding_free true")
+    del given[(at := given.index("--packing")) : at + 2]
+    ran = train(given)
+
+    found = ran.plan(LENGTH["qwen2"])
+    ran.assert_planned(found, found.schedule(seed=42))
+    assert "planned packs replace --padding_free" in (ran.folder / "rank0.log").read_text()
 
 
 @pytest.mark.parametrize("more", ["", "--truncation_strategy split --max_length 30 --packing_length 256"])
@@ -319,7 +329,7 @@ def test_what_stands_against_a_plan_is_refused_by_flag(words, server, tmp_path):
         ("sft", words("qwen2", f"--tuner_type full {ONE} --group_by_length true --sequence_parallel_size 2"))
     )
     commands.append(("rlhf", words("qwen2", f"--rlhf_type simpo {ONE}", data="qwen2_pairs")))
-    both = "--packing false --padding_free true --sequence_parallel_size 2"
+    both = "--packing false --sequence_parallel_size 2 --use_ray true"
     commands.append(("rlhf", [*words("qwen2", f"--rlhf_type kto {ONE}", data="qwen2_pairs"), *both.split()]))
 
     assert [0] == finished([
@@ -330,7 +340,7 @@ def test_what_stands_against_a_plan_is_refused_by_flag(words, server, tmp_path):
         assert says in message
     assert "has 2 faults" in several
     assert "--rlhf_type: is simpo" in kind
-    assert "--padding_free: leaves padding out already" in own
+    assert "--use_ray: starts processes in which padding" in own
     assert "--sequence_parallel_size: lets ranks share rows" in own
     assert not (tmp_path / "out").exists()
 
@@ -341,9 +351,8 @@ def test_a_command_other_than_the_planned_one_is_refused_by_flag(words, server, 
     given = words("qwen2", f"--tuner_type full --max_length 100 --packing_length 300 {ONE}", plugins=())
     data.write_bytes(Path(given[given.index("--dataset") + 1]).read_bytes())
     given[given.index("--dataset") + 1] = str(data)
-    script, path = tmp_path / "train.sh", tmp_path / "planned.py"
-    script.write_text(shlex.join(["swift", "sft", *given, "--packing", "true"]))
-    written = server.packplan("plugin", "swift", script, "-o", path)
+    path = tmp_path / "planned.py"
+    written = server.packplan("plugin", "swift", "-o", path, "swift", "sft", *given, "--packing", "true")
     assert 0 == written.wait(), written.said
     (tmp_path / "ranks.py").write_text(path.read_text().replace("'ranks': 1", "'ranks': 2"))
 
@@ -460,10 +469,24 @@ def test_losses_do_not_depend_on_the_ranks(words, train, records):
 
 
 def trained_by_us(given: list[str], server, tmp_path: Path, *, ranks: int) -> list[dict]:
-    """Convert a command, train it by `packplan sft` on the same packs, and return its log."""
+    """Train the same packs by `packplan sft`, with what a command says, and return its log."""
     run, out = tmp_path / "run.yaml", tmp_path / "ours"
-    document = yaml.safe_load(run_text(convert_source(["swift", "sft", *given]), output=str(run)))
-    document["training"] |= {"packing_min_fill_ratio": 0, "packing_balance": "none", "output_dir": str(out)}
+    said = {flag[2:]: value for flag, value in pairwise(given) if flag.startswith("--")}
+    kept = ("tuner_type", "max_steps", "eval_steps", "eval_strategy")
+    training = {name: yaml.safe_load(said[name]) for name in kept if name in said}
+    sees = said["model_type"].endswith("vl")  # what ms-swift then freezes
+    document = {
+        "model": {"model": said["model"], "model_type": said["model_type"], "torch_dtype": "float32"},
+        "template": {"template": said["template"], "max_length": int(said["max_length"])},
+        "custom": {"train_jsonl": said["dataset"], "val_jsonl": said.get("val_dataset")},
+        "training": {
+            **training, "output_dir": str(out), "num_train_epochs": float(said.get("num_train_epochs", 3)),
+            "gradient_accumulation_steps": int(said["gradient_accumulation_steps"]), "learning_rate": 1e-3,
+            "freeze_vit": sees, "freeze_aligner": sees, "lora_dropout": 0, "save_strategy": "no", "logging_steps": 1,
+            "use_cpu": True, "report_to": [], "gradient_checkpointing": False, "packing_min_fill_ratio": 0,
+            "packing_balance": "none",
+        },
+    }  # fmt: skip
     run.write_text(yaml.safe_dump(document))
     assert [0] * ranks == finished(server.ranks(ranks, plugin_run.ours, str(run), str(out), folder=out))
     return rank_main.seen(out, ranks)[0]["history"]

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from swift import get_template
 from swift.dataset import load_dataset
 from swift.dataset.preprocessor.core import MessagesPreprocessor, ResponsePreprocessor, RowPreprocessor
 from swift.template.template_inputs import StdTemplateInputs
 
 from packplan.adapters.samples.measurer import SwiftMeasurer
-from packplan.app.wiring import training
+from packplan.app.wiring import stores, training
 from packplan.core.errors import RecordError
 from packplan.core.samples import READ, REFUSED
 
@@ -280,3 +281,21 @@ def test_every_column_of_ms_swift_is_supported_or_refused():
     assert columns == {*READ, *REFUSED} - OWN - {"history", "summary"}
     assert not {*READ} & {*REFUSED}
     assert OWN <= {*REFUSED}
+
+
+def test_texts_without_a_chat_are_those_of_pretraining(write_run, tmp_path, demo):
+    """Every token of them is trained."""
+    text = "blue circle on a red square"
+    record = {"messages": [{"role": "assistant", "content": text}]}
+    template = {"system": None, "use_chat_template": False, "loss_scale": "all"}
+    write(tmp_path / "a.jsonl", [record])
+    path = write_run("qwen2", template=template, custom={"train_jsonl": str(tmp_path / "a.jsonl")})
+
+    encoder = training.open_samples(stores.read_config(path))["train"]
+    processor = encoder.template.processor
+    theirs = get_template(processor, template_type="qwen2_5", use_chat_template=False, loss_scale="all")
+    theirs.set_mode("train")
+
+    encoded, expected = encoder.encode(0), theirs.encode(record)
+    assert expected["input_ids"] == list(encoded["input_ids"])
+    assert expected["labels"] == list(encoded["labels"])

@@ -152,10 +152,10 @@ def test_three_requirements_plan_a_list(bare, tmp_path):
     assert (0, "[[0, 1], [2, 3], [4, 5]] (0,) ['pack', 'shard_packed']\n") == (ended.returncode, ended.stdout), ended
 
 
-@pytest.mark.parametrize("command", ["sft", "plan", "check", "convert", "rl"])
+@pytest.mark.parametrize("command", ["sft", "plan", "check", "rl"])
 def test_a_command_whose_extra_is_missing_names_it(bare, tmp_path, command):
     """One line, and status 2."""
-    words = {"plan": ["show", "run.yaml"], "convert": ["train.sh"]}.get(command, ["run.yaml"])
+    words = {"plan": ["show", "run.yaml"]}.get(command, ["run.yaml"])
     (tmp_path / "train.sh").write_text("swift sft --model m\n")
     ended = run(tmp_path, bare / "packplan", command, *words)
 

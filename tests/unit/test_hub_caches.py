@@ -1,4 +1,4 @@
-"""Models and data are found in hubs' local caches, in each layout, without their libraries."""
+"""Models are found in hubs' local caches, in each layout, without their libraries."""
 
 from __future__ import annotations
 
@@ -42,26 +42,24 @@ def hold(folder: Path) -> Path:
 )
 def test_a_model_is_found_in_each_layout(tmp_path, layout):
     """Of both hubs, and of earlier versions of their libraries."""
-    assert cached("org/na.me", "model") is None
+    assert cached("org/na.me") is None
 
-    assert hold(tmp_path / layout) == cached("org/na.me", "model")
-    assert cached("org/na.me", "dataset") is None
+    assert hold(tmp_path / layout) == cached("org/na.me")
 
 
 def test_the_revision_of_main_and_the_preferred_hub_come_first(tmp_path, monkeypatch):
     """As Hugging Face's library reads `refs/main`, and ms-swift `USE_HF`."""
-    hold(tmp_path / "hf/hub/datasets--org--name/snapshots/new")
-    named = hold(tmp_path / "hf/hub/datasets--org--name/snapshots/old")
-    (tmp_path / "hf/hub/datasets--org--name/refs").mkdir()
-    (tmp_path / "hf/hub/datasets--org--name/refs/main").write_text("old\n")
-    other = hold(tmp_path / "ms/datasets/org/name")
+    hold(tmp_path / "hf/hub/models--org--name/snapshots/new")
+    named = hold(tmp_path / "hf/hub/models--org--name/snapshots/old")
+    (tmp_path / "hf/hub/models--org--name/refs").mkdir()
+    (tmp_path / "hf/hub/models--org--name/refs/main").write_text("old\n")
+    other = hold(tmp_path / "ms/models/org/name")
 
-    assert other == cached("org/name", "dataset")
-    assert named == cached("org/name", "dataset", hub="hf")
+    assert other == cached("org/name")
     monkeypatch.setenv("USE_HF", "1")
-    assert named == cached("org/name", "dataset")
+    assert named == cached("org/name")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "else"))
-    assert other == cached("org/name", "dataset")
+    assert other == cached("org/name")
 
 
 def test_what_is_missing_comes_with_the_command_that_downloads_it(tmp_path, monkeypatch):
@@ -72,7 +70,5 @@ def test_what_is_missing_comes_with_the_command_that_downloads_it(tmp_path, monk
     assert not is_id("org/name")
     with pytest.raises(ConfigError, match=r"`modelscope download --model org/other`, or set model.download: true"):
         config_model_type(ModelConfig(model="org/other"))
-    assert "hf download org/name --repo-type dataset" == download_command("org/name", "dataset", hub="hf")
-    assert "modelscope download --dataset org/name" == download_command("org/name", "dataset", hub="ms")
     monkeypatch.setenv("USE_HF", "true")
-    assert "hf download org/name" == download_command("org/name", "model")
+    assert "hf download org/name" == download_command("org/name")

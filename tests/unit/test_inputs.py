@@ -60,22 +60,21 @@ def test_what_only_training_needs_does_not_keep_from_planning(run_of, tmp_path):
         stores.require_inputs(config, trains=True)
 
 
-def test_data_by_id_and_a_model_that_are_both_missing(run_of, monkeypatch, tmp_path):
-    """The commands that fetch them, side by side; every entry, for training and evaluation."""
+def test_a_download_is_ms_swift_s_and_its_failure_is_a_fault(run_of, monkeypatch, tmp_path):
+    """`model.download: true` asks ms-swift; what it cannot fetch is the user's to see."""
+
+    def fetch(name):
+        if name == "org/gone":
+            raise ConnectionError("no network")
+        return str(tmp_path)
+
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path))
-    custom = {"dataset": ["HF::org/data#5", "zigzag"], "val_dataset": ["HF::org/held"]}
+    monkeypatch.setattr("swift.utils.safe_snapshot_download", fetch)
 
-    with pytest.raises(ConfigError) as raised:
-        run_of(model={"model": "org/model"}, custom=custom)
-
-    model, data, word, held = raised.value.faults
-    assert ["model.model", "custom.dataset", "custom.dataset", "custom.val_dataset"] == [
-        fault.path for fault in (model, data, word, held)
-    ]
-    assert "org/model, which is no folder here" in model.reason
-    assert "`hf download org/data --repo-type dataset`" in data.reason
-    assert "zigzag, which is no file, no folder and no id" in word.reason
+    assert str(tmp_path) == run_of(model={"model": "org/name", "download": True}).model.model
+    with pytest.raises(ConfigError, match=r"model\.model: org/gone cannot be downloaded: no network"):
+        run_of(model={"model": "org/gone", "download": True})
 
 
 @pytest.mark.parametrize("driver", ["/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/nvmap"])

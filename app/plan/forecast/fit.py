@@ -28,7 +28,7 @@ from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.schedule import batch_of, require_static, zero_stage
 from packplan.app.planning.split import PlannedSplit, plan_split
 from packplan.app.wiring import stores
-from packplan.app.wiring.commands import ranks_of, read_run
+from packplan.app.wiring.commands import CommandRun, ranks_of, read_run, require_inputs
 from packplan.app.wiring.forecasts.timings import memory_key, open_peaks
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, Fault, MismatchError, ModelError, counted
@@ -122,16 +122,14 @@ def amount(text: str) -> int:
 def run(options: argparse.Namespace) -> None:
     """Plan, trace, and print."""
     started = time.monotonic()
-    config = read_run(options.config, options.overrides)
-    if ranks_of(config) is not None:
-        raise ConfigError.at(options.config, "is a command of ms-swift: name a run's YAML, as packplan convert writes")
+    config = read_run(options.config, options.overrides, world_size=options.world_size)
     require_static(config)
     if not config.training.packing:
         raise ConfigError.at("training.packing", "is false: what is forecast is the memory of packs")
     if (started_ranks := stores.require_ranks()) > 1:
         raise ConfigError("torchrun", (Fault("", f"starts {started_ranks} ranks: use --world-size instead"),))
-    stores.require_inputs(config)
-    ranks = options.world_size or 1
+    require_inputs(config)
+    ranks = options.world_size or ranks_of(config) or 1
     sharding: Sharding = options.sharding or _sharding_of(config, ranks)
     found = forecast(config, memory=options.memory, ranks=ranks, sharding=sharding if ranks > 1 else "ddp")
     if options.json:
@@ -171,7 +169,7 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int, sharding: Sha
         from packplan.app.wiring import training
         from packplan.app.wiring.gather import gather
 
-    traced = training.as_traced(config)
+    traced = training.as_traced(config.as_traced() if isinstance(config, CommandRun) else config)
     model = training.open_outline(traced, training.decide_attention(traced, isolated=config.training.packing))
     parts = _parts(config, training.weights_of(model), training.weights_of(model, trained=True), sharding, ranks)
     found = Fit(ranks, sharding, memory, parts, notes=tuple(_notes(config, sharding)))
@@ -202,12 +200,12 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int, sharding: Sha
         rough = attrs.evolve(found, is_traced=False, notes=(note, *found.notes))
         return search(rough, peak_of=_estimator(_rough_activations(config, sizes), parts))
     if planned.key is not None and sharding == _sharding_of(config, ranks):
-        for peaks, of in (
-            ({one.tokens: one.peak.total for one in traced_fit.packs}, {"plan": planned.key.digest}),
-            (traced_fit.full, {"data": planned.data_digest}),
-        ):
-            key = memory_key(config, world_size=ranks, **of)
-            open_peaks(config).save(key, {str(tokens): peak for tokens, peak in peaks.items()})
+        kept = open_peaks(config)
+        kept.save(
+            memory_key(config, world_size=ranks, plan=planned.key.digest),
+            {one.tokens: one.peak.total for one in traced_fit.packs},
+        )
+        kept.save(memory_key(config, world_size=ranks, data=planned.data_digest), traced_fit.full)
     return traced_fit
 
 

@@ -62,7 +62,7 @@ def _open_rows(config: CommandRun) -> dict[str, SwiftEncoder]:
     names = {"train": config.custom.train_jsonl, "eval": config.custom.val_jsonl}
     inputs = config.command.inputs()
     opened: dict[str, SwiftEncoder] = {}
-    for split, rows in config.command.open_rows().items():
+    for split, rows in config.command.open_rows(template).items():
         spec = SampleSpec(config.model, config.template, config.custom, (), config.packing_length, inputs=inputs)
         file = RowsFile(rows, name=" ".join(names[split]), num_parts=max(config.command.num_parts, 1))
         opened[split] = RowsEncoder(spec, template=template, rows=file)
