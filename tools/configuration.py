@@ -58,7 +58,7 @@ MORE = {
     "training.packing": "training.md#packed-or-padded",
     "training.packing_algorithm": "planner.md#algorithms",
     "training.packing_epochs": "planner.md#other-packs-each-epoch",
-    "training.packing_balance": "balance.md",
+    "training.packing_balance": "resources.md#work",
     "training.packing_mode": "modes.md",
     "training.packing_wait_timeout_s": "how-it-works.md#ranks",
     "training.eval_packing": "training.md#evaluation",

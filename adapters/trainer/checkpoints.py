@@ -36,7 +36,7 @@ _ATTENTION = "packplan_attention"
 _FILES = "packplan_files"
 """Key of the sizes of the checkpoint's files: weights, optimizer, generators of all ranks."""
 
-_FORECAST = "packplan_forecast"
+_SECONDS = "packplan_seconds"
 """Key of the predicted and the real seconds up to the checkpoint."""
 
 _AGAIN = "copy it again, or name another checkpoint (last takes the newest whole one)"
@@ -179,24 +179,45 @@ def to_state(resume_state: ResumeState | StreamState, *, attn_impl: str) -> dict
     return {key: to_plain(resume_state), _ATTENTION: {"attn_impl": attn_impl}, _FILES: {}}
 
 
-def forecast_to_state(forecast: RunForecast, predicted: float, real: float) -> dict[str, Any]:
+def seconds_to_state(
+    steps: int, seconds: float, *, world_size: int, forecast: RunForecast | None, predicted: float | None
+) -> dict[str, Any]:
     """
-    Return the entry of the trainer's state with predicted and real seconds.
+    Return the entry of the trainer's state with the seconds of training up to the checkpoint.
 
     Args:
-        forecast: Forecast of the run.
+        steps: Optimizer steps of this process.
+        seconds: Seconds of these steps, with evaluations and checkpoints.
+        world_size: Ranks.
+        forecast: Forecast of the run; None if nothing was measured before.
         predicted: Predicted seconds up to the checkpoint.
-        real: Real seconds up to the checkpoint.
     """
-    return {
-        _FORECAST: {
+    entry: dict[str, Any] = {"steps": steps, "real_seconds": seconds, "world_size": world_size}
+    if forecast is not None:
+        entry |= {
             "predicted_seconds": predicted,
-            "real_seconds": real,
             "predicted_total_seconds": forecast.seconds,
             "uncertainty": forecast.uncertainty,
             "basis": forecast.timing.basis,
         }
-    }
+    return {_SECONDS: entry}
+
+
+def read_seconds(output_dir: str, *, plan: str) -> tuple[str, int, float, int] | None:
+    """
+    Return the name of the newest whole checkpoint of a plan, and the steps, the seconds and the
+    ranks of the training up to it; None if there is none.
+
+    Args:
+        output_dir: Output folder of the run.
+        plan: `ResumeState.plan` of the run.
+    """
+    for folder in _newest_first(Path(output_dir)):
+        if _why_not(folder, ResumeState) is None and read_resume_state(folder, ResumeState).plan == plan:
+            entry = read_state(folder)["stateful_callbacks"].get(_SECONDS, {})
+            if entry.get("steps"):
+                return folder.name, entry["steps"], entry["real_seconds"], entry["world_size"]
+    return None
 
 
 def files_to_state(folder: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from transformers import Trainer
 from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.samples.encoder import VIDEO_SECONDS
 from packplan.adapters.trainer.base import PackingTrainer, require_packs
-from packplan.adapters.trainer.checkpoints import forecast_to_state, to_state
+from packplan.adapters.trainer.checkpoints import seconds_to_state, to_state
 from packplan.adapters.trainer.loader import PACK_INDICES, PackLoader
 from packplan.adapters.trainer.rehearsal import rehearse
 from packplan.core.equality import AttentionChoice
@@ -151,9 +151,12 @@ class PackTrainer(PackingTrainer):
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         resume_state = self.resume_state(self.schedule.at(self.state.global_step))
         self.state.stateful_callbacks.update(to_state(resume_state, attn_impl=self.attention.name))
-        if self.forecast is not None:
-            done = self.forecast.until(self.state.global_step)
-            self.state.stateful_callbacks.update(forecast_to_state(self.forecast, done, self.real_seconds))
+        predicted = None if self.forecast is None else self.forecast.until(self.state.global_step)
+        steps = self.state.global_step - self.schedule.start.step
+        seconds = seconds_to_state(
+            steps, self.real_seconds, world_size=self.group.world_size, forecast=self.forecast, predicted=predicted
+        )
+        self.state.stateful_callbacks.update(seconds)
         super()._save_checkpoint(*arguments, **options)
 
 

@@ -1,49 +1,18 @@
-"""Options of commands that show a forecast of a run's time, and its figures."""
+"""Figures of a run's forecast, and the option of its price."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import Any, Self
-
-import attrs
+from typing import Any
 
 from packplan.core.errors import counted
-from packplan.core.forecast import CPU, PEAK_FLOPS, RunForecast
-
-
-@attrs.frozen
-class TimeOptions:
-    """Price of a forecast, and whether it may be a guess."""
-
-    device: str | None = None
-    """Device to guess for; None takes a calibration that fits, else the device of this machine."""
-
-    price: float | None = None
-    """Price of an hour of a rank's device, in any currency; None shows no cost."""
-
-    guesses: bool = False
-    """Whether the time is guessed where none was measured."""
-
-    @classmethod
-    def from_options(cls, options: argparse.Namespace) -> Self:
-        """Return what the command line says."""
-        return cls(options.device, options.price, guesses=True)
+from packplan.core.forecast import RunForecast
 
 
 def add_price(parser: argparse.ArgumentParser) -> None:
     """Declare the price of a run."""
     parser.add_argument("--price", type=_price, metavar="P", help="price of an hour of each rank's device, for a cost")
-
-
-def add_time_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the device of a guess, and the price of a run."""
-    devices = (*PEAK_FLOPS, CPU)
-    parser.add_argument(
-        "--device", choices=devices, metavar="NAME",
-        help=f"guess the time on this device, without a calibration: {', '.join(devices)}",
-    )  # fmt: skip
-    add_price(parser)
 
 
 def _price(text: str) -> float:
@@ -102,7 +71,6 @@ def time_document(forecast: RunForecast, *, world_size: int, price: float | None
         "seconds": forecast.seconds,
         "hours": forecast.seconds / 3600,
         "uncertainty": forecast.uncertainty,
-        "is_guess": forecast.timing.is_guess,
         "basis": forecast.timing.basis,
         "step_error": forecast.timing.step_error,
         "steps": forecast.last - forecast.first,

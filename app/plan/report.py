@@ -1,6 +1,6 @@
 """
-Write one page about a plan: warnings and coverage, figures, and plots, each with its numbers as a
-table.
+Write one page about a plan: coverage, drawn packs and their fill, each with its numbers as a table;
+warnings and figures.
 
 The page is one HTML file that loads nothing, for light and dark screens, phones, keyboards and
 screen readers.
@@ -15,7 +15,7 @@ from typing import Any
 
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, world_size
-from packplan.app.cli.forecasts import TimeOptions, add_price
+from packplan.app.cli.forecasts import add_price
 from packplan.app.plan.figures import epoch_lines, epoch_rows, figures
 from packplan.app.plan.stored import PlanView, as_document, inspect_plan, splits_of
 from packplan.app.wiring import stores
@@ -41,9 +41,8 @@ def run(options: argparse.Namespace) -> None:
     """Open the plans, draw them, and write the page."""
     stores.page_target(options.output)  # before it takes seconds
     config = read_run(options.config, options.overrides, world_size=options.world_size)
-    time = TimeOptions(price=options.price)
     views = [
-        inspect_plan(config, split, world_size=options.world_size, time=time)
+        inspect_plan(config, split, world_size=options.world_size, price=options.price)
         for split in splits_of(config, options.split)
     ]
     # Seconds to load, which no other look at a plan needs.
@@ -64,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _as_variables(view: PlanView) -> dict[str, Any]:
     """Return the template variables of a split."""
-    from packplan.app.plan.charts import charts, drawing
+    from packplan.app.plan.charts import draw_packs, plot_fill
 
     plan, schedule, document = view.plan_summary, view.schedule_summary, as_document(view)
     return {
@@ -83,11 +82,10 @@ def _as_variables(view: PlanView) -> dict[str, Any]:
             *([("of a pack is filled, in the mean", f"{plan.fill_mean:.1%}")] if plan.fill_mean is not None else []),
             ("steps in all", f"{schedule.total_steps:,}"),
         ],
-        "drawing": drawing(view),
         "figures": figures(view),
         "epochs": list(epoch_rows(view)),
         "of_epochs": list(epoch_lines(view)),
-        "charts": list(charts(view)),
+        "charts": [draw_packs(view), *([plot_fill(view)] if view.stored.packed else [])],
         "digests": [
             *document["checksums"].items(),
             *((f"fingerprint of the {name}", one["sha256"]) for name, one in document["fingerprints"].items()),

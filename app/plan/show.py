@@ -18,7 +18,7 @@ from rich.table import Table
 
 from packplan.app.cli.command import add_config_arguments, whole_number, world_size
 from packplan.app.cli.console import plain_console
-from packplan.app.cli.forecasts import TimeOptions, add_price
+from packplan.app.cli.forecasts import add_price
 from packplan.app.plan.explain import Explainer, as_text
 from packplan.app.plan.figures import deciding, epoch_lines, epoch_rows, figures
 from packplan.app.plan.stored import PlanView, as_document, inspect_plan, splits_of
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
             split,
             world_size=options.world_size,
             epoch=options.epoch if split == "train" else None,
-            time=TimeOptions(price=options.price),
+            price=options.price,
         )
         for split in splits
     ]

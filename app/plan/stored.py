@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from packplan.app.cli.forecasts import TimeOptions, time_document
+from packplan.app.cli.forecasts import time_document
 from packplan.app.plan.epochs import EpochsView, epochs_view, plan_of_epoch
 from packplan.app.planning.bad import left_out
 from packplan.app.planning.epochs import EpochPlanner
@@ -20,7 +20,7 @@ from packplan.app.planning.stored_lengths import open_lengths, refusals, stale_i
 from packplan.app.wiring import stores
 from packplan.app.wiring.attention import attention_by, needs_verdict, refuse_leak, stored_verdict
 from packplan.app.wiring.forecasts.runs import run_forecast
-from packplan.app.wiring.forecasts.timings import attention_name, find_peak, find_timing
+from packplan.app.wiring.forecasts.timings import attention_name, earlier_timing, find_peak, find_timing
 from packplan.app.wiring.recipes import recipe_of
 from packplan.app.wiring.works import Work, policy_of, work_of
 from packplan.core.align import AlignedPlan
@@ -28,7 +28,7 @@ from packplan.core.config import RunConfig, with_remedy
 from packplan.core.epochs import EpochRecipe, plan_key
 from packplan.core.equality import AUTO, AttentionChoice, PackingVerdict
 from packplan.core.errors import ConfigError, ModelError, NotBuiltError, UserError, counted
-from packplan.core.forecast import RunForecast, Timing
+from packplan.core.forecast import RunForecast
 from packplan.core.inspection import (
     PlanSummary,
     ScheduleSummary,
@@ -66,22 +66,19 @@ class StoredSplit:
         """Return the ranks asked for; None takes the most that the plan was aligned for."""
         return world_size or max(self.plan.world_sizes, default=1)
 
-    def schedule(
-        self, config: RunConfig, *, world_size: int | None, timing: Timing | None = None
-    ) -> tuple[Work, AlignedPlan, EpochSchedule]:
+    def schedule(self, config: RunConfig, *, world_size: int | None) -> tuple[Work, AlignedPlan, EpochSchedule]:
         """
         Return the work of the samples, and the plan as so many ranks train it.
 
         Args:
             config: The run.
             world_size: Ranks; None takes the most that the plan was aligned for.
-            timing: Timing of the run, if its packs may be assigned by it.
 
         Raises:
             PlanError: The ranks would get no batch.
             ArgumentError: The ranks cannot realise the batch.
         """
-        raw, work = self.plan.plan, work_of(config, self.lengths.rows.table, timing)
+        raw, work = self.plan.plan, work_of(config, self.lengths.rows.table)
         aligned = Alignment.from_config(config, self.name).align(raw, world_size=self.ranks(world_size))
         return work, aligned, split_schedule(config, self.name, aligned, raw.packs.sums(work.samples.flops))
 
@@ -132,6 +129,9 @@ class PlanView:
 
     forecast: RunForecast | None = None
     """Predicted time of the run; None for an evaluation, and where nothing was measured."""
+
+    unused: str | None = None
+    """Warning that a stored calibration is of something else; None if there is none."""
 
     price: float | None = None
     """Price of an hour of a rank's device; None shows no cost."""
@@ -216,7 +216,7 @@ def inspect_plan(
     *,
     world_size: int | None,
     epoch: int | None = None,
-    time: TimeOptions | None = None,
+    price: float | None = None,
 ) -> PlanView:
     """
     Open a split of a run and put it in numbers.
@@ -226,7 +226,7 @@ def inspect_plan(
         split: `train` or `eval`.
         world_size: Ranks; None takes the most that the plan was aligned for.
         epoch: Epoch whose plan is shown, where each has its own; None takes the first.
-        time: Price of the forecast, and whether it may be a guess; None says a measured time alone.
+        price: Price of an hour of a rank's device; None shows no cost.
 
     Raises:
         PackplanError: It is not stored, or damaged, or not for so many ranks or epochs.
@@ -245,9 +245,8 @@ def inspect_plan(
     elif epoch:
         raise ConfigError.at("--epoch", "is of runs whose epochs have plans of their own; here all have the same")
     raw, origin = stored.plan.plan, stored.lengths.origin
-    time, ranks = time or TimeOptions(), stored.ranks(world_size)
-    timing = find_timing(config, world_size=ranks, attention=attention_name(config), device=time.device)
-    work, aligned, schedule = stored.schedule(config, world_size=ranks, timing=timing if split == "train" else None)
+    ranks = stored.ranks(world_size)
+    work, aligned, schedule = stored.schedule(config, world_size=ranks)
     epochs = None
     if planner is not None and epoch is not None:
         epochs = epochs_view(
@@ -257,8 +256,9 @@ def inspect_plan(
     warnings = list(_warnings(config, stored, planned, schedule if epochs is None else epochs.schedule))
     attention = _attention_of(config, stored)
     warnings += attention.warnings
-    if timing.unused and split == "train":
-        warnings.append(f"{split}: a stored calibration is not used: {timing.unused}")
+    forecast, unused = (None, None) if split == "eval" else _forecast(config, stored, planned, schedule, work)
+    unused = unused and f"{split}: a stored calibration is not used: {unused}"
+    warnings += [unused] if unused else []
     if work.estimated:
         warnings.append(f"{split}: work is estimated from tokens and their squares: {work.estimated}")
     return PlanView(
@@ -272,10 +272,9 @@ def inspect_plan(
         verdict=attention.verdict,
         warnings=tuple(warnings),
         epochs=epochs,
-        forecast=_forecast(config, stored, schedule, work, timing)
-        if split == "train" and (time.guesses or not timing.is_guess)
-        else None,
-        price=time.price,
+        forecast=forecast,
+        unused=unused,
+        price=price,
         peak=find_peak(config, world_size=ranks, plan=stored.plan.key) if split == "train" else None,
     )
 
@@ -309,10 +308,19 @@ def _attention_of(config: RunConfig, stored: StoredSplit) -> _Attention:
 
 
 def _forecast(
-    config: RunConfig, stored: StoredSplit, schedule: EpochSchedule, work: Work, timing: Timing
-) -> RunForecast:
-    """Return the forecast of a run over its stored plan, and that of `eval` if there is one."""
-    stats = PackStats.from_plan(stored.plan.plan, stored.lengths.tokens, packed=stored.packed, works=work.flops)
+    config: RunConfig, stored: StoredSplit, planned: PlannedSplit, schedule: EpochSchedule, work: Work
+) -> tuple[RunForecast | None, str | None]:
+    """
+    Return the forecast of a run over its stored plan, and that of `eval` if there is one, None if
+    nothing was measured; and why stored calibrations do not fit.
+    """
+    ranks = schedule.world_size
+    timing, unused = find_timing(config, world_size=ranks, attention=attention_name(config))
+    plan = stored.plan.key.digest if stored.plan.epochs else planned.raw_checksum
+    timing = timing or earlier_timing(config, world_size=ranks, plan=plan)
+    if timing is None:
+        return None, unused
+    stats = PackStats.from_plan(stored.plan.plan, stored.lengths.tokens, packed=stored.packed, works=work.samples)
     evaluated = None
     if config.custom.val_jsonl:
         with contextlib.suppress(NotBuiltError):
@@ -321,7 +329,7 @@ def _forecast(
             evaluated = PlannedSplit(
                 "eval", other.lengths.rows.table, other.plan.plan, aligned, other.lengths.origin.data_digest
             )
-    return run_forecast(config, timing, stats, schedule, work.flops, evaluated=evaluated)
+    return run_forecast(config, timing, stats, schedule, work.samples, evaluated=evaluated), unused
 
 
 def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, schedule: EpochSchedule) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """
 Plan the stored lengths again with other packing lengths and on other numbers of ranks.
 
-For each number of ranks the best is marked: the least predicted time per planned token. Times come
-from a calibration that fits (packplan plan time --calibrate), else they are a guess.
+Where a calibration fits (packplan plan time --calibrate), times are predicted, and for each number
+of ranks the best is marked: the least time per planned token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.table import Table
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, positive_numbers, world_sizes
 from packplan.app.cli.console import plain_console
-from packplan.app.cli.forecasts import TimeOptions, add_time_options, cost, duration, time_document
+from packplan.app.cli.forecasts import add_price, cost, duration, time_document
 from packplan.app.plan.stored import measured_recipe, splits_of
 from packplan.app.planning.schedule import split_schedule
 from packplan.app.planning.split import Alignment, plan_samples, samples_of
@@ -33,7 +33,7 @@ from packplan.app.wiring.works import policy_of, work_of
 from packplan.core.config import RunConfig, with_remedy
 from packplan.core.epochs import EpochRecipe
 from packplan.core.errors import ConfigError, counted
-from packplan.core.forecast import RunForecast
+from packplan.core.forecast import RunForecast, Timing
 from packplan.core.inspection import Alternative, PlanSummary, ScheduleSummary, best_of, what_if
 from packplan.core.memory import MARGIN, peak_of_full, with_margin, written_bytes
 from packplan.core.plan import RawPlan, refuse_dropped, refuse_longer
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=world_sizes, metavar="N,N", help="ranks (default: 1, or those of a command)"
     )
-    add_time_options(parser)
+    add_price(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     parser.set_defaults(run=run)
 
@@ -91,11 +91,15 @@ def run(options: argparse.Namespace) -> None:
     ranks = options.world_size or [ranks_of(config) or 1]
     packing_lengths = options.max_length or [config.packing_length]
     _refuse_other_cuts(lengths, packing_lengths)
+    attention = attention_name(config)
+    timings: dict[int, Timing | None] = {}
+    for number in ranks:
+        timings[number], unused = find_timing(config, world_size=number, attention=attention)
+        if unused:
+            print(f"warning: a stored calibration is not used: {unused}", file=sys.stderr)
     alternatives = list(
         progress(
-            _alternatives(
-                config, split, lengths, packing_lengths, ranks, recipe=recipe, time=TimeOptions.from_options(options)
-            ),
+            _alternatives(config, split, lengths, packing_lengths, timings, recipe=recipe),
             total=len(packing_lengths) * len(ranks), desc="planning", unit=" combinations",
         )
     )  # fmt: skip
@@ -123,16 +127,12 @@ def _alternatives(
     split: str,
     stored: StoredLengths,
     packing_lengths: list[int],
-    world_sizes: list[int],
+    timings: Mapping[int, Timing | None],
     *,
     recipe: EpochRecipe | None,
-    time: TimeOptions,
 ) -> Iterator[Alternative]:
     lengths, alignment = stored.tokens, Alignment.from_config(config, split)
-    flops, attention = work_of(config, stored.rows.table).flops, attention_name(config)
-    timings = {
-        ranks: find_timing(config, world_size=ranks, attention=attention, device=time.device) for ranks in world_sizes
-    }
+    flops, world_sizes = work_of(config, stored.rows.table).samples, list(timings)
 
     def plan(packing_length: int) -> RawPlan:
         other = attrs.evolve(config, template=attrs.evolve(config.template, max_length=packing_length))
@@ -152,12 +152,11 @@ def _alternatives(
 
     def schedule(raw: RawPlan, world_size: int) -> EpochSchedule:
         aligned = alignment.align(raw, world_size=world_size)
-        works = work_of(config, stored.rows.table, timings[world_size]).samples
-        return split_schedule(config, split, aligned, raw.packs.sums(works.flops))
+        return split_schedule(config, split, aligned, raw.packs.sums(flops.flops))
 
-    def forecast(raw: RawPlan, trained: EpochSchedule) -> RunForecast:
-        stats = PackStats.from_plan(raw, lengths, works=flops)
-        return run_forecast(config, timings[trained.world_size], stats, trained, flops)
+    def forecast(raw: RawPlan, trained: EpochSchedule) -> RunForecast | None:
+        stats, timing = PackStats.from_plan(raw, lengths, works=flops), timings[trained.world_size]
+        return None if timing is None else run_forecast(config, timing, stats, trained, flops)
 
     return what_if(
         lengths, packing_lengths=packing_lengths, world_sizes=world_sizes, plan=plan, schedule=schedule,
@@ -178,18 +177,19 @@ def _document(one: Alternative, best: dict[int, Alternative], price: float | Non
 
 def _print(alternatives: list[Alternative], best: dict[int, Alternative], price: float | None) -> None:
     table = Table()
-    times = ("time", "tokens/s", *(["cost"] if price else []), "memory")
+    times = (*(("time", "tokens/s", *(["cost"] if price else [])) if best else ()), "memory")
     for name in ("max_length", "ranks", *COLUMNS, *times, ""):
         table.add_column(name, justify="right" if name else "left")
     for one in alternatives:
         cells = ["-"] * (len(COLUMNS) + len(times))
-        if one.plan is not None and one.schedule is not None and one.forecast is not None:
+        if one.plan is not None and one.schedule is not None:
+            cells[: len(COLUMNS)] = [text(one.plan, one.schedule) for text in COLUMNS.values()]
+        if one.forecast is not None:
             spent = cost(one.forecast, world_size=one.world_size, price=price)
-            cells = [
-                *(text(one.plan, one.schedule) for text in COLUMNS.values()), duration(one.forecast.seconds),
-                f"{one.forecast.tokens_per_second:,.0f}", *([] if spent is None else [f"{spent:,.2f}"]),
-                "-" if one.peak is None else written_bytes(with_margin(one.peak)),
-            ]  # fmt: skip
+            told = duration(one.forecast.seconds), f"{one.forecast.tokens_per_second:,.0f}"
+            cells[len(COLUMNS) : -1] = [*told, *([] if spent is None else [f"{spent:,.2f}"])]
+        if one.peak is not None:
+            cells[-1] = written_bytes(with_margin(one.peak))
         mark = "best" if best.get(one.world_size) is one else ""
         table.add_row(f"{one.packing_length:,}", f"{one.world_size:,}", *cells, mark)
     console = plain_console()
@@ -202,12 +202,13 @@ def _print(alternatives: list[Alternative], best: dict[int, Alternative], price:
 
 def _notes(alternatives: list[Alternative], best: dict[int, Alternative]) -> Iterator[str]:
     """Yield what the table's columns mean, and what was not planned."""
-    yield f"best, for each number of ranks: the least {RULE}"
+    if best:
+        yield f"best, for each number of ranks: the least {RULE}"
+    else:
+        yield "time, and which is best: packplan plan time --calibrate measures it"
     for ranks, one in best.items():
         if one.forecast is not None:
-            timing = one.forecast.timing
-            unused = f"; a stored calibration is not used: {timing.unused}" if timing.unused else ""
-            yield f"time on {counted(ranks, 'rank')}: {timing.basis}{unused}"
+            yield f"time on {counted(ranks, 'rank')}: {one.forecast.timing.basis}"
     if any(one.peak for one in alternatives):
         yield f"memory: of each rank, for full packs, with a margin of {MARGIN:.0%}; by packplan plan fit"
     if any(one.plan and one.peak is None for one in alternatives):

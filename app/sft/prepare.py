@@ -24,7 +24,7 @@ from packplan.app.planning.schedule import (
 )
 from packplan.app.planning.split import GatheredSplit, PlannedSplit, plan_split, require_agreement, require_writable
 from packplan.app.wiring.forecasts.runs import told_forecast
-from packplan.app.wiring.forecasts.timings import shared_timing
+from packplan.app.wiring.forecasts.timings import find_timing
 from packplan.app.wiring.gather import Gathered, gather
 from packplan.app.wiring.training import (
     build_trainer,
@@ -37,7 +37,6 @@ from packplan.app.wiring.works import Work, work_of
 from packplan.core.config import RunConfig
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import agree, counted
-from packplan.core.forecast import RunForecast, Timing
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule, ResumeState, require_start
 
@@ -88,10 +87,8 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> P
     arguments = open_arguments(config, batch.size, batch.accumulation)
 
     planned = {name: plan_split(split, group=group, deadline=deadline) for name, split in gathered.splits.items()}
-    timing = shared_timing(config, group, attention=attention.name, deadline=deadline)
-    found = _scheduled(
-        config, gathered.splits["train"], planned["train"], checkpoint, timing=timing, group=group, deadline=deadline
-    )
+    timing, unused = find_timing(config, world_size=group.world_size, attention=attention.name)
+    found = _scheduled(config, gathered.splits["train"], planned["train"], checkpoint, group=group, deadline=deadline)
     checkpoint = found.checkpoint
     group.settle()
     if group.rank == 0:
@@ -112,7 +109,10 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> P
         state=found.state,
     )
     if group.rank == 0:
-        _log_forecast(timing, trainer.forecast, group.world_size)
+        if trainer.forecast is not None:
+            log.info("%s", told_forecast(trainer.forecast, group.world_size))
+        if unused:
+            log.info("a stored calibration is not used: %s", unused)
     return Prepared(gathered.samples, planned, found.schedule, trainer, checkpoint, found.epochs)
 
 
@@ -138,7 +138,6 @@ def _scheduled(
     planned: PlannedSplit,
     checkpoint: Checkpoint[ResumeState] | None,
     *,
-    timing: Timing,
     group: RankGroup,
     deadline: Deadline,
 ) -> _Scheduled:
@@ -150,7 +149,6 @@ def _scheduled(
         split: Samples that are trained.
         planned: Their plan.
         checkpoint: Checkpoint that the run resumes from.
-        timing: Seconds of the parts of the run.
         group: All ranks.
         deadline: Time that ranks wait for one another.
 
@@ -158,7 +156,7 @@ def _scheduled(
         StaleError: The checkpoint was made on another plan.
         PlanError: An epoch has no packs.
     """
-    work = work_of(config, planned.table, timing)
+    work = work_of(config, planned.table)
     pack_works = planned.raw.packs.sums(work.samples.flops)
     # Ranks that counted other works would assign a step's packs in another way.
     require_agreement(group, "the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
@@ -220,13 +218,6 @@ def _log_attention(attention: AttentionChoice, checkpoint: Checkpoint[ResumeStat
     if checkpoint is not None and checkpoint.attention not in (None, attention.name):
         then = "the checkpoint was trained by the attention %s; the run goes on by %s"
         log.info(then, checkpoint.attention, attention.name)
-
-
-def _log_forecast(timing: Timing, forecast: RunForecast | None, world_size: int) -> None:
-    if forecast is not None:
-        log.info("%s", told_forecast(forecast, world_size))
-    if timing.unused:
-        log.info("a stored calibration is not used: %s", timing.unused)
 
 
 def _log_resume(schedule: EpochSchedule, unit: str) -> None:

@@ -8,7 +8,6 @@ from packplan.adapters.model_folder import model_sizes
 from packplan.app.planning.split import table_works
 from packplan.core.config import RunConfig, plan_policy
 from packplan.core.errors import ConfigError, ModelError
-from packplan.core.forecast import Timing
 from packplan.core.packers import ALGORITHMS
 from packplan.core.policy import PlanPolicy
 from packplan.core.samples import Table
@@ -20,7 +19,7 @@ class Work:
     """Work of the samples of a split."""
 
     samples: SampleWorks
-    """Works that balance levels and that logs show, in `unit`."""
+    """Works in FLOPs, which balance levels and logs show."""
 
     unit: str
     """Unit of the work, for people to read."""
@@ -28,35 +27,18 @@ class Work:
     estimated: str | None
     """Reason why the model's sizes are not counted; None where they are."""
 
-    flops: SampleWorks
-    """Works in FLOPs."""
 
-
-def work_of(config: RunConfig, table: Table, timing: Timing | None = None) -> Work:
+def work_of(config: RunConfig, table: Table) -> Work:
     """
     Return the work of training samples, by the sizes of the run's model, or by tokens and squares.
 
     Args:
         config: The run.
         table: Measurements of the records; shape (num_records, num_columns).
-        timing: Timing of the run, by which works are nanoseconds if the run is balanced by them;
-            None counts FLOPs.
-
-    Raises:
-        ConfigError: The run is balanced by seconds, but no calibration fits it.
     """
     model, estimated = trained_work(config)
     counted = "FLOPs of an ordinary model" if estimated else "FLOPs of the model"
-    flops = table_works(model, table)
-    if timing is None or config.training.packing_balance_by == "flops":
-        return Work(flops, f"{counted}, forward and backward", estimated, flops)
-    if timing.is_guess:
-        reason = timing.unused or "none is stored"
-        raise ConfigError.at(
-            "training.packing_balance_by",
-            f"is seconds, but no calibration fits this run: {reason}; packplan plan time --calibrate measures it",
-        )
-    return Work(timing.time.works(flops), "nanoseconds by the calibration", estimated, flops)
+    return Work(table_works(model, table), f"{counted}, forward and backward", estimated)
 
 
 def trained_work(config: RunConfig) -> tuple[WorkModel, str | None]:

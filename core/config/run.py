@@ -336,12 +336,6 @@ class TrainingConfig:
     DeepSpeed from stage 2 on, else `step`; `none`: as packs come. A step keeps its packs.
     """
 
-    packing_balance_by: Literal["flops", "seconds"] = key("flops", neither=TRAINS, stream=_AS_PACKS_COME)
-    """
-    Unit of work that `packing_balance` levels: `flops` of the model, or `seconds` of a calibration
-    of this machine. A step keeps its packs.
-    """
-
     packing_group_by_work: int = key(0, neither=TRAINS, check=at_least(0), stream=_AS_PACKS_COME)
     """
     Window, in optimizer steps, within which each step gets packs of like work, for ranks with one

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from packplan.core.forecast.choice import REPEATS, calibration_packs
-from packplan.core.forecast.devices import CPU, PEAK_FLOPS, USED_SHARE, guessed_timing
 from packplan.core.forecast.fit import Calibration, MeasuredStep, StepTerms, StepTime, Timing, fit
 from packplan.core.forecast.forecast import Pause, RunForecast, forecast_run
 
 __all__ = [
-    "CPU",
-    "PEAK_FLOPS",
     "REPEATS",
-    "USED_SHARE",
     "Calibration",
     "MeasuredStep",
     "Pause",
@@ -22,5 +18,4 @@ __all__ = [
     "calibration_packs",
     "fit",
     "forecast_run",
-    "guessed_timing",
 ]

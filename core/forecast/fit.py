@@ -24,8 +24,6 @@ from packplan.core.work import Meeting, SampleWorks
 
 Floats = NDArray[np.float64]
 
-NANOSECONDS = 1e9
-
 EVALUATION = 1 / 3
 """Seconds of an evaluation over those of training, by FLOPs: a forward pass of three passes."""
 
@@ -54,11 +52,6 @@ class StepTime:
 
     vision: float
     """Seconds per FLOP of the vision tower."""
-
-    def works(self, flops: SampleWorks) -> SampleWorks:
-        """Return the works of samples in nanoseconds, from those in FLOPs."""
-        text, attention, vision = (NANOSECONDS * one for one in (self.text, self.attention, self.vision))
-        return flops.weighed(text=text, attention=attention, vision=vision)
 
 
 @attrs.frozen
@@ -96,28 +89,20 @@ class Timing:
     """Origin of the seconds, for people to read."""
 
     evaluation: float = EVALUATION
-    """Seconds of an evaluation over those of training on its packs."""
+    """Seconds of an evaluation over those of training on its packs; 0 if steps have its time."""
 
     checkpoint: float = 0.0
     """Seconds of saving a checkpoint."""
 
     others: tuple[StepTime, ...] = ()
-    """Coefficients with each part of the measured steps left out; none if guessed."""
-
-    unused: str | None = None
-    """Reason why calibrations that are stored do not fit; None if one does, or none is stored."""
+    """Coefficients with each part of the measured steps left out; none of an earlier run."""
 
     step_error: float | None = None
-    """Relative error that 95 % of steps that the fit has not seen stay below; None if guessed."""
-
-    @property
-    def is_guess(self) -> bool:
-        """Whether nothing was measured."""
-        return not self.others
+    """Relative error that 95 % of steps that the fit has not seen stay below; None if not known."""
 
     def uncertainty(self, seconds: float, others: Sequence[float]) -> float | None:
         """
-        Return the relative uncertainty of a prediction, two standard errors; None if guessed.
+        Return the relative uncertainty of a prediction, two standard errors; None if not known.
 
         The standard error is the jackknife's, over the parts that are left out.
 
@@ -125,7 +110,7 @@ class Timing:
             seconds: Prediction by `time`.
             others: The same by each of `others`.
         """
-        if self.is_guess or not seconds:
+        if not self.others or not seconds:
             return None
         count = len(others)
         return 2 * float(np.sqrt((count - 1) * np.mean((np.array(others) / seconds - 1) ** 2)))

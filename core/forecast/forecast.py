@@ -85,7 +85,7 @@ class RunForecast:
 
     @property
     def uncertainty(self) -> float | None:
-        """Relative uncertainty of the seconds of steps, two standard errors; None if guessed."""
+        """Relative uncertainty of the seconds of steps, two standard errors; None if not known."""
         return self.timing.uncertainty(self.epoch_seconds, self.others.tolist())
 
     @property

@@ -27,14 +27,14 @@ class Alternative:
 
     schedule: ScheduleSummary | None = None
 
-    problem: str | None = None
-    """Reason why there are no figures."""
-
     forecast: RunForecast | None = None
-    """Predicted time of the run; None without a plan."""
+    """Predicted time of the run; None without a plan, and where nothing was measured."""
 
     peak: int | None = None
     """Predicted peak of memory of a step on a rank in bytes; None if it is not known."""
+
+    problem: str | None = None
+    """Reason why there are no figures."""
 
 
 def what_if(
@@ -44,7 +44,7 @@ def what_if(
     world_sizes: Sequence[int],
     plan: Callable[[int], RawPlan],
     schedule: Callable[[RawPlan, int], EpochSchedule],
-    forecast: Callable[[RawPlan, EpochSchedule], RunForecast] | None = None,
+    forecast: Callable[[RawPlan, EpochSchedule], RunForecast | None] = lambda *_: None,
     peak: Callable[[int, int], int | None] = lambda *_: None,
     works: SampleWorks | None = None,
     explain: Callable[[UserError], str] = str,
@@ -58,7 +58,7 @@ def what_if(
         world_sizes: Data-parallel learners.
         plan: Packing length -> plan of the samples; may raise UserError.
         schedule: Plan and world size -> schedule; may raise UserError.
-        forecast: Plan and schedule -> predicted time; may raise UserError. None predicts none.
+        forecast: Plan and schedule -> predicted time, or None.
         peak: Tokens of the longest pack and world size -> predicted peak of memory of a rank in
             bytes, or None.
         works: Work of samples; None counts the squares of their lengths.
@@ -77,12 +77,11 @@ def what_if(
             try:
                 trained = schedule(planned, world_size)
                 over = summarise_schedule(planned, array, trained, works=works)
-                predicted = None if forecast is None else forecast(planned, trained)
             except UserError as error:
                 yield Alternative(packing_length, world_size, problem=explain(error))
             else:
-                known = peak(most, world_size)
-                yield Alternative(packing_length, world_size, summary, over, forecast=predicted, peak=known)
+                at_peak = peak(most, world_size)
+                yield Alternative(packing_length, world_size, summary, over, forecast(planned, trained), at_peak)
 
 
 def best_of(alternatives: Iterable[Alternative]) -> dict[int, Alternative]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from packplan.core.schedule.heaviest import heaviest_packs, shorter_pack
+from packplan.core.schedule.heaviest import heaviest_packs
 from packplan.core.schedule.resume import DAMAGED, ResumeState, require_start, resumed
 from packplan.core.schedule.schedule import ORDER_VERSION, EpochSchedule, EpochSegment, Progress, Step
 from packplan.core.schedule.telemetry import EpochStats, PackStats
@@ -20,5 +20,4 @@ __all__ = [
     "heaviest_packs",
     "require_start",
     "resumed",
-    "shorter_pack",
 ]

@@ -133,8 +133,7 @@ EXAMPLES = (
     ),
     RunError(
         "memory",
-        "a pack of 8,190 tokens does not fit into the memory of a rank, before the first step; a pack of 6,143 tokens "
-        "fits",
+        "a pack of 8,190 tokens does not fit into the memory of a rank, before the first step",
     ),
     RunError("not_finite", "loss is nan, so the policy was not updated and not saved"),
     RunError.worker(2, "train", "its process ended"),

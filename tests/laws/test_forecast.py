@@ -11,9 +11,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.core.forecast import (
-    PEAK_FLOPS,
     REPEATS,
-    USED_SHARE,
     Calibration,
     MeasuredStep,
     Pause,
@@ -23,7 +21,6 @@ from packplan.core.forecast import (
     calibration_packs,
     fit,
     forecast_run,
-    guessed_timing,
 )
 from packplan.core.packs import Packs
 from packplan.core.schedule import EpochStats
@@ -160,7 +157,6 @@ def test_exact_steps_leave_no_uncertainty_and_uneven_ones_do():
 
     assert (0, 0) == pytest.approx((exact.step_error, exact.uncertainty(2.0, [2.0] * 7)), abs=1e-6)
     assert (0.25, 3.0) == pytest.approx((exact.evaluation, exact.checkpoint))
-    assert not exact.is_guess
     assert "24 steps measured on here" == exact.basis
     assert uneven.step_error > 0.5
     assert uneven.uncertainty(2.0, [2.1, 1.9] * 3) == pytest.approx(2 * 5**0.5 * 0.05)
@@ -171,29 +167,6 @@ def test_exact_steps_leave_no_uncertainty_and_uneven_ones_do():
     # Nothing varies in one step, so an evaluation is no share of anything.
     single = Calibration("here", tuple(steps_of(time, terms[:1])), MeasuredStep(1, 0, 0, 0, 25)).timing()
     assert (3, 1 / 3) == pytest.approx((single.time.step, single.evaluation))
-
-
-def test_the_works_of_a_time_are_nanoseconds():
-    """By which the assignment of packs is decided."""
-    flops = SampleWorks.from_lengths(MODEL, [3, 5], images=[0, 1], patches=[0, 4])
-
-    works = StepTime(9, 9, 1e-6, 2e-6, 3e-6).works(flops).flops
-
-    media = flops.images[1] * 3e3
-    assert [4e3 * 3 + 2 * 2e3 * 6, 4e3 * 5 + 2 * 2e3 * 15 + media] == works.tolist()
-
-
-@pytest.mark.parametrize("name", PEAK_FLOPS)
-def test_a_device_is_found_in_its_own_name(name):
-    """And no name hides another; what is not known is a CPU, by its cores."""
-    guess = guessed_timing(f"NVIDIA {name} 80GB")
-
-    assert guess.is_guess
-    assert 1 / guess.time.text == pytest.approx(USED_SHARE * PEAK_FLOPS[name])
-    assert name in guess.basis
-    assert guess.uncertainty(1.0, []) is None
-    one, four = guessed_timing("CPU"), guessed_timing("unheard-of", cores=4)
-    assert one.time.text == pytest.approx(4 * four.time.text)
 
 
 @given(st.data())

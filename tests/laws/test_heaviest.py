@@ -1,4 +1,4 @@
-"""The heaviest packs, and shorter ones."""
+"""The heaviest packs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packplan.core.plan import build_raw_plan
-from packplan.core.schedule import PackStats, heaviest_packs, shorter_pack
+from packplan.core.schedule import PackStats, heaviest_packs
 from packplan.core.work import SampleWorks, VisionWork, WorkModel
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -44,26 +44,3 @@ def test_a_batch_has_the_longest_packs(lengths, size):
 
     assert sorted(stats.tokens)[::-1][:size] == [stats.tokens[pack] for pack in first]
     assert len(others) <= 1
-
-
-@given(LENGTHS, st.integers(0, 50), st.data())
-def test_a_shorter_pack_is_as_long_as_allowed(lengths, most, data):
-    """Its samples are different ones of the plan, and none of the others fits beside them."""
-    stats = stats_of(lengths)
-    position = data.draw(st.integers(0, len(stats.packs) - 1))
-    found = shorter_pack(stats, np.array(lengths), position, most=most)
-
-    planned = set(stats.packs.indices.tolist())
-    room = most - sum(lengths[sample] for sample in found)
-    assert room >= 0
-    assert len(set(found)) == len(found)
-    assert set(found) <= planned
-    assert all(lengths[sample] > room for sample in planned - set(found))
-    if most >= stats.tokens[position]:
-        assert set(stats.packs[position]) <= set(found)
-
-
-def test_a_sample_is_taken_once():
-    """Where a pack leaves room for it again."""
-    stats = stats_of([3, 4])
-    assert [0, 1] == sorted(shorter_pack(stats, np.array([3, 4]), 0, most=20))

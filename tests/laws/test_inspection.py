@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from packplan.core.errors import ArgumentError, Difference, UserError
 from packplan.core.fingerprint import field_differences
-from packplan.core.forecast import forecast_run, guessed_timing
+from packplan.core.forecast import StepTime, Timing, forecast_run
 from packplan.core.inspection import (
     Alternative,
     best_of,
@@ -142,7 +142,7 @@ def test_whatif_plans_every_combination_as_planning_does(of, packing_lengths, wo
 
 def test_the_best_trains_the_most_tokens_in_a_second():
     """For each number of ranks; of equal ones the shorter packs win, and what is refused never."""
-    lengths, guess = [40] * 6, guessed_timing("H100")
+    lengths, timing = [40] * 6, Timing(StepTime(0, 0, 1e-12, 1e-12, 1e-12), "made up")
     works = SampleWorks.from_lengths(WorkModel(per_position=4, per_pair=2), lengths)
 
     def schedule(raw, world_size):
@@ -150,7 +150,7 @@ def test_the_best_trains_the_most_tokens_in_a_second():
 
     def forecast(raw, trained):
         stats = PackStats.from_plan(raw, works.lengths, works=works)
-        return forecast_run(guess, EpochStats.from_schedule(stats, trained, 0), trained, works)
+        return forecast_run(timing, EpochStats.from_schedule(stats, trained, 0), trained, works)
 
     found = list(
         what_if(

@@ -200,12 +200,12 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int, sharding: Sha
         rough = attrs.evolve(found, is_traced=False, notes=(note, *found.notes))
         return search(rough, peak_of=_estimator(_rough_activations(config, sizes), parts))
     if planned.key is not None and sharding == _sharding_of(config, ranks):
-        kept = open_peaks(config)
-        kept.save(
-            memory_key(config, world_size=ranks, plan=planned.key.digest),
-            {one.tokens: one.peak.total for one in traced_fit.packs},
-        )
-        kept.save(memory_key(config, world_size=ranks, data=planned.data_digest), traced_fit.full)
+        for peaks, of in (
+            ({one.tokens: one.peak.total for one in traced_fit.packs}, {"plan": planned.key.digest}),
+            (traced_fit.full, {"data": planned.data_digest}),
+        ):
+            key = memory_key(config, world_size=ranks, **of)
+            open_peaks(config).save(key, {str(tokens): peak for tokens, peak in peaks.items()})
     return traced_fit
 
 

@@ -3,7 +3,7 @@ Say how long training takes: each step, an epoch, the run, its evaluations and c
 
 With --calibrate, steps of the run's own packs are trained and timed first, under torchrun on all of
 its ranks. What is measured is stored beside the plans, and used for runs on this machine. Without
-it, the peak of the device gives a guess.
+it, an earlier run of this plan says the time, or nothing does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, world_size
 from packplan.app.cli.console import plain_console
-from packplan.app.cli.forecasts import TimeOptions, add_time_options, duration, time_document, time_rows
+from packplan.app.cli.forecasts import add_price, duration, time_document, time_rows
 from packplan.app.plan.stored import inspect_plan
 from packplan.app.wiring import stores
 from packplan.app.wiring.commands import read_run
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=world_size, metavar="N", help="ranks (default: the most that were built for)"
     )
-    add_time_options(parser)
+    add_price(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document, with each step, not a table")
     parser.set_defaults(run=run)
 
@@ -40,17 +40,21 @@ def run(options: argparse.Namespace) -> None:
     """Measure if that is asked for, then print."""
     ranks = options.world_size
     if options.calibrate:
-        if ranks is not None or options.device is not None:
-            raise ConfigError.at("--calibrate", "measures this machine's ranks: leave --world-size and --device out")
+        if ranks is not None:
+            raise ConfigError.at("--calibrate", "measures this machine's ranks: leave --world-size out")
         rank, ranks = _calibrate(options)
         if rank:
             return
     config = read_run(options.config, options.overrides, world_size=ranks)
-    view = inspect_plan(config, "train", world_size=ranks, time=TimeOptions.from_options(options))
+    view = inspect_plan(config, "train", world_size=ranks, price=options.price)
     forecast = view.forecast
-    assert forecast is not None  # noqa: S101  # training is forecast
-    if forecast.timing.unused:
-        print(f"warning: a stored calibration is not used: {forecast.timing.unused}", file=sys.stderr)
+    if view.unused:
+        print(f"warning: {view.unused}", file=sys.stderr)
+    if forecast is None:
+        ranks = counted(view.schedule.world_size, "rank")
+        how = "--calibrate trains some here, and times them"
+        print("null" if options.json else f"no step was measured on {ranks}: {how}")
+        return
     told = {"world_size": view.schedule.world_size, "price": options.price}
     if options.json:
         print(json.dumps({**time_document(forecast, **told), "steps_of_epoch": forecast.steps.tolist()}, indent=2))
@@ -65,11 +69,11 @@ def _parts(forecast: RunForecast) -> Iterator[tuple[str, str, str]]:
     steps = forecast.steps
     slowest = f"the fastest of an epoch {duration(float(steps.min()))}, the slowest {duration(float(steps.max()))}"
     error = forecast.timing.step_error
-    sure = "" if error is None else f"; 95 % of left-out steps were within {error:.1%}"
-    yield "  an optimizer step", duration(forecast.mean_step), f"{slowest}{sure}"
+    remark = "in the mean" if error is None else f"{slowest}; 95 % of left-out steps were within {error:.1%}"
+    yield "  an optimizer step", duration(forecast.mean_step), remark
     yield "  an epoch", duration(forecast.epoch_seconds), f"{counted(len(steps), 'step')}"
     for name, pause in (("an evaluation", forecast.evaluation), ("a checkpoint", forecast.checkpoint)):
-        if pause.every:
+        if pause.every and pause.seconds:
             yield f"  {name}", duration(pause.seconds), f"after each {counted(pause.every, 'step')}, and the last"
 
 

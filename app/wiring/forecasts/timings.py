@@ -1,30 +1,26 @@
 """
-Timing of a run: by a stored calibration that fits it, else by a guess from the device's peak; and
-its stored peak of memory. Without torch.
+Measurements of a run: its timing, by a calibration that fits or by steps of an earlier run, and its
+peak of memory. Without torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
 import cattrs
-import numpy as np
 
-from packplan.adapters.forecast.calibrations import DiskCalibrationStore, device_name, machine_name, num_cores
-from packplan.adapters.forecast.peaks import DiskPeakStore
+from packplan.adapters.forecast.kept import DiskMeasurements, device_name, machine_name
 from packplan.adapters.model_folder import config_digest
-from packplan.app.planning.deadline import Deadline
+from packplan.adapters.trainer.checkpoints import read_seconds
 from packplan.app.wiring.attention import attention_by, stored_verdict
 from packplan.core.config import RunConfig
 from packplan.core.equality import AUTO
-from packplan.core.errors import ConfigError, Difference, UserError
+from packplan.core.errors import ConfigError, UserError, counted
 from packplan.core.fingerprint import Fingerprint
-from packplan.core.forecast import Calibration, Timing, guessed_timing
-from packplan.core.ports import Arrays, RankGroup, ReportProgress
+from packplan.core.forecast import Calibration, StepTime, Timing
 
 _SETTINGS = (
     "bf16", "fp16", "gradient_checkpointing", "fsdp", "deepspeed", "optim", "torch_compile", "use_cpu",
@@ -67,38 +63,47 @@ def logs_each_step(config: RunConfig) -> bool:
     return bool(config.training.trainer.get("logging_steps") == 1)
 
 
-def find_timing(config: RunConfig, *, world_size: int, attention: str | None, device: str | None = None) -> Timing:
+def find_timing(config: RunConfig, *, world_size: int, attention: str | None) -> tuple[Timing | None, str | None]:
     """
-    Return the timing of a run: of a calibration that fits, else a guess.
+    Return the timing of a run by a calibration that fits, and why those that are stored do not.
 
     Args:
         config: The run.
         world_size: Data-parallel learners.
         attention: Attention that trains; None if it is not known, and any calibration's is taken.
-        device: Device to guess for; None takes a calibration, or this machine's own.
 
     Raises:
         CorruptArtefactError: A calibration is damaged.
     """
-    unused = [] if device is not None else list(_differences(config, world_size=world_size, attention=attention))
-    for differences, calibration in unused:
-        if not differences:
-            return calibration.timing()
-    why = min(("; ".join(map(str, differences)) for differences, _ in unused), key=len, default=None)
-    here = device_name(on_cpu=bool(config.training.trainer.get("use_cpu")))
-    return attrs.evolve(guessed_timing(device or here, cores=num_cores()), unused=why)
-
-
-def _differences(
-    config: RunConfig, *, world_size: int, attention: str | None
-) -> Iterator[tuple[list[Difference], Calibration]]:
-    """Yield each stored calibration, and how it differs from what a run needs."""
     try:
         key = calibration_key(config, world_size=world_size, attention=attention)
     except ConfigError:  # the model is not there
-        return
-    for stored, calibration in open_calibrations(config).entries():
-        yield [one for one in stored.differences(key) if attention or one.key != "attention"], calibration
+        return None, None
+    unused = []
+    for stored, measured in open_calibrations(config).entries():
+        differences = [one for one in stored.differences(key) if attention or one.key != "attention"]
+        if not differences:
+            return cattrs.structure(measured, Calibration).timing(), None
+        unused.append("; ".join(map(str, differences)))
+    return None, min(unused, key=len, default=None)
+
+
+def earlier_timing(config: RunConfig, *, world_size: int, plan: str) -> Timing | None:
+    """
+    Return the timing by the steps of an earlier run of the same plan in this output folder, of its
+    newest whole checkpoint; None without one.
+
+    Args:
+        config: The run.
+        world_size: Data-parallel learners.
+        plan: Checksum of the plan.
+    """
+    found = read_seconds(config.training.output_dir, plan=plan)
+    if found is None or found[-1] != world_size:
+        return None
+    name, steps, seconds, _ = found
+    basis = f"{counted(steps, 'step')} of an earlier run, evaluations and checkpoints included, up to {name}"
+    return Timing(StepTime(seconds / steps, 0, 0, 0, 0), basis, evaluation=0)
 
 
 def attention_name(config: RunConfig) -> str | None:
@@ -110,25 +115,6 @@ def attention_name(config: RunConfig) -> str | None:
         return attention_by(config, verdict, on_cpu=bool(config.training.trainer.get("use_cpu"))).name
     except UserError:
         return None
-
-
-def shared_timing(config: RunConfig, group: RankGroup, *, attention: str, deadline: Deadline) -> Timing:
-    """
-    Return the timing that rank 0 finds, on every rank.
-
-    Args:
-        config: The run.
-        group: All ranks.
-        attention: Attention that trains.
-        deadline: Limit of the wait for rank 0.
-    """
-
-    def find(_: ReportProgress) -> Arrays:
-        found = find_timing(config, world_size=group.world_size, attention=attention)
-        return {"timing": np.frombuffer(json.dumps(cattrs.unstructure(found)).encode(), dtype=np.uint8)}
-
-    arrays = group.from_rank_zero(find, **deadline.wait())
-    return cattrs.structure(json.loads(arrays["timing"].tobytes()), Timing)
 
 
 def memory_key(config: RunConfig, *, world_size: int, **packed: str) -> Fingerprint:
@@ -184,16 +170,19 @@ def find_full_peaks(config: RunConfig, *, world_size: int, data_digest: str) -> 
 
 def _peaks(config: RunConfig, *, world_size: int, **packed: str) -> dict[int, int]:
     try:
-        return open_peaks(config).load(memory_key(config, world_size=world_size, **packed))
+        peaks = open_peaks(config).load(memory_key(config, world_size=world_size, **packed))
     except ConfigError:  # the model is not there
         return {}
+    return {int(tokens): peak for tokens, peak in peaks.items()}
 
 
-def open_peaks(config: RunConfig) -> DiskPeakStore:
-    """Return the store of a run's peaks of memory, beside its plans."""
-    return DiskPeakStore(Path(config.training.output_dir) / "static_packing" / "memory")
+def open_peaks(config: RunConfig) -> DiskMeasurements:
+    """Return the store of a run's peaks of memory, beside its plans: tokens of a pack -> bytes."""
+    folder = Path(config.training.output_dir) / "static_packing" / "memory"
+    return DiskMeasurements(folder, schema="packplan memory 2", field="peaks")
 
 
-def open_calibrations(config: RunConfig) -> DiskCalibrationStore:
+def open_calibrations(config: RunConfig) -> DiskMeasurements:
     """Return the store of a run's calibrations, beside its plans."""
-    return DiskCalibrationStore(Path(config.training.output_dir) / "static_packing" / "calibrations")
+    folder = Path(config.training.output_dir) / "static_packing" / "calibrations"
+    return DiskMeasurements(folder, schema="packplan calibration 1", field="calibration")

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import cattrs
 import numpy as np
 
 from packplan.adapters.files import writing
 from packplan.adapters.forecast.calibration import measure_steps
-from packplan.adapters.forecast.calibrations import device_name, machine_name
+from packplan.adapters.forecast.kept import device_name, machine_name
 from packplan.adapters.trainer.packed_dataset import PackedDataset
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.app.planning.schedule import meeting_point
@@ -55,7 +56,7 @@ def calibrated_run(config: RunConfig) -> RunConfig:
     }
     for name in ("early_stop_interval", "eval_delay", "metric_for_best_model"):
         trainer.pop(name, None)
-    fields: dict[str, Any] = {"resume_from_checkpoint": None, "packing_balance_by": "flops", "trainer": trainer}
+    fields: dict[str, Any] = {"resume_from_checkpoint": None, "trainer": trainer}
     return attrs.evolve(config, training=attrs.evolve(training, **fields))
 
 
@@ -75,7 +76,7 @@ def calibrate(
     schedule = attrs.evolve(trainer.schedule, works=None, group_by_work=0)
     train, epoch = planned["train"], schedule.start.epoch
     stats = packs_stats(config, train, train.raw.packs)
-    images = work_of(config, train.table).flops.weighed(0, 0, 1)
+    images = work_of(config, train.table).samples.weighed(0, 0, 1)
     chosen = calibration_packs(
         stats.packs, stats.work, stats.packs.sums(images.flops), schedule.order(epoch), world_size=group.world_size,
         batches=schedule.gradient_accumulation_steps, batch_size=schedule.batch_size,
@@ -83,7 +84,7 @@ def calibrate(
     found = measure(config, trainer, planned, group, chosen)
     if group.rank == 0:
         key = calibration_key(config, world_size=group.world_size, attention=trainer.attention.name)
-        open_calibrations(config).save(key, found)
+        open_calibrations(config).save(key, cattrs.unstructure(found))
     return found
 
 
@@ -117,7 +118,7 @@ def measure(
     _serve(trainer, stats, schedule, evaluated)
     machine = f"{machine_name()} ({device_name(on_cpu=trainer.args.device.type == 'cpu')})"
     terms = StepTerms.from_epoch(
-        EpochStats.from_schedule(stats, schedule, 0), work_of(config, planned["train"].table).flops,
+        EpochStats.from_schedule(stats, schedule, 0), work_of(config, planned["train"].table).samples,
         meeting=schedule.meeting,
     )  # fmt: skip
     forward = None if evaluated is None else evaluation_terms(config, evaluated)
@@ -134,7 +135,7 @@ def packs_stats(config: RunConfig, planned: PlannedSplit, packs: Packs) -> PackS
         planned: Plan of the samples.
         packs: Packs of them.
     """
-    lengths, flops = column(planned.table, "length").astype(np.int64), work_of(config, planned.table).flops
+    lengths, flops = column(planned.table, "length").astype(np.int64), work_of(config, planned.table).samples
     raw = attrs.evolve(planned.raw, packs=packs)
     return PackStats.from_plan(raw, lengths, packed=config.training.packing, works=flops)
 

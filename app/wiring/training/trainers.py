@@ -212,7 +212,7 @@ def build_trainer(
     samples: Mapping[str, SwiftEncoder],
     planned: Mapping[str, PlannedSplit],
     work: Work,
-    timing: Timing,
+    timing: Timing | None,
     state: ResumeState,
     epochs: PlannedEpochs | None = None,
 ) -> PackTrainer:
@@ -228,7 +228,7 @@ def build_trainer(
         samples: Samples of `train`, and perhaps `eval`.
         planned: Plan of each split.
         work: Work of the samples of `train`.
-        timing: Seconds of the parts of the run.
+        timing: Seconds of the parts of the run; None if none were measured.
         state: Resume state of the run.
         epochs: Epochs of `train` that have plans of their own.
     """
@@ -253,13 +253,13 @@ def build_trainer(
             samples["train"], schedule.packs_in(schedule.start.epoch), train.table, grouped=grouped["train"]
         )
     forecast = None
-    if not timing.is_guess and schedule.start.step < schedule.total_steps:
+    if timing is not None and schedule.start.step < schedule.total_steps:
         forecast = run_forecast(
             config,
             timing,
             pack_stats(schedule.at(schedule.start.step).epoch),
             schedule,
-            work.flops,
+            work.samples,
             evaluated=planned.get("eval"),
         )
     return PackTrainer(
