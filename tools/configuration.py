@@ -159,7 +159,7 @@ def _type(kind: Any) -> str:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
         one = _TYPES.get(typing.get_args(kind)[0])
-        return f"{one}, or a list of {one}s" if one else "list"
+        return f"{one}, or a list" if one else "list"
     return "names, each with another" if typing.get_origin(kind) is dict else _TYPES[kind]
 
 
@@ -167,7 +167,7 @@ def _default(field: Any) -> str:
     if field.default is attrs.NOTHING:
         return "(needed)"
     if field.default in {None, ()} or isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
-        return "(unset)"
+        return ""
     if isinstance(field.default, bool):
         return f"`{str(field.default).lower()}`"
     return f"`{', '.join(field.default) if isinstance(field.default, tuple) else field.default}`"

@@ -72,23 +72,22 @@ class ModelConfig:
 
     model_type: str | None = key(None, lengths="otherwise")
     """
-    ms-swift's name of the architecture; unset, the only one that its registry has for the folder or
-    config.json. Text models unknown to it need none.
+    ms-swift's name of the architecture; unset, the only one that its registry has for the folder.
+    Text models unknown to it need none.
     """
 
     attn_impl: str = key("auto", neither=TRAINS, check=_is_backend)
     """
-    Attention backend. `varlen` attends to each sample of a pack by itself, without a mask; sdpa,
-    eager, flex_attention and flash_attention_2 are transformers'. `auto` takes the fastest under
-    which a probe finds samples of a pack apart, and equal to themselves alone. Packing refuses a
-    model that fails.
+    Attention backend. `varlen` attends to each sample of a pack by itself; sdpa, eager,
+    flex_attention and flash_attention_2 are transformers'. `auto` takes the fastest that passes the
+    probe; packing refuses a model that fails it.
     """
 
     torch_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, neither=LOADS)
     """Type of the weights; unset, the model's."""
 
     experts_impl: Literal["eager", "grouped_mm", "batched_mm"] | None = key(None, neither=LOADS)
-    """Way in which experts of a mixture are computed; unset, transformers' own choice."""
+    """How experts of a mixture are computed; unset, transformers' choice."""
 
     trust_remote_code: bool = key(False, neither=LOADS)
     """Run Python code from the model's folder."""
@@ -100,7 +99,7 @@ class ModelConfig:
     """Let ms-swift download a model that no local cache holds."""
 
     quant_method: Literal["bnb"] | None = key(None, neither=LOADS)
-    """Load quantised weights, under adapters (QLoRA); needs a GPU."""
+    """Load quantised weights under adapters (QLoRA); needs a GPU."""
 
     quant_bits: int | None = key(None, neither=LOADS)
     """Bits of a quantised weight: 4 or 8."""
@@ -121,18 +120,17 @@ class TemplateConfig:
 
     template: str | None = key(None, lengths="otherwise")
     """
-    ms-swift's name of the chat template; unset, the only one of its registry. Templates that do not
+    ms-swift's name of the chat template; unset, the only one of its registry. Those that do not
     declare packing need `training.packing: false`.
     """
 
     max_length: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
     """
     Packing length, the tokens of a pack; unset, `global_max_length`, else `model.max_model_len`.
-    `packing_length` is no key.
     """
 
     max_pixels: int | None = key(None, lengths="value", check=at_least(1))
-    """Pixels to which larger images are scaled down; unset, the processor's limit."""
+    """Pixels to which larger images are scaled down; unset, the processor's."""
 
     fps: float | None = key(None, lengths="value if set", check=above_0)
     """
@@ -141,12 +139,12 @@ class TemplateConfig:
     """
 
     fps_min_frames: int | None = key(None, lengths="value if set", check=at_least(1))
-    """Fewest frames sampled from a video; unset, ms-swift's `FPS_MIN_FRAMES`, 4."""
+    """Fewest frames of a video; unset, ms-swift's `FPS_MIN_FRAMES`, 4."""
 
     fps_max_frames: int | None = key(
         None, lengths="value if set", check=must(lambda frames: frames >= 2, "at least 2: frames are taken in pairs")
     )
-    """Most frames sampled from a video; unset, ms-swift's `FPS_MAX_FRAMES`, 768."""
+    """Most frames of a video; unset, ms-swift's `FPS_MAX_FRAMES`, 768."""
 
     video_min_pixels: int | None = key(None, lengths="value if set", check=at_least(1))
     """
@@ -162,30 +160,30 @@ class TemplateConfig:
 
     video_total_pixels: int | None = key(None, lengths="value if set", check=at_least(1))
     """
-    Most pixels of a video's frames together, each pair of frames counted once; unset, nine tenths
-    of ms-swift's `MODEL_SEQ_LEN`, 128,000 tokens.
+    Most pixels of a video's frames together, a pair of frames counted once; unset, nine tenths of
+    ms-swift's `MODEL_SEQ_LEN`, 128,000 tokens.
     """
 
     system: str | None = key(None, lengths="value")
     """System prompt of records without one; unset, the template's."""
 
     agent_template: str | None = key(None, lengths="value")
-    """ms-swift's name of the notation of tools, calls and answers; unset, the template's."""
+    """ms-swift's notation of tools, calls and answers; unset, the template's."""
 
     loss_scale: str = key("default", lengths="value")
     """
-    ms-swift's name of the trained tokens and their weights: `default` trains the assistant's turns,
+    Trained tokens and their weights, by ms-swift's names: `default` trains the assistant's turns,
     `last_round` its last, `all` everything. Names of weights follow or stand alone:
     `last_round+hermes`, `ignore_empty_think`.
     """
 
     use_chat_template: bool | None = key(None, lengths="value if set")
-    """`false` encodes the texts of records alone, as `swift pt` does; unset, as a chat."""
+    """`false` encodes the texts of records alone, as `swift pt` does."""
 
     truncation_strategy: Literal["left", "right", "raise"] | None = key(None, lengths="value")
     """
     End at which longer samples are truncated (they are long, and counted); `raise` refuses them.
-    Unset, they are long samples, not truncated.
+    Unset, they stay whole.
     """
 
 
@@ -195,14 +193,13 @@ class CustomConfig:
 
     train_jsonl: tuple[PathText, ...] = key((), lengths="otherwise")
     """
-    Data files or patterns (`data/*.parquet`): JSON Lines, JSON arrays, CSV, also compressed (.gz,
-    .zst), Parquet, folders of `datasets.save_to_disk` or of shards. Also at places, as `s3://…`:
-    copied into `records_cache`. Relative media paths start at their file's folder. Needed, unless
-    `fusion_config` names the data.
+    Data files or patterns (`data/*.parquet`): JSON Lines, JSON arrays, CSV, also compressed,
+    Parquet, folders of `datasets`; also at places, as `s3://…`. Relative media paths start at their
+    file's folder. Needed without `fusion_config`.
     """
 
     val_jsonl: tuple[PathText, ...] = key((), lengths="otherwise")
-    """Data files of the evaluation; unset, there is none."""
+    """Data files of the evaluation."""
 
     source_names: dict[PathText, str] = key(
         attrs.Factory(dict),
@@ -211,23 +208,20 @@ class CustomConfig:
         check=must(lambda name: bool(name.strip()), "a name"),
     )
     """
-    Names for entries of `train_jsonl` and `val_jsonl`, or for files of a mix, as
-    `{data/chats.jsonl: chats}`. Samples are counted by name; plans do not change.
+    Names for entries of `train_jsonl` and `val_jsonl`, or for files of a mix, by which samples are
+    counted: `{data/chats.jsonl: chats}`.
     """
 
     fusion_config: PathText | None = key(None, neither=_SELECTS)
     """
-    YAML of a mix of data sets, drawn each epoch, or of a curriculum of mixes. The rollout variant
-    draws it while it trains; Stage-1 takes it with `fusion_schedule`.
+    YAML of a mix of data sets, or of a curriculum of mixes. The rollout variant draws it while it
+    trains; Stage-1 takes it with `fusion_schedule`.
     """
 
     fusion_schedule: Literal["planned"] | None = key(
         None, neither=_SELECTS, stream="is for static plans: a stream draws its mix while it trains"
     )
-    """
-    `planned` draws and plans all epochs of `fusion_config` before training. Unset, Stage-1 refuses
-    a mix.
-    """
+    """Draw and plan all epochs of `fusion_config` before training. Unset, Stage-1 refuses a mix."""
 
     trainer_variant: Literal["sft", "rollout"] = key("sft", plan=True)
     """`sft`: Stage-1, from static plans; `rollout` packs during training."""
@@ -240,24 +234,21 @@ class CustomConfig:
 
     max_line_bytes: int = key(2**20, neither=_LIMITS, check=at_least(1))
     """
-    Bytes of a record without its images; longer ones are refused unread. Encoding takes 2 to 8 s
-    and up to 370 MiB of memory per MiB.
+    Bytes of a record without its images; longer ones are refused unread. A MiB encodes in 2 to 8 s
+    and up to 370 MiB of memory.
     """
 
     max_video_s: float = key(7200.0, neither=_LIMITS, check=above_0)
     """Seconds of a video; longer ones are refused before decoding."""
 
     max_video_bytes: int = key(2**32, neither=_LIMITS, check=at_least(1))
-    """
-    Bytes of a video's sampled frames before scaling, three a pixel; more are refused before
-    decoding.
-    """
+    """Bytes of a video's sampled frames before scaling; more are refused before decoding."""
 
     max_image_pixels: int = key(89_478_485, neither=_LIMITS, check=at_least(1))
-    """Pixels of an image; larger ones are refused before decoding, which takes 3 bytes a pixel."""
+    """Pixels of an image; larger ones are refused before decoding."""
 
     literal_image_tags: bool = key(False, neither=_LIMITS)
-    """`true` lets `<image>` stand as text in records without images; unset, these are refused."""
+    """Let `<image>` stand as text in records without images; else these are refused."""
 
     columns: dict[str, str] = key(attrs.Factory(dict), lengths="value", check=one_of(sorted(READ)))
     """The data's keys -> names of records, as `{q: query, a: response}`."""
@@ -265,10 +256,7 @@ class CustomConfig:
     on_bad_record: Literal["stop", "skip"] = key(
         "stop", neither=_ACCEPTS, stream="is skip, but which records are bad is found by static plans"
     )
-    """
-    `stop` at a record that cannot become a sample, or `skip` it: counted, and named in the log,
-    `lengths.json` and `plan show`.
-    """
+    """`stop` at a record that cannot become a sample, or `skip` and count it."""
 
     max_bad_share: Decimal = key(
         Decimal("0.01"), neither=_ACCEPTS, check=share, stream="is of skipped records, and a stream skips none"
@@ -277,8 +265,7 @@ class CustomConfig:
 
     lengths: PathText | None = key(None, neither="names lengths that have the same fingerprint", stream="evaluation")
     """
-    Table that `packplan measure` wrote. Records that it has by content are not measured again, in
-    whatever order and data they are.
+    Table that `packplan measure` wrote. Records that it has by content are not measured again.
     """
 
     records_cache: PathText | None = key(None, neither=_COPIES)
@@ -290,7 +277,7 @@ class CustomConfig:
     media_cache: PathText | None = key(None, neither=_COPIES)
     """
     Folder for images and videos at places (`https://`, `s3://`, `gs://`, `hf://`, `az://`), fetched
-    once, so that training needs no network; runs may share it. Unset, places are refused.
+    once; runs may share it. Unset, places are refused.
     """
 
 
@@ -313,17 +300,13 @@ class TrainingConfig:
         check=one_of(ALGORITHMS),
         stream="packs plans, but a stream packs its buffer by constant_volume",
     )
-    """
-    One of `core.packers.ALGORITHMS`. `certified` finds the fewest packs; `balanced` makes packs of
-    equal work, at most 0.5 % more.
-    """
+    """One of `core.packers.ALGORITHMS`."""
 
     packing_epochs: Literal["same", "replanned"] = key(
         "same", plan=True, stream="is replanned, but the rollout variant packs while it trains"
     )
     """
-    `same`: every epoch has the packs of the first. `replanned`: each draws its own from `seed`,
-    with at most 0.5 % more packs than the algorithm's own.
+    `same`: every epoch has the packs of the first. `replanned`: each draws its own from `seed`.
     """
 
     packing_buffer: int = key(512, neither=_STREAMS, check=at_least(1))
@@ -331,9 +314,9 @@ class TrainingConfig:
 
     packing_balance: Literal["auto", "step", "microbatch", "none"] = key("auto", neither=TRAINS, stream=_AS_PACKS_COME)
     """
-    Assign a step's packs to ranks by work. `step`: equal sums for all ranks; `microbatch`: each
-    microbatch even, for ranks that meet in each; `auto`: `microbatch` under FSDP and under
-    DeepSpeed from stage 2 on, else `step`; `none`: as packs come. A step keeps its packs.
+    Assign a step's packs to ranks by work. `step`: equal sums; `microbatch`: each microbatch even,
+    for ranks that meet in each; `auto`: `microbatch` under FSDP and DeepSpeed from stage 2 on, else
+    `step`; `none`: as packs come.
     """
 
     packing_group_by_work: int = key(0, neither=TRAINS, check=at_least(0), stream=_AS_PACKS_COME)
@@ -344,12 +327,12 @@ class TrainingConfig:
 
     packing_rehearse: bool | None = key(None, neither="trains nothing")
     """
-    Train the heaviest packs of the plan once before the first step, and forget them, so that a run
-    that does not fit into memory ends at once. Unset, on accelerators alone.
+    Train the heaviest packs once before the first step, and forget them, so that a run that does
+    not fit into memory ends at once. Unset, on accelerators alone.
     """
 
     packing_min_fill_ratio: Decimal = key(Decimal("0.65"), plan=True, check=share)
-    """Share of the packing length, an exact decimal; packs filled below it are dropped."""
+    """Packs filled below this share of the packing length, an exact decimal, are dropped."""
 
     packing_drop_last: bool = key(True, plan=True)
     """Drop packs below `packing_min_fill_ratio`; in streams, at the end of an epoch alone."""
@@ -375,8 +358,8 @@ class TrainingConfig:
         stream="evaluation",
     )
     """
-    Seconds, for training and evaluation data together, that ranks wait for rank 0's plans, and rank
-    0 for other jobs that write the same folders; 0: for ever.
+    Seconds that ranks wait for rank 0's plans, and rank 0 for other jobs that write the same
+    folders; 0: for ever.
     """
 
     packing_lengths_from: PathText | None = key(
@@ -386,8 +369,7 @@ class TrainingConfig:
         stream="evaluation",
     )
     """
-    `output_dir` of another run with the same inputs, whose lengths are reused if this run has none,
-    so that compared runs measure once; only read.
+    `output_dir` of another run with the same inputs, whose lengths are read if this run has none.
     """
 
     packing_length_cache_persist_every: int | None = key(
@@ -402,26 +384,16 @@ class TrainingConfig:
         check=at_least(1),
         stream="evaluation",
     )
-    """
-    Processes that measure, at most one a core. 1, or a short rest, is measured in the main process.
-    """
+    """Processes that measure, at most one a core."""
 
     effective_batch_size: int | None = key(None, neither=TRAINS, check=at_least(1))
-    """
-    Packs (samples, if unpacked) of a step over all ranks, divisible by their number; unset, from
-    the next two.
-    """
+    """Packs (samples, if unpacked) of a step over all ranks; unset, from the next two."""
 
     per_device_train_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
-    """
-    Batch of a rank. Packing forces 1, with a warning, and keeps a step's packs by accumulation.
-    """
+    """Batch of a rank. Packing forces 1, and keeps a step's packs by accumulation."""
 
     gradient_accumulation_steps: int | None = key(None, neither=TRAINS, check=at_least(1))
-    """
-    Batches of a rank in a step; unset, 1. Overridden by `effective_batch_size`, and where packing
-    forces batches of 1.
-    """
+    """Batches of a rank in a step, unless `effective_batch_size` or packing decide; unset, 1."""
 
     per_device_eval_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
     """Samples of a padded evaluation batch; packed evaluation forces 1."""
@@ -444,10 +416,7 @@ class TrainingConfig:
     """Optimizer steps in total, if positive; overrides epochs."""
 
     loss_reduction: Literal["token", "sample", "sqrt"] = key("token", neither=TRAINS)
-    """
-    Unit of equal weight in a step's loss over all ranks: token, sample, or between (`sqrt`: each of
-    a sample's n supervised tokens weighs n ** -0.5).
-    """
+    """Unit of equal weight in a step's loss over all ranks: token, sample, or between (`sqrt`)."""
 
     seed: int = key(42, plan=True, check=seed_number)
     """Seed of weights, dropout, and each epoch's order of packs."""
@@ -458,7 +427,7 @@ class TrainingConfig:
     tuner_type: Tuner = key("full", plan=True)
     """
     Train all weights, low-rank adapters, or what another of ms-swift's tuners adds; `dummy` trains
-    what the model's loader leaves unfrozen.
+    what the loader leaves unfrozen.
     """
 
     lora_rank: int = key(8, neither=TUNES, check=at_least(1))
@@ -468,7 +437,7 @@ class TrainingConfig:
     """Adapters' outputs are scaled by this over their rank."""
 
     lora_dropout: float = key(0.05, neither=TUNES, check=share_below_1)
-    """Dropout of adapters' inputs, from 0 to below 1."""
+    """Dropout of adapters' inputs."""
 
     target_modules: tuple[str, ...] = key(("all-linear",), neither=TUNES)
     """Modules with adapters: names, `all-linear` or `all-embedding`."""
@@ -497,8 +466,8 @@ class TrainingConfig:
         ),
     )
     """
-    Start of low-rank adapters: `gaussian`, `false` for random ones, or from the weights themselves
-    `pissa`, `pissa_niter_16` or `olora`; unset, a start that changes nothing.
+    Start of low-rank adapters: `gaussian`, `false` for random ones, or from the weights `pissa`,
+    `pissa_niter_16` or `olora`; unset, a start that changes nothing.
     """
 
     lorap_lr_ratio: float | None = key(None, neither=TUNES, check=above_0)
@@ -530,8 +499,8 @@ class TrainingConfig:
 
     trainer: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only, metadata=about(neither=TRAINS))
     """
-    Any other key of ms-swift's `Seq2SeqTrainingArguments`, so of transformers, and of its tuners
-    (`boft_block_size`), passed unchanged; its type is checked.
+    Any other key of ms-swift's `Seq2SeqTrainingArguments` and of its tuners, passed unchanged; its
+    type is checked.
     """
 
     @property
