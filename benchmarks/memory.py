@@ -186,7 +186,7 @@ def _row(setting: Setting, config: RunConfig) -> MemoryRow:
 
 
 def _forecast(config: RunConfig, setting: Setting) -> int:
-    from packplan.app.plan.forecast.fit import forecast
+    from packplan.app.plan.fit import forecast
 
     found = forecast(config, memory=None, ranks=setting.ranks, sharding=setting.sharding)
     return found.packs[0].peak.total

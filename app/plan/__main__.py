@@ -12,8 +12,7 @@ from __future__ import annotations
 import argparse
 
 from packplan.app.cli.command import add_logging_options, command_parser, parse_arguments, run_command, run_program
-from packplan.app.plan import build, diff, report, show, verify, whatif
-from packplan.app.plan.forecast import fit, time
+from packplan.app.plan import build, diff, fit, report, show, time, verify, whatif
 from packplan.app.wiring.commands import split_command
 
 COMMANDS = {

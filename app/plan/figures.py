@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from packplan.app.cli.forecasts import time_rows
 from packplan.app.plan.stored import PlanView
 from packplan.app.planning.log_lines import BOUNDS, drawn_of_sources
-from packplan.core.equality import PackingVerdict
 from packplan.core.errors import agree, counted
-from packplan.core.inspection import Meetings, ScheduleSummary, SourceSummary
+from packplan.core.inspection import Meetings, SourceSummary
 from packplan.core.memory import MARGIN, with_margin, written_bytes
 from packplan.core.samples import video_totals
 
@@ -18,62 +17,48 @@ _BARS = " ▁▂▃▄▅▆▇█"
 FigureRow = tuple[str, str, str]
 """Name of a figure, its value, and a remark."""
 
+_Row = tuple[bool, str, str, str]
+"""Whether a figure decides something, as losses, packs and steps do; its name, value and remark."""
+
 
 def deciding(view: PlanView) -> Iterator[FigureRow]:
-    """Yield the dozen figures of a plan that decide something: losses, packs, steps, attention."""
-    plan, schedule, packed = view.plan_summary, view.schedule_summary, view.stored.packed
-    unit = "packs" if packed else "samples"
-    yield "samples", f"{plan.num_samples:,}", counted(plan.num_tokens, "token")
-    if plan.dropped_samples:
-        remark = f"{counted(plan.dropped_tokens, 'token')}, in {counted(plan.dropped_packs, 'underfilled pack')}"
-        yield "  dropped", f"{plan.dropped_samples:,}", remark
-    if plan.skipped_samples:
-        yield "  skipped, too long", f"{plan.skipped_samples:,}", counted(plan.skipped_tokens, "token")
-    if packed and plan.long_samples:
-        yield "  long, packs of their own", f"{plan.long_samples:,}", counted(plan.long_tokens, "token")
-    if plan.unsupervised_samples:
-        yield "  without supervised tokens", f"{plan.unsupervised_samples:,}", "nothing is learned from them"
-    if plan.fill_mean is not None and plan.padding_saved is not None:
-        bound = f"no plan has fewer than {plan.lower_bound:,}"
-        yield "packs", f"{plan.num_packs:,}", f"of {counted(plan.packing_length, 'token')}; {bound}"
-        yield "  fill", f"{plan.fill_mean:.4f}", f"95 % of packs reach {plan.fill_p5:.4f}"
-        yield "  saved against padding", f"{plan.padding_saved:.1%}", "of the positions, estimated"
-    if view.stored.name == "train":
-        when = "an epoch" if view.epochs is None else f"in epoch {view.epoch}"
-        remark = f"{when}, {schedule.total_steps:,} in total; {schedule.effective_batch_size:,} {unit} a step"
-        yield "optimizer steps", f"{schedule.steps_per_epoch:,}", remark
-    if schedule.world_size > 1:
-        repeated = f", {schedule.repeated_packs:,} repeated" if schedule.repeated_packs else ""
-        left = f", {schedule.unaligned_packs:,} dropped" if schedule.unaligned_packs else ""
-        remark = f"{schedule.packs_per_rank:,} {unit} each in an epoch{repeated}{left}"
-        yield "ranks", f"{schedule.world_size:,}", remark
-        yield _imbalance(schedule)
-    if view.attention is not None:
-        yield "attention", view.attention.name, view.attention.why
-    if view.verdict is not None and not view.verdict.passes:
-        yield _verdict(view.verdict)
-    yield from _time(view)
+    """Yield the dozen figures of a plan that decide something."""
+    return ((name, value, remark) for rows in _groups(view) for decides, name, value, remark in rows if decides)
 
 
 def figures(view: PlanView) -> list[list[FigureRow]]:
     """Return all figures of a plan, in groups."""
-    groups = [_samples(view), _sources(view), _videos(view), _packs(view), _epoch(view), _time(view)]
-    return [rows for group in groups if (rows := list(group))]
+    groups = ([(name, value, remark) for _, name, value, remark in rows] for rows in _groups(view))
+    return [rows for rows in groups if rows]
 
 
-def _samples(view: PlanView) -> Iterator[FigureRow]:
+def _groups(view: PlanView) -> Iterator[Iterator[_Row]]:
+    yield _samples(view)
+    yield ((False, *row) for part in (_sources(view), _videos(view)) for row in part)
+    if view.stored.packed:
+        yield _packs(view)
+    yield _epoch(view)
+    yield ((True, *row) for row in _time(view))
+
+
+def _samples(view: PlanView) -> Iterator[_Row]:
     plan, packed = view.plan_summary, view.stored.packed
-    yield "samples", f"{plan.num_samples:,}", counted(plan.num_tokens, "token")
+    yield True, "samples", f"{plan.num_samples:,}", counted(plan.num_tokens, "token")
     remark = f"{counted(plan.planned_tokens, 'token')}, {plan.token_coverage:.2%}"
-    yield "  planned", f"{plan.planned_samples:,}", remark
+    yield False, "  planned", f"{plan.planned_samples:,}", remark
     if packed:
-        yield "  long, packs of their own", f"{plan.long_samples:,}", counted(plan.long_tokens, "token")
-        yield "  dropped, in underfilled packs", f"{plan.dropped_samples:,}", counted(plan.dropped_tokens, "token")
-    yield "  skipped, too long", f"{plan.skipped_samples:,}", counted(plan.skipped_tokens, "token")
-    if plan.supervised_tokens is not None:
+        remark = f"{counted(plan.dropped_tokens, 'token')}, in {counted(plan.dropped_packs, 'underfilled pack')}"
+        yield plan.dropped_samples > 0, "  dropped", f"{plan.dropped_samples:,}", remark
+    remark = counted(plan.skipped_tokens, "token")
+    yield plan.skipped_samples > 0, "  skipped, too long", f"{plan.skipped_samples:,}", remark
+    if packed:
+        remark = counted(plan.long_tokens, "token")
+        yield plan.long_samples > 0, "  long, packs of their own", f"{plan.long_samples:,}", remark
+    if plan.supervised_tokens is not None and plan.unsupervised_samples is not None:
         remark = f"{plan.supervised_tokens / plan.planned_tokens:.1%} of the planned ones: the loss counts them"
-        yield "supervised tokens", f"{plan.supervised_tokens:,}", remark
-        yield "  samples without", f"{plan.unsupervised_samples:,}", "from which nothing is learned"
+        yield False, "supervised tokens", f"{plan.supervised_tokens:,}", remark
+        remark, none = "nothing is learned from them", plan.unsupervised_samples
+        yield none > 0, "  without supervised tokens", f"{none:,}", remark
 
 
 def _sources(view: PlanView) -> Iterator[FigureRow]:
@@ -128,22 +113,19 @@ def _videos(view: PlanView) -> Iterator[FigureRow]:
     yield "  patches", f"{videos.patches:,}", "of two frames each, before merging"
 
 
-def _packs(view: PlanView) -> Iterator[FigureRow]:
+def _packs(view: PlanView) -> Iterator[_Row]:
     plan = view.plan_summary
-    if plan.gap is None or plan.padding_saved is None:
-        return
-    remark = f"of {counted(plan.packing_length, 'token')}, {plan.samples_per_pack:.2f} samples each"
-    yield "packs", f"{plan.num_packs:,}", remark
+    bound = f"no plan has fewer than {plan.lower_bound:,} ({BOUNDS[plan.bound_kind]})"
+    yield True, "packs", f"{plan.num_packs:,}", f"of {counted(plan.packing_length, 'token')}; {bound}"
+    yield False, "  samples of each", f"{plan.samples_per_pack:.2f}", "on average"
     exceed = agree(plan.oversized_packs, "exceeds", "exceed")
     remark = f"tokens; {plan.oversized_packs:,} {exceed} 110 % of the packing length"
-    yield "  longest", f"{plan.longest_pack:,}", remark
-    yield "  dropped, underfilled", f"{plan.dropped_packs:,}", ""
-    remark = f"dropped ones counted; no plan has fewer than {plan.lower_bound:,} ({BOUNDS[plan.bound_kind]})"
-    yield "  above the lower bound", f"{plan.gap:.3%}", remark
+    yield False, "  longest", f"{plan.longest_pack:,}", remark
+    yield False, "  above the lower bound", f"{plan.gap:.3%}", "dropped ones counted"
     long = "; a long pack counts as full" if plan.long_samples else ""
     remark = f"95 % of packs reach {plan.fill_p5:.4f}, the worst {plan.fill_worst:.4f}{long}"
-    yield "fill", f"{plan.fill_mean:.4f}", remark
-    yield "saved against padding", f"{plan.padding_saved:.1%}", "of the positions, estimated"
+    yield True, "  fill", f"{plan.fill_mean:.4f}", remark
+    yield True, "  saved against padding", f"{plan.padding_saved:.1%}", "of the positions, estimated"
 
 
 def _time(view: PlanView) -> Iterator[FigureRow]:
@@ -155,53 +137,43 @@ def _time(view: PlanView) -> Iterator[FigureRow]:
         yield "predicted memory", written_bytes(view.peak), f"of each rank, at the peak of a step; {margin}"
 
 
-def _imbalance(schedule: ScheduleSummary) -> FigureRow:
+def _epoch(view: PlanView) -> Iterator[_Row]:
+    schedule, trains = view.schedule_summary, view.stored.name == "train"
+    unit, several = "packs" if view.stored.packed else "samples", schedule.world_size > 1
+    when = "an epoch" if view.epochs is None else f"in epoch {view.epoch}"
+    remark = f"{when}, {schedule.total_steps:,} in total; {schedule.effective_batch_size:,} {unit} a step"
+    yield trains, "optimizer steps" if trains else "forward passes", f"{schedule.steps_per_epoch:,}", remark
+    remark = f"of each rank in a step; {schedule.last_step_batches:,} in an epoch's last"
+    yield False, "  batches", f"{schedule.gradient_accumulation_steps:,}", remark
+    repeated = f", {schedule.repeated_packs:,} repeated" if schedule.repeated_packs else ""
+    left = f", {schedule.unaligned_packs:,} dropped" if schedule.unaligned_packs else ""
+    remark = f"{schedule.packs_per_rank:,} {unit} each in an epoch{repeated}{left}"
+    yield several, "ranks", f"{schedule.world_size:,}", remark
+    padded = "" if view.stored.packed else ", padded to the longest of a batch"
+    yield False, "  work", f"{schedule.work_per_step:,.4g}", f"a step, all ranks: {view.work.unit}{padded}"
     remark = f"busiest rank over the mean; worst step {schedule.worst_work_imbalance:.3f}"
-    return "  imbalance", f"{schedule.work_imbalance:.4f}", remark
-
-
-def _verdict(verdict: PackingVerdict) -> FigureRow:
-    """Say whether samples may share the model's packs, and by which numbers."""
-    how = "packs" if verdict.passes else "may not pack"
-    return f"  {verdict.model_type}", how, str(verdict)
-
-
-def _epoch(view: PlanView) -> Iterator[FigureRow]:
-    schedule, packed = view.schedule_summary, view.stored.packed
-    unit = "packs" if packed else "samples"
-    if view.attention is not None:
-        yield "attention", view.attention.name, view.attention.why
-    if view.verdict is not None:
-        yield _verdict(view.verdict)
-    step = "optimizer steps" if view.stored.name == "train" else "forward passes"
-    yield "ranks", f"{schedule.world_size:,}", f"{schedule.packs_per_rank:,} {unit} each in an epoch"
-    yield f"  repeated {unit}", f"{schedule.repeated_packs:,}", "to fill the ranks"
-    yield f"  dropped {unit}", f"{schedule.unaligned_packs:,}", "that do not fill the ranks"
-    if view.stored.name == "train":
-        remark = f"{unit} a step, {counted(schedule.gradient_accumulation_steps, 'batch')} of each rank"
-        yield "effective batch", f"{schedule.effective_batch_size:,}", remark
-    yield step, f"{schedule.steps_per_epoch:,}", f"an epoch, {schedule.total_steps:,} in total"
-    if schedule.last_step_batches < schedule.gradient_accumulation_steps:
-        yield "  ragged window", f"{schedule.last_step_batches:,}", "batches of each rank in an epoch's last step"
-    padded = "" if packed else ", padded to the longest of a batch"
-    yield "work", f"{schedule.work_per_step:,.4g}", f"a step, all ranks: {view.work.unit}{padded}"
-    yield _imbalance(schedule)
+    yield several, "  imbalance", f"{schedule.work_imbalance:.4f}", remark
     remark = "the same where ranks wait for each other in each microbatch"
-    yield "  of microbatches", f"{schedule.microbatch_imbalance:.4f}", remark
-    packs = counted(schedule.world_size, "pack")
+    yield False, "  of microbatches", f"{schedule.microbatch_imbalance:.4f}", remark
     remark = (
-        f"busiest of {packs} over the mean; no others of these samples are below {schedule.pack_imbalance_floor:.4f}"
+        f"busiest of {counted(schedule.world_size, 'pack')} over the mean; no others of these samples are below "
+        f"{schedule.pack_imbalance_floor:.4f}"
     )
-    yield "  of random packs", f"{schedule.pack_imbalance:.4f}", remark
+    yield False, "  of random packs", f"{schedule.pack_imbalance:.4f}", remark
     if view.schedule.group_by_work:
         remark = f"of the mean, standard deviation; {schedule.ungrouped_work_spread:.2%} if not grouped by work"
-        yield "  steps differ by", f"{schedule.work_spread:.2%}", remark
+        yield False, "  steps differ by", f"{schedule.work_spread:.2%}", remark
     if schedule.above_bound is not None:
         remark = (
             f"microbatches {schedule.unbalanced_microbatch_imbalance:.4f}; now even in each {view.schedule.meeting}, "
             f"{schedule.above_bound:.3%} above the bound"
         )
-        yield "  not assigned by work", f"{schedule.unbalanced_work_imbalance:.4f}", remark
+        yield False, "  not assigned by work", f"{schedule.unbalanced_work_imbalance:.4f}", remark
+    if view.attention is not None:
+        yield True, "attention", view.attention.name, view.attention.why
+    if (verdict := view.verdict) is not None:
+        how = "packs" if verdict.passes else "may not pack"
+        yield not verdict.passes, f"  {verdict.model_type}", how, str(verdict)
 
 
 def epoch_rows(view: PlanView) -> Iterator[tuple[str, ...]]:

@@ -12,15 +12,47 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TypeVar
 
 import attrs
+import numpy as np
 
-from packplan.adapters.progress import loading_libraries
+from packplan.adapters.progress import loading_libraries, progress
 from packplan.app.cli.command import add_config_arguments, whole_number
 from packplan.app.plan.stored import splits_of
-from packplan.app.plan.verification import Finding, verify
+from packplan.app.planning.epochs import EpochPlanner
+from packplan.app.planning.split import GatheredSplit, plan_samples, samples_of
+from packplan.app.planning.stored_lengths import refusals
 from packplan.app.wiring.commands import read_run
-from packplan.core.errors import MismatchError, NotBuiltError, counted
+from packplan.core.config import with_remedy
+from packplan.core.epochs import EpochRecipe, EpochSamples
+from packplan.core.errors import (
+    CorruptArtefactError,
+    Difference,
+    MismatchError,
+    NotBuiltError,
+    RecordError,
+    StaleError,
+    counted,
+)
+from packplan.core.inspection import plan_faults
+from packplan.core.lengths import IntArray
+from packplan.core.ports import LengthSource, Origin, StoredLengths, StoredPlan
+from packplan.core.samples import (
+    MeasuredSample,
+    MediaTable,
+    Table,
+    column,
+    from_row,
+    from_tables,
+    num_media,
+    sample_indices,
+)
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,3 +98,194 @@ def run(options: argparse.Namespace) -> None:
                 print(f"{split}: nothing is wrong with {counted(len(gathered[split].source), 'record')} and their plan")
     if number:
         raise MismatchError("unsound", f"{counted(number, 'finding')}: what is stored is not what training would use")
+
+
+Fault = tuple[str, str]
+"""Place and reason of one thing that is wrong."""
+
+
+@attrs.frozen
+class Finding:
+    """One thing that is wrong."""
+
+    check: str
+    """`artefacts`, `plan`, `inputs`, `copies`, `images` or `samples`."""
+
+    where: str
+    """A file, a sample, or an input."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.where}: {self.reason}"
+
+
+def verify(split: GatheredSplit, *, num_samples: int = 0, decode: bool = False) -> Iterator[Finding]:
+    """
+    Yield everything that is wrong with what is stored of a split.
+
+    Args:
+        split: The split as the run plans it now.
+        num_samples: So many, all over the data, are encoded again.
+        decode: Read the pixels of every image.
+
+    Raises:
+        NotBuiltError: Nothing is stored.
+    """
+    name, source, lengths_kept, plans_kept = split.name, split.source, split.stores.lengths, split.stores.plans
+    damage = list(lengths_kept.damage())
+    plan_damage = list(plans_kept.damage())
+    yield from _named("artefacts", ((error.path, error.reason) for error in [*damage, *plan_damage]))
+    origin = _or_none(lengths_kept.origin)
+    if origin is None and not damage and not plan_damage:
+        raise NotBuiltError(lengths_kept.where, "holds no lengths")
+    differences: tuple[Difference, ...] = ()
+    if origin is not None:
+        data_digest = partial(source.data_digest, without=[one.index for one in origin.bad])
+        differences = origin.differences(source.fingerprint(), len(source), data_digest)
+        yield from _named("inputs", _input_faults(lengths_kept.where, origin, differences, source))
+    yield from _named("copies", source.copy_faults())
+    # What is damaged is named above, and compared with nothing.
+    lengths, plan = _or_none(lengths_kept.inspect), _or_none(plans_kept.inspect)
+    if lengths is None:
+        return
+    if plan is not None or not plan_damage:
+        log.info("%s: checking the plan, and planning again", name)
+        yield from _named("plan", _faults_of_plan(split, lengths, plan))
+    # Where records came or went before others, these are other samples now.
+    if len(source) != len(lengths.rows.table) and _other_data(differences):
+        log.warning("%s: images and samples are not compared, since the data have other records", name)
+        return
+    yield from _named("images", _image_faults(name, lengths, source, decode=decode))
+    yield from _named("samples", _sample_faults(name, lengths, source, num_samples))
+
+
+def _named(check: str, faults: Iterable[Fault]) -> Iterator[Finding]:
+    return (Finding(check, where, reason) for where, reason in faults)
+
+
+T = TypeVar("T")
+
+
+def _or_none(read: Callable[[], T | None]) -> T | None:
+    """Return the stored artefact, or None if it is missing or damaged."""
+    try:
+        return read()
+    except CorruptArtefactError:
+        return None
+
+
+def _input_faults(
+    where: str, origin: Origin, differences: tuple[Difference, ...], source: LengthSource
+) -> Iterator[Fault]:
+    """
+    Yield the differences between the run as it is now and the stored lengths, and each bad record
+    that is another one now.
+    """
+    for difference in differences:
+        yield difference.key, f"measured with {difference.stored!r}, now {difference.current!r}"
+    total = len(source)
+    if origin.num_measured < total and not _other_data(differences):
+        yield where, f"{origin.num_measured:,} of {counted(total, 'record')} are measured: build goes on"
+    for one in origin.bad:
+        if one.index < total and source.record_digest(one.index) != one.sha256:
+            yield one.where, "changed, and was bad: build measures it again"
+
+
+def _other_data(differences: tuple[Difference, ...]) -> bool:
+    return any(difference.key.startswith("data.") for difference in differences)
+
+
+def _faults_of_plan(split: GatheredSplit, lengths: StoredLengths, stored: StoredPlan | None) -> Iterator[Fault]:
+    """Hold the plan against the lengths, the run's policy and the laws of plans, and plan again."""
+    policy, where = split.policy, split.stores.plans.where
+    if stored is None:
+        yield where, "no plan is stored: build plans"
+        return
+    key = split.key(lengths.digest)
+    differences = stored.key.differences(key)
+    for difference in differences:
+        reason = f"planned with {difference.stored!r}, now {difference.current!r}: build plans again"
+        yield difference.key, reason
+    if stored.key.inputs["lengths"] != lengths.digest:
+        return
+    inputs, tokens = stored.key.inputs, lengths.tokens
+    ratio = inputs.get("min_fill_ratio")
+    faults: list[str] = []
+    if split.recipe is None:  # of a recipe, the plans have to be those that are planned again
+        faults += plan_faults(
+            stored.plan,
+            tokens,
+            packed=bool(inputs["packing"]),
+            min_fill_ratio=None if ratio is None else str(ratio),
+        )
+    is_sound = not differences and not faults
+    supervised = column(lengths.rows.table, "supervised") if split.name == "train" else None
+    refused = refusals(stored.plan if is_sound else None, tokens, policy, supervised=supervised)
+    for reason in (*refused, *faults):
+        yield where, reason
+    if is_sound:
+        samples = samples_of(policy, lengths.rows.table, lengths.origin.files)
+        again = plan_samples(f"{split.name} again", policy, samples, recipe=split.recipe, quick_bound=True)
+        if again.packs != stored.plan.packs:
+            yield where, "planned again from the stored lengths, it is another one"
+        if split.recipe is not None:
+            yield from _faults_of_epochs(split, samples, stored)
+
+
+def _faults_of_epochs(split: GatheredSplit, samples: EpochSamples, stored: StoredPlan) -> Iterator[Fault]:
+    """Plan each epoch again, and compare it with its record."""
+    planner = EpochPlanner(split.policy, split.recipe or EpochRecipe(), samples)
+    if not stored.epochs:
+        yield split.stores.plans.where, "the epochs have no records: build plans"
+    for record in progress(stored.epochs, desc=f"planning {split.name} again", unit=" epochs"):
+        if planner.record(planner.plan(record.epoch)) != record:
+            yield split.stores.plans.where, f"planned again, epoch {record.epoch} is another one"
+
+
+def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, decode: bool) -> Iterator[Fault]:
+    """Compare every image with what was stored of it."""
+    table = lengths.rows.table[: len(source)]
+    indices = np.flatnonzero(num_media(table))
+    verb = "decoding" if decode else "comparing"
+    stored = _measured(table, lengths.rows.media, indices)
+    for index, measured in progress(stored, total=indices.size, desc=f"{verb} {name} images", unit=" samples"):
+        try:
+            found = source.media_facts(index, decode=decode)
+        except (RecordError, StaleError) as error:
+            yield f"sample {index}", with_remedy(error)
+            continue
+        if len(found) != len(measured.media):
+            yield f"sample {index}", f"measured with {counted(len(measured.media), 'image')}, now {len(found)}"
+            continue
+        for number, (then, now) in enumerate(zip(measured.media, found, strict=True)):
+            if differences := then.differences(now):
+                changes = "; ".join(map(str, differences))
+                yield f"image {number} of sample {index}", f"is not the one that was measured: {changes}"
+
+
+def _measured(table: Table, media: MediaTable, indices: IntArray) -> Iterator[tuple[int, MeasuredSample]]:
+    """
+    Yield some samples with what is stored of them, a few thousand at a time: all at once would take
+    a gigabyte.
+    """
+    for start in range(0, indices.size, 4096):
+        part = indices[start : start + 4096].tolist()
+        yield from zip(part, from_tables(table, media, part), strict=True)
+
+
+def _sample_faults(name: str, lengths: StoredLengths, source: LengthSource, count: int) -> Iterator[Fault]:
+    """Encode samples again, the first and the last and some between, and compare."""
+    samples = sample_indices(lengths.rows.table[: len(source)])
+    chosen = np.linspace(0, samples.size - 1, min(count, samples.size)).round().astype(int)
+    indices = np.unique(samples[chosen]).tolist()
+    for index in progress(indices, desc=f"encoding {name} again", unit=" samples"):
+        stored = from_row(lengths.rows.table, index)
+        try:
+            differences = stored.differences(source.measure(index))
+        except (RecordError, StaleError) as error:
+            yield f"sample {index}", with_remedy(error)
+            continue
+        if differences:
+            changes = "; ".join(map(str, differences))
+            yield f"sample {index}", f"does not measure as it is stored: {changes}"

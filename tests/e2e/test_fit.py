@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def forecast_of():
     """Return a function that forecasts the memory of a run's YAML."""
-    from packplan.app.plan.forecast.fit import forecast
+    from packplan.app.plan.fit import forecast
     from packplan.app.wiring import training
     from tests.stored import asked
 
@@ -184,7 +184,7 @@ def shown_peak(path, capsys, *changed):
 
 def test_a_long_sample_that_does_not_fit_is_named():
     """A shorter packing length would not help: it is trained alone."""
-    from packplan.app.plan.forecast.fit import Fit, PackMemory, told_excess
+    from packplan.app.plan.fit import Fit, PackMemory, told_excess
     from packplan.core.memory import Longest, PeakMemory, RankParts
 
     peaks = [PeakMemory(1000, 0, 0, tokens * 10, 0) for tokens in (900, 512)]

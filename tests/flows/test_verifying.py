@@ -7,7 +7,7 @@ import pytest
 
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
-from packplan.app.plan.verification import verify
+from packplan.app.plan.verify import verify
 from packplan.core.errors import NotBuiltError, PlanError, RecordError
 from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan

@@ -237,7 +237,7 @@ def test_a_line_that_misleads_leaves_the_longest_of_those_that_fit():
 
 def test_an_amount_on_the_command_line_is_refused_in_a_line():
     """Nonsense for --memory ends argparse with the text and the forms that are known."""
-    from packplan.app.plan.forecast.fit import amount
+    from packplan.app.plan.fit import amount
 
     with pytest.raises(argparse.ArgumentTypeError, match="'80 gigs' is no amount of memory: write 80GiB"):
         amount("80 gigs")

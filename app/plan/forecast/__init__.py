@@ -1,1 +1,0 @@
-"""Commands of `packplan plan` that foretell a run, and the options of forecasts."""
