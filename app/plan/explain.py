@@ -20,87 +20,94 @@ from packplan.core.ports import Records
 from packplan.core.samples import from_tables
 
 
-@attrs.frozen(eq=False)
-class Explainer:
-    """Explains packs and samples of a split."""
+def explain_sample(config: RunConfig, view: PlanView, sample: int) -> dict[str, Any]:
+    """
+    Return the place of a sample, and the steps that train it.
 
-    view: PlanView
+    Args:
+        config: The run.
+        view: Split of the sample.
+        sample: Index of its record.
 
-    records: Records | None
-    """To say on which line a sample stands; None where the data are not here."""
-
-    @classmethod
-    def from_view(cls, config: RunConfig, view: PlanView) -> Explainer:
-        """
-        Open the data of a split, where they are here and have as many records as were measured.
-        """
-        try:
-            records = stores.records_of(config, view.stored.name)
-        except DataSetError:
-            return cls(view, None)
-        return cls(view, records if len(records) == view.stored.lengths.origin.num_records else None)
-
-    def sample(self, sample: int) -> dict[str, Any]:
-        """
-        Return the place of a sample, and the steps that train it; DataSetError if there is no such
-        sample.
-        """
-        for bad in self.view.stored.lengths.origin.bad:
-            if bad.index == sample:
-                message = f"record {sample} is no sample: {bad.where}: {bad.reason}"
-                raise DataSetError(message)
-        try:
-            place = place_of(self.view.stored.plan.plan, sample)
-        except IndexError as error:
-            lengths = self.view.stored.lengths.tokens
-            if self.view.epochs is None:
-                raise DataSetError(str(error)) from None
-            if sample >= lengths.size:
-                message = f"the data have no record {sample}: {counted(lengths.size, 'record')} were measured, from 0"
-                raise DataSetError(message) from None
-            place = Place("absent", None, ())
-        document = {"split": self.view.stored.name, **self._sample(sample), "place": place.kind}
-        if place.kind == "dropped":
-            document["dropped_with"] = [member for member in place.pack_members if member != sample]
-        elif place.pack is not None:
-            document["pack"] = self._pack(place.pack)
-        return document
-
-    def pack(self, pack: int) -> dict[str, Any]:
-        """
-        Return the samples of a pack, and the steps that train it; DataSetError if there is no pack
-        of that number.
-        """
-        number = len(self.view.stored.plan.plan.packs)
-        if pack >= number:
-            message = f"the plan has no pack {pack}: it has {number:,}, from 0"
+    Raises:
+        DataSetError: There is no such sample.
+    """
+    for bad in view.stored.lengths.origin.bad:
+        if bad.index == sample:
+            message = f"record {sample} is no sample: {bad.where}: {bad.reason}"
             raise DataSetError(message)
-        return {"split": self.view.stored.name, **self._pack(pack)}
+    try:
+        place = place_of(view.stored.plan.plan, sample)
+    except IndexError as error:
+        lengths = view.stored.lengths.tokens
+        if view.epochs is None:
+            raise DataSetError(str(error)) from None
+        if sample >= lengths.size:
+            message = f"the data have no record {sample}: {counted(lengths.size, 'record')} were measured, from 0"
+            raise DataSetError(message) from None
+        place = Place("absent", None, ())
+    records = _records_of(config, view)
+    document = {"split": view.stored.name, **_sample(view, records, sample), "place": place.kind}
+    if place.kind == "dropped":
+        document["dropped_with"] = [member for member in place.pack_members if member != sample]
+    elif place.pack is not None:
+        document["pack"] = _pack(view, records, place.pack)
+    return document
 
-    def _pack(self, pack: int) -> dict[str, Any]:
-        plan, schedule = self.view.stored.plan.plan, self.view.schedule
-        samples = [self._sample(sample) for sample in plan.packs[pack]]
-        tokens = sum(sample["length"] for sample in samples)
-        return {
-            "pack": pack,
-            "tokens": tokens,
-            "packing_length": plan.packing_length,
-            "fill": min(tokens / plan.packing_length, 1.0),
-            "world_size": schedule.world_size,
-            "epoch": self.view.epoch,
-            "steps": [attrs.asdict(step) for step in scheduled_steps(schedule, pack, epoch=self.view.epoch)],
-            "samples": samples,
-        }
 
-    def _sample(self, sample: int) -> dict[str, Any]:
-        rows = self.view.stored.lengths.rows
-        (measured,) = from_tables(rows.table, rows.media, [sample])
-        return {
-            "sample": sample,
-            "record": None if self.records is None else str(self.records.where(sample)),
-            **attrs.asdict(measured.measurement),
-            "image_sizes": [[image.width, image.height] for image in measured.media],
-        }
+def explain_pack(config: RunConfig, view: PlanView, pack: int) -> dict[str, Any]:
+    """
+    Return the samples of a pack, and the steps that train it.
+
+    Args:
+        config: The run.
+        view: Split of the pack.
+        pack: Index of the pack.
+
+    Raises:
+        DataSetError: There is no pack of that number.
+    """
+    number = len(view.stored.plan.plan.packs)
+    if pack >= number:
+        message = f"the plan has no pack {pack}: it has {number:,}, from 0"
+        raise DataSetError(message)
+    return {"split": view.stored.name, **_pack(view, _records_of(config, view), pack)}
+
+
+def _records_of(config: RunConfig, view: PlanView) -> Records | None:
+    """Return the data of a split, if they are here and have as many records as were measured."""
+    try:
+        records = stores.records_of(config, view.stored.name)
+    except DataSetError:
+        return None
+    return records if len(records) == view.stored.lengths.origin.num_records else None
+
+
+def _pack(view: PlanView, records: Records | None, pack: int) -> dict[str, Any]:
+    plan, schedule = view.stored.plan.plan, view.schedule
+    samples = [_sample(view, records, sample) for sample in plan.packs[pack]]
+    tokens = sum(sample["length"] for sample in samples)
+    return {
+        "pack": pack,
+        "tokens": tokens,
+        "packing_length": plan.packing_length,
+        "fill": min(tokens / plan.packing_length, 1.0),
+        "world_size": schedule.world_size,
+        "epoch": view.epoch,
+        "steps": [attrs.asdict(step) for step in scheduled_steps(schedule, pack, epoch=view.epoch)],
+        "samples": samples,
+    }
+
+
+def _sample(view: PlanView, records: Records | None, sample: int) -> dict[str, Any]:
+    rows = view.stored.lengths.rows
+    (measured,) = from_tables(rows.table, rows.media, [sample])
+    return {
+        "sample": sample,
+        "record": None if records is None else str(records.where(sample)),
+        **attrs.asdict(measured.measurement),
+        "image_sizes": [[image.width, image.height] for image in measured.media],
+    }
 
 
 _PLACES = {

@@ -115,16 +115,15 @@ def _videos(view: PlanView) -> Iterator[FigureRow]:
 
 def _packs(view: PlanView) -> Iterator[_Row]:
     plan = view.plan_summary
-    bound = f"no plan has fewer than {plan.lower_bound:,} ({BOUNDS[plan.bound_kind]})"
-    yield True, "packs", f"{plan.num_packs:,}", f"of {counted(plan.packing_length, 'token')}; {bound}"
+    remark = f"of {counted(plan.packing_length, 'token')}; no plan has fewer than {plan.lower_bound:,}"
+    yield True, "packs", f"{plan.num_packs:,}", remark
     yield False, "  samples of each", f"{plan.samples_per_pack:.2f}", "on average"
     exceed = agree(plan.oversized_packs, "exceeds", "exceed")
     remark = f"tokens; {plan.oversized_packs:,} {exceed} 110 % of the packing length"
     yield False, "  longest", f"{plan.longest_pack:,}", remark
-    yield False, "  above the lower bound", f"{plan.gap:.3%}", "dropped ones counted"
-    long = "; a long pack counts as full" if plan.long_samples else ""
-    remark = f"95 % of packs reach {plan.fill_p5:.4f}, the worst {plan.fill_worst:.4f}{long}"
-    yield True, "  fill", f"{plan.fill_mean:.4f}", remark
+    yield False, "  above the lower bound", f"{plan.gap:.3%}", f"dropped ones counted; {BOUNDS[plan.bound_kind]}"
+    yield True, "  fill", f"{plan.fill_mean:.4f}", f"95 % of packs reach {plan.fill_p5:.4f}"
+    yield False, "  worst fill", f"{plan.fill_worst:.4f}", "a long pack counts as full"
     yield True, "  saved against padding", f"{plan.padding_saved:.1%}", "of the positions, estimated"
 
 

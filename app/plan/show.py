@@ -19,7 +19,7 @@ from rich.table import Table
 from packplan.app.cli.command import add_config_arguments, whole_number, world_size
 from packplan.app.cli.console import plain_console
 from packplan.app.cli.forecasts import add_price
-from packplan.app.plan.explain import Explainer, as_text
+from packplan.app.plan.explain import as_text, explain_pack, explain_sample
 from packplan.app.plan.figures import deciding, epoch_lines, epoch_rows, figures
 from packplan.app.plan.stored import PlanView, as_document, inspect_plan, splits_of
 from packplan.app.wiring.commands import read_run
@@ -71,8 +71,8 @@ def run(options: argparse.Namespace) -> None:
         for split in splits
     ]
     if explained:
-        explainer = Explainer.from_view(config, views[0])
-        document = explainer.sample(options.sample) if options.pack is None else explainer.pack(options.pack)
+        explain, number = (explain_pack, options.pack) if options.sample is None else (explain_sample, options.sample)
+        document = explain(config, views[0], number)
         if options.text:
             document["text"] = _text_of(config, views[0], options.sample)
         print(json.dumps(document, indent=2) if options.json else "\n".join(as_text(document, emphasise=in_green)))

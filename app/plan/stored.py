@@ -254,8 +254,8 @@ def inspect_plan(
         )
     planned = PlannedSplit(split, stored.lengths.rows.table, raw, aligned, origin.data_digest)
     warnings = list(_warnings(config, stored, planned, schedule if epochs is None else epochs.schedule))
-    attention = _attention_of(config, stored)
-    warnings += attention.warnings
+    attention, verdict, unknown = _attention_of(config, stored)
+    warnings += unknown
     forecast, unused = (None, None) if split == "eval" else _forecast(config, stored, planned, schedule, work)
     unused = unused and f"{split}: a stored calibration is not used: {unused}"
     warnings += [unused] if unused else []
@@ -268,8 +268,8 @@ def inspect_plan(
         plan_summary=stored.summary(),
         schedule_summary=stored.schedule_summary(schedule, work, epochs),
         work=work,
-        attention=attention.choice,
-        verdict=attention.verdict,
+        attention=attention,
+        verdict=verdict,
         warnings=tuple(warnings),
         epochs=epochs,
         forecast=forecast,
@@ -279,19 +279,15 @@ def inspect_plan(
     )
 
 
-@attrs.frozen
-class _Attention:
-    """Attention that training takes, as far as that can be said without the model."""
-
-    choice: AttentionChoice | None
-    verdict: PackingVerdict | None
-    warnings: tuple[str, ...] = ()
-
-
-def _attention_of(config: RunConfig, stored: StoredSplit) -> _Attention:
-    """Return the attention of a split's training, or warnings that say why it is unknown."""
+def _attention_of(
+    config: RunConfig, stored: StoredSplit
+) -> tuple[AttentionChoice | None, PackingVerdict | None, list[str]]:
+    """
+    Return the attention of a split's training and the verdict on its model, as far as they can be
+    said without the model, and warnings that say why not.
+    """
     choice = verdict = None
-    warnings: list[str] = []
+    warnings = []
     try:
         verdict = stored_verdict(config)
         if verdict is None and needs_verdict(config, packed=stored.packed):
@@ -304,7 +300,7 @@ def _attention_of(config: RunConfig, stored: StoredSplit) -> _Attention:
         warnings.append(f"training refuses the attention: {with_remedy(error)}")
     except UserError as error:
         warnings.append(f"which attention training takes cannot be said: {with_remedy(error)}")
-    return _Attention(choice, verdict, tuple(f"{stored.name}: {warning}" for warning in warnings))
+    return choice, verdict, [f"{stored.name}: {warning}" for warning in warnings]
 
 
 def _forecast(
