@@ -4,7 +4,7 @@ lengths.parquet`.
 
 Writes a Parquet table with a row for each record: tokens, supervised tokens, images, videos,
 patches and frames, by index and by a digest of the content. What is interrupted goes on; records
-that a written table has are not measured again. Under torchrun every rank measures a part.
+that a written table has are not measured again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from packplan.app.cli.command import (
 )
 from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.measure import measure
-from packplan.app.planning.measure_slices import measure_slices
 from packplan.app.planning.split import GatheredSplit, require_writable
 from packplan.app.wiring import lengths, stores
 from packplan.core.config import RunConfig
@@ -84,23 +83,24 @@ def run(options: argparse.Namespace) -> None:
 
         with loading_libraries():
             from packplan.app.wiring.gather import gather
-            from packplan.app.wiring.training import joined_ranks, local_ranks
+            from packplan.app.wiring.training import joined_ranks
 
     with joined_ranks(config, use_cpu=True, options={"--check": options.check}) as group:
-        split = gather(config, measuring_ranks=local_ranks()).splits["train"]
-        split = attrs.evolve(split, source=lengths.continued(output, split.source))
+        split = gather(config).splits["train"]
+        if output.exists():
+            split = attrs.evolve(split, known=lengths.open_written(output, split.source))
         write_table(config, split, output, group=group, num_checked=options.check or 0)
 
 
 def write_table(config: RunConfig, split: GatheredSplit, output: Path, *, group: RankGroup, num_checked: int) -> None:
     """
-    Measure a split on all ranks, and write its table on rank 0.
+    Measure a split on rank 0, and write its table.
 
     Args:
         config: The run that measures.
         split: Records to measure.
         output: Table to write, or to replace.
-        group: The ranks that measure.
+        group: All ranks; the others wait.
         num_checked: Samples to encode in full before.
 
     Raises:
@@ -108,9 +108,6 @@ def write_table(config: RunConfig, split: GatheredSplit, output: Path, *, group:
     """
     deadline = Deadline(config.training.packing_wait_timeout_s)
     require_writable([split], group=group, deadline=deadline)
-    if group.world_size > 1 and split.max_bad_share is None:
-        with lengths.naming_output(output):
-            measure_slices(split, partial(stores.open_slice, config, split.name), group=group, deadline=deadline)
 
     def complete(report: ReportProgress) -> Arrays:
         with lengths.naming_output(output), split.stores.lock.held(**deadline.wait(), report=report):
@@ -121,6 +118,7 @@ def write_table(config: RunConfig, split: GatheredSplit, output: Path, *, group:
                 flush_every=split.flush_every,
                 report=report,
                 max_bad_share=split.max_bad_share,
+                known=split.known,
             )
             check(split, table, num_checked)
             report(f"writing {output}")

@@ -94,19 +94,18 @@ class Records(Protocol):
         """
 
 
-class Measurable(Protocol):
-    """Records that can be measured in their order."""
+class LengthSource(Protocol):
+    """Records that can be measured, in any order, with the same result."""
 
     def __len__(self) -> int:
         """Return the number of records."""
 
-    def data_digest(self, count: int, /, *, start: int = 0, without: Sequence[int] = ()) -> str:
+    def data_digest(self, count: int, /, *, without: Sequence[int] = ()) -> str:
         """
-        Return the digest of records, bad ones aside; other records do not change it.
+        Return the digest of the first records, bad ones aside; other records do not change it.
 
         Args:
             count: Number of records.
-            start: First record.
             without: Indices of bad records.
         """
 
@@ -116,10 +115,6 @@ class Measurable(Protocol):
 
         A shortcut is used, unless *in_full*. Closing the generator ends the measuring processes.
         """
-
-
-class LengthSource(Measurable, Protocol):
-    """Records that can be measured one by one too, in any order, with the same result."""
 
     def copy_faults(self) -> Iterator[tuple[str, str]]:
         """

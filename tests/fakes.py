@@ -64,8 +64,8 @@ class ListSource:
     def fingerprint(self) -> Fingerprint:
         return Fingerprint({"name": self.name, "packing_length": None})
 
-    def data_digest(self, count: int, *, start: int = 0, without: Sequence[int] = ()) -> str:
-        return str([self.lengths[index] for index in range(start, start + count) if index not in without])
+    def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
+        return str([self.lengths[index] for index in range(count) if index not in without])
 
     def measure(self, index: int) -> Measurement:
         self.measured.append(index)

@@ -90,9 +90,7 @@ _ELSEWHERE_S = 600.0
 class SwiftMeasurer:
     """A `core.ports.LengthSource` over the samples of an encoder."""
 
-    def __init__(
-        self, encoder: SwiftEncoder, *, workers: int = 1, sharers: int = 1, pool_start_s: float = POOL_START_S
-    ) -> None:
+    def __init__(self, encoder: SwiftEncoder, *, workers: int = 1, pool_start_s: float = POOL_START_S) -> None:
         """
         Measure what an encoder encodes.
 
@@ -100,7 +98,6 @@ class SwiftMeasurer:
             encoder: Gives the samples.
             workers: Processes that measure, at most as many as there are cores; 1 measures in this
                 one.
-            sharers: Processes like this one that measure on this machine at the same time.
             pool_start_s: Seconds that a pool takes to start; what is left has to take longer than
                 that in this process.
         """
@@ -108,7 +105,7 @@ class SwiftMeasurer:
         self.num_parts = encoder.num_parts
         self._pool_start_s = pool_start_s
         self.quick = QuickMeasurer(encoder, in_full=self.measure)
-        self._workers = min(workers, max(1, (os.cpu_count() or 1) // sharers))
+        self._workers = min(workers, os.cpu_count() or 1)
 
     def __len__(self) -> int:
         return len(self._encoder)
@@ -133,16 +130,9 @@ class SwiftMeasurer:
             inputs[f"environment.{variable}"] = os.environ.get(variable)
         return Fingerprint(inputs)
 
-    def data_digest(self, count: int, *, start: int = 0, without: Sequence[int] = ()) -> str:
-        """
-        Return the digest of records, bad ones aside.
-
-        Args:
-            count: Number of records.
-            start: The first of them.
-            without: Indices of bad records.
-        """
-        return self._encoder.records.digest(count, start=start, without=without)
+    def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
+        """Return the digest of the first *count* records, those *without* aside."""
+        return self._encoder.records.digest(count, without=without)
 
     def copy_faults(self) -> Iterator[tuple[str, str]]:
         """Yield each data file whose copy is not what it holds; see `core.ports`."""

@@ -206,16 +206,9 @@ class PairSource:
         """Return everything that the measurements depend on, the data aside."""
         return self._parts.fingerprint()
 
-    def data_digest(self, count: int, *, start: int = 0, without: Sequence[int] = ()) -> str:
-        """
-        Return the digest of rows, bad ones aside.
-
-        Args:
-            count: Number of rows.
-            start: The first of them.
-            without: Indices of bad rows.
-        """
-        return self._parts.data_digest(2 * count, start=2 * start, without=_parts_of(without))
+    def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
+        """Return the digest of the first *count* rows, those *without* aside."""
+        return self._parts.data_digest(2 * count, without=_parts_of(without))
 
     def record_digest(self, index: int) -> str:
         """Return the digest of row *index* alone."""

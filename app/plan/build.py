@@ -1,8 +1,5 @@
 """
 Measure and plan a run before it; `packplan sft run.yaml` then starts training at once.
-
-Under torchrun every rank measures a slice of the samples, into an output folder that all ranks see;
-the result is the same, byte for byte.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.epochs import plan_epochs
 from packplan.app.planning.log_lines import log_epochs, log_plan, log_schedule, steps_line
 from packplan.app.planning.measure import failures
-from packplan.app.planning.measure_slices import measure_slices
 from packplan.app.planning.schedule import batch_of, require_static, split_schedule, warn_of_ignored
 from packplan.app.planning.split import GatheredSplit, PlannedSplit, plan_split, require_writable
 from packplan.app.wiring import stores
@@ -79,7 +75,7 @@ def run(options: argparse.Namespace) -> None:
 
         with loading_libraries():
             from packplan.app.wiring.gather import gather
-            from packplan.app.wiring.training import ask_before_measuring, joined_ranks, local_ranks
+            from packplan.app.wiring.training import ask_before_measuring, joined_ranks
 
     if options.list_failures:
         _list_failures(options, config)
@@ -90,7 +86,7 @@ def run(options: argparse.Namespace) -> None:
         world_size = ranks_of(config) or options.world_size or group.world_size
         batch_of(config, world_size=world_size)
         verdict = ask_before_measuring(config)
-        gathered = gather(config, measuring_ranks=local_ranks())
+        gathered = gather(config)
         splits = _chosen(gathered.splits, options.split)
         build(config, group, splits=splits, world_size=world_size)
         if group.rank == 0:
@@ -164,13 +160,9 @@ def build(
     require_writable(splits, group=group, deadline=deadline)
     built = []
     for split in splits:
-        # One process counts how many records are bad, and stops at too many.
-        if group.world_size > 1 and split.max_bad_share is None:
-            measure_slices(split, partial(stores.open_slice, config, split.name), group=group, deadline=deadline)
         planned = plan_split(split, group=group, deadline=deadline, world_size=world_size)
         built.append(planned)
         if group.rank == 0:
-            stores.remove_slices(config, split.name)
             log_plan(planned, split.policy)
             if split.name == "train" and split.recipe is None:
                 schedule = split_schedule(config, split.name, planned.aligned)

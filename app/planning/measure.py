@@ -15,8 +15,9 @@ import numpy as np
 
 from packplan.adapters.progress import progress
 from packplan.app.planning.bad import BadRecords
+from packplan.app.planning.known_lengths import KnownTable, merge_known
 from packplan.core.errors import DataSetError, RecordError, StaleError, agree, counted
-from packplan.core.ports import LengthSource, LengthStore, Measurable, ReportProgress, Stored
+from packplan.core.ports import LengthSource, LengthStore, ReportProgress, Stored
 from packplan.core.samples import (
     COLUMNS,
     MEDIA_COLUMNS,
@@ -71,6 +72,7 @@ def measure(
     flush_every: int | None,
     report: ReportProgress,
     max_bad_share: Decimal | None = None,
+    known: KnownTable | None = None,
 ) -> Table:
     """
     Return the measurements of all records, measuring those that the store does not have.
@@ -86,6 +88,8 @@ def measure(
         report: Called with the number of measured samples.
         max_bad_share: Largest share of all records that may be bad, and are flagged; None lets the
             first stop the run.
+        known: Table of known lengths, which are not measured; None measures all. It is not
+            asked for samples that are encoded in full.
 
     Raises:
         RecordError: A record cannot become a sample; what was measured before it is kept.
@@ -95,25 +99,27 @@ def measure(
         StaleError: An image is not the one that was measured.
     """
     bad = BadRecords(source, max_share=max_bad_share)
-    stored = resume(name, source, store, bad)
-    total, known = len(source), len(stored.table)
-    num_samples = known - len(bad.records)
+    stored = _resume(name, source, store, bad)
+    total, num_stored = len(source), len(stored.table)
+    num_samples = num_stored - len(bad.records)
     _check_images(source, stored)
-    if known == total and stored.repeatability is not None:
+    if num_stored == total and stored.repeatability is not None:
         num = _compare_stored(source, stored)
         again = f"{counted(num, 'sample')} encoded again {agree(num, 'has', 'have')} the same"
         log.info("%s: the lengths of all %s are stored; %s", name, counted(num_samples, "sample"), again)
         bad.warn(name)
         return stored.table
-    check_repeatability_first(source, known, report=report, skips=max_bad_share is not None)
-    if known < total:
-        left = counted(total - known, "sample")
+    _check_repeatability_first(source, num_stored, report=report, skips=max_bad_share is not None)
+    if num_stored < total:
+        left = counted(total - num_stored, "sample")
         log.info("%s: measuring %s, %s %s stored", name, left, f"{num_samples:,}", agree(num_samples))
     else:
         log.info("%s: the lengths of all %s are stored, and not yet checked", name, counted(num_samples, "sample"))
     while True:
         try:
-            done = measure_rows(name, source, store, stored, bad=bad, flush_every=flush_every, report=report)
+            done = _measure_rows(
+                name, source, store, stored, bad=bad, known=known, flush_every=flush_every, report=report
+            )
             bad.warn(name)
             report(f"the {name} samples are encoded again, some of them")
             _complete(name, source, store, done, bad)
@@ -126,15 +132,10 @@ def measure(
             return done.table
 
 
-def resume(name: str, source: LengthSource, store: LengthStore, bad: BadRecords) -> Stored:
+def _resume(name: str, source: LengthSource, store: LengthStore, bad: BadRecords) -> Stored:
     """
     Return the stored measurements that still hold: where a bad record changed, those before it.
-
-    Args:
-        name: Name of the split, for messages.
-        source: Records of the split.
-        store: Keeps the measurements.
-        bad: Takes over the bad records that are stored.
+    *bad* takes over the bad records that are stored.
 
     Raises:
         StaleError: The measurements are of other data or of another configuration.
@@ -170,27 +171,20 @@ def _complete(name: str, source: LengthSource, store: LengthStore, done: Stored,
     store.append(rows, media, data_digest, in_full=done.in_full, repeatability=repeatability, bad=bad.records)
 
 
-def measure_rows(
+def _measure_rows(
     name: str,
-    source: Measurable,
+    source: LengthSource,
     store: LengthStore,
     stored: Stored,
     *,
-    bad: BadRecords | None = None,
+    bad: BadRecords,
+    known: KnownTable | None,
     flush_every: int | None,
     report: ReportProgress,
 ) -> Stored:
     """
-    Measure the records that a store does not have, and append them, flush by flush.
-
-    Args:
-        name: Name of the samples, for messages.
-        source: The records.
-        store: Resumed.
-        stored: Measurements in *store*; if they were encoded in full, no shortcut is taken.
-        bad: Takes records that cannot become samples; None lets the first stop this.
-        flush_every: Samples between two flushes; None adapts to their number.
-        report: Called with the number of measured samples.
+    Measure the records that a store does not have, and append them, flush by flush. No shortcut is
+    taken where those in *stored* were encoded in full.
 
     Raises:
         RecordError: A record cannot become a sample; what was measured before it is kept.
@@ -206,21 +200,22 @@ def measure_rows(
         # Whatever becomes of them, these are not written a second time.
         waiting.clear()
         done += len(rows)
-        known, indices = (bad.records, bad.indices) if bad else ((), [])
-        data_digest = source.data_digest(done, without=indices)
-        store.append(rows, theirs, data_digest, in_full=stored.in_full, bad=known)
+        data_digest = source.data_digest(done, without=bad.indices)
+        store.append(rows, theirs, data_digest, in_full=stored.in_full, bad=bad.records)
 
     # Closed by name: an error that is on its way would keep the processes that measure alive, and
     # their work.
     with (
-        closing(source.measure_many(range(first, total), in_full=stored.in_full)) as outcomes,
+        closing(
+            source.measure_many(range(first, total), in_full=stored.in_full)
+            if known is None or stored.in_full or first == total
+            else merge_known(source, range(first, total), known)
+        ) as outcomes,
         progress(total=total, initial=first, desc=f"measuring {name}", unit=" samples") as bar,
     ):
         try:
             for outcome in outcomes:
                 if isinstance(outcome, RecordError):
-                    if bad is None:
-                        raise outcome
                     bad.add(done + len(waiting), outcome)
                 waiting.append(outcome)
                 bar.update()
@@ -267,18 +262,13 @@ def _check_repeatability(source: LengthSource, stored: Stored) -> dict[str, Any]
     return {"samples": indices, "orders": 3, "processes": 2, "epochs": [0, REPEATED_EPOCH]}
 
 
-def check_repeatability_first(source: LengthSource, known: int, *, report: ReportProgress, skips: bool = False) -> None:
+def _check_repeatability_first(source: LengthSource, known: int, *, report: ReportProgress, skips: bool) -> None:
     """
     Encode a few of the samples that are to be measured, if those are many, and compare: before
     hours of measuring.
 
-    Forwards, then backwards, then in another process and epoch, in a third order.
-
-    Args:
-        source: The records.
-        known: How many of them, from the first, are measured already.
-        report: Called with a line once, before the first sample.
-        skips: Whether records that cannot become samples are passed over.
+    Forwards, then backwards, then in another process and epoch, in a third order. The first *known*
+    are measured already; records that cannot become samples are passed over if *skips*.
 
     Raises:
         RecordError: One of them cannot become a sample.

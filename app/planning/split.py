@@ -20,6 +20,7 @@ import numpy as np
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.app.planning.deadline import Deadline
+from packplan.app.planning.known_lengths import KnownTable
 from packplan.app.planning.measure import measure
 from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.checksum import plan_checksum
@@ -148,6 +149,9 @@ class GatheredSplit:
     recipe: EpochRecipe | None = None
     """Samples of each epoch, where each has a plan of its own; None plans all samples once."""
 
+    known: KnownTable | None = None
+    """Table of known lengths; None measures all."""
+
     def key(self, lengths_digest: str) -> Fingerprint:
         """Return the inputs of its plans, or of its only one."""
         return plan_key(self.recipe, self.policy, lengths_digest)
@@ -217,6 +221,7 @@ def _measure_and_plan(split: GatheredSplit, world_size: int, deadline: Deadline,
             flush_every=split.flush_every,
             report=report,
             max_bad_share=split.max_bad_share,
+            known=split.known,
         )
         stores.lengths.keep_files(source.data_files())
         lengths = column(table, "length").astype(np.int64)

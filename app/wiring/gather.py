@@ -15,7 +15,7 @@ from packplan.adapters.exports import export_cached_rows
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.rows import RowsEncoder, sequence_lengths, whole
 from packplan.app.planning.split import Alignment, GatheredSplit, PlannedSplit
-from packplan.app.wiring.lengths import with_known_lengths
+from packplan.app.wiring.lengths import open_known
 from packplan.app.wiring.mixes import mixes_of
 from packplan.app.wiring.recipes import recipe_of
 from packplan.app.wiring.stores import open_stores
@@ -75,13 +75,9 @@ def _recipe_of(config: RunConfig, split: str, encoder: SwiftEncoder) -> EpochRec
     return recipe
 
 
-def gather(config: RunConfig, *, measuring_ranks: int = 1) -> Gathered:
+def gather(config: RunConfig) -> Gathered:
     """
     Open the data of each split, `train` and perhaps `eval`, and their stores; nothing is written.
-
-    Args:
-        config: The run.
-        measuring_ranks: Ranks on this machine that measure at the same time, and share its cores.
     """
     try:
         samples = open_samples(config)
@@ -89,16 +85,18 @@ def gather(config: RunConfig, *, measuring_ranks: int = 1) -> Gathered:
         if config.custom.fusion_schedule is not None:
             mixes_of(config)  # names the source of the mix by its key
         raise
+    sources = {name: whole(open_measurer(config, encoder)) for name, encoder in samples.items()}
     splits = {
         name: GatheredSplit(
             name,
             policy_of(config, name),
-            with_known_lengths(config, whole(open_measurer(config, encoder, measuring_ranks=measuring_ranks))),
+            sources[name],
             open_stores(config, name),
             Alignment.from_config(config, name),
             config.custom.max_bad_share if config.custom.on_bad_record == "skip" else None,
             config.training.packing_length_cache_persist_every,
             _recipe_of(config, name, encoder),
+            open_known(config, sources[name]),
         )
         for name, encoder in samples.items()
     }

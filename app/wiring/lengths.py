@@ -7,7 +7,6 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import attrs
@@ -17,7 +16,7 @@ from packplan.adapters.config.layers import read_document
 from packplan.adapters.config.run import parse_config
 from packplan.adapters.samples.remote.transport import traffic
 from packplan.adapters.stores.length_table import read_length_table, read_length_table_key, write_length_table
-from packplan.app.planning.known_lengths import PartlyKnownSource
+from packplan.app.planning.known_lengths import KnownTable
 from packplan.app.planning.split import GatheredSplit
 from packplan.app.wiring.inputs import records_cache, with_inputs
 from packplan.app.wiring.stores import trainer_keys
@@ -111,53 +110,40 @@ def naming_output(output: Path) -> Iterator[None]:
         raise ConfigError.at("--output", reason) from None
 
 
-def continued(output: Path, source: LengthSource) -> LengthSource:
+def open_written(output: Path, source: LengthSource) -> KnownTable:
     """
-    Return a source that measures what a table lacks, if there is one already.
-
-    Args:
-        output: The table.
-        source: All records.
-
-    Raises:
-        ConfigError: The table was measured from other inputs.
+    Return the table that was written before; ConfigError if it was measured from other inputs.
     """
-    if not output.exists():
-        return source
     try:
-        return _known(output, source, "--output")
+        return _open_known(output, source, "--output")
     except StaleError as error:
         raise ConfigError.at("--output", f"{error}; name another file, or remove it") from None
 
 
-def with_known_lengths(config: RunConfig, source: LengthSource) -> LengthSource:
+def open_known(config: RunConfig, source: LengthSource) -> KnownTable | None:
     """
-    Return a source that measures what the table of `custom.lengths` lacks, if the run names one.
-
-    Args:
-        config: The run.
-        source: Records of one of its splits.
+    Return the table of `custom.lengths`, if the run names one.
 
     Raises:
         ConfigError: The table cannot be read.
         StaleError: It was measured from other inputs.
     """
     if config.custom.lengths is None:
-        return source
-    return _known(Path(config.custom.lengths), source, "custom.lengths")
+        return None
+    return _open_known(Path(config.custom.lengths), source, "custom.lengths")
 
 
-def _known(path: Path, source: LengthSource, named: str) -> LengthSource:
+def _open_known(path: Path, source: LengthSource, named: str) -> KnownTable:
     with _named(named):
         key = read_length_table_key(path)
     if differences := key.differences(source.fingerprint()):
         raise attrs.evolve(StaleError.lengths(str(path), differences), kind="table_lengths")
-    return PartlyKnownSource(source, str(path), partial(_read, path, named))
 
+    def read() -> KnownLengths:
+        with _named(named):
+            return read_length_table(path)
 
-def _read(path: Path, named: str) -> KnownLengths:
-    with _named(named):
-        return read_length_table(path)
+    return KnownTable(str(path), read)
 
 
 @contextlib.contextmanager

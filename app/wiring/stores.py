@@ -8,7 +8,6 @@ What looks at plans imports this one alone, and answers at once.
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -205,35 +204,6 @@ def write_new(path: Path, text: str) -> None:
         raise ConfigError.at("--output", f"{path} exists and holds something else: name another file, or remove it")
     with writing_for("--output", path):
         files.write_bytes(path, text.encode())
-
-
-def open_slice(config: RunConfig, split: str, start: int, stop: int) -> tuple[DiskLengthStore, FolderLock]:
-    """
-    Return the store of the slice that one of several ranks measures, and its lock.
-
-    Args:
-        config: The run.
-        split: `train` or `eval`.
-        start: First sample of the slice.
-        stop: The sample behind its last.
-    """
-    folder = slices_folder(config, split) / f"{start}-{stop}"
-    return DiskLengthStore(folder), FolderLock(folder)
-
-
-def slices_folder(config: RunConfig, split: str) -> Path:
-    """Return the folder of all slices, which is of no use once they are put together."""
-    return Path(config.training.output_dir) / "static_packing" / "slices" / split
-
-
-def remove_slices(config: RunConfig, split: str) -> None:
-    """Remove the slices of ranks that measured together."""
-    folder = slices_folder(config, split)
-    with files.writing(folder):
-        if folder.exists():
-            shutil.rmtree(folder)
-            with contextlib.suppress(OSError):  # the other split's are still there
-                folder.parent.rmdir()
 
 
 @contextlib.contextmanager

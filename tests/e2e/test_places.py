@@ -27,7 +27,6 @@ from packplan.core.errors import DataSetError
 from packplan.core.samples import HEAD_BYTES
 from tests.e2e.test_plan_build import artefacts_of
 from tests.object_server import KEY, serving
-from tests.processes import finished
 from tools.demo.videos import MadeVideo
 
 pytestmark = pytest.mark.slow
@@ -399,19 +398,6 @@ def test_what_could_name_files_of_this_machine_is_refused(objects, run, tmp_path
     for name in ("list.mp4", "list.m3u8"):
         objects.held["/bucket/a.jsonl"] = json.dumps(asked("mine", videos=[f"{objects.url}/bucket/{name}"])).encode()
         assert f"{name} cannot be read" in run(f"{objects.url}/bucket/a.jsonl", status=2)
-
-
-def test_ranks_write_the_table_that_one_process_writes(  # noqa: PLR0917  # fixtures
-    objects, data, run, tmp_path, demo, server
-):
-    """Byte for byte, from a objects."""
-    place = uploaded(objects, data, "http")
-    run(f"{place}/records.jsonl", output="alone.parquet")
-    words = [f"{place}/records.jsonl", "--model", str(demo / "models" / "qwen2_5_vl")]
-    ranks = server.ranks(2, measure.main, [*words, "-o", str(tmp_path / "two.parquet")], folder=tmp_path / "logs")
-
-    assert [0, 0] == finished(ranks)
-    assert (tmp_path / "alone.parquet").read_bytes() == (tmp_path / "two.parquet").read_bytes()
 
 
 def test_a_run_plans_and_trains_a_place_and_then_needs_no_network(  # noqa: PLR0917  # fixtures

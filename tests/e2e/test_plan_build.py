@@ -53,12 +53,10 @@ def run(capfd):
     return main
 
 
-def test_ranks_measure_the_same_bytes_together_as_one_process_alone(  # noqa: PLR0917  # fixtures
+def test_ranks_store_the_same_bytes_as_one_process_alone(  # noqa: PLR0917  # fixtures
     server, write_run, run, few_scenes, demo, tmp_path, monkeypatch
 ):
-    """
-    Slices of two ranks, put together; nothing of them stays. A warm start then measures nothing.
-    """
+    """Rank 0 measures, the other waits. A warm start then measures nothing."""
     custom = {"train_jsonl": str(few_scenes), "val_jsonl": str(demo / "data" / "val.jsonl")}
     alone, together = write_run(name="alone", custom=custom), write_run(name="together", custom=custom)
     run("build", alone, "--world-size", 4)

@@ -25,7 +25,6 @@ from PIL import Image
 from swift.template import StdTemplateInputs, Template
 from transformers import PreTrainedTokenizerFast
 
-from packplan.adapters.samples.counting.words import prove_words
 from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_OF_LAYER, measured, untruncated
 from packplan.core.samples import Measurement
 
@@ -112,7 +111,6 @@ class PieceCounter:
         self._tags: dict[tuple[str, int], list[Any]] = {}
         self._tokenizer = template.tokenizer
         self._in_batches = _is_plain(template.tokenizer)
-        self._words = prove_words(template.tokenizer.backend_tokenizer) if self._in_batches else None
         suffix = self._template._encode_context_list(self._template.template_meta.suffix)[0]
         self._suffix: list[int] = suffix
         self._said = {kind: self._tokenizer.convert_ids_to_tokens(token) for kind, token in tokens.items()}
@@ -156,15 +154,13 @@ class PieceCounter:
         tokens = iter(self._tokenized(texts))
         return [self._measurement(sample, tokens) for sample in samples]
 
-    def _tokenized(self, texts: list[str]) -> Sequence[Any]:
-        """Return the tokens of each text, counted by its words where that is exact."""
-        found: list[Any] = [self._words and self._words.count(text) for text in texts]
-        left = [text for text, one in zip(texts, found, strict=True) if one is None]
+    def _tokenized(self, texts: list[str]) -> list[_Tokens]:
+        """Return the tokens of each text."""
         if self._in_batches:
-            more = iter(self._tokenizer.backend_tokenizer.encode_batch_fast(left, add_special_tokens=False))
+            found = self._tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         else:
-            more = map(self._template._tokenize, left)
-        return [_Tokens(next(more)) if one is None else one for one in found]
+            found = map(self._template._tokenize, texts)
+        return [_Tokens(one) for one in found]
 
     def _measurement(self, sample: Pieces, tokens: Iterator[Any]) -> Measurement | None:
         parts = [

@@ -13,7 +13,7 @@ from packplan.app.wiring.training.outlines import (
     ranks_in_name,
     weights_of,
 )
-from packplan.app.wiring.training.ranks import alone_in_output, joined_ranks, local_ranks
+from packplan.app.wiring.training.ranks import alone_in_output, joined_ranks
 from packplan.app.wiring.training.samples import open_measurer, open_samples
 from packplan.app.wiring.training.trainers import (
     build_stream_trainer,
@@ -43,7 +43,6 @@ __all__ = [
     "identity_of",
     "joined_ranks",
     "keep_in_step",
-    "local_ranks",
     "model_type_of",
     "of_length",
     "open_arguments",

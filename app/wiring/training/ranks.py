@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -166,11 +165,6 @@ def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
     digests = weight_digests(model)
     group.any(False)  # noqa: FBT003  # some ranks load longer than `gather` lets another be silent
     require_same(group, digests)
-
-
-def local_ranks() -> int:
-    """Return the number of ranks that share this machine's cores."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @contextlib.contextmanager

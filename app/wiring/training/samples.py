@@ -69,21 +69,17 @@ def _open_rows(config: CommandRun) -> dict[str, SwiftEncoder]:
     return opened
 
 
-def open_measurer(
-    config: RunConfig, encoder: SwiftEncoder, *, measuring_ranks: int = 1, pool_start_s: float = POOL_START_S
-) -> SwiftMeasurer:
+def open_measurer(config: RunConfig, encoder: SwiftEncoder, *, pool_start_s: float = POOL_START_S) -> SwiftMeasurer:
     """
     Return the measurer of a split's samples.
 
     Args:
         config: The run.
         encoder: Gives the samples.
-        measuring_ranks: Ranks on this machine that measure at the same time, and share its cores.
         pool_start_s: Seconds that a pool of workers takes to start.
     """
     return SwiftMeasurer(
         encoder,
         workers=config.training.packing_length_precompute_workers,
-        sharers=measuring_ranks,
         pool_start_s=pool_start_s,
     )
