@@ -90,7 +90,8 @@ def grpo_table() -> str:
 def _part(name: str) -> Iterator[str]:
     described = _named(name)
     if isinstance(described, Mapping):
-        yield from _table(("key", "why"), [(f"`{key}`", why) for key, why in described.items()])
+        keys = {why: ", ".join(f"`{key}`" for key in described if why == described[key]) for why in described.values()}
+        yield from _table(("keys", "why"), [(names, why) for why, names in keys.items()])
     else:
         yield from _sections(described, "")
 

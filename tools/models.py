@@ -97,7 +97,7 @@ EXACT = ("positions", "labels", "isolation")
 
 NO_TEXT = "its model gives embeddings or scores, and writes no text"
 
-OWN_CODE = "its model brings its own code, which transformers does not have"
+OWN_CODE = "its model brings its own code"
 
 NOT_BUILT = {
     "clef": NO_TEXT,
