@@ -9,7 +9,7 @@ import pytest
 
 from packplan.app.plan import __main__ as plan
 from packplan.app.wiring import training
-from packplan.app.wiring.forecasts.timings import find_timing
+from packplan.app.wiring.forecasts.timings import find_timing, open_calibrations
 from tests.processes import _packplan, finished
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,8 @@ def test_a_run_that_was_calibrated_foretells_itself(  # noqa: PLR0917  # fixture
     told = json.loads(capfd.readouterr().out)
     config = training.read_config(path)
     assert find_timing(config, world_size=1, attention="varlen")[0] is not None
-    assert told["evaluation_seconds"] > 0 < told["checkpoint_seconds"]
+    ((_, measured),) = open_calibrations(config).entries()
+    assert measured["evaluation"]["seconds"] > 0 < measured["checkpoint"]  # a busy machine's fit may see no term
     kept = {file.name for file in (path.parent / "run").iterdir()}
     assert not [name for name in kept if name.startswith(("checkpoint", "calibrating"))]
 
