@@ -18,15 +18,15 @@ class Source:
     """Data file, or a pattern of them."""
 
     ratio: Decimal | None = None
-    """Share of the source among those with a ratio, as the decimal that is written."""
+    """Share among the sources with a ratio, an exact decimal."""
 
     count: int | None = None
     """Samples of the source in each epoch, beside the ratios."""
 
     cap: int | None = None
     """
-    Most samples of the source in an epoch, or most tokens where the mix is `by: tokens`. What its
-    ratio gives it beyond that goes to the other sources, in proportion to their ratios.
+    Most samples of the source in an epoch, or tokens under `by: tokens`. The rest goes to the other
+    sources, by their ratios.
     """
 
     replacement: bool = False
@@ -41,15 +41,12 @@ class Mix:
     """The data sets; at least one, each file once."""
 
     by: Literal["samples", "tokens"] = "samples"
-    """
-    Unit of the ratios and caps. Shares of samples are exact to within one sample, shares of tokens
-    to within the tokens of one sample. Only static plans know tokens.
-    """
+    """Unit of the ratios and caps."""
 
     samples_per_epoch: int | None = None
     """
-    Samples of all sources together in an epoch. If unset, the first source to run out limits them.
-    If none can run out, it is the number of all samples within the caps.
+    Samples of all sources in an epoch. Unset, the first source to run out limits them; if none can,
+    it is the number of all samples within the caps.
     """
 
     tokens_per_epoch: int | None = None
