@@ -92,13 +92,13 @@ def quantisation_of(model: ModelConfig, *, on_cpu: bool) -> Any:
         raise ConfigError.at("model.quant_method", reason)
     info, meta = get_model_info_meta(model.model, model_type=swift_model_type(model))
     dtype = info.torch_dtype if model.torch_dtype is None else getattr(torch, model.torch_dtype)
-    compute = None if model.bnb_4bit_compute_dtype is None else getattr(torch, model.bnb_4bit_compute_dtype)
-    shared = ("quant_method", "quant_bits", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
     arguments: Any = SimpleNamespace(
-        **{key: getattr(model, key) for key in shared},
+        quant_method=model.quant_method,
+        quant_bits=model.quant_bits,
         torch_dtype=dtype,
-        bnb_4bit_compute_dtype=compute,
-        bnb_4bit_quant_storage=None,
+        **dict.fromkeys(("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")),
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
         model_info=info,
         model_meta=meta,
     )

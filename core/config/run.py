@@ -102,16 +102,7 @@ class ModelConfig:
     """Load quantised weights under adapters (QLoRA); needs a GPU."""
 
     quant_bits: int | None = key(None, neither=LOADS)
-    """Bits of a quantised weight: 4 or 8."""
-
-    bnb_4bit_compute_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, neither=LOADS)
-    """Type that 4-bit weights compute in; unset, that of the weights."""
-
-    bnb_4bit_quant_type: Literal["fp4", "nf4"] = key("nf4", neither=LOADS)
-    """Kind of 4-bit weights."""
-
-    bnb_4bit_use_double_quant: bool = key(True, neither=LOADS)
-    """Quantise the scales of 4-bit weights too."""
+    """Bits of a quantised weight: 4 (nf4, with quantised scales) or 8."""
 
 
 @attrs.frozen(kw_only=True)
