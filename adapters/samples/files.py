@@ -3,7 +3,7 @@ Data files -> records: the one place that knows which format a file has.
 
 What a file begins with decides, then its name: the first bytes of compressed files, Parquet and
 Arrow are their own; CSV is known by its name; of other text, a JSON array begins with `[`, and JSON
-Lines are what is left.
+Lines are what is left. JSON Lines and Arrow are read where they are, all else from a copy.
 """
 
 from __future__ import annotations
@@ -20,15 +20,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.formats.arrow_rows import ArrowFile, is_arrow_folder, parts_of_folder
-from packplan.adapters.samples.formats.csv_rows import CsvFile, TsvFile
-from packplan.adapters.samples.formats.json_array import ArrayFile
 from packplan.adapters.samples.formats.json_value import read_value
-from packplan.adapters.samples.formats.jsonl import LinesFile
+from packplan.adapters.samples.formats.lines import CopiedRows, LinesFile
 from packplan.adapters.samples.formats.record_file import Named, RecordFile
-from packplan.adapters.samples.formats.rewriting import GZIP, PARQUET, ROWS, TEXT, ZSTD, copy_fault, copy_of, head_of
-from packplan.adapters.samples.formats.spans import SpanFile
+from packplan.adapters.samples.formats.rewriting import (
+    COMMAS,
+    GZIP,
+    PARQUET,
+    ZSTD,
+    copy_fault,
+    copy_of,
+    head_of,
+    is_packed,
+)
 from packplan.adapters.samples.remote.copies import origin_of
 from packplan.core.errors import DataSetError, RecordError
 from packplan.core.ports import Records
@@ -60,8 +68,6 @@ _OTHER = {
     b"SQLite format 3": "is a database",
 }
 """First bytes of other files -> kind of file."""
-
-_TABLES = {".csv": CsvFile, ".tsv": TsvFile}
 
 _TAR = (257, b"ustar")
 
@@ -111,12 +117,13 @@ def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple
         cache: Folder of copies.
     """
     for path in _expanded(paths):
-        folder, rows = (None if path.is_dir() else copy_of(path, cache)), None
-        if folder is not None and (folder / ROWS).exists():
-            rows = ArrowFile([folder / ROWS], named=Named(str(path), str(path.parent)))
-        if folder is not None and (fault := copy_fault(path, folder, rows)) is not None:
-            yield str(path), f"{fault}: delete {folder}, and build again"
-        elif (changed := _open(path, None, cache).kept_fault()) is not None:
+        file, named, fault = _open(path, None, cache), Named(*_spoken(path)), None
+        if (copy := file.named.copy) is not None:
+            rows = _opened_copy(Path(copy), attrs.evolve(named, copy=copy), max_bytes=None, cache=None)
+            fault = copy_fault(path, Path(copy), kind=_kind_of(path, named.name), name=named.name, rows=rows)
+        if fault is not None:
+            yield str(path), f"{fault}: delete {copy}, and build again"
+        elif (changed := file.kept_fault()) is not None:
             yield str(path), changed
 
 
@@ -249,24 +256,33 @@ def _open(path: Path, max_bytes: int | None, cache: Path | None) -> RecordFile:
     if path.is_dir():
         named = Named(str(path), str(path))
         return ArrowFile(parts_of_folder(path), named=named, max_bytes=max_bytes, cache=cache)
-    copy = copy_of(path, cache)
-    named = Named(*_spoken(path), None if copy is None else str(copy))
-    if copy is not None and (copy / TEXT).exists():
-        return _open_text(copy / TEXT, Path(path.name).with_suffix("").suffix, named, max_bytes, cache)
-    if copy is not None:
-        return ArrowFile([copy / ROWS], named=named, max_bytes=max_bytes, cache=cache)
-    head = head_of(path)
-    if head.startswith(_ARROW) or path.suffix == ".arrow":
+    named = Named(*_spoken(path))
+    kind = _kind_of(path, named.name)
+    if kind == "arrow":
         return ArrowFile([path], named=named, max_bytes=max_bytes, cache=cache)
-    if head and (claimed := _NAMED.get(path.suffix.lower())):
-        message = f"{path} is named {path.suffix}, but is not {claimed}: get the whole file again, or rename it"
+    if kind == "lines" and not is_packed(path):
+        return LinesFile(path, named=named, max_bytes=max_bytes, cache=cache)
+    copy = copy_of(path, cache, kind=kind, name=named.name)
+    return _opened_copy(copy, attrs.evolve(named, copy=str(copy)), max_bytes=max_bytes, cache=cache)
+
+
+def _opened_copy(copy: Path, named: Named, *, max_bytes: int | None, cache: Path | None) -> RecordFile:
+    if copy.suffix == ".arrow":
+        return ArrowFile([copy], named=named, max_bytes=max_bytes, cache=cache)
+    text = LinesFile if "-lines-" in copy.name else CopiedRows
+    return text(copy, named=named, max_bytes=max_bytes, cache=cache)
+
+
+def _kind_of(path: Path, name: str) -> str:
+    """Return what a file holds, as `copy_of` takes it, or `arrow`; DataSetError if no records."""
+    packed, head = is_packed(path), head_of(path)
+    if not packed and (head.startswith(_ARROW) or path.suffix == ".arrow"):
+        return "arrow"
+    if not packed and head.startswith(PARQUET):
+        return "parquet"
+    if head and not packed and (claimed := _NAMED.get(path.suffix.lower())):
+        message = f"{name} is named {path.suffix}, but is not {claimed}: get the whole file again, or rename it"
         raise DataSetError(message)
-    return _open_text(path, path.suffix, named, max_bytes, cache)
-
-
-def _open_text(text: Path, suffix: str, named: Named, max_bytes: int | None, cache: Path | None) -> SpanFile:
-    """Open a file of text."""
-    head = head_of(text)
     what = next((what for start, what in _OTHER.items() if head.startswith(start)), None)
     if head[_TAR[0] :].startswith(_TAR[1]):
         what = "is a tar archive"
@@ -274,19 +290,18 @@ def _open_text(text: Path, suffix: str, named: Named, max_bytes: int | None, cac
         what = "holds a file that is packed itself"
     if _OVER_LINES.match(head):
         message = (
-            f"{named.name} is pretty-printed, its first object over several lines: write each record on one line, as "
-            "jq -c . does"
+            f"{name} is pretty-printed, its first object over several lines: write each record on one line, as jq -c . "
+            "does"
         )
         raise DataSetError(message)
     if what is not None:
-        message = f"{named.name} {what}: unpack it, and name the data files in it"
+        message = f"{name} {what}: unpack it, and name the data files in it"
         raise DataSetError(message)
-    kind: type[SpanFile] = LinesFile
-    if head and suffix.lower() in _TABLES:
-        kind = _TABLES[suffix.lower()]
-    elif _ARRAY_OF_OBJECTS.match(head) or (suffix.lower() == ".json" and _ARRAY.match(head)):
-        kind = ArrayFile
-    return kind(text, named=named, max_bytes=max_bytes, cache=cache)
+    suffix = Path(path.stem if packed else path.name).suffix.lower()
+    if head and suffix.removeprefix(".") in COMMAS:
+        return suffix.removeprefix(".")
+    is_array = _ARRAY_OF_OBJECTS.match(head) or (suffix == ".json" and _ARRAY.match(head))
+    return "array" if is_array else "lines"
 
 
 def copied_line(records: Records, index: int, onto: Path, *, columns: Mapping[str, str] | None = None) -> bytes:

@@ -261,8 +261,8 @@ class CustomConfig:
 
     records_cache: PathText | None = key(None, neither=_COPIES)
     """
-    Folder for copies of files at places, of Parquet and of compressed files, written once; unset,
-    `records` in `training.output_dir`.
+    Folder for copies, written once, of files that are at places, or neither JSON Lines nor Arrow;
+    unset, `records` in `training.output_dir`.
     """
 
     media_cache: PathText | None = key(None, neither=_COPIES)

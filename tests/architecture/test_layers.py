@@ -173,10 +173,7 @@ def test_no_pickle_and_no_unsafe_yaml():
 
 def test_one_place_knows_the_formats_of_data_files():
     """Another format is a file beside it, and a line in it."""
-    formats = {
-        f"packplan.adapters.samples.formats.{name}"
-        for name in ("jsonl", "json_array", "csv_rows", "arrow_rows", "rewriting")
-    }
+    formats = {f"packplan.adapters.samples.formats.{name}" for name in ("lines", "arrow_rows", "rewriting")}
     importers = {
         str(path.relative_to(ROOT))
         for path in files_of("adapters", "app")

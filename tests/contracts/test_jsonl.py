@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packplan.adapters.samples.files import open_records
-from packplan.adapters.samples.formats import jsonl, spans
+from packplan.adapters.samples.formats import lines
 from packplan.core.errors import DataSetError, RecordError, StaleError
 from tests.records import json_values
 
@@ -89,7 +89,7 @@ def test_an_object_over_several_lines_is_one_message(tmp_path: Path):
             open_records((str(tmp_path / name),))
     (tmp_path / "c.jsonl").write_text(json.dumps([{"a": 1}, {"a": 2}], indent=2))
 
-    assert [{"a": 1}, {"a": 2}] == [*open_records((str(tmp_path / "c.jsonl"),))]
+    assert [{"a": 1}, {"a": 2}] == [*open_records((str(tmp_path / "c.jsonl"),), cache=tmp_path)]
 
 
 def test_a_name_that_is_no_text_is_refused(tmp_path: Path):
@@ -118,8 +118,7 @@ def test_lines_are_found_whatever_is_read_at_once(tmp_path_factory, sizes, chunk
     path.write_text("".join(f"  {'1' * size} \n\n" for size in sizes))
     plain = open_records((str(path),))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jsonl, "CHUNK", chunk)
-        patch.setattr(spans, "CHUNK", chunk)
+        patch.setattr(lines, "CHUNK", chunk)
         records = open_records((str(path),), max_line_bytes=12)
 
         assert plain.digest(len(plain)) == records.digest(len(records))

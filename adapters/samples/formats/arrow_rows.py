@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from packplan.adapters.samples.formats.json_value import without_nulls
+from packplan.adapters.samples.formats.json_value import has_media_tag, without_nulls
 from packplan.adapters.samples.formats.kept import KeptFacts
 from packplan.adapters.samples.formats.mapped import MappedFile
-from packplan.adapters.samples.formats.record_file import DIGESTS, Named, RecordFile
-from packplan.adapters.samples.formats.spans import has_media_tag
+from packplan.adapters.samples.formats.record_file import Named, RecordFile
 from packplan.core.errors import DataSetError, RecordError, counted
-from packplan.core.samples import DIGEST_BYTES, digest_of, unreadable_digest
+from packplan.core.samples import digest_of, unreadable_digest
 
 MAX_UNPACKED = 2**26
 """Bytes that opening Arrow files may take in memory: mapped ones take none."""
@@ -78,8 +77,8 @@ class ArrowFile(RecordFile):
         self._batches: list[_Mapped] = []
         before, part = pa.total_allocated_bytes(), self.parts[0]
         try:
-            # Digests of a copy stand beside it.
-            self._kept = KeptFacts(None if self.named.copy else self._cache, self.parts, kind=type(self).__name__)
+            is_copy = self.named.copy is not None
+            self._kept = KeptFacts(self._cache, self.parts, kind=type(self).__name__, is_copy=is_copy)
             found = self._kept.load()
             for part in self.parts:
                 self._open_part(part, before)
@@ -91,17 +90,6 @@ class ArrowFile(RecordFile):
         """Batches whose offsets and texts were found to be sound, before a row of them was read."""
         if found is None or not self._restore(*found):
             self.facts = {"num_with_media_tags": sum(one.num_with_tags() for one in self._batches)}
-        if self.named.copy is not None:
-            digests = Path(self.named.copy, DIGESTS)
-            if digests.stat().st_size != len(self) * DIGEST_BYTES:
-                message = f"{self.named.copy} is damaged: delete it, and it is made again"
-                raise DataSetError(message)
-            if len(self):
-                self._digests = np.asarray(np.memmap(digests, np.uint8, "r")).reshape(-1, DIGEST_BYTES)
-
-    def kept_fault(self) -> str | None:
-        """Return the difference from the kept facts; a copy has digests of its own."""
-        return super().kept_fault() if self.named.copy is None else None
 
     def _open_part(self, part: Path, before: int) -> None:
         """Map a file; DataSetError if it is compressed, or names a column twice."""

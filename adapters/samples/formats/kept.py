@@ -48,14 +48,16 @@ class KeptFacts:
             cache: Folder that facts are kept in; None keeps nothing.
             parts: The file, or its parts.
             kind: Format that the file is read as.
-            is_copy: True for a file that was published whole, and never changes.
+            is_copy: True for a file that was published whole under the digest of its content. It is
+                known by its size, so that a change of it is found where a record is read.
         """
-        self._parts, self._standing = tuple(parts), [standing(part) for part in parts]
-        written = max(max(one["mtime_ns"], one["ctime_ns"]) for one in self._standing)
-        self._is_settled = is_copy or time.time_ns() - written > SETTLED_NS
+        self._parts, self._is_copy = tuple(parts), is_copy
+        self._standing = self._now()
+        written = max(max(one.get("mtime_ns", 0), one.get("ctime_ns", 0)) for one in self._standing)
+        self._is_settled = time.time_ns() - written > SETTLED_NS
         name = "\n".join([kind, *(str(part.resolve()) for part in parts)])
         key = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:32]
-        is_small = sum(one["size"] for one in self._standing) < LEAST_BYTES
+        is_small = not is_copy and sum(one["size"] for one in self._standing) < LEAST_BYTES
         self._manifest = None if cache is None or is_small else cache / f"{key}-records.json"
 
     def load(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]] | None:
@@ -94,9 +96,12 @@ class KeptFacts:
     def changed(self) -> bool:
         """Return whether the file stands otherwise on disk than before anything read it."""
         try:
-            return self._standing != [standing(part) for part in self._parts]
+            return self._standing != self._now()
         except OSError:  # it is gone
             return True
+
+    def _now(self) -> list[dict[str, int]]:
+        return [{"size": part.stat().st_size} if self._is_copy else standing(part) for part in self._parts]
 
     @property
     def where(self) -> str:

@@ -16,9 +16,6 @@ from packplan.core.samples import DIGEST_BYTES, Where, digest_of
 
 log = logging.getLogger(__name__)
 
-DIGESTS = "digests.bin"
-"""Name of the file beside a copy that has the digest of each row."""
-
 
 @attrs.frozen
 class Named:
@@ -30,7 +27,7 @@ class Named:
     """Where relative media of its records start."""
 
     copy: str | None = None
-    """Folder of the copy that is read in the file's place; None if the file itself is read."""
+    """The copy that is read in the file's place; None if the file itself is read."""
 
 
 class RecordFile:
@@ -94,7 +91,8 @@ class RecordFile:
     def _restore(self, facts: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bool:
         """Take what an earlier start found, if some records are still those; return whether."""
         self.facts, self._digests = facts, arrays["digests"].reshape(-1, DIGEST_BYTES)
-        if len(self._digests) == len(self) and all(map(self._is_kept, audited(len(self)))):
+        compared = audited(len(self) if self.named.copy is None else 0)
+        if len(self._digests) == len(self) and all(map(self._is_kept, compared)):
             return True
         log.warning("%s is another file than its size and times say: it is read again", self.named.name)
         self._kept.discard()

@@ -1,40 +1,47 @@
 """
-Copies of files that cannot be read in any order: compressed text, and Parquet.
+Copies of files that cannot be read in any order: Parquet as Arrow, all else as JSON Lines.
 
-The copy stands in a folder named by the content of its file, beside other copies, and is published
-by a rename: a reader sees the whole of it or none. A file that was read whole once is known again
-by its size, times and inode, as version control does, so that a start need not read it again.
+A line of a copy is the file's own line, or a row of its array or table, so that messages name that.
+The copy is named by the content of its file, and published by a rename: a reader sees all of it or
+none. A file that was read whole once is known again by its size, times and inode, as version
+control does, so that a start need not read it again.
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
 import hashlib
+import io
+import json
 import logging
-import os
-import shutil
+import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NoReturn
 
 from packplan.adapters import files
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.adapters.samples.formats.json_value import without_nulls
+from packplan.adapters.samples.formats.json_value import BAD_ROW, without_nulls
 from packplan.adapters.samples.formats.kept import KeptFacts
-from packplan.adapters.samples.formats.record_file import DIGESTS, RecordFile
-from packplan.core.errors import DataSetError
-from packplan.core.samples import DIGEST_BYTES, digest_of
+from packplan.adapters.samples.formats.record_file import RecordFile
+from packplan.core.errors import DataSetError, counted
+from packplan.core.samples import digest_of
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 """Version of the copies; a change of what they hold raises it."""
 
-TEXT, ROWS = "text", "rows.arrow"
-
 GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
-"""First bytes of what is rewritten."""
+"""First bytes of what is rewritten, whatever it holds."""
+
+COMMAS = {"csv": ",", "tsv": "\t"}
+"""Kinds of tables -> what separates their fields."""
+
+MOST_CHARACTERS = 2**28
+"""Characters of a row of an array or a table, all of which is in memory while it is rewritten."""
 
 _FEED = 1024
 """Compressed bytes that are unpacked at once: zstd may make 32 MB of them."""
@@ -48,76 +55,110 @@ _MOST_ROWS = 1000
 
 _AIM = 2**23
 
+_SPARING: dict[str, Any] = {"memory_map": False, "buffer_size": _CHUNK, "pre_buffer": False}
+"""Options by which a Parquet file is not loaded as a whole."""
 
-def copy_of(path: Path, cache: Path | None) -> Path | None:
+_CUT = 16
+"""Characters of a value's end that a part of a text may lack, where it ends in no string."""
+
+_NUMBERS_AS_TEXT: dict[str, Any] = {"parse_int": str, "parse_float": str, "parse_constant": str}
+
+_ARRAY = json.JSONDecoder(strict=False, **_NUMBERS_AS_TEXT)
+"""Finds the ends of values. Whether they are usable is asked of each when it is read."""
+
+_BEHIND = frozenset(" \t\r\n,]")
+"""Characters of which one stands behind a whole value."""
+
+_BLANKS = re.compile(r"[ \t\r\n]*")
+
+_LINE_ENDS = str.maketrans("\r\n", "\t\t")
+"""Blanks between values, and as invalid as before inside of a string."""
+
+csv.field_size_limit(MOST_CHARACTERS)
+
+
+def copy_of(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
     """
-    Return the folder of a file's copy, made if there is none; None for a file that needs no copy.
+    Return a file's copy, made if there is none.
 
     Args:
         path: The file.
         cache: Folder of copies; None refuses to make one.
+        kind: Kind of its records: `lines`, `array`, `parquet`, or a key of `COMMAS`.
+        name: Name of the file in messages.
 
     Raises:
         DataSetError: The file is damaged, or may not be rewritten.
         OutputError: There is no room for the copy.
     """
-    head = head_of(path)
-    if not head.startswith((GZIP, ZSTD, PARQUET)):
-        return None
     if cache is None:
-        message = f"{path} cannot be read in any order as it is: unpack or convert it to JSON Lines first"
+        message = f"{name} cannot be read in any order as it is: unpack or convert it to JSON Lines first"
         raise DataSetError(message)
     with files.writing(cache):
         cache.mkdir(parents=True, exist_ok=True)
-    with files.held(cache / f"{_key(path)}.lock", f"for a copy of {path.name}"):
-        folder = cache / f"{_content(path, cache)[:32]}-{VERSION}"
-        if not folder.is_dir():
-            _publish(path, folder, rewrite_parquet if head.startswith(PARQUET) else unpack)
-    return folder
+    key = hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    with files.held(cache / f"{key}.lock", f"for a copy of {path.name}"):
+        copy = cache / _copy_name(_content(path, cache), kind)
+    with files.held(copy.with_suffix(".lock"), f"for a copy of {path.name}"):
+        if not copy.is_file():
+            log.info("%s is rewritten once, to be read in any order: %s", name, copy)
+            with files.writing(copy):
+                for left in cache.glob(f".{copy.name}.*"):  # of a writer that was killed
+                    left.unlink()
+                with files.publishing(copy) as file:
+                    if kind == "parquet":
+                        _rewrite_parquet(path, file, name)
+                    else:
+                        file.writelines(_lines(path, kind, name))
+    return copy
 
 
-def copy_fault(path: Path, folder: Path, rows: RecordFile | None) -> str | None:
+def copy_fault(path: Path, copy: Path, *, kind: str, name: str, rows: RecordFile) -> str | None:
     """
     Return the difference between a copy and its file, by reading all of both, or None.
 
     Args:
         path: The file.
-        folder: Folder of its copy.
-        rows: Rows of the copy, without digests that are known; None for a copy of text.
+        copy: The copy.
+        kind: Kind of its records, as `copy_of` takes it.
+        name: Name of the file in messages.
+        rows: Records of the copy, none of whose digests are known.
     """
-    if folder.name != f"{_read_whole(path)[:32]}-{VERSION}":
+    if copy.name != _copy_name(_read_whole(path), kind):
         return "the file is another one than its copy was made of, although its size and times are the same"
-    return _text_fault(path, folder) if rows is None else _rows_fault(path, folder, rows)
+    if kind == "parquet":
+        return _rows_fault(path, rows)
+    try:
+        return _text_fault(path, copy, kind, name, rows.unit)
+    except DataSetError as error:
+        return str(error).removeprefix(f"{name}, ")
+
+
+def _copy_name(sha256: str, kind: str) -> str:
+    return f"{sha256[:32]}-{kind}-{VERSION}.{'arrow' if kind == 'parquet' else 'jsonl'}"
 
 
 def head_of(path: Path) -> bytes:
-    """Return the first bytes of a file."""
+    """Return the first bytes of a file; of a compressed one, those of what it holds."""
     with path.open("rb") as file:
-        return file.read(_HEAD)
+        head = file.read(_HEAD)
+    if not head.startswith((GZIP, ZSTD)):
+        return head
+    text = bytearray()
+    try:
+        for part in _unpacked(path):
+            text += part
+            if len(text) >= _HEAD:
+                break
+    except _DamagedError:  # which is said where all of it is read
+        pass
+    return bytes(text[:_HEAD])
 
 
-def _publish(path: Path, folder: Path, write: Callable[[Path, Path], None]) -> None:
-    """Write a copy under another name and rename it; a killed writer's is written over."""
-    started = folder.with_name(f".{folder.name}.tmp")
-    log.info("%s is rewritten once, to be read in any order: %s", path, folder)
-    with files.writing(folder):
-        shutil.rmtree(started, ignore_errors=True)
-        started.mkdir()
-        try:
-            write(path, started)
-            for part in started.iterdir():
-                with part.open("rb") as file:
-                    os.fsync(file.fileno())
-            files.sync_folder(started)
-            started.rename(folder)
-        except BaseException:
-            shutil.rmtree(started, ignore_errors=True)
-            raise
-        files.sync_folder(folder.parent)
-
-
-def _key(path: Path) -> str:
-    return hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+def is_packed(path: Path) -> bool:
+    """Return whether a file is compressed as a whole."""
+    with path.open("rb") as file:
+        return file.read(len(ZSTD)).startswith((GZIP, ZSTD))
 
 
 def _content(path: Path, cache: Path) -> str:
@@ -144,135 +185,277 @@ def _read_whole(path: Path) -> str:
     return digest.hexdigest()
 
 
-def unpack(path: Path, folder: Path) -> None:
-    """Write the text of a .gz or .zst into a folder; DataSetError if it is damaged."""
-    bar = progress(desc=f"unpacking {path.name}", unit=" bytes", delay=BRIEF_S, leave=False)
-    with (folder / TEXT).open("wb") as target, bar:
-        try:
-            for part in _parts(path):
-                target.write(part)
+def _lines(path: Path, kind: str, name: str) -> Iterator[bytes]:
+    """Yield the text of a copy; DataSetError if its file is damaged."""
+    number, parts = 1, _unpacked(path)
+    if kind != "lines":
+        file = io.BufferedReader(_Parts(parts), _CHUNK)
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        parts = _array_rows(text, name) if kind == "array" else _table_rows(text, name, COMMAS[kind])
+    try:
+        with progress(desc=f"rewriting {path.name}", unit=" bytes", delay=BRIEF_S, leave=False) as bar:
+            for part in parts:
+                number += part.count(b"\n")
                 bar.update(len(part))
-        except _DamagedError as error:
-            target.flush()
-            message = f"{path}, line {_lines(folder / TEXT):,}: the archive {error}: get the whole file again"
-            raise DataSetError(message) from None
+                yield part
+    except _DamagedError as error:
+        unit = "line" if kind == "lines" else "row"
+        message = f"{name}, {unit} {number:,}: the archive {error}: get the whole file again"
+        raise DataSetError(message) from None
 
 
-def _text_fault(path: Path, folder: Path) -> str | None:
-    """Return the difference between packed text and its copy, or None."""
-    line = 1
-    bar = progress(desc=f"comparing {path.name}", unit=" bytes", delay=BRIEF_S, leave=False)
-    with (folder / TEXT).open("rb") as copy, bar:
-        try:
-            for part in _parts(path):
-                held = copy.read(len(part))
-                if held != part:
-                    same = next((at for at, (a, b) in enumerate(zip(held, part, strict=False)) if a != b), len(held))
-                    line += part.count(b"\n", 0, same)
-                    return f"line {line:,} of its copy is another one"
-                line += part.count(b"\n")
-                bar.update(len(part))
-        except _DamagedError as error:
-            return f"line {line:,}: the archive {error}"
-        return f"its copy has more than {line:,} lines" if copy.read(1) else None
+def _array_rows(text: io.TextIOWrapper, name: str) -> Iterator[bytes]:
+    """Yield each value of a JSON array as a line; DataSetError if it is no whole array."""
+    held, row = _Window(text), 1
+    held.skip("[")
+    ended = held.skip("]")
+    while not ended:
+        end = held.end_of_value(name, row)
+        yield held.text[held.place : end].translate(_LINE_ENDS).encode("utf-8", "surrogateescape") + b"\n"
+        held.place = end
+        if ended := held.skip("]"):
+            break
+        if not held.skip(","):
+            _fail(name, row, "is not followed by a comma or the end of the array: the file may be cut off")
+        row += 1
+    if held.next():
+        _fail(name, row, "is the last of the array, but more follows it in the file")
 
 
-def _parts(path: Path) -> Iterator[bytes]:
-    """Yield the text of a .gz or .zst; _DamagedError if it is damaged."""
-    return _gzip_parts(path) if head_of(path).startswith(GZIP) else _zstd_parts(path)
+class _Window:
+    """Part of a text that is searched, which grows where a value goes on behind it."""
+
+    def __init__(self, file: io.TextIOWrapper) -> None:
+        self._file, self.text, self.place = file, "", 0
+
+    def _grow(self) -> bool:
+        """Read on, and drop what was passed; False at the end of the text."""
+        # As much again as there is, so that a long value is searched few times.
+        part = self._file.read(max(_CHUNK, len(self.text) - self.place))
+        self.text, self.place = self.text[self.place :] + part, 0
+        return bool(part)
+
+    def next(self) -> str:
+        """Go to the next character that is not blank, and return it; nothing at the end."""
+        while True:
+            self.place = _BLANKS.match(self.text, self.place).end()  # type: ignore[union-attr]  # it matches nothing, too
+            if self.place < len(self.text) or not self._grow():
+                return self.text[self.place : self.place + 1]
+
+    def skip(self, mark: str) -> bool:
+        """Pass a mark, and return whether it is the next character."""
+        is_next = self.next() == mark
+        self.place += is_next
+        return is_next
+
+    def end_of_value(self, name: str, row: int) -> int:
+        """Return the end of the value that is next; DataSetError if it has none."""
+        self.next()
+        while True:
+            reason = "holds no JSON value: the file may be cut off"
+            try:
+                end = _ARRAY.raw_decode(self.text, self.place)[1]
+                if self.text[end : end + 1] in _BEHIND or len(self.text) - end > _CUT or not self._grow():
+                    return end
+            except json.JSONDecodeError as error:
+                is_text = error.msg.startswith("Unterminated string")
+                if not is_text and len(self.text) - error.pos > _CUT:
+                    _fail(name, row, f"is no valid JSON: {error.msg}")
+                if is_text:
+                    reason = "has a text that does not end: the file may be cut off"
+                elif self.text[self.place : self.place + 1] in {"[", "{"}:
+                    reason = "does not end: the file may be cut off"
+                if not self._grow():
+                    _fail(name, row, reason)
+            except RecursionError:
+                _fail(name, row, "is nested too deeply")
+            if len(self.text) > MOST_CHARACTERS:
+                _fail(name, row, f"has more than {MOST_CHARACTERS:,} characters: the file may be damaged")
+
+
+def _fail(name: str, row: int, reason: str) -> NoReturn:
+    message = f"{name}, row {row}: {reason}"
+    raise DataSetError(message)
+
+
+def _table_rows(text: io.TextIOWrapper, name: str, comma: str) -> Iterator[bytes]:
+    """Yield each row of a table as a line; DataSetError if one does not end."""
+    lines, columns, number = _TableLines(text), None, 0
+    rows = csv.reader(lines, delimiter=comma)
+    try:
+        for fields in rows:
+            if lines.ended:
+                _fail(name, number + 1, "a quote opens a text that does not end")
+            if fields in ([], [" "]):
+                continue
+            if columns is None:
+                columns = _header(fields, name)
+                continue
+            number += 1
+            yield _table_line(fields, columns) + b"\n"
+    except csv.Error as error:
+        _fail(name, number + 1, f"is no row of a table ({error}): a quote may open a text that does not end")
+
+
+class _TableLines:
+    """Lines of a table, of which is known whether a row asked for one more than there are."""
+
+    def __init__(self, text: io.TextIOWrapper) -> None:
+        self._text, self.ended = text, False
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._text
+        self.ended = True
+
+
+def _header(fields: list[str], name: str) -> list[str]:
+    columns = [field.strip() for field in fields]
+    if not _is_text(columns):
+        message = f"{name} is not UTF-8 text: save it as UTF-8"
+        raise DataSetError(message)
+    if twice := next((column for column in columns if column and columns.count(column) > 1), None):
+        message = f"{name} names the column {twice!r} twice in its header: rename one"
+        raise DataSetError(message)
+    return columns
+
+
+def _table_line(fields: list[str], columns: list[str]) -> bytes:
+    """Return a row as an object of JSON without empty fields, or why it is none."""
+    if not _is_text(fields):
+        return BAD_ROW + b"is not UTF-8 text"
+    if len(fields) != len(columns):
+        reason = f"has {counted(len(fields), 'field')}, but the header names {len(columns)}"
+        return BAD_ROW + f"{reason}: put quotes around a text that has commas".encode()
+    row = {name: field for name, field in zip(columns, fields, strict=True) if field}
+    return json.dumps(row, ensure_ascii=False).encode()
+
+
+def _is_text(fields: list[str]) -> bool:
+    """Return whether no field holds bytes that are no UTF-8."""
+    try:
+        "".join(fields).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class _DamagedError(Exception):
     """An archive ends before its end, or is not what its check sums say."""
 
 
-def _lines(path: Path) -> int:
-    """Return the number of the line that a text ends in."""
+class _Parts(io.RawIOBase):
+    """Parts of a file as a file."""
+
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        super().__init__()
+        self._parts, self._left = parts, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._left = self._left or next(self._parts, b"")
+        size = min(len(buffer), len(self._left))
+        buffer[:size], self._left = self._left[:size], self._left[size:]
+        return size
+
+
+def _unpacked(path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a file, of a .gz or .zst what it holds; _DamagedError if it is damaged."""
+    import zstandard
+
     with path.open("rb") as file:
-        return 1 + sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK), b""))
+        head = file.read(len(ZSTD))
+        file.seek(0)
+        try:
+            if head.startswith(ZSTD):
+                yield from _zstd_parts(file)
+                return
+            with gzip.open(file) if head.startswith(GZIP) else file as opened:
+                # Unlike `read`, it gives what comes before a fault.
+                while part := opened.read1(_CHUNK):
+                    yield part
+        except EOFError:
+            raise _DamagedError("ends here, before its end") from None
+        except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+            raise _DamagedError(f"is damaged here ({error})") from None
 
 
-def _gzip_parts(path: Path) -> Iterator[bytes]:
-    try:
-        with gzip.open(path) as file:
-            # Unlike `read`, it gives what comes before a fault.
-            while part := file.read1(_CHUNK):
-                yield part
-    except EOFError:
-        raise _DamagedError("ends here, before its end") from None
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise _DamagedError(f"is damaged here ({error})") from None
-
-
-def _zstd_parts(path: Path) -> Iterator[bytes]:
+def _zstd_parts(file: BinaryIO) -> Iterator[bytes]:
+    """Yield what a .zst holds; EOFError if that is cut off, which zstandard's reader hides."""
     import zstandard
 
     frame: Any = None
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(_FEED):
-                while chunk:
-                    if frame is None:
-                        frame = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
-                    yield frame.decompress(chunk)
-                    chunk = frame.unused_data if frame.eof else b""
-                    frame = None if frame.eof else frame
-    except zstandard.ZstdError as error:
-        raise _DamagedError(f"is damaged here ({error})") from None
+    while chunk := file.read(_FEED):
+        while chunk:
+            if frame is None:
+                frame = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
+            yield frame.decompress(chunk)
+            chunk = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
     if frame is not None:
-        raise _DamagedError("ends here, before its end")
+        raise EOFError
 
 
-def rewrite_parquet(path: Path, folder: Path) -> None:
-    """Write a Parquet file's rows as Arrow, and their digests; DataSetError if it is damaged."""
+def _text_fault(path: Path, copy: Path, kind: str, name: str, unit: str) -> str | None:
+    """Return the difference between what a file's copy has to hold and what it holds, or None."""
+    number = 1
+    with copy.open("rb") as file:
+        for part in _lines(path, kind, name):
+            held = file.read(len(part))
+            if held != part:
+                same = next((at for at, (a, b) in enumerate(zip(held, part, strict=False)) if a != b), len(held))
+                number += part.count(b"\n", 0, same)
+                return f"{unit} {number:,} of its copy is another one"
+            number += part.count(b"\n")
+        return f"its copy has more than {number:,} {unit}s" if file.read(1) else None
+
+
+def _rewrite_parquet(path: Path, file: BinaryIO, name: str) -> None:
+    """Write a Parquet file's rows as Arrow; DataSetError if it is damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     done = 0
     try:
-        source = pq.ParquetFile(path, memory_map=False, buffer_size=_CHUNK, pre_buffer=False)
+        source = pq.ParquetFile(path, **_SPARING)
         total = source.metadata.num_rows
         size = sum(source.metadata.row_group(number).total_byte_size for number in range(source.num_row_groups))
         rows = max(1, min(_MOST_ROWS, _AIM * total // max(size, 1)))
+        schema = pa.schema([column.with_type(_plain(column.type)) for column in source.schema_arrow])
         bar = progress(total=total, desc=f"rewriting {path.name}", unit=" rows", delay=BRIEF_S, leave=False)
-        with pa.OSFile(str(folder / ROWS), "wb") as sink, (folder / DIGESTS).open("wb") as digests, bar:
-            schema = pa.schema([column.with_type(_plain(column.type)) for column in source.schema_arrow])
-            with pa.ipc.new_stream(sink, schema) as writer:
-                for batch in source.iter_batches(batch_size=rows, use_threads=False):
-                    batch.validate(full=True)
-                    writer.write_batch(batch.cast(schema))
-                    digests.writelines(_digests(batch))
-                    done += batch.num_rows
-                    bar.update(batch.num_rows)
+        with bar, pa.ipc.new_stream(file, schema) as writer:
+            for batch in source.iter_batches(batch_size=rows, use_threads=False):
+                batch.validate(full=True)
+                writer.write_batch(batch.cast(schema))
+                done += batch.num_rows
+                bar.update(batch.num_rows)
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
         if getattr(error, "errno", None):  # the disk's, not the file's
             raise
-        message = f"{path}, row {done + 1}: the file is damaged, or no Parquet ({str(error).splitlines()[0][:200]})"
+        message = f"{name}, row {done + 1}: the file is damaged, or no Parquet ({str(error).splitlines()[0][:200]})"
         raise DataSetError(message) from None
 
 
-def _rows_fault(path: Path, folder: Path, copy: RecordFile) -> str | None:
+def _rows_fault(path: Path, copy: RecordFile) -> str | None:
     """Return the difference between a Parquet file and its copy, or None."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    row, stored = 0, (folder / DIGESTS).read_bytes()
+    row = 0
     try:
-        source = pq.ParquetFile(path, memory_map=False, buffer_size=_CHUNK, pre_buffer=False)
+        source = pq.ParquetFile(path, **_SPARING)
         total = source.metadata.num_rows
-        bar = progress(total=total, desc=f"comparing {path.name}", unit=" rows", delay=BRIEF_S, leave=False)
-        with bar:
+        with progress(total=total, desc=f"comparing {path.name}", unit=" rows", delay=BRIEF_S, leave=False) as bar:
             for batch in source.iter_batches(batch_size=_MOST_ROWS // 10, use_threads=False):
-                for digest in _digests(batch):
-                    first, row = row, row + 1
-                    written = stored[first * DIGEST_BYTES : row * DIGEST_BYTES]
-                    if row > len(copy) or not digest == written == copy.digests(first, row):
+                for held in batch.to_pylist():
+                    row += 1
+                    if row > len(copy) or digest_of(without_nulls(held)) != copy.digests(row - 1, row):
                         return f"row {row:,} of its copy is another one"
                     bar.update()
-            has_more = len(copy) > row or len(stored) > row * DIGEST_BYTES
-            return f"its copy has more than {row:,} rows" if has_more else None
     except (pa.ArrowException, UnicodeDecodeError) as error:
         return f"row {row + 1:,}: the file is damaged ({str(error).splitlines()[0][:200]})"
+    return f"its copy has more than {row:,} rows" if len(copy) > row else None
 
 
 def _plain(kind: Any) -> Any:
@@ -296,8 +479,3 @@ def _plain(kind: Any) -> Any:
     if pa.types.is_large_list(kind):
         return pa.large_list(plain(kind.value_field))
     return pa.list_(plain(kind.value_field)) if pa.types.is_list(kind) else kind
-
-
-def _digests(batch: Any) -> Iterator[bytes]:
-    """Yield the digest of each row of a batch."""
-    return (digest_of(without_nulls(batch.slice(row, 1).to_pylist()[0])) for row in range(batch.num_rows))

@@ -1,4 +1,4 @@
-"""Files of text whose records stand at known bytes: read and parsed when asked for."""
+"""JSON Lines, whose records stand at known bytes: read and parsed when asked for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.adapters.samples.formats.json_value import read_value
+from packplan.adapters.samples.formats.json_value import BAD_ROW, has_media_tag, read_value
 from packplan.adapters.samples.formats.kept import KeptFacts
 from packplan.adapters.samples.formats.mapped import MappedFile
 from packplan.adapters.samples.formats.record_file import Named, RecordFile
@@ -35,21 +35,13 @@ _IMAGE = re.compile(
 )
 """An image in base64, as a text of JSON; possessive, so that no byte is looked at twice."""
 
-_HAS_VIDEOS = re.compile(rb'"videos?"\s*:\s*["\[{]\s*[^\]\s]')
-"""A record that has videos, as JSON writes it: <video> in its texts stands for them."""
 
-_AUDIO_TAG = re.compile(rb"(?:<|\\u003[cC])audio(?:>|\\u003[eE])")
-
-_MEDIA_TAG = re.compile(rb"(?:<|\\u003[cC])(?:video|audio)(?:>|\\u003[eE])")
-"""`<video>` or `<audio>`, as JSON may write it."""
-
-
-class SpanFile(RecordFile):
+class LinesFile(RecordFile):
     """
-    Records of one file by their bytes; a format says where they are, and what their text means.
+    Records of one file by their bytes, a record a line; blank lines are no records.
 
     Attributes:
-        spans: First byte, end, and number in *unit*, of each record; shape (num_records, 3).
+        spans: First byte, end, and number of the line, of each record; shape (num_records, 3).
     """
 
     unit = "line"
@@ -108,9 +100,20 @@ class SpanFile(RecordFile):
 
     def _find(self) -> Iterator[tuple[int, int, int, bool]]:
         """
-        Yield each record's first byte, its end, its number, and whether it says <video> or <audio>.
+        Yield each record's first byte, its end, its line, and whether it says <video> or <audio>;
+        no line is read whole.
         """
-        raise NotImplementedError
+        with self.path.open("rb") as file:
+            start, line = 0, 0
+            while text := file.readline(CHUNK):
+                line, end = line + 1, start + len(text)
+                says, tagged = not text.isspace(), has_media_tag(text)
+                while len(text) == CHUNK and not text.endswith(b"\n"):
+                    text = file.readline(CHUNK)
+                    end, says, tagged = end + len(text), says or bool(text.strip()), tagged or has_media_tag(text)
+                if says:
+                    yield start, end, line, tagged
+                start = end
 
     def _value(self, text: bytes, where: str) -> Any:
         """Return the JSON value of a record's text; RecordError if there is none."""
@@ -200,15 +203,12 @@ class SpanFile(RecordFile):
         return start, end
 
 
-def has_media_tag(text: bytes, *, has_videos: bool = False) -> bool:
-    """
-    Return whether a part of a record says <video> or <audio> without such media.
+class CopiedRows(LinesFile):
+    """Rows of an array or a table, which a copy has as lines."""
 
-    Args:
-        text: The part, as its file has it.
-        has_videos: True if its record has videos; else JSON's notation tells.
-    """
-    if b"video" not in text and b"audio" not in text:
-        return False
-    found = _AUDIO_TAG if has_videos or _HAS_VIDEOS.search(text) else _MEDIA_TAG
-    return found.search(text) is not None
+    unit = "row"
+
+    def _value(self, text: bytes, where: str) -> Any:
+        if text.startswith(BAD_ROW):
+            raise RecordError(where, text.removeprefix(BAD_ROW).decode())
+        return super()._value(text, where)
