@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.formats.arrow_rows import ArrowFile, is_arrow_folder, parts_of_folder
 from packplan.adapters.samples.formats.json_value import read_value
@@ -35,7 +33,6 @@ from packplan.adapters.samples.formats.rewriting import (
     copy_fault,
     copy_of,
     head_of,
-    is_packed,
 )
 from packplan.adapters.samples.remote.copies import origin_of
 from packplan.core.errors import DataSetError, RecordError
@@ -117,14 +114,11 @@ def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple
         cache: Folder of copies.
     """
     for path in _expanded(paths):
-        file, named, fault = _open(path, None, cache), Named(*_spoken(path)), None
-        if (copy := file.named.copy) is not None:
-            rows = _opened_copy(Path(copy), attrs.evolve(named, copy=copy), max_bytes=None, cache=None)
-            fault = copy_fault(path, Path(copy), kind=_kind_of(path, named.name), name=named.name, rows=rows)
-        if fault is not None:
-            yield str(path), f"{fault}: delete {copy}, and build again"
-        elif (changed := file.kept_fault()) is not None:
+        file = _open(path, None, cache)
+        if (changed := file.kept_fault()) is not None:
             yield str(path), changed
+        elif file.named.copy and (fault := copy_fault(path, Path(file.named.copy))) is not None:
+            yield str(path), f"{fault}: delete {file.named.copy}, and build again"
 
 
 def file_faults(paths: Iterable[str]) -> Iterator[str]:
@@ -256,31 +250,31 @@ def _open(path: Path, max_bytes: int | None, cache: Path | None) -> RecordFile:
     if path.is_dir():
         named = Named(str(path), str(path))
         return ArrowFile(parts_of_folder(path), named=named, max_bytes=max_bytes, cache=cache)
-    named = Named(*_spoken(path))
-    kind = _kind_of(path, named.name)
+    name, folder = _spoken(path)
+    kind, is_packed = _kind_of(path, name)
     if kind == "arrow":
-        return ArrowFile([path], named=named, max_bytes=max_bytes, cache=cache)
-    if kind == "lines" and not is_packed(path):
-        return LinesFile(path, named=named, max_bytes=max_bytes, cache=cache)
-    copy = copy_of(path, cache, kind=kind, name=named.name)
-    return _opened_copy(copy, attrs.evolve(named, copy=str(copy)), max_bytes=max_bytes, cache=cache)
-
-
-def _opened_copy(copy: Path, named: Named, *, max_bytes: int | None, cache: Path | None) -> RecordFile:
-    if copy.suffix == ".arrow":
+        return ArrowFile([path], named=Named(name, folder), max_bytes=max_bytes, cache=cache)
+    if kind == "lines" and not is_packed:
+        return LinesFile(path, named=Named(name, folder), max_bytes=max_bytes, cache=cache)
+    copy = copy_of(path, cache, kind=kind, name=name)
+    named = Named(name, folder, str(copy))
+    if kind == "parquet":
         return ArrowFile([copy], named=named, max_bytes=max_bytes, cache=cache)
-    text = LinesFile if "-lines-" in copy.name else CopiedRows
+    text = LinesFile if kind == "lines" else CopiedRows
     return text(copy, named=named, max_bytes=max_bytes, cache=cache)
 
 
-def _kind_of(path: Path, name: str) -> str:
-    """Return what a file holds, as `copy_of` takes it, or `arrow`; DataSetError if no records."""
-    packed, head = is_packed(path), head_of(path)
-    if not packed and (head.startswith(_ARROW) or path.suffix == ".arrow"):
-        return "arrow"
-    if not packed and head.startswith(PARQUET):
-        return "parquet"
-    if head and not packed and (claimed := _NAMED.get(path.suffix.lower())):
+def _kind_of(path: Path, name: str) -> tuple[str, bool]:
+    """
+    Return what a file holds, as `copy_of` takes it, or `arrow`, and whether it is compressed;
+    DataSetError if it holds no records.
+    """
+    head, is_packed = head_of(path)
+    if not is_packed and (head.startswith(_ARROW) or path.suffix == ".arrow"):
+        return "arrow", False
+    if not is_packed and head.startswith(PARQUET):
+        return "parquet", False
+    if head and not is_packed and (claimed := _NAMED.get(path.suffix.lower())):
         message = f"{name} is named {path.suffix}, but is not {claimed}: get the whole file again, or rename it"
         raise DataSetError(message)
     what = next((what for start, what in _OTHER.items() if head.startswith(start)), None)
@@ -297,11 +291,11 @@ def _kind_of(path: Path, name: str) -> str:
     if what is not None:
         message = f"{name} {what}: unpack it, and name the data files in it"
         raise DataSetError(message)
-    suffix = Path(path.stem if packed else path.name).suffix.lower()
-    if head and suffix.removeprefix(".") in COMMAS:
-        return suffix.removeprefix(".")
-    is_array = _ARRAY_OF_OBJECTS.match(head) or (suffix == ".json" and _ARRAY.match(head))
-    return "array" if is_array else "lines"
+    suffix = Path(path.stem if is_packed else path.name).suffix.lower().removeprefix(".")
+    if head and suffix in COMMAS:
+        return suffix, is_packed
+    is_array = _ARRAY_OF_OBJECTS.match(head) or (suffix == "json" and _ARRAY.match(head))
+    return "array" if is_array else "lines", is_packed
 
 
 def copied_line(records: Records, index: int, onto: Path, *, columns: Mapping[str, str] | None = None) -> bytes:

@@ -173,12 +173,9 @@ def test_a_copy_that_is_not_what_its_file_holds_is_found(tmp_path, name):
                 hits += 1
                 continue
             hits += bool(found)
-            # Arrow has bytes that say nothing: padding, and how rows are cut into batches.
-            assert found or held.suffix == ".arrow", place
+            assert found, place
             assert all(f"delete {held}, and build again" in reason for reason in found)
         assert hits > 10
-        held.write_bytes(whole + whole[-40:])
-        assert held.suffix == ".arrow" or "its copy has more than" in faults(path)[0]
         held.write_bytes(whole)
     assert [] == faults(path)
     assert (name in COPIED) == bool(copies(tmp_path))
@@ -393,7 +390,7 @@ def test_a_file_is_rewritten_in_little_memory(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rewriting, "MOST_CHARACTERS", 2**20)
         (tmp_path / "d.json").write_bytes(b'[{"a": "' + b"x" * 2**22)
-        with pytest.raises(DataSetError, match=r"d\.json, row 1: has more than 1,048,576 characters"):
+        with pytest.raises(DataSetError, match=r"d\.json, row 1: is no JSON value .Unterminated"):
             opened(tmp_path / "d.json")
 
 
@@ -405,13 +402,17 @@ def test_a_file_is_rewritten_in_little_memory(tmp_path):
         ("a.csv", b"a,\xff\n1,2\n", "is not UTF-8"),
         ("a.csv", b"a,b\n", "holds no record"),
         ("a.csv", b"", "holds no record"),
-        ("a.json", b'[{"a": 1}, {"a": "x', "row 2: has a text that does not end"),
-        ("a.json", b'[{"a": 1}, {"a": [', "row 2: does not end"),
-        ("a.json", b'[{"a": 1}, ', "row 2: holds no JSON value"),
+        ("a.json", b'[{"a": 1}, {"a": "x', r"row 2: is no JSON value \(Unterminated string"),
+        ("a.json", b'[{"a": 1}, {"a": [', r"row 2: is no JSON value \(Expecting value\): the file may be cut off"),
+        ("a.json", b'[{"a": 1}, ', r"row 2: is no JSON value \(Expecting value\)"),
         ("a.json", b'[{"a": 1} {"a": 2}]', "row 1: is not followed by a comma"),
-        ("a.json", b'[{"a": 1}, ]', "row 2: holds no JSON value"),
+        ("a.json", b'[{"a": 1}, ]', r"row 2: is no JSON value \(Expecting value\)"),
         ("a.json", b'[{"a": 1}] 2', "row 1: is the last of the array, but more follows"),
-        ("a.json", b'[{"a": 1}, {"a": tru, "b": "' + b"x" * 99 + b'"}]', "row 2: is no valid JSON: Expecting value"),
+        (
+            "a.json",
+            b'[{"a": 1}, {"a": tru, "b": "' + b"x" * 99 + b'"}]',
+            r"row 2: is no JSON value \(Expecting value\)",
+        ),
         ("a.json", b"[" * 100_000, "row 1: is nested too deeply"),
         ("a.json", b"[]", "holds no record"),
         ("a.jsonl", b"\n  \n", "holds no record"),

@@ -118,5 +118,6 @@ class RecordFile:
         for row in progress(rows, desc=f"comparing {self.named.name}", leave=False, delay=BRIEF_S):
             if not self._is_kept(row):
                 place = f"{self.unit} {self.where(row).number:,}"
-                return f"{place} is another one than {self._kept.where} says: delete that, and build again"
+                delete = self.named.copy or "that"
+                return f"{place} is another one than {self._kept.where} says: delete {delete}, and build again"
         return None

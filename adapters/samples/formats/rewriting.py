@@ -9,6 +9,7 @@ control does, so that a start need not read it again.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import hashlib
@@ -18,20 +19,19 @@ import logging
 import re
 import zlib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from packplan.adapters import files
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.adapters.samples.formats.json_value import BAD_ROW, without_nulls
+from packplan.adapters.samples.formats.json_value import BAD_ROW
 from packplan.adapters.samples.formats.kept import KeptFacts
-from packplan.adapters.samples.formats.record_file import RecordFile
 from packplan.core.errors import DataSetError, counted
-from packplan.core.samples import digest_of
 
 log = logging.getLogger(__name__)
 
-VERSION = 3
+_SCHEMA = "packplan.copy/3"
 """Version of the copies; a change of what they hold raises it."""
 
 GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
@@ -40,7 +40,7 @@ GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
 COMMAS = {"csv": ",", "tsv": "\t"}
 """Kinds of tables -> what separates their fields."""
 
-MOST_CHARACTERS = 2**28
+MOST_CHARACTERS = 2**27
 """Characters of a row of an array or a table, all of which is in memory while it is rewritten."""
 
 _FEED = 1024
@@ -55,21 +55,16 @@ _MOST_ROWS = 1000
 
 _AIM = 2**23
 
-_SPARING: dict[str, Any] = {"memory_map": False, "buffer_size": _CHUNK, "pre_buffer": False}
-"""Options by which a Parquet file is not loaded as a whole."""
-
-_CUT = 16
-"""Characters of a value's end that a part of a text may lack, where it ends in no string."""
-
-_NUMBERS_AS_TEXT: dict[str, Any] = {"parse_int": str, "parse_float": str, "parse_constant": str}
-
-_ARRAY = json.JSONDecoder(strict=False, **_NUMBERS_AS_TEXT)
+_VALUES = json.JSONDecoder(strict=False, parse_int=str, parse_float=str, parse_constant=str)
 """Finds the ends of values. Whether they are usable is asked of each when it is read."""
 
 _BEHIND = frozenset(" \t\r\n,]")
 """Characters of which one stands behind a whole value."""
 
 _BLANKS = re.compile(r"[ \t\r\n]*")
+
+_END = "\0end"
+"""Last line that is read of a table; a text that is not closed takes it in."""
 
 _LINE_ENDS = str.maketrans("\r\n", "\t\t")
 """Blanks between values, and as invalid as before inside of a string."""
@@ -98,9 +93,9 @@ def copy_of(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
     key = hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:32]
     with files.held(cache / f"{key}.lock", f"for a copy of {path.name}"):
-        copy = cache / _copy_name(_content(path, cache), kind)
+        copy = cache / f"{_content(path, cache)[:32]}-{kind}.{'arrow' if kind == 'parquet' else 'jsonl'}"
     with files.held(copy.with_suffix(".lock"), f"for a copy of {path.name}"):
-        if not copy.is_file():
+        if not (copy.is_file() and copy.with_suffix(".json").is_file()):
             log.info("%s is rewritten once, to be read in any order: %s", name, copy)
             with files.writing(copy):
                 for left in cache.glob(f".{copy.name}.*"):  # of a writer that was killed
@@ -110,55 +105,33 @@ def copy_of(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
                         _rewrite_parquet(path, file, name)
                     else:
                         file.writelines(_lines(path, kind, name))
+            files.write_manifest(copy.with_suffix(".json"), {"schema": _SCHEMA, "sha256": _read_whole(copy)})
     return copy
 
 
-def copy_fault(path: Path, copy: Path, *, kind: str, name: str, rows: RecordFile) -> str | None:
-    """
-    Return the difference between a copy and its file, by reading all of both, or None.
-
-    Args:
-        path: The file.
-        copy: The copy.
-        kind: Kind of its records, as `copy_of` takes it.
-        name: Name of the file in messages.
-        rows: Records of the copy, none of whose digests are known.
-    """
-    if copy.name != _copy_name(_read_whole(path), kind):
+def copy_fault(path: Path, copy: Path) -> str | None:
+    """Return the difference of a file or its copy from what it was, or None; both are read whole."""
+    if not copy.name.startswith(_read_whole(path)[:32]):
         return "the file is another one than its copy was made of, although its size and times are the same"
-    if kind == "parquet":
-        return _rows_fault(path, rows)
-    try:
-        return _text_fault(path, copy, kind, name, rows.unit)
-    except DataSetError as error:
-        return str(error).removeprefix(f"{name}, ")
+    written = files.read_manifest(copy.with_suffix(".json"), _SCHEMA)
+    return None if written and written["sha256"] == _read_whole(copy) else "its copy was changed"
 
 
-def _copy_name(sha256: str, kind: str) -> str:
-    return f"{sha256[:32]}-{kind}-{VERSION}.{'arrow' if kind == 'parquet' else 'jsonl'}"
-
-
-def head_of(path: Path) -> bytes:
-    """Return the first bytes of a file; of a compressed one, those of what it holds."""
+def head_of(path: Path) -> tuple[bytes, bool]:
+    """
+    Return the first bytes of a file, of a compressed one those of what it holds, and whether it is
+    compressed.
+    """
     with path.open("rb") as file:
         head = file.read(_HEAD)
-    if not head.startswith((GZIP, ZSTD)):
-        return head
-    text = bytearray()
-    try:
+    if not (is_packed := head.startswith((GZIP, ZSTD))):
+        return head, False
+    with contextlib.suppress(_DamagedError):  # which is said where all of it is read
+        head = b""
         for part in _unpacked(path):
-            text += part
-            if len(text) >= _HEAD:
+            if len(head := head + part) >= _HEAD:
                 break
-    except _DamagedError:  # which is said where all of it is read
-        pass
-    return bytes(text[:_HEAD])
-
-
-def is_packed(path: Path) -> bool:
-    """Return whether a file is compressed as a whole."""
-    with path.open("rb") as file:
-        return file.read(len(ZSTD)).startswith((GZIP, ZSTD))
+    return head[:_HEAD], is_packed
 
 
 def _content(path: Path, cache: Path) -> str:
@@ -252,25 +225,20 @@ class _Window:
         """Return the end of the value that is next; DataSetError if it has none."""
         self.next()
         while True:
-            reason = "holds no JSON value: the file may be cut off"
+            end, reason = len(self.text), ""
             try:
-                end = _ARRAY.raw_decode(self.text, self.place)[1]
-                if self.text[end : end + 1] in _BEHIND or len(self.text) - end > _CUT or not self._grow():
-                    return end
+                end = _VALUES.raw_decode(self.text, self.place)[1]
             except json.JSONDecodeError as error:
-                is_text = error.msg.startswith("Unterminated string")
-                if not is_text and len(self.text) - error.pos > _CUT:
-                    _fail(name, row, f"is no valid JSON: {error.msg}")
-                if is_text:
-                    reason = "has a text that does not end: the file may be cut off"
-                elif self.text[self.place : self.place + 1] in {"[", "{"}:
-                    reason = "does not end: the file may be cut off"
-                if not self._grow():
-                    _fail(name, row, reason)
+                reason = f"is no JSON value ({error.msg}): the file may be cut off"
             except RecursionError:
                 _fail(name, row, "is nested too deeply")
+            # A number may go on behind the text that is here, and a value be no whole one.
+            if self.text[end : end + 1] in _BEHIND or not self._grow():
+                if reason:
+                    _fail(name, row, reason)
+                return end
             if len(self.text) > MOST_CHARACTERS:
-                _fail(name, row, f"has more than {MOST_CHARACTERS:,} characters: the file may be damaged")
+                _fail(name, row, reason or f"has more than {MOST_CHARACTERS:,} characters")
 
 
 def _fail(name: str, row: int, reason: str) -> NoReturn:
@@ -280,14 +248,13 @@ def _fail(name: str, row: int, reason: str) -> NoReturn:
 
 def _table_rows(text: io.TextIOWrapper, name: str, comma: str) -> Iterator[bytes]:
     """Yield each row of a table as a line; DataSetError if one does not end."""
-    lines, columns, number = _TableLines(text), None, 0
-    rows = csv.reader(lines, delimiter=comma)
+    columns, number = None, 0
     try:
-        for fields in rows:
-            if lines.ended:
-                _fail(name, number + 1, "a quote opens a text that does not end")
-            if fields in ([], [" "]):
+        for fields in csv.reader(chain(text, [_END]), delimiter=comma):
+            if fields in ([], [" "], [_END]):
                 continue
+            if fields[-1].endswith(_END):
+                _fail(name, number + 1, "a quote opens a text that does not end")
             if columns is None:
                 columns = _header(fields, name)
                 continue
@@ -295,17 +262,6 @@ def _table_rows(text: io.TextIOWrapper, name: str, comma: str) -> Iterator[bytes
             yield _table_line(fields, columns) + b"\n"
     except csv.Error as error:
         _fail(name, number + 1, f"is no row of a table ({error}): a quote may open a text that does not end")
-
-
-class _TableLines:
-    """Lines of a table, of which is known whether a row asked for one more than there are."""
-
-    def __init__(self, text: io.TextIOWrapper) -> None:
-        self._text, self.ended = text, False
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._text
-        self.ended = True
 
 
 def _header(fields: list[str], name: str) -> list[str]:
@@ -397,20 +353,6 @@ def _zstd_parts(file: BinaryIO) -> Iterator[bytes]:
         raise EOFError
 
 
-def _text_fault(path: Path, copy: Path, kind: str, name: str, unit: str) -> str | None:
-    """Return the difference between what a file's copy has to hold and what it holds, or None."""
-    number = 1
-    with copy.open("rb") as file:
-        for part in _lines(path, kind, name):
-            held = file.read(len(part))
-            if held != part:
-                same = next((at for at, (a, b) in enumerate(zip(held, part, strict=False)) if a != b), len(held))
-                number += part.count(b"\n", 0, same)
-                return f"{unit} {number:,} of its copy is another one"
-            number += part.count(b"\n")
-        return f"its copy has more than {number:,} {unit}s" if file.read(1) else None
-
-
 def _rewrite_parquet(path: Path, file: BinaryIO, name: str) -> None:
     """Write a Parquet file's rows as Arrow; DataSetError if it is damaged."""
     import pyarrow as pa
@@ -418,7 +360,7 @@ def _rewrite_parquet(path: Path, file: BinaryIO, name: str) -> None:
 
     done = 0
     try:
-        source = pq.ParquetFile(path, **_SPARING)
+        source = pq.ParquetFile(path, memory_map=False, buffer_size=_CHUNK, pre_buffer=False)
         total = source.metadata.num_rows
         size = sum(source.metadata.row_group(number).total_byte_size for number in range(source.num_row_groups))
         rows = max(1, min(_MOST_ROWS, _AIM * total // max(size, 1)))
@@ -435,27 +377,6 @@ def _rewrite_parquet(path: Path, file: BinaryIO, name: str) -> None:
             raise
         message = f"{name}, row {done + 1}: the file is damaged, or no Parquet ({str(error).splitlines()[0][:200]})"
         raise DataSetError(message) from None
-
-
-def _rows_fault(path: Path, copy: RecordFile) -> str | None:
-    """Return the difference between a Parquet file and its copy, or None."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    row = 0
-    try:
-        source = pq.ParquetFile(path, **_SPARING)
-        total = source.metadata.num_rows
-        with progress(total=total, desc=f"comparing {path.name}", unit=" rows", delay=BRIEF_S, leave=False) as bar:
-            for batch in source.iter_batches(batch_size=_MOST_ROWS // 10, use_threads=False):
-                for held in batch.to_pylist():
-                    row += 1
-                    if row > len(copy) or digest_of(without_nulls(held)) != copy.digests(row - 1, row):
-                        return f"row {row:,} of its copy is another one"
-                    bar.update()
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        return f"row {row + 1:,}: the file is damaged ({str(error).splitlines()[0][:200]})"
-    return f"its copy has more than {row:,} rows" if len(copy) > row else None
 
 
 def _plain(kind: Any) -> Any:
