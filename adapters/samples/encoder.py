@@ -19,7 +19,7 @@ from packplan.adapters.samples.files import joined, open_records, sources_of
 from packplan.adapters.samples.image_headers import Head, image_facts, read_size
 from packplan.adapters.samples.image_lengths import shrunk
 from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial, measured
-from packplan.adapters.samples.remote.ranged import Ranged
+from packplan.adapters.samples.places import Remote
 from packplan.adapters.samples.template import open_template
 from packplan.adapters.samples.urls import MediaCache
 from packplan.adapters.samples.video.facts import VideoFacts, frames_of, video_facts
@@ -272,7 +272,7 @@ class SwiftEncoder:
     def reads_parts(self, sample: Mapping[str, Any]) -> bool:
         """Return whether only parts of a sample's videos are here, so that it cannot be encoded."""
         return self.spec.heads and any(
-            isinstance(part, Ranged)
+            isinstance(part, Remote)
             for video in sample.get("videos", ())
             for part in (video if isinstance(video, tuple) else (video,))
         )

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from packplan.adapters.samples.copies import origin_of
 from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.formats.arrow_rows import ArrowFile, is_arrow_folder, parts_of_folder
 from packplan.adapters.samples.formats.json_value import read_value
@@ -34,7 +35,6 @@ from packplan.adapters.samples.formats.rewriting import (
     copy_of,
     head_of,
 )
-from packplan.adapters.samples.remote.copies import origin_of
 from packplan.core.errors import DataSetError, RecordError
 from packplan.core.ports import Records
 from packplan.core.samples import (

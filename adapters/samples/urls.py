@@ -24,9 +24,7 @@ from typing import Any, TypeVar
 from packplan.adapters import files
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.image_headers import Head, read_size
-from packplan.adapters.samples.remote.copies import fetch
-from packplan.adapters.samples.remote.ranged import Ranged
-from packplan.adapters.samples.remote.transport import Patience, RefusedError, read_part
+from packplan.adapters.samples.places import NoPartsError, Patience, RefusedError, Remote, fetch, read_part, standing_of
 from packplan.core.errors import CorruptArtefactError, counted
 from packplan.core.samples import HEAD_BYTES, without_credentials, without_signature
 
@@ -66,7 +64,7 @@ class MediaCache:
         """Place -> why its medium is not to be had; asked once in a process."""
         self._heads: dict[str, Head] = {}
         """Place -> head of its image."""
-        self._parts: dict[str, Ranged] = {}
+        self._parts: dict[str, Remote] = {}
         """Place -> video of which parts were read."""
 
     def path(self, url: str, *, is_video: bool = False) -> str:
@@ -139,9 +137,10 @@ class MediaCache:
             return found
         head = self._asked(url, partial(self._head, url))
         try:
-            read_size(head)
+            read_size(head or b"")
         except ValueError:
             return self.path(url)
+        assert head is not None  # noqa: S101  # nothing has no size
         self._heads[url] = head
         return head
 
@@ -160,20 +159,25 @@ class MediaCache:
         """
         if (found := self._file(url)) is not None:
             return found
-        most = _MOST_BYTES if is_frame else _MOST_VIDEO_BYTES
-        ranged = self._parts.setdefault(url, Ranged(url, most=most, patience=self._patience))
-        if url in self._failed:
-            raise ValueError(self._failed[url])
-        try:
-            is_matroska = ranged.block(0).startswith(_MATROSKA)
-        except ValueError as error:
-            self._failed[url] = str(error)
-            raise
-        return ranged if ranged.sends_parts and not is_matroska else self.path(url, is_video=not is_frame)
+        if url not in self._parts:
+            remote = self._asked(url, partial(self._remote, url, is_frame=is_frame), is_video=not is_frame)
+            if remote is None:
+                return self.path(url, is_video=not is_frame)
+            self._parts[url] = remote
+        return self._parts[url]
 
-    def _head(self, url: str) -> Head:
-        part = read_part(url, 0, HEAD_BYTES, most=_MOST_BYTES, patience=self._patience)
-        return Head(part.held, part.standing.size)
+    def _head(self, url: str) -> Head | None:
+        """Return the head of an image; None where its server does not say how long it is."""
+        size = standing_of(url, most=_MOST_BYTES, patience=self._patience).size
+        return Head(read_part(url, 0, min(size, HEAD_BYTES), patience=self._patience), size) if size else None
+
+    def _remote(self, url: str, *, is_frame: bool) -> Remote | None:
+        """Return a video of which parts are read; None where it takes all of it."""
+        try:
+            remote = Remote(url, most=_MOST_BYTES if is_frame else _MOST_VIDEO_BYTES, patience=self._patience)
+        except NoPartsError:
+            return None
+        return None if remote.read_at(0, len(_MATROSKA)) == _MATROSKA else remote
 
     def _note_file(self, url: str) -> Path:
         key = hashlib.sha256(without_signature(url).encode("utf-8", "surrogatepass")).hexdigest()[:32]
@@ -201,7 +205,7 @@ class MediaCache:
         fetched = note_file.with_suffix(".fetched")
         most = _MOST_VIDEO_BYTES if is_video else _MOST_BYTES
         try:
-            standing, sha256 = fetch(url, fetched, most=most, patience=self._patience)
+            sha256 = fetch(url, fetched, most=most, patience=self._patience)
             if not is_video:
                 _require_image(fetched)
             if known is not None and known["sha256"] != sha256:
@@ -213,7 +217,12 @@ class MediaCache:
                 files.sync_folder(target.parent)
         finally:
             fetched.unlink(missing_ok=True)
-        note = {"schema": _SCHEMA, "url": without_credentials(url)[:500], "sha256": sha256, "bytes": standing.size}
+        note = {
+            "schema": _SCHEMA,
+            "url": without_credentials(url)[:500],
+            "sha256": sha256,
+            "bytes": target.stat().st_size,
+        }
         files.write_manifest(note_file, note)
         return str(target)
 

@@ -10,7 +10,7 @@ import attrs
 
 from packplan.adapters.config.run import load_mixes
 from packplan.adapters.hub_caches import cached, download_model, is_id
-from packplan.adapters.samples.remote.copies import local_files
+from packplan.adapters.samples.copies import local_files
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig
 from packplan.core.errors import ConfigError, DataSetError, Fault
 from packplan.core.samples import is_place, without_credentials

@@ -14,7 +14,7 @@ import attrs
 from packplan.adapters import files
 from packplan.adapters.config.layers import read_document
 from packplan.adapters.config.run import parse_config
-from packplan.adapters.samples.remote.transport import traffic
+from packplan.adapters.samples.places import traffic
 from packplan.adapters.stores.length_table import read_length_table, read_length_table_key, write_length_table
 from packplan.app.planning.known_lengths import KnownTable
 from packplan.app.planning.split import GatheredSplit

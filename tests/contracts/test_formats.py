@@ -349,49 +349,32 @@ def test_an_array_of_anything_is_found_as_the_json_module_reads_it(tmp_path_fact
         assert values == list(opened(path))
 
 
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        (b'{"a": NaN}', "NaN is no JSON number"),
-        (b'{"a": 1, "a": 2}', "the key 'a' is written twice"),
-        (b'{"a": "\\ud83d"}', r"has \\ud83d without its other half"),
-        (b'{"a": "\xff"}', "is not UTF-8"),
-        (b'{"a": "b\nc"}', "no valid JSON: Invalid control character"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "has a number of 5,000 digits"),
-    ],
-    ids=["nan", "twice", "half", "bytes", "line end", "digits"],
-)
-@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
-def test_a_bad_value_of_an_array_is_refused_by_its_row(tmp_path, name, value, says):
-    """Only when it is read; its neighbours are read."""
-    data = b'[{"a": 0},\r\n ' + value + b',\n{"a": 2}]'
-    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
-    records = opened(tmp_path / name)
+def test_a_line_end_in_a_text_of_an_array_is_refused_by_its_row(tmp_path):
+    """Though the copy has a row a line; line ends between values are none of it."""
+    (tmp_path / "a.json").write_bytes(b'[{"a":\r\n 0}, {"a": "b\nc"},\n{"a": 2}]')
+    records = opened(tmp_path / "a.json")
 
     assert [{"a": 0}, {"a": 2}] == [records[0], records[2]]
-    with pytest.raises(RecordError, match=rf"{name}, row 2: .*{says}"):
+    with pytest.raises(RecordError, match=r"a\.json, row 2: is no valid JSON: Invalid control character"):
         records[1]
 
 
-def test_a_file_is_rewritten_in_little_memory(tmp_path):
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.csv"])
+def test_a_file_is_rewritten_in_little_memory(tmp_path, name, monkeypatch):
     """However many rows it has; a row that goes on without an end is refused."""
     rows = [{"query": f"{row}", "response": "a " * 500} for row in range(20_000)]
-    array_bytes = json.dumps(rows).encode()
-    tables = {"a.json": array_bytes, "b.json.gz": gzip.compress(array_bytes, 1)}
-    tables["c.csv"] = b"query,response\n" + b"".join(f"{row},{'a ' * 500}\n".encode() for row in range(20_000))
-    for name, data in tables.items():
-        (tmp_path / name).write_bytes(data)
-        tracemalloc.start()
-        records = opened(tmp_path / name)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert peak < 12_000_000
-        assert [rows[0], rows[-1]] == [records[0], records[len(rows) - 1]] or name == "c.csv"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rewriting, "MOST_CHARACTERS", 2**20)
-        (tmp_path / "d.json").write_bytes(b'[{"a": "' + b"x" * 2**22)
-        with pytest.raises(DataSetError, match=r"d\.json, row 1: is no JSON value .Unterminated"):
-            opened(tmp_path / "d.json")
+    path = write_many(tmp_path, name, rows)
+    tracemalloc.start()
+    records = opened(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert peak < 12_000_000
+    assert [rows[0], rows[-1]] == [records[0], records[len(rows) - 1]]
+    monkeypatch.setattr(rewriting, "MOST_CHARACTERS", 2**20)
+    (tmp_path / "b.json").write_bytes(b'[{"a": "' + b"x" * 2**22)
+    with pytest.raises(DataSetError, match=r"b\.json, row 1: is no JSON value .Unterminated"):
+        opened(tmp_path / "b.json")
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_a_file_that_changes_after_it_was_opened_says_so(tmp_path: Path, change)
     ids=["torn", "bytes", "nan", "deep", "twice", "half", "half of a key", "digits", "infinite"],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line, says):
-    """Line 7, when line 7 is wrong, and only when it is read."""
+    """Line 7, when line 7 is wrong, and only when it is read; as the row of an array, if it ends."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"{}\n" * 5 + b"\n" + line + b"\n{}\n")
     records = open_records((str(path),))
@@ -79,6 +79,10 @@ def test_a_malformed_line_is_named(tmp_path: Path, line, says):
     with pytest.raises(RecordError, match=rf"a\.jsonl, line 7: .*{says}") as it:
         records[5]
     assert "sys." not in str(it.value)
+    (tmp_path / "b.json").write_bytes(b"[{}, " + line + b", {}]")
+    error = RecordError if line.endswith((b"}", b"NaN")) else DataSetError
+    with pytest.raises(error, match=rf"b\.json, row 2: .*({says}|is no JSON value)"):
+        _ = open_records((str(tmp_path / "b.json"),), cache=tmp_path)[1]
 
 
 def test_an_object_over_several_lines_is_one_message(tmp_path: Path):

@@ -116,7 +116,7 @@ STARTING = {"multiprocessing", "concurrent", "subprocess"}
 STARTERS = {
     "adapters/lifeline.py": {"multiprocessing", "concurrent"},
     "adapters/ranks/heartbeat.py": {"multiprocessing"},
-    "adapters/samples/remote/transport.py": {"multiprocessing"},  # numbers that processes share
+    "adapters/samples/places.py": {"multiprocessing"},  # numbers that processes share
     "adapters/samples/urls.py": {"concurrent"},  # threads, which end with their process
     "app/planning/epochs.py": {"concurrent"},  # a thread
     "benchmarks/beside.py": {"multiprocessing"},  # each asks to end with its parent

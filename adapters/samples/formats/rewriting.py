@@ -110,7 +110,7 @@ def copy_of(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
 
 
 def copy_fault(path: Path, copy: Path) -> str | None:
-    """Return the difference of a file or its copy from what it was, or None; both are read whole."""
+    """Return the difference of a file or its copy from what it was, or None; all is read."""
     if not copy.name.startswith(_read_whole(path)[:32]):
         return "the file is another one than its copy was made of, although its size and times are the same"
     written = files.read_manifest(copy.with_suffix(".json"), _SCHEMA)

@@ -20,7 +20,7 @@ import attrs
 import numpy as np
 
 from packplan.adapters.samples.image_headers import Head, read_size
-from packplan.adapters.samples.remote.ranged import Ranged
+from packplan.adapters.samples.places import Remote
 from packplan.core.errors import counted
 from packplan.core.samples import HEAD_BYTES, MediaFacts, Video
 
@@ -88,7 +88,7 @@ def frames_of(video: Video) -> tuple[str, ...] | None:
     if isinstance(video, tuple):
         return video
     folder = Path(video)
-    if isinstance(video, Ranged) or not folder.is_dir():
+    if isinstance(video, Remote) or not folder.is_dir():
         return None
     frames = sorted(path for path in folder.iterdir() if path.suffix.lower() in FRAMES)
     if not frames:
@@ -118,7 +118,7 @@ def video_facts(video: Video, *, max_seconds: float) -> VideoFacts:
 def _of_frames(frames: Sequence[str]) -> VideoFacts:
     sizes, total, digest = set(), 0, hashlib.sha256()
     for frame in frames:
-        if isinstance(frame, Ranged):
+        if isinstance(frame, Remote):
             size, head = _bytes_of(frame)
             sizes.add(read_size(Head(head[:HEAD_BYTES], size)))
         else:
@@ -138,7 +138,7 @@ def _of_frames(frames: Sequence[str]) -> VideoFacts:
 
 def _bytes_of(path: str) -> tuple[int, bytes]:
     """Return the size of a file, and its first and last bytes."""
-    with path.open() if isinstance(path, Ranged) else Path(path).open("rb") as file:
+    with path.open() if isinstance(path, Remote) else Path(path).open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)
         head = file.read(HEAD_BYTES)
@@ -155,7 +155,7 @@ def _of_file(path: str, max_seconds: float) -> VideoFacts:
 
     try:
         # A pipe would wait for a writer that never comes.
-        if not isinstance(path, Ranged) and not stat.S_ISREG(Path(path).stat().st_mode):
+        if not isinstance(path, Remote) and not stat.S_ISREG(Path(path).stat().st_mode):
             message = f"the video {path} is a pipe or a device: name a video file, or a folder of frames"
             raise ValueError(message)
         with open_video(path) as container:
@@ -309,6 +309,6 @@ def open_video(path: str) -> Any:
     """
     import av
 
-    if isinstance(path, Ranged):
+    if isinstance(path, Remote):
         return av.open(path.open(), options={"protocol_whitelist": "none"})
     return av.open(path, options={"protocol_whitelist": "file"})

@@ -17,14 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from packplan.adapters import files
-from packplan.adapters.samples.remote.transport import (
-    Patience,
-    RefusedError,
-    Standing,
-    download,
-    standing_of,
-    transport_of,
-)
+from packplan.adapters.samples.places import Patience, RefusedError, Standing, fetch, listed, standing_of
 from packplan.core.errors import CorruptArtefactError, DataSetError
 from packplan.core.samples import folder_of, scheme_of, without_credentials, without_signature
 
@@ -32,6 +25,8 @@ log = logging.getLogger(__name__)
 
 MOST_BYTES = 2**36
 """Bytes of a data file: 64 GiB."""
+
+_PATIENCE = Patience(all_s=None)
 
 _SCHEMA = "packplan.place/1"
 
@@ -53,26 +48,6 @@ def local_files(name: str, cache: Path) -> list[Path]:
     return [_local(place, cache) for place in _matching(name)]
 
 
-def fetch(place: str, target: Path, *, most: int, patience: Patience) -> tuple[Standing, str]:
-    """
-    Write all of a file at a place to *target*; return its size and version, and its SHA-256.
-
-    Args:
-        place: Place of the file.
-        target: File to write, whole or not at all.
-        most: Bytes that the file may have.
-        patience: Times to wait, for each part of a large one.
-
-    Raises:
-        RefusedError: It is not to be had.
-        OutputError: There is no room for it.
-    """
-    with files.writing(target), files.publishing(target) as file:
-        standing = download(place, file, most=most, patience=patience)
-    with target.open("rb") as file:
-        return standing, hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def origin_of(path: Path) -> tuple[str, str] | None:
     """
     Return the place that a file is a copy of, without credentials, and its folder; None for other
@@ -89,7 +64,7 @@ def _matching(name: str) -> list[str]:
     if scheme_of(name) in {"http", "https"} or not glob.has_magic(name):
         return [name]
     try:
-        found = transport_of(name).listed(name)
+        found = listed(name)
     except RefusedError as error:
         raise _unread(name, error) from None
     if not found:
@@ -114,7 +89,7 @@ def _local(place: str, cache: Path) -> Path:
         known = Standing(note["size"], note["version"]) if note else Standing(0, "")
         has_copy = copy.is_file() and copy.stat().st_size == known.size
         try:
-            standing = standing_of(place, most=MOST_BYTES, patience=Patience())
+            standing = standing_of(place, most=MOST_BYTES, patience=_PATIENCE)
         except RefusedError as error:
             if not has_copy:
                 raise _unread(place, error) from None
@@ -122,18 +97,19 @@ def _local(place: str, cache: Path) -> Path:
             return copy
         if has_copy and standing.version and standing == known:
             return copy
-        fetched = _fetched(place, folder)
+        fetched = _fetched(place, folder, standing)
         if has_copy and fetched != copy:
             log.warning("%s is another file than before: it was fetched again", without_credentials(place))
         return fetched
 
 
-def _fetched(place: str, folder: Path) -> Path:
+def _fetched(place: str, folder: Path, standing: Standing) -> Path:
     """Return a new copy of the file at a place."""
     target, name, shown = folder / "fetched", _name_of(place), without_credentials(place)
-    files.sweep(folder)
     try:
-        standing, sha256 = fetch(place, target, most=MOST_BYTES, patience=Patience())
+        sha256 = fetch(place, target, most=MOST_BYTES, patience=_PATIENCE)
+        if standing != standing_of(place, most=MOST_BYTES, patience=_PATIENCE):
+            raise RefusedError("it changed while it was fetched: start again when it is complete")  # noqa: TRY301
     except RefusedError as error:
         raise _unread(place, error) from None
     copy = folder / sha256 / name
@@ -142,7 +118,7 @@ def _fetched(place: str, folder: Path) -> Path:
         target.replace(copy)
         files.sync_folder(copy.parent)
     note = {"schema": _SCHEMA, "place": shown, "folder": folder_of(place), "sha256": sha256, "name": name}
-    files.write_manifest(folder / _NOTE, {**note, "size": standing.size, "version": standing.version})
+    files.write_manifest(folder / _NOTE, {**note, "size": copy.stat().st_size, "version": standing.version})
     log.info("%s is copied once: %s", shown, copy)
     return copy
 

@@ -1,0 +1,427 @@
+"""
+Files at places of other machines, read by fsspec: http, S3, Google Cloud, hubs, Azure.
+
+Credentials are found as the libraries do, and are in no message. What is read is counted over all
+processes that are forked from this one.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import http
+import io
+import multiprocessing
+import os
+import re
+import time
+import urllib.parse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeVar
+
+import attrs
+from fsspec.callbacks import Callback
+
+from packplan.adapters import files
+from packplan.adapters.progress import BRIEF_S, progress
+from packplan.core.errors import counted
+from packplan.core.samples import PACKAGES, scheme_of, without_credentials
+
+T = TypeVar("T")
+
+BLOCK = 2**16
+"""Bytes of a video that are asked for at once."""
+
+_HTTP = frozenset({"http", "https"})
+
+_MOST_REDIRECTS = 5
+
+_MEANT = "%/:=&?~#+!$,;'@()*[]|"
+"""Signs of a URL that stay as they are; blanks and letters beyond ASCII are quoted."""
+
+_AGAIN = (429, 500, 502, 503, 504)
+"""Answers of a server that may do better a moment later."""
+
+_VERSIONS = (
+    "ETag", "etag", "md5Hash", "generation", "oid", "blob_id", "LastModified", "Last-Modified", "last_modified",
+    "created",
+)  # fmt: skip
+"""Entries of what file systems say of a file, the first of which is its version."""
+
+_DENIED = ("Credential", "Forbidden", "Unauthorized", "AccessDenied", "NoAuth")
+"""Parts of the names of errors where credentials are missing, or do not suffice."""
+
+_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+"""Errors of this machine's disk, and of no server."""
+
+_SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|ACCESS_KEY|ACCOUNT_KEY")
+"""Names of environment variables whose values no message may have."""
+
+_systems: dict[tuple[object, ...], Any] = {}
+"""
+Process, scheme and times -> file system, with its connections for all threads. A process that is
+forked makes its own, and keeps those of its parent, whose connections it must not close.
+"""
+
+
+@attrs.frozen
+class Patience:
+    """Seconds to wait for a server of http; other file systems have times of their own."""
+
+    all_s: float | None = 60.0
+    """For all of an answer; None takes as long as bytes come."""
+
+    silence_s: float = 10.0
+    """For the next bytes."""
+
+    waits_s: tuple[float, ...] = (0.5, 2.0)
+    """Before each further attempt, where another one may do better."""
+
+
+class RefusedError(Exception):
+    """A file is not to be had; asking again would not help."""
+
+
+class NoPartsError(RefusedError):
+    """A server sends files whole, or does not say how long they are."""
+
+
+class Standing(NamedTuple):
+    """Size and version of a file at a place."""
+
+    size: int | None
+    """Bytes; None where a server does not say."""
+
+    version: str
+    """Tag of the content, or the time of its last change; empty where the place says neither."""
+
+
+class Traffic:
+    """Requests to places, and bytes that came, over this process and those forked from it."""
+
+    def __init__(self) -> None:
+        self._requests, self._bytes = (multiprocessing.Value("q", 0) for _ in range(2))
+
+    def count(self, num_bytes: int) -> None:
+        """Count a request, and the bytes that came."""
+        for value, number in ((self._requests, 1), (self._bytes, num_bytes)):
+            with value.get_lock():
+                value.value += number
+
+    def reset(self) -> None:
+        """Count from nothing."""
+        self._requests.value = self._bytes.value = 0
+
+    def __str__(self) -> str:
+        return f"{counted(self._bytes.value, 'byte')} in {counted(self._requests.value, 'request')}"
+
+    @property
+    def requests(self) -> int:
+        """Number of requests."""
+        return int(self._requests.value)
+
+
+traffic = Traffic()
+
+
+def standing_of(place: str, *, most: int, patience: Patience) -> Standing:
+    """
+    Return the size and version of a file.
+
+    Args:
+        place: Place of the file.
+        most: Bytes that it may have.
+        patience: Times to wait.
+
+    Raises:
+        RefusedError: There is none, or it is too large.
+    """
+    about = _ask(place, patience, lambda system, path: system.info(path))
+    traffic.count(0)
+    if about.get("type") == "directory":
+        raise RefusedError("it is no file, but a folder")
+    size = None if about.get("size") is None else int(about["size"])
+    _require_size(size or 0, most)
+    return Standing(size, str(next((about[name] for name in _VERSIONS if about.get(name)), "")))
+
+
+def read_part(place: str, start: int, stop: int, *, patience: Patience) -> bytes:
+    """
+    Return the bytes of a file from *start* to before *stop*, which are in it.
+
+    Args:
+        place: Place of the file.
+        start: First byte.
+        stop: End.
+        patience: Times to wait.
+
+    Raises:
+        RefusedError: They are not to be had.
+    """
+    held: bytes = _ask(place, patience, lambda system, path: system.cat_file(path, start=start, end=stop))
+    traffic.count(len(held))
+    # A server that sends no parts sends all.
+    held = held[: stop - start] if start == 0 else held
+    if len(held) != stop - start:
+        raise RefusedError(f"{len(held):,} of {counted(stop - start, 'byte')} came")
+    return held
+
+
+def fetch(place: str, target: Path, *, most: int, patience: Patience) -> str:
+    """
+    Write all of a file at a place to *target*, and return its SHA-256.
+
+    Args:
+        place: Place of the file.
+        target: File to write; what is there after an error is not whole.
+        most: Bytes that the file may have.
+        patience: Times to wait.
+
+    Raises:
+        RefusedError: It is not to be had.
+        OutputError: There is no room for it.
+    """
+    bar = progress(desc=f"fetching {without_credentials(place)}", unit=" bytes", delay=BRIEF_S, leave=False)
+    with files.writing(target), bar:
+        target.touch()
+        _ask(place, patience, lambda system, path: system.get_file(path, str(target), callback=_Bounded(most, bar)))
+        with target.open("rb") as file:
+            os.fsync(file.fileno())
+            traffic.count(size := os.fstat(file.fileno()).st_size)
+            _require_size(size, most)
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def listed(pattern: str) -> list[str]:
+    """Return the places of a pattern's files, by name; RefusedError if that cannot be asked."""
+
+    def ask(system: Any, path: str) -> list[str]:
+        return sorted(system.unstrip_protocol(one) for one in system.glob(path))
+
+    found = _ask(pattern, Patience(), ask)
+    traffic.count(0)
+    return found
+
+
+class Remote(str):
+    """
+    Name of a video, or of a frame, at a place, of which parts are read.
+
+    As a text, it is the place without credentials. Blocks that came are kept with it, by fsspec.
+    """
+
+    __slots__ = ("_ask", "_file")
+
+    _ask: Callable[[Callable[[Any, str], Any]], Any]
+    _file: Any
+
+    def __new__(cls, place: str, *, most: int, patience: Patience) -> Self:
+        """
+        Open a file, and read its last block.
+
+        Args:
+            place: Place of the file.
+            most: Bytes that it may have.
+            patience: Times to wait for a block.
+
+        Raises:
+            RefusedError: It is not to be had.
+            NoPartsError: It is not to be had by parts.
+        """
+        remote = super().__new__(cls, without_credentials(place))
+        remote._ask = lambda call: _ask(place, patience, call)
+        remote._file = remote._ask(lambda system, path: system.open(path, block_size=BLOCK, cache_type="blockcache"))
+        traffic.count(0)
+        if not remote._file.size:
+            raise NoPartsError("its server does not say how long it is")
+        _require_size(remote._file.size, most)
+        remote.read_at(remote._file.size - 1, 1)
+        return remote
+
+    def open(self) -> RemoteFile:
+        """Open it, at its beginning."""
+        return RemoteFile(self, self._file.size)
+
+    def read_at(self, place: int, size: int) -> bytes:
+        """Return bytes of the file, as `read` does; RefusedError if they are not to be had."""
+        before = self._file.cache.total_requested_bytes
+
+        def read(*_: object) -> bytes:
+            try:
+                self._file.seek(place)
+                return bytes(self._file.read(size))
+            except ValueError as error:
+                raise NoPartsError(without_secrets(error)) from None
+
+        held: bytes = self._ask(read)
+        if came := self._file.cache.total_requested_bytes - before:
+            traffic.count(came)
+        return held
+
+
+class RemoteFile(io.RawIOBase):
+    """A file of which parts are asked for as they are read."""
+
+    def __init__(self, remote: Remote, size: int) -> None:
+        """
+        Begin at the first byte.
+
+        Args:
+            remote: The file.
+            size: Bytes of it.
+        """
+        super().__init__()
+        self._remote, self._size, self._place = remote, size, 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the place of the next byte."""
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a byte, and return its place."""
+        self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        return self._place
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Return so many bytes, or those up to the end; ValueError if they are not to be had."""
+        try:
+            held = self._remote.read_at(self._place, -1 if size is None else size)
+        except RefusedError as error:
+            message = f"the video {self._remote} cannot be read: {error}"
+            raise ValueError(message) from None
+        self._place += len(held)
+        return held
+
+
+class _Bounded(Callback):  # type: ignore[misc]  # fsspec has no types
+    """Refuses a file that is too large, before it is written or while it is."""
+
+    def __init__(self, most: int, bar: Any) -> None:
+        super().__init__()
+        self._most, self._bar, self._done = most, bar, 0
+
+    def set_size(self, size: int | None) -> None:
+        self._done, self._bar.total = 0, size
+        _require_size(size or 0, self._most)
+
+    def relative_update(self, inc: int = 1) -> None:
+        self._done += inc
+        _require_size(self._done, self._most)
+        self._bar.update(inc)
+
+
+def _require_size(size: int, most: int) -> None:
+    if size > most:
+        raise RefusedError(f"it has more than {most:,} bytes")
+
+
+def _ask(place: str, patience: Patience, call: Callable[[Any, str], T]) -> T:
+    """
+    Call a function with a file system and a path there, in a few attempts; RefusedError if none
+    succeeds.
+    """
+    for wait in (*patience.waits_s, None):
+        try:
+            return call(*_system(place, patience))
+        except (RefusedError, MemoryError):
+            raise
+        except Exception as error:  # file systems raise errors of their own libraries
+            if isinstance(error, OSError) and error.errno in _DISK:
+                raise
+            reason, may_help = _reason(error, patience)
+            if not may_help:
+                raise RefusedError(reason) from None
+            if wait is None:
+                raise RefusedError(f"{reason}, in {counted(len(patience.waits_s) + 1, 'attempt')}") from None
+            time.sleep(wait)
+    raise AssertionError  # the last attempt raises, or returns
+
+
+def _system(place: str, patience: Patience) -> tuple[Any, str]:
+    """Return the file system of a place, and its path there."""
+    import fsspec
+
+    scheme = scheme_of(place)
+    assert scheme is not None  # noqa: S101  # it is a place
+    key = (os.getpid(), "http", patience) if scheme in _HTTP else (os.getpid(), scheme)
+    try:
+        if (system := _systems.get(key)) is None:
+            options = _http_options(patience) if scheme in _HTTP else {}
+            system = _systems.setdefault(key, fsspec.filesystem(scheme, use_listings_cache=False, **options))
+    except ImportError as error:
+        package = PACKAGES[scheme]
+        raise RefusedError(f"{scheme}:// is read by another package: pip install {package or error.name}") from None
+    if scheme not in _HTTP:
+        return system, str(system._strip_protocol(place))  # noqa: SLF001  # each file system's public way to take names
+    if "@" in place.partition("://")[2].partition("/")[0]:
+        raise RefusedError("it holds a name or a password, with which no server is asked: leave that out")
+    return system, urllib.parse.quote(place, safe=_MEANT)
+
+
+def _http_options(patience: Patience) -> dict[str, Any]:
+    """Return options of fsspec's file system of http."""
+    import aiohttp
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(_refuse_downgrade)
+    times = aiohttp.ClientTimeout(patience.all_s, sock_connect=patience.silence_s, sock_read=patience.silence_s)
+    client = {
+        "headers": {"User-Agent": "packplan", "Accept-Encoding": "identity"},
+        "requote_redirect_url": False,  # a signature is of the URL as it is written
+        "timeout": times,
+        "trace_configs": [trace],
+        "trust_env": True,
+    }
+    # An instance of another patience has another session.
+    return {"client_kwargs": client, "encoded": True, "max_redirects": _MOST_REDIRECTS, "skip_instance_cache": True}
+
+
+async def _refuse_downgrade(_: object, __: object, asked: Any) -> None:
+    """Refuse a redirect from https to http; others than to these two aiohttp refuses."""
+    target = str(asked.response.headers.get("Location", ""))
+    if asked.url.scheme == "https" and scheme_of(target) == "http":
+        raise RefusedError(f"the server sends on to {without_credentials(target)[:100]!r}, and not by https")
+
+
+def _reason(error: Exception, patience: Patience) -> tuple[str, bool]:
+    """Return why a file system gives nothing, and whether another attempt may do better."""
+    import aiohttp
+
+    cause = error.__cause__
+    error = cause if isinstance(cause, (aiohttp.ClientError, RefusedError, TimeoutError)) else error
+    status, text = getattr(error, "status", 0), f"{type(error).__name__}: {without_secrets(error)}"
+    may_help = isinstance(error, aiohttp.ClientError) and not isinstance(error, ValueError)
+    if isinstance(error, RefusedError):
+        text = str(error)
+    elif isinstance(error, FileNotFoundError) or status == http.HTTPStatus.NOT_FOUND:
+        text, may_help = "there is no such file", False
+    elif isinstance(error, aiohttp.TooManyRedirects):
+        text, may_help = "the server sends on too often", False
+    elif isinstance(error, aiohttp.ClientResponseError):
+        asks = ": it asks for credentials, or a signature is no longer valid" if status in {401, 403} else ""
+        text, may_help = f"the server answers {status} {error.message}{asks}", status in _AGAIN
+    elif isinstance(error, aiohttp.NonHttpUrlRedirectClientError):
+        text = f"the server sends on to {without_secrets(error)!r}, and only http and https are read"
+    elif type(error) is TimeoutError:
+        text = f"it took more than {patience.all_s:g} s"
+    elif isinstance(error, PermissionError) or any(part in text.partition(":")[0] for part in _DENIED):
+        text = f"it asks for credentials, or for other ones ({text})"
+    return text, may_help
+
+
+def without_secrets(error: object) -> str:
+    """Return the text of an error in one line, without what may be credentials."""
+    text = without_credentials(" ".join(str(error).split()))
+    for name, value in os.environ.items():
+        if len(value) >= 8 and _SECRET.search(name.upper()):
+            text = text.replace(value, "…")
+    return text[:300]

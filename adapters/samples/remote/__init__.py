@@ -1,3 +1,0 @@
-"""
-Files at places of other machines: https, S3, Google Cloud, hubs and others that fsspec reads.
-"""
