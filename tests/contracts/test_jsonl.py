@@ -70,7 +70,7 @@ def test_a_file_that_changes_after_it_was_opened_says_so(tmp_path: Path, change)
     ids=["torn", "bytes", "nan", "deep", "twice", "half", "half of a key", "digits", "infinite"],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line, says):
-    """Line 7, when line 7 is wrong, and only when it is read; as the row of an array, if it ends."""
+    """Line 7, when line 7 is wrong, and only when it is read; as a row of an array, if it ends."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"{}\n" * 5 + b"\n" + line + b"\n{}\n")
     records = open_records((str(path),))
