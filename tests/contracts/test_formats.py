@@ -86,7 +86,6 @@ FORMATS = {
 """Name of a file -> how records are written to it."""
 
 COPIED = ["a.json", "a.jsonl.gz", "a.json.gz", "a.jsonl.zst", "a.json.zst", "a.parquet"]
-"""Files that are read from a copy."""
 
 every_format = pytest.mark.parametrize("name", FORMATS)
 
@@ -713,7 +712,6 @@ def test_what_was_read_of_a_file_does_not_stay_in_memory(tmp_path, name, monkeyp
 
 
 KEPT = ["a.jsonl", "a.json", "a.csv", "a.jsonl.gz", "a.arrow", "a.parquet"]
-"""Files whose records' places or digests are kept from one start to the next."""
 
 
 def digested(path: Path, monkeypatch) -> tuple[str, int]:
