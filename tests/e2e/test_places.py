@@ -419,34 +419,20 @@ def test_a_run_plans_and_trains_a_place_and_then_needs_no_network(  # noqa: PLR0
     assert packs[0] == packs[1]
 
 
-def test_data_sets_are_named_as_ms_swift_names_them(objects, run, tmp_path, monkeypatch):
-    """From a cache or a place, with a count, and folders of shards; what is nowhere is named."""
+def test_a_folder_of_shards_is_a_data_set(run, tmp_path):
+    """One that holds several is refused, and names them."""
     import datasets
 
-    for name in ("HF_HUB_CACHE", "USE_HF"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms"))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     rows = [{"query": f"say {n}", "response": "yes " * n} for n in range(1, 13)]
-    table = datasets.Dataset.from_list(rows)
-    snapshot = tmp_path / "hf" / "hub" / "datasets--org--chats" / "snapshots" / "1"
-    snapshot.mkdir(parents=True)
-    write(snapshot / "train.jsonl", rows)
-    run(write(tmp_path / "rows.jsonl", rows), model="qwen2", output="files.parquet")
-    expected = lengths_of(tmp_path / "files.parquet")
-    shards = tmp_path / "shards" / "data"
+    table, shards = datasets.Dataset.from_list(rows), tmp_path / "shards" / "data"
     shards.mkdir(parents=True)
+    run(write(tmp_path / "rows.jsonl", rows), model="qwen2", output="files.parquet")
     for number in range(3):
         table.shard(3, number, contiguous=True).to_parquet(shards / f"train-{number:05}-of-00003.parquet")
 
-    for words in (["HF::org/chats"], [tmp_path / "shards"]):
-        run(*words, model="qwen2")
-        assert expected.equals(lengths_of(tmp_path / "lengths.parquet"))
-    objects.held["/bucket/rows.jsonl"] = (tmp_path / "rows.jsonl").read_bytes()
-    for name, count in (("HF::org/chats", 5), (f"{objects.url}/bucket/rows.jsonl", 3)):
-        run(f"{name}#{count}", model="qwen2", output=f"{count}.parquet")
-        assert count == len(lengths_of(tmp_path / f"{count}.parquet"))
+    run(tmp_path / "shards", model="qwen2")
+
+    assert lengths_of(tmp_path / "files.parquet").equals(lengths_of(tmp_path / "lengths.parquet"))
     table.to_parquet(shards / "test-00000-of-00001.parquet")
     assert "holds several data sets: name one of them, data/test*.parquet, data/train*.parquet" in run(
         tmp_path / "shards", status=2, model="qwen2"
@@ -455,8 +441,6 @@ def test_data_sets_are_named_as_ms_swift_names_them(objects, run, tmp_path, monk
     assert "holds several splits: name one of its folders, test, train" in run(
         tmp_path / "saved", status=2, model="qwen2"
     )
-    assert "DATA: asks for #0 records" in run("HF::org/chats#0", status=2, model="qwen2")
-    assert "org/none, which is no file here, and no local cache holds it" in run("org/none", status=2, model="qwen2")
 
 
 def test_a_file_read_by_parts_is_the_file(objects):
