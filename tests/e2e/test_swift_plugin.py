@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import pairwise
@@ -32,7 +35,8 @@ from packplan.app import plugin
 from packplan.core.align import align_plan
 from packplan.core.errors import ConfigError
 from tests.e2e import plugin_run, rank_main
-from tests.e2e.swift_plans import LENGTH, NUM, PLAIN, Ran
+from tests.e2e.swift_plans import LENGTH, NUM, PLAIN, ROOT, Ran
+from tests.network import free_port
 from tests.processes import Started, finished, is_whole, wait_for
 
 # isort: split
@@ -165,6 +169,54 @@ def test_packs_replace_rows_without_padding(words, train):
     found = ran.plan(LENGTH["qwen2"])
     ran.assert_planned(found, found.schedule(seed=42))
     assert "planned packs replace --padding_free" in (ran.folder / "rank0.log").read_text()
+
+
+SCRIPT = """
+per_node=1
+NPROC_PER_NODE=$per_node \\
+{packplan} swift sft \\
+    --model {demo}/models/qwen2 --model_type qwen2 --template qwen2_5 \\
+    --tuner_type full \\
+    --dataset '{records}/qwen2.jsonl#20' \\
+    --per_device_train_batch_size 2 \\
+    --learning_rate 1e-5 \\
+    --gradient_accumulation_steps $(expr 2 / $per_node) \\
+    --eval_steps 200 --save_steps 200 --logging_steps 5 \\
+    --max_length 256 \\
+    --warmup_ratio 0.05 \\
+    --save_total_limit 2 --save_only_model true --num_train_epochs 1 \\
+    --output_dir output/run \\
+    --padding_free true \\
+    --torch_dtype float32 --fp16 false --bf16 false --use_cpu true --report_to none --check_model false \\
+    --dataset_num_proc 1 --dataloader_num_workers 0 {more}
+"""
+"""`examples/train/padding_free/sft.sh` of ms-swift, without what needs a GPU."""
+
+
+def test_a_script_of_ms_swift_s_examples_trains_packs_as_it_is(demo, records, tmp_path, monkeypatch):
+    """Planned before by the same words, and trained by the plugin."""
+    # The published torchvision is no CPU build, and ms-swift imports it first of all.
+    (tmp_path / "sitecustomize.py").write_text("import packplan.adapters\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+
+    def run(packplan: str = "", more: str = "") -> str:
+        text = SCRIPT.format(demo=demo, records=records, packplan=packplan, more=more)
+        done = subprocess.run(["bash", "-c", text], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert not done.returncode, done.stdout[-2000:] + done.stderr[-2000:]
+        return done.stdout + done.stderr
+
+    built = run("packplan plan build")
+    assert 0 == plugin.main(["swift", "-o", str(tmp_path / "plugin.py")])
+    trained = run(more="--external_plugins plugin.py")
+
+    assert "planned packs replace --padding_free: --per_device_train_batch_size 2 counts packs" in trained
+    told = [re.findall(r"(\d+) steps an epoch, (\d+) in all on 1 rank", text) for text in (built, trained)]
+    digests = [re.findall(r"plan ([0-9a-f]{12})", text)[-1] for text in (built, trained)]
+    assert told[0] == told[1] != []
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize("more", ["", "--truncation_strategy split --max_length 30 --packing_length 256"])
