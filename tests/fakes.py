@@ -406,8 +406,3 @@ class ScriptedGroup:
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port
         return flag
-
-
-def words_of_answer(_completion: str, answer: str) -> float:
-    """Score every completion by the words of its record's own answer."""
-    return float(len(answer.split()))

@@ -283,19 +283,16 @@ def test_every_column_of_ms_swift_is_supported_or_refused():
     assert OWN <= {*REFUSED}
 
 
-def test_texts_without_a_chat_are_those_of_pretraining(write_run, tmp_path, demo):
+def test_texts_without_a_chat_are_those_of_pretraining(write_run, tmp_path):
     """Every token of them is trained."""
-    text = "blue circle on a red square"
-    record = {"messages": [{"role": "assistant", "content": text}]}
-    template = {"system": None, "use_chat_template": False, "loss_scale": "all"}
+    record = {"messages": [{"role": "assistant", "content": "blue circle on a red square"}]}
+    asked = {"use_chat_template": False, "loss_scale": "all"}
     write(tmp_path / "a.jsonl", [record])
-    path = write_run("qwen2", template=template, custom={"train_jsonl": str(tmp_path / "a.jsonl")})
-
+    custom = {"train_jsonl": str(tmp_path / "a.jsonl")}
+    path = write_run("qwen2", template={"system": None, **asked}, custom=custom)
     encoder = training.open_samples(stores.read_config(path))["train"]
-    processor = encoder.template.processor
-    theirs = get_template(processor, template_type="qwen2_5", use_chat_template=False, loss_scale="all")
+    theirs = get_template(encoder.template.processor, template_type="qwen2_5", **asked)
     theirs.set_mode("train")
-
     encoded, expected = encoder.encode(0), theirs.encode(record)
-    assert expected["input_ids"] == list(encoded["input_ids"])
-    assert expected["labels"] == list(encoded["labels"])
+
+    assert all(expected[name] == list(encoded[name]) for name in ("input_ids", "labels"))

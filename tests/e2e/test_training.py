@@ -35,10 +35,7 @@ from packplan.app.wiring import training
 from packplan.app.wiring.gather import gather
 from packplan.app.wiring.stores import read_config
 from packplan.app.wiring.works import work_of
-from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ConfigError, ModelError, RecordError, StaleError
-
-SDPA = AttentionChoice("sdpa", "it is asked for")
 
 pytestmark = pytest.mark.slow
 
