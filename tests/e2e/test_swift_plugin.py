@@ -168,8 +168,7 @@ NPROC_PER_NODE=$per_node \\
     --tuner_type full --dataset '{records}/qwen2.jsonl#20' --max_length 256 \\
     --per_device_train_batch_size 2 --learning_rate 1e-5 --warmup_ratio 0.05 \\
     --gradient_accumulation_steps $(expr 2 / $per_node) \\
-    --eval_steps 200 --save_steps 200 --logging_steps 5 \\
-    --save_total_limit 2 --save_only_model true --num_train_epochs 1 \\
+    --eval_steps 200 --save_steps 200 --logging_steps 5 --save_only_model true --num_train_epochs 1 \\
     --output_dir output/run --padding_free true \\
     --torch_dtype float32 --fp16 false --bf16 false --use_cpu true --report_to none --check_model false \\
     --dataset_num_proc 1 --dataloader_num_workers 0 {more}
