@@ -72,7 +72,7 @@ def test_core_imports_nothing_but_what_is_listed():
     assert {} == {path: names for path, names in beyond.items() if names}
 
 
-MOST_MODULES = 16
+MOST_MODULES = 22
 """In a folder, its `__init__` aside: more are no longer seen at a glance."""
 
 

@@ -18,6 +18,7 @@ from packplan.core.mixes import (
     Mixes,
     Source,
     drawn_faults,
+    lowest,
     mixes_faults,
     quotas,
     schedule,
@@ -25,7 +26,6 @@ from packplan.core.mixes import (
     stream_faults,
     told_shares,
 )
-from packplan.core.mixes.draw import lowest
 
 ratios = st.sampled_from(["0.1", "0.25", "1", "3", "0.7", "0.05"]).map(Decimal)
 

@@ -1,8 +1,5 @@
 """
-Epochs with plans of their own: the samples of each epoch, their plan, and what is kept of it.
-
-A plan follows from the recipe, the policy, the lengths and the epoch alone, so any process makes
-the same one, in any order and without the plans before it. Only a small record of each is kept.
+Epochs with plans of their own: the samples of each epoch, its plan, and a record of it.
 """
 
 from __future__ import annotations

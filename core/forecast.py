@@ -1,13 +1,5 @@
 """
-Seconds of an optimizer step from what its busiest rank computes, fitted to measured steps.
-
-    seconds = step + pack * packs + text * FLOPs + attention * FLOPs + vision * FLOPs
-
-The ranks of a run exchange the same bytes in each step, or in each microbatch. So the exchange does
-not vary by itself, and is a part of the first two terms.
-
-The fit minimises the sum of relative deviations under coefficients >= 0, which is a linear program.
-A few steps that another program slowed down do not move it.
+Forecast of a run's time: measured steps -> seconds by term -> seconds of its steps and parts.
 """
 
 from __future__ import annotations
@@ -19,8 +11,147 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.lengths import IntArray
-from packplan.core.schedule import EpochStats
+from packplan.core.packs import Packs
+from packplan.core.schedule import EpochSchedule, EpochStats
 from packplan.core.work import Meeting, SampleWorks
+
+
+@attrs.frozen
+class Pause:
+    """Interruptions of training at an interval of steps: evaluations, or checkpoints."""
+
+    seconds: float
+    """Seconds of each."""
+
+    every: int
+    """Optimizer steps between two; 0 if there is none. The last step always has one."""
+
+    at_start: bool = False
+    """Whether there is one before the first step too."""
+
+    def total(self, start: int, stop: int, last: int) -> float:
+        """
+        Return the seconds of the one at the start, and of those after the steps from *start* + 1 to
+        *stop*.
+
+        Args:
+            start: Optimizer steps before.
+            stop: Optimizer steps at the end.
+            last: Optimizer steps of the whole run.
+
+        >>> Pause(2.0, every=4).total(4, 10, 10)
+        4.0
+        """
+        count = int(self.at_start)
+        if self.every:
+            count += stop // self.every - start // self.every + (start < stop == last and stop % self.every > 0)
+        return count * self.seconds
+
+
+@attrs.frozen(eq=False)
+class RunForecast:
+    """Predicted seconds of a run from its start, or from the checkpoint that it resumes."""
+
+    timing: Timing
+
+    steps: Floats
+    """Seconds of each step of the first epoch; shape (num_steps,)."""
+
+    others: Floats
+    """Seconds of that epoch by each of `timing.others`; shape (num_others,)."""
+
+    first: int
+    """Optimizer steps before."""
+
+    last: int
+    """Optimizer steps at the end."""
+
+    tokens: int
+    """Tokens of samples in the first epoch, without padding and repeated packs."""
+
+    evaluation: Pause
+    checkpoint: Pause
+
+    @property
+    def epoch_seconds(self) -> float:
+        """Seconds of the steps of the first epoch, or of what is left of it."""
+        return float(self.steps.sum())
+
+    @property
+    def mean_step(self) -> float:
+        """Seconds of a mean step of the first epoch."""
+        return float(self.steps.mean())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the run, evaluations and checkpoints included."""
+        return self._steps(self.last) + self._pauses(self.last)
+
+    @property
+    def uncertainty(self) -> float | None:
+        """Relative uncertainty of the seconds of steps, two standard errors; None if not known."""
+        return self.timing.uncertainty(self.epoch_seconds, self.others.tolist())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of samples trained in a second, without evaluations and checkpoints."""
+        return self.tokens / self.epoch_seconds
+
+    def until(self, step: int) -> float:
+        """
+        Return the seconds from the start to the end of an optimizer step, without an evaluation or
+        a checkpoint that follows it.
+        """
+        return self._steps(step) + self._pauses(max(self.first, step - 1))
+
+    def _steps(self, step: int) -> float:
+        """Return the seconds of steps; later epochs have the mean step of the first."""
+        done = step - self.first
+        within = min(done, len(self.steps))
+        return float(self.steps[:within].sum()) + (done - within) * self.mean_step
+
+    def _pauses(self, step: int) -> float:
+        return sum(one.total(self.first, step, self.last) for one in (self.evaluation, self.checkpoint))
+
+
+def forecast_run(
+    timing: Timing,
+    trained: EpochStats,
+    schedule: EpochSchedule,
+    flops: SampleWorks,
+    *,
+    evaluated: StepTerms | None = None,
+    every: Sequence[int] = (0, 0),
+    evaluates_first: bool = False,
+) -> RunForecast:
+    """
+    Return the forecast of a run.
+
+    Args:
+        timing: Seconds of the parts of the run.
+        trained: Packs of the epoch of the schedule's next step, in their order.
+        schedule: Order of the packs; it has a next step.
+        flops: Works of the samples in FLOPs.
+        evaluated: Terms of the evaluation; None without one.
+        every: Optimizer steps between two evaluations, and between two checkpoints; 0 for none.
+        evaluates_first: Whether an evaluation comes before the first step.
+    """
+    terms = StepTerms.from_epoch(trained, flops, meeting=schedule.meeting)
+    evaluation = 0.0
+    if evaluated is not None:
+        forward = evaluated.seconds(attrs.evolve(timing.time, step=0.0))
+        evaluation = timing.evaluation * float(forward.sum())
+    return RunForecast(
+        timing=timing,
+        steps=terms.seconds(timing.time),
+        others=np.array([terms.seconds(other).sum() for other in timing.others]),
+        first=schedule.start.step,
+        last=max(schedule.total_steps, schedule.start.step),
+        tokens=trained.tokens(0, len(terms.counts)).useful,
+        evaluation=Pause(evaluation, every[0], at_start=evaluates_first),
+        checkpoint=Pause(timing.checkpoint, every[1]),
+    )
+
 
 Floats = NDArray[np.float64]
 
@@ -231,3 +362,58 @@ class StepTerms:
         """Return the sums of rows of microbatches by step."""
         sums: Floats = np.add.reduceat(batches, np.cumsum(self.counts) - self.counts, axis=0)
         return sums
+
+
+REPEATS = 3
+"""Times that each step is measured, one after all others."""
+
+_QUANTILES = (1.0, 0.0, 0.5, 0.75, 0.25)
+"""Places of measured packs among those of a plan, by work; the heaviest come first."""
+
+_WINDOW = 8
+"""A step has packs of like work: at most one of these parts of a plan, repeated if need be."""
+
+
+def calibration_packs(
+    packs: Packs,
+    work: NDArray[np.float64],
+    vision: NDArray[np.float64],
+    order: IntArray,
+    *,
+    world_size: int,
+    batches: int,
+    batch_size: int = 1,
+) -> list[list[int]]:
+    """
+    Return the samples of each pack to train, in order, step after step.
+
+    The steps hold packs of like work from the heaviest to the lightest, those of most images,
+    halves of packs, and the run's own first steps. The last one has a single microbatch.
+
+    Args:
+        packs: Packs of the plan.
+        work: FLOPs of each pack; shape (num_packs,).
+        vision: FLOPs of each pack's images; shape (num_packs,).
+        order: Packs in the order of training, over all ranks.
+        world_size: Data-parallel learners.
+        batches: Microbatches of a rank in a step.
+        batch_size: Packs of a microbatch; above 1 only if each is one sample.
+    """
+    each = world_size * batches * batch_size
+    by_work = np.argsort(work, kind="stable")
+    window = max(1, min(each, len(by_work) // _WINDOW))
+    steps = [_window(by_work, place, window) for place in _QUANTILES]
+    if np.ptp(vision):
+        steps.append(_window(np.argsort(vision, kind="stable"), 1.0, window))
+    steps += [order[:each], order[each : 2 * each] if order.size > each else order[:each]]
+    chosen = [packs[pack] for step in steps for pack in np.resize(step, each).tolist()]
+    median = [packs[pack] for pack in np.resize(_window(by_work, 0.5, window), each).tolist()]
+    if batch_size == 1:
+        chosen += [pack[: -(-len(pack) // 2)] for pack in median]
+    return chosen + (median[: world_size * batch_size] if batches > 1 else [])
+
+
+def _window(ranked: IntArray, place: float, window: int) -> IntArray:
+    """Return neighbours at a place from 0 to 1 of a ranking, ascending."""
+    start = round(place * (ranked.size - window))
+    return ranked[start : start + window]

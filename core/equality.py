@@ -1,0 +1,495 @@
+"""
+Equality of packed samples with the samples alone: verdicts of `packplan check` and of the probe,
+and choice of attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
+
+import attrs
+import numpy as np
+
+from packplan.core.errors import ModelError
+from packplan.core.packs import Packs
+from packplan.core.samples import Table, column, num_media
+
+AUTO = "auto"
+
+VARLEN = "varlen"
+"""Packplan's attention of variable length: each sample of a pack by itself, without a mask."""
+
+MASKED = "masked"
+"""
+Packplan's attention by the model's own mask, with samples apart, for models that varlen does not
+fit.
+"""
+
+NATIVE = "sdpa"
+"""Default attention of transformers. It computes references if it is exact."""
+
+FLEX = "flex_attention"
+
+FLASH_BACKENDS = ("flash_attention_2", "flash_attention_3", "flash_attn")
+
+BACKENDS = (AUTO, VARLEN, NATIVE, "eager", FLEX, *FLASH_BACKENDS)
+"""
+Names that a run may ask for; transformers has others, of kernels from a hub (with a slash)
+and paged ones (with a bar).
+"""
+
+
+Precision = Literal["float32", "float16", "bfloat16"]
+
+CHECKS = MappingProxyType(
+    {
+        "positions": "position ids, row by row, that differ from those of the samples alone",
+        "labels": "targets of the loss that differ from those of the samples alone",
+        "logits": "largest difference of a logit, over the largest logit",
+        "sample loss": "difference of a sample's mean loss, "
+        "over that loss, or over a tenth of the logits where that is more",
+        "step loss": "difference of the pack's loss as training computes it, over the scale of 'sample loss'",
+        "gradients": "norm of the gradients' difference, over the sum of the norms of each sample's own",
+        "isolation": "largest move of a logit when another sample changes, over the largest logit",
+        "sensitivity": "largest move of a changed sample's own logits, over the largest logit",
+    }
+)
+"""Checks -> meaning of their number."""
+
+# A leak was measured to move logits by their own scale. Rounding moves them by the precision times
+# some hundred.
+_LIMITS: Mapping[str, Mapping[Precision, float]] = MappingProxyType(
+    {
+        "positions": {"float32": 0, "float16": 0, "bfloat16": 0},
+        "labels": {"float32": 0, "float16": 0, "bfloat16": 0},
+        "logits": {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2},
+        "sample loss": {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2},
+        "step loss": {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2},
+        "gradients": {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1},
+        "isolation": {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3},
+    }
+)
+
+_LOSS_SHARE = 0.1
+"""
+A loss below this share of its terms is compared with that share of them, since rounding follows the
+logits.
+"""
+
+SENSITIVITY_FACTOR = 100
+"""A changed sample's own logits have to move by this factor times the limit for other samples."""
+
+
+@attrs.frozen
+class Deviation:
+    """Difference of one number between a pack and its samples alone."""
+
+    check: str
+    """A key of `CHECKS`."""
+
+    value: float
+
+    pack: int
+    """Pack index in the plan."""
+
+    sample: int | None = None
+    """Index of the sample; None if the number belongs to the whole pack."""
+
+    detail: str = ""
+    """Place inside the sample or pack."""
+
+
+@attrs.frozen
+class Verdict:
+    """Worst deviation of a check, and whether it is within the limit."""
+
+    check: str
+    worst: Deviation
+    limit: float
+    passed: bool
+
+
+def loss_difference(found: float, expected: float, *, terms: float) -> float:
+    """
+    Return the difference of a mean loss from the expected one, relative to the scale of its
+    rounding.
+
+    Args:
+        found: Mean loss in the pack.
+        expected: Mean loss of the samples alone, >= 0.
+        terms: Mean size of the terms of a token's loss: its log-sum-exp and the absolute logit of
+            the target. At least *expected*.
+
+    >>> loss_difference(2.5, 2.0, terms=4.0), loss_difference(0.5, 0.0, terms=20.0)
+    (0.25, 0.25)
+    """
+    if found == expected:
+        return 0.0
+    scale = max(expected, _LOSS_SHARE * terms)
+    return abs(found - expected) / scale if scale else math.inf
+
+
+def judge(findings: Iterable[Deviation], *, precision: Precision) -> tuple[Verdict, ...]:
+    """
+    Return the verdict on each check that has a deviation, in the order of `CHECKS`.
+
+    >>> findings = [Deviation("logits", 3e-6, 0, 1), Deviation("logits", 2.0, 0, 4)]
+    >>> judge(findings, precision="float32")[0].worst.sample
+    4
+    """
+    found: dict[str, list[Deviation]] = {}
+    for finding in findings:
+        found.setdefault(finding.check, []).append(finding)
+    verdicts = []
+    for check in filter(found.get, CHECKS):
+        # The sensitivity has to be high, all else low. NaN is worse than any number.
+        sign, of, factor = (1, "isolation", SENSITIVITY_FACTOR) if check == "sensitivity" else (-1, check, 1)
+        limit = factor * _LIMITS[of][precision]
+        worst = min(found[check], key=lambda finding: (not math.isnan(finding.value), sign * finding.value))
+        verdicts.append(Verdict(check, worst, limit, passed=sign * worst.value >= sign * limit))
+    return tuple(verdicts)
+
+
+def kind(images: Sequence[int]) -> str:
+    """
+    Return the kind of a pack by its images: `text`, `image`, `several images`, or `mixed`.
+
+    Args:
+        images: Number of images of each sample.
+    """
+    kinds = {min(number, 2) for number in images}
+    if len(kinds) > 1 and 0 in kinds:
+        return "mixed"
+    return {0: "text", 1: "image", 2: "several images"}[max(kinds)]
+
+
+def choose_packs(packs: Packs, table: Table, *, count: int) -> list[int]:
+    """
+    Return the indices of up to *count* packs of several samples, in their order.
+
+    The pack of most samples of each kind comes first, then packs spread over the plan.
+
+    Args:
+        packs: Packs of the plan.
+        table: Measurements of all samples.
+        count: Limit of packs, >= 1.
+    """
+    sizes = packs.sizes()
+    several = np.flatnonzero(sizes > 1)
+    images = np.minimum(num_media(table), 2)
+    if not several.size:
+        return []
+    # Media of a pack's samples as bits: 1 for none, 2 for one image or video, 4 for several.
+    held = np.bitwise_or.reduceat(1 << images[packs.indices], packs.offsets[:-1])[several]
+    mixed = (held > 1) & (held % 2 == 1)
+    kinds = np.where(mixed, 3, np.where(held >= 4, 2, np.where(held >= 2, 1, 0)))
+    shows = np.bitwise_or.reduceat(column(table, "videos")[packs.indices] > 0, packs.offsets[:-1])[several]
+    kinds = np.where(shows, kinds + 4, kinds)
+    chosen = [int(several[kinds == one][np.argmax(sizes[several][kinds == one])]) for one in np.unique(kinds)[::-1]]
+    spread = several[np.linspace(0, several.size - 1, num=min(several.size, 2 * count)).astype(int)].tolist()
+    chosen += [position for position in spread if position not in chosen]
+    return sorted(chosen[:count])
+
+
+Strategy = Literal["flash", "varlen", "own", "masked"]
+
+PROBE_VERSION = 2
+"""
+Version of the probe. It is raised if a probe can find new faults, so that stored verdicts are
+renewed.
+"""
+
+EQUAL: Mapping[Precision, float] = MappingProxyType({"float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1})
+"""Largest relative difference between a packed sample and the same one alone."""
+
+_SUMMED_ALIKE = 2.0**-20
+"""
+Types with a smaller step than this are summed in their own steps. Others are summed in float32.
+"""
+
+_SUMS = 32
+"""Steps that the sums of a layer add to a number if they are taken in the type's own steps."""
+
+
+def loaded_limit(epsilon: float, *, layers: int) -> float:
+    """
+    Return the limit of relative differences of logits between packed and alone that rounding
+    explains, for the loaded model.
+
+    Rounding grows slowly with depth. Logits of eager attention and of sdpa, both correct, were
+    measured to differ in 16 bits by 2.3 steps at 2 layers and 4.3 at 32. In float32 it was 8 and 11
+    steps, and 126 in one family.
+
+    Args:
+        epsilon: Step between 1 and the next number of the type.
+        layers: Layers of the text model, >= 1.
+
+    >>> [round(loaded_limit(2.0**-step, layers=36), 6) for step in (7, 10, 23)]
+    [0.07164, 0.008955, 3.5e-05]
+    """
+    sums = _SUMS if epsilon < _SUMMED_ALIKE else 1
+    return epsilon * sums * (4 + math.log2(layers))
+
+
+@attrs.frozen
+class Trial:
+    """One strategy to try, with its attention."""
+
+    strategy: Strategy
+
+    attention: str
+    """Name of the attention; `masked` is ours too."""
+
+    follows_rows: bool = False
+    """
+    Whether the model receives the sample boundaries of its row, for models whose masks do not use
+    positions.
+    """
+
+
+def trials(attn_impl: str, *, native: str, flash: bool) -> Iterator[Trial]:
+    """
+    Yield the trials for a run, in order.
+
+    Args:
+        attn_impl: Attention that the run asks for, one of `BACKENDS`.
+        native: The attention of transformers that computes what the model means: sdpa or eager.
+        flash: Whether flash attention runs here.
+
+    >>> [trial.strategy for trial in trials("auto", native="sdpa", flash=False)]
+    ['varlen', 'varlen', 'own', 'masked']
+    """
+    if attn_impl in FLASH_BACKENDS:
+        yield Trial("flash", attn_impl)
+        return
+    if attn_impl not in (AUTO, VARLEN):
+        yield Trial("own", attn_impl)
+        yield Trial("own", attn_impl, follows_rows=True)
+        return
+    if attn_impl == AUTO and flash:
+        yield Trial("flash", FLASH_BACKENDS[0])
+    yield Trial("varlen", VARLEN)
+    yield Trial("varlen", VARLEN, follows_rows=True)
+    if attn_impl == AUTO:
+        yield Trial("own", native, follows_rows=True)
+        yield Trial("masked", MASKED, follows_rows=True)
+
+
+@attrs.frozen
+class ProbeResult:
+    """Isolation and equality that a probe measured."""
+
+    isolation: float
+    """
+    Largest gradient of a sample's logits with respect to another sample, over the largest with
+    respect to itself. 0 if samples are apart.
+    """
+
+    logits: float
+    """Largest difference of a logit between packed and alone, over the largest logit."""
+
+    losses: float = 0.0
+    """Largest relative difference of a sample's loss."""
+
+    gradients: float = 0.0
+    """Norm of the difference of the weights' gradients, over the sum of the samples' norms."""
+
+    @property
+    def equality(self) -> float:
+        """Largest of the differences; infinite if one is not a finite number."""
+        values = (self.logits, self.losses, self.gradients)
+        return max(values) if all(map(math.isfinite, values)) else math.inf
+
+    def passes(self, precision: Precision = "float32") -> bool:
+        """Return whether samples are apart, and equal to the samples alone."""
+        return self.why_not(limit=EQUAL[precision]) is None
+
+    def why_not(self, *, limit: float) -> str | None:
+        """
+        Return the reason why samples may not share a row, as a clause, or None.
+
+        Args:
+            limit: Largest relative difference from the samples alone.
+        """
+        if not math.isfinite(self.isolation):
+            return "no gradient reaches a sample from its own logits, so nothing can be said"
+        if self.isolation:
+            return f"gradients pass between samples of a row: {self.isolation:.2g} of a sample's own, where 0 is due"
+        if not self.equality <= limit:
+            return (
+                f"packed samples differ from themselves alone by {self.equality:.2g}, where {limit:.0e} is allowed, "
+                "though no gradient passes between them"
+            )
+        return None
+
+    def __str__(self) -> str:
+        return f"isolation {self.isolation:.2g} (must be 0), equality {self.equality:.2g}"
+
+
+@attrs.frozen
+class PackingVerdict:
+    """Verdict on a model, with strategy, attention and measured numbers."""
+
+    model_type: str
+    """Model type in the config.json."""
+
+    strategy: Strategy | None
+    """Strategy that passed; None if none did."""
+
+    attention: str
+    """Attention of a packed run; the last one tried if none passed."""
+
+    native: str
+    """Attention of transformers that computed the samples alone."""
+
+    split: tuple[str, ...]
+    """Classes of layers that carry a state along the row, and therefore run sample by sample."""
+
+    follows_rows: bool
+    """Whether the model receives the sample boundaries of its row."""
+
+    measured: ProbeResult | None
+    """Best measured result; None if nothing could be measured."""
+
+    reason: str
+    """Reason for the verdict, as a clause."""
+
+    not_exercised: tuple[str, ...] = ()
+    """Parts of the model that the probe does not reach. They carry no state of text samples."""
+
+    loaded_on: tuple[str, ...] = ()
+    """Devices and types on which the loaded model was probed too, such as `cpu, float32`."""
+
+    @property
+    def passes(self) -> bool:
+        """Whether the model may pack."""
+        return self.strategy is not None
+
+    @property
+    def isolation(self) -> float | None:
+        """See `ProbeResult`."""
+        return None if self.measured is None else self.measured.isolation
+
+    @property
+    def equality(self) -> float | None:
+        """See `ProbeResult`."""
+        return None if self.measured is None else self.measured.equality
+
+    def __str__(self) -> str:
+        by = f", with {' and '.join(self.split)} run sample by sample" if self.split else ""
+        measured = "" if self.measured is None else f" ({self.measured})"
+        unasked = f"; not asked: {' and '.join(self.not_exercised)}" if self.not_exercised else ""
+        return f"{self.reason}{by}{measured}{unasked}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the verdict as a JSON document, with infinite numbers as null."""
+        return attrs.asdict(self, value_serializer=_finite)
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> PackingVerdict:
+        """Return the verdict of a document of `to_dict`."""
+        numbers = document["measured"]
+        if numbers is not None:
+            numbers = ProbeResult(**{name: math.inf if value is None else value for name, value in numbers.items()})
+        lists = {name: tuple(held) for name, held in document.items() if isinstance(held, list)}
+        return cls(**{**document, **lists, "measured": numbers})
+
+
+def _finite(_: object, __: object, value: Any) -> Any:
+    """Return a value of a field, or None for a number that JSON lacks."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@attrs.frozen
+class AttentionChoice:
+    """The attention that a run takes, and the reason."""
+
+    name: str
+    """`varlen`, `masked`, or a name of transformers' own."""
+
+    why: str = ""
+    """Why this one, as a clause."""
+
+    native: str = NATIVE
+    """The attention of transformers that references are computed by."""
+
+    split: tuple[str, ...] = ()
+    """Classes of layers that run sample by sample."""
+
+    follows_rows: bool = False
+    """Whether the model is told which samples lie in its row."""
+
+    verdict: PackingVerdict | None = None
+    """The verdict on the model that the choice follows from; None if the model was not asked."""
+
+    leak: str | None = None
+    """
+    Why samples may not share packs under it on this machine, as a clause. None if they may, or the
+    model was not asked.
+    """
+
+    @property
+    def backend(self) -> str:
+        """The attention of transformers that the model is loaded with."""
+        return self.native if self.name in (VARLEN, MASKED) else self.name
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.why}"
+
+
+def choose_attention(
+    attn_impl: str,
+    verdict: PackingVerdict | None,
+    *,
+    flash_installed: bool = True,
+    on_cpu: bool = False,
+) -> AttentionChoice:
+    """
+    Return the attention of a run; its `leak` says whether samples may share packs under it.
+
+    Args:
+        attn_impl: Value of `attn_impl`.
+        verdict: Verdict on the model; None where it was not asked, or not yet.
+        flash_installed: Whether the package flash-attn is installed.
+        on_cpu: Whether the model trains on a CPU.
+
+    Raises:
+        ModelError: `varlen` is asked for by name, and does not run here.
+
+    >>> choose_attention("sdpa", None).name
+    'sdpa'
+    >>> choose_attention("flash_attention_2", None, on_cpu=True).leak
+    'flash attention runs on a GPU alone'
+    """
+    passes = verdict is not None and verdict.passes
+    leak = _not_here(attn_impl, flash_installed=flash_installed, on_cpu=on_cpu)
+    if leak is None and verdict is not None and not passes:
+        leak = verdict.reason
+    if attn_impl == VARLEN and verdict is not None and not passes:
+        raise ModelError.attention(VARLEN, verdict.reason)
+    why = "attn_impl names it" if attn_impl != AUTO else f"attn_impl is {AUTO}"
+    if verdict is None:
+        return AttentionChoice(NATIVE if attn_impl == AUTO else attn_impl, why, leak=leak)
+    if not passes:
+        native = verdict.native or NATIVE
+        why += f", but samples may not share packs: {verdict.reason}"
+        return AttentionChoice(native if attn_impl == AUTO else attn_impl, why, native, verdict=verdict, leak=leak)
+    if attn_impl == AUTO:
+        why += f", and {verdict.model_type} was shown to pack by it"
+    return AttentionChoice(
+        verdict.attention, why, verdict.native, verdict.split, verdict.follows_rows, verdict=verdict, leak=leak
+    )
+
+
+def _not_here(attn_impl: str, *, flash_installed: bool, on_cpu: bool) -> str | None:
+    """Return why a backend does not train on this machine; None if it may."""
+    if attn_impl in FLASH_BACKENDS and not flash_installed:
+        return "the package flash-attn is not installed"
+    if attn_impl in FLASH_BACKENDS and on_cpu:
+        return "flash attention runs on a GPU alone"
+    if attn_impl == FLEX and on_cpu:
+        return "flex attention has no backward pass on a CPU"
+    return None

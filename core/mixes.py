@@ -1,0 +1,567 @@
+"""
+Mixes of several data sets: which samples each source gives to an epoch, by samples or by tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from typing import Literal
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from packplan.core.config import PathText
+from packplan.core.errors import Fault, counted
+from packplan.core.lengths import IntArray, Lengths, as_lengths
+from packplan.core.shuffling import shuffled
+
+
+@attrs.frozen(kw_only=True)
+class Source:
+    """One data set of a mix. Exactly one of `ratio` and `count` is given."""
+
+    jsonl: PathText
+    """Data file, or a pattern of them."""
+
+    ratio: Decimal | None = None
+    """Share among the sources with a ratio, an exact decimal."""
+
+    count: int | None = None
+    """Samples of the source in each epoch, beside the ratios."""
+
+    cap: int | None = None
+    """
+    Most samples of the source in an epoch, or tokens under `by: tokens`. The rest goes to the other
+    sources, by their ratios.
+    """
+
+    replacement: bool = False
+    """Whether a sample may be drawn more than once in an epoch."""
+
+
+@attrs.frozen(kw_only=True)
+class Mix:
+    """Several data sets, mixed again each epoch."""
+
+    sources: tuple[Source, ...]
+    """The data sets; at least one, each file once."""
+
+    by: Literal["samples", "tokens"] = "samples"
+    """Unit of the ratios and caps."""
+
+    samples_per_epoch: int | None = None
+    """
+    Samples of all sources in an epoch. Unset, the first source to run out limits them; if none can,
+    it is the number of all samples within the caps.
+    """
+
+    tokens_per_epoch: int | None = None
+    """The same in tokens, for `by: tokens`."""
+
+    @property
+    def per_epoch(self) -> int | None:
+        """Samples or tokens of an epoch that are asked for, or None."""
+        return self.samples_per_epoch if self.by == "samples" else self.tokens_per_epoch
+
+
+@attrs.frozen
+class Mixes:
+    """
+    A curriculum: the mix of each epoch. The last one stays.
+
+    >>> mixes = Mixes(tuple(Mix(sources=(Source(jsonl=name, count=1),)) for name in "ab"))
+    >>> mixes.files, mixes.at(0).sources[0].jsonl, mixes.at(7).sources[0].jsonl
+    (('a', 'b'), 'a', 'b')
+    """
+
+    entries: tuple[Mix, ...]
+    """Mixes of the first epochs, in order; at least one."""
+
+    is_curriculum: bool = attrs.field(default=True, kw_only=True)
+    """Whether the YAML lists mixes under `curriculum:`, which begins the keys of faults."""
+
+    def at(self, epoch: int) -> Mix:
+        """Return the mix of an *epoch*, from 0."""
+        return self.entries[min(epoch, len(self.entries) - 1)]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Files of all entries, in the order of their first mention."""
+        return tuple(dict.fromkeys(source.jsonl for mix in self.entries for source in mix.sources))
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Key in the YAML that names each file first."""
+        named = [(entry, *one) for entry, mix in enumerate(self.entries) for one in enumerate(mix.sources)]
+        return {source.jsonl: f"{self.place(entry)}sources[{number}].jsonl" for entry, number, source in named[::-1]}
+
+    def place(self, entry: int) -> str:
+        """Return the beginning of the keys of an *entry* in the YAML."""
+        return f"curriculum[{entry}]." if self.is_curriculum else ""
+
+
+def quotas(mix: Mix, available: Sequence[int]) -> list[Fraction]:
+    """
+    Return the samples of each source in an epoch, or its tokens if the mix is by tokens.
+
+    Samples are whole numbers, each within one sample of the exact share: largest remainders come
+    first, of equal ones the first source. Tokens are exact shares.
+
+    Args:
+        mix: A mix without faults in its values.
+        available: Samples or tokens of each source.
+
+    >>> from decimal import Decimal
+    >>> from packplan.core.mixes import Source
+    >>> sources = (Source(jsonl="a", ratio=Decimal(3)), Source(jsonl="b", ratio=Decimal(1)))
+    >>> [int(quota) for quota in quotas(Mix(sources=sources), [300, 70])]
+    [210, 70]
+    """
+    counts = [Fraction(source.count or 0) for source in mix.sources]
+    ratios = [Fraction(source.ratio or 0) for source in mix.sources]
+    caps = [source.cap for source in mix.sources]
+    if mix.per_epoch is not None:
+        total = max(Fraction(0), mix.per_epoch - sum(counts, Fraction(0)))
+    else:
+        total = _most(mix, available, ratios, caps)
+        total = Fraction(int(total)) if mix.by == "samples" else total
+    exact = _shares(total, ratios, caps)
+    if mix.by == "tokens":
+        return exact
+    whole = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda number: whole[number] - exact[number])
+    for number in by_remainder[: int(sum(exact)) - sum(whole)]:
+        whole[number] += 1
+    return [quota + count for quota, count in zip(whole, counts, strict=True)]
+
+
+def _most(mix: Mix, available: Sequence[int], ratios: Sequence[Fraction], caps: Sequence[int | None]) -> Fraction:
+    """Return the total of the sources with a ratio when the first of them runs out."""
+    sized = list(zip(mix.sources, available, ratios, caps, strict=True))
+    levels = [
+        size / ratio
+        for source, size, ratio, cap in sized
+        if ratio and not source.replacement and (cap is None or cap > size)
+    ]
+    if levels:
+        return sum((_capped(min(levels) * ratio, cap) for ratio, cap in zip(ratios, caps, strict=True)), Fraction(0))
+    return Fraction(sum(int(_capped(Fraction(size), cap)) for _, size, ratio, cap in sized if ratio))
+
+
+def _shares(total: Fraction, ratios: Sequence[Fraction], caps: Sequence[int | None]) -> list[Fraction]:
+    """Return the exact shares of a total; less than it where the caps of all sources are."""
+    shares = [Fraction(0)] * len(ratios)
+    free = {number for number, ratio in enumerate(ratios) if ratio}
+    while free:
+        level = (total - sum(shares)) / sum(ratios[number] for number in free)
+        wanted = {number: level * ratios[number] for number in free}
+        full = {number for number in free if _capped(wanted[number], caps[number]) < wanted[number]}
+        for number in full or free:
+            shares[number] = _capped(wanted[number], caps[number])
+        free = free - full if full else set()
+    return shares
+
+
+def _capped(share: Fraction, cap: int | None) -> Fraction:
+    return share if cap is None else min(share, Fraction(cap))
+
+
+@attrs.frozen
+class SourceShare:
+    """One source in an epoch. Shares are of the unit that its mix counts: samples or tokens."""
+
+    file: str
+
+    asked_share: float
+    """Share that follows from the ratios, counts and caps."""
+
+    samples: int
+    """Samples drawn, repeated ones included."""
+
+    tokens: int
+    """Tokens of these samples."""
+
+    share: float
+    """Share of the source in what was drawn."""
+
+
+def told_shares(
+    mixes: Mixes, lengths: Lengths, sizes: Sequence[int], selection: IntArray, *, epoch: int
+) -> tuple[SourceShare, ...]:
+    """
+    Return the shares of each source of an epoch, in the order of its mix.
+
+    Args:
+        mixes: See `select`.
+        lengths: See `select`.
+        sizes: See `select`.
+        selection: Records that `select` returned for this epoch; at least one.
+        epoch: Epoch, from 0.
+    """
+    mix, length_of = mixes.at(epoch), as_lengths(lengths, least=0)
+    wanted = quotas(mix, [pool.available(mix) for pool in pools(mix, mixes, length_of, sizes)])
+    ends = np.searchsorted(selection, np.cumsum([0, *sizes]))
+    tokens_to = np.concatenate([[0], np.cumsum(length_of[selection])])[ends]
+    samples = dict(zip(mixes.files, np.diff(ends).tolist(), strict=True))
+    tokens = dict(zip(mixes.files, np.diff(tokens_to).tolist(), strict=True))
+    drawn = samples if mix.by == "samples" else tokens
+    return tuple(
+        SourceShare(
+            source.jsonl,
+            asked_share=float(quota / sum(wanted)),
+            samples=samples[source.jsonl],
+            tokens=tokens[source.jsonl],
+            share=drawn[source.jsonl] / sum(drawn.values()),
+        )
+        for source, quota in zip(mix.sources, wanted, strict=True)
+    )
+
+
+Seed = tuple[int, int, int]
+"""Seed of the run, epoch, and number of the source in its mix."""
+
+
+@attrs.frozen(eq=False)
+class Schedule:
+    """The samples of an epoch, in order; arrays of shape (num_samples,)."""
+
+    source: IntArray
+    """Index of the file in `Mixes.files`."""
+
+    index: IntArray
+    """Index of the sample in its file."""
+
+    def __len__(self) -> int:
+        return int(self.source.size)
+
+
+@attrs.frozen(eq=False)
+class Pool:
+    """Samples of a source that can be drawn; arrays of shape (num_samples,)."""
+
+    source: Source
+
+    indices: IntArray
+    """Indices of the samples in the records of all files, ascending."""
+
+    lengths: IntArray
+    """Tokens of the samples, >= 1."""
+
+    def available(self, mix: Mix) -> int:
+        """Return the number of samples or tokens, whichever the *mix* counts."""
+        return len(self.indices) if mix.by == "samples" else int(self.lengths.sum())
+
+
+def pools(mix: Mix, mixes: Mixes, lengths: IntArray, sizes: Sequence[int]) -> list[Pool]:
+    """
+    Return the samples of each source of a mix that can be drawn.
+
+    Args:
+        mix: An entry of *mixes*.
+        mixes: The curriculum.
+        lengths: Tokens of each record of `mixes.files`, 0 where it cannot be drawn.
+        sizes: Records of each file.
+    """
+    first = dict(zip(mixes.files, np.cumsum([0, *sizes]).tolist(), strict=False))
+    size = dict(zip(mixes.files, sizes, strict=True))
+    found = []
+    for source in mix.sources:
+        start, end = first[source.jsonl], first[source.jsonl] + size[source.jsonl]
+        own, indices = lengths[start:end], np.arange(start, end)
+        is_drawn = own > 0
+        found.append(Pool(source, indices, own) if is_drawn.all() else Pool(source, indices[is_drawn], own[is_drawn]))
+    return found
+
+
+def schedule(mixes: Mixes, sizes: Sequence[int], *, seed: int, epoch: int) -> Schedule:
+    """
+    Return the samples of an epoch in order, for mixes by samples.
+
+    Args:
+        mixes: Mixes without `mixes_faults` and `stream_faults`.
+        sizes: Samples of each file of `mixes.files`.
+        seed: Seed of draws and order, from 0.
+        epoch: Epoch, from 0. Each has its own draw and order.
+    """
+    mix = mixes.at(epoch)
+    files = [mixes.files.index(source.jsonl) for source in mix.sources]
+    wanted = [int(quota) for quota in quotas(mix, [sizes[file] for file in files])]
+    drawn = [
+        _repeated(sizes[file], quota, np.random.PCG64((seed, epoch, number)))
+        if source.replacement
+        else shuffled(sizes[file], seed=(seed, epoch, number))[:quota]
+        for number, (source, file, quota) in enumerate(zip(mix.sources, files, wanted, strict=True))
+    ]
+    source = np.repeat(files, wanted)
+    order = shuffled(source.size, seed=(seed, epoch, len(wanted)))
+    return Schedule(source[order], np.concatenate(drawn)[order])
+
+
+def select(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed: int, epoch: int) -> IntArray:
+    """
+    Return the records that an epoch trains: int64, ascending, repeated where replacement drew them
+    more than once.
+
+    By samples, and where every record can be drawn, they are those of `schedule`.
+
+    Args:
+        mixes: Mixes without `mixes_faults` and `drawn_faults`.
+        lengths: Tokens of each record of `mixes.files`, 0 where it cannot be drawn.
+        sizes: Records of each file.
+        seed: Seed of draws, from 0.
+        epoch: Epoch, from 0.
+    """
+    mix = mixes.at(epoch)
+    drawable = pools(mix, mixes, as_lengths(lengths, least=0), sizes)
+    wanted = quotas(mix, [pool.available(mix) for pool in drawable])
+    drawn = [
+        pool.indices[_drawn(pool, mix, quota, (seed, epoch, number))]
+        for number, (pool, quota) in enumerate(zip(drawable, wanted, strict=True))
+    ]
+    drawn.sort(key=lambda indices: indices[:1].tolist())
+    return np.concatenate(drawn)
+
+
+def _drawn(pool: Pool, mix: Mix, quota: Fraction, seed: Seed) -> IntArray:
+    """Return the positions in a pool that an epoch draws, ascending."""
+    bits, size = np.random.PCG64(seed), len(pool.indices)
+    if not pool.source.replacement and quota >= pool.available(mix):
+        return np.arange(size)
+    weights = pool.lengths if mix.by == "tokens" else np.ones_like(pool.lengths)
+    if not pool.source.replacement:
+        return lowest(bits.random_raw(size), weights, quota, cap=pool.source.cap)
+    if mix.by == "samples":
+        return np.sort(_repeated(size, int(quota), bits))
+    drawn = np.concatenate(list(_repeated_tokens(weights, quota, bits)))
+    ends = _ends(weights[drawn])
+    return np.sort(drawn[: nearest(ends, quota, cap=pool.source.cap)])
+
+
+def lowest(keys: NDArray[np.uint64], weights: IntArray, quota: Fraction, *, cap: int | None) -> IntArray:
+    """
+    Return the positions, ascending, of the lowest keys whose weights sum up to about *quota*: at
+    least one, unless the quota is 0.
+
+    Equal keys count in order of position. Time is linear for random keys: only those are sorted
+    whose highest 16 bits are those of the key where the sum reaches the quota.
+
+    Args:
+        keys: Random key of each sample; shape (num_samples,).
+        weights: Tokens of each sample, or ones, >= 1; shape (num_samples,).
+        quota: Sum to come nearest to.
+        cap: Sum not to exceed, at least the quota and the weight of the lowest key.
+    """
+    bucket_of = (keys >> np.uint64(48)).astype(np.int64)
+    # Sums in float64 are exact below 2**53.
+    sums = np.cumsum(np.bincount(bucket_of, weights, 2**16))
+    if quota >= sums[-1]:
+        return np.arange(len(keys))
+    bucket = np.searchsorted(sums, math.ceil(quota))
+    taken = bucket_of < bucket
+    inside = np.flatnonzero(bucket_of == bucket)
+    inside = inside[np.argsort(keys[inside], kind="stable")]
+    ends = int(weights[taken].sum()) + _ends(weights[inside])
+    taken[inside[: nearest(ends, quota, cap=cap)]] = True
+    return np.flatnonzero(taken)
+
+
+def nearest(ends: IntArray, quota: Fraction, *, cap: int | None) -> int:
+    """
+    Return the index of the sum that is nearest to a quota, of two the lower, and never a sum of 0
+    for a quota above 0.
+
+    Args:
+        ends: Sums, strictly ascending, the first at most the quota and the last at least it.
+        quota: Sum that is asked for.
+        cap: Sum not to exceed, at least the quota and the first sum above 0.
+
+    >>> [nearest(np.array([0, 3, 9]), Fraction(7), cap=cap) for cap in (None, 8)]
+    [2, 1]
+    """
+    index = int(np.searchsorted(ends, math.floor(quota), side="right")) - 1
+    low = int(ends[index])
+    if low == quota:
+        return index
+    high = int(ends[index + 1])
+    is_nearer = low == 0 or high - quota < quota - low
+    return index + (is_nearer and (cap is None or high <= cap))
+
+
+def _ends(weights: IntArray) -> IntArray:
+    """Return the sums of the first 0, 1, 2 … weights."""
+    return np.concatenate([[0], np.cumsum(weights)])
+
+
+def _repeated(size: int, num: int, bits: np.random.PCG64) -> IntArray:
+    """Return *num* draws of the numbers below *size*, with replacement."""
+    # The high half of the product is below size, and nearly uniform for sizes far below 2**64.
+    return (bits.random_raw(num) >> np.uint64(32)).astype(np.int64) * size >> 32
+
+
+def _repeated_tokens(lengths: IntArray, quota: Fraction, bits: np.random.PCG64) -> Iterator[IntArray]:
+    """Yield draws with replacement until their tokens reach *quota*."""
+    left, mean = quota, Fraction(int(lengths.sum()), len(lengths))
+    while left > 0:
+        drawn = _repeated(len(lengths), math.ceil(left / mean), bits)
+        left -= int(lengths[drawn].sum())
+        yield drawn
+
+
+_MOST_DRAWS = 10**8
+"""Samples that an epoch may draw from a source; with replacement, the data do not limit them."""
+
+
+def mixes_faults(mixes: Mixes, sizes: Sequence[int]) -> Iterator[Fault]:
+    """
+    Yield the faults of mixes that show before samples are measured.
+
+    Args:
+        mixes: The curriculum.
+        sizes: Records of each file of `mixes.files`; 0 for a file that has none, or is gone.
+    """
+    if not mixes.entries:
+        yield Fault("curriculum", "is empty: name at least one mix")
+    size_of = dict(zip(mixes.files, sizes, strict=True))
+    for entry, mix in enumerate(mixes.entries):
+        own = [size_of[source.jsonl] for source in mix.sources]
+        found = list(_value_faults(mix, own)) or list(_total_faults(mix))
+        if not found and mix.by == "samples":
+            found = list(_share_faults(mix, own)) or list(_draw_faults(mix, own, own))
+        yield from _placed(mixes, entry, found)
+
+
+def stream_faults(mixes: Mixes) -> Iterator[Fault]:
+    """Yield the faults of mixes that are drawn without measuring their samples."""
+    for entry, mix in enumerate(mixes.entries):
+        if mix.by == "tokens":
+            reason = "is tokens, which only static plans count before they draw: set it to samples"
+            yield from _placed(mixes, entry, [Fault("by", reason)])
+
+
+def drawn_faults(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], epochs: int) -> Iterator[Fault]:
+    """
+    Yield the faults of mixes that show when samples are measured.
+
+    Args:
+        mixes: Mixes without `mixes_faults`.
+        lengths: Tokens of each record of `mixes.files`, 0 where it cannot be drawn.
+        sizes: Records of each file.
+        epochs: Number of epochs that are trained. Entries beyond them are not looked at.
+    """
+    tokens = as_lengths(lengths, least=0)
+    for entry, mix in enumerate(mixes.entries[:epochs]):
+        drawable = pools(mix, mixes, tokens, sizes)
+        found = list(_pool_faults(mix, drawable))
+        if not found:
+            least = [1 if mix.by == "samples" else int(pool.lengths.min()) for pool in drawable]
+            available = [pool.available(mix) for pool in drawable]
+            found = list(_share_faults(mix, available, least))
+            found = found or list(_draw_faults(mix, available, [len(pool.indices) for pool in drawable]))
+        yield from _placed(mixes, entry, found)
+
+
+def _placed(mixes: Mixes, entry: int, found: Sequence[Fault]) -> Iterator[Fault]:
+    for fault in found:
+        yield attrs.evolve(fault, path=f"{mixes.place(entry)}{fault.path}")
+
+
+def _value_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
+    """Yield the faults of the values of a mix of sources of these *sizes*, in records."""
+    if not mix.sources:
+        yield Fault("sources", "is empty: name at least one")
+    files = [source.jsonl for source in mix.sources]
+    for number, (source, size) in enumerate(zip(mix.sources, sizes, strict=True)):
+        path, first = f"sources[{number}]", files.index(source.jsonl)
+        yield from _source_faults(mix, source, path)
+        if first < number:
+            yield Fault(f"{path}.jsonl", f"is {source.jsonl}, as sources[{first}].jsonl is: name each file once")
+        elif not size:
+            yield Fault(path, f"({source.jsonl}) has no record: remove it, or add records")
+        elif source.count is not None and source.count > size and not source.replacement:
+            reason = (
+                f"is {source.count}, but {source.jsonl} has {counted(size, 'sample')}: lower it, or set replacement: "
+                "true"
+            )
+            yield Fault(f"{path}.count", reason)
+    other = "tokens" if mix.by == "samples" else "samples"
+    if getattr(mix, f"{other}_per_epoch") is not None:
+        yield Fault(f"{other}_per_epoch", f"is set, but the mix is by {mix.by}: set {mix.by}_per_epoch instead")
+    if mix.per_epoch is not None and mix.per_epoch < 1:
+        yield Fault(f"{mix.by}_per_epoch", f"is {mix.per_epoch}, but has to be at least 1")
+
+
+def _source_faults(mix: Mix, source: Source, path: str) -> Iterator[Fault]:
+    """Yield the faults of the share of a source at this *path*."""
+    if (source.ratio is None) == (source.count is None):
+        yield Fault(path, f"({source.jsonl}) needs either a ratio or a count")
+    if source.ratio is not None and not (source.ratio.is_finite() and source.ratio > 0):
+        yield Fault(f"{path}.ratio", f"is {source.ratio}, but has to be above 0")
+    if source.count is not None and source.count < 1:
+        yield Fault(f"{path}.count", f"is {source.count}, but has to be at least 1")
+    if source.count is not None and mix.by == "tokens":
+        yield Fault(f"{path}.count", "is a number of samples, but the mix is by tokens: set a ratio, and perhaps a cap")
+    if source.cap is not None and source.cap < 1:
+        yield Fault(f"{path}.cap", f"is {source.cap}, but has to be at least 1")
+    if source.cap is not None and source.count is not None:
+        yield Fault(f"{path}.cap", "limits what a ratio gives, but the source has a count: remove one")
+
+
+def _total_faults(mix: Mix) -> Iterator[Fault]:
+    """Yield the faults of the total of a mix whose values have none."""
+    fixed, wanted, key = sum(source.count or 0 for source in mix.sources), mix.per_epoch, f"{mix.by}_per_epoch"
+    if wanted is None:
+        return
+    if wanted < fixed:
+        yield Fault(key, f"is {wanted}, but the counts alone are {fixed}: raise it")
+    elif wanted != fixed and all(source.count for source in mix.sources):
+        yield Fault(key, f"is {wanted}, but the counts are {fixed}, and no source has a ratio: remove it")
+    elif (most := sum(quotas(mix, []))) < wanted:
+        yield Fault(key, f"is {wanted}, but no source takes more than its cap, {most} in all: lower it, or raise a cap")
+
+
+def _pool_faults(mix: Mix, drawable: Sequence[Pool]) -> Iterator[Fault]:
+    """Yield the faults of sources that have no sample, or one that passes their cap alone."""
+    for number, pool in enumerate(drawable):
+        path, file, cap = f"sources[{number}]", pool.source.jsonl, pool.source.cap
+        longest = int(pool.lengths.max(initial=0))
+        if not longest:
+            yield Fault(path, f"({file}) has no sample to draw, since all its records are bad or too long: remove it")
+        elif mix.by == "tokens" and cap is not None and cap < longest:
+            yield Fault(f"{path}.cap", f"is {cap}, but the longest sample of {file} has {longest:,} tokens: raise it")
+
+
+def _draw_faults(mix: Mix, available: Sequence[int], samples: Sequence[int]) -> Iterator[Fault]:
+    """
+    Yield the faults of sources that are drawn from more often than memory holds.
+
+    *available* are samples or tokens of each source, and *samples* always samples.
+    """
+    found = zip(mix.sources, available, samples, quotas(mix, available), strict=True)
+    for number, (source, size, num, quota) in enumerate(found):
+        if (draws := int(quota / size * num)) > _MOST_DRAWS and source.replacement:
+            key = "its count" if source.count else f"{mix.by}_per_epoch"
+            reason = f"({source.jsonl}) would be drawn from {draws:,} times in an epoch, above {_MOST_DRAWS:,}"
+            yield Fault(f"sources[{number}]", f"{reason}: lower {key}")
+
+
+def _share_faults(mix: Mix, available: Sequence[int], least: Sequence[int] | None = None) -> Iterator[Fault]:
+    """
+    Yield the faults of the shares of a mix without other faults. Every source has a sample, and
+    none runs out.
+
+    *available* are samples or tokens of each source, and *least* those of its shortest sample.
+    """
+    unit, least = mix.by.removesuffix("s"), least or [1] * len(available)
+    found = zip(mix.sources, available, quotas(mix, available), least, strict=True)
+    for number, (source, size, quota, shortest) in enumerate(found):
+        if quota < shortest:
+            reason = "of no sample" if mix.by == "samples" else f"below its shortest sample ({counted(shortest, unit)})"
+            key = "its ratio" if mix.per_epoch is None else f"{mix.by}_per_epoch"
+            yield Fault(f"sources[{number}]", f"({source.jsonl}) has a share {reason} in an epoch: raise {key}")
+        elif quota > size and not source.replacement:
+            reason = f"({source.jsonl}) has {counted(size, unit)}, but its share is {round(quota):,}"
+            yield Fault(f"sources[{number}]", f"{reason}: set replacement: true, or a cap")
