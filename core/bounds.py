@@ -8,9 +8,8 @@ import attrs
 
 from packplan.core.any_fit import fit_decreasing
 from packplan.core.lengths import Lengths, lengths_up_to, whole_number
-from packplan.core.patterns.certificate import BoundKind, certify, reduced
+from packplan.core.patterns.certificate import BoundKind, certify, quick_bound, reduced
 from packplan.core.patterns.effort import Effort
-from packplan.core.patterns.quick_bounds import quick_bound
 from packplan.core.runs import Runs
 
 _FIXED_EFFORT, _EFFORT_OF_A_SAMPLE = 120_000, 0.3

@@ -4,20 +4,29 @@ Inspection of plans: figures, invariants, differences, alternatives, and the ste
 
 from __future__ import annotations
 
-from packplan.core.inspection.diff import PlanDifference, plan_difference
-from packplan.core.inspection.invariants import plan_faults
-from packplan.core.inspection.lookup import Place, place_of, scheduled_steps
-from packplan.core.inspection.meetings import Meetings, meetings
-from packplan.core.inspection.review import MIN_PACKS, LowFill, longest_pack, low_fill
-from packplan.core.inspection.sources import SourceSummary, summarise_sources
+from packplan.core.inspection.comparison import (
+    Alternative,
+    Meetings,
+    PlanDifference,
+    best_of,
+    meetings,
+    plan_difference,
+    what_if,
+)
+from packplan.core.inspection.invariants import Place, place_of, plan_faults, scheduled_steps
 from packplan.core.inspection.summary import (
+    MIN_PACKS,
+    LowFill,
     PlanSummary,
     ScheduleSummary,
+    SourceSummary,
     fills,
+    longest_pack,
+    low_fill,
     summarise,
     summarise_schedule,
+    summarise_sources,
 )
-from packplan.core.inspection.whatif import Alternative, best_of, what_if
 
 __all__ = [
     "MIN_PACKS",

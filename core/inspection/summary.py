@@ -10,18 +10,107 @@ The commands show these values, and a script gets the same ones from a plain lis
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.inspection.review import longest_pack
 from packplan.core.lengths import IntArray, Lengths, as_lengths, squares
 from packplan.core.metrics import padded_positions
 from packplan.core.packs import filled
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.plan import RawPlan, unsupervised_samples
+from packplan.core.samples import MEDIA_COLUMNS, DataFile, MediaTable, Table, column, num_media, sample_indices
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from packplan.core.work import SampleWorks, expected_imbalance, floor_of
+
+MAX_FILL = 0.8
+MIN_PACKS = 100
+"""A plan of more packs than this with a fill below `MAX_FILL` is explained."""
+
+
+@attrs.frozen
+class LongestPack:
+    """
+    Longest pack, and number of packs far over the packing length. Only packs of a long sample
+    exceed it.
+    """
+
+    tokens: int
+    """Tokens of the longest pack."""
+
+    num_oversized: int
+    """Packs of more than 1.1 times the packing length."""
+
+
+def longest_pack(plan: RawPlan, lengths: Lengths) -> LongestPack:
+    """
+    Return the longest pack of a plan, which decides the memory of training.
+
+    >>> from packplan.core.plan import build_raw_plan
+    >>> lengths = [50, 30, 100, 110, 111]
+    >>> longest_pack(build_raw_plan(lengths, packing_length=100), lengths)
+    LongestPack(tokens=111, num_oversized=1)
+    """
+    loads = plan.packs.loads(as_lengths(lengths, least=0))
+    # In whole numbers: 1.1 is no binary fraction.
+    return LongestPack(int(loads.max()), int((loads * 10 > plan.packing_length * 11).sum()))
+
+
+@attrs.frozen
+class LowFill:
+    """Reason why a plan of many packs leaves much room unused."""
+
+    fill: float
+    """Mean fill of the packs. A long pack counts as full."""
+
+    reason: Literal["algorithm", "partners", "lengths"]
+    """
+    `algorithm`: at least half of the unused room is in packs beyond the lower bound. `partners`:
+    else, at least half is in packs of one sample of more than half the packing length. `lengths`:
+    otherwise.
+    """
+
+    num_packs: int
+    """Packs of short samples, dropped ones included."""
+
+    lower_bound: int
+    """Number of packs that no plan of these short samples can go below."""
+
+    num_alone: int
+    """Short samples of more than half the packing length that are each a pack by themselves."""
+
+    median: int
+    """Tokens of the median short sample."""
+
+
+def low_fill(plan: RawPlan, lengths: Lengths) -> LowFill | None:
+    """
+    Return the reason of a low fill of many packs, or None.
+
+    Args:
+        plan: Plan of packed samples.
+        lengths: Tokens of each record, 0 for one that is no sample; shape (num_records,).
+    """
+    if len(plan.packs) <= MIN_PACKS or plan.fill >= MAX_FILL:
+        return None
+    array = as_lengths(lengths, least=0)
+    loads, sizes = plan.packs.loads(array), plan.packs.sizes()
+    is_short = (sizes > 1) | (loads < plan.packing_length)
+    short = array[(array > 0) & (array < plan.packing_length)]
+    room = plan.packing_length - loads[is_short]
+    alone = (sizes[is_short] == 1) & (room * 2 < plan.packing_length)
+    num_packs = int(is_short.sum()) + len(plan.dropped_packs)
+    bound = plan.lower_bound - len(plan.single_long)
+    unused = int(room.sum()) + len(plan.dropped_packs) * plan.packing_length - plan.dropped_tokens
+    reason: Literal["algorithm", "partners", "lengths"] = "lengths"
+    if (num_packs - bound) * plan.packing_length * 2 >= unused:
+        reason = "algorithm"
+    elif int(room[alone].sum()) * 2 >= unused:
+        reason = "partners"
+    return LowFill(plan.fill, reason, num_packs, bound, int(alone.sum()), int(np.median(short)))
 
 
 @attrs.frozen
@@ -314,3 +403,157 @@ def _spread(works: NDArray[np.float64]) -> float:
     """
     steps = works[:-1].sum(axis=1) if len(works) > 1 else works.sum(axis=1)
     return float(steps.std() / steps.mean())
+
+
+QUANTILES = (5, 50, 95)
+"""Percentages of a source's samples for quantiles of length."""
+
+
+@attrs.frozen
+class SourceSummary:
+    """Figures of a plan for the samples of one source."""
+
+    name: str
+
+    files: tuple[DataFile, ...]
+
+    bad_records: int
+    """Records that cannot become samples."""
+
+    num_samples: int
+    num_tokens: int
+    """Tokens of all samples of the source."""
+
+    supervised_tokens: int
+    """Tokens that the loss counts."""
+
+    images: int
+    videos: int
+
+    frames: int
+    """Frames sampled from the videos."""
+
+    video_patches: int
+
+    video_milliseconds: int
+    """Duration of all videos."""
+
+    longest_sample: int
+    """Tokens of the longest sample; 0 without samples."""
+
+    length_quantiles: tuple[int, ...]
+    """Lengths that 5 %, 50 % and 95 % of the samples do not exceed; empty without samples."""
+
+    length_histogram: tuple[int, ...]
+    """Number of samples of 1 token, of 2 and 3, of 4 to 7, and so on."""
+
+    planned_samples: int
+    planned_tokens: int
+
+    dropped_samples: int
+    """Samples in packs that are filled below the ratio."""
+
+    dropped_tokens: int
+
+    skipped_samples: int
+    """Long samples that are in no pack."""
+
+    skipped_tokens: int
+
+    num_packs: int
+    """Packs with a sample of the source. A pack counts for each of its sources."""
+
+
+def summarise_sources(
+    plan: RawPlan, table: Table, files: Sequence[DataFile], *, media: MediaTable
+) -> tuple[SourceSummary, ...]:
+    """
+    Return the figures of a plan by source, in the order of their first files.
+
+    Args:
+        plan: Plan of the records that are samples.
+        table: Measurements of the records; int32, shape (num_records, num_columns).
+        files: Files of the data, in order.
+        media: Media table of the same records; int64, shape (num_media, num_media_columns).
+
+    Raises:
+        ValueError: The files have another number of records than the table.
+    """
+    names = list(dict.fromkeys(file.source for file in files))
+    owners = np.repeat([names.index(file.source) for file in files], [file.records for file in files])
+    if len(owners) != len(table):
+        message = f"the files have {len(owners):,} records, but {len(table):,} were measured"
+        raise ValueError(message)
+    counts = _counts(plan, table, media, owners, len(names))
+    samples = sample_indices(table)
+    tokens, owner_of = column(table, "length")[samples], owners[samples]
+    lengths = [np.sort(tokens[owner_of == number]) for number in range(len(names))]
+    return tuple(
+        SourceSummary(
+            name,
+            tuple(file for file in files if file.source == name),
+            longest_sample=int(own.max(initial=0)),
+            length_quantiles=quantiles(own),
+            length_histogram=histogram(own),
+            **{field: int(values[number]) for field, values in counts.items()},
+        )
+        for number, (name, own) in enumerate(zip(names, lengths, strict=True))
+    )
+
+
+def _counts(
+    plan: RawPlan, table: Table, media: MediaTable, owners: IntArray, num_sources: int
+) -> dict[str, NDArray[np.int64]]:
+    """
+    Return the fields of a summary that are counts or sums, each of shape (num_sources,).
+
+    *owners* are the sources of the records; shape (num_records,).
+    """
+
+    def total(samples: IntArray, name: str | None = None) -> NDArray[np.int64]:
+        """Return the sum of a column over some samples, or their number, for each source."""
+        values = None if name is None else column(table, name)[samples]
+        return np.bincount(owners[samples], values, num_sources).astype(np.int64)
+
+    everything = sample_indices(table)
+    parts = {
+        "num": everything,
+        "planned": plan.packs.indices,
+        "dropped": plan.dropped_packs.indices,
+        "skipped": np.array(plan.skipped_long, dtype=np.int64),
+    }
+    pack_of = np.repeat(np.arange(len(plan.packs)), plan.packs.sizes())
+    met = np.unique(pack_of * num_sources + owners[plan.packs.indices]) % num_sources
+    media_owners = np.repeat(owners, num_media(table))
+    milliseconds = media[:, MEDIA_COLUMNS.index("milliseconds")]
+    return {
+        "bad_records": np.bincount(owners, column(table, "bad"), num_sources),
+        "supervised_tokens": total(everything, "supervised"),
+        **{name: total(everything, name) for name in ("images", "videos", "frames", "video_patches")},
+        "video_milliseconds": np.bincount(media_owners, milliseconds, num_sources),
+        **{f"{part}_samples": total(samples) for part, samples in parts.items()},
+        **{f"{part}_tokens": total(samples, "length") for part, samples in parts.items()},
+        "num_packs": np.bincount(met, minlength=num_sources),
+    }
+
+
+def quantiles(ascending: NDArray[np.integer]) -> tuple[int, ...]:
+    """
+    Return the lengths that 5 %, 50 % and 95 % of all do not exceed; empty without lengths.
+
+    >>> quantiles(np.arange(1, 101))
+    (5, 50, 95)
+    """
+    size = len(ascending)
+    return tuple(int(ascending[-(-size * percent // 100) - 1]) for percent in QUANTILES if size)
+
+
+def histogram(lengths: NDArray[np.integer]) -> tuple[int, ...]:
+    """
+    Return the number of lengths of 1 token, of 2 and 3, of 4 to 7, and so on.
+
+    >>> histogram(np.array([1, 2, 3, 9]))
+    (1, 2, 0, 1)
+    """
+    bits = np.frexp(lengths.astype(np.float64))[1]
+    return tuple(np.bincount(bits)[1:].tolist())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from packplan.core.samples.identity import DIGEST_BYTES, HEAD_BYTES, digest_of, inline_image, unreadable_digest
-from packplan.core.samples.images import IMAGE_KEYS, VIDEO_KEYS, Image, to_images
-from packplan.core.samples.known import UNKNOWN, KnownLengths, media_identity
 from packplan.core.samples.measurement import (
     BAD,
     COLUMNS,
     MEDIA_COLUMNS,
+    UNKNOWN,
+    KnownLengths,
     MeasuredSample,
     Measurement,
     MediaFacts,
@@ -19,12 +19,14 @@ from packplan.core.samples.measurement import (
     column,
     from_row,
     from_tables,
+    media_identity,
     num_media,
     sample_indices,
     to_row,
     to_tables,
     video_totals,
 )
+from packplan.core.samples.media import IMAGE_KEYS, VIDEO_KEYS, Image, Video, to_images, to_videos
 from packplan.core.samples.places import (
     PACKAGES,
     folder_of,
@@ -40,7 +42,6 @@ from packplan.core.samples.shapes import MIXABLE, READ, Shaped, with_moved_media
 from packplan.core.samples.sources import BadRecord, DataFile, Where, by_source
 from packplan.core.samples.tools import CALL, RESPONSE
 from packplan.core.samples.values import UnusableRecordError
-from packplan.core.samples.videos import Video, to_videos
 
 __all__ = [
     "BAD",

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from packplan.core.samples.images import IMAGE_KEYS, PARTS, PLACES, VIDEO_KEYS
+from packplan.core.samples.media import IMAGE_KEYS, PARTS, PLACES, VIDEO_KEYS
 from packplan.core.samples.places import is_place, may_be_signed, without_signature
 
 HEAD_BYTES = 65_536

@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from packplan.core.errors import counted
-from packplan.core.samples.images import to_images
+from packplan.core.samples.media import VIDEO_TAG, to_images, to_videos
 from packplan.core.samples.shapes import IMAGE_TAG, Shaped, to_shape
 from packplan.core.samples.tools import CALL, RESPONSE, to_tools
 from packplan.core.samples.values import fail, has, is_empty
-from packplan.core.samples.videos import VIDEO_TAG, to_videos
 
 DENSE_PROMPT = "List every object in the image, each with its description and its place in pixels."
 

@@ -16,10 +16,18 @@ from typing import Any
 import attrs
 
 from packplan.core.errors import counted
-from packplan.core.samples.images import IMAGE_KEYS, PARTS, PLACES, VIDEO_KEYS, moved_media, refuse_sizes, shows_medium
+from packplan.core.samples.media import (
+    IMAGE_KEYS,
+    PARTS,
+    PLACES,
+    VIDEO_KEYS,
+    VIDEO_TAG,
+    moved_media,
+    refuse_sizes,
+    shows_medium,
+)
 from packplan.core.samples.tools import CALL, RESPONSE, in_text, with_blocks, with_calls
 from packplan.core.samples.values import UnusableRecordError, fail, has, is_empty, parsed
-from packplan.core.samples.videos import VIDEO_TAG
 
 IMAGE_TAG = "<image>"
 

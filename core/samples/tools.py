@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from packplan.core.samples.images import INLINE_IMAGE, shows_medium
+from packplan.core.samples.media import INLINE_IMAGE, shows_medium
 from packplan.core.samples.values import fail, is_empty, parsed, require_whole
 
 CALL, RESPONSE = "tool_call", "tool"

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from packplan.core.schedule.heaviest import heaviest_packs
-from packplan.core.schedule.resume import DAMAGED, ResumeState, require_start, resumed
-from packplan.core.schedule.schedule import ORDER_VERSION, EpochSchedule, EpochSegment, Progress, Step
-from packplan.core.schedule.telemetry import EpochStats, PackStats
+from packplan.core.schedule.schedule import (
+    DAMAGED,
+    ORDER_VERSION,
+    EpochSchedule,
+    EpochSegment,
+    Progress,
+    ResumeState,
+    Step,
+    require_start,
+    resumed,
+)
+from packplan.core.schedule.telemetry import EpochStats, PackStats, heaviest_packs
 
 __all__ = [
     "DAMAGED",

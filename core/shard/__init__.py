@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from packplan.core.shard.axes import sequence_dims
-from packplan.core.shard.dynamic import shard_dynamic
+from packplan.core.shard.inputs import sequence_dims
 from packplan.core.shard.metrics import batch_metrics, pooled
 from packplan.core.shard.packed import shard_packed
-from packplan.core.shard.plain import shard_plain
+from packplan.core.shard.padded import shard_dynamic, shard_plain
 from packplan.core.shard.sharding import Mode, ShardBatch, Sharding
 
 __all__ = [

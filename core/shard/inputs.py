@@ -1,8 +1,11 @@
-"""Arguments that all ways of sharding share, checked."""
+"""
+Arguments that all ways of sharding share, checked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heapreplace
 from itertools import accumulate, pairwise
 from typing import Literal, Self, get_args
 
@@ -13,6 +16,109 @@ from numpy.typing import NDArray
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, rounded_up, squares, whole_number
 from packplan.core.work import WorkModel
+
+
+def checked_groups(groups: Lengths, batches: Sequence[range]) -> IntArray:
+    """
+    Return the group of each sequence, numbered from 0.
+
+    Args:
+        groups: Label of each sequence, a whole number.
+        batches: Sequences of each global batch.
+
+    Raises:
+        ArgumentError: Labels are not one whole number for each sequence, or a group has sequences
+            in several global batches.
+    """
+    labels, num = np.asarray(groups), batches[-1].stop
+    if labels.shape != (num,) or labels.dtype.kind not in "iu":
+        fact = f"groups are labels of shape {labels.shape} and type {labels.dtype}, but the batch has {num:,} sequences"
+        raise ArgumentError("batch", f"{fact}: give a whole number for each")
+    names, numbers = np.unique(labels, return_inverse=True)
+    batch_of = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
+    last = np.zeros(names.size, dtype=np.int64)
+    np.maximum.at(last, numbers, batch_of)
+    if (split := np.flatnonzero(last[numbers] != batch_of)).size:
+        name, first = labels[split[0]], batch_of[split[0]]
+        fact = f"group {name} has sequences in global batches {first:,} and {last[numbers[split[0]]]:,}"
+        raise ArgumentError("batch", f"{fact}: order the batch by group, and end global batches with groups")
+    return numbers
+
+
+def assign_groups(groups: IntArray, values: IntArray, shards: int) -> list[IntArray]:
+    """
+    Return the sequences of each worker: groups in descending order, each to the least loaded.
+
+    Args:
+        groups: Group of each sequence, >= 0.
+        values: Work of each sequence, in whole units.
+        shards: Workers.
+    """
+    sums = np.zeros(int(groups.max()) + 1, dtype=np.int64)
+    np.add.at(sums, groups, values)
+    workers = np.zeros_like(sums)
+    heap = list(range(shards))  # load and worker in one number
+    for group in np.argsort(-sums, kind="stable").tolist():
+        workers[group] = heap[0] % shards
+        heapreplace(heap, heap[0] + int(sums[group]) * shards)
+    return [np.flatnonzero(workers[groups] == worker) for worker in range(shards)]
+
+
+OF_TOKENS = frozenset(
+    {
+        "advantages", "attention_mask", "engine_log_probabilities", "input_ids", "labels", "log_probabilities",
+        "loss_mask", "old_log_probabilities", "old_values", "position_ids", "reference_log_probabilities", "returns",
+        "token_mask", "values",
+    }
+)  # fmt: skip
+"""Names of fields in which a dimension as long as the tokens are wide is that of the tokens."""
+
+
+def sequence_dims(
+    shapes: Mapping[str, Sequence[int]], *, input_key: str, declared: Mapping[str, int | None]
+) -> dict[str, int | None]:
+    """
+    Return the dimension of each field that runs along the sequence, None for fields of sequences.
+
+    A field without a dimension as long as the tokens has none. One that has such a dimension may
+    have it by chance, so it is declared unless its name says it (`OF_TOKENS`).
+
+    Args:
+        shapes: Shape of each tensor of a batch, which begins with the number of sequences.
+        input_key: Field of the tokens, of shape (batch, width).
+        declared: Dimension by field, None for one of sequences.
+
+    Raises:
+        ArgumentError: A declared dimension is not as long as the tokens are wide, or one has to be
+            declared.
+
+    >>> sequence_dims({"ids": (2, 8), "labels": (2, 8), "x": (2, 3)}, input_key="ids", declared={})
+    {'ids': 1, 'labels': 1, 'x': None}
+    """
+    width = shapes[input_key][1]
+    declared = {input_key: 1, **declared}
+    for name, dim in declared.items():
+        shape = shapes.get(name, ())
+        if (dim is not None or name == input_key) and dim not in _fitting(shape, width):
+            message = f"dimension {dim} of {name} is not as long as {input_key} are wide, {width:,} (sequence_dims)"
+            raise ArgumentError("batch", message)
+    found = dict[str, int | None]()
+    for name, shape in shapes.items():
+        fitting = _fitting(shape, width)
+        if name not in declared and fitting and (name not in OF_TOKENS or len(fitting) > 1):
+            message = (
+                f"dimension {fitting[-1]} of {name} is as long as {input_key} are wide, {width:,}, but nothing says "
+                f"whether by chance: set sequence_dims={{'{name}': {fitting[-1]}}}, or None if it is"
+            )
+            raise ArgumentError("batch", message)
+        found[name] = declared.get(name, next(iter(fitting), None))
+    return found
+
+
+def _fitting(shape: Sequence[int], width: int) -> list[int]:
+    """Return the dimensions that are as long as the tokens are wide."""
+    return [dim for dim in range(1, len(shape)) if shape[dim] == width]
+
 
 FloatArray = NDArray[np.floating | np.integer]
 

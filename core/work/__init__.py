@@ -9,10 +9,11 @@ from packplan.core.work.assignment import (
     Meeting,
     assign_steps,
     bounds_of_steps,
+    expected_imbalance,
+    floor_of,
     group_steps,
     in_units,
 )
-from packplan.core.work.imbalance import expected_imbalance, floor_of
 from packplan.core.work.model import SampleWorks, WorkModel
 from packplan.core.work.text import LocalAttention
 from packplan.core.work.vision import VisionWork

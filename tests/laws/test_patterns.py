@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from packplan.core.bounds import find_bound, lower_bound
 from packplan.core.packers import pack
 from packplan.core.patterns import num_packs
-from packplan.core.patterns.certificate import certify, reduced
+from packplan.core.patterns.certificate import certify, quick_bound, reduced
 from packplan.core.patterns.effort import REPORT_EVERY, Effort, ReportedEffort, SpentError
 from packplan.core.patterns.fill import fill_exactly, refill
-from packplan.core.patterns.integer import fewest_patterns
-from packplan.core.patterns.quick_bounds import quick_bound
 from packplan.core.patterns.relaxation import relax, solve_knapsack, solve_master
+from packplan.core.patterns.rounding import fewest_patterns
 from packplan.core.plan import build_raw_plan
 from packplan.core.runs import Runs
 from tests import references
