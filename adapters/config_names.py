@@ -6,8 +6,6 @@ formats a reason for each part that is no dictionary. Formatting a configuration
 and takes five times as long as opening it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ group runs the same layers in the same order, forward and backward. The caller s
 parameters over the group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -7,8 +7,6 @@ carries the plan's checksum. It is written whole or not at all, one pack at a ti
 a batch of finished ones.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

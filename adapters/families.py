@@ -9,8 +9,6 @@ model type -> keys that transformers' default configuration lacks, to build a mo
 kinds of layers.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

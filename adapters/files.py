@@ -3,8 +3,6 @@ Files that readers see whole or not at all, locks of their writers, and manifest
 themselves and of their files.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

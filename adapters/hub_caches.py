@@ -6,8 +6,6 @@ Caches lie at `HF_HUB_CACHE`, else `HF_HOME`/hub, and at `MODELSCOPE_CACHE`, in 
 library has used. `USE_HF` decides which cache comes first, as for ms-swift.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

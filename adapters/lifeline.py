@@ -7,8 +7,6 @@ heartbeat has to outlive rank 0 for a moment, and notices its end by a pipe. Ray
 minute to end its actors, so actors on the driver's machine watch the driver themselves.
 """
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Facts about a model from the files of its folder, read without torch and ms-swift."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

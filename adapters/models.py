@@ -10,8 +10,6 @@ is the old model. Normal runs stay far below. A step of AdamW moves a weight by 
 rate, and runs from random weights end at a few times their first size.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping

@@ -5,8 +5,6 @@ Progress of long stages, with the time left: a bar on a terminal, a log line eve
 `hide` turns all of it off.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -7,8 +7,6 @@ pure-Python part, so declaring the two operators is enough. A matching build nee
 `packplan.adapters` installs this before anything is imported that imports torchvision.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.abc import MetaPathFinder
 from typing import Any

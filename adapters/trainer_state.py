@@ -1,7 +1,5 @@
 """State of a trainer of transformers in a checkpoint: written with a digest, read if whole."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Installed versions of libraries."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 

@@ -8,7 +8,7 @@ modules are being imported.
 import sys
 from types import TracebackType
 
-import packplan.adapters  # noqa: F401  # prepares what transformers and swift import
+import packplan.adapters  # prepares what transformers and swift import
 
 
 def answer_ctrl_c() -> None:

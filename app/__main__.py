@@ -5,8 +5,6 @@ Plan packs, and train from them: `packplan COMMAND ...`.
 given; 3 something failed its verification; 130 Ctrl-C.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from importlib import import_module

@@ -7,8 +7,6 @@ The lengths are those of `packplan plan build`, which this does first; rows that
 are left out.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

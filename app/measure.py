@@ -7,8 +7,6 @@ patches and frames, by index and by a digest of the content. What is interrupted
 that a written table has are not measured again.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import re

@@ -9,8 +9,6 @@ plan, the command is planned first, and the plugin takes this plan alone: other 
 ranks are refused.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from pprint import pformat
 from typing import Any

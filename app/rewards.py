@@ -1,7 +1,5 @@
 """Rewards of the demo's tasks, as TRL's trainers call them: a score for each completion."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

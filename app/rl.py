@@ -5,8 +5,6 @@ Answers differ in length: `policy.sequence_packing` or `policy.dynamic_batching`
 microbatches. Everything else, as resuming, adapters, FSDP or vLLM, is TRL's, by `grpo.`.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 from pathlib import Path

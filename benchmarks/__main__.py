@@ -4,8 +4,6 @@ Measure the figures that the documentation quotes: `python -m benchmarks COMMAND
 Run it in a checkout, on a machine that does nothing else.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Lengths beside ms-swift's own `AddLengthPreprocessor` and TRL's tokenisation; loads ms-swift."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -3,8 +3,6 @@ Measurements in a process of their own, so that memory is the measured call's an
 ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

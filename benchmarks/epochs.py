@@ -5,8 +5,6 @@ Both are timed in turn in one process; medians count. An epoch is selected, pack
 in order, with a quick bound; its record has the digests.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

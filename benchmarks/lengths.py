@@ -10,8 +10,6 @@ worker processes. Last, the command runs on more and more chats with images, for
 memory of a record. For chats and videos by themselves, samples/s are per second of CPU time.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import attrs

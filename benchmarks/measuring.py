@@ -1,7 +1,5 @@
 """Costs of measuring, for `benchmarks.lengths`; this part loads torch and ms-swift."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

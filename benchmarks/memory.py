@@ -6,8 +6,6 @@ under DDP, or as accelerate wraps FSDP 2. The forecast is that of `packplan plan
 heaviest pack.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from bisect import bisect, insort

@@ -1,7 +1,5 @@
 """Options that several benchmarks declare in one form."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from collections.abc import Collection, Sequence

@@ -1,7 +1,5 @@
 """The most bytes of tensors that are there at once."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Packages that a user would install to pack samples, each called as it is meant to be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -7,8 +7,6 @@ differ. A planner that takes longer than the limit is ended, and gets no more sa
 distribution.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Models of random weights and data files that benchmarks run on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from functools import cache

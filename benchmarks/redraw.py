@@ -5,8 +5,6 @@ Each algorithm packs the lengths itself and is drawn, in turn, in one process; m
 that share a pack in two draws are counted beside those expected of random packs.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

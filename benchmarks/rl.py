@@ -6,8 +6,6 @@ Time is processor time. Work is that of the busiest worker over the mean worker'
 batches, and for microbatches that run at the same time.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Results on standard output: a Markdown table, or one JSON document."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

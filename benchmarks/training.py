@@ -1,7 +1,5 @@
 """Processes that train one way each, for `benchmarks.train`; they load torch and ms-swift."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack

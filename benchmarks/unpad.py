@@ -6,8 +6,6 @@ heavy tail. Answers of GRPO are drawn by the benchmark, alike in both ways, and 
 for them. Processor times are those of the steps. The peak counts the bytes of all tensors at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

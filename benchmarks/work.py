@@ -10,8 +10,6 @@ With --families, the work that config.json gives is compared with torch's own co
 copies of each architecture that transformers has.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import Counter

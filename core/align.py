@@ -1,7 +1,5 @@
 """Raw plan -> aligned plan: the packs that the ranks of one world size consume."""
 
-from __future__ import annotations
-
 import attrs
 import numpy as np
 

@@ -7,8 +7,6 @@ samples in one move. The cost grows with distinct lengths, not with samples. The
 the item-by-item algorithms (Johnson, "Near-optimal bin packing algorithms", 1973), ties included.
 """
 
-from __future__ import annotations
-
 from heapq import heappop, heappush
 
 from packplan.core.runs import PackingTrace, Runs

@@ -1,7 +1,5 @@
 """Gradient accumulation that realises an effective batch size, and partial windows."""
 
-from __future__ import annotations
-
 import attrs
 
 from packplan.core.errors import ArgumentError, counted

@@ -1,7 +1,5 @@
 """Lower bounds on the number of packs, which limit the distance of a plan from the best one."""
 
-from __future__ import annotations
-
 from math import inf
 
 import attrs

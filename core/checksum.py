@@ -1,7 +1,5 @@
 """Checksum of packs."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

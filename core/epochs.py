@@ -2,8 +2,6 @@
 Epochs with plans of their own: the samples of each epoch, its plan, and a record of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable

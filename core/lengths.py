@@ -1,7 +1,5 @@
 """Lengths, the input of every packer, checked once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction

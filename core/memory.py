@@ -3,8 +3,6 @@ Memory of a training step on one rank, in bytes: kinds of it, its peak over a tr
 ranks, estimates from sizes alone, and the longest packing length that fits.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

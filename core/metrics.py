@@ -2,8 +2,6 @@
 Utilisation, waste, balance, efficiency and gap of packs, for one call of a packer or for many.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from math import exp, lgamma, sqrt

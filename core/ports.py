@@ -1,7 +1,5 @@
 """Protocols of the outside world that the application uses, in the words of core."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar

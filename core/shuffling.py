@@ -1,7 +1,5 @@
 """Orders that follow from a seed alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,3 +1,3 @@
 """Tests; adapters come first, because they prepare what transformers and swift import."""
 
-import packplan.adapters  # noqa: F401
+import packplan.adapters

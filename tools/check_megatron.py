@@ -7,8 +7,6 @@ claim of the page whether it holds. Exit status: 0 if all do, 3 if one does not,
 be run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

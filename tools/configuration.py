@@ -8,8 +8,6 @@ types, defaults and docstrings of its fields. A mapping gives one table. A file 
 becomes the stored table of the keys that the installed ms-swift takes.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import inspect

@@ -1,7 +1,5 @@
 """Verdicts of the probe on each architecture that transformers knows, as it comes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import attrs

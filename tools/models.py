@@ -6,8 +6,6 @@ compares tiny models that see, and writes the page's last section. Each part lea
 is. Without a page, the results are printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import tempfile

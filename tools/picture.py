@@ -3,8 +3,6 @@ Draw samples of the demo padded and packed: `python -m tools.picture`, after `ma
 `docs/plan.svg`.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

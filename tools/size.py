@@ -6,8 +6,6 @@ count, and for pages words. With `rooms`, each room of the ceilings is printed b
 `lower` writes today's numbers where they are below. The program needs nothing but Python itself.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import io

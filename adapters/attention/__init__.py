@@ -6,8 +6,6 @@ makes it use transformers' own for a while, to compute references. `layout` find
 row, and `varlen` attends within them. `vision` projects the patches of a vision tower.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,25 +22,6 @@ from packplan.adapters.attention.varlen import attend, attend_to_patches, row_ma
 from packplan.adapters.attention.vision import project_patches
 from packplan.adapters.families import trained_part
 from packplan.core.equality import MASKED, NATIVE, VARLEN, AttentionChoice
-
-__all__ = [
-    "MASKED_NAME",
-    "NAME",
-    "PADDINGS",
-    "PATCHES_NAME",
-    "ROWS_NAME",
-    "Padding",
-    "RealTokens",
-    "attend_as",
-    "attend_by_varlen",
-    "computing",
-    "follow_rows",
-    "native_attention",
-    "project_patches",
-    "split_states",
-    "takes_grids",
-    "with_text_row",
-]
 
 NAME = "packplan"
 """Name of varlen attention among transformers' functions: `attn_implementation="packplan"`."""

@@ -7,8 +7,6 @@ context variable: inside its forward pass alone, and for layers that the backwar
 again.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

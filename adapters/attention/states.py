@@ -3,8 +3,6 @@ Layers that carry a state along a row (linear attention, Mamba, convolutions ove
 by sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any

@@ -6,8 +6,6 @@ block by block. Inputs that are no packed row (padded batches, generation with a
 transformers' sdpa with its own mask.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import sys

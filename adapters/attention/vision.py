@@ -1,7 +1,5 @@
 """Projection of a vision tower's patches, computed as a matrix product."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 

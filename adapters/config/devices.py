@@ -3,8 +3,6 @@ Settings of a trainer that the devices of a run, or other settings, would have i
 without torch, whose import takes seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@ YAML files -> one document: a file over those that it extends, and over both wha
 overrides.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping

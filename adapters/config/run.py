@@ -1,7 +1,5 @@
 """YAML -> RunConfig, strictly: every fault at once, each with its path and remedy."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ A table is of one version of its libraries; `make reference` writes it from the 
 (`adapters.trainer.keys`, `app.wiring.grpo`). Where others are installed, it is not used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import types

@@ -3,8 +3,6 @@ Values of a YAML -> frozen classes, by the types of their fields. Nothing is gue
 fault has its path.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

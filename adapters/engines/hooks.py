@@ -1,7 +1,5 @@
 """A function of an engine, replaced."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from importlib import import_module

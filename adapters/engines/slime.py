@@ -6,8 +6,6 @@ Not run: the registry has no package of slime. It is written by the contract of
 rollouts, trailing rollouts are left out, and a sample over the limit is alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any

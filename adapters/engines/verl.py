@@ -5,8 +5,6 @@ Run against verl 0.9.1. Its own function packs by work and then counts up the mi
 keep the limit; this one keeps it at once, in as few microbatches as the packer needs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

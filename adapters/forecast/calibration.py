@@ -3,8 +3,6 @@ Times steps of a trainer that is ready, as it trains, logs and saves: nothing of
 its data and their order.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

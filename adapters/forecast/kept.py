@@ -1,7 +1,5 @@
 """Measurements of a run on disk, beside its plans: a JSON file for each way to train."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ Ranks under FSDP 2 are traced in a group that exchanges nothing, as accelerate w
 Other ways to share a model are computed from the trace of the whole one.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ samples of a row, the tokens with a loss, the grid of an image. Nothing follows 
 or the model cannot be traced. Kernels are those of a CPU, whose own buffers are not seen.
 """
 
-from __future__ import annotations
-
 import traceback
 import weakref
 from collections.abc import Iterator, Mapping

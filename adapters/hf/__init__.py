@@ -7,26 +7,9 @@ schedule. Importing this module registers our attention, for
 `from_pretrained(…, attn_implementation="packplan")`.
 """
 
-from __future__ import annotations
-
 from packplan.adapters.hf.attention import separate_samples
 from packplan.adapters.hf.balance import balance
 from packplan.adapters.hf.training import token_mean, use_plan
 from packplan.adapters.hf.unpad import unpad
 from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.loaders.rows import PACK, PackInputs, RowsOfPacks, flatten, learned, refuse_other_packs
-
-__all__ = [
-    "PACK",
-    "PackBatches",
-    "PackInputs",
-    "RowsOfPacks",
-    "balance",
-    "flatten",
-    "learned",
-    "refuse_other_packs",
-    "separate_samples",
-    "token_mean",
-    "unpad",
-    "use_plan",
-]

@@ -1,7 +1,5 @@
 """The attention of a model that trains packs, shown to keep samples apart before it trains."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

@@ -11,8 +11,6 @@ a step are taken apart, cut by `core.shard`, and run as other microbatches:
 - Logged values are means over all rows or tokens of the step, as in a step of one batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from io import BytesIO
 from itertools import chain

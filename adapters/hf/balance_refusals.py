@@ -1,7 +1,5 @@
 """Settings and losses under which microbatches by tokens would not be the trainer's own step."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import version
 from types import MappingProxyType

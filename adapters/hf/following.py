@@ -5,8 +5,6 @@ A trainer of transformers gets them as a base before its own class. Its loader, 
 and epochs, its resumed runs and its evaluation are then those of the schedule.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Settings of a trainer under which it would not train a plan as it stands: refused by name."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Rows of a trainer's batch, taken apart and joined to other batches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

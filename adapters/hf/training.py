@@ -1,7 +1,5 @@
 """A trainer of transformers that trains the packs of a plan, as its schedule orders them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

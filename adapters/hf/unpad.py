@@ -5,8 +5,6 @@ It finds where the model's calls are packed and by which positions, by asking th
 rows with and without the hooks of `packed_calls`.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from itertools import product

@@ -1,7 +1,5 @@
 """Assertion that a trainer computes the same loss and gradients with and without padding."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import ExitStack
 from typing import Any

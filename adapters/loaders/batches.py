@@ -5,8 +5,6 @@ Batch samplers that serve a schedule to torch's loaders.
     loader = DataLoader(RowsOfPacks(rows, plan), batch_sampler=batches, collate_fn=PackInputs())
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kinds of tokens, and a model's own function for positions of tokens and images."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any

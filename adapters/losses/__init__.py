@@ -1,7 +1,5 @@
 """Losses on packed logits."""
 
-from __future__ import annotations
-
 from packplan.adapters.losses.sequences import (
     FusedLoss,
     PackedLoss,
@@ -11,14 +9,3 @@ from packplan.adapters.losses.sequences import (
     refuse_whole_batch,
 )
 from packplan.adapters.losses.token_statistics import NO_TARGET, token_log_probabilities
-
-__all__ = [
-    "NO_TARGET",
-    "FusedLoss",
-    "PackedLoss",
-    "PaddedLoss",
-    "combined",
-    "normalisers",
-    "refuse_whole_batch",
-    "token_log_probabilities",
-]

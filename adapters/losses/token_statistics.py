@@ -5,8 +5,6 @@ Forward and backward passes convert a block of rows at a time to float32. No thi
 of the logits is made beside them and their gradient.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

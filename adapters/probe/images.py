@@ -1,7 +1,5 @@
 """Probe of a vision tower: whether the images of a row are apart, and equal to each image alone."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Iterable

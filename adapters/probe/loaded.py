@@ -1,7 +1,5 @@
 """Probe of the model that is about to train, with its own weights and kernels, on short samples."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -10,10 +8,8 @@ from packplan.adapters.attention import native_attention
 from packplan.adapters.families import trained_config
 from packplan.adapters.models import evaluating
 from packplan.adapters.probe.rows import ProbeRow, measure_alone, measure_packed
-from packplan.adapters.proof import limit_of, precision_of, rounds_choices
+from packplan.adapters.proof import precision_of, rounds_choices
 from packplan.core.equality import ProbeResult
-
-__all__ = ["LENGTHS", "limit_of", "place_of", "plain_ids", "probe_loaded"]
 
 LENGTHS = (17, 3, 29)
 

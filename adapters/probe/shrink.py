@@ -6,8 +6,6 @@ rotary factors change become shorter than the probe's samples, so that the sampl
 mechanism.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Builds a small copy of a model, with random weights under which each of its mechanisms shows."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import warnings

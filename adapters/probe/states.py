@@ -4,8 +4,6 @@ Search for layers that carry a state along a row.
 In such a layer, a sample's part of the output changes when another sample's part of the input does.
 """
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 from typing import Any

@@ -7,8 +7,6 @@ shrink, and is no size of weights, may carry one sample's state beyond the probe
 model is refused, and the key named.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

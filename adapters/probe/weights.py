@@ -1,7 +1,5 @@
 """Probe of a model with its real weights, loaded for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -8,31 +8,9 @@ the two assertions on a batch. `taking` runs an optimizer step of a trainer, and
 assertion on its loss. `packplan.testing` offers all three.
 """
 
-from __future__ import annotations
-
 from packplan.adapters.proof.checks import assert_equal_to_alone, assert_isolated
 from packplan.adapters.proof.gradients import Watched, logit_reaches, watching
 from packplan.adapters.proof.limits import difference_of, limit_of, precision_of, rounds_choices
 from packplan.adapters.proof.modules import MixingModule, first_different, first_leak, first_mixing
 from packplan.adapters.proof.steps import StepLoss, assert_step_loss
 from packplan.adapters.proof.taking import restored, untouched
-
-__all__ = [
-    "MixingModule",
-    "StepLoss",
-    "Watched",
-    "assert_equal_to_alone",
-    "assert_isolated",
-    "assert_step_loss",
-    "difference_of",
-    "first_different",
-    "first_leak",
-    "first_mixing",
-    "limit_of",
-    "logit_reaches",
-    "precision_of",
-    "restored",
-    "rounds_choices",
-    "untouched",
-    "watching",
-]

@@ -1,7 +1,5 @@
 """The two assertions: samples of a packed batch are apart, and equal to themselves alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

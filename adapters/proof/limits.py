@@ -1,7 +1,5 @@
 """Differences between packed and alone that rounding explains, for a model of any size."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

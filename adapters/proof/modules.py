@@ -6,8 +6,6 @@ samples if its output for one of them depends on another, and its inputs do not.
 modules around it do not, it orders tokens otherwise, as experts do, and is passed over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial

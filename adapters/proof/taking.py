@@ -7,8 +7,6 @@ out. A function runs whatever it runs. Afterwards weights, gradients, buffers, r
 trainer's attributes are as before.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Environment variables of a launcher that describe the ranks, checked before use."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

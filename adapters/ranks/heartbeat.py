@@ -5,8 +5,6 @@ It is a process, not a thread, for two reasons. Solvers hold the interpreter for
 to outlive rank 0 to report its death.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -7,8 +7,6 @@ and several almost always do. This takes 0.2 s a GB on one core, a third of SHA-
 protect against forgery.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 

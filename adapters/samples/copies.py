@@ -6,8 +6,6 @@ training needs no network. The copy stands under the digest of its content, besi
 place, its size and its version. A start asks for these again, and copies a file that has changed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import hashlib

@@ -1,7 +1,5 @@
 """Data files of any formats, one behind the other, as one data set."""
 
-from __future__ import annotations
-
 import bisect
 import hashlib
 from collections.abc import Sequence

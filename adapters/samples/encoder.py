@@ -1,7 +1,5 @@
 """Records -> encoded samples, by ms-swift's template, with every failure named."""
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import time

@@ -6,8 +6,6 @@ Arrow are their own; CSV is known by its name; of other text, a JSON array begin
 Lines are what is left. JSON Lines and Arrow are read where they are, all else from a copy.
 """
 
-from __future__ import annotations
-
 import base64
 import glob
 import json

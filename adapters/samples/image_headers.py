@@ -1,7 +1,5 @@
 """The header of an image file: its size, and the facts that tell it from another."""
 
-from __future__ import annotations
-
 import hashlib
 import stat
 import warnings

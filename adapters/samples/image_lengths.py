@@ -8,8 +8,6 @@ constant that a processor adds) falls out, since only differences from a dummy i
 turns an image by its EXIF orientation on the way, so the stored width and height count.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Encoded samples and their images' headers -> measurements: what plans are made from."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import os

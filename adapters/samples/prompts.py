@@ -1,7 +1,5 @@
 """Records as the prompts of TRL's trainers that draw answers: messages, images, the own answer."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ boxes, videos or sound are encoded in full, and so are those of classifiers, emb
 rerankers. Rows that ms-swift made of texts by splitting them are encoded already.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import islice

@@ -1,7 +1,5 @@
 """ms-swift's template of a model, opened without the model's weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path

@@ -11,8 +11,6 @@ asked for alone, and not kept. Queries and names in URLs may be credentials: no 
 has them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Measurements of records as one Parquet table, for any tool, and read again by this one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ flush costs what is new. The data of the rows measured so far is digested with t
 to it, or fixed behind them, leave them valid.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """One writer a folder: a lock that the kernel frees when its holder's process is gone."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

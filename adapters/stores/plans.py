@@ -7,8 +7,6 @@ The arrays are published first and the manifest that digests them last, so a rea
 plan or none.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

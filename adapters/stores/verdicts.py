@@ -3,8 +3,6 @@ The verdict on a run's model on disk, beside its plans: `verdict.json`, which na
 on.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -6,8 +6,4 @@ the arguments that stand against a plan, `packs` the data set of packs, `trainin
 follows their schedule.
 """
 
-from __future__ import annotations
-
 from packplan.adapters.swift.plugin import install
-
-__all__ = ["install"]

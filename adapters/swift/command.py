@@ -3,8 +3,6 @@ A command of ms-swift as it resolves it itself: its arguments, its template and 
 trains. No weights are loaded.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

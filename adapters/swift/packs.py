@@ -1,7 +1,5 @@
 """The data set of a plan's packs, in the place of ms-swift's `PackingDataset`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """Installs plans into ms-swift, from the file that `--external_plugins` names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Arguments of ms-swift under which it would not train a plan as it stands: refused by flag."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType

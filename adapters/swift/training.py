@@ -1,7 +1,5 @@
 """ms-swift's trainers that follow the schedule of a plan, and models that compute no padding."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@ ms-swift's training arguments from a run's settings; settings that it would sile
 refused.
 """
 
-from __future__ import annotations
-
 import sys
 import typing
 from collections.abc import Mapping

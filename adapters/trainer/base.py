@@ -12,8 +12,6 @@ It adds fixes without which training silently goes wrong, each measured and test
 - an end before saving, once a loss, gradient or weight is not finite
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """Callbacks of the trainer: short lines, a clean end on SIGTERM, no duplicate final evaluation."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import signal

@@ -7,8 +7,6 @@ trainer's preparation, ms-swift's hooks. The reference goes none of it: each sam
 alone, positions by the model itself, no mask but the causal one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -3,8 +3,6 @@ Types and choices of the installed ms-swift's training arguments, the source of 
 `trainer_keys`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from packplan.adapters.trainer.arguments import TrainingArguments  # before swift, which it makes importable  # isort: skip

@@ -1,7 +1,5 @@
 """From packs to batches of tensors: collation, weights of tokens, and loaders."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Loading of the model that a run trains: without a cache, with requested freezes and adapters."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import typing

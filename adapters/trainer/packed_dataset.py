@@ -1,7 +1,5 @@
 """Map-style data set whose items are packs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

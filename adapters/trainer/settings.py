@@ -5,8 +5,6 @@ Errors are the trainer's own, about a name, a number or a missing package. Fault
 model in training shows are named by their keys.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ The schedule gives the order of packs, the numbers of epochs and steps, and the 
 checkpoints. The trainer compares the consumed packs with it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

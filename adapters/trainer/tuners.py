@@ -1,7 +1,5 @@
 """Trained weights of a model: all but frozen ones, or adapters, by ms-swift's own code."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from importlib.util import find_spec

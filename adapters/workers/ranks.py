@@ -1,7 +1,5 @@
 """Workers on the ranks themselves: each runs the same program on its own shard."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

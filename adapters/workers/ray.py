@@ -5,8 +5,6 @@ Each actor builds its worker from a function that the driver sends by reference.
 raises or dies ends all of them, since the others may wait for it in a collective.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Logging of every command, and errors turned into one message and an exit status."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import logging

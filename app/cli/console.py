@@ -1,7 +1,5 @@
 """Console for what commands print for people."""
 
-from __future__ import annotations
-
 from rich.console import Console
 
 

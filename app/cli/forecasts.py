@@ -1,7 +1,5 @@
 """Figures of a run's forecast, and the option of its price."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from typing import Any

@@ -7,8 +7,6 @@ ms-swift. In place of a run's YAML, each takes a command of ms-swift as its last
 plan build swift sft --model ...`), or the folder of a plan that was built for one.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from packplan.app.cli.command import add_logging_options, command_parser, parse_arguments, run_command, run_program

@@ -2,8 +2,6 @@
 Measure and plan a run before it; `packplan sft run.yaml` then starts training at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -6,8 +6,6 @@ A plot's colours are the placeholders below, which become variables of the page'
 serves a light and a dark page.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Epochs with plans of their own, as `show` and the report tell them."""
 
-from __future__ import annotations
-
 import attrs
 
 from packplan.app.planning.epochs import EpochPlanner

@@ -3,8 +3,6 @@ One pack or one sample of a plan: what it is made of, where it stands in the dat
 trained.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The figures of a split, for people to read: in a terminal, on a page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from packplan.app.cli.forecasts import time_rows

@@ -6,8 +6,6 @@ The run's own model, of its config.json alone, is traced on packs of its plan: n
 Without a stored plan, the run is measured and planned as `packplan plan build` does.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

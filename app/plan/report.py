@@ -6,8 +6,6 @@ The page is one HTML file that loads nothing, for light and dark screens, phones
 screen readers.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 from pathlib import Path

@@ -6,8 +6,6 @@ Reads the artefacts of build alone: no data, no model, neither torch nor ms-swif
 still fit the data is what verify finds. With --pack or --sample, one pack or sample is explained.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

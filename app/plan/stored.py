@@ -1,7 +1,5 @@
 """A split as it is stored, in numbers: opened without its data, its model, torch or ms-swift."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ its ranks. What is measured is stored beside the plans, and used for runs on thi
 it, an earlier run of this plan says the time, or nothing does.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

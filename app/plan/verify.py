@@ -8,8 +8,6 @@ of the files, every image against its size, dimensions and first 64 KiB. With --
 are encoded again; with --decode, the pixels of every image and of every frame of a video are read.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

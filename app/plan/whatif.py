@@ -5,8 +5,6 @@ Where a calibration fits (packplan plan time --calibrate), times are predicted, 
 of ranks the best is marked: the least time per planned token.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Records that cannot become samples: how many there may be, and their reasons."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """One limit for all waits of a run, whatever it waits for, and however often."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Measurements of known records from a table, merged with those of the others."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing

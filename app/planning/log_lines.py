@@ -1,7 +1,5 @@
 """Lines of the log on a planned split, in the words that the documentation explains."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction

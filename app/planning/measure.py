@@ -2,8 +2,6 @@
 Samples -> measurements: what a store lacks is measured, audited, and encoded again in part.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Aligned plan -> epoch schedule: the batches of an optimizer step, and the order of training."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Stored lengths of a split, opened without its data, its model, torch or ms-swift."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from packplan.core.config import RunConfig, configured_inputs, with_remedy

@@ -4,8 +4,6 @@ Fine-tune a model from a static pack plan: `packplan sft run.yaml`.
 Under torchrun, rank 0 measures and plans, the other ranks wait for it; then all train.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any

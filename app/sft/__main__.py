@@ -1,7 +1,5 @@
 """Runs `python -m packplan.app.sft`."""
 
-from __future__ import annotations
-
 from packplan.app.cli.command import run_program
 from packplan.app.sft import main
 

@@ -3,8 +3,6 @@ The attention of a run by its configuration and the verdict on its model, withou
 `app.wiring.training.verdicts` asks the model.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 A run's samples and stores, gathered for every command that plans, trains or verifies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import cast

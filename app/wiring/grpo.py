@@ -1,7 +1,5 @@
 """The trainer of `packplan rl`: TRL's `GRPOTrainer`, with microbatches as `policy.` says."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

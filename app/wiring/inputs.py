@@ -1,7 +1,5 @@
 """A run's model and data as they are named -> folders and files on this machine."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Tables of lengths: what writes them for any tool, and runs that take their lengths from one."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Mixes of data sets that a run names; files of the records that `--list-failures` looks at."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The folder of a model that is named on a command line, found without torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from packplan.adapters.hub_caches import cached, download_command, is_id

@@ -1,7 +1,5 @@
 """Probe of a model by its name, under each attention of this machine; without ms-swift."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec

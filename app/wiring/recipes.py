@@ -1,7 +1,5 @@
 """Recipe of a run's epochs, where these have plans of their own."""
 
-from __future__ import annotations
-
 from packplan.adapters.config.run import load_mixes
 from packplan.core.config import RunConfig
 from packplan.core.epochs import EpochRecipe

@@ -5,8 +5,6 @@ others.
 What looks at plans imports this one alone, and answers at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Work of a run's samples, by the sizes of its model."""
 
-from __future__ import annotations
-
 import attrs
 
 from packplan.adapters.model_folder import model_sizes

@@ -3,8 +3,6 @@ Keys of a run's YAML as classes, their faults, advice on unknown keys, and what 
 fingerprints and is compared between ranks.
 """
 
-from __future__ import annotations
-
 from packplan.core.config.advice import closest, unknown_key
 from packplan.core.config.faults import faults, tuners_of
 from packplan.core.config.identity import FIXED_ARGUMENTS, UNCOMPARED, run_identity
@@ -23,36 +21,3 @@ from packplan.core.config.run import (
     TemplateConfig,
     TrainingConfig,
 )
-
-__all__ = [
-    "FIXED_ARGUMENTS",
-    "LESS_DROPPED",
-    "OWN",
-    "PATHS",
-    "REFUSED_TRAINING_KEYS",
-    "TUNERS",
-    "UNCOMPARED",
-    "CustomConfig",
-    "ModelConfig",
-    "PathText",
-    "PolicyConfig",
-    "RlConfig",
-    "RunConfig",
-    "TemplateConfig",
-    "TrainingConfig",
-    "closest",
-    "configured_inputs",
-    "faults",
-    "flat_values",
-    "key_of",
-    "keys_of",
-    "plan_policy",
-    "rank_differences",
-    "rl_faults",
-    "run_identity",
-    "run_values",
-    "stream_inputs",
-    "tuners_of",
-    "unknown_key",
-    "with_remedy",
-]

@@ -9,8 +9,6 @@ that, a key may lack one word, or have one too many; it does not lack the medium
 `min_pixels` is not `video_min_pixels`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 MOST = 3

@@ -3,8 +3,6 @@ Faults of a run's configuration: those of single keys, and here those of several
 are reported at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import attrs

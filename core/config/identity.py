@@ -6,8 +6,6 @@ Data and packing are compared by the plan and the digest of the data. `docs/trai
 same table.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

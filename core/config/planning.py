@@ -1,7 +1,5 @@
 """Inputs of a run's lengths and plans, from its configuration."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ content elsewhere: weights, checkpoint, data and tokenizer by their digests, fil
 what they hold.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The change of a run most likely to help, by kind of error; docs/troubleshooting.md has more."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

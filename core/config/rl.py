@@ -2,8 +2,6 @@
 Configuration of `packplan rl`: sections `policy:` and `grpo:`, and what it reads of the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

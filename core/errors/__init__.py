@@ -43,36 +43,6 @@ from packplan.core.errors.words import (
     shortened,
 )
 
-__all__ = [
-    "MAX_LINE",
-    "MAX_LINES",
-    "ArgumentError",
-    "ConfigError",
-    "CorruptArtefactError",
-    "DataSetError",
-    "Difference",
-    "Fault",
-    "MismatchError",
-    "ModelError",
-    "NotBuiltError",
-    "OutputError",
-    "PackplanError",
-    "PlanError",
-    "ProofError",
-    "RankDifference",
-    "RecordError",
-    "RunError",
-    "StaleError",
-    "UserError",
-    "VerificationError",
-    "agree",
-    "counted",
-    "in_lines",
-    "in_ranges",
-    "ranging",
-    "shortened",
-]
-
 
 class PackplanError(Exception):
     """Base of all errors raised on purpose; its text is bounded, whatever it quotes."""

@@ -1,7 +1,5 @@
 """Numbers with their nouns, and texts that are short enough to be read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import groupby
 

@@ -2,8 +2,6 @@
 Inspection of plans: figures, invariants, differences, alternatives, and the steps of a sample.
 """
 
-from __future__ import annotations
-
 from packplan.core.inspection.comparison import (
     Alternative,
     Meetings,
@@ -27,28 +25,3 @@ from packplan.core.inspection.summary import (
     summarise_schedule,
     summarise_sources,
 )
-
-__all__ = [
-    "MIN_PACKS",
-    "Alternative",
-    "LowFill",
-    "Meetings",
-    "Place",
-    "PlanDifference",
-    "PlanSummary",
-    "ScheduleSummary",
-    "SourceSummary",
-    "best_of",
-    "fills",
-    "longest_pack",
-    "low_fill",
-    "meetings",
-    "place_of",
-    "plan_difference",
-    "plan_faults",
-    "scheduled_steps",
-    "summarise",
-    "summarise_schedule",
-    "summarise_sources",
-    "what_if",
-]

@@ -2,8 +2,6 @@
 Plans beside each other: what differs, which pairs meet again, what other lengths and ranks give.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs

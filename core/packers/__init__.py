@@ -5,8 +5,6 @@ The algorithm *name* is the function `name` of the module `core.packers.name`, w
 it first packs. Its entry in `ALGORITHMS` lists its further arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
@@ -21,20 +19,6 @@ from packplan.core.lengths import IntArray, Lengths, checked_works, lengths_up_t
 from packplan.core.packers.bin_count import with_bin_count
 from packplan.core.packs import Packs
 from packplan.core.runs import Runs
-
-__all__ = [
-    "ALGORITHMS",
-    "REDRAW_VERSION",
-    "Level",
-    "Redrawn",
-    "algorithm_named",
-    "checked_seed",
-    "function_named",
-    "pack",
-    "redraw",
-    "with_bin_count",
-    "works_for",
-]
 
 
 @attrs.frozen

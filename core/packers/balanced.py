@@ -11,8 +11,6 @@ room of the packs is kept for such samples. If packs do not fit in this way, pac
 levelled instead, of a smaller capacity if their number allows.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from heapq import heapreplace

@@ -3,8 +3,6 @@ Best-fit decreasing: longest samples first, each into the fullest bin that fits,
 first.
 """
 
-from __future__ import annotations
-
 from packplan.core.any_fit import fit_decreasing
 from packplan.core.runs import PackingTrace, Runs
 

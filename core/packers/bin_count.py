@@ -1,7 +1,5 @@
 """Splitting of the fullest packs, to reach a wanted number of packs."""
 
-from __future__ import annotations
-
 from heapq import heapify, heappop, heappush
 
 import numpy as np

@@ -7,8 +7,6 @@ machine's speed. If a gap remains, all other algorithms are tried: the plan is n
 theirs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import chain
 

@@ -3,8 +3,6 @@ Concatenative: samples in input order, with a new pack when the next does not fi
 calls it next fit.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from packplan.core.lengths import IntArray

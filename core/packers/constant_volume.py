@@ -8,8 +8,6 @@ neighbours with equal room. A new bin is the emptiest until it is full, so it ta
 at once.
 """
 
-from __future__ import annotations
-
 from heapq import heappop, heappush
 
 from packplan.core.runs import PackingTrace, Runs

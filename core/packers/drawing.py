@@ -14,8 +14,6 @@ search. The groups of `certified` are packed by best fit, its first stage. Where
 enough to the fewest packs, samples of equal length change places in its own packs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import attrs

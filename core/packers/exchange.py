@@ -10,8 +10,6 @@ Draws come from one stream of raw numbers, arithmetic is in whole numbers, and r
 So the packs are the same on every machine.
 """
 
-from __future__ import annotations
-
 import attrs
 import numpy as np
 from numpy.typing import NDArray

@@ -1,7 +1,5 @@
 """First-fit decreasing: longest samples first, each into the first bin that fits."""
 
-from __future__ import annotations
-
 from packplan.core.any_fit import fit_decreasing
 from packplan.core.runs import PackingTrace, Runs
 

@@ -1,7 +1,5 @@
 """First fit in an order shuffled by a seed."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from packplan.core.lengths import IntArray

@@ -5,8 +5,6 @@ Patterns: the samples of each run that a bin takes, and the number of bins with 
 linear program over patterns.
 """
 
-from __future__ import annotations
-
 Pattern = dict[int, int]
 """Run -> samples of it in one bin."""
 

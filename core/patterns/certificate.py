@@ -2,8 +2,6 @@
 Upper and lower bounds on the number of packs, cheapest first, until they meet.
 """
 
-from __future__ import annotations
-
 from math import gcd
 from typing import Literal
 

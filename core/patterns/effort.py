@@ -5,8 +5,6 @@ A step is the completion of a bin for one run in exact filling, about a third of
 other searches count steps of about the same time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import inf
 

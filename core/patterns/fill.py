@@ -8,8 +8,6 @@ lengths. The literature calls this a minimum-bin-slack heuristic (Gupta and Ho, 
 Hindi, 2002).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 

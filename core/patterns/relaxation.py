@@ -12,8 +12,6 @@ The bound never depends on floating point. Dual values are rounded to integers, 
 solved exactly over them. Farley's bound (1990) is then a quotient of integers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import attrs

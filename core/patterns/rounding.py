@@ -6,8 +6,6 @@ A dive takes the patterns with whole uses, and the best of the others until enou
 The remaining samples are then packed exactly, and the program is solved again for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

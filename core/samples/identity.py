@@ -7,8 +7,6 @@ image inside a record counts by its size and its head, as image files do. A medi
 counts without the signature, which may be another one tomorrow.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

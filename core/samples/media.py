@@ -1,7 +1,5 @@
 """Images and videos of a record: paths, URLs, folders of frames, or the images themselves."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import re

@@ -5,8 +5,6 @@ Only the schemes of `PACKAGES` are read: others, and chains as `zip://a::s3://b`
 of this machine. A query, a fragment and a user name may be credentials; no message has them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -6,8 +6,6 @@ with a `desc` and a `bbox_2d` or `poly`, `width`, `height`, optionally `summary`
 converted into messages here.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any, Literal

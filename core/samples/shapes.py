@@ -6,8 +6,6 @@ answer. This module reads them in the same way. If ms-swift would leave somethin
 between two columns, the record is refused with a remedy.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

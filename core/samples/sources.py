@@ -1,7 +1,5 @@
 """Data files of a split, places in them, and records that cannot become samples."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import groupby
 

@@ -6,8 +6,6 @@ A call is JSON of a `name` and `arguments`. As in ms-swift, the calls of a messa
 messages after its text, and answers follow the order of the calls.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks and conversion of values in records of any shape."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Epoch schedules, which assign packs to ranks and steps, and statistics of an epoch."""
 
-from __future__ import annotations
-
 from packplan.core.schedule.schedule import (
     DAMAGED,
     ORDER_VERSION,
@@ -14,18 +12,3 @@ from packplan.core.schedule.schedule import (
     resumed,
 )
 from packplan.core.schedule.telemetry import EpochStats, PackStats, heaviest_packs
-
-__all__ = [
-    "DAMAGED",
-    "ORDER_VERSION",
-    "EpochSchedule",
-    "EpochSegment",
-    "EpochStats",
-    "PackStats",
-    "Progress",
-    "ResumeState",
-    "Step",
-    "heaviest_packs",
-    "require_start",
-    "resumed",
-]

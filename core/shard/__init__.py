@@ -1,21 +1,7 @@
 """RL batches cut into microbatches for data-parallel workers, with metrics of the cost."""
 
-from __future__ import annotations
-
 from packplan.core.shard.inputs import sequence_dims
 from packplan.core.shard.metrics import batch_metrics, pooled
 from packplan.core.shard.packed import shard_packed
 from packplan.core.shard.padded import shard_dynamic, shard_plain
 from packplan.core.shard.sharding import Mode, ShardBatch, Sharding
-
-__all__ = [
-    "Mode",
-    "ShardBatch",
-    "Sharding",
-    "batch_metrics",
-    "pooled",
-    "sequence_dims",
-    "shard_dynamic",
-    "shard_packed",
-    "shard_plain",
-]

@@ -4,8 +4,6 @@ Assignment of items to the microbatches of workers: by work under a budget, or w
 A label is the microbatch of an item. Worker r has the microbatches from `r * per_shard` on.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from heapq import heappop, heappush, heapreplace
 

@@ -2,8 +2,6 @@
 Arguments that all ways of sharding share, checked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heapreplace
 from itertools import accumulate, pairwise

@@ -2,8 +2,6 @@
 Metrics of a sharded RL batch: use of the budget, padding and imbalance, by global batch and pooled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import attrs

@@ -1,7 +1,5 @@
 """Microbatches that are padded: of neighbours in order, or of sequences of similar length."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -10,8 +10,6 @@ Every `Sharding` keeps these rules:
 - No microbatch has more positions than the budget, but for a sequence that is over it alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Literal, TypeVar

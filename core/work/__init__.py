@@ -2,8 +2,6 @@
 Work of samples and packs in FLOPs of the model's layers, and assignment of packs to ranks by work.
 """
 
-from __future__ import annotations
-
 from packplan.core.work.assignment import (
     UNITS,
     Meeting,
@@ -17,18 +15,3 @@ from packplan.core.work.assignment import (
 from packplan.core.work.model import SampleWorks, WorkModel
 from packplan.core.work.text import LocalAttention
 from packplan.core.work.vision import VisionWork
-
-__all__ = [
-    "UNITS",
-    "LocalAttention",
-    "Meeting",
-    "SampleWorks",
-    "VisionWork",
-    "WorkModel",
-    "assign_steps",
-    "bounds_of_steps",
-    "expected_imbalance",
-    "floor_of",
-    "group_steps",
-    "in_units",
-]

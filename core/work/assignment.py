@@ -9,8 +9,6 @@ All arithmetic is in whole numbers, and equal works keep their order. So every r
 assignment, on any processor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any, Literal, get_args

@@ -1,7 +1,5 @@
 """Reader of the keys of a model's config.json, which records the keys read."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ or a chunk, layers that carry a state. `_DEFAULTS` holds values that configs lea
 key for. A key that names a size and is not read here makes the model unknown.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal

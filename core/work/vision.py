@@ -1,7 +1,5 @@
 """Work of vision towers and their projectors, by the keys of `vision_config` in a config.json."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ Make the tiny models and the data set that the examples train on, then train on 
 tools.demo make` only makes; with `--videos`, also what `app/demo_videos.yaml` trains on.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

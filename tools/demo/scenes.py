@@ -5,8 +5,6 @@ Images of many sizes and captions of many lengths; some records have no image, s
 are longer than the budget. The same seed gives the same bytes.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

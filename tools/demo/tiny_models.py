@@ -3,8 +3,6 @@ Models of well under a million parameters, with real patch sizes and random weig
 network.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

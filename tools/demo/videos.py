@@ -1,7 +1,5 @@
 """Made videos: a bar that moves over a ground, in the containers and codecs that are read."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

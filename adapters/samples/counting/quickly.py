@@ -7,8 +7,6 @@ and one in `AUDITED_ONE_IN` of all; of those with videos, with others in the vid
 decoding one takes as long as asking hundreds.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence

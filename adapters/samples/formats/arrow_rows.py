@@ -1,7 +1,5 @@
 """Rows of Arrow files, mapped into memory: of `datasets.save_to_disk`, or rewritten ones."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

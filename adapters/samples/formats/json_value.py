@@ -1,7 +1,5 @@
 """The JSON text of a record -> its value, with everything refused that would be read otherwise."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -6,8 +6,6 @@ A file is known again by its size, times and inode, as version control does, unl
 before it was read; some of its records are compared, too. Only verification reads all of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import time

@@ -1,7 +1,5 @@
 """JSON Lines, whose records stand at known bytes: read and parsed when asked for."""
 
-from __future__ import annotations
-
 import os
 import re
 import weakref

@@ -1,7 +1,5 @@
 """A file's bytes, mapped into memory, of which few stay there once they were read."""
 
-from __future__ import annotations
-
 import mmap
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Records of one file, whatever its format, and the digests by which they are known again."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any

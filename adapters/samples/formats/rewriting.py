@@ -7,8 +7,6 @@ none. A file that was read whole once is known again by its size, times and inod
 control does, so that a start need not read it again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import gzip

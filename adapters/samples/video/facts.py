@@ -6,8 +6,6 @@ container does not promise (a constant rate, that all frames are shown) is its `
 is decoded to be measured. A video that cannot be trained is refused, with the reason.
 """
 
-from __future__ import annotations
-
 import hashlib
 import stat
 from collections.abc import Iterator, Sequence

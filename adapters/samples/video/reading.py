@@ -7,8 +7,6 @@ gives the same frames. Another reader of qwen_vl_utils (torchcodec, where it is 
 as it is, and every video is decoded to be measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

@@ -2,8 +2,6 @@
 Iterable data set that packs samples as they come, each on one rank and one worker, in every epoch.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Stream of training samples: the records of a data set, in an order of each epoch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from packplan.adapters.samples.encoder import SwiftEncoder

@@ -10,8 +10,6 @@ A checkpoint has the progress of every shard after its last trained pack. What l
 beyond it is prepared again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """Forecast of a run from its timing, its plan and its schedule; without torch."""
 
-from __future__ import annotations
-
 import math
 
 import attrs

@@ -3,8 +3,6 @@ Measurements of a run: its timing, by a calibration that fits or by steps of an 
 peak of memory. Without torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Measures the steps of a run for its forecasts, with its own trainer and packs."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,14 +1,12 @@
 """Steps of a run that are traced for their memory: its model and trainer, without weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 import torch
 
-from packplan.adapters.forecast.memory import OutlineTrainer, StepTracer, of_length, ranks_in_name, weights_of
+from packplan.adapters.forecast.memory import OutlineTrainer, StepTracer
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.trainer.arguments import training_arguments
@@ -86,6 +84,3 @@ def open_step_tracer(
         template=template, train_dataset=None,
     )  # fmt: skip
     return StepTracer(trainer, sharding, world_size, accumulates, on_gpu)
-
-
-__all__ = ["as_traced", "of_length", "open_outline", "open_step_tracer", "ranks_in_name", "weights_of"]

@@ -3,8 +3,6 @@ The ranks of a run, whether all were given the same, and the folder that one run
 into.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import platform

@@ -1,7 +1,5 @@
 """A run's samples, and their measurer."""
 
-from __future__ import annotations
-
 import logging
 import os
 

@@ -1,7 +1,5 @@
 """Model, settings and trainer of a run, over a plan or a stream."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path

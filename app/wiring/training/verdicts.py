@@ -2,8 +2,6 @@
 Whether a run's model may pack, asked of a small copy and of the loaded one, and its attention.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from functools import cache
