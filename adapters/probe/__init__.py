@@ -8,8 +8,6 @@ strategy after the other. `loaded` probes the model that is about to train, and 
 one to probe it.
 """
 
-from packplan.adapters.probe.loaded import place_of, plain_ids, probe_loaded
+from packplan.adapters.probe.loaded import place_of, plain_ids, probe_loaded, probe_weights
 from packplan.adapters.probe.probe import SmallProbe, probe_config
 from packplan.adapters.probe.small_model import open_model_config
-from packplan.adapters.probe.weights import probe_weights
-from packplan.adapters.proof import limit_of

@@ -27,7 +27,7 @@ from packplan.app.planning.schedule import batch_of, require_static, zero_stage
 from packplan.app.planning.split import PlannedSplit, plan_split
 from packplan.app.wiring import stores
 from packplan.app.wiring.commands import CommandRun, ranks_of, read_run, require_inputs
-from packplan.app.wiring.forecasts.timings import memory_key, open_peaks
+from packplan.app.wiring.forecasts import memory_key, open_peaks
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, Fault, MismatchError, ModelError, counted
 from packplan.core.memory import (

@@ -17,9 +17,8 @@ from packplan.app.planning.split import Alignment, PlannedSplit, Stores, plan_sa
 from packplan.app.planning.stored_lengths import open_lengths, refusals, stale_inputs
 from packplan.app.wiring import stores
 from packplan.app.wiring.attention import attention_by, needs_verdict, refuse_leak, stored_verdict
-from packplan.app.wiring.forecasts.runs import run_forecast
-from packplan.app.wiring.forecasts.timings import attention_name, earlier_timing, find_peak, find_timing
-from packplan.app.wiring.recipes import recipe_of
+from packplan.app.wiring.forecasts import attention_name, earlier_timing, find_peak, find_timing, run_forecast
+from packplan.app.wiring.mixes import recipe_of
 from packplan.app.wiring.works import Work, policy_of, work_of
 from packplan.core.align import AlignedPlan
 from packplan.core.config import RunConfig, with_remedy

@@ -25,8 +25,7 @@ from packplan.app.planning.split import Alignment, plan_samples, samples_of
 from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
 from packplan.app.wiring import stores
 from packplan.app.wiring.commands import ranks_of, read_run
-from packplan.app.wiring.forecasts.runs import run_forecast
-from packplan.app.wiring.forecasts.timings import attention_name, find_full_peaks, find_timing
+from packplan.app.wiring.forecasts import attention_name, find_full_peaks, find_timing, run_forecast
 from packplan.app.wiring.works import policy_of, work_of
 from packplan.core.config import RunConfig, with_remedy
 from packplan.core.epochs import EpochRecipe

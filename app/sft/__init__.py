@@ -57,7 +57,7 @@ def run(config: RunConfig, group: RankGroup) -> Result:
     from packplan.app.sft.outcome import interruption_logged, log_outcome
     from packplan.app.sft.prepare import prepare
     from packplan.app.wiring import training
-    from packplan.app.wiring.forecasts.runs import told_error
+    from packplan.app.wiring.forecasts import told_error
 
     prepared = prepare(config, group)
     trainer, schedule, checkpoint = prepared.trainer, prepared.schedule, prepared.checkpoint

@@ -23,8 +23,7 @@ from packplan.app.planning.schedule import (
     warn_of_ignored,
 )
 from packplan.app.planning.split import GatheredSplit, PlannedSplit, plan_split, require_agreement, require_writable
-from packplan.app.wiring.forecasts.runs import told_forecast
-from packplan.app.wiring.forecasts.timings import find_timing
+from packplan.app.wiring.forecasts import find_timing, told_forecast
 from packplan.app.wiring.gather import Gathered, gather
 from packplan.app.wiring.training import (
     build_trainer,

@@ -14,8 +14,7 @@ from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.rows import RowsEncoder, sequence_lengths, whole
 from packplan.app.planning.split import Alignment, GatheredSplit, PlannedSplit
 from packplan.app.wiring.lengths import open_known
-from packplan.app.wiring.mixes import mixes_of
-from packplan.app.wiring.recipes import recipe_of
+from packplan.app.wiring.mixes import mixes_of, recipe_of
 from packplan.app.wiring.stores import open_stores
 from packplan.app.wiring.training import open_measurer, open_samples
 from packplan.app.wiring.works import policy_of

@@ -1,4 +1,6 @@
-"""Mixes of data sets that a run names; files of the records that `--list-failures` looks at."""
+"""
+Mixes of data sets that a run names; files of the records that `--list-failures` looks at.
+"""
 
 import json
 import logging
@@ -12,9 +14,31 @@ from packplan.adapters.samples.files import copied_line, file_faults, open_recor
 from packplan.app.wiring.inputs import records_cache
 from packplan.app.wiring.stores import writing_for
 from packplan.core.config import RunConfig
+from packplan.core.epochs import EpochRecipe
 from packplan.core.errors import ConfigError, DataSetError, Fault, counted
 from packplan.core.mixes import Mixes, mixes_faults, stream_faults
 from packplan.core.ports import Records
+
+
+def recipe_of(config: RunConfig, split: str) -> EpochRecipe | None:
+    """
+    Return the recipe of a split's epochs; None where all have one plan.
+
+    Args:
+        config: The run.
+        split: `train` or `eval`.
+
+    Raises:
+        ConfigError: All faults of the mix.
+    """
+    custom, training = config.custom, config.training
+    if split != "train":
+        return None
+    if custom.fusion_schedule is None:
+        return EpochRecipe() if training.packing_epochs == "replanned" else None
+    assert custom.fusion_config is not None  # noqa: S101  # `faults` refuses a schedule of no mix
+    return EpochRecipe(mixes=load_mixes(custom.fusion_config), seed=training.seed)
+
 
 log = logging.getLogger(__name__)
 

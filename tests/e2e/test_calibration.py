@@ -9,7 +9,7 @@ import pytest
 
 from packplan.app.plan import __main__ as plan
 from packplan.app.wiring import training
-from packplan.app.wiring.forecasts.timings import find_timing, open_calibrations
+from packplan.app.wiring.forecasts import find_timing, open_calibrations
 from tests.processes import _packplan, finished
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from packplan.adapters.ranks.weight_digests import weight_digests
+from packplan.adapters.ranks.torch_group import weight_digests
 from packplan.app.sft import stream
 from packplan.app.wiring import training
 from packplan.app.wiring.training import ranks
@@ -179,7 +179,7 @@ def test_a_digest_is_of_every_bit_and_of_its_place(dtype, num_rows, monkeypatch)
     One item that differs, or two that change places, in a block or over two of them, change it; a
     copy does not, nor other strides, nor another place in memory.
     """
-    monkeypatch.setattr("packplan.adapters.ranks.weight_digests._BLOCK", 4)
+    monkeypatch.setattr("packplan.adapters.ranks.torch_group._BLOCK", 4)
     model = torch.nn.Module()
     drawn = torch.randint(0, 255, (num_rows, 11), generator=torch.Generator().manual_seed(0))
     model.register_buffer("w", drawn.to(dtype))

@@ -3,8 +3,6 @@ Families of every kind pack the whole way of training: small random models of th
 in the code names one, pass `packplan check`, and one whose layers carry a state trains.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -14,9 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from packplan.adapters.attention import attend_as
-from packplan.adapters.probe import limit_of, probe_loaded
+from packplan.adapters.probe import probe_loaded
 from packplan.adapters.probe.shrink import shrink
 from packplan.adapters.probe.small_model import SmallModels, enliven, quiet
+from packplan.adapters.proof import limit_of
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import check
 from packplan.app.sft.prepare import prepare

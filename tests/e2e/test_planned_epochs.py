@@ -94,7 +94,7 @@ def planner_of(path: Path) -> EpochPlanner:
     from packplan.app.plan.stored import open_split
     from packplan.app.planning.split import samples_of
     from packplan.app.wiring import stores
-    from packplan.app.wiring.recipes import recipe_of
+    from packplan.app.wiring.mixes import recipe_of
     from packplan.app.wiring.works import policy_of
 
     config = training.read_config(path)

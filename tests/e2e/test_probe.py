@@ -3,8 +3,6 @@ A model packs if a probe shows that it may: families of every kind, planted faul
 of a verdict.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import nullcontext
@@ -20,10 +18,11 @@ from transformers.models.llama import modeling_llama
 from packplan.adapters.attention import attend_as, layout, varlen
 from packplan.adapters.attention.rows import row_of
 from packplan.adapters.attention.states import split_states
-from packplan.adapters.probe import limit_of, probe, probe_config, probe_loaded, rows
 from packplan.adapters.probe import loaded as loaded_model
+from packplan.adapters.probe import probe, probe_config, probe_loaded, rows
 from packplan.adapters.probe.shrink import LONGEST, shrink
 from packplan.adapters.probe.small_model import SmallModels
+from packplan.adapters.proof import limit_of
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.stores.verdicts import DiskVerdictStore
 from packplan.app import sft

@@ -87,7 +87,7 @@ def test_the_weights_are_read_if_asked_for(demo, capsys, monkeypatch):
     asked = []
     plain = loaded.probe_loaded
     monkeypatch.setattr(
-        "packplan.adapters.probe.weights.probe_loaded",
+        "packplan.adapters.probe.loaded.probe_loaded",
         lambda model, native: asked.append(model.config._attn_implementation) or plain(model, native=native),
     )
 
@@ -99,7 +99,7 @@ def test_the_weights_are_read_if_asked_for(demo, capsys, monkeypatch):
     def leak(model, _):
         model.model.norm.register_forward_hook(lambda *call: call[-1] + 1e-3 * call[-1].roll(1, 1))
 
-    monkeypatch.setattr("packplan.adapters.probe.weights.attend_as", leak)
+    monkeypatch.setattr("packplan.adapters.probe.loaded.attend_as", leak)
     capsys.readouterr()
     assert 3 == probe.main([folder, "--weights"])
     assert "with its weights, gradients pass between samples of a row" in capsys.readouterr().err

@@ -288,7 +288,7 @@ def test_a_stream_that_teaches_nothing_is_an_error(write_run, tmp_path):
 
 def test_a_mix_is_trained_in_its_shares(write_rollout, text_jsonl, tmp_path, monkeypatch):
     """Ratios of the mix, packed after it; another draw each epoch."""
-    from packplan.adapters.trainer.streams.records import RecordStream
+    from packplan.adapters.trainer.streams.dataset import RecordStream
 
     other = tmp_path / "other.jsonl"
     other.write_text("".join(text_jsonl.read_text().splitlines(keepends=True)[:20]))

@@ -13,8 +13,7 @@ import pytest
 
 from benchmarks import forecast as benchmark
 from packplan.app.plan import __main__ as command
-from packplan.app.wiring.forecasts import timings
-from packplan.app.wiring.forecasts.runs import told_error, told_forecast
+from packplan.app.wiring.forecasts import timings, told_error, told_forecast
 from packplan.app.wiring.stores import read_config
 from packplan.core.forecast import Calibration, MeasuredStep, Pause, RunForecast, StepTime, Timing
 from tests.stored import store_run

@@ -18,8 +18,7 @@ from packplan.adapters.trainer.packed_dataset import PackedDataset
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.app.planning.schedule import meeting_point
 from packplan.app.planning.split import PlannedSplit
-from packplan.app.wiring.forecasts.runs import evaluation_terms
-from packplan.app.wiring.forecasts.timings import calibration_key, logs_each_step, open_calibrations
+from packplan.app.wiring.forecasts import calibration_key, evaluation_terms, logs_each_step, open_calibrations
 from packplan.app.wiring.works import work_of
 from packplan.core.align import align_plan
 from packplan.core.config import RunConfig

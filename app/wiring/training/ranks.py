@@ -16,8 +16,7 @@ import torch
 
 from packplan.adapters.config.run import load_mixes
 from packplan.adapters.ranks.environment import meeting, require_ranks
-from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, lost_ranks_named
-from packplan.adapters.ranks.weight_digests import weight_digests
+from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, lost_ranks_named, weight_digests
 from packplan.adapters.trainer.arguments import runs_on_cpu
 from packplan.adapters.versions import installed_version
 from packplan.app.wiring.stores import ranks_refuse_together, training_alone

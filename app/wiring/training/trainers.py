@@ -30,13 +30,12 @@ from packplan.adapters.trainer.model import hide_progress_bars, open_model
 from packplan.adapters.trainer.packed_dataset import EpochDataset, PackedDataset
 from packplan.adapters.trainer.settings import setting_faults
 from packplan.adapters.trainer.static import PackTrainer
-from packplan.adapters.trainer.streams.dataset import DynamicDataset
-from packplan.adapters.trainer.streams.records import RecordStream
+from packplan.adapters.trainer.streams.dataset import DynamicDataset, RecordStream
 from packplan.adapters.trainer.streams.trainer import StreamStart, StreamTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
 from packplan.app.planning.epochs import PlannedEpochs
 from packplan.app.planning.split import PlannedSplit
-from packplan.app.wiring.forecasts.runs import run_forecast
+from packplan.app.wiring.forecasts import run_forecast
 from packplan.app.wiring.training.ranks import require_same, require_same_weights, settings_files
 from packplan.app.wiring.training.verdicts import ask_loaded
 from packplan.app.wiring.works import Work

@@ -1,1 +1,0 @@
-"""Forecasts of runs: the timing that fits a run, and what follows from it."""
