@@ -13,7 +13,8 @@ import pytest
 
 from benchmarks import forecast as benchmark
 from packplan.app.plan import __main__ as command
-from packplan.app.wiring.forecasts import timings, told_error, told_forecast
+from packplan.app.wiring import forecasts
+from packplan.app.wiring.forecasts import told_error, told_forecast
 from packplan.app.wiring.stores import read_config
 from packplan.core.forecast import Calibration, MeasuredStep, Pause, RunForecast, StepTime, Timing
 from tests.stored import store_run
@@ -50,8 +51,8 @@ def calibrate(path, *overrides, world_size=2, **others):
     config = read_config(path, overrides)
     steps = [MeasuredStep(1 + n % 3, 1e6 * (n % 4), 1e5 * (n % 5), 1e4 * (n % 7), 1.0) for n in range(20)]
     calibration = Calibration("a made machine", tuple(attrs.evolve(one, seconds=one.predicted(TIME)) for one in steps))
-    key = timings.calibration_key(config, world_size=world_size, attention="sdpa")
-    timings.open_calibrations(config).save(
+    key = forecasts.calibration_key(config, world_size=world_size, attention="sdpa")
+    forecasts.open_calibrations(config).save(
         attrs.evolve(key, inputs=key.inputs | others), cattrs.unstructure(calibration)
     )
     return path
@@ -145,7 +146,7 @@ def test_ranks_that_meet_in_each_microbatch_wait_in_each(store, said):
 def test_a_damaged_calibration_is_named_with_what_to_do(store, said):
     """As all that is stored."""
     path = calibrate(store())
-    (file,) = timings.open_calibrations(read_config(path))._folder.glob("*.json")
+    (file,) = forecasts.open_calibrations(read_config(path))._folder.glob("*.json")
     file.write_text(file.read_text().replace("1000000.0", "1000001.0"))
 
     status, _, err = said("time", path, "--world-size", "2")
