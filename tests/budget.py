@@ -6,8 +6,6 @@ orphans included. A slower machine is granted more: a fixed piece of work, timed
 how much. With `CI` set, more than 1.25 times the budget fails.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource
@@ -22,9 +20,7 @@ BUDGET = Path(__file__).with_name("budget.txt")
 TOLERATED = 1.25
 
 YARDSTICK_S = 1.9
-"""
-Processor seconds of `work` on the machine that the budget was recorded on, every core doing it.
-"""
+"""Processor seconds of `work` where the budget was recorded, with every core at work."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -92,9 +88,7 @@ def _children_s() -> float:
 
 
 def _orphans() -> list[str]:
-    """
-    Wait for processes that lost their parents; return the command lines of those that do not end.
-    """
+    """Wait for orphaned processes; return the command lines of those that do not end."""
     deadline = time.monotonic() + _FAREWELL_S
     try:
         while time.monotonic() < deadline:

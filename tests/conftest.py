@@ -1,9 +1,4 @@
-"""
-Profiles of hypothesis, and what tests of every folder start from: the demo's data, runs of
-reinforcement learning, and processes.
-"""
-
-from __future__ import annotations
+"""Profiles of hypothesis, and fixtures of every folder: the demo's data, RL runs, processes."""
 
 import functools
 import gc
@@ -80,10 +75,7 @@ def pytest_collection(session):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """
-    Trace core where its laws are stated: in tests of other things, and what they set up, that adds
-    no line.
-    """
+    """Trace core where its laws are stated: elsewhere, that adds no line."""
     controller, is_elsewhere = _coverage(item.config), item.path.parent.name not in {"laws", "unit"}
     if (
         not controller
@@ -123,10 +115,7 @@ def pytest_runtest_call(item):
 
 @pytest.fixture(autouse=True)
 def _loggers():
-    """
-    Give the project's logger back as it was, and show progress: a command sets up both for its
-    whole process.
-    """
+    """Give the project's logger back as it was: a command sets it up for its whole process."""
     if shown := sys.modules.get("packplan.adapters.progress"):
         shown.hide(hidden=False)
     logger = logging.getLogger("packplan")
@@ -181,9 +170,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """
-    Return a function that mounts a disk of so many bytes; skip the test where this is not allowed.
-    """
+    """Return a function that mounts a disk of so many bytes; skip where this is not allowed."""
     mounted = []
 
     def mount(size: int) -> Path:

@@ -1,7 +1,5 @@
 """A run of four keys, and what becomes of it with others: a configuration, or faults by key."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Tries random examples of every law until the minutes are over: `python -m tests.
 A law that fails ends the search; what reproduces it is printed.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import subprocess

@@ -1,7 +1,4 @@
-"""
-Doubles of the ports, with faults to inject; one contract suite runs on them and on the real
-adapters.
-"""
+"""Doubles of the ports, with faults to inject; one contract suite runs on both."""
 
 from __future__ import annotations
 

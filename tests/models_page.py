@@ -1,7 +1,5 @@
 """Families on the page of models, read back."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

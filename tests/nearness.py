@@ -7,8 +7,6 @@ absolute terms (Higham, Accuracy and Stability of Numerical Algorithms, 2nd edit
 `pytest.approx` takes it. What is broken differs by a share of a term.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

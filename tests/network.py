@@ -1,7 +1,5 @@
 """Ports, and hosts made of network namespaces: what tests of several nodes need."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools
@@ -27,9 +25,7 @@ _ports = itertools.cycle(range(_PORTS_EACH))
 
 
 def free_port() -> int:
-    """
-    Return a port that nobody listens on, of those that belong to this worker of pytest-xdist alone.
-    """
+    """Return a free port of those that belong to this worker of pytest-xdist alone."""
     # Below the ports that the kernel gives to outgoing connections.
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     for number in itertools.islice(_ports, _PORTS_EACH):

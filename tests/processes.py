@@ -7,8 +7,6 @@ test that proves something about a fresh interpreter (a launcher, what an import
 every other asks the server.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import importlib
@@ -334,23 +332,25 @@ def _packplan(*words: str) -> int:
     return main(list(words))
 
 
-def train_under_torchrun(config: Path | str, out: Path) -> subprocess.CompletedProcess[str]:
+def train_under_torchrun(config: Path, out: Path, *, deepspeed: bool = False) -> subprocess.CompletedProcess[str]:
     """
-    Train a run on two ranks on a CPU that torchrun starts, as DeepSpeed needs.
+    Train a run on two ranks that torchrun starts.
 
     Args:
         config: YAML of the run.
         out: Folder that each rank writes what it did to; see `tests.e2e.rank_main`.
+        deepspeed: Whether the run needs DeepSpeed on a CPU.
     """
-    _compile_deepspeed()
+    if deepspeed:
+        _compile_deepspeed()
     return subprocess.run(
         [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
          "--master-port", str(free_port()), "-m", "tests.e2e.rank_main", config, out],
-        env=_deepspeed_variables(), capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+        env=_rank_variables(), capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
 
 
-def _deepspeed_variables() -> dict[str, str]:
+def _rank_variables() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
@@ -361,4 +361,4 @@ def _compile_deepspeed() -> None:
     lock, for which all later ones wait.
     """
     code = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load()"
-    subprocess.run([sys.executable, "-c", code], env=_deepspeed_variables(), check=True, timeout=4 * DEADLINE_S)
+    subprocess.run([sys.executable, "-c", code], env=_rank_variables(), check=True, timeout=4 * DEADLINE_S)

@@ -1,7 +1,5 @@
 """Records that several tests begin with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The algorithms item by item, as their papers say: what the fast ones are compared with."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,10 +15,7 @@ def longest_first(lengths: Lengths) -> list[int]:
 
 
 def fit(lengths: Lengths, capacity: int, order: Sequence[int], prefer: Callable[[int], int]) -> list[list[int]]:
-    """
-    Put each sample into the bin that *prefer* ranks first among those that it fits, else into a new
-    one.
-    """
+    """Put each sample into the fitting bin that *prefer* ranks first, else into a new one."""
     bins: list[list[int]] = []
     room: list[int] = []
     for index in order:
@@ -56,10 +51,7 @@ def next_fit(lengths: Lengths, capacity: int) -> list[list[int]]:
 
 
 def modified_first_fit_decreasing(lengths: Lengths, capacity: int) -> list[list[int]]:
-    """
-    Johnson and Garey's phases on single samples; bins with equal room in the order they were
-    opened.
-    """
+    """Johnson and Garey's phases on single samples; equal room in the order of opening."""
     left = longest_first(lengths)
     bins = [[index] for index in left if lengths[index] * 2 > capacity]
     left = left[len(bins) :]

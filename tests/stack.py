@@ -1,9 +1,4 @@
-"""
-What the server of `tests.processes` imports once, and tests of training too: libraries, adapters,
-and what commands share.
-"""
-
-from __future__ import annotations
+"""Libraries, adapters and commands that the server of `tests.processes` imports once."""
 
 import gc
 import importlib

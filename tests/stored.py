@@ -1,7 +1,5 @@
 """Runs as they are stored once they are built, made without data, model or ms-swift."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Strategies that laws are stated over."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 
@@ -16,19 +14,13 @@ capacities, packing_lengths = st.integers(1, 200), st.integers(2, 120)
 
 @lru_cache(maxsize=1000)
 def _integers(most: int, min_size: int, max_size: int) -> st.SearchStrategy[list[int]]:
-    """
-    Lists of numbers from 1. A strategy takes longer to build and to validate than to draw from, so
-    it is built once.
-    """
+    """Lists of numbers from 1; built once, since building takes longer than drawing."""
     return st.lists(st.integers(1, most), min_size=min_size, max_size=max_size)
 
 
 @st.composite
 def packable(draw: st.DrawFn, *, min_size: int = 0, max_size: int = 60) -> tuple[list[int], int]:
-    """
-    Lengths that a packer takes, and a capacity; often few distinct lengths, so that ties are
-    frequent.
-    """
+    """Lengths that a packer takes, and a capacity; few distinct lengths, so ties are frequent."""
     capacity = draw(capacities)
     few = draw(_integers(capacity, 1, 4))
     # Up to the capacity a length of its own, beyond it one of the few: one draw for each sample.
@@ -38,9 +30,7 @@ def packable(draw: st.DrawFn, *, min_size: int = 0, max_size: int = 60) -> tuple
 
 @st.composite
 def packable_arrays(draw: st.DrawFn) -> tuple[list[int], int]:
-    """
-    Up to some hundred lengths of one of the shapes that leave gaps to the bound, and a capacity.
-    """
+    """Up to some hundred lengths of a shape that leaves gaps to the bound, and a capacity."""
     capacity = draw(st.integers(2, 200))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     low = max(1, capacity // draw(st.sampled_from([2, 3, 4, 8, 200])))

@@ -1,7 +1,5 @@
 """Docstrings: they name things, and document each argument of public functions."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -54,10 +52,7 @@ def public_functions(body: list[ast.stmt]) -> Iterator[Function]:
 
 
 def undocumented(source: str) -> list[str]:
-    """
-    Return the public functions of three or more arguments that neither document each nor say where
-    they are.
-    """
+    """Return public functions of many arguments that document neither each nor another place."""
     found = []
     for node in public_functions(ast.parse(source).body):
         said = ast.get_docstring(node) or ""
@@ -90,9 +85,7 @@ def test_no_docstring_is_a_fragment():
 
 
 def test_what_breaks_the_rules_is_found():
-    """
-    Fragments of modules, classes, methods, values and arguments; a missing argument.
-    """
+    """Fragments of modules, classes, methods, values and arguments; a missing argument."""
     source = '''"""Of a module."""
 value: int
 """Hears a value."""

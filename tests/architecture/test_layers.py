@@ -1,7 +1,5 @@
 """The shape of the project: what may import what, and what loads what."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -63,9 +61,7 @@ def outermost(module: str) -> str:
 
 
 def test_core_imports_nothing_but_what_is_listed():
-    """
-    An allow list, so that a new dependency is a decision; only the face also knows the checkout.
-    """
+    """An allow list: a new dependency is a decision; only the face also knows the checkout."""
     beyond = {path.relative_to(ROOT): imported(path) - CORE_MAY_IMPORT for path in files_of("core")}
 
     assert {"packplan.checkout"} == beyond.pop(Path("core/__init__.py"))
@@ -136,10 +132,7 @@ FACELESS = {"packplan.core.patterns"}
 
 
 def test_rooms_of_core_are_imported_through_their_faces():
-    """
-    What another room or layer may use of a room stands in its `__init__`; a room's own modules
-    import each other.
-    """
+    """What others may use of a room stands in its `__init__`."""
     rooms = {f"packplan.core.{path.parent.name}" for path in (ROOT / "core").glob("*/__init__.py")} - FACELESS
     past = []
     for path in files_of(*LAYERS):
@@ -231,10 +224,7 @@ PLAN = "packplan.app.plan.__main__"
 
 
 def ends_of(calls: list[list[object]]) -> list[tuple[int, list[str], str]]:
-    """
-    Call modules, each with its words, in one fresh process; return their exit statuses, libraries
-    that are loaded by then, and what they print.
-    """
+    """Call modules in one fresh process; return exit statuses, loaded libraries and output."""
     return json.loads(fresh(CALLS, json.dumps([[*map(str, call)] for call in calls])))
 
 

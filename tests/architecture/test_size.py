@@ -1,8 +1,5 @@
 """The product stays below its ceilings, and new modules are worth a file."""
 
-from __future__ import annotations
-
-import ast
 from pathlib import Path
 
 import pytest
@@ -58,18 +55,3 @@ def test_lower_never_raises(tmp_path, monkeypatch):
     assert 1 == size.ceilings()["core/plan"][0]
     assert size.room_size("core/any_fit", ["core/any_fit.py"]) == size.ceilings()["core/any_fit"][0]
     assert size.CEILINGS.read_text().startswith("# a comment\n")
-
-
-def test_each_part_has_a_line(capsys, monkeypatch):
-    """The product is the sum of its layers; the program imports the standard library alone."""
-    monkeypatch.setattr("sys.argv", ["size.py"])
-    size.main()
-
-    title, *lines = capsys.readouterr().out.splitlines()
-    sizes = {line[:22].strip(): int(line[22:].replace(",", "")) for line in lines}
-    assert "without docstrings, comments and blank lines" in title
-    assert 8 == 1 + len(lines)
-    assert sizes["core + adapters + app"] == sizes["core"] + sizes["adapters"] + sizes["app"]
-    tree = ast.parse(Path(size.__file__).read_text(encoding="utf-8"))
-    imports = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    assert {"ast", "functools", "io", "sys", "tokenize"} == imports

@@ -1,7 +1,5 @@
 """A worker without a model, that adds up over its group, raises, or dies."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

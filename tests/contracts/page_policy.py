@@ -1,7 +1,5 @@
 """The policy that docs/rl.md shows, trained on the workers that are given."""
 
-from __future__ import annotations
-
 import re
 import types
 from pathlib import Path

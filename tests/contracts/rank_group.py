@@ -136,10 +136,7 @@ _LOSSES = {
 
 
 def _wait_until_told(group: TorchGroup, scene: str) -> None:
-    """
-    Where waiting is what is seen, begin it once rank 0 has said what it does: then the deadline
-    need not leave time for that.
-    """
+    """Wait until rank 0 says what it does, where waiting is what is tested."""
     from packplan.adapters.ranks.heartbeat import BEAT
 
     if scene != "slow" or group.rank == 0:

@@ -1,7 +1,5 @@
 """Engines of others that cut by ours: each hook keeps what the engine expects of its function."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -234,16 +232,6 @@ def test_workers_of_nemo_rl_get_equal_work(lengths, workers, more, least):
     assert 0 == len(bins) % workers
     with pytest.raises(ArgumentError, match="collects no metrics"):
         nemo_rl.get_packer("concatenative", 10, collect_metrics=True)
-
-
-def test_rounds_of_nemo_rl_have_equal_work():
-    """Those bins that its workers compute at the same time, whatever the work of other rounds."""
-    lengths = np.concatenate([np.full(8, 2000), np.random.default_rng(0).integers(20, 400, 256)])
-    bins = nemo_rl.get_packer("first_fit_decreasing", 2048, min_bin_count=8, bin_count_multiple=8).pack(lengths)
-
-    works = np.array([(lengths[held] ** 2).sum() for held in bins]).reshape(-1, 8)
-    assert works.sum(axis=1).max() > 2 * works.sum(axis=1).min()
-    assert (works.max(axis=1) / works.mean(axis=1)).max() < 1.02
 
 
 def slime_args(**options):

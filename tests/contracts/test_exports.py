@@ -1,8 +1,5 @@
 """Exports of packs: every sample once, learned as its row says, in files that tell their plan."""
 
-from __future__ import annotations
-
-import json
 import sys
 
 import numpy as np
@@ -95,10 +92,7 @@ def test_a_parquet_file_has_the_packs_of_the_plan(tmp_path_factory, rows, data):
 
 @given(rows_of_text())
 def test_a_megatron_bridge_file_foretells_what_the_rows_do(tmp_path_factory, rows):
-    """
-    Cut as its reader cuts it: tokens without the last of each sample, the next ones as labels, and
-    the mask beside the former.
-    """
+    """As its reader cuts it: tokens without each sample's last, the next ones as labels, masks."""
     plan = plan_of(rows)
     path = tmp_path_factory.mktemp("export") / "packs.idx.parquet"
 
@@ -123,10 +117,7 @@ def test_a_megatron_bridge_file_foretells_what_the_rows_do(tmp_path_factory, row
 
 @given(rows_of_text(), st.integers(0, 9))
 def test_a_llama_factory_folder_has_rows_that_its_collators_keep(tmp_path_factory, rows, pad):
-    """
-    The mask numbers the samples of a row; padding follows, at least one token and to a multiple of
-    8; without it, each row is its pack.
-    """
+    """The mask numbers a row's samples; padding of at least one token follows, to 8s."""
     datasets = pytest.importorskip("datasets")
     plan = plan_of(rows)
     folder = tmp_path_factory.mktemp("export") / "packs"
@@ -169,20 +160,6 @@ def test_an_export_tells_its_plan(export, tmp_path):
             exported_plan(path)
 
 
-def test_the_mark_is_where_other_readers_find_it(tmp_path):
-    """In the schema of Parquet, and in the description of a `datasets` folder."""
-    datasets = pytest.importorskip("datasets")
-    plan = plan_of(ROWS)
-    export_parquet(ROWS, plan, tmp_path / "packs.parquet")
-    export_llama_factory(ROWS, plan, tmp_path / "packs")
-
-    schema = pq.read_schema(tmp_path / "packs.parquet")
-    described = json.loads(datasets.load_from_disk(str(tmp_path / "packs"))["train"].info.description)
-
-    assert plan.checksum == schema.metadata[b"packplan_checksum"].decode() == described["packplan_checksum"]
-    assert (b"20", 20) == (schema.metadata[b"packplan_packing_length"], described["packplan_packing_length"])
-
-
 @each_export
 def test_batches_divide_at_any_pack(export, tmp_path, monkeypatch):
     """By packs and by tokens: the rows are those of one batch; Parquet has a row group for each."""
@@ -221,19 +198,6 @@ def test_an_epoch_of_a_schedule_is_exported_in_its_order(export, tmp_path):
     assert [in_plan[pack] for pack in order] == in_epoch
 
 
-WRONG_ORDERS = ([], [0, 99], [-1], [0.5], [[0]], ["0"])
-
-
-@each_export
-@pytest.mark.parametrize("order", WRONG_ORDERS, ids=str)
-def test_an_order_of_other_packs_is_refused(export, order, tmp_path):
-    """Nothing is written."""
-    with pytest.raises(ArgumentError, match="pack indices from 0 to 3"):
-        export(ROWS, plan_of(ROWS), tmp_path / "packs", order=order)
-
-    assert [] == list(tmp_path.iterdir())
-
-
 @each_export
 def test_rows_that_are_not_the_plans_are_refused(export, tmp_path, monkeypatch):
     """Another number, another length; of what was written until then, nothing is left."""
@@ -251,34 +215,26 @@ def test_rows_that_are_not_the_plans_are_refused(export, tmp_path, monkeypatch):
     assert [] == list(tmp_path.iterdir())
 
 
+MEDIA = {"images": ["a.png"], "pixel_values": np.ones((4, 3)), "image_grid_thw": [[1, 2, 2]], "mels": np.ones(3)}
+
+
 @each_export
 @pytest.mark.parametrize(
-    ("column", "value"),
-    [("images", ["a.png"]), ("pixel_values", np.ones((4, 3))), ("image_grid_thw", [[1, 2, 2]]), ("mels", np.ones(3))],
+    ("columns", "order", "words"),
+    [
+        *(({}, order, "pack indices from 0 to 3") for order in ([], [0, 99], [-1], [0.5], [[0]], ["0"])),
+        *(({name: value}, None, f"has {name}, but this format holds text only") for name, value in MEDIA.items()),
+        ({"attention_mask": [1, 1, 0]}, None, "row 5 has padding"),
+        ({"position_ids": [0, 1, 0]}, None, "row 5 is a pack of several samples"),
+        ({"labels": [1, 2]}, None, "row 5 has 3 tokens, but 2 values of labels"),
+        ({"input_ids": [1.0, 2.0, 3.0]}, None, "input_ids of row 5 is float64"),
+    ],
     ids=str,
 )
-def test_rows_with_media_are_refused_by_name(export, column, value, tmp_path):
-    """Paths as well as tensors, and tensors of any name; the column is named."""
-    with pytest.raises(ArgumentError, match=f"has {column}, but this format holds text only"):
-        export([*ROWS[:-1], ROWS[-1] | {column: value}], plan_of(ROWS), tmp_path / "packs")
-
-    assert [] == list(tmp_path.iterdir())
-
-
-SEEMING = (
-    ({"attention_mask": [1, 1, 0]}, "row 5 has padding"),
-    ({"position_ids": [0, 1, 0]}, "row 5 is a pack of several samples"),
-    ({"labels": [1, 2]}, "row 5 has 3 tokens, but 2 values of labels"),
-    ({"input_ids": [1.0, 2.0, 3.0]}, "input_ids of row 5 is float64"),
-)
-
-
-@each_export
-@pytest.mark.parametrize(("columns", "words"), SEEMING)
-def test_rows_that_are_no_samples_are_refused(export, columns, words, tmp_path):
-    """As the loaders refuse them, of which all exports read their rows."""
+def test_what_cannot_be_exported_is_refused(export, columns, order, words, tmp_path):
+    """Orders of other packs, media by name, rows that loaders refuse; nothing is written."""
     with pytest.raises(ArgumentError, match=words):
-        export([*ROWS[:-1], ROWS[-1] | columns], plan_of(ROWS), tmp_path / "packs")
+        export([*ROWS[:-1], ROWS[-1] | columns], plan_of(ROWS), tmp_path / "packs", order=order)
 
     assert [] == list(tmp_path.iterdir())
 
@@ -298,8 +254,8 @@ def test_samples_that_teach_nothing_are_counted(export, tmp_path, caplog):
 
 
 @each_export
-def test_nothing_is_replaced(export, tmp_path):
-    """A file, a folder, a dangling link: each stays, and is named."""
+def test_nothing_is_replaced_and_no_folder_made(export, tmp_path):
+    """A file, a folder, a dangling link: each stays, and is named; so is a missing folder."""
     (tmp_path / "file").write_text("kept")
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "gone")
@@ -308,17 +264,10 @@ def test_nothing_is_replaced(export, tmp_path):
         with pytest.raises(ArgumentError, match=f"{name} exists"):
             export(ROWS, plan_of(ROWS), tmp_path / name)
 
-    assert "kept" == (tmp_path / "file").read_text()
-    assert ["file", "folder", "link"] == sorted(path.name for path in tmp_path.iterdir())
-
-
-@each_export
-def test_a_folder_that_is_missing_is_named(export, tmp_path):
-    """It is not made."""
     with pytest.raises(OutputError, match="gone"):
         export(ROWS, plan_of(ROWS), tmp_path / "gone" / "packs")
-
-    assert [] == list(tmp_path.iterdir())
+    assert "kept" == (tmp_path / "file").read_text()
+    assert ["file", "folder", "link"] == sorted(path.name for path in tmp_path.iterdir())
 
 
 @each_export
@@ -342,19 +291,3 @@ def test_megatron_bridge_refuses_what_its_columns_cannot_say(tmp_path):
         export_megatron_bridge(rows, plan_of(rows), tmp_path / "packs")
 
     assert [] == list(tmp_path.iterdir())
-
-
-def test_pandas_and_datasets_read_the_plain_file(tmp_path):
-    """With the columns that pyarrow has."""
-    datasets, pandas = pytest.importorskip("datasets"), pytest.importorskip("pandas")
-    path = tmp_path / "packs.parquet"
-    export_parquet(ROWS, plan_of(ROWS), path)
-
-    loaded = datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "cache"))
-
-    assert pq.read_table(path).to_pylist() == loaded.to_list()
-    frame = pandas.read_parquet(path)
-    assert content(path) == [
-        {name: value if name == "pack" else value.tolist() for name, value in row.items()}
-        for row in frame.to_dict("records")
-    ]

@@ -1,7 +1,5 @@
 """JSONL records come back by position, with the line they stand on."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -114,10 +112,7 @@ def test_what_only_looks_like_half_a_character_is_none(tmp_path: Path):
 
 @given(st.lists(st.sampled_from([1, 2, 7, 8, 9, 30]), min_size=1), st.integers(1, 10))
 def test_lines_are_found_whatever_is_read_at_once(tmp_path_factory, sizes, chunk):
-    """
-    And have the digest of their text; those beyond the limit are refused without being read, and
-    name the key.
-    """
+    """With the digest of their text; those over the limit are refused unread, with the key."""
     path = tmp_path_factory.mktemp("chunks") / "a.jsonl"
     path.write_text("".join(f"  {'1' * size} \n\n" for size in sizes))
     plain = open_records((str(path),))

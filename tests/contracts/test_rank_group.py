@@ -1,9 +1,4 @@
-"""
-Ranks over torch.distributed: what rank 0 builds reaches all, and so does its failure; nobody waits
-for ever.
-"""
-
-from __future__ import annotations
+"""Ranks over torch.distributed: rank 0's results and failures reach all; no endless wait."""
 
 import json
 import re
@@ -42,9 +37,7 @@ def said(folder: Path) -> list[dict]:
 
 @pytest.fixture
 def agent():
-    """
-    Keep a store as torchrun's agent does, outside of all ranks; what ranks have to know of it.
-    """
+    """Keep a store as torchrun's agent does, outside of all ranks."""
     from torch.distributed import TCPStore
 
     port = free_port()
@@ -100,9 +93,7 @@ def test_a_rank_zero_that_is_killed_is_noticed_within_seconds(play, agent, hoste
 
 
 def test_waiting_has_one_deadline(play):
-    """
-    After which the key that moves it is named, with all its seconds, and what rank 0 was doing.
-    """
+    """Then the key that moves it is named, its seconds, and what rank 0 was doing."""
     _, second = play("slow")
 
     assert "rank 1 waited 7,200 s for rank 0" in second["error"]
@@ -112,10 +103,7 @@ def test_waiting_has_one_deadline(play):
 
 @pytest.mark.parametrize("scene", ["lonely", "left", "backward"])
 def test_a_rank_that_is_killed_is_missed(play, agent, scene):
-    """
-    Rank 0 says so in one sentence instead of training alone, and so does who asks for a flag or
-    sums gradients, without the library's own traceback.
-    """
+    """Rank 0 says so in one sentence, without the library's own traceback."""
     first, _ = play(scene, **agent)
 
     said = r"RunError: another rank is gone, so rank 0 cannot go on: [A-Z][^.\n]* \[[\d.]+\]:\d+[^.\n]*"
@@ -144,10 +132,7 @@ def silent_on(host: Host, folder: str) -> None:
 
 
 def test_a_node_that_falls_silent_is_given_up(server, tmp_path):
-    """
-    Its cable is cut: no packet says that anything ended. The limit is shortened here; the real one
-    is below a minute.
-    """
+    """Its cable is cut: no packet says that anything ended. The limit is shortened here."""
     from packplan.adapters.ranks import torch_group
 
     with two_hosts() as hosts:

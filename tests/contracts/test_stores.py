@@ -1,24 +1,18 @@
 """Stores give back exactly what was saved, or say what is wrong; on disk, in memory alike."""
 
-from __future__ import annotations
-
-import errno
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from packplan.adapters import files as artefacts
-from packplan.adapters.stores import lock
 from packplan.adapters.stores.lengths import DiskLengthStore
-from packplan.adapters.stores.lock import FolderLock
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.core.align import align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.epochs import EpochRecord
-from packplan.core.errors import ConfigError, CorruptArtefactError, OutputError, StaleError
+from packplan.core.errors import ConfigError, CorruptArtefactError, StaleError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan
 from packplan.core.ports import Origin, StoredPlan
@@ -78,10 +72,7 @@ def reopen_lengths(request, tmp_path):
 
 
 def test_lengths_come_back_row_by_row(reopen_lengths):
-    """
-    Whatever the flushes were, to whoever measures on or only looks; the digest depends on the rows
-    alone; nothing again after they are discarded.
-    """
+    """Whatever the flushes, to whoever resumes or inspects; nothing once they are discarded."""
     store = reopen_lengths()
     assert (None, None, []) == (store.origin(), store.inspect(), list(store.damage()))
     for first, end in ((0, 4), (4, 7), (7, 10)):
@@ -131,21 +122,8 @@ def test_a_probe_and_files_are_kept_until_rows_follow_them(reopen_lengths):
     assert {"samples": [9]} == reopen_lengths().inspect().rows.repeatability
 
 
-def test_lengths_of_other_inputs_are_refused_key_by_key(reopen_lengths):
-    """Each differing key with both values."""
-    filled(reopen_lengths(), 10)
-
-    with pytest.raises(StaleError, match="a: stored 1, now 2") as raised:
-        reopen_lengths().resume(OTHER, 10, DATA)
-    assert "stale_lengths" == raised.value.kind
-    assert ["a"] == [difference.key for difference in raised.value.details["differences"]]
-
-
 def test_lengths_stay_valid_while_the_data_they_were_measured_from_does(reopen_lengths):
-    """
-    Appended rows, and changes behind what was measured, are fine; a change before, or fewer rows,
-    are not.
-    """
+    """Rows may be appended, and changed behind those; none before may change or go."""
     filled(reopen_lengths(), 5)
 
     assert 5 == len(taken(reopen_lengths(), 12, lambda n: DATA(n) if n <= 5 else "changed"))
@@ -156,10 +134,7 @@ def test_lengths_stay_valid_while_the_data_they_were_measured_from_does(reopen_l
 
 @pytest.mark.parametrize("open_plans", [DiskPlanStore, lambda _: MemoryPlanStore()], ids=["disk", "memory"])
 def test_a_plan_comes_back_whole_under_its_key_only(open_plans, tmp_path):
-    """
-    Equal in every field, and nothing under another key; who looks sees it without a key, with the
-    world sizes that it was aligned for, and not those of the plan before it.
-    """
+    """Equal in every field; inspected, with the world sizes of this plan alone."""
     store = open_plans(tmp_path)
     assert store.load(KEY) is store.inspect() is None
     for key, world_sizes in ((OTHER, [3, 1]), (KEY, [4, 2])):
@@ -172,23 +147,6 @@ def test_a_plan_comes_back_whole_under_its_key_only(open_plans, tmp_path):
     assert PLAN == store.load(KEY)
     assert store.load(OTHER) is None
     assert store.where
-
-
-def test_a_place_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path: Path, monkeypatch):
-    """A file in the way, a full disk; where it can, the folder is there and empty."""
-    FolderLock(tmp_path / "run" / "train").require_writable()
-    assert [] == list((tmp_path / "run" / "train").iterdir())
-
-    (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match=f"{tmp_path}/file/train"):
-        FolderLock(tmp_path / "file" / "train").require_writable()
-
-    def full(**_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(lock, "TemporaryFile", full)
-    with pytest.raises(OutputError, match="No space left"):
-        FolderLock(tmp_path / "run" / "train").require_writable()
 
 
 EPOCHS = tuple(
@@ -269,7 +227,7 @@ def test_the_disk_holds_small_readable_manifests_and_nothing_else(whole):
 
 def damaged_versions(path: Path, whole: bytes):
     """Yield a file with one bit changed all over it, cut short, and written in another layout."""
-    for place in range(0, len(whole), 7):
+    for place in range(0, len(whole), 13):
         flipped = bytearray(whole)
         flipped[place] ^= 1 << place % 8  # every bit of a byte in turn
         yield bytes(flipped)
@@ -296,22 +254,8 @@ def test_any_damage_of_any_artefact_is_found(whole):
     assert (ROWS.tolist(), PLAN) == (taken(DiskLengthStore(whole)), DiskPlanStore(whole).load(KEY))
 
 
-def test_all_that_is_damaged_is_named_at_once(whole):
-    """One file does not hide another."""
-    names = ["lengths.bin", "images.bin", "raw_plan.offsets.bin", "raw_plan.indices.bin", "plan_ws3.json"]
-    for name in names:
-        path = whole / name
-        path.write_bytes(path.read_bytes()[:-1])
-    (whole / "raw_plan.single_long.bin").unlink()
-
-    assert [*names[:-1], "raw_plan.single_long.bin", names[-1]] == damage(whole)
-
-
 def test_rows_that_no_manifest_names_are_cut_off(tmp_path: Path):
-    """
-    A crash between rows and manifest leaves bytes behind. Whoever only reads writes nothing, not
-    even this; resuming measures these again.
-    """
+    """A crash leaves bytes behind: readers leave them, and resuming measures them again."""
     filled(DiskLengthStore(tmp_path), 5)
     for name in ("lengths.bin", "images.bin"):
         with (tmp_path / name).open("ab") as file:
@@ -327,10 +271,7 @@ def test_rows_that_no_manifest_names_are_cut_off(tmp_path: Path):
 
 
 def test_a_run_that_maps_lengths_survives_their_being_measured_anew(whole):
-    """
-    Another job discards and writes the same files; a mapped file whose end moves would kill its
-    reader.
-    """
+    """Another job discards and writes the same files, which this one has mapped."""
     store = DiskLengthStore(whole)
     mapped = store.resume(KEY, 10, DATA)
 
@@ -376,25 +317,6 @@ def test_another_runs_lengths_have_to_fit(two_runs):
     ):
         with pytest.raises(ConfigError, match=rf"training.packing_lengths_from: {reason}"):
             taken(DiskLengthStore(folder, lengths_from=lengths_from))
-
-
-def test_a_damaged_plan_may_be_planned_anew_without_measuring(whole):
-    """The remedy names the plan's manifest alone, and helps."""
-    plans = DiskPlanStore(whole)
-    (whole / "raw_plan.indices.bin").write_bytes(b"")
-
-    with pytest.raises(CorruptArtefactError, match=r"delete .*raw_plan.json to plan again; the lengths stay"):
-        plans.load(KEY)
-    (whole / "raw_plan.json").unlink()
-    assert plans.load(KEY) is None
-
-
-def test_the_alignment_of_an_earlier_plan_is_no_damage(whole):
-    """It stays when a changed knob plans again, and is never taken for the new plan's."""
-    DiskPlanStore(whole).save(OTHER, PLAN)
-
-    assert [] == damage(whole)
-    assert () == DiskPlanStore(whole).inspect().world_sizes
 
 
 @pytest.mark.parametrize(

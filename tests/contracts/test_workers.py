@@ -1,9 +1,6 @@
 """Workers: ranks and Ray actors do the same, and say why one failed."""
 
-from __future__ import annotations
-
 import time
-from functools import partial
 from pathlib import Path
 
 import attrs
@@ -37,10 +34,7 @@ class Driver:
 
 @pytest.fixture(scope="module")
 def driver(server, tmp_path_factory):
-    """
-    Return a driver. The actors of all tests meet on its servers, whose start takes 5 s of processor
-    time.
-    """
+    """Return a driver of Ray, on which the actors of all tests meet."""
     folder = tmp_path_factory.mktemp("driver")
     process = server.start(parents.main, "actors", str(folder), log=folder / "log", env={"PYTHONPATH": Path.cwd()})
     yield Driver(process, folder)
@@ -62,9 +56,7 @@ def ray_workers(monkeypatch, driver):
 
 
 def each_fails_with_its_reason(workers, shards):
-    """
-    State what holds for all workers: results come by worker, errors of ours pass, others are named.
-    """
+    """State the law of all workers: results by worker, our errors as they are, others named."""
     results = workers.run_all_workers_sharded_data("add", shards, more=1)
     assert shards == [result["own"].tolist() for result in results]
     assert {float(sum(map(sum, shards)) + len(shards))} == {float(result["sum"]) for result in results}
@@ -86,22 +78,16 @@ def test_one_process_is_a_worker():
     workers.close()
 
 
-def test_the_policy_of_the_page_trains_alike_on_all_workers(server, driver, demo, tmp_path, monkeypatch):
-    """One worker, two ranks and two actors: losses of two steps, of which one updated weights."""
-    from packplan.adapters.workers.ray import RayWorkers
-
+def test_the_policy_of_the_page_trains_alike_on_ranks(server, demo, tmp_path):
+    """One worker and two ranks: losses of two steps, of which one updated weights."""
     folder = str(demo / "models" / "qwen2")
     ranks = server.ranks(2, page_policy.main, folder, str(tmp_path), folder=tmp_path / "logs")
     expected = page_policy.trained(page_policy.shown().on_ranks(folder))
-    monkeypatch.setenv("RAY_ADDRESS", driver.address)
-    workers = RayWorkers(partial(page_policy.shown().Policy, folder), num_workers=2)
-    of_actors = page_policy.trained(workers)
-    workers.close()
 
     assert [0, 0] == finished(ranks)
     assert expected[0] != expected[1]
-    assert pytest.approx(expected, rel=1e-5) == of_actors
-    assert [of_actors] * 2 == [np.load(tmp_path / f"{rank}.npy").tolist() for rank in range(2)]
+    first, second = (np.load(tmp_path / f"{rank}.npy").tolist() for rank in range(2))
+    assert pytest.approx(expected, rel=1e-5) == first == second
 
 
 def test_actors_are_ranks_of_one_group(ray_workers):

@@ -1,7 +1,5 @@
 """The pages for users of other programs: the keys that they name are keys."""
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 from pathlib import Path

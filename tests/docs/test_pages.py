@@ -1,9 +1,4 @@
-"""
-What pages say can be found: links, anchors, commands, options, tests, keys; their Python runs,
-their tables are current.
-"""
-
-from __future__ import annotations
+"""What pages name exists; their Python runs, and their tables are current."""
 
 import ast
 import json
@@ -84,9 +79,7 @@ def source_of(module: str) -> Path | None:
 
 @cache
 def nodes_of(module: str) -> list[ast.AST]:
-    """
-    Return what the source of a module, or of all modules of a package, has of imports and texts.
-    """
+    """Return the imports and texts in the source of a module, or of a package's modules."""
     path = source_of(module)
     paths = path.rglob("*.py") if path.is_dir() else [path]
     nodes = [node for path in paths for node in ast.walk(ast.parse(text_of(path)))]
@@ -95,10 +88,7 @@ def nodes_of(module: str) -> list[ast.AST]:
 
 @cache
 def words_of(module: str) -> set[str]:
-    """
-    Return the words that a command knows, its subcommands and options among them: its own, and its
-    helpers'.
-    """
+    """Return the words that a command knows, its options among them, and its helpers' words."""
     own = nodes_of(module)
     imports = [node for node in own if isinstance(node, ast.ImportFrom)]
     helpers = {
@@ -139,10 +129,7 @@ def names_of_tests() -> set[str]:
 
 
 def lost_names(page: Path) -> list[str]:
-    """
-    Return the paths, dotted names and test functions that a page writes as code, and that do not
-    exist.
-    """
+    """Return the paths, dotted names and test functions of a page that do not exist."""
     lost = []
     for word in CODE.findall(FENCE.sub("", text_of(page))):
         if re.fullmatch(r"(tests|core|adapters|app|benchmarks|tools|docs|ADR)/[\w/.-]*", word):
@@ -156,10 +143,7 @@ def lost_names(page: Path) -> list[str]:
 
 
 def is_defined(name: str) -> bool:
-    """
-    Return whether a dotted name is a module, or a name that the module's source has; nothing is
-    imported.
-    """
+    """Return whether a dotted name is a module, or stands in its source; nothing is imported."""
     module, rest = "", name.split(".")
     while rest and source_of(f"{module}.{rest[0]}".lstrip(".")):
         module = f"{module}.{rest.pop(0)}".lstrip(".")
@@ -169,10 +153,7 @@ def is_defined(name: str) -> bool:
 
 @pytest.mark.parametrize("wrong", [broken_links, wrong_commands, lost_names])
 def test_what_pages_name_exists(wrong):
-    """
-    Links and anchors inside the project; commands with their subcommands and options; paths, dotted
-    names of modules and of what they define, test functions.
-    """
+    """Links, anchors, commands with their options, paths, dotted names, test functions."""
     assert {} == {page: found for page in PAGES if (found := wrong(page))}
 
 
@@ -254,19 +235,8 @@ def test_tables_of_keys_are_those_of_the_classes():
     assert [] == [page for page in PAGES if text_of(page) != rewritten(text_of(page))]
 
 
-def test_every_key_is_on_the_page():
-    """One that the page would lack is found; so is a default that is another one now."""
-    page = text_of(ROOT / "docs" / "configuration.md")
-    assert "| `packing_buffer` | whole number | `512` |" in page
-
-    for stale in (page.replace("| `packing_buffer` |", "| `buffer` |"), page.replace("`512`", "`511`")):
-        assert stale != page == rewritten(stale)
-
-
 def test_yaml_that_is_shown_is_a_run(tmp_path):
-    """
-    Every key is one, every value has its type; what a file that it extends brings may be missing.
-    """
+    """Every key is one, every value has its type; files that are extended may be missing."""
     for name, text in [(page.name, text) for page in PAGES for text in fences(page, "yaml")]:
         shown = yaml.safe_load(text)
         data = {} if {"fusion_config", "dataset"} & shown.get("custom", {}).keys() else {"train_jsonl": "a"}
@@ -286,10 +256,7 @@ def test_yaml_that_is_shown_is_a_run(tmp_path):
 
 @pytest.fixture
 def planned(tmp_path, monkeypatch) -> str:
-    """
-    Store a plan where the demo stores its own, in a scratch folder that becomes the working
-    directory; return its checksum.
-    """
+    """Store a plan as the demo does, in a scratch working directory; return its checksum."""
     folder = tmp_path / "runs" / "demo" / "run" / "static_packing" / "train"
     folder.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -344,9 +311,7 @@ def test_the_example_plans_three_kinds_of_lengths_alike(capsys, monkeypatch, pla
 
 
 def test_every_field_of_a_policy_is_in_its_table():
-    """
-    What decides a plan can be looked up, with its key in the YAML; the table has no other rows.
-    """
+    """With its key in the YAML; the table has no other rows."""
     page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
     table = page.split("| field | YAML key | meaning |")[1].split("\n\n")[0]
 

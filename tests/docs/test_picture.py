@@ -1,7 +1,5 @@
 """The drawing of the README: every sample twice, and the file is that of the tool."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -51,20 +49,10 @@ def test_every_sample_is_drawn_padded_and_packed(packs):
 
 
 def test_the_drawing_is_that_of_the_tool():
-    """
-    Its lengths, read off its bars, give the same file again. The README has its number of samples
-    and its share of padding, for those who do not see it.
-    """
+    """Its bars give the same file again; the README has its numbers in words."""
     packs = drawn_packs(DRAWING)
     samples, share = re.search(r"Padded: (\d+) samples .*?(\d+)% padding", DRAWING).groups()
 
     assert 12 == len(packs)
     assert picture(packs, packing_length=PACKING_LENGTH) == DRAWING
     assert f"![{samples} samples of the demo: padded, {share} %" in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def test_the_drawing_is_legible_in_light_and_dark():
-    """Each scheme has its own ground, text and padding."""
-    light, dark = DRAWING.split("@media (prefers-color-scheme: dark)")
-    for scheme in (light, dark.split("</style>")[0]):
-        assert {".ground", "text", ".empty"} == set(re.findall(r"(\.?\w+) \{ (?:font[^;]*; )?fill", scheme))

@@ -1,11 +1,11 @@
 """The page by error message has every kind of error, with the text that a command prints."""
 
-from __future__ import annotations
-
+import pickle
 import re
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+import attrs
 import pytest
 
 from packplan.adapters.loaders.batches import PackBatches
@@ -20,6 +20,8 @@ from packplan.core.plan import build_raw_plan, refuse_dropped, refuse_longer, re
 from packplan.core.policy import PlanPolicy
 from packplan.core.shard import shard_packed, shard_plain
 from packplan.core.surface import plan
+
+pytestmark = pytest.mark.covers
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
@@ -207,12 +209,39 @@ def test_every_class_and_every_kind_has_its_entry():
     assert names == set(entries())
     assert names == {type(error).__name__ for error in EXAMPLES}
     assert kinds == {error.kind for error in EXAMPLES}
+    assert all(name in errors.__doc__ for name in names)
 
 
-@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: f"{type(error).__name__} {error.kind}")
+each = pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: f"{type(error).__name__} {error.kind}")
+
+
+@each
 def test_an_entry_shows_the_message_as_it_is(error):
     """So that a search for its words finds the page; it has its kind, and says what to do."""
     shown = re.escape(f"```text\nerror: {with_remedy(error)}\n```\n")
     named = f"`{error.kind}`: " if get_args(get_type_hints(type(error)).get("kind")) else ""
 
     assert re.search(rf"\n{shown}\n{named}[\w`][^\n]+", entries()[type(error).__name__])
+
+
+@each
+def test_errors_survive_pickling(error):
+    """With all fields and the same text; those about arguments are ValueErrors."""
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301  # our own bytes
+
+    assert (type(error), str(error), repr(error)) == (type(again), str(again), repr(again))
+    assert isinstance(error, errors.ArgumentError) == isinstance(error, ValueError)
+
+
+@each
+def test_no_error_prints_at_length_what_it_quotes(error):
+    """A path, a value or a list as long as data can make it; the ends of the text stay."""
+    long = "x" * 20_000
+    texts = {field.name: long for field in attrs.fields(type(error)) if isinstance(getattr(error, field.name), str)}
+    if isinstance(error, errors.ConfigError):
+        texts["faults"] = (Fault("a.b", long),) * 200
+
+    lines = str(attrs.evolve(error, **texts)).split("\n")
+
+    assert len(lines) <= errors.MAX_LINES
+    assert all(len(line) <= errors.MAX_LINE for line in lines)

@@ -1,9 +1,4 @@
-"""
-The reference that packed training is held against: transformers' own forward pass and attention,
-one sample at a time.
-"""
-
-from __future__ import annotations
+"""The reference of packed training: transformers' own forward pass, one sample at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,10 +21,7 @@ def token_weights(encoded: dict[str, Any]) -> torch.Tensor:
 
 
 def token_losses(model: Any, encoded: dict[str, Any]) -> torch.Tensor:
-    """
-    Return the loss of each supervised token of a sample; float64, with gradients. The model is not
-    to checkpoint layers.
-    """
+    """Return the loss of each supervised token of a sample, in float64, with gradients."""
     inputs = {"input_ids": torch.tensor(encoded["input_ids"])[None]}
     for key in ("pixel_values", "image_grid_thw"):
         if encoded.get(key) is not None:
@@ -82,10 +74,7 @@ def step_alone(model: Any, samples: list[dict[str, Any]], reduction: str = "toke
 
 
 def silence(setattr_: Callable[[Any, str, Any], None] = setattr) -> None:
-    """
-    Let records whose first message is `silent` have no supervised token, when they are measured and
-    later.
-    """
+    """Let records whose first message is `silent` have no supervised token."""
     from packplan.adapters.samples.counting.quickly import QuickMeasurer
     from packplan.adapters.samples.encoder import SwiftEncoder
 

@@ -1,7 +1,5 @@
 """Benchmarks on less than users run them on: the function that processes of the server call."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 from benchmarks.__main__ import main
@@ -11,10 +9,7 @@ AT_ONCE = 4
 
 
 def run(*words: str) -> int:
-    """
-    Run a benchmark on photographs of half the width and height, a few samples at once, and a
-    tokenizer that learns soon.
-    """
+    """Run a benchmark on smaller photographs, few samples at once, and a small tokenizer."""
     from benchmarks import beside, measuring, slope
     from packplan.adapters.samples import measurer
 

@@ -1,7 +1,5 @@
 """Runs over the tiny models: how a test writes a YAML and executes it in this process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -22,10 +20,7 @@ Sections = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="session", autouse=True)
 def _stack():
-    """
-    Import the libraries before the first test of training, and keep them out of what the garbage
-    collector looks at.
-    """
+    """Import the libraries before the first test, and hide them from the garbage collector."""
     import tests.stack  # noqa: F401
 
 
@@ -36,10 +31,7 @@ def encodes_elsewhere() -> None:
 
 @pytest.fixture(autouse=True)
 def _light(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """
-    Let runs in this process neither fork it to encode a few samples again nor wait for a disk: no
-    test here takes the power away.
-    """
+    """Let runs in this process neither fork it to encode samples again nor wait for a disk."""
     from tests.e2e.rank_main import SwiftMeasurer, measure_here
 
     monkeypatch.setattr(os, "fsync", lambda _: None)
@@ -101,10 +93,7 @@ def write_run(demo: Path, text_jsonl: Path, tmp_path: Path) -> Callable[..., Pat
 
 @pytest.fixture
 def execute() -> Callable[[Path], Any]:
-    """
-    Return a function that plans and trains in this process, and returns the result; it finds the
-    verdict on its model, as a run does that starts again.
-    """
+    """Return a function that plans and trains in this process, and returns the result."""
     from packplan.adapters.ranks.torch_group import OneRank
     from packplan.app import sft
     from packplan.app.wiring import training
@@ -167,10 +156,7 @@ def one_template(_opened_template: Callable[..., Any], monkeypatch: pytest.Monke
 
 @pytest.fixture
 def start_ranks(server):
-    """
-    Return a function that starts the ranks of `rank_main` on a YAML, an output folder and perhaps a
-    fault; they find the verdict on their model, as ranks do that start again.
-    """
+    """Return a function that starts the ranks of `rank_main`, which find the stored verdict."""
     from tests.e2e import rank_main
 
     def start(world_size: int, path: Path, out: Path, fault: str = "") -> list[Started]:

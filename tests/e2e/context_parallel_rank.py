@@ -1,8 +1,4 @@
-"""
-One rank of a group that shares a packed row, and layouts with something wrong planted in them.
-"""
-
-from __future__ import annotations
+"""One rank of a group that shares a packed row, perhaps with a planted fault."""
 
 from pathlib import Path
 
@@ -68,10 +64,7 @@ def load(folder: str, dtype: str = "float32") -> torch.nn.Module:
 def share(
     folder: str, *, fault: str = "", dtype: str = "float32", checkpointing: bool = False, give_positions: bool = True
 ) -> dict[str, object]:
-    """
-    Run a model on this rank's part, forward and backward; return logits, loss and gradients of all
-    ranks together.
-    """
+    """Run a model on this rank's part; return logits, loss and gradients of all ranks."""
     model = load(folder, dtype)
     if checkpointing:
         model.gradient_checkpointing_enable()

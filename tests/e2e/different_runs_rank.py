@@ -1,10 +1,4 @@
-"""
-One rank that runs several commands, one behind the other, each on a YAML of its own rank.
-
-It is imported once by a process that ranks fork from.
-"""
-
-from __future__ import annotations
+"""One rank that runs several commands in turn, each on a YAML of its own rank."""
 
 import os
 import sys

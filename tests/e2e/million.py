@@ -1,7 +1,5 @@
 """A million stored lengths and their plan, and ranks that take the plan from rank 0."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ What it needs for tiny models is done here: their tokens of images have other id
 vocabularies.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

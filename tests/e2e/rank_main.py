@@ -7,8 +7,6 @@ gradients down, and silences the records that say so. `infinite` adds infinity t
 1's second step. `memory` lets rank 1 have too little for a batch of more than `ROOM` tokens.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

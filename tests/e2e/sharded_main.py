@@ -1,9 +1,4 @@
-"""
-One rank whose weights are sharded by FSDP: in each step, it has a pack of other media than the
-other rank.
-"""
-
-from __future__ import annotations
+"""One rank of two under FSDP, whose packs have other media than the other rank's."""
 
 import os
 from pathlib import Path

@@ -1,9 +1,4 @@
-"""
-One rank whose optimizer steps are compared with their samples alone: trainers and loops, sound and
-with faults planted.
-"""
-
-from __future__ import annotations
+"""One rank of trainers and loops whose steps are asked about, sound or faulty."""
 
 import json
 import os

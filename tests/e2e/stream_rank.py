@@ -1,9 +1,4 @@
-"""
-Runs a stream as one rank, and notes what it trains: a line for each pack, with its step and the
-tokens of its samples, written before the pack is trained.
-"""
-
-from __future__ import annotations
+"""Runs a stream as one rank, and notes each pack before it is trained."""
 
 import json
 import os

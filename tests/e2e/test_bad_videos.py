@@ -1,9 +1,4 @@
-"""
-Videos that cannot be trained are named, in bounded time and memory; what a container says wrongly
-of one that can be moves no length.
-"""
-
-from __future__ import annotations
+"""Videos that cannot be trained are named, in bounded time and memory."""
 
 import json
 import os
@@ -207,10 +202,7 @@ def test_8k_and_10_hours_take_little_time_and_memory(server, tmp_path):
 
 
 def test_a_container_that_lies_gives_the_length_that_training_has(write_run, tmp_path):
-    """
-    Of its size, duration, rate or number of frames; and odd sides, and a transparent ground, are as
-    others.
-    """
+    """Of its size, duration, rate or number of frames; odd sides and transparency too."""
     whole = {kind: MadeVideo(kind, num_frames=30).write(tmp_path / f"w.{kind}").read_bytes() for kind in ("mp4", "mkv")}
     avi = MadeVideo("avi", "mpeg4", num_frames=30).write(tmp_path / "w.avi").read_bytes()
     lies = {
@@ -239,10 +231,7 @@ def test_a_container_that_lies_gives_the_length_that_training_has(write_run, tmp
 
 
 def test_damage_between_two_frames_is_found_by_decoding_all(write_run, tmp_path):
-    """
-    Before training by `verify --decode`, else by training: by the record, with what to do. Its
-    container is sound.
-    """
+    """By `verify --decode`, else by training, with its record. Its container is sound."""
     for name, bad, turned in (("a.mp4", "bad.mp4", 0), ("b.mp4", "turned.mp4", 90)):
         whole = MadeVideo(num_frames=60, size=(160, 120), turned=turned).write(tmp_path / name).read_bytes()
         middle = len(whole) // 2

@@ -1,8 +1,4 @@
-"""
-Ranks that were given different runs end before the first step: all of them, with the same words.
-"""
-
-from __future__ import annotations
+"""Ranks that were given different runs end before the first step, with the same words."""
 
 import re
 import shutil
@@ -38,11 +34,7 @@ def other_model(folder: Path, to: Path) -> Path:
 
 
 def test_ranks_that_were_given_different_runs_all_end_and_one_says_how(server, write_run, demo, tmp_path):
-    """
-    Status 2, in time, whatever would have parted them: keys, options, versions, and the weights of
-    each command that trains. Rank 0 names each key with its values and ranks, and the others their
-    number.
-    """
+    """Status 2 on all; rank 0 names each key with its values, the others their number."""
     other = other_model(demo / "models" / "qwen2", tmp_path / "other" / "qwen2")
     keys = {"learning_rate": 1e-3, "packing": False, "disable_tqdm": True}
     val = {"val_jsonl": str(demo / "data" / "repeat.jsonl")}
@@ -175,10 +167,7 @@ def differing(*runs: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize("num_rows", [7, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.complex64])
 def test_a_digest_is_of_every_bit_and_of_its_place(dtype, num_rows, monkeypatch):
-    """
-    One item that differs, or two that change places, in a block or over two of them, change it; a
-    copy does not, nor other strides, nor another place in memory.
-    """
+    """A changed bit, or two items exchanged; no copy, stride or place in memory changes it."""
     monkeypatch.setattr("packplan.adapters.ranks.torch_group._BLOCK", 4)
     model = torch.nn.Module()
     drawn = torch.randint(0, 255, (num_rows, 11), generator=torch.Generator().manual_seed(0))

@@ -1,7 +1,5 @@
 """Forecast of the memory of a step: traced peaks are measured ones, and others are marked."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -180,19 +178,6 @@ def shown_peak(path, capsys, *changed):
     """Return the bytes that `plan show` has of a run, perhaps with another setting."""
     assert 0 == main(["show", str(path), *changed, "--json", "--quiet"])
     return json.loads(capsys.readouterr().out)["splits"]["train"]["peak_bytes"]
-
-
-def test_a_long_sample_that_does_not_fit_is_named():
-    """A shorter packing length would not help: it is trained alone."""
-    from packplan.app.plan.fit import Fit, PackMemory, told_excess
-    from packplan.core.memory import Longest, PeakMemory, RankParts
-
-    peaks = [PeakMemory(1000, 0, 0, tokens * 10, 0) for tokens in (900, 512)]
-    packs = tuple(PackMemory("pack", peak.activations // 10, peak) for peak in peaks)
-    found = Fit(1, "ddp", 8000, RankParts(1000, 0, 0), packs, longest=Longest(576, 6760, 0.0, limited=False))
-
-    assert found.fits is False
-    assert "a sample of 900 tokens that is longer than a pack; packs of up to 576 fit" in told_excess(found)
 
 
 def test_a_run_without_packs_is_refused(write_run):

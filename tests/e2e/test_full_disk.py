@@ -1,9 +1,4 @@
-"""
-A disk that is full when a checkpoint or a policy is to be saved: the fact, the folder and a remedy,
-and no traceback. Memory that runs out is no such fault.
-"""
-
-from __future__ import annotations
+"""A full disk at a checkpoint is named with its folder and a remedy, without a traceback."""
 
 import errno
 import os
@@ -21,9 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(("of", "size"), [("weights", 400_000), ("optimizer", 1_300_000)])
 def test_a_checkpoint_that_does_not_fit_ends_the_run_with_its_folder(small_disk, write_run, capfd, of, size):
-    """
-    Weights, which safetensors writes, or the optimizer's state, which torch does; the plan stays.
-    """
+    """Weights, which safetensors writes, or the optimizer's state; the plan stays."""
     disk = small_disk(size)
     keys = {"output_dir": str(disk / "run"), "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     path = write_run("qwen2", training=keys)

@@ -1,7 +1,5 @@
 """Processes that load data, and what a run says last: lines for people, and no traceback."""
 
-from __future__ import annotations
-
 import _thread
 import multiprocessing
 import os
@@ -9,7 +7,6 @@ import re
 import shlex
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
@@ -21,8 +18,7 @@ from packplan.adapters.trainer.loader import PackLoader
 from packplan.adapters.trainer.packed_dataset import PackedDataset
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.app import sft
-from packplan.app.sft.outcome import log_outcome
-from packplan.app.wiring import stores, training
+from packplan.app.wiring import training
 from packplan.core.errors import RunError
 from tests.processes import wait_for
 
@@ -93,10 +89,7 @@ def test_other_errors_of_torch_keep_their_traceback():
 
 
 def test_a_run_says_last_where_its_checkpoint_is_and_what_loads_it(server, write_run):
-    """
-    A folder that is there, in a command that names what the folder does not say; the console
-    command, with the defaults of ms-swift for workers and checkpointing.
-    """
+    """A command that loads the folder, run as the console command with ms-swift's defaults."""
     defaults = {"gradient_checkpointing": True, "dataloader_num_workers": 1}
     run = server.packplan("sft", write_run("qwen2", training={**TEXT, **defaults, "save_strategy": "epoch"}))
 
@@ -141,10 +134,7 @@ os.register_at_fork(before=lambda: PRESSED and PRESSED.pop() and _thread.interru
     ids=["loader", "heartbeat"],
 )
 def test_ctrl_c_while_processes_start_is_not_lost(start):
-    """
-    Noticed by any thread in a callback of their fork, as the logging module has one: errors there
-    go nowhere.
-    """
+    """Noticed in a callback of their fork, where errors are swallowed."""
     PRESSED.append(True)
     with pytest.raises(KeyboardInterrupt):
         start()
@@ -176,29 +166,3 @@ def test_ctrl_c_says_which_checkpoint_has_how_much(write_run, monkeypatch, capfd
     keys = {**TEXT, "save_strategy": "no", "max_steps": 3, "resume_from_checkpoint": "last"}
     assert 130 == sft.main([str(write_run("qwen2", training=keys))])
     assert said == capfd.readouterr().err.splitlines()[-2]
-
-
-@pytest.mark.parametrize(
-    ("saved", "sharded", "end"),
-    [
-        (None, False, "2 optimizer steps are done; no checkpoint was saved (training.save_strategy)"),
-        ("a b/checkpoint-2", True, "the last checkpoint is a b/checkpoint-2"),
-        ("a b/checkpoint-2", False, "swift infer --model M --adapters 'a b/checkpoint-2' --template qwen"),
-    ],
-)
-def test_what_is_not_saved_or_in_parts_has_no_command(write_run, caplog, saved, sharded, end):
-    """Adapters come with the model that they belong to."""
-    config = stores.read_config(write_run("qwen2", model={"model": "M"}, training={"tuner_type": "lora"}))
-    trainer = SimpleNamespace(
-        state=SimpleNamespace(global_step=2),
-        saved=None if saved is None else Path(saved),
-        is_sharded=sharded,
-        template=SimpleNamespace(
-            model_meta=SimpleNamespace(model_type=None), template_meta=SimpleNamespace(template_type="qwen")
-        ),
-    )
-    caplog.set_level("INFO", logger="packplan")
-
-    log_outcome(config, trainer)
-
-    assert caplog.messages[-1].endswith(end)

@@ -1,7 +1,5 @@
 """A batch as tensors: nothing is lost or mixed on the way into microbatches and back."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 
@@ -63,10 +61,7 @@ cases = {
 @settings(max_examples=60)
 @given(**cases)
 def test_microbatches_hold_every_token_where_it_belongs(mode, lengths, shards, global_batch, multiple):
-    """
-    In place and position; what a forward pass computes per token comes back sequence by sequence,
-    and in order.
-    """
+    """In place and position; per-token results come back sequence by sequence, in order."""
     batch = batch_of(lengths)
     sharding = cut(mode, lengths, shards, global_batch, multiple)
 
@@ -95,29 +90,6 @@ def test_microbatches_hold_every_token_where_it_belongs(mode, lengths, shards, g
     assert sharding.weights.tolist() == torch.cat([part.tensor(WEIGHTS) for part in returned]).tolist()
 
 
-@settings(max_examples=40)
-@given(lengths=cases["lengths"], start=st.integers(0, 19), size=st.integers(0, 20), width=st.integers(1, 25))
-def test_slicing_and_truncating_are_what_they_say(lengths, start, size, width):
-    """
-    A slice is those sequences; truncation cuts or fills every field that runs along the sequence,
-    and no other.
-    """
-    batch = batch_of(lengths)
-
-    part = batch.slice(start, start + size)
-    narrow = batch.truncate(width)
-
-    assert len(part) == len(range(len(lengths))[start : start + size])
-    assert torch.equal(
-        batch.select(range(len(lengths))[start : start + size]).tensor("features"), part.tensor("features")
-    )
-    assert {width} == {narrow.tensor(name).shape[1] for name in ("input_ids", "values", "features")}
-    assert torch.equal(batch.tensor("rewards"), narrow.tensor("rewards"))
-    kept = min(width, batch.width)
-    assert torch.equal(batch.tensor("features")[:, :kept], narrow.tensor("features")[:, :kept])
-    assert not narrow.tensor("features")[:, kept:].any()
-
-
 def entries_of(data, *, loss, logits, layout=None):
     """Return the fields of each sequence as a loss gets them."""
     found = []
@@ -133,10 +105,7 @@ def entries_of(data, *, loss, logits, layout=None):
 
 
 def test_a_field_runs_along_the_sequence_where_it_is_declared():
-    """
-    In packed rows, padded batches and losses alike: a vector of 8 stays whole beside tokens 8 wide,
-    and positions along the third dimension are cut.
-    """
+    """In rows, padded batches and losses: vectors stay whole, the third dimension is cut."""
     lengths = [3, 5, 8]
     fields = {
         "tokens": torch.arange(24).view(3, 8),
@@ -204,39 +173,6 @@ def test_fields_are_padded_with_their_own_value(case, more):
             assert [int((row != -100).sum()) for row in back] == (microbatch.data.lengths - 1).tolist()
 
 
-def test_the_batched_data_dict_of_the_specification():
-    """Its `input_key` and `input_lengths_key` name the tokens and their lengths, in every part."""
-    fields = {"prompt_ids": torch.arange(1, 13).view(3, 4), "num_tokens": torch.tensor([4, 2, 3])}
-    batch = BatchedData.from_fields(fields, input_key="prompt_ids", input_lengths_key="num_tokens")
-
-    sharding = shard_packed(batch.lengths.numpy(), shards=1, batch_size=3, max_tokens_per_microbatch=6)
-    (worker,) = batch.shard(sharding)
-    rows = [(microbatch.input_ids.tolist(), microbatch.data["num_tokens"].tolist()) for microbatch in worker]
-
-    assert [([[1, 2, 3, 4]], [4]), ([[5, 6, 9, 10, 11]], [2, 3])] == sorted(rows)
-    assert [3, 2, 3] == batch.truncate(3).tensor("num_tokens").tolist()
-    assert [2, 4] == batch.with_fields(x=torch.ones(3)).select([1, 0]).tensor("num_tokens").tolist()
-    assert "input_lengths" not in BatchedData.from_fields({"input_ids": IDS}, lengths=[1, 2])
-
-
-@pytest.mark.parametrize("row_width", ["longest", "budget"])
-def test_packed_sequences_are_padded_to_the_maximum_packed_length(row_width):
-    """As pipelines need of the specification: all rows of a global batch have one shape."""
-    lengths = [15, 3, 2, 1, 6, 1, 4]
-    batch = batch_of(lengths)
-    options = {"shards": 2, "batch_size": 4, "max_tokens_per_microbatch": 24, "sequence_length_pad_multiple": 4}
-    own, sharding = shard_packed(lengths, **options), shard_packed(lengths, **options, row_width=row_width)
-
-    for number in range(2):
-        shapes = {row.input_ids.shape for worker in batch.shard(sharding) for row in worker.microbatches(number)}
-        widest = max(int(worker[number].widths.max()) for worker in own)
-        assert {(1, widest if row_width == "longest" else 24)} == shapes
-    assert len(set(own.widths.tolist())) > 2
-    (row, *_), *_ = batch.shard(sharding)
-    tokens = row.data.tensor("input_ids")
-    assert tokens[tokens > 0].tolist() == row.input_ids[row.input_ids > 0].tolist()
-
-
 def test_an_empty_or_filler_part_may_lack_fields():
     """It gets them from the others, as padding; a part that counts may not."""
     whole = BatchedData.from_fields(
@@ -260,21 +196,6 @@ def test_an_empty_or_filler_part_may_lack_fields():
     other = whole.from_fields(dict(whole.fields), lengths=whole.lengths)
     with pytest.raises(ArgumentError, match=r"labels is .* width\), in batch 0 .*, padded with -100"):
         concatenate([whole, other])
-
-
-@pytest.mark.parametrize(
-    ("pads", "says"),
-    [
-        ({"gone": 1}, "pad_values names gone, which is no tensor"),
-        ({"texts": 1}, "pad_values names texts, which is no tensor"),
-        ({"input_ids": 0.5}, "the pad value of input_ids is 0.5, which int64 cannot hold"),
-        ({"input_ids": "x"}, "the pad value of input_ids is 'x', which int64 cannot hold"),
-    ],
-)
-def test_a_pad_value_that_is_none_is_refused(pads, says):
-    """Of a field that is no tensor, or a number that the field cannot hold."""
-    with pytest.raises(ArgumentError, match=says):
-        BatchedData.from_fields({"input_ids": IDS, "texts": ["a", "b"]}, lengths=[1, 2], pad_values=pads)
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), more=st.integers(0, 9))
@@ -325,6 +246,28 @@ def test_a_batch_that_is_none_is_refused(fields, lengths, says):
     """Fields of other sizes; sequences longer than the batch is wide, or of no length."""
     with pytest.raises(ArgumentError, match=says):
         BatchedData.from_fields(fields, lengths=lengths)
+
+
+FIELDS = {"input_ids": IDS, "texts": ["a", "b"], "scores": torch.ones(2, 3), "x": torch.ones(2)}
+FIELDS["mrope"] = torch.ones(2, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"pad_values": {"gone": 1}}, "pad_values names gone, which is no tensor"),
+        ({"pad_values": {"texts": 1}}, "pad_values names texts, which is no tensor"),
+        ({"pad_values": {"input_ids": 0.5}}, "the pad value of input_ids is 0.5, which int64 cannot hold"),
+        ({"pad_values": {"input_ids": "x"}}, "the pad value of input_ids is 'x', which int64 cannot hold"),
+        *(({"sequence_dims": {name: dim}}, f"dimension {dim} of {name} is not as long as input_ids are wide, 4")
+          for name, dim in (("x", 1), ("gone", 1), ("texts", 1), ("scores", 1), ("input_ids", 0), ("input_ids", None),
+                            ("mrope", 3))),
+    ],
+)  # fmt: skip
+def test_what_a_field_does_not_have_is_refused(options, says):
+    """Pad values that it cannot hold; dimensions that are none of a sequence."""
+    with pytest.raises(ArgumentError, match=says):
+        BatchedData.from_fields(FIELDS, lengths=[1, 2], **options)
 
 
 def test_what_a_batch_cannot_be_asked_for_is_refused():
@@ -382,10 +325,7 @@ class OfTokens:
 
 
 def test_a_fused_loss_reads_fields_by_name_and_dimension():
-    """
-    Of tokens by another name, along any dimension; lengths of a padded batch tell its padding,
-    and have to be those of the layout.
-    """
+    """Of any name and dimension; lengths tell the padding, and have to be the layout's."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(5, (2, 4), generator=generator)
     spans, logits = torch.rand((2, 3, 4), generator=generator), torch.randn((2, 4, 5), generator=generator)
@@ -406,25 +346,8 @@ def test_a_fused_loss_reads_fields_by_name_and_dimension():
             wrapper(row, fields, layout=PackedLayout.from_lengths([3, 3]), **given)
 
 
-@pytest.mark.parametrize(
-    "dims",
-    [{"x": 1}, {"gone": 1}, {"texts": 1}, {"scores": 1}, {"input_ids": 0}, {"input_ids": None}, {"mrope": 3}],
-)
-def test_a_dimension_that_is_none_of_a_sequence_is_refused(dims):
-    """An absent field, a list, another width, and indices before the first or beyond the last."""
-    fields = {"input_ids": IDS, "texts": ["a", "b"], "scores": torch.ones(2, 3), "x": torch.ones(2)}
-    fields["mrope"] = torch.ones(2, 3, 4)
-    ((name, dim),) = dims.items()
-
-    with pytest.raises(ArgumentError, match=f"dimension {dim} of {name} is not as long as input_ids are wide, 4"):
-        BatchedData.from_fields(fields, lengths=[1, 2], sequence_dims=dims)
-
-
 def test_no_field_is_lost_where_batches_become_one():
-    """
-    A batch that lacks a field, has one more, or one of another kind, type or shape is named with
-    it, whatever the batches' order.
-    """
+    """One absent, added, or of another kind, type or shape is named, in any order."""
     wide = torch.ones((2, 6), dtype=torch.int64)
     absent, scores = {"input_ids": IDS}, {"input_ids": IDS, "x": torch.ones(2)}
     for one, other, kinds in (
@@ -444,10 +367,7 @@ def test_no_field_is_lost_where_batches_become_one():
 
 
 def test_a_batch_may_be_empty_but_a_row_may_not():
-    """
-    Of no sequence, however it is made: it adds nothing to others, and has no row; no batches at all
-    are refused.
-    """
+    """It adds nothing to others, and has no row; no batches at all are refused."""
     batch = batch_of([3, 1])
     empty = BatchedData.from_fields(dict(batch.select([]).fields), lengths=[], sequence_dims=batch.sequence_dims)
 

@@ -1,9 +1,4 @@
-"""
-A number that stopped being one, or weights that are ruined, end the run on every rank, before
-anything is saved.
-"""
-
-from __future__ import annotations
+"""A number that stopped being one, or ruined weights, end all ranks before a save."""
 
 import math
 from typing import Any
@@ -38,10 +33,7 @@ def prepared(write_run, text_jsonl):
 
 @pytest.mark.parametrize("filtered", [False, True])
 def test_a_learning_rate_that_breaks_the_weights_ends_the_run(prepared, filtered):
-    """
-    Although ms-swift skips an update of nan, and transformers may log another loss in its place;
-    also where nothing is saved.
-    """
+    """Though ms-swift skips updates of nan, and another loss may be logged in its place."""
     run = prepared(
         learning_rate=1e30,
         logging_nan_inf_filter=filtered,
@@ -85,10 +77,7 @@ def test_a_hundred_times_too_high_a_learning_rate_is_the_users(prepared, tmp_pat
 # accelerate wraps the step that the scheduler has counted.
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step:UserWarning")
 def test_steps_that_a_loss_scaler_skips_are_none(prepared):
-    """
-    A gradient that overflows under the scale lowers it, and training goes on; a loss that is none
-    ends it all the same.
-    """
+    """An overflow lowers the scale, and training goes on."""
     run = prepared(max_steps=3, save_strategy="no")
     accelerator = run.trainer.accelerator
     accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True  # fp16 needs a GPU
@@ -118,10 +107,7 @@ def test_an_evaluation_that_is_none_ends_the_run(prepared, tmp_path):
 
 
 def test_all_ranks_end_together(server, write_run, tmp_path):
-    """
-    Where the loss of one rank alone is none, and the gradients of all are finite: the same reason
-    everywhere.
-    """
+    """Where the loss of one rank alone is none: the same reason everywhere."""
     keys = {**KEYS, "effective_batch_size": 2, "packing_drop_last": False}
     path = write_run("qwen2", template={"max_length": 128}, training=keys)
     ranks = server.ranks(2, rank_main.main, str(asked(path)), str(tmp_path), "infinite", folder=tmp_path)

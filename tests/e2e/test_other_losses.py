@@ -1,8 +1,4 @@
-"""
-Losses beside the cross entropy, and ways to compute experts, which ms-swift and transformers bring.
-"""
-
-from __future__ import annotations
+"""Losses beside the cross entropy, and ways to compute experts."""
 
 import json
 import shutil
@@ -55,10 +51,7 @@ def trained(experts, write_run):
 
 
 def test_experts_that_are_used_unevenly_cost_what_their_coefficient_says(trained):
-    """
-    Once in a step, however many packs it accumulates; its samples are still equal to themselves
-    alone, by their cross entropy.
-    """
+    """Once in a step, however many packs it accumulates; samples stay equal to themselves."""
     _, plain = trained("plain", gradient_accumulation_steps=2)
     _, balanced = trained("balanced", gradient_accumulation_steps=2, router_aux_loss_coef=0.5)
 

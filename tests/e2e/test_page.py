@@ -1,9 +1,4 @@
-"""
-The report's page in a real browser: accessible, light and dark, wide and narrow, by keyboard,
-without a network.
-"""
-
-from __future__ import annotations
+"""The report's page in a browser: accessible, in any scheme and width, offline."""
 
 import json
 import shutil
@@ -54,9 +49,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_the_page_is_for_everyone(views):
-    """
-    Four views, each without a violation, without a sideways scroll, with text that can be read.
-    """
+    """Four views, each without a violation or a sideways scroll, with readable text."""
     assert [("light", 1300), ("light", 390), ("dark", 1300), ("dark", 390)] == [
         (v["scheme"], v["width"]) for v in views
     ]

@@ -1,7 +1,5 @@
 """Epochs with plans of their own: known before the first step, trained as they were counted."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re
@@ -18,13 +16,11 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer.packed_dataset import EpochDataset
 from packplan.app import sft
 from packplan.app.plan.__main__ import main as show_main
-from packplan.app.plan.figures import told_meetings
 from packplan.app.plan.stored import inspect_plan
 from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs
 from packplan.app.wiring import training
 from packplan.core.config import with_remedy
 from packplan.core.errors import ConfigError, MismatchError, NotBuiltError, StaleError
-from packplan.core.inspection import Meetings
 from packplan.core.schedule import PackStats
 from tests.e2e import rank_main
 from tests.processes import finished
@@ -106,10 +102,7 @@ def planner_of(path: Path) -> EpochPlanner:
 
 
 def test_a_curriculum_on_two_ranks_goes_on_with_three(write_mix, start_ranks, tmp_path):
-    """
-    Each step trains the packs that were planned, in every epoch. On other ranks, each pack that is
-    left of the epoch is trained once, and all of the next epoch.
-    """
+    """Each step trains the planned packs; on other ranks, what is left of the epoch once."""
     path = write_mix(name="two", save_strategy="steps", save_steps=1, effective_batch_size=4)
     assert [0, 0] == finished(start_ranks(2, path, tmp_path / "out"))
     two = rank_main.seen(tmp_path / "out", 2)
@@ -216,24 +209,6 @@ def test_show_tells_every_epoch(write_mix, write_run, execute, text_jsonl, capsy
         inspect_plan(training.read_config(same), "train", world_size=1, epoch=1)
 
 
-def test_where_there_is_no_other_packing_show_says_so():
-    """Packs of one sample, or pairs that all meet again; not of a mix, which draws others."""
-    assert told_meetings(Meetings(0, 0, 0.0), mixed=False).endswith(": no other packing of that quality was found")
-    assert told_meetings(Meetings(5, 5, 2.0), mixed=False).endswith(": no other packing of that quality was found")
-    assert "5 of 5 pairs of samples meet again, 2.50 times" in told_meetings(Meetings(5, 5, 2.0), mixed=True)
-    assert told_meetings(Meetings(1, 0, 0.0), mixed=True) == (
-        "0 of 1 pair of samples meet again, and none would in random packs"
-    )
-
-
-def test_a_mix_is_planned_on_request_alone(write_mix):
-    """By default it is refused, with the way out."""
-    path = write_mix(custom={"fusion_schedule": None})
-
-    with pytest.raises(ConfigError, match=r"custom.fusion_config.*fusion_schedule: planned"):
-        training.read_config(path)
-
-
 def changed(source: int = 0, entry: int = 1, **keys) -> dict:
     """Return the curriculum with other keys of a source."""
     entries = [{**one, "sources": [dict(each) for each in one["sources"]]} for one in CURRICULUM["curriculum"]]
@@ -244,8 +219,6 @@ def changed(source: int = 0, entry: int = 1, **keys) -> dict:
 @pytest.mark.parametrize(
     ("mix", "says"),
     [
-        (changed(ratio=-1), r"curriculum\[1\].sources\[0\].ratio"),
-        (changed(ratio=float("nan")), r"curriculum\[1\].sources\[0\].ratio"),
         (changed(ratio=0), r"curriculum\[1\].sources\[0\].ratio"),
         (changed(jsonl="gone"), "gone.jsonl cannot be read"),
         (changed(jsonl="empty"), r"curriculum\[1\].sources\[0\].*empty.jsonl holds no record"),

@@ -1,17 +1,9 @@
-"""
-Several ranks: one plan, the same number of steps, every aligned pack once an epoch, and no hang
-when one fails.
-"""
-
-from __future__ import annotations
+"""Several ranks: one plan, equal steps, every aligned pack once an epoch, and no hang."""
 
 import math
 import os
 import signal
-import subprocess
-import sys
 from itertools import chain
-from pathlib import Path
 
 import pytest
 
@@ -21,8 +13,8 @@ from packplan.app.planning.split import plan_split
 from packplan.app.wiring import stores
 from packplan.app.wiring.gather import gather
 from tests.e2e import rank_main
-from tests.network import LINK, Host, free_port, two_hosts
-from tests.processes import DEADLINE_S, finished
+from tests.network import LINK, Host, two_hosts
+from tests.processes import finished, train_under_torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -49,10 +41,7 @@ KEYS = {"num_train_epochs": 2, "effective_batch_size": 4, "packing_max_dropped_s
 
 
 def test_three_ranks_consume_every_aligned_pack_once_an_epoch(start_ranks, write_run, few_scenes, demo, tmp_path):
-    """
-    With a ragged window, padding, evaluation, and packs without images beside packs with some; one
-    rank plans alike.
-    """
+    """With a ragged window, padding, evaluation and packs without images; one rank plans alike."""
     custom = {"train_jsonl": str(few_scenes), "val_jsonl": str(demo / "data" / "val.jsonl")}
     keys = {**KEYS, "effective_batch_size": 6, "eval_strategy": "epoch", "gradient_checkpointing": True}
     overlay = {"custom": custom, "training": keys, "template": {"max_length": 300}}
@@ -72,10 +61,7 @@ def test_three_ranks_consume_every_aligned_pack_once_an_epoch(start_ranks, write
 def test_the_loss_of_a_step_and_of_an_evaluation_do_not_depend_on_the_ranks(
     start_ranks, write_run, execute, text_jsonl, tmp_path
 ):
-    """
-    One step over the same four packs, whoever holds which; then an evaluation whose repeated pack
-    weighs nothing.
-    """
+    """The same four packs, whoever holds which; a repeated pack weighs nothing."""
     keys = {"learning_rate": 0.0, "max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "effective_batch_size": 4,
             "train_dataloader_shuffle": False, "packing_max_dropped_share": 1}  # fmt: skip
     overlay = {"custom": {"val_jsonl": str(text_jsonl)}, "training": keys, "template": {"max_length": 100}}
@@ -112,70 +98,16 @@ def losses(history: list[dict]) -> list[float]:
     return [entry[key] for entry in history for key in ("loss", "eval_loss") if key in entry]
 
 
-def test_ranks_leave_out_the_same_records_at_every_start(start_ranks, write_run, text_jsonl, tmp_path):
-    """
-    The packs are those of a file without the bad records, at the first start (rank 0 finds them)
-    and at a later one, which measures nothing and has the same losses.
-    """
-    lines = text_jsonl.read_text().splitlines()
-    good_indices = [1, 2, 3, *range(6, len(lines) + 3)]
-    bad = ['{"messages": []}', "{", '{"text": "a", "images": ["none.png"]}', "3"]
-    data = {"train_jsonl": lines, "val_jsonl": lines[:9]}
-    for key, good in data.items():
-        (tmp_path / key).write_text("\n".join([bad[0], *good[:3], *bad[1:3], *good[3:], bad[3]]) + "\n")
-    skip = {**{key: str(tmp_path / key) for key in data}, "on_bad_record": "skip", "max_bad_share": "0.5"}
-    keys = {**KEYS, "eval_strategy": "epoch", "num_train_epochs": 1}
-    path = write_run("qwen2", custom=skip, training=keys)
-    clean = stores.read_config(write_run("qwen2", name="clean", training=keys))
-    expected = plan_split(gather(clean).splits["train"], group=OneRank(), deadline=Deadline(0)).raw.packs.tolist()
-    starts = []
-    for start in ("first", "later"):
-        out = tmp_path / start
-        assert [0, 0] == finished(start_ranks(2, path, out))
-        starts.append(rank_main.seen(out, 2))
-        said = (out / "rank0.log").read_text()
-        assert (start == "later") == ("train: the lengths of all 30 samples are stored" in said)
-        assert "train: 4 of 34 records cannot become samples and are left out" in said
-
-    first, later = starts
-    check_run(first, epochs=1, accumulation=2)
-    assert [[good_indices[sample] for sample in pack] for pack in expected] == first[0]["raw_packs"]
-    for rank, again in zip(first, later, strict=True):
-        assert (rank["raw_packs"], rank["fetched"]) == (again["raw_packs"], again["fetched"])
-        assert losses(rank["history"]) == losses(again["history"])
-
-
 def test_torchrun_starts_two_ranks(write_run, tmp_path):
     """The launcher that users use, each rank an interpreter of its own; dropping the remainder."""
     path = write_run("qwen2", training={**KEYS, "dataloader_drop_last": True})
-    launcher = Path(sys.executable).with_name("torchrun")
-    run = subprocess.run(
-        [launcher, "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
-         rank_main.__file__, path, tmp_path],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
-        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
-    )  # fmt: skip
+    run = train_under_torchrun(path, tmp_path)
 
     assert 0 == run.returncode, run.stderr[-4000:]
     ranks = rank_main.seen(tmp_path, 2)
     check_run(ranks, epochs=2, accumulation=2)
     assert ranks[0]["num_aligned"] == ranks[0]["num_raw"] // 2 * 2
     assert "packplan: optimizer steps:" in run.stderr
-
-
-def test_a_failure_of_rank_zero_reaches_the_others_with_its_reason(start_ranks, write_run, tmp_path):
-    """
-    A fault of ours keeps its traceback on rank 0; the other rank ends within seconds, saying what
-    rank 0 said.
-    """
-    out = tmp_path / "out"
-    statuses = finished(start_ranks(2, write_run("qwen2"), out, "measure"))
-
-    assert [1, 2] == statuses
-    assert "Traceback" in (out / "rank0.log").read_text()
-    waiting = (out / "rank1.log").read_text()
-    assert "rank 0 failed: ZeroDivisionError: planted" in waiting
-    assert "Traceback" not in waiting
 
 
 def test_sigterm_to_one_rank_ends_all_at_the_same_step(start_ranks, write_run, tmp_path):

@@ -1,8 +1,4 @@
-"""
-A resumed run is the run that was not interrupted; on other ranks it trains what the epoch has left.
-"""
-
-from __future__ import annotations
+"""A resumed run is the whole run; on other ranks it trains what the epoch has left."""
 
 import json
 import logging
@@ -76,10 +72,7 @@ LORA = {"tuner_type": "lora", "lora_dropout": 0.2}
 
 @pytest.fixture(scope="module")
 def start(demo, tmp_path_factory):
-    """
-    Return a function that trains `qwen2` on a few samples; it returns the run's sections, its
-    folder of checkpoints and its result.
-    """
+    """Return a function that trains `qwen2`; it returns sections, checkpoint folder, result."""
     messages = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "blue circle " * 7}]
 
     def run(**keys):
@@ -121,11 +114,7 @@ def adapted(start):
 def test_a_resume_ends_bit_for_bit_as_one_run_does(  # noqa: PLR0917  # fixtures
     write_run, execute, few_scenes, tmp_path, model, stop, keys
 ):
-    """
-    From the middle of an epoch and from its end: the same losses, telemetry and final weights. A
-    checkpoint of adapters holds no whole weights. No process of a loader is left; torch waits 5 s
-    for each that the garbage collector ends.
-    """
+    """Losses, telemetry and weights, from mid-epoch and its end; no process is left."""
     overlay = {"custom": {"train_jsonl": str(few_scenes)}, "template": {"max_length": 500}}
     overlay = overlay if model.endswith("vl") else {"template": {"max_length": 256}}
     keys = {**KEYS, **keys}
@@ -158,10 +147,7 @@ def resume(write_run, execute):
 
 
 def test_a_resumed_run_says_what_differs_from_its_checkpoint(trained, resume, caplog):
-    """
-    Its optimizer brings learning rate and the like along, whatever the YAML says now: both numbers
-    are in the log, and both attentions.
-    """
+    """Its optimizer brings learning rates along: both numbers are logged, both attentions."""
     sections, folder, _ = trained
     keys = {**SHORT, "save_strategy": "no", "max_steps": 2}
 
@@ -182,10 +168,7 @@ def test_a_resumed_run_says_what_differs_from_its_checkpoint(trained, resume, ca
 
 
 def test_what_is_left_is_trained_by_the_settings_of_the_resumed_run(trained, resume, fetched, tmp_path):
-    """
-    Packs that are left are fetched, each once, and no others. How often it logs and saves is said
-    by its YAML, not by the run before; another tuner is refused.
-    """
+    """The packs left, each once; logs and saves by its own YAML; no other tuner."""
     sections, folder, first = trained
 
     resumed = resume(sections, folder / "checkpoint-2", save_steps=4, logging_steps=3)
@@ -325,25 +308,6 @@ def test_a_model_of_a_hub_is_known_by_its_name_in_another_trainer(demo):
     assert {} == known("")
 
 
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ({"lora_rank": 4}, r"training\.lora_rank: stored '8', now '4'"),
-        ({"optim": "adafactor"}, r"""training\.optim: stored '\(absent\)', now '"adafactor"'"""),
-        ({"loss_reduction": "sample"}, r"""training\.loss_reduction: stored '"token"', now '"sample"'"""),
-        ({"warmup_ratio": 0.1}, r"training\.warmup_ratio: stored '\(absent\)', now '0\.1'"),
-    ],
-)
-def test_a_checkpoint_of_another_run_is_refused_by_key(adapted, write_run, changed, says):
-    """Named, and as the only one; with both values."""
-    sections, checkpoint = adapted
-    for wanted in (checkpoint, "last"):
-        keys = {"resume_from_checkpoint": str(wanted), "output_dir": str(checkpoint.parent), **changed}
-        config = training.read_config(write_run(training={**KEYS, **SHORT, **LORA, **keys}, **sections))
-        with pytest.raises(StaleError, match=says):
-            training.open_checkpoint(config, OneRank(), ResumeState)
-
-
 def test_a_model_is_known_by_its_files(adapted, write_run, demo, tmp_path):
     """Wherever they stand; one changed number of a weight is another model."""
     sections, checkpoint = adapted
@@ -362,37 +326,8 @@ def test_a_model_is_known_by_its_files(adapted, write_run, demo, tmp_path):
         training.open_checkpoint(config, OneRank(), ResumeState)
 
 
-def test_last_is_the_newest_checkpoint_of_this_run(  # noqa: PLR0917  # fixtures
-    trained, write_run, execute, resume, tmp_path, caplog
-):
-    """Not that of a run of other packs, whose steps are more; what may change is told."""
-    logging.getLogger("packplan").propagate = True
-    sections, folder, _ = trained
-    shutil.copytree(folder / "checkpoint-2", tmp_path / "run" / "checkpoint-2")
-    others = {**sections, "template": {**sections["template"], "max_length": 100}}
-    shutil.rmtree(tmp_path / "run" / "static_packing", ignore_errors=True)
-    execute(write_run(training={**KEYS, **SHORT, "max_steps": 1}, **others))
-
-    found = resume(others, "last", max_steps=2)
-
-    assert 1 == found.schedule.start.step
-    assert f"{tmp_path / 'run' / 'checkpoint-2'} is passed over: it is a folder of another run" in caplog.text
-    assert "training.max_steps: stored '1', now '2'" in caplog.text
-
-
-def test_weights_alone_are_nothing_to_resume_from(start, resume):
-    """Without the optimizer it would be another run."""
-    sections, folder, _ = start(max_steps=1, save_only_model=True)
-
-    with pytest.raises(ConfigError, match="holds weights alone"):
-        resume(sections, folder / "checkpoint-1")
-
-
 def test_where_what_is_left_fills_no_batch_the_next_epoch_goes_on(write_run, execute, text_jsonl, tmp_path):
-    """
-    With larger padded batches, and the remainder dropped: neither a step of it nor a crash; at the
-    last epoch, no step.
-    """
+    """Neither a step nor a crash; at the last epoch, no step."""
     num, data = 8, tmp_path / "eight.jsonl"
     data.write_text("".join(text_jsonl.read_text().splitlines(keepends=True)[:num]))
     keys = {"packing": False, "dataloader_drop_last": True, "num_train_epochs": 2, "save_strategy": "steps",
@@ -411,23 +346,8 @@ def test_where_what_is_left_fills_no_batch_the_next_epoch_goes_on(write_run, exe
     assert num - 1 == execute(write_run(**run, training={**keys, "num_train_epochs": 1})).num_steps
 
 
-def test_a_finished_run_has_nothing_left(trained, resume, caplog):
-    """Resuming it trains no step, and changes nothing."""
-    logging.getLogger("packplan").propagate = True
-    sections, folder, whole = trained
-
-    again = resume(sections, "last", **SHORT, output_dir=str(folder), max_steps=2)
-
-    assert whole.num_steps == again.num_steps == again.schedule.start.step == 2
-    assert steps(whole.history) == steps(again.history)
-    assert "nothing is left to train" in caplog.text
-
-
 def test_other_ranks_finish_the_epoch_with_what_it_has_left(start_ranks, write_run, tmp_path):
-    """
-    Each pack that was not consumed is trained once, fillers aside; the next epoch is whole; steps
-    are as announced.
-    """
+    """Each pack that is left once, fillers aside; then whole epochs, in the announced steps."""
     keys, out = {**KEYS, "per_device_train_batch_size": 1}, tmp_path / "on3"
     path = write_run("qwen3", training={**keys, "max_steps": 1}, template={"max_length": 128})
     assert [0, 0] == finished(start_ranks(2, path, tmp_path / "first"))
@@ -451,39 +371,6 @@ def test_other_ranks_finish_the_epoch_with_what_it_has_left(start_ranks, write_r
     assert 2 == epochs[-1]
     covered = [entry["epoch_coverage"] for entry in after[0]["history"] if "epoch_coverage" in entry]
     assert [covered[-1]] * 2 == covered[-2:]
-
-
-class WhenLogged(logging.Handler):
-    """Asks something whenever a text is logged."""
-
-    def __init__(self, text: str, ask) -> None:
-        super().__init__()
-        self.text, self.ask, self.found = text, ask, []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self.text in record.getMessage():
-            self.found.append(self.ask())
-
-
-def test_a_checkpoint_that_is_written_over_is_whole(  # noqa: PLR0917  # fixtures
-    trained, write_run, execute, resume, tmp_path, caplog
-):
-    """A second run into the same folder says that it starts anew; what it saves is resumed from."""
-    sections, folder, _ = trained
-    shutil.copytree(folder, tmp_path / "run")
-    execute(write_run(training={**KEYS, **SHORT, "max_steps": 2}, **sections))
-    assert "this run starts from the beginning, and writes over the checkpoints that it meets" in caplog.text
-
-    state = tmp_path / "run" / "checkpoint-3" / "trainer_state.json"
-    watch = WhenLogged("checkpoint-3: digests of", state.exists)
-    logging.getLogger("packplan").addHandler(watch)
-    with caplog.at_level(logging.INFO, "packplan"):
-        resumed = resume(sections, "last", max_steps=3)
-    logging.getLogger("packplan").removeHandler(watch)
-
-    assert [True] == watch.found, "it is logged once the checkpoint is whole"
-    assert "is passed over" not in caplog.text
-    assert resumed.schedule.start.step == 2
 
 
 def test_ranks_meet_where_rank_zero_cannot_write(write_run):

@@ -1,9 +1,4 @@
-"""
-Settings for many devices reach ms-swift or are refused; ranks with and without media never wait
-for each other.
-"""
-
-from __future__ import annotations
+"""Settings for many devices reach ms-swift or are refused; ranks stay in step."""
 
 import json
 from functools import partial
@@ -99,10 +94,7 @@ def test_tensor_parallelism_in_a_file_is_found_too(arguments, tmp_path):
 
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
 def test_sharded_ranks_with_and_without_media_stay_in_step(server, write_run, tmp_path, model):
-    """
-    Real FSDP over gloo: each rank needs the other's part of the vision tower, whether its pack has
-    images, videos, both or none; Qwen3-VL's tower sees images and videos in a pass each.
-    """
+    """Real FSDP over gloo: whether a rank's pack has images, videos, both or none."""
     MadeVideo().write(tmp_path / "a.mp4")
     Image.new("RGB", (90, 60), (40, 10, 200)).save(tmp_path / "a.png")
     media = ([], []), ([], ["a.png"]), (["a.mp4"], []), (["a.mp4"], ["a.png"])

@@ -1,7 +1,5 @@
 """A loss on packed logits is the loss of the sequences alone, whichever way it runs."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import attrs
@@ -66,10 +64,7 @@ OF_TOKENS = ("old_log_probabilities", "engine_log_probabilities", "returns")
 
 @st.composite
 def batches(draw) -> tuple[torch.Tensor, dict, PackedLayout]:
-    """
-    Logits and fields of a padded batch, and a layout of its sequences; what padding holds is not a
-    number.
-    """
+    """Logits and fields of a padded batch, and a layout; padding holds nan."""
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
     layout = PackedLayout.from_lengths(
         lengths, cp_size=draw(st.sampled_from([1, 2, 4])), tp_size=draw(st.integers(1, 2))
@@ -185,10 +180,7 @@ def near_metrics(expected: dict[str, float]) -> object:
 @pytest.mark.parametrize("loss", NAMED.values(), ids=NAMED)
 @given(batch=batches())
 def test_every_way_gives_the_loss_of_the_sequences_alone(batch, loss):
-    """
-    Fused, in a loop, padded, and over the parts of ranks: value, metrics and gradients; padding has
-    no gradient.
-    """
+    """Fused, in a loop, padded, over ranks: value, metrics, gradients; none of padding."""
     logits, fields, layout = batch
     num_sequences, num_tokens = normalisers(fields["token_mask"])
     given = {"num_sequences": num_sequences, "num_tokens": num_tokens}
@@ -219,10 +211,7 @@ def test_every_way_gives_the_loss_of_the_sequences_alone(batch, loss):
 
 @given(batches(), st.sampled_from([*NAMED.values()]))
 def test_padding_never_counts(batch, loss):
-    """
-    Whatever a mask says of positions beyond a sequence's end, and of a first token, which nothing
-    predicts.
-    """
+    """Whatever a mask says behind a sequence's end, and of its first token."""
     logits, fields, layout = batch
     layout = PackedLayout(layout.cu_seqlens, layout.cu_seqlens_padded)
     row = pack(logits, layout, padding=100.0)
@@ -240,10 +229,7 @@ def test_padding_never_counts(batch, loss):
 
 @given(batches())
 def test_an_ordinary_loss_runs_unchanged(batch):
-    """
-    One that knows nothing of packing, one sequence at a time, without its padding; other fields are
-    cut to it.
-    """
+    """One that knows nothing of packing, one sequence at a time, with fields cut to it."""
     logits, fields, layout = batch
     num_sequences, num_tokens = normalisers(fields["token_mask"])
     given = {"num_sequences": num_sequences, "num_tokens": max(1, num_tokens)}
@@ -291,52 +277,37 @@ def test_without_a_token_that_counts_there_is_no_loss():
     assert not gradient.any()
 
 
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, FLOAT32), (torch.bfloat16, 4e-3)])
-def test_log_probabilities_are_computed_block_by_block(monkeypatch, dtype, near):
-    """
-    As log-softmax gives them, also in a last block that is not full; rows without a target have
-    none.
-    """
+@pytest.mark.parametrize(
+    ("dtype", "near", "weights"),
+    [(torch.float32, FLOAT32, (0, 1)), (torch.float32, 1e-4, (1, 0)), (torch.bfloat16, 4e-3, (0, 1)),
+     (torch.float32, 1e-4, (1, 1))],
+)  # fmt: skip
+def test_token_statistics_are_computed_block_by_block(monkeypatch, dtype, near, weights):
+    """Log-probabilities, entropy in nats, or both, in ragged blocks; none without a target."""
     monkeypatch.setattr(token_statistics, "_CPU_BLOCK", 3 * 50)
     generator = torch.Generator().manual_seed(0)
-    logits = (5 * torch.randn(10, 50, generator=generator)).to(dtype).requires_grad_()
-    targets = torch.randint(0, 50, (10,), generator=generator)
-    targets[4] = NO_TARGET
-    outer = torch.randn(10, generator=generator)
-    expected = torch.log_softmax(logits.float(), -1).gather(1, targets.clamp(min=0)[:, None])[:, 0] * (targets >= 0)
-    (gradient,) = torch.autograd.grad((expected * outer).sum(), logits)
-
-    found = token_log_probabilities(logits, targets)
-    (mine,) = torch.autograd.grad((found * outer).sum(), logits)
-
-    assert (torch.float32, dtype) == (found.dtype, mine.dtype)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert (mine.float() - gradient.float()).norm() <= near * gradient.float().norm()
-    assert not mine[4].any()
-
-
-@pytest.mark.parametrize("with_both", [True, False])
-def test_entropy_is_computed_block_by_block(monkeypatch, with_both):
-    """In nats, with its gradient, beside that of log-probabilities or alone."""
-    monkeypatch.setattr(token_statistics, "_CPU_BLOCK", 3 * 50)
-    generator = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(10, 50, generator=generator)
+    logits = (3 * torch.randn(10, 50, generator=generator)).to(dtype)
     logits[2, 7] = -torch.inf
     logits.requires_grad_()
     targets = torch.randint(8, 50, (10,), generator=generator)
     targets[4] = NO_TARGET
-    outer = torch.randn(2, 10, generator=generator)
+    outer = torch.randn(2, 10, generator=generator) * torch.tensor(weights)[:, None]
     every = torch.log_softmax(logits.double(), -1)
     exact = -(every.exp() * every.masked_fill(every == -torch.inf, 0)).sum(-1) * (targets >= 0)
     drawn = every.gather(1, targets.clamp(min=0)[:, None])[:, 0] * (targets >= 0)
-    (gradient,) = torch.autograd.grad((exact * outer[0] + with_both * drawn * outer[1]).sum(), logits)
+    (gradient,) = torch.autograd.grad((exact * outer[0] + drawn * outer[1]).sum(), logits)
 
-    found, entropy = token_statistics.token_statistics(logits, targets, with_entropy=True)
-    of_both = (entropy * outer[0]).sum() + ((found * outer[1]).sum() if with_both else 0)
+    if weights[0]:
+        found, entropy = token_statistics.token_statistics(logits, targets, with_entropy=True)
+        torch.testing.assert_close(entropy.double(), exact, rtol=1e-5, atol=1e-5)
+    else:
+        found, entropy = token_log_probabilities(logits, targets), torch.zeros(10)
+    of_both = (entropy * outer[0]).sum() + ((found * outer[1]).sum() if weights[1] else 0)
     (mine,) = torch.autograd.grad(of_both, logits)
 
-    torch.testing.assert_close(entropy.double(), exact, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(mine, gradient, rtol=1e-4, atol=1e-5)
+    assert (torch.float32, dtype) == (found.dtype, mine.dtype)
+    torch.testing.assert_close(found.double(), drawn, rtol=1e-5, atol=1e-5)
+    assert (mine.double() - gradient.double()).norm() <= near * gradient.double().norm()
     assert not mine[4].any()
 
 

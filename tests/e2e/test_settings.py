@@ -1,9 +1,4 @@
-"""
-Settings that are the trainer's own: the table that checks them is the installed one's, and a bad
-value is never a traceback.
-"""
-
-from __future__ import annotations
+"""The trainer's settings are checked by the installed table; no traceback."""
 
 import math
 from pathlib import Path
@@ -41,10 +36,7 @@ def arguments_of(config):
 
 
 def test_the_table_is_that_of_the_installed_library():
-    """
-    `make reference` writes it; where other versions are installed than the table's, they are asked
-    themselves.
-    """
+    """`make reference` writes it; other versions are asked themselves."""
     assert TABLE.read_text(encoding="utf-8") == trainer_table()
     assert KEYS == stored_keys()
     assert len(KEYS) > 150
@@ -64,10 +56,7 @@ def test_another_version_is_asked_itself(tmp_path: Path, monkeypatch):
 
 @pytest.mark.slow
 def test_no_value_of_any_setting_ends_in_a_traceback():
-    """
-    Not a number, negative, a text, a list, a section, switched on: a setting is refused by its key,
-    or taken.
-    """
+    """Negative, a text, switched on: a setting is refused by its key, or taken."""
     taken, refused, faults = 0, 0, []
     for key in KEYS:
         for value in (math.nan, -1, "zigzag", ["zigzag"], {"a": 1}, True):
@@ -147,51 +136,9 @@ def test_what_follows_an_evaluation_is_refused_where_it_has_nothing_to_evaluate(
             leave_evaluation_out(SimpleNamespace(**{**plain, key: value}))
 
 
-def test_what_can_be_used_is_taken():
-    """
-    Schedules with their options, optimizers, sizes; an optimizer of modules that only the model
-    has.
-    """
-    for training in (
-        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.1}}, {"optim": "sgd"},
-        {"max_shard_size": "1.5 gb"}, {"lr_scheduler_kwargs": '{"num_cycles": 0.25}'}, {"learning_rate": 0},
-        {"report_to": "tensorboard"},
-    ):  # fmt: skip
-        assert arguments_of(configured(**training))
-
-
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("training.learning_rate=.nan",
-         ["training.learning_rate (command line: training.learning_rate=.nan): is nan, but has to be a number"]),
-        ("training.report_to=wandb",
-         ["training.report_to: has wandb, whose package wandb is not installed: install it, or remove wandb"]),
-        ("training.deepspeed=zero2",
-         ["training.deepspeed: needs the package deepspeed, which is not installed: install it, or remove the key",
-          "training.deepspeed: is zero2, which is no file: name a JSON file"]),
-    ],
-)  # fmt: skip
-def test_a_value_that_cannot_be_is_refused_with_its_remedy(write_run, capfd, monkeypatch, override, says):
-    """Exit status 2, before anything is measured; whether or not the machine has the packages."""
-    monkeypatch.setattr("packplan.adapters.config.trainer_keys.find_spec", lambda _: None)
-
-    path = write_run()
-
-    assert 2 == sft.main([str(path), override])
-
-    message = capfd.readouterr().err
-    assert all(fault in message for fault in says)
-    assert "Traceback" not in message
-    assert {path, path.with_name("text.jsonl")} == {*path.parent.iterdir()}
-
-
 @pytest.fixture
 def run_text(write_run, text_jsonl, monkeypatch):
-    """
-    Return a function that trains on texts, with some settings and without a network, and gives the
-    exit status.
-    """
+    """Return a function that trains on texts offline, and gives the exit status."""
 
     def unreachable(*_, **__):
         raise ConnectionError("no network")
@@ -214,10 +161,7 @@ def run_text(write_run, text_jsonl, monkeypatch):
     ],
 )  # fmt: skip
 def test_what_only_training_finds_is_refused_too(run_text, capfd, training, says):
-    """
-    An optimizer for another kind of model, a metric that no evaluation gives, a hub that cannot be
-    reached.
-    """
+    """A wrong optimizer, a metric that no evaluation gives, a hub out of reach."""
     assert 2 == run_text(**training)
 
     assert says in capfd.readouterr().err

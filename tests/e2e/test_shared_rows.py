@@ -1,7 +1,5 @@
 """Ranks that share a packed row compute what each sequence gives alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -50,10 +48,7 @@ def alone(folder, dtype="float32") -> dict:
 
 
 def differences(found, expected) -> dict[str, float]:
-    """
-    Return how far results are apart, on the scale of the expected ones; of gradients, of those of
-    the sequences.
-    """
+    """Return how far results are apart, each on the scale of its terms."""
     return {
         **{name: apart({"": found[name]}, {"": expected[name]}) for name in ("logits", "loss")},
         "gradients": apart(found["gradients"], expected["gradients"], scale=expected["scale"]),
@@ -63,10 +58,7 @@ def differences(found, expected) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_logits_and_gradients_are_those_of_each_sequence_alone(shared, models, world_size):
-    """
-    Both models, also with gradient checkpointing, and without position ids; each rank has the same
-    causal work; bfloat16 as near as it is alone.
-    """
+    """With gradient checkpointing and without positions; equal causal work; bfloat16 too."""
     cases = {model: {"folder": str(models / model)} for model in MODELS}
     cases["qwen2"]["give_positions"] = False
     cases["checkpointing"] = {"folder": str(models / "qwen3"), "checkpointing": True}
@@ -85,10 +77,7 @@ def test_logits_and_gradients_are_those_of_each_sequence_alone(shared, models, w
 
 @pytest.mark.slow
 def test_a_fault_is_seen(shared, models):
-    """
-    A query that sees another sequence, targets rolled inside a part, parts that are not put in
-    order.
-    """
+    """Another sequence is seen, targets rolled inside a part, parts out of order."""
     faults = ["leak", "late targets", "unrestored"]
 
     found = shared(2, {fault: {"folder": str(models / "qwen3"), "fault": fault} for fault in faults})

@@ -1,9 +1,4 @@
-"""
-`assert_step_loss` on trainers and loops of two ranks: sound steps pass, and each fault of their
-losses is found, with its factor.
-"""
-
-from __future__ import annotations
+"""`assert_step_loss` on two ranks: sound steps pass, and faults are found by their factor."""
 
 import json
 import re

@@ -1,7 +1,5 @@
 """Each tuner that is offered trains, saves, resumes bit for bit, and passes `packplan check`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -96,9 +94,7 @@ def scenes(demo, tmp_path_factory) -> Path:
 def test_a_tuner_trains_saves_resumes_and_passes_the_check(  # noqa: PLR0917  # fixtures
     write_run, execute, scenes, tmp_path, monkeypatch, name
 ):
-    """
-    The resumed run has the weights of one run; in it, packed samples are equal to samples alone.
-    """
+    """The resumed run ends with the same weights; packed samples equal themselves alone."""
     model, keys, _ = TUNERS[name]
     several = {**keys, "max_steps": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": "1e-2",
                "packing_drop_last": False}  # fmt: skip

@@ -1,12 +1,6 @@
-"""
-Attention of variable length: what it computes is what each sample of a row gives alone, under
-transformers' sdpa.
-"""
-
-from __future__ import annotations
+"""Attention of variable length gives what each sample of a row gives alone."""
 
 import copy
-import json
 from functools import cache
 from itertools import accumulate, pairwise
 
@@ -79,10 +73,7 @@ def opened(loaded):
 
 
 def row(lengths, *, rows=1, seed=0):
-    """
-    Return tokens and positions of a packed row; with images' three rows of positions too, if there
-    are four.
-    """
+    """Return tokens and positions of a packed row; with positions of images, if *rows* is 4."""
     ids = torch.randint(0, 200, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     return {"input_ids": ids, "position_ids": positions if rows == 1 else positions.expand(rows, 1, -1)}
@@ -108,9 +99,7 @@ def packed(model, inputs, lengths):
 
 
 def alone(model, inputs, lengths):
-    """
-    Return the same of its samples, each in a forward pass of its own, under transformers' sdpa.
-    """
+    """Return the same of its samples, each in a forward pass of its own, under sdpa."""
     logits, losses, summed = [], [], 0.0
     with attention.native_attention(model):
         for ids in inputs["input_ids"][0].split(lengths):
@@ -140,10 +129,7 @@ def difference(model, lengths):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)
 def test_a_row_is_its_samples_alone(opened, name, lengths):
-    """
-    Logits, each sample's loss and gradients; of 1, 2 and 24 samples, some of 1 token. In float64,
-    next to nothing is left of the difference.
-    """
+    """Logits, losses and gradients of 1, 2 and 24 samples; exactly, in float64."""
     model = opened(name)
 
     assert attention.NAME == model.config.get_text_config()._attn_implementation
@@ -153,10 +139,7 @@ def test_a_row_is_its_samples_alone(opened, name, lengths):
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2"])
 def test_recomputed_layers_and_adapters_are_equal_too(opened, name):
-    """
-    Gradient checkpointing runs layers again, with the layout of their own row; LoRA changes what is
-    trained.
-    """
+    """Gradient checkpointing uses the layout of its own row; LoRA changes what is trained."""
     assert difference(opened(name, checkpointing="reentrant"), PACKS["two"]) < EQUAL
     assert difference(opened(name, checkpointing="by saved tensors"), PACKS["two"]) < EQUAL
     assert difference(opened(name, lora=True), PACKS["many"]) < EQUAL
@@ -182,10 +165,7 @@ def windowed_model():
 
 @pytest.mark.parametrize("lengths", [[40], [8, 9, 1, 23], [24, 16, 7]])
 def test_sliding_windows_keep_their_meaning(lengths):
-    """
-    A sample's own mask counts, not the row's; shorter and longer than the window, and multiples of
-    it.
-    """
+    """A sample's own mask counts: shorter and longer than the window, and multiples."""
     assert difference(windowed_model(), lengths) < EQUAL
 
 
@@ -245,10 +225,7 @@ def indices(lengths):
 
 @given(lengths_of_rows, st.none() | st.integers(2, 20), st.sampled_from(["", "images", "chunks"]))
 def test_a_layout_is_what_the_models_mask_means(lengths, window, overlay):
-    """
-    Read off a mask function, it stands for the same mask: packed, windowed, with images that see
-    both ways, chunked.
-    """
+    """Packed, windowed, chunked, and with images that see both ways."""
     total, parts = sum(lengths), [causal_mask_function, packed_sequence_mask_function(indices(lengths))]
     if window is not None:
         parts.append(sliding_window_overlay(window))
@@ -299,10 +276,7 @@ def reference(query, key, value, mask, scaling):
 
 
 def reference_varlen_attn(*, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, enable_gqa):
-    """
-    Compute what torch documents `varlen_attn` to, from the definition: (left, right) tokens, -1 for
-    all of them.
-    """
+    """Compute what torch documents of `varlen_attn`, from the definition."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     lengths = [stop - start for start, stop in pairwise(cu_seq_q.tolist())]
     assert max_q == max_k == max(lengths)
@@ -374,10 +348,7 @@ def test_the_fused_kernel_is_left_where_it_cannot_run(says, options):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gpu_takes_the_fused_kernel_or_says_once_why_not(monkeypatch, caplog, dtype):
-    """
-    In bfloat16 and in float32; with the kernel's reference in its place, and a GPU that is said to
-    be there.
-    """
+    """In bfloat16 and float32, with the kernel's reference and a GPU that is said to be there."""
     layout = Layout(torch.tensor([0, 7, 8, 30, 37], dtype=torch.int32), is_causal=True, window=6)
     parts = [part.to(dtype) for part in tensors(37)]
     asked = []
@@ -431,10 +402,7 @@ def test_patches_are_projected_as_by_the_convolution(number, bias, larger):
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_vision_tower_attends_once_a_layer(opened, name, monkeypatch):
-    """
-    To all windows or images of a row; what it sees, and its gradients, are those of transformers'
-    own loop.
-    """
+    """Over all images of a row; outputs and gradients are those of transformers' loop."""
     model, calls = opened(name).double(), []
     tower = model.model.visual
     grid = torch.tensor([[1, 4, 6], [1, 10, 12], [1, 4, 6], [1, 2, 2], [2, 8, 8]])
@@ -462,10 +430,7 @@ def test_a_vision_tower_attends_once_a_layer(opened, name, monkeypatch):
 
 
 def test_what_is_no_packed_row_is_left_to_transformers(opened):
-    """
-    Padding on either side, and generation with a cache, give the same numbers as its own sdpa, bit
-    for bit.
-    """
+    """Padding on either side, and generation, are bit for bit those of its sdpa."""
     model = opened("qwen3").eval()
     ids = row([48])["input_ids"].view(3, 16)
     left, right = (torch.ones(3, 16).long() for _ in range(2))
@@ -488,38 +453,11 @@ def test_what_is_no_packed_row_is_left_to_transformers(opened):
 
 
 def test_one_plain_sample_needs_no_layout():
-    """
-    Nor a mask: torch's own causal attention does it; within a window, it is a row of one block.
-    """
+    """A sample alone is causal by torch itself; within a window, it is a row of one block."""
     options = {"batch_size": 1, "q_length": 9, "kv_length": 9, "mask_function": causal_mask_function, "device": "cpu"}
 
     assert varlen.row_mask(**options) is None
     assert (9,) == varlen.row_mask(**options, local_size=4).lengths
-
-
-def test_native_attention_is_for_a_while(opened):
-    """Text and tower have sdpa inside, and what they had before outside, also after an error."""
-    model = opened("qwen2_5_vl")
-
-    def names():
-        config = model.config
-        return [part._attn_implementation for part in (config, config.text_config, config.vision_config)]
-
-    before = names()
-    with pytest.raises(ZeroDivisionError), attention.native_attention(model):
-        assert ["sdpa"] * 3 == names()
-        raise ZeroDivisionError
-    assert [attention.NAME, attention.NAME, attention.PATCHES_NAME] == before == names()
-
-
-def test_a_saved_model_knows_nothing_of_it(opened, tmp_path):
-    """Plain transformers loads it, and no name of ours is in its config.json, nor in its parts."""
-    model = opened("qwen2_5_vl")
-    model.save_pretrained(tmp_path)
-
-    assert "packplan" not in (tmp_path / "config.json").read_text()
-    assert "sdpa" == type(model).from_pretrained(tmp_path).config._attn_implementation
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == model.config.model_type
 
 
 @pytest.mark.filterwarnings(

@@ -1,7 +1,5 @@
 """What verify finds in a real run: every fault that is planted, and none where nothing is."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -79,10 +77,7 @@ def test_what_was_built_is_verified(run, verified, capfd):
 
 
 def test_every_planted_fault_is_found_at_once(run, demo, verified, capfd):
-    """
-    A flipped bit in an array and in a manifest, a swapped image, an edited line, another system
-    prompt.
-    """
+    """A flipped bit in an array and a manifest, a swapped image, an edited line, a prompt."""
     folder = run / "run" / "static_packing" / "train"
     for name, place in (("raw_plan.indices.bin", 3), ("plan_ws1.json", 40)):
         content = bytearray((folder / name).read_bytes())

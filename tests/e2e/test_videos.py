@@ -1,9 +1,4 @@
-"""
-Videos: lengths from their containers are those of full encodes, and packs with videos train as
-their samples alone do.
-"""
-
-from __future__ import annotations
+"""Videos: lengths as full encodes give them; packs train as their samples alone do."""
 
 import json
 from fractions import Fraction
@@ -18,9 +13,7 @@ import yaml
 from PIL import Image
 
 from packplan.adapters.ranks.torch_group import OneRank
-from tests.e2e import rank_main
 from tests.e2e.test_resume import assert_equal
-from tests.processes import finished
 from tools.demo.videos import MadeVideo, made_videos
 
 pytestmark = pytest.mark.slow
@@ -90,10 +83,7 @@ def few(mixed) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> tuple[list[MadeVideo], list[Path]]:
-    """
-    Twenty videos over containers, codecs, rates, durations to ten seconds, sizes and turns, and
-    their files.
-    """
+    """Twenty videos over containers, codecs, rates, durations, sizes, turns, and their files."""
     from benchmarks.measuring import write_videos
 
     videos = [attrs.evolve(video, num_frames=min(video.num_frames, 420)) for video in made_videos(20)]
@@ -102,10 +92,7 @@ def made(tmp_path_factory) -> tuple[list[MadeVideo], list[Path]]:
 
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
 def test_containers_give_the_lengths_of_full_encodes(model, demo, made, tmp_path):
-    """
-    Over containers, codecs, rates, durations, sizes and turns: zero tolerance, most without
-    decoding.
-    """
+    """Over containers, codecs, rates, sizes and turns: exactly, most without decoding."""
     from benchmarks.measuring import differing, video_lengths
 
     (tmp_path / model).symlink_to(demo / "models" / model)
@@ -150,10 +137,7 @@ def measurer(demo, mixed, tmp_path_factory):
 )
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
 def test_keys_of_sampling_steer_lengths_and_encodes_alike(model, sampling, measurer):
-    """
-    Frames in lists, folders and files, several videos and images in a record; another key is
-    another fingerprint.
-    """
+    """Frames in lists, folders and files, beside images; another key, another fingerprint."""
     plain, steered = (measurer(model, tuple(keys.items())) for keys in ({}, sampling))
     quick = list(steered.measure_many(range(6), in_full=False))
 
@@ -163,30 +147,8 @@ def test_keys_of_sampling_steer_lengths_and_encodes_alike(model, sampling, measu
     assert {f"template.{key}" for key in sampling} == {one.key for one in changed}
 
 
-def test_a_template_that_fails_on_a_stand_in_leaves_videos_to_full_encodes(measurer, monkeypatch, caplog):
-    """The same measurements, and the log says why they take longer."""
-    from packplan.adapters.samples.counting import quickly
-
-    samples = measurer("qwen3_vl", (("video_min_pixels", 3200),))
-    full = list(samples.measure_many(range(1, 6), in_full=True))
-
-    def fail(*_):
-        raise KeyError("planted")
-
-    monkeypatch.setattr(quickly, "prove_stand_in", fail)
-    monkeypatch.setattr(samples.quick, "__dict__", {**samples.quick.__dict__})
-    for proven in ("_counter", "_counts_videos"):
-        samples.quick.__dict__.pop(proven, None)
-    caplog.set_level("INFO", "packplan")
-    assert full == list(samples.measure_many(range(1, 6), in_full=False))
-    assert "measured one by one: KeyError: 'planted'" in caplog.text
-
-
 def test_samples_with_videos_are_measured_together_and_each_container_read_once(measurer, monkeypatch):
-    """
-    One whose rate varies is decoded; what the texts of the others give is held against an encode
-    of the first of its kind.
-    """
+    """One whose rate varies is decoded; texts are held against the first encode of a kind."""
     from packplan.adapters.samples import encoder
 
     samples = measurer("qwen3_vl", (("video_min_pixels", 3200),))
@@ -203,30 +165,6 @@ def test_samples_with_videos_are_measured_together_and_each_container_read_once(
 
     assert sum(one.measurement.videos for one in full[1:]) == len(asked_of)
     assert [] == encoded
-
-
-@pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
-def test_listed_frames_cost_what_their_encodes_do(model, measurer, monkeypatch):
-    """Between and beyond the bounds of an image's pixels, which each frame is scaled to first."""
-    from qwen_vl_utils import vision_process
-
-    from packplan.adapters.samples.video import lengths
-
-    monkeypatch.setattr(vision_process, "IMAGE_MAX_TOKEN_NUM", 20)
-    shapes = [((240, 180), 3), ((130, 900), 2), ((700, 300), 5), ((57, 56), 1), ((300, 300), 4)]
-    for sampling in (
-        (("video_min_pixels", 3200),),
-        (("video_min_pixels", 3200), ("video_max_pixels", 30_000), ("video_total_pixels", 40_000)),
-    ):
-        samples = measurer(model, sampling)._encoder
-        costs = samples.video_lengths
-        frames = [(shape, [Image.new("RGB", shape[0])] * shape[1]) for shape in shapes]
-        encoded = [(shape, lengths._encoded(samples.template, shown)) for shape, shown in frames]
-        _, first = encoded[0]
-
-        beyond = [costs.cost(lengths._listed(*shape)) - costs.cost(lengths._listed(*shapes[0])) for shape in shapes]
-        assert [cost - first for _, cost in encoded] == beyond
-        assert len({cost.patches / cost.frames for _, cost in encoded}) > 2
 
 
 def test_a_turned_video_has_the_frames_that_it_shows(tmp_path):
@@ -275,9 +213,7 @@ def ready(demo, few, tmp_path_factory):
 
 @pytest.fixture
 def comparison(ready, monkeypatch):
-    """
-    Return a function that compares a pack of text, images and videos, and the checks that fail.
-    """
+    """Return a function that compares a pack of all media, and returns the failed checks."""
     from packplan.adapters.trainer.equality import PackComparison
     from packplan.app.check import compare
 
@@ -348,41 +284,8 @@ def test_frames_that_a_neighbour_sees_are_found(ready, comparison, monkeypatch, 
     assert "isolation" in failed
 
 
-def test_two_ranks_of_which_one_has_videos_end_together(start_ranks, write_run, clips, tmp_path):
-    """With evaluation, and loaders whose worker processes decode."""
-    from packplan.app.wiring import training as wiring
-    from packplan.app.wiring.attention import keep_verdict
-
-    records = [asked(*(["a.mp4"] if number < 2 else []), text=f"say {number}") for number in range(6)]
-    data = write(clips / "one_rank.jsonl", records)
-    training = {
-        "packing": True,
-        "packing_drop_last": False,
-        "effective_batch_size": 2,
-        "packing_algorithm": "concatenative",
-        "eval_strategy": "epoch",
-        "dataloader_num_workers": 1,
-    }
-    keys = {**SAMPLING, "max_length": 90}
-    path = write_run(
-        "qwen3_vl", custom={"train_jsonl": str(data), "val_jsonl": str(data)}, template=keys, training=training
-    )
-
-    config = wiring.read_config(path)
-    keep_verdict(config, wiring.verdict_of(config))  # which neither rank asks for again
-
-    assert [0, 0] == finished(start_ranks(2, path, tmp_path / "out"))
-    ranks = rank_main.seen(tmp_path / "out", 2)
-    assert 1 == len({(rank["aligned"], rank["steps"]) for rank in ranks})
-    losses = [[entry["loss"] for entry in rank["history"] if "loss" in entry] for rank in ranks]
-    assert losses[0] == pytest.approx(losses[1])
-
-
 def test_a_run_with_videos_resumes_to_the_same_weights(execute, write_run, few, tmp_path):
-    """
-    Bit for bit, from the middle of an epoch; frames are decoded in worker processes or by training
-    itself, and the log says how long that took, and how long training waited.
-    """
+    """Bit for bit, from mid-epoch; the log says how long decoding and waiting took."""
     training = {
         "effective_batch_size": 1,
         "packing_drop_last": False,

@@ -5,8 +5,6 @@ In a process of its own, since it forks hundreds of times: a fork takes as long 
 large.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -46,10 +44,7 @@ def num_lines_of(run: Callable[[], object]) -> int:
 
 
 def run_and_kill(data: Path, folder: Path, line: int) -> bool:
-    """
-    Kill a run before it executes this line, and check what it left; return whether it was killed
-    before its end.
-    """
+    """Kill a run before this line, and check what it left; return whether it was killed."""
 
     def run(process: Forked) -> None:
         source = FileSource(data, before_each=lambda index: setattr(process, "counter", index))
@@ -71,10 +66,7 @@ def run_and_kill(data: Path, folder: Path, line: int) -> bool:
 
 
 def main(start: str, seed: int, folder: Path) -> None:
-    """
-    Kill runs that start with nothing, with another plan, or with bad records that were fixed, at
-    moments that the seed gives.
-    """
+    """Kill runs from nothing, from another plan, and after fixes, at drawn moments."""
     os.fsync = lambda _: None  # the pages of a killed process are not lost
     data, before = write_data(folder / "data.jsonl", LENGTHS), folder / "before"
     execute(FileSource(data), folder / "whole")

@@ -4,8 +4,6 @@ Parents that start processes of one kind, say which, and wait to be killed: `par
 Each function starts the processes as the program does, and returns their numbers.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -88,10 +86,7 @@ def elsewhere(folder: Path) -> list[int]:
 
 
 def actors(folder: Path) -> list[int]:
-    """
-    Start Ray on this machine with two actors, and leave room for another driver's; write down where
-    that one finds it.
-    """
+    """Start Ray with two actors and room for another driver's; write down its address."""
     import ray
 
     from packplan.adapters.workers.ray import RayWorkers

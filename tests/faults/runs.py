@@ -1,7 +1,4 @@
-"""
-A run of measuring and planning on real files, without ms-swift, in processes that faults can be
-done to.
-"""
+"""Measuring and planning on real files, without ms-swift, in processes to be killed."""
 
 from __future__ import annotations
 
@@ -119,10 +116,7 @@ class Forked:
 
 
 def at_each_line(act: Callable[[int], None]) -> None:
-    """
-    From here on, act before this process executes a line of our own code; it hears how many there
-    were.
-    """
+    """From here on, act before this process executes a line of our own code."""
     root = str(Path(__file__).parents[2] / "packplan")
     executed = 0
 

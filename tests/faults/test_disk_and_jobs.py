@@ -1,9 +1,4 @@
-"""
-Full disks, folders that may not be written, several jobs on one folder, files that were changed: no
-wrong plan.
-"""
-
-from __future__ import annotations
+"""Full disks, read-only folders, two jobs on one folder, changed files: no wrong plan."""
 
 import os
 import resource
@@ -55,10 +50,7 @@ def whole(data, tmp_path) -> dict[str, bytes]:
 
 
 def test_a_disk_that_is_full_is_named_and_the_next_run_goes_on(data, whole, tmp_path):
-    """
-    The kernel refuses to write beyond so many bytes of a file; nothing torn stays, the end is the
-    same bytes.
-    """
+    """Nothing torn stays, and the end is the same bytes."""
     limits = [0, 1, 100, 139, 140, 141, 300, 700, 790, 1000, 1279]
 
     def run(_: Forked) -> None:
@@ -100,10 +92,7 @@ def test_a_folder_that_may_not_be_written_is_named(data, tmp_path, warm):
 
 
 def test_of_two_jobs_on_one_folder_one_measures_and_the_other_reads(data, whole, fork, tmp_path):
-    """
-    The second waits, and says for whom; the plan is the same, and a few samples alone are compared
-    with what the first measured.
-    """
+    """The second waits, says for whom, and compares a few samples alone."""
     folder, opened, go = tmp_path / "run", threading.Event(), os.pipe()
 
     def first(process: Forked) -> None:

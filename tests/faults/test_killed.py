@@ -1,9 +1,4 @@
-"""
-Runs killed at any line: what is stored is never torn, little is measured again, and the end is the
-same bytes.
-"""
-
-from __future__ import annotations
+"""Runs killed at any line: nothing torn, little measured again, the same end."""
 
 import os
 import subprocess
@@ -20,10 +15,7 @@ SEED = os.environ.get("EXPLORE_SEED", "0")
 
 @pytest.mark.parametrize("start", ["nothing", "another plan", "bad records"])
 def test_a_run_killed_at_any_line_ends_as_one_that_was_not(start, tmp_path):
-    """
-    Killed once and, going on, killed again: rows are a prefix, at most one flush is measured again,
-    bytes are equal.
-    """
+    """Killed twice: rows are a prefix, one flush is measured again, bytes are equal."""
     command = [sys.executable, "-m", "tests.faults.killed", start, SEED, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
 

@@ -1,9 +1,4 @@
-"""
-The output of a command may be full or closed, and its user impatient: a line, an exit status, and
-never a traceback.
-"""
-
-from __future__ import annotations
+"""A full or closed output, an impatient user: a line, a status, and no traceback."""
 
 import os
 import re
@@ -16,7 +11,6 @@ import pytest
 
 from packplan.app.plan import __main__ as plan
 from tests.stored import store_run
-from tools.demo import __main__ as demo
 
 pytestmark = pytest.mark.slow
 
@@ -52,17 +46,6 @@ def test_a_file_that_does_not_fit_is_named_and_nothing_is_left(small_disk, tmp_p
     assert f"{disk}/" in said
     assert "No space left on device" in said
     assert [] == list(disk.iterdir())
-
-
-@pytest.mark.parametrize("size", [20_000, 1_500_000])
-def test_a_demo_that_does_not_fit_says_so(small_disk, capfd, size):
-    """Where its images fill the disk, and where its first model does, which safetensors writes."""
-    disk = small_disk(size)
-
-    assert 2 == demo.main(["make", "--folder", str(disk / "demo"), "--train", "2", "--val", "1"])
-    said = capfd.readouterr().err
-    assert f"error: {disk}/demo/" in said
-    assert "No space left on device" in said
 
 
 SHOW, HELP = ["packplan.app.plan", "show"], ["packplan", "--help"]

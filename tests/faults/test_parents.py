@@ -1,7 +1,5 @@
 """No orphan: whatever this project starts ends with what started it, also by SIGKILL."""
 
-from __future__ import annotations
-
 import ast
 import os
 import signal
@@ -18,10 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("kind", ["pool", "benchmark", "helper"])
 def test_processes_end_with_the_parent_that_started_them(tmp_path, kind):
-    """
-    Those that measure, waiting or busy; those of benchmarks; those of tests, whose parent is a
-    server between.
-    """
+    """Those that measure, waiting or busy; those of benchmarks; those of tests."""
     command = [sys.executable, "-m", "tests.faults.parents", kind, str(tmp_path)]
     with killed_at_end(command, env={**os.environ, "OMP_NUM_THREADS": "1"}) as parent:
         each_ends(tmp_path, parent.pid)
@@ -29,9 +24,7 @@ def test_processes_end_with_the_parent_that_started_them(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["loader", "elsewhere"])
 def test_what_a_rank_starts_ends_with_it(server, tmp_path, kind):
-    """
-    Workers that are in the middle of a sample, and the process that encodes samples again.
-    """
+    """Workers in the middle of a sample, and the process that encodes samples again."""
     parent = server.start(parents.main, kind, str(tmp_path), log=tmp_path / "log")
     each_ends(tmp_path, parent.pid)
 
@@ -94,10 +87,7 @@ time.sleep(600)
 
 
 def test_a_process_ends_with_one_that_is_not_its_parent():
-    """
-    As Ray's actors end with their driver, also one of more than a thousand open files; at once if
-    that is gone already.
-    """
+    """Also with more than a thousand open files; at once if the other is gone already."""
     watch = [sys.executable, "-c", WATCHER]
     with killed_at_end([sys.executable, "-c", "import time; time.sleep(600)"]) as other:
         with killed_at_end([*watch, str(other.pid)], stdout=subprocess.PIPE) as watcher:
@@ -125,10 +115,7 @@ STARTERS = {
     "benchmarks/memory.py": {"concurrent"},  # threads
     "tools/check_megatron.py": {"subprocess"},  # commands of a terminal, one after the other
 }
-"""
-Modules that start processes, each of a kind that the tests above kill the parent of, or that is
-waited for at once.
-"""
+"""Modules that start processes; each kind ends with its parent, or is waited for at once."""
 
 
 def test_nothing_else_starts_processes():

@@ -1,7 +1,5 @@
 """A split with its stores and ranks, over doubles."""
 
-from __future__ import annotations
-
 from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.split import Alignment, GatheredSplit, PlannedSplit, Stores, plan_split
 from packplan.core.policy import PlanPolicy

@@ -1,7 +1,5 @@
 """Bad records stop a run, or are flagged: for every rank, and for every later start."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from decimal import Decimal
 from functools import partial
@@ -106,14 +104,6 @@ def test_a_sample_without_a_token_is_not_left_out():
         planned(ListSource([5, 0, 6]), MemoryLengthStore())
 
 
-def test_a_run_that_stops_at_bad_records_goes_on_where_they_were_fixed():
-    """Whatever skipped them before."""
-    store = MemoryLengthStore()
-    measured(FaultySource([5, -1, 6]), store)
-
-    assert [5, 7, 6] == column(measured(FaultySource([5, 7, 6]), store, None), "length").tolist()
-
-
 def test_more_than_the_share_stop_the_run():
     """With their number and the first of them; as many as the share do not."""
     lengths = [5] * 98 + [-1] * 2
@@ -144,14 +134,6 @@ def test_a_million_failures_are_a_page(capsys):
     assert (105_060, True) == (sum(counts.values()), len(counts) <= 101)
     assert [100_060, 5000] == [sum(one["split"] == name for one in written) for name in sources]
     assert 105_060 == len({one["where"] for one in written}) == len(written)
-
-
-def test_up_to_a_hundred_failures_are_lines_alone(capsys):
-    """Nothing is counted that is named."""
-    with pytest.raises(DataSetError, match=r"100 of 101 records cannot .*: fix or remove what is named above$"):
-        list_failures([Desk(FaultySource([-1] * 100 + [1])).split()])
-
-    assert [f"data, line {n}: is bad" for n in range(1, 101)] == capsys.readouterr().out.splitlines()
 
 
 class ManyReasons(ListSource):

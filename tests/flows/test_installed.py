@@ -1,9 +1,4 @@
-"""
-The wheel, built from the source distribution: in an environment with three requirements, and where
-other packages are called app and core.
-"""
-
-from __future__ import annotations
+"""The built wheel, with three requirements, and beside other packages app and core."""
 
 import os
 import shutil
@@ -44,10 +39,7 @@ def quietly(*command: object, cwd: Path | None = None) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """
-    The project as a wheel, built from its source distribution, which is made of a copy: what an
-    earlier build left would be in it.
-    """
+    """The project as a wheel, built from the source distribution of a copy."""
     folder, sources = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("sources")
     for name in BUILT_FROM:
         if (ROOT / name).is_dir():
@@ -163,11 +155,3 @@ def test_a_command_whose_extra_is_missing_names_it(bare, tmp_path, command):
     assert ended.stderr.startswith("error: this needs the package ")
     assert ended.stderr.endswith(", which is not installed: pip install 'packplan[train]'\n")
     assert 1 == ended.stderr.count("\n")
-
-
-def test_help_needs_no_extra(bare, tmp_path):
-    """It lists every command."""
-    ended = run(tmp_path, bare / "packplan", "--help")
-
-    assert 0 == ended.returncode, ended.stderr
-    assert "\n  sft " in ended.stdout

@@ -1,7 +1,5 @@
 """`packplan COMMAND …` is the command's module, loaded when it is called."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -16,25 +14,6 @@ from packplan.app.__main__ import COMMANDS, main
 from tests.stored import store_run
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.slow
-def test_help_names_every_command_and_loads_none():
-    """Neither torch, swift, transformers nor numpy, nor any command's module."""
-    heavy = ["torch", "swift", "transformers", "numpy", *(module for module, _ in COMMANDS.values())]
-    script = f"""if True:
-        import sys
-        from packplan.app.__main__ import main
-        try:
-            main(["--help"])
-        finally:
-            print([name for name in {heavy} if name in sys.modules])
-    """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
-
-    assert 0 == run.returncode
-    assert "[]" == run.stdout.splitlines()[-1]
-    assert all(f"\n  {name:<8}{does}\n" in run.stdout for name, (_, does) in COMMANDS.items())
 
 
 @pytest.mark.parametrize("arguments", [[], ["trian"], ["--verbose", "sft"]])

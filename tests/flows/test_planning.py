@@ -1,9 +1,6 @@
 """Measuring and planning a split, over doubles: what is measured, kept, planned again, compared."""
 
-from __future__ import annotations
-
 import logging
-import re
 from functools import partial
 
 import attrs
@@ -36,7 +33,6 @@ from tests.fakes import (
     OrderedSource,
     RestlessSource,
     ScriptedGroup,
-    Terminal,
     TornPlanStore,
 )
 from tests.flows.desk import LENGTHS, Desk, policy
@@ -146,10 +142,7 @@ UNSTEADY = pytest.mark.parametrize(
 
 @UNSTEADY
 def test_samples_that_measure_differently_are_refused(unsteady):
-    """
-    A static plan would be wrong the moment training fetches them; the next run does not trust them
-    either.
-    """
+    """Such a plan would be wrong in training; the next run does not trust them either."""
     desk = Desk(unsteady(LENGTHS))
 
     for flush_every in (1, 3, 8, 100):
@@ -174,9 +167,7 @@ def test_lengths_measured_but_not_checked_are_checked_by_the_next_run():
 
 
 def test_an_image_replaced_after_measuring_is_found_at_the_next_start():
-    """
-    Before anything is planned, with what changed; some samples all over the data are looked at.
-    """
+    """Before anything is planned, with what changed, by a sample of all data."""
     desk = Desk(ListSource(LENGTHS * 100))
     desk.plan()
     desk.source.image_bytes = 1001
@@ -188,10 +179,7 @@ def test_an_image_replaced_after_measuring_is_found_at_the_next_start():
 
 @given(st.sampled_from([GuessingSource, AuditedSource]), st.integers(0, 7), st.integers(1, 9))
 def test_a_shortcut_that_is_wrong_is_given_up(kind, wrong, flush_every):
-    """
-    After all were measured, or at once where it is found on the way: all samples are encoded in
-    full then, and nothing that the shortcut gave stays.
-    """
+    """At the end, or on the way: all is encoded in full then, and nothing else stays."""
     desk = Desk(kind(LENGTHS, wrong=wrong))
 
     table = desk.plan(flush_every=flush_every).table
@@ -203,9 +191,7 @@ def test_a_shortcut_that_is_wrong_is_given_up(kind, wrong, flush_every):
 
 @given(st.integers(0, 7), st.integers(1, 9))
 def test_measuring_in_full_that_was_interrupted_goes_on_in_full(bad, flush_every):
-    """
-    The shortcut is known to be wrong, and what would show it may lie in what is measured already.
-    """
+    """What shows that the shortcut is wrong may lie in what is measured already."""
     desk = Desk(GuessingSource(LENGTHS, wrong=0))
     desk.source.bad = bad
     with pytest.raises(RecordError):
@@ -220,9 +206,7 @@ def test_measuring_in_full_that_was_interrupted_goes_on_in_full(bad, flush_every
 
 
 def test_the_first_image_of_each_shape_is_audited():
-    """
-    A shortcut that is wrong for panoramas alone, of which there is one among hundreds, is found.
-    """
+    """A shortcut that is wrong for one panorama among hundreds is found."""
     desk = Desk(GuessingSource(LENGTHS * 100, wrong=333))
     desk.source.widths = {333: 4000}
 
@@ -230,15 +214,6 @@ def test_the_first_image_of_each_shape_is_audited():
 
     assert [False, True] == desk.source.ways
     assert LENGTHS * 100 == table[:, 0].tolist()
-
-
-def test_repeatability_encodes_the_same_samples_in_another_order_elsewhere():
-    """Neither forward, as they were measured, nor backward, as they were audited."""
-    desk = Desk()
-    desk.plan()
-
-    assert sorted(desk.lengths.repeatability["samples"]) == sorted(desk.source.elsewhere)
-    assert desk.source.elsewhere not in (list(range(8)), list(range(7, -1, -1)))
 
 
 def test_a_source_without_samples_is_refused_before_anything_is_stored():
@@ -251,70 +226,8 @@ def test_a_source_without_samples_is_refused_before_anything_is_stored():
     assert desk.lengths.key is None
 
 
-def test_the_algorithm_that_takes_long_says_how_far_it_is(monkeypatch, caplog):
-    """
-    In the log when it starts and ends, on a terminal, and to the ranks that wait; another algorithm
-    tells these alone.
-    """
-    caplog.set_level("INFO")
-    heard, terminal = [], Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-
-    Desk(group=ScriptedGroup(hear=heard.append)).plan(algorithm="certified")
-    assert [True, True] == ["train: certified looks for" in caplog.text, "train: certified took 0" in caplog.text]
-    assert "planning train, " in terminal.getvalue()
-    assert any("planning train: 4 packs, looking for the bound" in words for words in heard)
-
-    caplog.clear()
-    Desk(group=ScriptedGroup(hear=heard.append)).plan(algorithm="best_fit_decreasing")
-    assert "certified" not in caplog.text
-    assert "planning train: 4 packs, looking for the plan's bound" == heard[-1]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "changes"),
-    [
-        ([1], {"min_fill_ratio": "0"}),
-        ([80], {}),
-        ([90], {}),
-        ([60, 80], {"allow_single_long": False}),
-        ([60, 1, 70], {"drop_last": True, "packing_length": 70}),
-        ([60, 60, 60], {"world_size": 2, "alignment": Alignment(dataloader_drop_last=True)}),
-    ],
-)
-def test_what_is_said_of_one_agrees_with_its_number(lengths, changes):
-    """One sample, one pack, one token, whatever becomes of them."""
-    how = {key: value for key, value in changes.items() if key not in {"world_size", "alignment"}}
-    group, alignment = ScriptedGroup(world_size=changes.get("world_size", 1)), changes.get("alignment", Alignment())
-
-    planned = Desk(ListSource(lengths), group=group).plan(max_dropped_share="1", alignment=alignment, **how)
-
-    lines = [line for _, line in describe(planned, policy(**how))]
-    assert lines
-    assert [] == [
-        line for line in lines if re.search(r"(?<![\d.,])1 (samples|packs|tokens|ranks|(have|are|exceed)\b)", line)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "shown"), [(7, "3 (repeated packs of the raw plan [0..2])"),
-                              (9, "5 (repeated packs of the raw plan [0..3, 0])"),
-                              (4096, "4,092 (repeated packs of the raw plan [0..3 x 1023])"), (2, "0")],
-)  # fmt: skip
-def test_all_packs_that_repeat_are_logged(world_size, shown):
-    """As ranges of the raw plan, whatever their number."""
-    planned = Desk(group=ScriptedGroup(world_size=world_size)).plan()
-
-    assert 4 == len(planned.raw.packs)
-    (line,) = [line for _, line in describe(planned, policy()) if "pad_needed" in line]
-    assert f" pad_needed {shown}; " in line
-
-
 def test_training_and_evaluation_share_one_deadline():
-    """
-    What one wait has taken, the next ones do not have; for ever stays for ever; what is late still
-    asks once.
-    """
+    """Later waits lack what one took; for ever stays for ever; what is late asks once."""
     now = iter([100, 103, 104, 109, 109.5, 120, 130])
     deadline = Deadline(10, clock=lambda: next(now))
     train, evaluation, late = Desk(), Desk(), Desk()
@@ -363,10 +276,7 @@ def test_a_sample_over_the_limit_is_refused_though_a_plan_is_stored():
     ],
 )
 def test_a_plan_too_short_for_the_ranks_is_refused_where_it_is_planned(changes, says):
-    """
-    On rank 0, whether packs or padded batches are dropped; nothing is said to be aligned. Dropping
-    nothing, it fits.
-    """
+    """Packs or padded batches, on rank 0; nothing is aligned. Dropping nothing, it fits."""
     desk = Desk(group=ScriptedGroup(world_size=2 if "packing_length" in changes else 1))
     batch_size = 1 if "packing_length" in changes else 9
 

@@ -1,7 +1,5 @@
 """A few samples are encoded again before many are measured."""
 
-from __future__ import annotations
-
 import pytest
 
 from packplan.app.planning.measure import REPEATED_FIRST_ABOVE, REPEATED_SAMPLES
@@ -14,10 +12,7 @@ from tests.flows.test_planning import UNSTEADY
 @pytest.mark.parametrize("known", [0, 8])
 @UNSTEADY
 def test_many_samples_are_not_measured_when_a_few_measure_differently(unsteady, known):
-    """
-    No hours are lost: the few that are encoded first are all that is encoded; nothing more is
-    stored.
-    """
+    """The few that are encoded first are all that is encoded; nothing more is stored."""
     lengths = LENGTHS * 1000
     desk = Desk(ListSource(lengths[:known]))
     if known:
@@ -36,10 +31,7 @@ def test_many_samples_are_not_measured_when_a_few_measure_differently(unsteady, 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("drifted", [0, 57, 399])
 def test_stored_lengths_are_not_trusted_when_samples_encode_to_others(drifted, world_size):
-    """
-    The first of a few that differs is named, with both measurements; nothing is planned, measured
-    or thrown away, however many ranks there are.
-    """
+    """The first that differs is named with both; nothing is planned, measured or lost."""
     desk = Desk(ListSource(LENGTHS * 50), group=ScriptedGroup(world_size=world_size))
     desk.plan()
     desk.source = DriftedSource(LENGTHS * 50, drifted=drifted)
@@ -84,10 +76,7 @@ def test_videos_are_compared_without_decoding_them(in_full):
 
 @pytest.mark.parametrize("left", [REPEATED_FIRST_ABOVE, REPEATED_FIRST_ABOVE + 1])
 def test_some_samples_are_encoded_again_before_many_are_measured(left):
-    """
-    Forwards and backwards here, all over what is to be measured, and elsewhere in a third order;
-    few are measured at once.
-    """
+    """Forwards and backwards here, and elsewhere in a third order."""
     desk = Desk(ListSource([7] * 10))
     desk.plan()
     desk.source = ListSource([7] * (10 + left))

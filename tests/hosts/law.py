@@ -6,8 +6,6 @@ after the libraries were imported once. Rank 0 writes `OUT/found.json`: what rea
 the largest relative differences of losses and gradients.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

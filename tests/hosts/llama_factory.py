@@ -6,8 +6,6 @@ Trains a tiny model in LLaMA-Factory from an exported folder, by its own command
 whether what reached the model is the packs in order, and each step's loss beside its samples' own.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import json
 import sys

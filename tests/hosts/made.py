@@ -1,7 +1,5 @@
 """Makes a tiny model and tokenized rows: `python -m tests.hosts.made FOLDER`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

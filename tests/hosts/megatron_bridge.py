@@ -5,8 +5,6 @@ Reads an exported file by the data set and the collator of Megatron-Bridge.
 the modules of its data are loaded: its package imports every model and needs a GPU's libraries.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import types

@@ -1,7 +1,5 @@
 """Reader of docs/use-it-in/, who copies a page's files and types its commands."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

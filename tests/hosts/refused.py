@@ -3,8 +3,6 @@ Gives trainers what they would not train as planned: `python -m tests.hosts.refu
 each was told to a file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -85,36 +83,21 @@ def one_row(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"input_ids": torch.tensor([[20, 21]]), "labels": torch.tensor([[20, 21]])}
 
 
-def other_plan(out: Path) -> None:
-    """Resume from a checkpoint of another plan."""
+def resumed(out: Path, rows: Any = None, plan: Any = PLAN, change: Any = None, **settings: Any) -> None:
+    """Train a step, change something, and resume with other rows, another plan or settings."""
     trainer = given(out, max_steps=1, save_strategy="steps", save_steps=1)
     use_plan(trainer, PLAN)
     trainer.train()
-    again = given(out)
-    use_plan(again, pp.plan(PLAN.lengths, 2 * PACKING_LENGTH))
+    if change:
+        change(out / "checkpoint-1" / "trainer_state.json")
+    again = given(out, rows, **settings)
+    use_plan(again, plan)
     again.train(resume_from_checkpoint=True)
 
 
-def other_rows(out: Path, rows: list[dict[str, Any]]) -> None:
-    """Resume with other rows of equal lengths."""
-    trainer = given(out, max_steps=1, save_strategy="steps", save_steps=1)
-    use_plan(trainer, PLAN)
-    trainer.train()
-    again = given(out, rows)
-    use_plan(again, PLAN)
-    again.train(resume_from_checkpoint=True)
-
-
-def damaged(out: Path) -> None:
-    """Resume from a checkpoint one digit of whose state was changed."""
-    trainer = given(out, max_steps=1, save_strategy="steps", save_steps=1)
-    use_plan(trainer, PLAN)
-    trainer.train()
-    path = out / "checkpoint-1" / "trainer_state.json"
+def damage(path: Path) -> None:
+    """Change one digit of a trainer's state."""
     path.write_text(path.read_text().replace('"global_step": 1', '"global_step": 2'))
-    again = given(out)
-    use_plan(again, PLAN)
-    again.train(resume_from_checkpoint=True)
 
 
 def relabelled() -> list[dict[str, Any]]:
@@ -182,16 +165,6 @@ def evaluated(out: Path) -> str:
     return f"evaluated: {sorted(set(trainer.evaluate()) & {'eval_loss', 'eval_runtime'})}"
 
 
-def other_settings(out: Path) -> None:
-    """Resume from a checkpoint that another optimizer trained."""
-    trainer = given(out, max_steps=1, save_strategy="steps", save_steps=1)
-    use_plan(trainer, PLAN)
-    trainer.train()
-    again = given(out, optim="adamw_torch")
-    use_plan(again, PLAN)
-    again.train(resume_from_checkpoint=True)
-
-
 def leaking(out: Path) -> None:
     """Train a model of a family whose attention ignores where samples begin."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -251,11 +224,11 @@ CASES = {
     "the loader's batch is pack 0, but the schedule's is": shuffled,
     "the loader's batch is pack None, but the schedule's is": dropping,
     "has no progress of a plan": without_plan,
-    "plan: stored": other_plan,
-    "trainer_state.json is damaged": damaged,
-    "optim: stored '\"sgd\"', now '\"adamw_torch\"'": other_settings,
-    "data: ": lambda out: other_rows(out, relabelled()),
-    "in another way, so this run cannot go on with it:\n  data": lambda out: other_rows(out, exchanged()),
+    "plan: stored": lambda out: resumed(out, plan=pp.plan(PLAN.lengths, 2 * PACKING_LENGTH)),
+    "trainer_state.json is damaged": lambda out: resumed(out, change=damage),
+    "optim: stored '\"sgd\"', now '\"adamw_torch\"'": lambda out: resumed(out, optim="adamw_torch"),
+    "data: ": lambda out: resumed(out, relabelled()),
+    "in another way, so this run cannot go on with it:\n  data": lambda out: resumed(out, exchanged()),
     "none of 27 samples has a token to learn": lambda out: use_plan(given(out, untaught()), PLAN),
     "row 1 is a pack of several samples": lambda out: use_plan(
         given(out, [row | {"position_ids": [0] * len(row["input_ids"])} for row in ROWS]), PLAN

@@ -3,8 +3,6 @@ Exports in the tools that they are for: what reaches the model is the packs in o
 is that of its samples alone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

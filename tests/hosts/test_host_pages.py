@@ -4,8 +4,6 @@ The code of docs/use-it-in/ runs as it stands there, by the page's own commands.
 A command's `path/to/…` is replaced by a tiny model and its data. Nothing else is set.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -3,8 +3,6 @@ Plans in trainers of transformers and TRL: what reaches the model is the schedul
 that of its samples alone. `make test-hosts` runs all cells in an environment of its own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The pages of docs/use-it-in/ on loops and loaders, by their own commands."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches of packs in torch's loaders: the schedule's, and after a state those that are left."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from typing import Any

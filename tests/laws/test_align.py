@@ -1,7 +1,5 @@
 """Alignment gives every rank the same number of packs, and says what it repeated or dropped."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Who computes which pack of a step: every step keeps its packs, and its ranks have equal work."""
 
-from __future__ import annotations
-
 from itertools import permutations
 
 import numpy as np
@@ -103,26 +101,6 @@ def test_another_unit_of_work_changes_nothing(drawn, meeting, factor):
     assert assign_steps(in_units(small), **options).tolist() == (
         assign_steps(in_units(small.astype(np.float64) * factor), **options).tolist()
     )
-
-
-@given(steps(), meetings, st.randoms(use_true_random=False))
-def test_packs_of_equal_work_may_be_exchanged(drawn, meeting, random):
-    """Whatever order the packs of a step come in, its ranks take as long, unless ties decide."""
-    works, world_size, accumulation = drawn
-    options = {"world_size": world_size, "accumulation": accumulation, "meeting": meeting}
-    per_step = world_size * accumulation
-    shuffled = [works[start : start + per_step].tolist() for start in range(0, works.size, per_step)]
-    for step in shuffled:
-        random.shuffle(step)
-    other = np.array([work for step in shuffled for work in step], dtype=np.int64)
-
-    def ranks(array):
-        assigned = array[assign_steps(array, **options)]
-        parts = (assigned[start : start + per_step] for start in range(0, array.size, per_step))
-        return [part.reshape(-1, world_size).tolist() for part in parts]
-
-    if world_size > 1 and accumulation > 1 and not works.size % per_step:
-        assert ranks(works) == ranks(other)
 
 
 def test_one_rank_and_one_pack_each_leave_nothing_to_choose():

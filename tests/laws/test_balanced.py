@@ -9,25 +9,12 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from benchmarks.distributions import made_mix, trace
+from benchmarks.distributions import made_mix
 from packplan.core.errors import ArgumentError
 from packplan.core.packers import pack
-from packplan.core.packers.exchange import Exchange
 from packplan.core.plan import build_raw_plan
-from packplan.core.work import WorkModel, expected_imbalance, floor_of
+from packplan.core.work import expected_imbalance, floor_of
 from tests.strategies import packable
-
-MODEL = WorkModel(per_position=14 * 10**9, per_pair=4 * 28 * 3584)
-
-
-def made_samples(num: int, capacity: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return lengths below the capacity, and works in which image tokens cost a third more."""
-    rng = np.random.default_rng(seed)
-    text = np.clip(rng.lognormal(5.2, 0.9, num), 16, 8000).astype(np.int64)
-    images = rng.choice([0, 256, 576, 1280, 2560], num)
-    fits = text + images < capacity
-    text, images = text[fits], images[fits]
-    return text + images, MODEL.sample_flops(text + images) + 5e9 * images
 
 
 @given(packable(min_size=1), st.data())
@@ -79,28 +66,6 @@ def test_the_unit_of_work_changes_nothing(case, data, factor, dtype):
     assert packs == pack(np.array(lengths), works=np.array(works, dtype=dtype) * factor, **options)
 
 
-def test_groups_are_packed_by_themselves_and_alike():
-    """More samples than a group has: still even, and every time the same."""
-    lengths, works = made_samples(66_000, 16_384)
-    packs = pack(lengths, capacity=16_384, algorithm="balanced", works=works)
-
-    assert packs == pack(lengths, capacity=16_384, algorithm="balanced", works=works, seed=5)
-    assert expected_imbalance(np.add.reduceat(works[packs.indices], packs.offsets[:-1]), world_size=8) < 1.0015
-    assert packs.loads(lengths).max() <= 16_384
-
-
-def test_packs_that_no_exchange_makes_fit_are_those_of_best_fit():
-    """Three of four samples are more than half a pack: each stays alone, but for small ones."""
-    lengths = np.array([60, 61, 62, 63] * 60 + [20] * 80)
-    works = np.arange(lengths.size) % 7 + 1
-    packs = pack(lengths, capacity=100, algorithm="balanced", works=works)
-
-    assert 240 <= len(packs) <= 241
-    assert packs.loads(lengths).max() <= 100
-    plain = pack(lengths, capacity=100, algorithm="best_fit_decreasing")
-    assert packs.loads(works).std() < plain.loads(works).std()
-
-
 @pytest.mark.parametrize(
     "lengths",
     [
@@ -132,27 +97,6 @@ def test_works_that_are_none_are_refused(works, message):
         pack([5, 5, 5], capacity=10, algorithm="balanced", works=works)
     with pytest.raises(ArgumentError, match=message):
         build_raw_plan([5, 5, 12], packing_length=10, algorithm="balanced", works=works)
-
-
-@pytest.mark.parametrize("capacity", [8192, 16384])
-@pytest.mark.untraced
-def test_packs_with_a_rare_long_sample_are_level_too(capacity):
-    """On 64 ranks, the busiest is within 0.2 % of the floor that whole samples set."""
-    lengths = np.random.default_rng(2).choice(trace("chat"), 40_000).astype(np.int64)
-    lengths = lengths[lengths < capacity]
-    works = MODEL.trained().sample_flops(lengths)
-    packs = pack(lengths, capacity=capacity, algorithm="balanced", works=works)
-    sums = np.add.reduceat(works[packs.indices], packs.offsets[:-1])
-
-    assert packs.loads(lengths).max() <= capacity
-    floor = expected_imbalance(floor_of(works, num_packs=len(packs)), world_size=64)
-    assert floor <= expected_imbalance(sums, world_size=64) <= 1.002 * floor
-
-
-def test_works_are_refused_where_they_would_change_nothing():
-    """Rather than being passed over."""
-    with pytest.raises(ValueError, match="works do not change the packs of certified: take algorithm='balanced'"):
-        pack([5, 5], capacity=10, algorithm="certified", works=[1, 2])
 
 
 def test_a_plan_sets_long_samples_aside_with_their_works():
@@ -190,17 +134,3 @@ def test_no_packs_are_more_even_than_the_floor(works, data):
     assert num == floor.size
     assert works.sum() == pytest.approx(floor.sum())
     assert np.all(np.cumsum(floor) <= np.cumsum(sums) + 1e-9)
-
-
-def test_exchanges_count_what_packs_hold():
-    """Loads and sums are those of the samples that the labels say, after many exchanges."""
-    lengths, works = made_samples(3000, 4096)
-    units = np.rint(works / 1e9).astype(np.int64)
-    labels = np.arange(lengths.size) % 1100
-    exchange = Exchange(lengths, units, labels, 1100, 4096)
-
-    assert exchange.fit() == (exchange.loads.max() <= 4096)
-    exchange.level()
-
-    assert np.bincount(exchange.labels, lengths, minlength=1100).tolist() == exchange.loads.tolist()
-    assert np.bincount(exchange.labels, units, minlength=1100).tolist() == exchange.sums.tolist()

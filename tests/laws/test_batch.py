@@ -1,7 +1,5 @@
 """The effective batch is kept exactly, and steps are counted as the trainer runs them."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import event, example, given
 from hypothesis import strategies as st

@@ -1,12 +1,9 @@
 """Dynamic packing: the rules of the buffer, by the library of the specification."""
 
-from __future__ import annotations
-
 from decimal import Decimal
 from fractions import Fraction
 
 import binpacking
-import numpy as np
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
@@ -89,24 +86,6 @@ def test_a_stream_is_packed_by_the_rules(stream):
     assert trained == packs
     assert (len(underfilled), len(dropped)) == (state.counts.underfilled_packs, state.counts.dropped_packs)
     assert not state.waiting
-
-
-def test_pairs_that_come_apart_are_trained():
-    """Four of 41 fill the buffer; two wait, and the next two of 39 fill their packs of 80."""
-    packs, state = run([41] * 4 + [39] * 4, CarryOptions(packing_length=80, packing_buffer=4))
-
-    assert [[0], [1], [2, 4], [3, 5], [6, 7]] == packs
-    assert (0, 2) == (state.counts.dropped, state.counts.underfilled_packs)
-
-
-def test_only_the_end_of_a_long_stream_drops():
-    """At most what a buffer of 8 holds, of 5,000 samples that rarely fit beside another."""
-    lengths = np.random.default_rng(0).integers(30, 56, 5000).tolist()
-
-    packs, state = run(lengths, CarryOptions(packing_length=80, packing_buffer=8))
-
-    assert state.counts.dropped < 8 < state.counts.underfilled_packs
-    assert 5000 == state.counts.dropped + sum(map(len, packs))
 
 
 @pytest.mark.parametrize(("length", "full"), [(54, False), (55, True), (56, True)])

@@ -1,7 +1,5 @@
 """Epochs with plans of their own follow from a recipe and the epoch, and are counted exactly."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import subprocess
@@ -213,12 +211,3 @@ def test_another_process_plans_the_same_epochs():
 
     assert checksums() == other.stdout.split()
     assert 3 == len(set(checksums()))
-
-
-def test_a_draw_of_almost_a_whole_source_leaves_one_out():
-    """And a whole one takes all."""
-    source = Source(jsonl="s", ratio=Decimal(1))
-    samples, policy = EpochSamples(lengths=np.full(5, 7), sizes=(5,)), PlanPolicy(packing_length=PACKING_LENGTH)
-    for wanted in (4, 5):
-        recipe = EpochRecipe(mixes=Mixes((Mix(sources=(source,), samples_per_epoch=wanted),)))
-        assert wanted == select_epoch(recipe, policy, samples, 0).size

@@ -1,7 +1,5 @@
 """Which packs are compared, and what the comparison's verdict is."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -63,15 +61,6 @@ def test_packs_of_every_kind_are_looked_at(held, count):
         for one in kinds:
             most = max(len(held[position]) for position in several if kind_of(held[position]) == one)
             assert most == max(len(held[position]) for position in chosen if kind_of(held[position]) == one)
-
-
-@pytest.mark.parametrize("place", range(20))
-def test_the_only_pack_with_a_video_is_looked_at(place):
-    """Among packs that hold as many images, wherever it is."""
-    media = [(0, 0), (1, 0)] * 20
-    media[2 * place + 1] = (0, 1)
-
-    assert place in choose_packs(Packs.from_lists([[2 * n, 2 * n + 1] for n in range(20)]), table_of(media), count=2)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -1,7 +1,5 @@
 """Inspection: places of samples, differences of plans, alternatives, and broken invariants."""
 
-from __future__ import annotations
-
 import re
 
 import attrs

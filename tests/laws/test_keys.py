@@ -1,7 +1,5 @@
 """Every key of a run declares once how it enters stored lengths and plans, and both obey."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from decimal import Decimal
@@ -174,10 +172,7 @@ READ_ELSEWHERE = {
 
 @pytest.mark.parametrize("path", DECLARED)
 def test_a_stream_reads_or_refuses_every_key(path):
-    """
-    Another value changes the inputs of its samples or packs, or is refused by the key's name,
-    unless the key states that it decides neither in any variant.
-    """
+    """Another value changes samples or packs, is refused by name, or says that it does neither."""
     facts, stream = key_of(DECLARED[path]), run(**STREAM)
     other = changed(stream, path)
     is_refused = path in {fault.path for fault in faults(other)}

@@ -1,9 +1,5 @@
 """Laws of the memory of a step: amounts, peaks, parts of ranks, the longest length that fits."""
 
-from __future__ import annotations
-
-import argparse
-
 import attrs
 import numpy as np
 import pytest
@@ -94,14 +90,6 @@ def test_kinds_follow_from_what_blocks_are_for_and_when_they_live():
     )  # fmt: skip
 
     assert (1, 4000, 50000, 20, 600000) == attrs.astuple(trace.peak())
-
-
-def test_a_block_that_dies_as_the_forward_pass_ends_is_temporary():
-    """Only what outlives the forward pass is an activation."""
-    block = {name: np.array([value]) for name, value in (("births", 0), ("deaths", 5), ("sizes", 7), ("kinds", -1))}
-    trace = StepTrace(**block, logits=np.array([False]), forward_end=5, optimizer=0, update=0)
-
-    assert (0, 0, 0, 0, 7) == attrs.astuple(trace.peak())
 
 
 @pytest.mark.parametrize(
@@ -218,13 +206,6 @@ def test_a_line_has_the_peak_of_every_length(slope, held, traced, tokens):
     )  # fmt: skip
 
 
-def test_memory_that_does_not_grow_fits_at_every_length():
-    """Where tokens cost nothing, the model's positions limit the length."""
-    found = longest_fitting(lambda _: 100, start=512, limit=1000, most=4096)
-
-    assert (4096, True) == (found.tokens, found.limited)
-
-
 def test_a_line_that_misleads_leaves_the_longest_of_those_that_fit():
     """After two lengths that do not fit, no further one is traced."""
     found = longest_fitting(
@@ -233,12 +214,3 @@ def test_a_line_that_misleads_leaves_the_longest_of_those_that_fit():
 
     assert 2000 == found.tokens == found.peak
     assert found.error < -0.9
-
-
-def test_an_amount_on_the_command_line_is_refused_in_a_line():
-    """Nonsense for --memory ends argparse with the text and the forms that are known."""
-    from packplan.app.plan.fit import amount
-
-    with pytest.raises(argparse.ArgumentTypeError, match="'80 gigs' is no amount of memory: write 80GiB"):
-        amount("80 gigs")
-    assert 2**30 == amount("1GiB")

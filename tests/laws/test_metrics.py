@@ -1,7 +1,5 @@
 """Packing metrics against their definitions."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest

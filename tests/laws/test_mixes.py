@@ -1,7 +1,5 @@
 """A mix is exact, deterministic, and another one each epoch, by samples and by tokens."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from decimal import Decimal
@@ -81,10 +79,7 @@ def in_files(sizes: list[int], values: np.ndarray) -> list[np.ndarray]:
 
 @given(mixes_by_tokens())
 def test_shares_are_as_high_as_their_ratio_up_to_a_cap(given_mix):
-    """
-    They add up to the total. Without one, the first source to run out is drawn whole; where caps or
-    replacement keep all from running out, they add up to all tokens within the caps.
-    """
+    """The total is reached; without one, the first source to run out is drawn whole."""
     mixes, lengths, sizes = given_mix
     (mix,) = mixes.entries
     available = [int(part.sum()) for part in in_files(sizes, np.array(lengths))]
@@ -153,10 +148,7 @@ def test_a_schedule_draws_its_quotas_in_a_mixed_order(given_mix, seed, epoch):
 
 @given(mixes_by_samples(), seeds, epochs, st.data())
 def test_a_selection_has_the_samples_of_the_schedule(given_mix, seed, epoch, data):
-    """
-    Each as often, in ascending order. Records that cannot be drawn are as if their files did not
-    have them.
-    """
+    """Each as often, ascending; records that cannot be drawn are as if they were not there."""
     mix, sizes = attrs.evolve(given_mix[0].entries[0], samples_per_epoch=None), given_mix[1]
     mixes = Mixes((mix,))
     drawn = schedule(mixes, sizes, seed=seed, epoch=epoch)
@@ -174,10 +166,7 @@ def test_a_selection_has_the_samples_of_the_schedule(given_mix, seed, epoch, dat
 
 @given(mixes_by_tokens(), seeds, epochs)
 def test_shares_of_tokens_are_within_one_sample(given_mix, seed, epoch):
-    """
-    Of each source, without passing a cap; without replacement each sample once, and of no record
-    that cannot be drawn. Refused is what has a share that no sample fits, or runs out.
-    """
+    """Without passing a cap; of no record that cannot be drawn; refused where none fits."""
     mixes, lengths, sizes = given_mix
     (mix,) = mixes.entries
     lengths = np.array(lengths)
@@ -213,10 +202,7 @@ keys_of_samples = st.builds(lambda high, low: (high << 48) + low, st.integers(0,
     st.none() | st.integers(0, 2),
 )
 def test_the_lowest_keys_sum_up_to_a_quota(samples, hundredths, room):
-    """
-    As a sort of all keys finds, equal ones by position. Of two sums as near it is the lower; no sum
-    passes the cap; a quota above 0 has a sample.
-    """
+    """As a full sort finds: the lower of two nearest sums, below the cap, never empty."""
     keys, weights = (np.array(values) for values in zip(*samples, strict=True))
     quota = Fraction(int(weights.sum()) * hundredths // 50, 2)  # halves have two sums as near
     order = np.argsort(keys, kind="stable")
@@ -227,18 +213,6 @@ def test_the_lowest_keys_sum_up_to_a_quota(samples, hundredths, room):
     event(f"the cap forbids the nearest sum: {num < min(range(len(sums)), key=lambda n: abs(sums[n] - quota))}")
 
     assert sorted(order[:num].tolist()) == lowest(keys.astype(np.uint64), weights, quota, cap=cap).tolist()
-
-
-def test_another_epoch_is_another_draw_and_another_order():
-    """And so is another seed."""
-    one = Decimal(1)
-    mix = Mix(sources=(Source(jsonl="a", ratio=one), Source(jsonl="b", ratio=one, replacement=True)))
-    drawn = [schedule(Mixes((mix,)), [100, 100], seed=seed, epoch=epoch) for seed, epoch in [(0, 0), (0, 1), (1, 0)]]
-
-    assert 3 == len({tuple(one.source.tolist()) for one in drawn})
-    assert 3 == len({tuple(np.sort(one.index[one.source == 1]).tolist()) for one in drawn})
-    assert 3 == len({tuple(one.index[one.source == 0].tolist()) for one in drawn})
-    assert (200, 200) == (len(drawn[0]), len(drawn[0].index))
 
 
 @pytest.mark.parametrize(
@@ -270,14 +244,6 @@ def test_golden_schedules():
     joined = np.concatenate([values for one in drawn for values in (one.source, one.index)])
 
     assert "9ae41f384afedbe2" == hashlib.sha256(joined.tobytes()).hexdigest()[:16]
-
-
-def test_draws_with_replacement_are_even():
-    """Each of 10 samples about as often as the others: within five deviations."""
-    mix = Mix(sources=(Source(jsonl="a", count=100_000, replacement=True),))
-    drawn = schedule(Mixes((mix,)), [10], seed=3, epoch=0)
-
-    assert np.abs(np.bincount(drawn.index) - 10_000).max() < 5 * np.sqrt(9_000)
 
 
 def test_each_epoch_has_its_entry_and_the_last_stays():
@@ -351,43 +317,6 @@ def test_what_is_wrong_with_a_source_is_said(source, size, says):
 
 
 @pytest.mark.parametrize(
-    ("count", "ratio", "total", "says"),
-    [
-        (50, ONE, 20, "samples_per_epoch: is 20, but the counts alone are 50"),
-        (50, None, 1000, "samples_per_epoch: is 1000, but the counts are 50, and no source has a ratio"),
-        (50, ONE, 50, r"sources[0]: (a) has a share of no sample"),
-        (5, ONE, 500, r"sources[0]: (a) has 100 samples, but its share is 495"),
-    ],
-)
-def test_no_source_falls_out_or_runs_out_in_silence(count, ratio, total, says):
-    """Each case is a fault, with both numbers."""
-    sources = [Source(jsonl="a", ratio=ratio)] if ratio else []
-    mix = Mix(sources=(*sources, Source(jsonl="b", count=count)), samples_per_epoch=total)
-
-    assert says in "; ".join(faults_of(Mixes((mix,)), [100] * len(mix.sources)))
-
-
-def test_a_mix_needs_sources_and_samples():
-    """At least one of each."""
-    assert ["curriculum: is empty: name at least one mix"] == faults_of(Mixes(()), [])
-    empty = Mixes((Mix(sources=()),), is_curriculum=False)
-    assert ["sources: is empty: name at least one"] == faults_of(empty, [])
-    none = Mixes((Mix(sources=(Source(jsonl="a", count=1),), samples_per_epoch=0),), is_curriculum=False)
-    assert ["samples_per_epoch: is 0, but has to be at least 1"] == faults_of(none, [1])
-
-
-def test_a_file_is_named_once():
-    """Twice in one entry is a fault; in several entries it is one file."""
-    twice = Mix(sources=(Source(jsonl="a", ratio=ONE), Source(jsonl="b", ratio=ONE), Source(jsonl="a", count=1)))
-    once = Mix(sources=(Source(jsonl="a", ratio=ONE),))
-
-    assert ["curriculum[1].sources[2].jsonl: is a, as sources[0].jsonl is: name each file once"] == faults_of(
-        Mixes((once, twice)), [3, 3]
-    )
-    assert not faults_of(Mixes((once, once)), [3])
-
-
-@pytest.mark.parametrize(
     ("mix", "says"),
     [
         (Mix(sources=(Source(jsonl="a", ratio=ONE),), by="tokens", samples_per_epoch=3),
@@ -402,11 +331,28 @@ def test_a_file_is_named_once():
          "tokens_per_epoch: is 5, but no source takes more than its cap, 4 in all: lower it, or raise a cap"),
         (Mix(sources=(Source(jsonl="a", ratio=ONE, cap=4),), samples_per_epoch=5),
          "samples_per_epoch: is 5, but no source takes more than its cap, 4 in all: lower it, or raise a cap"),
+        (Mix(sources=()), "sources: is empty: name at least one"),
+        (Mix(sources=(Source(jsonl="a", count=1),), samples_per_epoch=0),
+         "samples_per_epoch: is 0, but has to be at least 1"),
+        (Mix(sources=(Source(jsonl="a", ratio=ONE), Source(jsonl="b", ratio=ONE), Source(jsonl="a", count=1))),
+         "sources[2].jsonl: is a, as sources[0].jsonl is: name each file once"),
+        *((Mix(sources=(*[Source(jsonl="a", ratio=ratio)] * bool(ratio), Source(jsonl="b", count=count)),
+               samples_per_epoch=total), says)
+          for count, ratio, total, says in (
+              (5, ONE, 2, "samples_per_epoch: is 2, but the counts alone are 5"),
+              (5, None, 99, "samples_per_epoch: is 99, but the counts are 5, and no source has a ratio"),
+              (5, ONE, 5, "sources[0]: (a) has a share of no sample"),
+              (5, ONE, 50, "sources[0]: (a) has 9 samples, but its share is 45"),
+          )),
     ],
 )  # fmt: skip
 def test_units_and_caps_agree_with_the_total(mix, says):
-    """Or their key is named, before a sample is measured."""
-    assert [says] == faults_of(Mixes((mix,), is_curriculum=False), [9])
+    """Or their key is named, unmeasured; so are empty mixes, and files named twice."""
+    mixes = Mixes((mix,), is_curriculum=False)
+
+    (found,) = faults_of(mixes, [9] * len(mixes.files))
+    assert found.startswith(says)
+    assert ["curriculum: is empty: name at least one mix"] == faults_of(Mixes(()), [])
 
 
 BELOW_9 = "below its shortest sample (9 tokens) in an epoch:"
@@ -451,18 +397,6 @@ def test_no_epoch_draws_more_than_memory_holds(by, times):
     assert str(fault).endswith(
         "would be drawn from 1,000,000,000 times in an epoch, above 100,000,000: lower its count"
     )
-
-
-@given(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=3), min_size=1, max_size=3))
-def test_the_place_of_a_file_is_where_it_is_named_first(named):
-    """In whichever entry that is."""
-    mixes = Mixes(tuple(Mix(sources=tuple(Source(jsonl=file, ratio=ONE) for file in entry)) for entry in named))
-    entries = [(k, n, file) for k, entry in enumerate(named) for n, file in enumerate(entry)]
-
-    assert set(mixes.files) == set(mixes.places)
-    for file, place in mixes.places.items():
-        first = next((k, n) for k, n, other in entries if other == file)
-        assert place == "curriculum[{}].sources[{}].jsonl".format(*first)
 
 
 def test_streams_take_no_mix_by_tokens():

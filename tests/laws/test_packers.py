@@ -1,7 +1,5 @@
 """Every packer places each sample once, within the capacity; fast packers equal slow ones."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from unittest.mock import patch
@@ -104,22 +102,6 @@ def test_runs_pack_as_single_samples_do(algorithm, case):
     assert expected == pack(lengths, capacity=capacity, algorithm=algorithm).tolist()
 
 
-@pytest.mark.parametrize("algorithm", ["best_fit_decreasing", "first_fit_decreasing", "modified_first_fit_decreasing"])
-@pytest.mark.untraced
-def test_runs_pack_as_single_samples_do_on_larger_data(algorithm):
-    """Some hundred samples of few and of many lengths."""
-    rng = np.random.default_rng(3)
-    for number in range(40):
-        capacity = int(rng.integers(50, 3000))
-        high = [capacity, capacity // 2, capacity // 3, 20][number % 4]
-        lengths = rng.integers(1, high + 1, 300)
-        if number % 3 == 0:
-            lengths = rng.choice(lengths[:9], 300)
-        lengths = lengths.tolist()
-        expected = getattr(references, algorithm)(lengths, capacity)
-        assert expected == pack(lengths, capacity=capacity, algorithm=algorithm).tolist(), (lengths, capacity)
-
-
 @given(case=packable())
 def test_concatenative_is_next_fit(case):
     """Consecutive samples."""
@@ -186,28 +168,6 @@ def test_the_size_of_blocks_changes_nothing(algorithm, case, block):
         assert expected == pack(lengths, capacity=capacity, algorithm=algorithm)
 
 
-@pytest.mark.parametrize("longest", [1, 5_000, 10**7, 2**60])
-@pytest.mark.parametrize("algorithm", [*OVER_RUNS, "concatenative", "first_fit_shuffle"])
-@pytest.mark.slow
-@pytest.mark.untraced
-def test_many_samples_of_short_and_of_huge_lengths(algorithm, longest):
-    """70,000 samples, two blocks: each once, none over, and not below the tokens' share."""
-    rng = np.random.default_rng(5)
-    lengths = rng.integers(1, longest, 70_000, endpoint=True) if longest < 2**60 else rng.integers(1, 2**30, 70_000)
-    capacity = 2 * longest
-
-    packs = pack(lengths, capacity=capacity, algorithm=algorithm)
-
-    assert np.array_equal(np.arange(lengths.size), np.sort(packs.indices))
-    assert packs.loads(lengths).max() <= capacity
-    assert len(packs) >= lengths.sum() / capacity
-    firsts = packs.indices[packs.offsets[:-1]]
-    assert (np.diff(firsts) > 0).all()
-    inside = np.ones(lengths.size, dtype=bool)
-    inside[packs.offsets[:-1]] = False
-    assert (np.diff(packs.indices, prepend=-1)[inside] > 0).all()
-
-
 @given(case=packable_arrays(), seed=st.integers(0, 9))
 def test_certified_is_never_above_any_other(case, seed):
     """With the same seed for those that draw."""
@@ -217,14 +177,6 @@ def test_certified_is_never_above_any_other(case, seed):
 
     event(f"gap: {found - lower_bound(lengths, capacity=capacity)}")
     assert found <= min(len(pack(lengths, capacity=capacity, algorithm=name, seed=seed)) for name in ALGORITHMS)
-
-
-@given(case=packable(max_size=8))
-def test_the_lower_bound_never_exceeds_the_best_packing(case):
-    """Against exhaustive search, on small cases."""
-    lengths, capacity = case
-
-    assert lower_bound(lengths, capacity=capacity) <= references.fewest(lengths, capacity)
 
 
 @given(case=packable_arrays())
@@ -265,15 +217,6 @@ def test_a_wanted_number_of_packs_is_reached_by_splitting(algorithm, case, minim
     assert sorted(i for members in found for i in members) == list(range(len(lengths)))
     whole = {index: number for number, members in enumerate(before) for index in members}
     assert all(len({whole[index] for index in members}) == 1 for members in found)
-
-
-def test_the_fullest_pack_is_split_first_and_evenly():
-    """70 of 100 before 60; its samples are dealt to the emptier half."""
-    lengths = [40, 20, 10, 60]
-
-    assert [[0, 1, 2], [3]] == pack(lengths, capacity=70, algorithm="concatenative")
-    assert [[0], [1, 2], [3]] == pack(lengths, capacity=70, algorithm="concatenative", min_bin_count=3)
-    assert [[0, 1], [2], [3]] == pack([20, 40, 30, 35], capacity=65, algorithm="concatenative", min_bin_count=3)
 
 
 def test_no_samples_give_no_packs_unless_some_are_wanted():

@@ -1,7 +1,5 @@
 """`Packs` reads like a list of lists, and cannot be changed."""
 
-from __future__ import annotations
-
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
@@ -45,14 +43,6 @@ def test_packs_from_labels_are_in_canonical_order(labels, block):
         packs = Packs.from_labels(np.array([numbered[label] for label in labels], dtype=np.int32))
 
     assert sorted(groups.values()) == packs.tolist()
-
-
-@given(pack_lists())
-def test_loads_are_sums_of_lengths(lists):
-    """One for each pack."""
-    lengths = np.arange(1, 40)
-
-    assert [sum(int(lengths[i]) for i in pack) for pack in lists] == Packs.from_lists(lists).loads(lengths).tolist()
 
 
 @given(pack_lists(), st.data())

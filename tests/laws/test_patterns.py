@@ -1,7 +1,5 @@
 """Patterns: exact filling loses no sample, and the linear relaxation proves what it says."""
 
-from __future__ import annotations
-
 from collections import Counter
 from unittest.mock import patch
 
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from packplan.core.bounds import find_bound, lower_bound
 from packplan.core.packers import pack
 from packplan.core.patterns import num_packs
-from packplan.core.patterns.certificate import certify, quick_bound, reduced
+from packplan.core.patterns.certificate import certify, quick_bound
 from packplan.core.patterns.effort import REPORT_EVERY, Effort, ReportedEffort, SpentError
 from packplan.core.patterns.fill import fill_exactly, refill
 from packplan.core.patterns.relaxation import relax, solve_knapsack, solve_master
@@ -94,23 +92,6 @@ def test_quick_bounds_are_bounds(case):
     assert small <= references.fewest(lengths, capacity)
     assert small == quick_bound(huge, capacity=capacity * 2**52)
     assert 0 == quick_bound(Runs([], []), capacity=capacity)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "capacity", "bound"),
-    [
-        ([34] * 6, 100, 3),  # dual-feasible: three parts do not fit
-        ([51] * 5, 100, 5),  # L2
-        ([60, 60, 50, 40, 40], 100, 3),
-        ([27, 27, 27, 26, 26, 26, 23, 23, 23, 23, 23, 23], 100, 3),
-        ([30] * 7, 100, 3),
-        ([7] * 9, 20, 5),
-    ],
-)
-def test_bounds_of_known_cases(lengths, capacity, bound):
-    """Reached by a packing, which proves them."""
-    assert bound == lower_bound(lengths, capacity=capacity)
-    assert bound == len(pack(lengths, capacity=capacity, algorithm="certified"))
 
 
 @given(case=packable(min_size=1, max_size=12), rng=st.randoms(use_true_random=False))
@@ -231,28 +212,6 @@ def test_a_solver_that_reports_no_solution_is_believed():
     with patch("scipy.optimize.linprog") as linprog:
         linprog.return_value.status = 4
         assert solve_master([{0: 1}], sizes=np.array([3, 2]), counts=np.array([1, 1])) is None
-
-
-@given(case=packable(min_size=1), factor=st.integers(1, 9), rest=st.integers(0, 8))
-def test_problems_in_lowest_terms_are_the_same_problem(case, factor, rest):
-    """The greatest common divisor goes, and what it leaves of the capacity."""
-    lengths, capacity = case
-    scaled = Runs.from_lengths(np.array(lengths) * factor)
-
-    assert reduced(Runs.from_lengths(np.array(lengths)), capacity=capacity) == reduced(
-        scaled, capacity=capacity * factor + min(rest, factor - 1)
-    )
-
-
-@given(case=packable(min_size=1), power=st.integers(40, 58))
-def test_the_quick_bound_of_huge_lengths_is_that_of_small_ones(case, power):
-    """Its products pass 64 bits there."""
-    lengths, capacity = case
-    runs = Runs.from_lengths(np.array(lengths))
-    assume(sum(lengths) << power < 2**63)
-    huge = Runs([size << power for size in runs.sizes], runs.counts)
-
-    assert quick_bound(runs, capacity=capacity) == quick_bound(huge, capacity=capacity << power)
 
 
 @given(case=packable_arrays())

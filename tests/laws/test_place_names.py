@@ -1,7 +1,5 @@
 """Places are named without credentials, and are the same however they are signed."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

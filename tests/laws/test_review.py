@@ -1,7 +1,5 @@
 """Warnings about a plan: packs over the packing length, and why room is unused."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np
@@ -56,26 +54,6 @@ def test_the_reason_of_a_low_fill_is_what_makes_it(lengths, algorithm, reason):
     assert (len(plan.packs) - len(plan.single_long), int(np.median(short))) == (low.num_packs, low.median)
     assert sum(len(pack) == 1 and 50 < lengths[pack[0]] < 100 for pack in plan.packs) == low.num_alone
     assert low.lower_bound <= low.num_packs
-
-
-def test_the_room_of_dropped_packs_is_unused_too():
-    """The 15 packs that next fit could save are less than half of the unused room."""
-    lengths = [79] * 101 + [60, 41, 40, 59] * 15
-    plan = build_raw_plan(lengths, packing_length=100, algorithm="concatenative", min_fill_ratio="0.65")
-    assert (116, 30, 131) == (len(plan.packs), len(plan.dropped_packs), plan.lower_bound)
-
-    assert "partners" == low_fill(plan, lengths).reason
-
-
-def test_packs_that_are_dropped_count_as_the_algorithms():
-    """Next fit drops what a better algorithm would have filled."""
-    lengths = [70, 31] * 150 + [50] * 150
-    plan = build_raw_plan(lengths, packing_length=100, algorithm="concatenative", min_fill_ratio="0.4")
-    assert 149 == len(plan.dropped_packs)
-
-    low = low_fill(plan, lengths)
-
-    assert ("algorithm", len(plan.packs) + 149) == (low.reason, low.num_packs)
 
 
 @example(num=100, length=51, num_long=0)

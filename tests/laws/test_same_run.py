@@ -1,7 +1,5 @@
 """Ranks agree on a run exactly if each key that decides training has one value on all."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path
@@ -109,43 +107,6 @@ def test_a_changed_setting_is_refused_or_told_or_decides_no_step(changed, refuse
     assert [] == [name for name in sorted(names) if f"`{name}`" not in page]
     known = {*json.loads(TABLE.read_text())["keys"], *attrs.fields_dict(TrainingConfig)}
     assert known >= FIXED_ARGUMENTS
-
-
-short = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=80)
-
-
-@given(short, st.lists(st.sampled_from(["0.1", "0.2", None]), min_size=2, max_size=9))
-def test_up_to_three_values_are_shown_each_with_the_ranks_that_have_it(key, held):
-    """The first ranks by number, and how many more."""
-    text = str(RankDifference(key, tuple(held)))
-
-    for value in {*held}:
-        ranks = [rank for rank, other in enumerate(held) if other == value]
-        more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
-        noun = "rank" if len(ranks) == 1 else "ranks"
-        assert f"{value or 'absent'} on {noun} {', '.join(map(str, ranks[:3]))}{more}" in text
-    assert text.startswith(f"{key}: ")
-
-
-@given(st.integers(0, 5000), st.integers(0, 5000))
-def test_values_that_are_alike_for_long_are_shown_from_where_they_differ(before, behind):
-    """Both can be told apart, and their ends are marked as left out."""
-    one, two = ("=" * before + word + "=" * behind for word in ("left", "right"))
-
-    text = str(RankDifference("template.system", (one, two)))
-
-    left, right = text.split(" on rank 0; ")
-    assert "left" in left
-    assert "right" in right
-    assert ("…=" in right) == (len(two) > 80 and before > 20)
-    assert len(text) < 250
-
-
-def test_many_values_are_counted():
-    """A seed of each rank's own."""
-    text = str(RankDifference("training.seed", tuple(map(str, range(9)))))
-
-    assert "training.seed: 0 on rank 0; 1 on rank 1; 2 on rank 2; 6 other values" == text
 
 
 def keys_of(kind: type) -> list[tuple[str, ...]]:

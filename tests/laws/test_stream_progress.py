@@ -1,8 +1,4 @@
-"""
-Streams go on where they stopped: the same packs on the same shards, each sample once on others.
-"""
-
-from __future__ import annotations
+"""Streams go on where they stopped: the same packs, or each sample once on other shards."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -122,10 +118,7 @@ def test_what_no_shard_has_read_stays_in_order(num_places, parts):
 
 @given(streams(), st.lists(st.tuples(st.integers(1, 3), st.integers(1, 2)), min_size=1, max_size=4), st.data())
 def test_no_sample_is_lost_or_trained_twice_on_other_ranks(stream, shapes, data):
-    """
-    Over any chain of ranks and workers, stopped anywhere: each is trained, dropped or skipped once.
-    What waits is trained first, in epoch order.
-    """
+    """Over any chain of ranks and workers; what waits is trained first."""
     lengths, options = stream
     trained: list[int] = []
     progress, ranks = StreamProgress(), (RankState(),)

@@ -1,7 +1,5 @@
 """Laws of `core.surface`: a plan of lengths, its table, and the steps of its schedules."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import attrs
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 import packplan as pp
 from packplan.core.errors import PlanError
 from packplan.core.schedule import EpochSchedule
-from packplan.core.surface import draw_packs
 from tests.strategies import raw_lengths
 
 
@@ -47,11 +44,6 @@ def test_no_sample_is_lost_by_default(case):
     )
 
 
-def test_three_short_samples_are_one_pack():
-    """A nearly empty pack is a pack."""
-    assert [[0, 1, 2]] == pp.plan([10] * 3, 80).packs.tolist()
-
-
 @given(schedules())
 def test_the_steps_of_the_ranks_are_the_batches_of_the_epochs(schedule):
     """In order, cut into windows of the accumulation, up to the last step of training."""
@@ -66,15 +58,6 @@ def test_the_steps_of_the_ranks_are_the_batches_of_the_epochs(schedule):
         assert all(len(step.batches) <= schedule.gradient_accumulation_steps for step in mine)
         whole = [step for step in mine if step.epoch < mine[-1].epoch]
         assert len(whole) == schedule.steps_per_epoch * mine[-1].epoch
-
-
-@given(schedules(), st.data())
-def test_a_resumed_schedule_yields_the_steps_that_are_left(schedule, data):
-    """On the same ranks, after any number of steps."""
-    done = data.draw(st.integers(0, schedule.total_steps))
-    resumed = attrs.evolve(schedule, start=schedule.at(done))
-
-    assert list(schedule.steps())[done:] == list(resumed.steps())
 
 
 @given(schedules(), st.data())
@@ -99,20 +82,6 @@ def test_what_follows_any_number_of_batches_is_the_rest_of_the_epoch(schedule, d
     later = epoch + 1
     assert schedule.after(later, 0).step == schedule.after(epoch, whole).step
     assert schedule.after(later, 0).epoch == later
-
-
-@given(raw_lengths(), st.integers(1, 4), st.integers(1, 4))
-def test_a_schedule_of_a_plan_trains_every_pack(case, world_size, accumulation):
-    """Packs repeat where they do not fill the ranks; none is left out."""
-    lengths, packing_length = case
-    plan = pp.plan(lengths, packing_length)
-
-    schedule = plan.schedule(world_size=world_size, packs_per_step=world_size * accumulation)
-
-    trained = {pack for rank in range(world_size) for step in schedule.steps(rank=rank) for (pack,) in step.batches}
-    assert set(range(len(plan.packs))) == trained
-    assert accumulation == schedule.gradient_accumulation_steps
-    assert 1 == plan.schedule(world_size=world_size).gradient_accumulation_steps
 
 
 @pytest.mark.parametrize(
@@ -157,11 +126,6 @@ def test_a_table_has_the_figures_and_a_page_draws_the_packs(case, skips):
     assert ("skipped" in text) == bool(plan.raw.skipped_long)
     assert page.count("<rect") == sum(1 + len(pack) for pack in plan.packs[:24])
     assert f"{len(plan.packs):,} pack" in repr(plan)
-
-
-def test_a_long_sample_does_not_leave_the_drawing():
-    """Its bar ends at the packing length."""
-    assert 'x="0.0" y="0" width="639.5"' in draw_packs([[200]], packing_length=80)
 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=2, max_size=30))

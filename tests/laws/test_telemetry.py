@@ -1,19 +1,15 @@
 """Telemetry is what counting the batches one by one gives."""
 
-from __future__ import annotations
-
 import attrs
 import numpy as np
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.core.inspection import fills, summarise_schedule
-from packplan.core.plan import build_raw_plan, one_sample_packs
+from packplan.core.inspection import fills
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from packplan.core.work import SampleWorks, VisionWork, WorkModel
 from tests.laws.test_summary import schedules
-from tests.strategies import plain_schedule
 
 MODEL = WorkModel(per_position=4, per_pair=2, vision=VisionWork(5, 1, 0, 0))
 
@@ -118,20 +114,3 @@ def test_an_epoch_covers_what_the_plan_does(training):
         rest = num_steps - stop
         assert statistics == pytest.approx(resumed.epoch_statistics(rest))
         assert whole.tokens(0, stop).useful + resumed.tokens(0, rest).useful == whole.tokens(0, num_steps).useful
-
-
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("model", [None, WorkModel(436 * 10**9, 12 * 80 * 8192)])
-def test_work_beyond_64_bits_is_counted(packed, model):
-    """By a large model's FLOPs and by squares alike: no figure is negative or of other samples."""
-    lengths = np.array([4 * 10**9, 4 * 10**9, 6 * 10**9])
-    of_sample = [length**2 if model is None else model.sample_flops([length])[0] for length in lengths.tolist()]
-    plan = build_raw_plan(lengths, packing_length=8 * 10**9) if packed else one_sample_packs(lengths, packing_length=1)
-    works = None if model is None else SampleWorks.from_lengths(model, lengths)
-    schedule = plain_schedule(len(plan.packs))
-    stats = EpochStats.from_schedule(PackStats.from_plan(plan, lengths, packed=packed, works=works), schedule, 0)
-    summary = summarise_schedule(plan, lengths, schedule, packed=packed, works=works)
-
-    mean = sum(of_sample) / len(plan.packs)
-    assert [mean, mean] == pytest.approx([stats.statistics(0, len(plan.packs))["work"], summary.work_per_step])
-    assert 1 == pytest.approx(summary.pack_imbalance_floor)

@@ -1,7 +1,5 @@
 """Indices in a message: all of them, and short where they follow each other."""
 
-from __future__ import annotations
-
 from hypothesis import event, given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Work: FLOPs of samples and packs, from the sizes of a model's layers."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import attrs
@@ -85,14 +83,6 @@ def test_a_backward_pass_takes_twice_as_many_where_weights_are_trained():
     assert WorkModel(30, 6) == WorkModel(10, 2).trained()
 
 
-def test_sizes_that_a_config_lacks_are_those_of_an_ordinary_model():
-    """32 layers of a width of 4,096; those that it has are taken."""
-    assert WorkModel(2 * 32 * 12 * 4096**2, 4 * 32 * 4096) == WorkModel.estimated({})
-    assert WorkModel(2 * 3 * 12 * 64, 4 * 3 * 8) == WorkModel.estimated(
-        {"text_config": {"hidden_size": 8, "num_hidden_layers": 3}}
-    )
-
-
 @given(SAMPLES)
 def test_work_is_counted_pair_by_pair(samples):
     """Positions, pairs of tokens, patches, and pairs of patches each have their price."""
@@ -108,47 +98,11 @@ def test_work_is_counted_pair_by_pair(samples):
     assert expected == flops_of(lengths, grids)
 
 
-@given(SAMPLES, st.randoms())
-def test_a_samples_work_does_not_depend_on_its_company(samples, random):
-    """Works follow their samples through any order."""
-    order = random.sample(range(len(samples)), len(samples))
-    lengths, grids = zip(*samples, strict=True)
-    works = flops_of(lengths, grids)
-
-    assert [works[i] for i in order] == flops_of([lengths[i] for i in order], [grids[i] for i in order])
-    assert works == [one for length, images in samples for one in flops_of([length], [images])]
-
-
-def test_text_without_images_costs_the_same_in_both_models():
-    """The vision tower works for images alone."""
-    assert TOWERLESS.sample_flops([5, 9]).tolist() == MODEL.sample_flops([5, 9]).tolist() == flops_of([5, 9], [[], []])
-    assert 0 == TOWERLESS.image_flops([]).size
-
-
 def test_head_dim_and_shared_keys_are_read():
     """Worked by hand: heads are wider than the model, and share keys and values."""
     per_layer = 8 * 20 + 2 * 8 * 10 + 20 * 8 + 3 * 8 * 16
 
     assert WorkModel(2 * (3 * per_layer + 8 * 100), 4 * 3 * 20) == WorkModel.from_config(TEXT)
-
-
-def test_towers_of_tiles_and_of_wide_layers_are_read():
-    """Worked by hand: GLM-4V's tower, and InternVL's with sides written once or twice."""
-    glm = {
-        "attention_bias": False, "image_size": 8, "depth": 2, "hidden_size": 4, "out_hidden_size": 8, "patch_size": 2,
-        "intermediate_size": 6, "in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2,
-    }  # fmt: skip
-    per_patch = 3 * 2 * 4 * 4 + 2 * (4 * 4 * 4 + 3 * 4 * 8) + 4 * 8 + 8 * (8 + 3 * 6) // 4
-    tiles = {**SIDES, "intermediate_size": 6, "patch_size": [2, 2]}
-    per_tile = 16 * 3 * 4 * 4 + 17 * 2 * (4 * 4 * 4 + 2 * 4 * 6) + 4 * (4 * 4 * 8 + 8 * 8)
-
-    read = WorkModel.from_config({"text_config": TEXT, "vision_config": glm}).vision
-    assert VisionWork(2 * per_patch, 4 * 4 * 2, 0, 0) == read
-    for size in (8, [8, 8]):
-        config = {"text_config": TEXT, "vision_config": {**tiles, "image_size": size}, "downsample_ratio": 0.5}
-        read = WorkModel.from_config(config).vision
-        assert [2 * per_tile + 2 * 4 * 4 * 17**2] == read.image_flops([(1, 4, 4)]).tolist()
-        assert 3 * read.image_flops([(1, 4, 4)])[0] == read.estimate_image_flops(1, 48)
 
 
 @given(st.lists(st.integers(1, 2**62), min_size=1, max_size=9))
@@ -198,16 +152,6 @@ def test_layers_that_see_a_window_are_read():
         assert (full * pair, (LocalAttention((3 - full) * pair, 8),)) == (read.per_pair, read.local)
     chunked = {**TEXT, "layer_types": ["chunked_attention"] * 3, "attention_chunk_size": 8}
     assert (LocalAttention(3 * pair, 8, in_chunks=True),) == WorkModel.from_config(chunked).local
-
-
-def test_only_experts_that_a_token_is_given_to_are_counted():
-    """Worked by hand: a router, two of eight experts, a shared one, and a dense layer."""
-    config = {**EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1}
-    attention = 8 * 20 + 2 * 8 * 10 + 20 * 8
-
-    per_layer = [3 * 8 * 16, *[8 * 8 + 3 * 3 * 8 * 6] * 2]
-
-    assert 2 * (3 * attention + sum(per_layer) + 8 * 100) == WorkModel.from_config(config).per_position
 
 
 EXPERTS = {**TEXT, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6}

@@ -1,7 +1,5 @@
 """Records that show whether a model's images are counted and packed right."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -41,10 +39,7 @@ def write_scenes(folder: Path, *, count: int) -> Path:
 
 
 def write_sizes(folder: Path) -> Path:
-    """
-    Write a record for an image of each of `NUM_SIZES` sizes, then of two, three and four of them,
-    and one without an image; return their file.
-    """
+    """Write a record for an image of each size, then of several and none; return their file."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)  # noqa: S311  # no secret
     sizes = [*_SIZES, *((rng.randint(10, 400), rng.randint(10, 400)) for _ in range(NUM_SIZES - len(_SIZES)))]

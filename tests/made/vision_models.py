@@ -1,9 +1,4 @@
-"""
-Tiny models of other families that see, each with the processor and the special tokens that
-ms-swift's template of it expects; made without a network.
-"""
-
-from __future__ import annotations
+"""Tiny models that see, with the processors that ms-swift's templates expect."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Advice on unknown keys points to the right place, and never to a key of another meaning."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,10 +26,7 @@ NAMES = [path.rpartition(".")[2] for path in PATHS]
     ids=str,
 )
 def test_every_key_at_every_wrong_level_is_told_its_right_one(level, value):
-    """
-    Keys and sections of this project, and keys of ms-swift, in each section that does not have
-    them.
-    """
+    """Ours and ms-swift's, in each section that does not have them."""
     meant = [path for path in PATHS if OWN.get(path, False) == isinstance(value, dict)]
     wrong = {path: f"{level}.{path.rpartition('.')[2]}".lstrip(".") for path in meant}
     wrong = {path: place for path, place in wrong.items() if place not in PATHS}

@@ -1,7 +1,5 @@
 """Rows of other trainers: samples as they seem, or refused by number; known by what they teach."""
 
-from __future__ import annotations
-
 import logging
 from itertools import count
 

@@ -1,7 +1,5 @@
 """Models are found in hubs' local caches, in each layout, without their libraries."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

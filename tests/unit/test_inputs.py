@@ -1,7 +1,5 @@
 """What a run needs and this machine lacks is named at once, before libraries are imported."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

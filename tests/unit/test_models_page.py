@@ -1,7 +1,5 @@
 """The page of models has two sections, each of which is written without the other."""
 
-from __future__ import annotations
-
 import pytest
 
 from packplan.core.equality import PackingVerdict, ProbeResult
@@ -31,14 +29,6 @@ def test_the_table_of_families_keeps_the_models_that_see(monkeypatch, tmp_path, 
     assert "| old |" not in first
     has_section = bool(section) and before is not None
     assert has_section == (models.HEADING in first) == first.endswith(SECTION)
-
-
-def test_another_section_of_models_that_see_leaves_the_families():
-    """Whether the page had one or not."""
-    for before in ("# Which models pack\n\n| llama |\n", f"# Which models pack\n\n| llama |\n\n{SECTION}"):
-        written = models.with_section(before, "## Models that see\n\nOthers.\n")
-
-        assert "# Which models pack\n\n| llama |\n\n## Models that see\n\nOthers.\n" == written
 
 
 def verdict(family: str, strategy=None, *, split=(), measured=None, reason="") -> PackingVerdict:
@@ -75,10 +65,3 @@ def test_every_family_stands_in_the_table_of_its_verdict():
         "| its small copy fails otherwise | cosmos |",
     ] == rows
     assert "2 of 8 pass" in " ".join(page.split())
-
-
-def test_a_family_that_sees_and_differs_names_the_checks():
-    """Instead of its equality."""
-    assert ("a", "b", "full", "differs: lengths, logits") == models.vision_cells(
-        models.VisionRow("a", "b", headers=False, equality=1.0, failed=("lengths", "logits"))
-    )

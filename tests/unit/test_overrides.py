@@ -1,9 +1,4 @@
-"""
-Values on the command line are a layer over the YAML, checked like it; paths expand, nothing unset
-does so silently.
-"""
-
-from __future__ import annotations
+"""Overrides are a layer over the YAML, checked like it; paths expand, never silently."""
 
 import argparse
 from collections.abc import Iterator
@@ -99,14 +94,6 @@ def test_a_fault_of_an_override_names_it_as_its_place(override, key, reason):
     assert fault.startswith(f"{key} (command line: {override}): {reason}")
 
 
-def test_faults_of_the_yaml_keep_its_place():
-    """Beside those of overrides, all at once."""
-    assert [
-        "training.bf16: is 3, but has to be true or false",
-        "training.seed (command line: training.seed=x): is 'x', but has to be a whole number",
-    ] == faults_of("training.seed=x", bf16=3)
-
-
 def test_what_is_no_override_is_refused():
     """So is a key that is overridden twice."""
     assert [
@@ -134,10 +121,7 @@ def test_overrides_stand_before_behind_and_between_options(capsys):
 
 @pytest.mark.parametrize("path", sorted(PATHS))
 def test_paths_expand(path, monkeypatch):
-    """
-    `~` at the start, `${NAME}` anywhere; a variable that is not set is a fault, a user that is none
-    too.
-    """
+    """`~` at the start, `${NAME}` anywhere; an unset variable or unknown user is a fault."""
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("PACKPLAN_RUNS", "/scratch/runs")
     section, key = path.split(".")
@@ -225,13 +209,3 @@ def test_a_mix_takes_finite_numbers_alone(tmp_path, key, text):
     with pytest.raises(ConfigError, match=rf"{key}: is |: no valid YAML|is no valid YAML, line [12]") as raised:
         load_mixes(mix)
     assert len(str(raised.value)) < 2000
-
-
-@pytest.mark.parametrize("text", ["9" * 5000, f"0x{'f' * 5000}", "2001-99-99"])
-def test_numbers_that_python_cannot_write_are_faults_of_their_place(tmp_path, text):
-    """By line in a file, by key on the command line."""
-    (tmp_path / "run.yaml").write_text(f"model:\n  max_model_len: {text}\n")
-
-    with pytest.raises(ConfigError, match=r"line 2, column 18: .*: correct it, or quote it"):
-        load_config(tmp_path / "run.yaml", KEYS)
-    assert all("training.seed" in fault for fault in faults_of(f"training.seed={text}"))

@@ -1,8 +1,5 @@
 """Progress is a bar on a terminal, else a line every 30 s, and nothing where quiet is asked for."""
 
-from __future__ import annotations
-
-import gc
 import io
 import logging
 import time
@@ -10,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from packplan.adapters.progress import hide, loading_libraries, progress, waiting
+from packplan.adapters.progress import hide, progress, waiting
 from packplan.app.cli.command import run_command
 from tests.fakes import Terminal
 
@@ -94,31 +91,6 @@ def test_other_waits_write_nothing(monkeypatch, kind, noticed_s, rank, quiet):
     assert "" == file.getvalue()
 
 
-def test_a_line_is_never_wider_than_its_terminal(monkeypatch):
-    """What wraps could not be removed."""
-    monkeypatch.setenv("COLUMNS", "12")
-    file = Terminal()
-
-    with waiting("loading libraries", file=file, noticed_s=0):
-        wait_for("packplan", file)
-
-    assert "packplan: l" == file.getvalue().partition("\r")[0]
-
-
-@pytest.mark.parametrize("collects", [True, False])
-def test_garbage_is_collected_after_the_libraries_as_it_was_before(monkeypatch, collects):
-    """Nothing is collected while libraries load, and then as before, also where an import fails."""
-    state = {"collects": collects}
-    monkeypatch.setattr(gc, "isenabled", lambda: state["collects"])
-    monkeypatch.setattr(gc, "disable", lambda: state.update(collects=False))
-    monkeypatch.setattr(gc, "enable", lambda: state.update(collects=True))
-    monkeypatch.setattr(gc, "freeze", lambda: None)
-    with pytest.raises(ImportError), loading_libraries():
-        assert not state["collects"]
-        raise ImportError
-    assert state["collects"] is collects
-
-
 class Clock:
     """Stands still but for what tests add."""
 
@@ -153,18 +125,6 @@ def test_a_line_every_30_s_has_done_total_rate_and_time_left(clock, caplog):
     ] == lines(caplog)
 
 
-def test_what_is_iterated_over_comes_through_and_is_counted(clock, caplog):
-    """By its own length; a slow rate keeps its digits."""
-    seen = []
-    for item in progress(range(4), desc="comparing", unit=" packs", clock=clock, file=io.StringIO()):
-        seen.append(item)
-        clock.now += 40
-
-    assert [0, 1, 2, 3] == seen
-    assert "comparing: 1 of 4 packs, 0.03/s, 0:02:00 left" == lines(caplog)[0]
-    assert "comparing: 4 of 4 packs, 0.03/s, 0:00:00 left" == lines(caplog)[-1]
-
-
 def test_a_stage_without_an_end_says_what_it_does_and_how_long(clock, caplog):
     """As planning by `certified` does."""
     with progress(desc="planning train", bar_format="{desc}{postfix}", clock=clock, file=io.StringIO()) as bar:
@@ -183,11 +143,3 @@ def test_terminals_and_quiet_have_no_lines(clock, caplog, file, quiet):
         clock.now += 60
 
     assert [] == lines(caplog)
-
-
-def test_a_stage_that_has_a_bar_already_gets_no_second_one(clock):
-    """The trainer shows its own on a terminal."""
-    terminal = Terminal()
-    assert [0, 1] == list(progress(range(2), desc="evaluating", on_terminal=False, file=terminal))
-
-    assert "" == terminal.getvalue()

@@ -1,7 +1,5 @@
 """Records as prompts of TRL: the messages before the last, media at their tags, the own answer."""
 
-from __future__ import annotations
-
 import json
 
 import PIL.Image

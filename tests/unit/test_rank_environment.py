@@ -1,7 +1,5 @@
 """Variables of a launcher are complete and agree, or each wrong one is named with its bounds."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Failures are counted by reason, whatever their reasons quote, in bounded memory."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,17 +31,7 @@ def test_what_one_record_says_makes_no_reason_of_its_own(facts):
         assert [len(facts)] == list(counted(reasons).values()), reasons
 
 
-def test_reasons_stay_readable():
-    """Their own words and keys are kept."""
-    reason = "the line has 1,234,567 bytes, but may have 1,048,576: shorten it, or raise custom.max_line_bytes"
-    assert {"the line has … bytes, but may have … shorten it, or raise custom.max_line_bytes": 1} == counted([reason])
-    assert {"beach.jpg does not exist".replace("beach.jpg", "…"): 2} == counted(
-        ["beach.jpg does not exist", "house.of.cards.jpg does not exist"]
-    )
-    assert {"has a message of a tool without a …": 1} == counted(["has a message of a tool without a 'content'"])
-
-
-@pytest.mark.parametrize("number", [MOST_REASONS - 1, MOST_REASONS, MOST_REASONS + 1, 50_000])
+@pytest.mark.parametrize("number", [MOST_REASONS - 1, MOST_REASONS, MOST_REASONS + 1, 5_000])
 def test_reasons_without_end_take_bounded_memory(number):
     """Those beyond the bound count together; none is lost, and the most frequent come first."""
     counts = ReasonCounts()

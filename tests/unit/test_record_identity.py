@@ -1,7 +1,5 @@
 """What a record is does not depend on how its file writes it."""
 
-from __future__ import annotations
-
 import base64
 import datetime as dt
 import hashlib

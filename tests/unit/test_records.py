@@ -43,15 +43,6 @@ def test_a_summary_answers_when_asked_for():
     assert ["a.png", "b.png"] == sample["images"]
 
 
-def test_messages_pass_through_with_channel_and_system():
-    """Other keys of a record are no concern of training."""
-    sample = to_messages(chat(channel="chat", system="Be brief.", id=7))
-
-    assert [{"role": "system", "content": "Be brief."}, QUESTION, ANSWER] == sample["messages"]
-    assert "chat" == sample["channel"]
-    assert {"messages", "channel"} == set(sample)
-
-
 def test_polygons_and_text_alone():
     """A polygon of three points or more; no image is fine."""
     poly = {"desc": "tri", "poly": [0, 0, 4, 0, 2.5, 4]}
@@ -231,13 +222,6 @@ def test_an_image_tag_is_text_where_the_user_says_so():
     assert "literal_image_tags" == raised.value.argument
     with pytest.raises(ValueError, match="1 <image> tag but 2 images"):
         to_messages({**record, "images": ["a.png", "b.png"]}, literal_image_tags=True)
-
-
-def test_tags_of_other_media_are_text():
-    """Where no such media are declared."""
-    record = asked("what does <video> mean in <audio>?", objects=[])
-
-    assert record["messages"] == to_messages(record)["messages"]
 
 
 def test_a_missing_summary_is_refused_only_when_asked_for():

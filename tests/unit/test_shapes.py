@@ -1,7 +1,5 @@
 """Records of every shape become messages, or say what they lack."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

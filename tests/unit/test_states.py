@@ -1,7 +1,5 @@
 """States and limits that contradict themselves are refused, wherever they come from."""
 
-from __future__ import annotations
-
 import attrs
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Threads of a command wait asleep, and ranks share the cores, once torch is loaded."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

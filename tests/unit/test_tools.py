@@ -1,7 +1,5 @@
 """Tools, their calls and answers become messages of ms-swift's roles; weights are checked."""
 
-from __future__ import annotations
-
 import json
 from itertools import permutations
 

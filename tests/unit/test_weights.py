@@ -1,7 +1,5 @@
 """Weights that are cut off, missing or invalid are named before libraries are imported."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

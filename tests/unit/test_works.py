@@ -1,17 +1,14 @@
 """Work of a run's samples, and the point where its ranks meet, as its YAML and its model say."""
 
-from __future__ import annotations
-
 import json
 
 import attrs
 import numpy as np
 import pytest
 
-from packplan.app.planning.schedule import meeting_of, ragged_window
+from packplan.app.planning.schedule import meeting_of
 from packplan.app.wiring.works import policy_of, work_of
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig, faults
-from packplan.core.schedule import EpochSchedule
 from packplan.core.work import WorkModel
 
 TEXT = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -49,22 +46,6 @@ def run(model: str = "none", **training) -> RunConfig:
 def test_the_trainers_strategy_says_where_ranks_meet(training, meeting):
     """FSDP, and DeepSpeed from stage 2 on, meet in each microbatch; a value that is set counts."""
     assert meeting == meeting_of(run(**training))
-
-
-@pytest.mark.parametrize(
-    ("batches", "advice"), [(90, "training.effective_batch_size: 18 gives even steps"), (93, None)]
-)
-def test_a_batch_that_gives_even_steps_is_named_where_there_is_one(batches, advice):
-    """Of 8 batches a rank, 9 are near; 93 batches have 3 and 31, which are far."""
-    schedule = EpochSchedule(
-        num_packs=2 * batches, world_size=2, dataloader_drop_last=False, gradient_accumulation_steps=8,
-        num_train_epochs=1,
-    )  # fmt: skip
-
-    said = ragged_window(schedule)
-
-    assert said.endswith(advice or "are inexact")
-    assert ragged_window(attrs.evolve(schedule, gradient_accumulation_steps=3)) is None
 
 
 def test_a_deepspeed_file_is_read(tmp_path):

@@ -1,7 +1,5 @@
 """YAML becomes a frozen configuration, or all its faults at once, each with its path and remedy."""
 
-from __future__ import annotations
-
 import math
 from decimal import Decimal
 from pathlib import Path
@@ -11,7 +9,6 @@ import pytest
 import yaml
 
 from packplan.adapters.config.run import load_config
-from packplan.app.planning.schedule import warn_of_ignored
 from packplan.core.config import REFUSED_TRAINING_KEYS, TrainingConfig
 from packplan.core.errors import ConfigError
 from tests.documents import KEYS, document, faults_of, parsed
@@ -278,17 +275,3 @@ def test_a_broken_yaml_is_shown_where_it_breaks(tmp_path: Path, text, place, why
 def test_null_is_as_if_it_were_not_set():
     """Keys with a default count too, ours and ms-swift's."""
     assert parsed() == parsed(**dict.fromkeys(["packing_mode", "seed", "learning_rate", "report_to", "bf16"]))
-
-
-def test_packed_evaluation_without_packing_is_said(caplog):
-    """It is not packed; what does not ask for it needs no word."""
-    for keys in ({"packing": False}, {"packing": False, "eval_packing": False}, {"eval_packing": True}):
-        warn_of_ignored(parsed(**keys))
-    assert not caplog.records
-
-    asked = parsed(packing=False, eval_packing=True)
-    warn_of_ignored(asked)
-    assert not asked.eval_packing
-    assert [
-        "training.eval_packing is true, but training.packing is false, so evaluation is not packed either"
-    ] == caplog.messages
