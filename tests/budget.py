@@ -40,12 +40,7 @@ def yardstick() -> float:
 
 
 def work() -> float:
-    """
-    Do a fixed piece of work; return its processor seconds.
-
-    Machines differ more in arithmetic than in what most tests wait for, pages of memory and files
-    of libraries, so it does some of both.
-    """
+    """Do a fixed piece of work, of arithmetic, memory and files; return its processor seconds."""
     start = time.process_time()
     import torch  # noqa: F401  # the cost of importing it is what is measured
 

@@ -43,10 +43,7 @@ def _coverage(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session):
-    """
-    Stop the coverage that pytest-cov starts before it knows that this process is a worker of
-    pytest-xdist: beneath the worker's own, it would trace on whenever that pauses.
-    """
+    """Stop the coverage that pytest-cov starts in a worker of xdist, beneath the worker's own."""
     controller = _coverage(session.config)
     if controller and hasattr(session.config, "workerinput"):
         controller.pause()
@@ -54,10 +51,7 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session):
-    """
-    Trace the modules of core as they are imported, and not the libraries that tests import, whose
-    million objects are no garbage either.
-    """
+    """Trace core as it is imported; the million objects of libraries are no garbage either."""
     if controller := _coverage(session.config):
         for module in pkgutil.walk_packages(packplan.core.__path__, "packplan.core."):
             importlib.import_module(module.name)

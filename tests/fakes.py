@@ -1,7 +1,5 @@
 """Doubles of the ports, with faults to inject; one contract suite runs on both."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

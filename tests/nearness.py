@@ -1,11 +1,4 @@
-"""
-How near two float sums have to be: on the scale of their terms, not of what is left of them.
-
-Another processor, number of threads or BLAS adds in another order. What that changes grows with the
-absolute terms (Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition 2002, section
-4.2), however small a sum in which they cancel. Sums of terms of one sign are their own scale, as
-`pytest.approx` takes it. What is broken differs by a share of a term.
-"""
+"""How near float sums have to be: on the scale of their terms (Higham 2002, section 4.2)."""
 
 import math
 from collections.abc import Mapping

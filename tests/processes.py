@@ -1,11 +1,4 @@
-"""
-Processes for tests that start with the stack imported: each is forked by a server, which was forked
-by the process of the tests when that had imported it.
-
-Importing torch, transformers and ms-swift takes 8 s of processor time in a process of its own. A
-test that proves something about a fresh interpreter (a launcher, what an import loads) starts one;
-every other asks the server.
-"""
+"""Processes with the stack imported, which takes 8 s: a server forked by the tests forks them."""
 
 import contextlib
 import faulthandler
@@ -247,12 +240,7 @@ def end(processes: list[psutil.Process]) -> None:
 
 
 def fork_server() -> None:
-    """
-    Import the stack, and fork the server of this process's children: one that started by itself
-    would import all of it again.
-
-    To be called before a test has run: what threads and connections those leave would be copied.
-    """
+    """Fork the server of processes, before a test has left threads or connections."""
     importlib.import_module(STACK)
     resource_tracker.ensure_running()
     with mock.patch("multiprocessing.util.spawnv_passfds", partial(_forked, start=util.spawnv_passfds)):
@@ -355,10 +343,6 @@ def _rank_variables() -> dict[str, str]:
 
 
 def _compile_deepspeed() -> None:
-    """
-    Let DeepSpeed compile what its ranks share memory by, which it does once on a machine and keeps:
-    two minutes that would count against a run's deadline; a run that is killed meanwhile leaves a
-    lock, for which all later ones wait.
-    """
+    """Let DeepSpeed compile what it keeps: two minutes that count against no run's deadline."""
     code = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load()"
     subprocess.run([sys.executable, "-c", code], env=_rank_variables(), check=True, timeout=4 * DEADLINE_S)

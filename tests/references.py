@@ -97,10 +97,7 @@ def fewest(lengths: Sequence[int], capacity: int, loads: tuple[int, ...] = ()) -
 
 
 def spread_slowly(sizes: list[int], works: list[int], *, shards: int, num: int, capacity: int) -> list[int] | None:
-    """
-    Return the microbatch of each sequence as `core.shard.rounds` says it: by descending work, into
-    heavy rounds up to their level, then into the least loaded of the others; None without room.
-    """
+    """Return each sequence's microbatch as `core.shard.rounds` says it; None without room."""
     pools, levels = [list(range(num))], [0]  # the light microbatches, then the heavy rounds
     room, held, labels, is_open = [capacity] * num, [0] * num, [0] * len(sizes), False
     order = sorted(range(len(sizes)), key=lambda item: (-works[item], -sizes[item], item))

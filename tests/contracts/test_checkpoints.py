@@ -1,9 +1,4 @@
-"""
-A checkpoint's files are digested by all ranks together, each file once; what differs later is named
-by whoever reads it.
-"""
-
-from __future__ import annotations
+"""Ranks digest a checkpoint's files together, each once; who reads it names what differs."""
 
 import dataclasses
 import hashlib
@@ -53,9 +48,7 @@ names = st.sampled_from(
 
 @given(st.dictionaries(names, st.binary(max_size=99), min_size=1), st.integers(1, 4))
 def test_every_file_is_digested_by_one_rank(tmp_path_factory, contents, world_size):
-    """
-    Those in folders too; those of an earlier checkpoint of the same name and more ranks are gone.
-    """
+    """Those in folders too; those of an earlier checkpoint of the same name are gone."""
     folder = tmp_path_factory.mktemp("checkpoint")
     for name, content in contents.items():
         (folder / name).parent.mkdir(exist_ok=True)

@@ -1,7 +1,5 @@
 """Tables of lengths: read by other tools and by this one, and refused where they are not whole."""
 
-from __future__ import annotations
-
 import json
 
 import datasets

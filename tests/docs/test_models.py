@@ -9,10 +9,7 @@ from tests.models_page import packing_families, unpacked_families
 ROOT = Path(__file__).parents[2]
 
 MEASURED = json.loads((Path(__file__).parent / "measured_models.json").read_text(encoding="utf-8"))
-"""
-Result -> causal language models, 122 in all, whose packed logits were compared with those alone:
-with transformers' own attention, and with attention sample by sample.
-"""
+"""Result -> causal language models whose packed logits were compared with those alone."""
 
 
 def test_no_model_passes_under_a_strategy_that_was_measured_to_leak():

@@ -59,11 +59,7 @@ def records(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def write_run(demo: Path, text_jsonl: Path, tmp_path: Path) -> Callable[..., Path]:
-    """
-    Return a function that writes a quick run's YAML; sections given to it overlay the quick ones.
-
-    A run of a text model, over short records, takes a fifth of the time of one with images.
-    """
+    """Return a function that writes a quick run's YAML, of a text model over short records."""
 
     def write(of: str = "qwen2_5_vl", name: str = "run", **overlay: dict[str, Any]) -> Path:
         has_images = of.endswith("vl")

@@ -1,9 +1,4 @@
-"""
-Runs a command of ms-swift as one rank, and writes down what the rank trains.
-
-What it needs for tiny models is done here: their tokens of images have other ids than the released
-vocabularies.
-"""
+"""Runs a command of ms-swift, with tiny models, as one rank; writes down what it trains."""
 
 import json
 import os

@@ -1,10 +1,7 @@
 """
-Runs `packplan sft` as one rank, and writes down what the rank saw: `rank_main.py run.yaml
-out_folder [fault]`.
+Runs `packplan sft` as a rank, writing down what it saw: `rank_main.py run.yaml out_folder [fault]`.
 
-A fault, on one rank alone: `measure` fails measuring on rank 0. `gradients` writes each step's
-gradients down, and silences the records that say so. `infinite` adds infinity to the loss of rank
-1's second step. `memory` lets rank 1 have too little for a batch of more than `ROOM` tokens.
+A fault of one rank: measuring fails, gradients are written, a loss is infinite, memory is small.
 """
 
 import json

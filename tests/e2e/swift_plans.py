@@ -1,7 +1,5 @@
 """Tiny data sets for commands of ms-swift, and what a run of one has trained."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Weights that ms-swift trains, and its export of a model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Steps are measured by their own trainer, and a run says how wrong its forecast was."""
 
-from __future__ import annotations
-
 import json
 import logging
 
@@ -30,10 +28,7 @@ def uneven(tmp_path):
 def test_a_run_that_was_calibrated_foretells_itself(  # noqa: PLR0917  # fixtures
     write_run, execute, uneven, capfd, caplog, monkeypatch
 ):
-    """
-    Its own packs are timed, evaluated and saved, and nothing of that is left but the calibration;
-    then the log counts down, checkpoints keep both times, and the last line but one has the error.
-    """
+    """Its packs are timed; then the log counts down, and the last line but one has the error."""
     keys = {"effective_batch_size": 2, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "epoch"}
     path = write_run("qwen2", training=keys, custom={"train_jsonl": uneven, "val_jsonl": uneven})
     monkeypatch.setattr("packplan.app.wiring.training.calibration.REPEATS", 1)

@@ -1,7 +1,5 @@
 """`packplan check` finds packed training equal where it is, and each planted fault where not."""
 
-from __future__ import annotations
-
 import copy
 import json
 from unittest.mock import patch
@@ -56,10 +54,7 @@ def scenes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs():
-    """
-    Runs that are ready to train, by model, data and settings: tests that differ in the fault that
-    they plant share one.
-    """
+    """Runs by model, data and settings: tests that differ in the planted fault share one."""
     return {}
 
 
@@ -74,11 +69,7 @@ def hooked():
 
 @pytest.fixture
 def compared(write_run, scenes, runs, monkeypatch):
-    """
-    Return a function that compares the packs of a run, perhaps after planting a fault in its
-    trainer, which other tests take after this one: the fault is an attribute that *monkeypatch*
-    sets, or a hook that `hooked` keeps.
-    """
+    """Return a function that compares a run's packs, after planting an attribute or a hook."""
     from packplan.app.check import compare
     from packplan.app.sft.prepare import prepare
     from packplan.app.wiring import training as wiring
@@ -104,10 +95,7 @@ def compared(write_run, scenes, runs, monkeypatch):
 @pytest.mark.parametrize("attn_impl", ["varlen", "sdpa", "eager"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_shipped_model_passes(compared, model, attn_impl):
-    """
-    On packs of every kind; whole numbers are equal, and the probe moves no other sample at all. A
-    run that names no attention takes ours.
-    """
+    """The probe moves no other sample at all; a run that names no attention takes ours."""
     report, failed = compared(model, **({} if attn_impl == "varlen" else {"model": {"attn_impl": attn_impl}}))
 
     assert set() == failed
@@ -134,10 +122,7 @@ def test_weights_of_messages_are_compared(compared, monkeypatch, reduction):
 
 @pytest.mark.parametrize("model", ["qwen2", "qwen3"])
 def test_flex_attention_passes_for_text(compared, model):
-    """
-    By its block mask; a CPU has no backward pass for it, and that is said. Not compiled, which
-    takes a minute.
-    """
+    """By its block mask; a CPU has no backward pass for it, and that is said."""
     with torch.compiler.set_stance("force_eager"):
         report, failed = compared(model, num_packs=1, model={"attn_impl": "flex_attention"})
 
@@ -298,9 +283,7 @@ def of_the_row_before(found, before):
 
 @pytest.mark.parametrize("fault", [second_begins_late, first_two_joined, of_the_row_before])
 def test_a_wrong_layout_is_found(compared, monkeypatch, fault):
-    """
-    Samples that see others, or less than themselves: the reference attends by transformers' own.
-    """
+    """Samples that see others, or less than themselves."""
     rows = []
 
     def read(*arguments, **options):
@@ -331,10 +314,7 @@ def test_a_block_computed_twice_is_found(compared, monkeypatch):
 
 
 def test_losses_of_large_logits_are_equal_up_to_the_rounding_of_those(compared, hooked):
-    """
-    A loss does not change with what all logits have in common, but its rounding, here of one in a
-    million, does.
-    """
+    """Rounding grows with what all logits have in common; the loss does not."""
     drawn = torch.Generator().manual_seed(0)
 
     def shift(_, __, logits):

@@ -73,12 +73,7 @@ def open_shipped(demo, model_type):
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"])
 def test_torch_counts_the_same_operations(demo, model_type):
-    """
-    Exactly, in one forward pass: of one sample or a longer row, with images, videos and without.
-
-    Under eager attention, which computes whole squares, where causal attention needs the pairs up
-    to the diagonal.
-    """
+    """Under eager attention, which computes whole squares instead of causal pairs."""
     model, config = open_shipped(demo, model_type)
     work = WorkModel.from_config(config)
 

@@ -1,7 +1,5 @@
 """The demo's data and models: the same bytes from the same seed, of the kinds that it promises."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,4 @@
-"""
-Families of every kind pack the whole way of training: small random models of them, of which nothing
-in the code names one, pass `packplan check`, and one whose layers carry a state trains.
-"""
+"""Families of every kind pack the whole way of training: small random models of them."""
 
 import json
 import shutil
@@ -37,19 +34,12 @@ FAMILIES = {
     "lfm2": (None, "chatml", ("Lfm2ShortConv",)),
     "nemotron_h": (None, None, ("NemotronHMamba2Mixer",)),
 }
-"""
-Family -> ms-swift's model type and template, where its registry names several or none, and the
-layers that run sample by sample. One each of plain layers, soft caps, windows, latent heads beside
-experts, sinks, and two kinds of states; a third is that of the model with images below.
-"""
+"""Family -> model type and template, where several or none fit, and the layers by sample."""
 
 
 @pytest.fixture
 def sections(demo, text_jsonl, tmp_path):
-    """
-    Return a function that writes a small model of a family, and gives the sections of a run of it
-    on so many samples.
-    """
+    """Return a function that writes a family's small model, and gives the sections of a run."""
     few = tmp_path / "few.jsonl"
 
     def of(family, count=4):
@@ -81,10 +71,7 @@ def sections(demo, text_jsonl, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_packs_the_whole_way_of_training(write_run, sections, tmp_path, capsys, family):
-    """
-    Positions, labels, logits, losses, gradients and isolation, in float32; no layer lets another
-    sample be seen.
-    """
+    """No layer lets another sample be seen, in float32."""
     path = write_run("qwen2", training={"packing_drop_last": False}, **sections(family))
 
     assert 0 == check.main([str(path), "--json", "--packs", "1", "--quiet"])
@@ -122,10 +109,7 @@ def require_equal_in_16_bits(family, verdict):
     ],
 )
 def test_a_template_that_does_not_fit_is_refused(write_run, execute, sections, family, keys, says):  # noqa: PLR0917  # fixtures
-    """
-    One that does not pack, though its model does and it trains padded; none that is known; one
-    without a system.
-    """
+    """One that does not pack; none that is known; one without a system."""
     rest = sections(family)
     rest["template"] = {"max_length": 512, "system": None, **keys}
 

@@ -1,7 +1,5 @@
 """Training does as show foretells."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -16,10 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_training_does_what_show_foretold(write_run, execute, few_scenes, capfd):
-    """
-    Steps, packs, order, attention work and coverage; built without training, then trained. Then the
-    run says the time of another one of its plan.
-    """
+    """Built without training, then trained; then the time of another run of its plan is said."""
     keys = {"effective_batch_size": 4, "num_train_epochs": 2, "data_seed": 7, "save_strategy": "epoch"}
     few = {"custom": {"train_jsonl": str(few_scenes)}, "template": {"max_length": 500}}
     path = write_run(training=keys, **few)

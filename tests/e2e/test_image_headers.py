@@ -1,7 +1,5 @@
 """Lengths from images' headers are the lengths of full encodes."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -52,10 +50,7 @@ def pictures(tmp_path_factory) -> list[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", list(product(["qwen2_5_vl", "qwen3_vl"], [None, 2_000, 50_000, 1_000_000])), ids=str)
 def test_headers_give_the_lengths_of_full_encodes(case, pictures, write_run, tmp_path):
-    """
-    Every kind of image, one or several in a record, with and without a limit on pixels: zero
-    tolerance.
-    """
+    """With and without a limit on pixels: zero tolerance."""
     model_type, max_pixels = case
     rng = random.Random(1)  # noqa: S311
     records = [[picture] for picture in pictures] + [rng.sample(pictures, rng.randint(2, 4)) for _ in range(12)]

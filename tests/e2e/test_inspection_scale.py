@@ -1,10 +1,4 @@
-"""
-A million samples are inspected within seconds and planned within little memory.
-
-Seconds are CPU seconds, which other load leaves alone.
-"""
-
-from __future__ import annotations
+"""A million samples are inspected within CPU seconds, and planned within little memory."""
 
 import resource
 import subprocess

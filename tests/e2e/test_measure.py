@@ -1,8 +1,4 @@
-"""
-`packplan measure`: its table equals full encodes and a run's own lengths, and runs take from it.
-"""
-
-from __future__ import annotations
+"""`packplan measure`: its table equals full encodes, and runs take from it."""
 
 import itertools
 import json
@@ -107,9 +103,7 @@ def test_plans_of_a_run_that_takes_its_lengths_are_those_of_one_that_measures(  
 
 
 def test_records_are_known_by_content_wherever_they_are(write_run, run, demo, tmp_path, measured):
-    """
-    In another order, file, format and folder; with media, in another folder they are measured.
-    """
+    """In another order, file, format and folder; with media, another folder is measured."""
     text = chats(40)
     model = demo / "models" / "qwen2"
     run(write_lines(tmp_path / "all.jsonl", text), "--model", model)
@@ -256,9 +250,7 @@ def test_lengths_that_differ_from_full_encodes_are_found(run, demo, tmp_path):
 
 
 def test_bad_records_have_a_row_and_are_not_known(write_run, run, demo, tmp_path):
-    """
-    By default the first stops; where they are skipped, they are flagged, and measured by runs.
-    """
+    """By default the first stops; where they are skipped, they are flagged."""
     data = write_lines(tmp_path / "data.jsonl", [*chats(4), {"query": "no answer"}, *chats(5, first=4)])
     model = demo / "models" / "qwen2"
     said = run(data, "--model", model, status=2)

@@ -1,7 +1,5 @@
 """Lengths that are counted from the template's texts are those of full encodes."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,9 +1,4 @@
-"""
-Measuring and planning before a run: by one process or several, taken over by other runs, and found
-stale.
-"""
-
-from __future__ import annotations
+"""Measuring and planning before a run: taken over by other runs, and found stale."""
 
 import json
 import os
@@ -178,10 +173,7 @@ def test_bad_records_are_left_out_by_every_command(write_run, run, tmp_path):
 
 
 def test_naming_sources_measures_nothing_and_plans_nothing(write_run, run, tmp_path, monkeypatch):
-    """
-    Files have the last part of their entry for a name until they are given one; all that is stored
-    but the names stays, byte for byte.
-    """
+    """Until then a file has its entry's last part for a name; all else stays, byte for byte."""
     chats = [{"query": f"say {n}", "response": "blue circle " * (1 + n % 7)} for n in range(12)]
     texts = [{"text": "red square " * (1 + n % 5)} for n in range(9)]
     for name, rows in {"a1.jsonl": chats[:7], "a2.jsonl": chats[7:], "b.jsonl": texts}.items():

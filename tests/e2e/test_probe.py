@@ -1,7 +1,4 @@
-"""
-A model packs if a probe shows that it may: families of every kind, planted faults, and what becomes
-of a verdict.
-"""
+"""A model packs if a probe shows it: every kind of family, planted faults, verdicts."""
 
 import json
 import re
@@ -45,17 +42,12 @@ PASSING = {
     "qwen3_vl_moe": ("varlen", ()),
     "minicpmv4_7": ("varlen", ("Qwen3_5GatedDeltaNet",)),
 }
-"""
-Family -> its strategy, and the layers that run sample by sample; others are in `test_families.py`
-and `test_vision_families.py`.
-"""
+"""Family -> its strategy, and the layers that run sample by sample."""
 
 
 @pytest.mark.parametrize("family", PASSING)
 def test_families_of_every_kind_pack(family):
-    """
-    States, sparse attention, attention of their own, experts, images: none lets a gradient pass.
-    """
+    """None lets a gradient pass."""
     verdict = probe_family(family)
 
     assert PASSING[family] == (verdict.strategy, verdict.split), verdict.reason
@@ -313,10 +305,7 @@ def test_layers_that_are_computed_again_have_the_row_of_their_own_forward_pass()
 
 
 def test_what_lost_its_row_is_an_error():
-    """
-    A split layer outside of its model, and a model whose own forward pass a library put back: both
-    would leak without a word.
-    """
+    """A split layer outside of its model, and a forward pass put back: both would leak."""
 
     class Mixer(torch.nn.Linear):
         pass

@@ -1,7 +1,5 @@
 """`packplan probe`: what it prints, its exit status, and what it reads."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

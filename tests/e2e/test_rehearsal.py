@@ -1,7 +1,5 @@
 """The heaviest packs, trained before the first step: nothing changes, or the run ends at once."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import re

@@ -1,7 +1,5 @@
 """`packplan rl`: TRL's trainer learns from text and images, in microbatches that change nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics
@@ -23,10 +21,7 @@ DYNAMIC = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 256, "sequen
 
 
 def without_swift():
-    """
-    Have the callbacks of transformers, which ms-swift replaces in its process for all trainers;
-    `packplan rl` does not import it.
-    """
+    """Have transformers' callbacks, which ms-swift replaces in its process for all trainers."""
     return mock.patch.multiple(hf, DEFAULT_CALLBACKS=[DefaultFlowCallback], DEFAULT_PROGRESS_CALLBACK=ProgressCallback)
 
 

@@ -168,12 +168,7 @@ def reference(logits, fields, loss: OwnLoss) -> tuple[torch.Tensor, float]:
 
 
 def near_metrics(expected: dict[str, float]) -> object:
-    """
-    Return what equals metrics up to rounding.
-
-    A divergence of v is a difference, expm1(a) - a, whose terms are below 3 (v + 1); the others are
-    sums of one sign.
-    """
+    """Equal up to rounding: a divergence v is a difference whose terms are below 3 (v + 1)."""
     return pytest.approx(expected, rel=FLOAT32, abs=FLOAT32)
 
 

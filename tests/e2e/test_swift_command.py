@@ -1,9 +1,4 @@
-"""
-A plan for a command of ms-swift, and its cached data set: ms-swift's own rows and lengths, and the
-packs and steps that the plugin trains.
-"""
-
-from __future__ import annotations
+"""A plan for ms-swift's command: its rows, lengths, packs and steps."""
 
 import base64
 import json
@@ -52,10 +47,7 @@ SCHEDULE = {
 
 @pytest.fixture(autouse=True)
 def _own_caches(tmp_path_factory, monkeypatch, demo):
-    """
-    Keep ms-swift's caches in the test, know the tokens of the tiny model, and map rows in this
-    process: a forked one would wait for the threads of others that tests have started.
-    """
+    """Keep caches in the test, and map rows here: a fork would wait for others' threads."""
     mapped = Dataset.map
     here = lambda rows, *args, **options: mapped(rows, *args, **(options | {"num_proc": None}))  # noqa: E731
     monkeypatch.setattr(Dataset, "map", here)
@@ -115,10 +107,7 @@ def value(words: list[str], flag: str) -> str:
 
 @pytest.mark.parametrize(("kind", "more"), [*((kind, "") for kind in TASKS), ("text", "--truncation_strategy left")])
 def test_a_cached_data_set_is_ms_swift_s_and_its_packs_are_the_plan_s(command, tmp_path, capsys, kind, more):
-    """
-    Rows, columns and the lengths of each sequence are those of `swift export`; the plugin's packs
-    of them, and its steps, are those that `plan show` prints.
-    """
+    """Rows and lengths are `swift export`'s; the plugin's packs and steps `plan show` prints."""
     words, ours, theirs = command(kind, more), tmp_path / "ours", tmp_path / "theirs"
     kept = ("--model", "--model_type", "--template", "--dataset", "--max_length", "--torch_dtype")
     asked = [*(word for flag in kept for word in (flag, value(words, flag))), *more.split()]

@@ -1,9 +1,4 @@
-"""
-Planned packs inside ms-swift's own commands: the packs and steps of the plan, the losses of
-`packplan sft`, and resumed runs.
-"""
-
-from __future__ import annotations
+"""Planned packs inside ms-swift's commands: packs, steps and losses, and resumed runs."""
 
 import json
 import math

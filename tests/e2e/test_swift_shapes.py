@@ -1,7 +1,5 @@
 """Data as users have them are read as ms-swift reads them: the same tokens, the same labels."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import io
@@ -120,8 +118,7 @@ CASES = {
     "bytes in Parquet": ("a.parquet", [asked("<image>?", images=[{"bytes": RED, "path": None}])]),
     "CSV": ("a.csv", [{"query": "a, b", "response": 'say "c"'}, {"query": "\nd", "response": "e"}]),
 }  # fmt: skip
-"""Case -> file and records; more formats are in `tests/contracts/test_formats.py`, and notations of
-tools in `test_swift_tools.py`."""
+"""Case -> file and records; notations of tools are in `test_swift_tools.py`."""
 
 
 def write(path: Path, records) -> None:
@@ -264,17 +261,11 @@ OWN = {
     "functions",
     "loss_scale",
 }  # fmt: skip
-"""
-Refused, though not a column of ms-swift's data sets of messages: read from a record by hand, or by
-other programs.
-"""
+"""Refused, though no column of ms-swift: read by hand, or by other programs."""
 
 
 def test_every_column_of_ms_swift_is_supported_or_refused():
-    """
-    Those that it keeps, those that it takes for one of them, and the fields of what its templates
-    read; and no others.
-    """
+    """Those that it keeps, those that it takes for one of them, and its templates' fields."""
     columns = {*RowPreprocessor.standard_keys, *MessagesPreprocessor().columns, *ResponsePreprocessor().columns}
     columns |= {field.name for field in fields(StdTemplateInputs)}
 

@@ -1,9 +1,4 @@
-"""
-Tools, calls and weights of the loss are read as ms-swift reads them, under its agent templates and
-strategies.
-"""
-
-from __future__ import annotations
+"""Tools, calls and weights of the loss are read as ms-swift reads them."""
 
 import json
 
@@ -189,10 +184,7 @@ def test_tools_have_the_tokens_and_labels_that_ms_swift_gives_them(agent, encode
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_tokens_weigh_what_ms_swift_says(scale, encoder, files, loaded):
-    """
-    By strategy, by the words of an answer, and by what single messages say. Each record measures
-    the same by its texts and in full.
-    """
+    """Each record measures the same by its texts and in full."""
     every = encoder(files, loss_scale=scale)
     theirs = template_of_swift(every["roles"], loss_scale=scale)
     weighed = []

@@ -1,9 +1,4 @@
-"""
-Models that nobody knows: configurations with keys of their own, layers with a state of their own,
-code of their own, and what does not fit together.
-"""
-
-from __future__ import annotations
+"""Models that nobody knows: own keys, layers, states and code, and what does not fit."""
 
 import json
 import re
@@ -87,10 +82,7 @@ def test_numbers_that_say_nothing_change_nothing():
 
 @pytest.mark.parametrize("carries", [0.0, 0.1])
 def test_a_layer_that_remembers_from_call_to_call_is_refused(monkeypatch, carries):
-    """
-    No gradient passes, and each sample would depend on what was computed before it; also where it
-    carries a state along the row too, and runs sample by sample.
-    """
+    """No gradient passes, and each sample would depend on what was computed before it."""
     plain = modeling_llama.LlamaMLP.forward
 
     def forward(self, seen):
@@ -176,10 +168,7 @@ class OwnModel(LlamaForCausalLM):
 
 @pytest.mark.parametrize(("leak", "takes"), [("0.0", ""), ("0.1", ""), ("0.0", "pixel_values, ")])
 def test_code_beside_a_model_is_asked_where_the_user_trusts_it(tmp_path, leak, takes):
-    """
-    It packs if it proves that it may, like any other. Code that computes no row without images, as
-    InternVL's chat form does not, is refused with what it asks for.
-    """
+    """It packs if it proves that it may; code that computes no row without images is refused."""
     (tmp_path / "own.py").write_text(CODE.replace("{leak}", leak).replace("{takes}", takes))
     content = {
         **LlamaConfig(num_hidden_layers=2).to_dict(), "model_type": "own", "architectures": ["OwnModel"],

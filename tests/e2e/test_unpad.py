@@ -1,7 +1,5 @@
 """A model that computes no padding gives what it gives with padding, at every real token."""
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import cache

@@ -1,9 +1,4 @@
-"""
-Tiny models and padded batches, and one rank whose model computes no padding, under each way to
-share a model among ranks.
-"""
-
-from __future__ import annotations
+"""Tiny models that compute no padding on one rank, however ranks share a model."""
 
 import json
 from collections.abc import Callable, Iterator

@@ -1,9 +1,4 @@
-"""
-Runs of measuring and planning that are killed at any line: `killed.py START SEED FOLDER`.
-
-In a process of its own, since it forks hundreds of times: a fork takes as long as its process is
-large.
-"""
+"""Measuring and planning, killed at any line, in a small process that forks fast."""
 
 import os
 import random

@@ -1,8 +1,4 @@
-"""
-Parents that start processes of one kind, say which, and wait to be killed: `parents.py KIND FILE`.
-
-Each function starts the processes as the program does, and returns their numbers.
-"""
+"""Parents that start processes of one KIND, say which in FILE, and wait to be killed."""
 
 import json
 import os

@@ -1,7 +1,5 @@
 """A record that is copied into another folder is read as the same record."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

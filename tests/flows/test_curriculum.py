@@ -1,7 +1,5 @@
 """Mixes of a YAML: a curriculum of several, their files, and everything that is wrong with them."""
 
-from __future__ import annotations
-
 import json
 
 import attrs

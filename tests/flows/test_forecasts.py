@@ -1,7 +1,5 @@
 """Commands that foretell a run's time, over stored plans and calibrations that are made up."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """Commands that look at plans, over stores made for it: what they say, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -34,9 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def store(tmp_path):
-    """
-    Return a function that writes a run's YAML and what building it would store; see `tests.stored`.
-    """
+    """Return a function that writes a run's YAML and what building it would store."""
     return partial(store_run, tmp_path)
 
 
@@ -174,10 +170,7 @@ def test_what_is_trained_is_green_on_a_terminal_alone(monkeypatch):
 
 
 def test_show_is_a_table_for_people(store, said):
-    """
-    The dozen lines that decide something: losses, packs and their bound, steps, ranks, attention.
-    With --all, every figure, and the digests.
-    """
+    """The dozen lines that decide something; with --all, every figure, and the digests."""
     path = store()
     short, everything = said("show", path), said("show", path, "--all")
 
@@ -263,9 +256,7 @@ def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said, s
 
 @pytest.mark.covers
 def test_a_sample_and_a_pack_are_explained(store, said, tmp_path):
-    """
-    Where a sample is, when its pack is trained, and on which line it stands; text says the same.
-    """
+    """When its pack is trained, and on which line it stands; text says the same."""
     for name, blank in (("data", "\n"), ("val", "")):
         (tmp_path / f"{name}.jsonl").write_text(f"{{}}\n{blank}" * len(LENGTHS))
     path = store(eval_lengths=LENGTHS)
@@ -371,10 +362,7 @@ def test_overrides_steer_what_is_shown(store, said, shown):
 
 
 def test_what_is_not_built_is_named(store, refused):
-    """
-    No lengths, not all lengths, or no plan, or a plan of other lengths; with the command that
-    builds.
-    """
+    """No lengths, not all lengths, no plan, or one of other lengths; with what builds."""
     path = store()
     folder = split_folder(read_config(path).training.output_dir, "train")
     for change, reason in (
@@ -402,10 +390,7 @@ def test_damage_is_no_plan_to_look_at(store, capfd):
 
 
 def test_whatif_gives_what_building_each_would_show(store, said, shown):
-    """
-    For every combination, up to the bound, which is only found at once, and to supervised tokens,
-    which lengths do not say.
-    """
+    """Up to the bound, and to supervised tokens, which lengths do not say."""
     path = store()
     document = json.loads(said("whatif", path, "--max-length", "100,50,80", "--world-size", "2,4", "--json"))
 
@@ -422,9 +407,7 @@ def test_whatif_gives_what_building_each_would_show(store, said, shown):
 
 
 def test_a_plan_that_drops_much_of_the_data_is_shown_with_a_warning(store, said, shown):
-    """
-    What training refuses; a share that allows it is no fault, and a single dropped pack never is.
-    """
+    """A share that allows it is no fault, and a single dropped pack never is."""
     path = store(lengths=[60] * 6 + [40] * 6, training={"packing_min_fill_ratio": 0.8})
     allowed = {"packing_min_fill_ratio": 0.8, "packing_max_dropped_share": 1}
 
@@ -439,9 +422,7 @@ def test_a_plan_that_drops_much_of_the_data_is_shown_with_a_warning(store, said,
 
 
 def test_the_longest_pack_is_named_wherever_a_plan_is_shown(store, said, shown, page):
-    """
-    With the packs that exceed the length by more than a tenth, and the key that would skip them.
-    """
+    """With the packs that exceed the length, and the key that would skip them."""
     path = store(lengths=[*LENGTHS, 88, 89, 200])
     key = "training.packing_allow_single_long: false"
     line = (
@@ -618,10 +599,7 @@ class _Page(HTMLParser):
 
 @pytest.mark.slow
 def test_a_report_is_one_page_that_loads_nothing(store, page):
-    """
-    Coverage, four figures and the packs come first, then warnings; every plot has its numbers as a
-    table. Written twice, it is the same.
-    """
+    """Every plot has its numbers as a table; written twice, it is the same."""
     path = store(eval_lengths=LENGTHS[:9], training={"packing_min_fill_ratio": 1.0, "effective_batch_size": 6})
     text = page(path)
     parsed = _Page(text)

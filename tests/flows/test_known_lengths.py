@@ -1,7 +1,5 @@
 """A source of which a table knows some records, over doubles: what is measured, and what is not."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import event, given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Steps of TRL's trainers on made batches, for tests of `balance`."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

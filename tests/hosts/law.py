@@ -266,11 +266,7 @@ def be_rank(rank: int, port: int, cell: dict[str, Any]) -> None:
 
 
 def main(path: str) -> None:
-    """
-    Run the cells of a file, each in processes of its own.
-
-    The store of a cell's ranks is kept here, so that no other process can take its port first.
-    """
+    """Run a file's cells, each in own processes; the store of their ranks is kept here."""
     context = multiprocessing.get_context("fork")
     for cell in json.loads(Path(path).read_text()):
         Path(cell["out"]).mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,5 @@
 """Steps of `balance` are the trainer's own: loss, gradients and logged values."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,4 @@
-"""
-Exports in the tools that they are for: what reaches the model is the packs in order, and every step
-is that of its samples alone.
-"""
+"""Exports in the tools that they are for: packs in order, each step that of its samples."""
 
 import json
 import os
@@ -69,10 +66,7 @@ def test_llama_factory_trains_the_packs_in_order_and_apart(tmp_path):
 
 
 def test_megatron_bridge_reads_each_sample_with_its_next_tokens(tmp_path):
-    """
-    By its own data set and collator: in the order of the file, a sample of n tokens takes n - 1
-    places, its labels are the next tokens, and it is a sequence of its own.
-    """
+    """A sample of n tokens takes n - 1 places, and is a sequence of its own."""
     need("megatron.bridge")
     rows = rows_of_text()
     plan = pp.plan([len(row["input_ids"]) for row in rows], 64)

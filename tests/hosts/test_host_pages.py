@@ -1,8 +1,4 @@
-"""
-The code of docs/use-it-in/ runs as it stands there, by the page's own commands.
-
-A command's `path/to/…` is replaced by a tiny model and its data. Nothing else is set.
-"""
+"""The code of docs/use-it-in/ runs as it stands, `path/to/…` being a tiny model's files."""
 
 import json
 import re

@@ -1,7 +1,4 @@
-"""
-Plans in trainers of transformers and TRL: what reaches the model is the schedule, and every step is
-that of its samples alone. `make test-hosts` runs all cells in an environment of its own.
-"""
+"""Plans in trainers of transformers and TRL: schedule and steps; see `make test-hosts`."""
 
 import json
 import os

@@ -1,10 +1,4 @@
-"""
-The commands of docs/use-it-in/swift.md, typed as they stand there, killed and resumed.
-
-`make test-hosts` runs this in the environment that has ms-swift.
-"""
-
-from __future__ import annotations
+"""The commands of docs/use-it-in/swift.md as they stand, killed and resumed."""
 
 import os
 import re

@@ -1,7 +1,5 @@
 """TRL's trainers compute the same without padding: loss, gradients, and what they log."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("trl")

@@ -1,7 +1,5 @@
 """Packs of equal work: under the limit, few more than are needed, and even."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np

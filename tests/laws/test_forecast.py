@@ -1,7 +1,5 @@
 """A forecast is the sum of what was measured: of steps, of ranks, of pauses."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import attrs

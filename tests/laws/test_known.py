@@ -1,7 +1,5 @@
 """Measurements that are found by the content of records."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

@@ -49,10 +49,7 @@ def mixes_by_samples(draw) -> tuple[Mixes, list[int]]:
 
 @st.composite
 def mixes_by_tokens(draw) -> tuple[Mixes, list[int], list[int]]:
-    """
-    A mix by tokens, the lengths of all records, some of which cannot be drawn, and the sizes of the
-    sources.
-    """
+    """A mix by tokens, all lengths, some of which cannot be drawn, and the sources' sizes."""
     sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     lengths = draw(st.lists(st.integers(0, 30), min_size=sum(sizes), max_size=sum(sizes)))
     sources = [

@@ -341,10 +341,7 @@ GOLDEN_ORDERS = {
         "equal work a microbatch": "513d32426365438b2d6ede182a0d2204cdfd9b778bd49c76b11670ff34de1c7b",
     },
 }
-"""
-Orders of each `ORDER_VERSION`: a changed order is a new version, and a new entry here; old ones
-stay as they are. Version 2 assigns by work, where works are given.
-"""
+"""Orders of each `ORDER_VERSION`: a changed order is a new entry, and old ones stay."""
 
 
 def test_the_golden_order():

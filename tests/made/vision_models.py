@@ -67,10 +67,7 @@ class VisionFamily:
     """Makes the processor of a tokenizer."""
 
     media: Mapping[str, tuple[str, str]]
-    """
-    Special token -> key of the configuration whose value is its id, and name by which the processor
-    asks its tokenizer for it; empty where there is none.
-    """
+    """Special token -> the configuration's key of its id, and its name in the processor."""
 
     tokens: tuple[str, ...] = _TURNS
     """Further special tokens."""
@@ -399,7 +396,4 @@ VISION_FAMILIES = {
     "qwen3_8": attrs.evolve(_FAMILIES["qwen3_5"], swift=("qwen3_5", "qwen3_8")),
     "ovis_ocr2": attrs.evolve(_FAMILIES["qwen3_5"], swift=("ovis_ocr2", "ovis_ocr2")),
 }  # fmt: skip
-"""
-Name -> family. The models that the demo trains are here as well; the last ones have the model of
-another family, under another template.
-"""
+"""Name -> family; the last have the model of another, under another template."""

@@ -1,7 +1,5 @@
 """Records become messages by pure rules, or are refused by name."""
 
-from __future__ import annotations
-
 import base64
 import json
 
@@ -111,10 +109,7 @@ def test_what_cannot_be_learned_from_is_refused_by_name(record, reason):
     st.sampled_from([{"a": 1}, ["x"], "x", 0, False]),
 )
 def test_a_key_that_would_be_ignored_is_refused_whatever_it_holds(key, written, value):
-    """
-    Zero and false are values, and ms-swift takes some keys in capitals too; what is empty is as
-    exports write it.
-    """
+    """Zero and false are values; ms-swift takes capitals too; what is empty is an export's."""
     with pytest.raises(ValueError, match=f"has '{written(key)}': .*(remove|leave|call|write)"):
         to_messages(chat(**{written(key): value}))
 
@@ -145,9 +140,7 @@ def outcome(record):
     ["reasoning_content", "reasoning_details", "images", "audio", "weight", "tool_call_id", "name", "Loss"],
 )
 def test_a_message_has_the_keys_that_are_read_and_notes(key):
-    """
-    Any other would be ignored, also where it holds 0; what is read alone reaches the template.
-    """
+    """Any other would be ignored, also where it holds 0."""
     with pytest.raises(ValueError, match=f"has a message with '{key}', which would be ignored: .*remove it"):
         to_messages(chat(QUESTION, {**ANSWER, key: 0}))
 

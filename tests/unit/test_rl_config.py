@@ -1,7 +1,5 @@
 """The sections of reinforcement learning: what goes together, and what is refused, by key."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 
