@@ -1,32 +1,30 @@
-"""Doubles of the ports, with faults to inject; one contract suite runs on both."""
+"""Sources, stores and groups with faults to inject."""
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from packplan.adapters.stores.lengths import DiskLengthStore
+from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.core.align import AlignedPlan
-from packplan.core.epochs import EpochRecord
 from packplan.core.errors import CorruptArtefactError, Difference, RecordError, StaleError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import RawPlan
-from packplan.core.ports import Arrays, Origin, ReportProgress, Stored, StoredLengths, StoredPlan
+from packplan.core.ports import Arrays, ReportProgress
 from packplan.core.samples import (
-    COLUMNS,
-    MEDIA_COLUMNS,
-    BadRecord,
     DataFile,
     MeasuredSample,
     Measurement,
     MediaFacts,
-    MediaTable,
     Outcome,
     ShortcutError,
     Table,
 )
-from packplan.core.schedule import EpochSchedule
 
 
 class ListSource:
@@ -207,83 +205,23 @@ class AuditedSource(ListSource):
             yield MeasuredSample(Measurement(self.lengths[index], 1, 1, 4), self.media_facts(index))
 
 
-class MemoryLengthStore:
-    """A length store without a disk."""
+def folder_of(owner: object) -> Path:
+    """Return a new folder that leaves with its owner."""
+    folder = Path(tempfile.mkdtemp())
+    weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
-    where = "memory"
+
+class CountedLengthStore(DiskLengthStore):
+    """A length store in a folder of its own that counts its flushes."""
 
     def __init__(self) -> None:
-        self.key: Fingerprint | None = None
-        self.num_records = 0
         self.flushes: list[int] = []
-        self.data = ""
-        self.in_full = False
-        self.bad_records: tuple[BadRecord, ...] = ()
-        self.files: tuple[DataFile, ...] = ()
-        self.repeatability: Mapping[str, Any] | None = None
-        self._rows: list[tuple[int, ...]] = []
-        self._media: list[tuple[int, ...]] = []
+        super().__init__(folder_of(self))
 
-    def bad(self) -> tuple[BadRecord, ...]:
-        return self.bad_records
-
-    def resume(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> Stored:
-        self.key, self.num_records = self.key or key, num_records
-        return self.read(key, num_records, data_digest)
-
-    def read(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> Stored:
-        if self.key is not None and (differences := self.key.differences(key)):
-            raise StaleError.lengths("memory", differences)
-        measured = len(self._rows)
-        if measured > num_records or (measured and data_digest(measured) != self.data):
-            raise StaleError.lengths("memory", (Difference("data", self.data, "other"),))
-        return self.stored()
-
-    def stored(self) -> Stored:
-        table = np.array(self._rows, dtype=np.int32).reshape(-1, len(COLUMNS))
-        media = np.array(self._media, dtype=np.int64).reshape(-1, len(MEDIA_COLUMNS))
-        return Stored(table, media, self.in_full, self.repeatability)
-
-    def origin(self) -> Origin | None:
-        if self.key is None or not self.flushes:
-            return None
-        return Origin(self.key, self.num_records, len(self._rows), self.data, self.bad_records, self.files)
-
-    def inspect(self) -> StoredLengths | None:
-        origin = self.origin()
-        return None if origin is None else StoredLengths(origin, self.stored(), self.digest())
-
-    def damage(self) -> Iterator[CorruptArtefactError]:
-        yield from ()
-
-    def append(
-        self,
-        rows: Table,
-        media: MediaTable,
-        data_digest: str,
-        *,
-        in_full: bool,
-        repeatability: Mapping[str, Any] | None = None,
-        bad: Sequence[BadRecord] = (),
-    ) -> None:
-        self.data, self.in_full, self.repeatability, self.bad_records = data_digest, in_full, repeatability, tuple(bad)
-        self.files = ()
-        if len(rows):
-            self.flushes.append(len(rows))
-        self._rows += map(tuple, rows.tolist())
-        self._media += map(tuple, media.tolist())
-
-    def keep_files(self, kept: Sequence[DataFile]) -> None:
-        self.files = tuple(kept)
-
-    def discard(self) -> None:
-        self._rows.clear()
-        self._media.clear()
-        self.flushes.clear()
-        self.in_full, self.repeatability, self.bad_records = False, None, ()
-
-    def digest(self) -> str:
-        return str(hash(tuple(self._rows)))
+    def append(self, rows: Table, *arguments: Any, **options: Any) -> None:
+        self.flushes += [len(rows)] if len(rows) else []
+        super().append(rows, *arguments, **options)
 
 
 class FreeLock:
@@ -310,48 +248,23 @@ class FreeLock:
             self.is_held = False
 
 
-class MemoryPlanStore:
-    """A plan store without a disk; counts its writes."""
-
-    where = "memory"
+class CountedPlanStore(DiskPlanStore):
+    """A plan store in a folder of its own that counts its writes."""
 
     def __init__(self) -> None:
-        self._kept: tuple[Fingerprint, RawPlan] | None = None
-        self.saves = 0
-        self.aligned: list[int] = []
-        self._aligned_of: set[tuple[str, int]] = set()
-        self._epochs: dict[tuple[str, int], tuple[EpochRecord, ...]] = {}
-
-    def load(self, key: Fingerprint) -> RawPlan | None:
-        return self._kept[1] if self._kept and not self._kept[0].differences(key) else None
-
-    def inspect(self) -> StoredPlan | None:
-        if self._kept is None:
-            return None
-        key, plan = self._kept
-        sizes = tuple(sorted(size for of, size in self._aligned_of if of == key.digest))
-        return StoredPlan(key, plan, sizes, self.load_epochs(key))
-
-    def damage(self) -> Iterator[CorruptArtefactError]:
-        yield from ()
+        self.saves, self.aligned = 0, []
+        super().__init__(folder_of(self))
 
     def save(self, key: Fingerprint, plan: RawPlan) -> None:
         self.saves += 1
-        self._kept = key, plan
+        super().save(key, plan)
 
     def save_aligned(self, key: Fingerprint, aligned: AlignedPlan) -> None:
         self.aligned.append(aligned.world_size)
-        self._aligned_of.add((key.digest, aligned.world_size))
-
-    def load_epochs(self, key: Fingerprint) -> tuple[EpochRecord, ...]:
-        kept = (records for (of, _), records in self._epochs.items() if of == key.digest)
-        return max(kept, key=len, default=())
-
-    def save_epochs(self, key: Fingerprint, records: Sequence[EpochRecord], schedule: EpochSchedule) -> None:
-        self._epochs[key.digest, schedule.world_size] = tuple(records)
+        super().save_aligned(key, aligned)
 
 
-class TornPlanStore(MemoryPlanStore):
+class TornPlanStore(CountedPlanStore):
     """Everything it loads is damaged."""
 
     def load(self, key: Fingerprint) -> RawPlan | None:

@@ -1,4 +1,4 @@
-"""Stores give back exactly what was saved, or say what is wrong; on disk, in memory alike."""
+"""Stores give back exactly what was saved, or say what is wrong."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,6 @@ from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan
 from packplan.core.ports import Origin, StoredPlan
 from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile
-from tests.fakes import MemoryLengthStore, MemoryPlanStore
 from tests.strategies import plain_schedule
 
 KEY, OTHER = Fingerprint({"a": 1, "b": None}), Fingerprint({"a": 2, "b": None})
@@ -64,11 +63,10 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.fixture(params=["disk", "memory"])
-def reopen_lengths(request, tmp_path):
+@pytest.fixture
+def reopen_lengths(tmp_path):
     """Return a function that opens the same length store again, as a new process would."""
-    memory = MemoryLengthStore()
-    return lambda: DiskLengthStore(tmp_path) if request.param == "disk" else memory
+    return lambda: DiskLengthStore(tmp_path)
 
 
 def test_lengths_come_back_row_by_row(reopen_lengths):
@@ -132,10 +130,9 @@ def test_lengths_stay_valid_while_the_data_they_were_measured_from_does(reopen_l
             taken(reopen_lengths(), num_samples, data)
 
 
-@pytest.mark.parametrize("open_plans", [DiskPlanStore, lambda _: MemoryPlanStore()], ids=["disk", "memory"])
-def test_a_plan_comes_back_whole_under_its_key_only(open_plans, tmp_path):
+def test_a_plan_comes_back_whole_under_its_key_only(tmp_path):
     """Equal in every field; inspected, with the world sizes of this plan alone."""
-    store = open_plans(tmp_path)
+    store = DiskPlanStore(tmp_path)
     assert store.load(KEY) is store.inspect() is None
     for key, world_sizes in ((OTHER, [3, 1]), (KEY, [4, 2])):
         store.save(key, PLAN)
@@ -158,10 +155,9 @@ EPOCHS = tuple(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("open_plans", [DiskPlanStore, lambda _: MemoryPlanStore()], ids=["disk", "memory"])
-def test_records_of_epochs_come_back_under_the_key_of_their_plan(open_plans, tmp_path):
+def test_records_of_epochs_come_back_under_the_key_of_their_plan(tmp_path):
     """Those of the most epochs, whatever the ranks; none under another key."""
-    store = open_plans(tmp_path)
+    store = DiskPlanStore(tmp_path)
     store.save(KEY, PLAN)
     assert () == store.load_epochs(KEY) == store.inspect().epochs
 

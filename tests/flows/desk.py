@@ -3,7 +3,7 @@
 from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.split import Alignment, GatheredSplit, PlannedSplit, Stores, plan_split
 from packplan.core.policy import PlanPolicy
-from tests.fakes import FreeLock, ListSource, MemoryLengthStore, MemoryPlanStore, ScriptedGroup
+from tests.fakes import CountedLengthStore, CountedPlanStore, FreeLock, ListSource, ScriptedGroup
 
 LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7]
 
@@ -17,7 +17,7 @@ class Desk:
 
     def __init__(self, source=None, *, lengths=None, plans=None, group=None) -> None:
         self.source = ListSource(LENGTHS) if source is None else source
-        self.lengths, self.plans = lengths or MemoryLengthStore(), plans or MemoryPlanStore()
+        self.lengths, self.plans = lengths or CountedLengthStore(), plans or CountedPlanStore()
         self.group = group or ScriptedGroup()
         self.lock = FreeLock()
 

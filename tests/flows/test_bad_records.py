@@ -13,7 +13,7 @@ from packplan.app.plan.build import list_failures
 from packplan.app.planning.measure import REPEATED_SAMPLES, measure
 from packplan.core.errors import DataSetError, PlanError, RecordError
 from packplan.core.samples import BAD, column, from_row
-from tests.fakes import ListSource, MemoryLengthStore
+from tests.fakes import CountedLengthStore, ListSource
 from tests.flows.desk import Desk
 
 
@@ -38,7 +38,7 @@ lengths = st.lists(st.integers(1, 9) | st.just(-1), min_size=1, max_size=90).fil
 def test_every_record_has_a_row_and_bad_ones_are_flagged(lengths):
     """Wherever bad ones stand; each is kept with its reason; a later start compares a few."""
     event(f"bad: {lengths.count(-1) > 0}")
-    store = MemoryLengthStore()
+    store = CountedLengthStore()
 
     table = measured(FaultySource(lengths), store)
 
@@ -68,14 +68,14 @@ def test_the_packs_are_those_of_the_good_records_alone(lengths, algorithm, packi
     good = [index for index, length in enumerate(lengths) if length > 0]
     changes = {"algorithm": algorithm, "packing": packing, "allow_single_long": single_long}
     try:
-        alone = planned(ListSource([lengths[index] for index in good]), MemoryLengthStore(), **changes)
+        alone = planned(ListSource([lengths[index] for index in good]), CountedLengthStore(), **changes)
     except PlanError:
         with pytest.raises(PlanError):
-            planned(FaultySource(lengths), MemoryLengthStore(), **changes)
+            planned(FaultySource(lengths), CountedLengthStore(), **changes)
         return
     event(f"bad: {len(good) < len(lengths)}, long: {bool(alone.raw.single_long)}, {algorithm}")
 
-    among_bad = planned(FaultySource(lengths), MemoryLengthStore(), **changes)
+    among_bad = planned(FaultySource(lengths), CountedLengthStore(), **changes)
 
     assert alone.raw.with_indices(np.array(good)) == among_bad.raw
     assert [[good[index] for index in pack] for pack in alone.aligned.packs] == among_bad.aligned.packs.tolist()
@@ -85,14 +85,14 @@ def test_the_packs_are_those_of_the_good_records_alone(lengths, algorithm, packi
 @given(lengths, st.data())
 def test_a_bad_record_that_was_fixed_is_measured_and_becomes_a_sample(lengths, data):
     """With all behind it; those before it are not measured again, and other bad ones stay."""
-    store = MemoryLengthStore()
+    store = CountedLengthStore()
     measured(FaultySource(lengths), store)
     bad = [index for index, length in enumerate(lengths) if length < 0]
     fixed = data.draw(st.sets(st.sampled_from(bad))) if bad else set()
     event(f"bad: {len(bad) > 0}, fixed: {len(fixed) > 0}")
     later = FaultySource([5 if index in fixed else length for index, length in enumerate(lengths)])
 
-    assert measured(later, store).tolist() == measured(FaultySource(later.lengths), MemoryLengthStore()).tolist()
+    assert measured(later, store).tolist() == measured(FaultySource(later.lengths), CountedLengthStore()).tolist()
     assert [index for index in bad if index not in fixed] == [one.index for one in store.bad()]
     if fixed:
         assert len([index for index in later.measured if index < min(fixed)]) <= 4 * REPEATED_SAMPLES
@@ -101,20 +101,20 @@ def test_a_bad_record_that_was_fixed_is_measured_and_becomes_a_sample(lengths, d
 def test_a_sample_without_a_token_is_not_left_out():
     """It is none of those that are flagged, so that nothing would count it."""
     with pytest.raises(DataSetError, match=r"1 sample of 3 has no token, the first is sample 1: remove such records"):
-        planned(ListSource([5, 0, 6]), MemoryLengthStore())
+        planned(ListSource([5, 0, 6]), CountedLengthStore())
 
 
 def test_more_than_the_share_stop_the_run():
     """With their number and the first of them; as many as the share do not."""
     lengths = [5] * 98 + [-1] * 2
-    assert 100 == len(measured(FaultySource(lengths), MemoryLengthStore(), "0.02"))
+    assert 100 == len(measured(FaultySource(lengths), CountedLengthStore(), "0.02"))
 
     with pytest.raises(
         DataSetError, match=r"2 of 100 records cannot .* custom\.max_bad_share \(0\.01\).*\n  data, line 99"
     ):
-        measured(FaultySource(lengths), MemoryLengthStore(), "0.01")
+        measured(FaultySource(lengths), CountedLengthStore(), "0.01")
     with pytest.raises(DataSetError, match="none of the train records"):
-        measured(FaultySource([-1]), MemoryLengthStore())
+        measured(FaultySource([-1]), CountedLengthStore())
 
 
 def test_a_million_failures_are_a_page(capsys):
@@ -154,18 +154,18 @@ class UnreadSource(ListSource):
 def test_a_record_that_is_good_for_another_run_has_that_as_its_remedy():
     """Leaving records out is no way there, and is not named; with a share, the remedy is kept."""
     with pytest.raises(RecordError) as raised:
-        measured(UnreadSource([5, 6]), MemoryLengthStore(), None)
+        measured(UnreadSource([5, 6]), CountedLengthStore(), None)
     assert "data, line 1: has images: name a model that sees" == str(raised.value)
 
     with pytest.raises(DataSetError, match=r"\n  data, line 1: has images: name a model that sees"):
-        measured(UnreadSource([5, 6]), MemoryLengthStore(), "0.1")
+        measured(UnreadSource([5, 6]), CountedLengthStore(), "0.1")
     with pytest.raises(RecordError, match=r"line 1: is bad \(custom\.on_bad_record: skip leaves such records out;"):
-        measured(FaultySource([-1]), MemoryLengthStore(), None)
+        measured(FaultySource([-1]), CountedLengthStore(), None)
 
 
 def test_a_run_that_stops_at_bad_records_takes_over_none():
     """What an earlier start left out is named again."""
-    store = MemoryLengthStore()
+    store = CountedLengthStore()
     measured(FaultySource([5, -1, 6]), store)
 
     with pytest.raises(RecordError, match="line 2: is bad"):
@@ -174,7 +174,7 @@ def test_a_run_that_stops_at_bad_records_takes_over_none():
 
 def test_bad_records_survive_an_interruption(monkeypatch):
     """What was measured before stays measured, and flagged records stay flagged."""
-    source, store = FaultySource([5, -1, 6, 7, 8, -1, 9]), MemoryLengthStore()
+    source, store = FaultySource([5, -1, 6, 7, 8, -1, 9]), CountedLengthStore()
     with monkeypatch.context() as patch:
         patch.setattr(source, "media_facts", partial(interrupted, source, source.media_facts))
         with pytest.raises(KeyboardInterrupt):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from packplan.app.planning.known_lengths import CLOSE, KnownTable, merge_known
 from packplan.app.planning.measure import measure
 from packplan.core.samples import KnownLengths, media_identity, to_tables
-from tests.fakes import GuessingSource, ListSource, MemoryLengthStore
+from tests.fakes import CountedLengthStore, GuessingSource, ListSource
 
 EVERYTHING = list(range(200))
 
@@ -22,7 +22,7 @@ def table_of(source) -> KnownTable:
 
 def measured(source, known=None):
     """Measure a source as a run does; return its table and its media."""
-    store = MemoryLengthStore()
+    store = CountedLengthStore()
     measure("train", source, store, flush_every=None, report=print, known=known)
     return store.stored()
 

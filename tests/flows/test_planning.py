@@ -148,7 +148,7 @@ def test_samples_that_measure_differently_are_refused(unsteady):
     for flush_every in (1, 3, 8, 100):
         with pytest.raises(DataSetError, match="encode the same every time: make the preprocessing deterministic"):
             desk.plan(flush_every=flush_every)
-        assert desk.lengths.repeatability is None
+        assert desk.lengths.stored().repeatability is None
 
 
 def test_lengths_measured_but_not_checked_are_checked_by_the_next_run():
@@ -162,7 +162,7 @@ def test_lengths_measured_but_not_checked_are_checked_by_the_next_run():
         desk.plan()
     desk.source = ListSource(LENGTHS[:6])
     desk.plan()
-    assert list(range(5, -1, -1)) == desk.lengths.repeatability["samples"]
+    assert list(range(5, -1, -1)) == desk.lengths.stored().repeatability["samples"]
     assert not desk.lock.is_held
 
 
@@ -174,7 +174,7 @@ def test_an_image_replaced_after_measuring_is_found_at_the_next_start():
 
     with pytest.raises(StaleError, match=r"image 0 of sample 0 .* num_bytes: stored 1000, now 1001"):
         desk.plan()
-    assert REPEATED_SAMPLES == len(desk.lengths.repeatability["samples"])
+    assert REPEATED_SAMPLES == len(desk.lengths.stored().repeatability["samples"])
 
 
 @given(st.sampled_from([GuessingSource, AuditedSource]), st.integers(0, 7), st.integers(1, 9))
@@ -186,7 +186,7 @@ def test_a_shortcut_that_is_wrong_is_given_up(kind, wrong, flush_every):
 
     assert [False, True] == desk.source.ways
     assert LENGTHS == table[:, 0].tolist() == desk.lengths.inspect().tokens.tolist()
-    assert desk.lengths.in_full
+    assert desk.lengths.stored().in_full
 
 
 @given(st.integers(0, 7), st.integers(1, 9))
@@ -202,7 +202,7 @@ def test_measuring_in_full_that_was_interrupted_goes_on_in_full(bad, flush_every
 
     assert LENGTHS == table[:, 0].tolist()
     assert bad == 0 or [False, True, True] == desk.source.ways
-    assert desk.lengths.in_full
+    assert desk.lengths.stored().in_full
 
 
 def test_the_first_image_of_each_shape_is_audited():
@@ -223,7 +223,7 @@ def test_a_source_without_samples_is_refused_before_anything_is_stored():
     with pytest.raises(PlanError, match="the data set is empty"):
         desk.plan()
     assert [] == desk.lock.waits
-    assert desk.lengths.key is None
+    assert desk.lengths.origin() is None
 
 
 def test_training_and_evaluation_share_one_deadline():
