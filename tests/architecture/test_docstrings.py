@@ -82,36 +82,3 @@ def test_no_docstring_is_a_fragment():
 
     assert {} == {name: beginnings for name, beginnings in found.items() if name not in allowed}
     assert set() == allowed - found.keys(), f"without fragments now: take them out of {FRAGMENTS.name}"
-
-
-def test_what_breaks_the_rules_is_found():
-    """Fragments of modules, classes, methods, values and arguments; a missing argument."""
-    source = '''"""Of a module."""
-value: int
-"""Hears a value."""
-class Kind:
-    """
-    Its class.
-    """
-    field: int
-    """Official."""
-    def method(self, a, b, c):
-        """
-        Do.
-
-        a: First.
-        b: Theirs.
-        """
-def elsewhere(a, b, c):
-    """Refer; see `all_said`."""
-def test_law(
-    a, b
-):
-    """What is true holds."""
-def two(a, b):
-    """Say little."""
-'''
-
-    assert ["Of", "Hears", "Its", "b: Theirs"] == fragments(source)
-    assert ["method"] == undocumented(source)
-    assert [] == undocumented(source.replace("b: Theirs.", "b: Second.\n        c: Third."))

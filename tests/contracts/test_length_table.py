@@ -65,7 +65,6 @@ def test_a_table_has_what_was_measured(tmp_path_factory, images):
 
 
 def test_other_tools_read_a_table(table, tmp_path):
-    """And pack its lengths."""
     rows = pq.read_table(table).to_pylist()
     read = datasets.Dataset.from_parquet(str(table), cache_dir=str(tmp_path / "cache"))
 

@@ -50,7 +50,6 @@ def test_keys_of_trl_are_those_of_the_installed_one():
 
 
 def test_keys_of_the_page_for_users_of_ms_swift_are_keys():
-    """With their sections."""
     page = (DOCS / "coming-from-ms-swift.md").read_text(encoding="utf-8")
     named = re.findall(r"`((?:model|template|custom|training)\.\w+)", page)
 

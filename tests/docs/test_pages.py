@@ -157,43 +157,6 @@ def test_what_pages_name_exists(wrong):
     assert {} == {page: found for page in PAGES if (found := wrong(page))}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "text", "expected"),
-    [
-        (
-            broken_links,
-            ("# A `b.` c-d, e\n[1](gone.md) [2](#gone) [3](page.md#a-b-c-d-e) [4](https://x.org/y) `[5](gone)`\n"
-            "```text\n# no heading\n[6](gone)\n```\n## A\n## A\n[7](#a-1) [8](page.md#no-heading)\n"),
-            ["gone.md", "#gone", "page.md#no-heading"],
-        ),
-        (
-            wrong_commands,
-            ("`packplan trian`, `packplan plan build run.yaml --list-failures`, `packplan plan biuld run.yaml`\n"
-            "`python -m benchmarks train --width 512`, `python -m benchmarks loss`, `python3 -m tools.size`\n"
-            "```bash\ntorchrun --nproc-per-node 4 -m packplan.app.sft run.yaml\npython -m app.gone\n"
-            "packplan check x.yaml --jsn\ntorchrun -m packplan.app.gone run.yaml\npython -m benchmarks gone\n```\n"),
-            ["python -m app.gone", "packplan check x.yaml --jsn", "torchrun -m packplan.app.gone run.yaml",
-             "python -m benchmarks gone", "packplan trian", "packplan plan biuld run.yaml",
-             "python -m benchmarks loss"],
-        ),
-        (
-            lost_names,
-            ("`core/align.py` `core/alin.py` `core/packers/` `core/packer/` `ADR/0001-gone.md` "
-            "`core.plan.build_raw_plan` `packplan.core.plan.build_plan` `packplan.core.gone` "
-            "`core.packers.ALGORITHMS` `test_what_pages_name_exists` `test_that_is_gone`\n"),
-            ["core/alin.py", "core/packer/", "ADR/0001-gone.md", "packplan.core.plan.build_plan",
-             "packplan.core.gone", "test_that_is_gone"],
-        ),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_on_a_page_is_found(tmp_path, wrong, text, expected):
-    """Each kind is found, and no other."""
-    page = tmp_path / "page.md"
-    page.write_text(text)
-
-    assert expected == wrong(page)
-
-
 def test_contributing_names_every_room():
     """A folder of a layer with a face, in the tables of what each holds; the README leads there."""
     rooms = {path.parent for path in MODULES if path.name == "__init__.py" and path.parent.parent.parent == ROOT}
@@ -215,7 +178,6 @@ def test_the_hooks_before_a_commit_are_the_linters():
 
 
 def test_pages_that_the_code_names_exist():
-    """In help and messages."""
     named = {name for path in MODULES for name in re.findall(r"docs/[\w/-]+\.md", text_of(path))}
 
     assert named
@@ -223,7 +185,6 @@ def test_pages_that_the_code_names_exist():
 
 
 def test_the_index_names_every_page():
-    """And the README the index."""
     index = text_of(ROOT / "docs" / "README.md")
 
     assert [] == [page.name for page in ROOT.glob("docs/*.md") if page.name not in index and page.name != "README.md"]
@@ -231,7 +192,6 @@ def test_the_index_names_every_page():
 
 
 def test_tables_of_keys_are_those_of_the_classes():
-    """`make reference` writes them."""
     assert [] == [page for page in PAGES if text_of(page) != rewritten(text_of(page))]
 
 
@@ -283,7 +243,6 @@ def test_python_that_is_shown_runs(planned):
 
 
 def test_the_artefacts_page_names_every_file_and_key(planned):
-    """The plan was really stored."""
     page = text_of(ROOT / "docs" / "artefacts.md")
     names = {
         "plan_ws<W>.json" if path.name.startswith("plan_ws") else path.name

@@ -4,8 +4,6 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
-import pytest
-
 from tools.picture import GAP, PACKS_A_LINE, WIDTH, picture
 
 ROOT = Path(__file__).parents[2]
@@ -32,20 +30,6 @@ def drawn_packs(drawing: str) -> list[list[int]]:
         elif packs:
             packs[-1].append(length)
     return packs
-
-
-@pytest.mark.parametrize("packs", [[[5]], [[700, 300], [1000], [20, 500, 504]], [[100] * 10] * 9])
-def test_every_sample_is_drawn_padded_and_packed(packs):
-    """In one colour and width; the figures in the text are those of the samples."""
-    drawing = picture(packs, packing_length=PACKING_LENGTH)
-    drawn = sorted(bar for bar in bars(drawing) if bar[0])
-    num_samples, num_tokens = sum(map(len, packs)), sum(map(sum, packs))
-
-    assert packs == drawn_packs(drawing)
-    assert drawn[::2] == drawn[1::2]
-    assert 2 * num_samples == len(drawn)
-    assert f"{num_samples} samples in" in drawing
-    assert f"{len(packs)} packs of 1,024 tokens, {num_tokens:,} positions" in drawing
 
 
 def test_the_drawing_is_that_of_the_tool():

@@ -229,7 +229,6 @@ def test_a_model_whose_files_do_not_go_together_is_named(copied_model, outcome, 
 
 
 def test_commands_that_join_no_ranks_read_no_variables_of_ranks(monkeypatch, capfd):
-    """They answer whatever these are."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, "two")
 
@@ -238,7 +237,6 @@ def test_commands_that_join_no_ranks_read_no_variables_of_ranks(monkeypatch, cap
 
 
 def test_more_ranks_than_gpus_are_named(monkeypatch):
-    """Before the ranks meet."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     environment = {"RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

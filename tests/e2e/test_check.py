@@ -299,7 +299,6 @@ def test_a_wrong_layout_is_found(compared, monkeypatch, fault):
 
 
 def test_a_block_computed_twice_is_found(compared, monkeypatch):
-    """In place of its neighbour."""
     plain = varlen._by_blocks
 
     def twice(query, key, value, layout, **options):

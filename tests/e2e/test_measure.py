@@ -2,14 +2,11 @@
 
 import itertools
 import json
-import os
 import re
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -177,48 +174,6 @@ def test_measuring_that_was_interrupted_goes_on(run, demo, tmp_path, monkeypatch
 
     assert list(range(30, 90)) == measured
     assert (tmp_path / "whole.parquet").read_bytes() == (tmp_path / "lengths.parquet").read_bytes()
-
-
-def measure_and_die(*words: str) -> int:
-    """Measure, in a process that is killed before it writes for the fourth time."""
-    append, calls = DiskLengthStore.append, itertools.count()
-
-    def die(*arguments, **options):
-        if next(calls) == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return append(*arguments, **options)
-
-    DiskLengthStore.append = die
-    return measure.main([*words])
-
-
-def test_measuring_that_was_killed_goes_on(server, run, demo, tmp_path, measured):
-    """What was flushed is not measured again, and the table is the same."""
-    data, model = write_lines(tmp_path / "data.jsonl", chats(90)), demo / "models" / "qwen2"
-    words = (data, "--model", str(model), "training.packing_length_cache_persist_every=10")
-    killed = server.start(
-        measure_and_die, *words, "-o", str(tmp_path / "lengths.parquet"), log=tmp_path / "logs" / "killed"
-    )
-    assert -signal.SIGKILL == killed.wait()
-    assert not (tmp_path / "lengths.parquet").exists()
-
-    run(*words)
-
-    assert list(range(30, 90)) == measured
-    run(*words, output=tmp_path / "whole.parquet")
-    assert (tmp_path / "whole.parquet").read_bytes() == (tmp_path / "lengths.parquet").read_bytes()
-
-
-def test_folders_of_datasets_are_measured(run, demo, tmp_path):
-    """As the same records in a file, and known by the same digests."""
-    data = write_lines(tmp_path / "data.jsonl", chats(20))
-    datasets.Dataset.from_list(chats(20)).save_to_disk(tmp_path / "saved")
-    model = demo / "models" / "qwen2"
-    run(data, "--model", model)
-
-    run(tmp_path / "saved", "--model", model, output=tmp_path / "saved.parquet")
-
-    assert rows_of(tmp_path / "lengths.parquet") == rows_of(tmp_path / "saved.parquet")
 
 
 def test_ranks_write_the_table_that_one_process_writes(server, run, demo, few_scenes, tmp_path):

@@ -62,7 +62,6 @@ def test_experts_that_are_used_unevenly_cost_what_their_coefficient_says(trained
 
 
 def test_experts_are_computed_as_the_run_says(trained):
-    """To the same loss."""
     ready, batched = trained("batched", model={"experts_impl": "batched_mm"})
     default, plain = trained("default")
 

@@ -103,7 +103,6 @@ def test_all_bad_records_are_listed_in_one_go(write_run, run, demo, tmp_path):
 
 @pytest.mark.usefixtures("encodes_elsewhere")
 def test_samples_that_encode_otherwise_in_another_process_are_refused(write_run, run, monkeypatch):
-    """Training's loaders are other processes."""
     main, plain = os.getpid(), SwiftEncoder.encode_messages
 
     def encode(samples, index, sample):

@@ -47,7 +47,6 @@ PASSING = {
 
 @pytest.mark.parametrize("family", PASSING)
 def test_families_of_every_kind_pack(family):
-    """None lets a gradient pass."""
     verdict = probe_family(family)
 
     assert PASSING[family] == (verdict.strategy, verdict.split), verdict.reason
@@ -58,7 +57,6 @@ def test_families_of_every_kind_pack(family):
 
 @pytest.mark.parametrize("family", ["bloom", "xglm", "deepseek_v4"])
 def test_families_that_leak_are_refused_with_the_numbers(family):
-    """Whatever is tried."""
     verdict = probe_family(family)
 
     assert not verdict.passes
@@ -500,7 +498,6 @@ def test_families_are_listed(capsys, tmp_path):
 
 
 def test_every_architecture_of_text_that_transformers_knows_is_listed():
-    """Encoders and translators are none."""
     names = family_names()
 
     assert {"llama", "qwen3_5", "mamba", "gpt2"} <= set(names)

@@ -129,7 +129,6 @@ def test_a_model_that_is_not_here_is_named_before_anything_is_loaded(capsys, mon
 
 
 def test_an_id_is_found_in_a_local_cache(config_of, monkeypatch, tmp_path, capsys):
-    """As `hf download` leaves it."""
     folder = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
     folder.parent.mkdir(parents=True)
     config_of("llama").rename(folder)
@@ -148,7 +147,6 @@ def test_a_configuration_that_transformers_refuses_is_an_error(tmp_path, capsys)
 
 
 def test_one_probe_asks_each_trial_once(config_of, monkeypatch):
-    """`auto` and `varlen` share theirs."""
     from packplan.adapters.probe import probe as asking
 
     tried = []

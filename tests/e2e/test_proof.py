@@ -581,7 +581,6 @@ def test_adapters_are_asked_with_their_model():
 
 
 def test_gradients_need_a_weight_that_trains():
-    """Isolation does not."""
     model = Tiny().requires_grad_(requires_grad=False)
 
     assert_isolated(model, positions_alone(batch_of()))

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from packplan.adapters.trainer import rehearsal
-from packplan.app.wiring import stores
-from packplan.core.errors import ConfigError
 from tests.e2e import rank_main
 from tests.processes import finished
 
@@ -92,14 +90,3 @@ def test_buffers_metrics_and_random_numbers_are_left_as_they_were():
     assert 0 == model.num_batches_tracked
     assert trainer.custom_metrics is metrics
     assert not metrics["train"]
-
-
-def test_a_stream_has_no_packs_to_try(write_run):
-    """It is refused by name."""
-    streams = {
-        "custom": {"trainer_variant": "rollout"},
-        "training": {"packing_mode": "dynamic", "packing_rehearse": True},
-    }
-    path = write_run("qwen2", **streams)
-    with pytest.raises(ConfigError, match=r"training\.packing_rehearse"):
-        stores.read_config(path)

@@ -184,7 +184,6 @@ def test_what_is_left_is_trained_by_the_settings_of_the_resumed_run(trained, res
 
 
 def test_a_checkpoint_names_its_attention_and_the_model_in_it_does_not(trained):
-    """Plain transformers loads the model."""
     checkpoint = trained[1] / "checkpoint-1"
 
     state = json.loads((checkpoint / "trainer_state.json").read_text())

@@ -349,7 +349,6 @@ def elsewhere(words: list[str]) -> list[str]:
     ],
 )
 def test_a_command_that_cannot_be_planned_is_refused_by_what_is_wrong(command, tmp_path, capsys, line, said):
-    """Nothing is measured of it."""
     words = command("text")
     given = {"given": " ".join(words[2:]), "text": " ".join(words), "folder": str(tmp_path)}
 

@@ -110,13 +110,6 @@ def test_packs_and_losses_are_the_plan_s(of, tuner, ranks, words, train, server,
     assert [entry["loss"] for entry in history if "loss" in entry] == pytest.approx(ran.losses, abs=1e-5)
 
 
-def test_a_named_attention_keeps_samples_apart_too(words, train):
-    """The losses are those under the attention that is taken otherwise."""
-    more = f"--tuner_type full {ONE}"
-    expected = train(words("qwen2_5_vl", more), name="auto").losses
-    assert train(words("qwen2_5_vl", f"{more} --attn_impl sdpa")).losses == pytest.approx(expected, abs=1e-5)
-
-
 @pytest.mark.parametrize(
     ("of", "tuner", "ranks"),
     [("qwen2", "full", 1), ("qwen2_5_vl", "lora", 1), ("qwen2", "lora", 2)],

@@ -198,7 +198,6 @@ def test_tokens_weigh_what_ms_swift_says(scale, encoder, files, loaded):
 
 
 def test_what_a_template_cannot_tell_is_refused(encoder):
-    """By record, or by key."""
     for key in ("agent_template", "loss_scale"):
         with pytest.raises(ConfigError, match=rf"template\.{key}.* (has|is) '?mine'?, but"):
             encoder(ROWS["roles"], **{key: "mine"})

@@ -113,7 +113,6 @@ HIDDEN = {
 
 @pytest.mark.parametrize(("make", "said"), HIDDEN.values(), ids=HIDDEN)
 def test_models_without_gradients_are_named(make, said):
-    """Before a pass is run."""
     with pytest.raises(ModelError, match=said):
         assert_step_loss(lambda: None, model=make())
 

@@ -194,19 +194,6 @@ def test_only_labels_of_next_tokens_are_packed(kind):
         assert (ROWS, POSITIONS) == model(**one).logits.shape[:2]
 
 
-def test_a_loop_that_generates_has_its_cache():
-    """A call without gradients that asks for a cache passes through."""
-    model, hooks = hooked()
-    batch = batch_of(padded(right=(0, 0, 0, 0)))
-    calls = hooks.counts.calls
-
-    with torch.no_grad():
-        found = model(batch["input_ids"], batch["attention_mask"], use_cache=True)
-
-    assert POSITIONS == found.past_key_values.get_seq_length()
-    assert calls == hooks.counts.calls
-
-
 def test_a_copy_is_refused_by_name():
     """It would run by the hooks, and perhaps the weights, of the model that was copied."""
     model = build("qwen2")
@@ -276,7 +263,6 @@ def test_a_removed_hook_leaves_the_model_alone():
     ],
 )
 def test_what_cannot_be_packed_is_refused_by_name(make, named):
-    """Nothing is hooked."""
     model = make()
 
     with pytest.raises(ModelError, match=named):

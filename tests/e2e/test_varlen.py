@@ -370,7 +370,6 @@ def test_a_gpu_takes_the_fused_kernel_or_says_once_why_not(monkeypatch, caplog, 
 @pytest.mark.parametrize("kind", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("key_heads", [2, 4])
 def test_the_fused_kernel_gives_what_the_blocks_give(kind, key_heads):
-    """In bfloat16, forward and backward."""
     layout = Layout(torch.tensor([0, 70, 71, 300, 337], dtype=torch.int32, device="cuda"), **kind)
     parts = [part.cuda().bfloat16().requires_grad_() for part in tensors(337, key_heads=key_heads, size=64)]
     results = []

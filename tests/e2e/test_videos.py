@@ -317,7 +317,6 @@ def test_a_run_with_videos_resumes_to_the_same_weights(execute, write_run, few, 
 
 
 def test_a_model_of_text_refuses_videos(write_run, mixed):
-    """By the record."""
     samples, _ = measurer_of(write_run("qwen2", custom={"train_jsonl": str(mixed)}))
     (outcome,) = samples.measure_many(range(1), in_full=False)
 

@@ -38,7 +38,6 @@ def report(tmp_path: Path, disk: Path) -> list[str]:
 
 
 def test_a_file_that_does_not_fit_is_named_and_nothing_is_left(small_disk, tmp_path, capfd):
-    """A page."""
     disk = small_disk(8192)
 
     assert 2 == plan.main(report(tmp_path, disk))
@@ -68,7 +67,6 @@ def test_a_full_disk_behind_standard_output_is_named(tmp_path, words, env):
 
 @pytest.mark.parametrize("words", [SHOW, HELP])
 def test_a_reader_that_is_gone_ends_a_command_quietly(tmp_path, words):
-    """As `| head` does."""
     config = [] if words is HELP else [str(store_run(tmp_path, world_sizes=(1,)))]
     with start(*words, *config) as process:
         process.stdout.close()
@@ -104,7 +102,6 @@ sys.meta_path.insert(0, Interrupting())
     (["packplan.app.check"], "torch"), (["packplan.app.plan", "verify"], "numpy"),
 ])  # fmt: skip
 def test_ctrl_c_in_the_first_second_ends_with_a_line(tmp_path, words, module):
-    """Whatever is being imported."""
     (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "INTERRUPT_AT": module}
     model = tmp_path / "model"

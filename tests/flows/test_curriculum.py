@@ -138,7 +138,6 @@ def test_sources_of_a_mix_have_names(here):
     ],
 )  # fmt: skip
 def test_what_is_no_mix_is_said(here, text, faults):
-    """Each by its place."""
     (here / "mix.yaml").write_text(text)
 
     with pytest.raises(ConfigError) as raised:

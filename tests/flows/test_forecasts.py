@@ -142,7 +142,6 @@ def test_ranks_that_meet_in_each_microbatch_wait_in_each(store, said):
 
 
 def test_a_damaged_calibration_is_named_with_what_to_do(store, said):
-    """As all that is stored."""
     path = calibrate(store())
     (file,) = forecasts.open_calibrations(read_config(path))._folder.glob("*.json")
     file.write_text(file.read_text().replace("1000000.0", "1000001.0"))

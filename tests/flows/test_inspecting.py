@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import attrs
-import numpy as np
 import pytest
 import yaml
 
@@ -337,18 +336,6 @@ def test_lengths_that_give_no_plan_are_not_sent_back_to_build(store, refused, ch
     assert "packplan plan build" not in message
 
 
-@pytest.mark.parametrize("name", ["show", "whatif", "report", "diff"])
-def test_misspelt_keys_are_refused_and_not_answered_for_the_defaults(store, refused, tmp_path, name):
-    """Keys of this project and of ms-swift, all at once, as training refuses them."""
-    path = store()
-    path.write_text(f"{path.read_text()}grpo: {{}}\n".replace("packing_min", "pakcing_min"))
-    more = {"report": ["-o", tmp_path / "page.html"], "diff": [path]}.get(name, [])
-    message = refused(name, path, *more, "training.bf61=true")
-
-    assert "grpo: is of reinforcement learning" in message
-    assert "training.bf61 (command line: training.bf61=true): is no known key" in message
-
-
 def test_overrides_steer_what_is_shown(store, said, shown):
     """As if the YAML said so; of both runs that differ, of the packing that would be."""
     path = store()
@@ -461,19 +448,6 @@ def test_samples_that_teach_nothing_are_counted_wherever_a_plan_is_shown(store, 
     assert "without supervised" not in said("show", store(name="whole"))
 
 
-def test_which_bound_is_shown_is_said(store, said, shown):
-    """One that a packing reaches, or a quick one where more would take long."""
-    narrow = np.random.default_rng(7).normal(8192 / 5.4, 8192 / 50, 300).astype(int).tolist()
-    quick = store(name="narrow", lengths=narrow, template={"max_length": 8192}, training={"packing_drop_last": False})
-
-    for path, kind, words in (
-        (store(), "reached", "a packing reaches it"),
-        (quick, "quick", "quick bound"),
-    ):
-        assert kind == shown(path)["plan"]["bound_kind"]
-        assert words in in_words(said("show", path, "--all"))
-
-
 @pytest.mark.parametrize(
     ("lengths", "training", "says"),
     [
@@ -497,7 +471,6 @@ def test_a_low_fill_is_a_warning_with_its_reason(store, shown, lengths, training
 
 
 def test_whatif_says_which_ranks_would_get_no_batch(store, said):
-    """And plans for the others."""
     path = store(training={"dataloader_drop_last": True, "effective_batch_size": 50})
     rows = json.loads(said("whatif", path, "--world-size", "2,50", "--json"))["alternatives"]
 
@@ -628,7 +601,6 @@ def test_a_report_of_a_plan_without_packing_has_what_there_is(store, page):
 
 
 def test_a_page_is_written_where_a_link_points(store, page, tmp_path):
-    """The link stays."""
     (tmp_path / "link.html").symlink_to(tmp_path / "real.html")
 
     assert "</html>" in page(store(training={"packing": False}), "link.html")

@@ -146,7 +146,6 @@ def test_three_requirements_plan_a_list(bare, tmp_path):
 
 @pytest.mark.parametrize("command", ["sft", "plan", "check", "rl"])
 def test_a_command_whose_extra_is_missing_names_it(bare, tmp_path, command):
-    """One line, and status 2."""
     words = {"plan": ["show", "run.yaml"]}.get(command, ["run.yaml"])
     (tmp_path / "train.sh").write_text("swift sft --model m\n")
     ended = run(tmp_path, bare / "packplan", command, *words)

@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("arguments", [[], ["trian"], ["--verbose", "sft"]])
 def test_what_is_no_command_is_refused_with_what_there_is(capsys, arguments):
-    """Exit status 2."""
     with pytest.raises(SystemExit) as ended:
         main(arguments)
 
@@ -104,6 +103,5 @@ def test_type_checkers_see_the_library_as_it_is_loaded():
 
 
 def test_an_unknown_name_of_the_library_is_an_attribute_error():
-    """As of any module."""
     with pytest.raises(AttributeError, match="'packplan' has no attribute 'pakc'"):
         _ = packplan.pakc

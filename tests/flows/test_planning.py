@@ -246,13 +246,11 @@ def test_training_and_evaluation_share_one_deadline():
 
 
 def test_a_damaged_plan_is_never_used():
-    """The error goes through."""
     with pytest.raises(CorruptArtefactError, match="torn"):
         Desk(plans=TornPlanStore()).plan()
 
 
 def test_ranks_that_disagree_stop_the_run():
-    """Each rank's value is shown."""
     group = ScriptedGroup(world_size=2, others=lambda value: f"not {value}")
 
     with pytest.raises(MismatchError, match=r"the train plan's checksum: rank 0: .*; rank 1: not "):

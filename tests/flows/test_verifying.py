@@ -168,7 +168,6 @@ def test_samples_and_images_that_cannot_be_read_are_findings(built):
 
 
 def test_samples_that_measure_otherwise_each_time_are_findings(built):
-    """As training would meet them."""
     assert ["samples"] * 8 == kinds(found(built, RestlessSource(LENGTHS)))
 
 

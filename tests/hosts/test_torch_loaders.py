@@ -94,7 +94,6 @@ def test_the_rest_of_an_epoch_is_never_served_as_a_whole_one(world_size, resumed
 
 @given(st.integers(1, 3), st.integers(0, 12))
 def test_a_state_of_a_step_is_that_of_its_batches(world_size, step):
-    """Whatever was served since."""
     ahead, exact = batches_of(world_size, 0), batches_of(world_size, 0)
     list(ahead)
     step = min(step, ahead.schedule.steps_per_epoch)
@@ -118,7 +117,6 @@ def test_evaluation_counts_each_pack_once(num_packs, batch_size, world_size):
 
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 2), (1, 1), (-1, 1)])
 def test_other_ranks_than_the_schedules_are_refused(rank, world_size):
-    """By their numbers."""
     with pytest.raises(ArgumentError, match=f"rank {rank} of {world_size}") as raised:
         PackBatches(schedule(1), rank, world_size)
 

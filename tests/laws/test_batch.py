@@ -53,7 +53,6 @@ def test_an_unset_effective_batch_keeps_what_the_user_implied(per_device, accumu
 
 @pytest.mark.parametrize(("effective", "nearest"), [(7, "6 or 9"), (2, "3")])
 def test_an_indivisible_batch_names_the_nearest_ones(effective, nearest):
-    """7 on 3 ranks."""
     with pytest.raises(ArgumentError, match=r"divisible by 3 ranks$") as raised:
         resolve(effective, world_size=3)
     assert nearest == raised.value.details["nearest"]

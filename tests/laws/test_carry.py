@@ -100,6 +100,5 @@ def test_the_ratio_is_the_decimal_that_was_written(length, full):
     "wrong", [{"packing_length": 0}, {"packing_buffer": 0}, {"min_fill_ratio": 1.1}, {"min_fill_ratio": "-0.1"}]
 )
 def test_options_out_of_range_are_refused(wrong):
-    """By name."""
     with pytest.raises(ValueError, match=next(iter(wrong))):
         CarryOptions(**{"packing_length": 80, **wrong})

@@ -21,7 +21,6 @@ inputs = st.dictionaries(st.text(max_size=5), values, max_size=5)
 
 @given(pack_lists(), pack_lists())
 def test_checksums_are_equal_exactly_for_equal_packs(one, other):
-    """Lists and `Packs` alike."""
     assert plan_checksum(one) == plan_checksum(Packs.from_lists(one))
     assert (one == other) == (plan_checksum(one) == plan_checksum(other))
 

@@ -83,6 +83,5 @@ def test_lists_of_lists_are_measured_as_packs():
 
 @pytest.mark.parametrize("wrong", [[[0, -1]], [[0.7]], ["01"], [[True]]])
 def test_packs_hold_whole_numbers(wrong):
-    """Nothing is cut to one."""
     with pytest.raises(ValueError, match="whole numbers from 0"):
         Packs.from_lists(wrong)

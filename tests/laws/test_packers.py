@@ -104,7 +104,6 @@ def test_runs_pack_as_single_samples_do(algorithm, case):
 
 @given(case=packable())
 def test_concatenative_is_next_fit(case):
-    """Consecutive samples."""
     lengths, capacity = case
 
     assert references.next_fit(lengths, capacity) == pack(lengths, capacity=capacity, algorithm="concatenative")
@@ -256,6 +255,5 @@ def test_golden_packs(algorithm):
      ({"algorithm": "magic"}, "algorithm is 'magic', but has to be one of constant_volume, ")],
 )  # fmt: skip
 def test_options_out_of_range_are_refused_by_name(options, message):
-    """Whatever the lengths."""
     with pytest.raises(ValueError, match=message):
         pack([1], **{"capacity": 4, **options})

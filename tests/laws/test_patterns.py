@@ -189,7 +189,6 @@ def test_a_gap_that_stays_is_not_hidden():
 
 @given(case=packable(min_size=1, max_size=7))
 def test_certified_is_the_best_of_few_samples(case):
-    """Against exhaustive search."""
     lengths, capacity = case
 
     assert references.fewest(lengths, capacity) == len(pack(lengths, capacity=capacity, algorithm="certified"))

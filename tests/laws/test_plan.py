@@ -78,7 +78,6 @@ def test_policies_are_obeyed(case, ratio, drop, allow):
 
 @given(case=raw_lengths(), drop=st.booleans())
 def test_a_plan_survives_being_taken_apart(case, drop):
-    """`plan_from_arrays` undoes `plan_to_arrays`."""
     lengths, packing_length = case
     plan = planned(lengths, packing_length, drop_last=drop)
 

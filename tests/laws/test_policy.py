@@ -111,7 +111,6 @@ def test_a_policy_plans_what_its_fields_by_keyword_plan(case, ratio, allow, algo
 
 
 def test_without_packing_each_sample_is_planned_alone():
-    """Whatever else the policy says."""
     assert one_sample_packs([80, 3], packing_length=80) == build_raw_plan([80, 3], POLICY, packing=False)
     assert one_sample_packs([80, 3], packing_length=80, allow_single_long=False) == build_raw_plan(
         [80, 3], POLICY, packing=False, allow_single_long=False

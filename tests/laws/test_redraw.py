@@ -94,7 +94,6 @@ GOLDEN = {
 
 @pytest.mark.parametrize("algorithm", DRAWING)
 def test_golden_draws(algorithm):
-    """Other packs need another `REDRAW_VERSION`."""
     found = redrawn(chat(3000), 4096, algorithm, seed=3, epoch=2)
 
     assert GOLDEN[algorithm] == (found.level, len(found.packs), plan_checksum(found.packs)[:12])
@@ -109,13 +108,11 @@ def test_one_packing_stays_one(length, num, epoch):
 
 
 def test_an_algorithm_that_keeps_the_order_has_no_draws():
-    """It is named."""
     with pytest.raises(ValueError, match="concatenative keeps the order of the data"):
         redrawn([3, 4], 9, "concatenative")
 
 
 def test_works_are_refused_where_they_change_nothing():
-    """As `pack` does."""
     with pytest.raises(ValueError, match="works do not change the packs of constant_volume"):
         redraw(np.array([3, 4]), capacity=9, algorithm="constant_volume", seed=0, epoch=0, works=[1, 2])
 

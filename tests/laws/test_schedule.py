@@ -302,7 +302,6 @@ def test_works_that_cannot_be_balanced_are_refused(works, options, message):
 
 
 def test_a_resume_state_names_what_has_changed():
-    """Checksums of both plans."""
     then = ResumeState("a1", "d", 1, True, "full", 1, Progress())  # noqa: FBT003
 
     assert () == then.differences(attrs.evolve(then, progress=Progress(step=5)))

@@ -191,7 +191,6 @@ def test_one_dropped_pack_is_never_too_much():
     st.dictionaries(st.sampled_from("abc"), st.integers(0, 1)),
 )
 def test_a_stream_of_other_inputs_differs_by_name(then, now):
-    """Progress is no difference."""
     stored = StreamState(Fingerprint(then), StreamProgress(step=4))
 
     names = [one.key for one in stored.differences(StreamState(Fingerprint(now), StreamProgress()))]

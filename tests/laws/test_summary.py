@@ -209,7 +209,6 @@ VIDEO = st.tuples(st.integers(2, 768), st.integers(4, 2**20), st.integers(0, 7_2
 
 @given(st.lists(st.lists(VIDEO, max_size=3), max_size=8), st.integers(0, 4))
 def test_totals_are_the_sums_of_all_videos(samples, images):
-    """Images add nothing."""
     table = np.zeros((len(samples), len(COLUMNS)), dtype=np.int32)
     for row, held in zip(table, samples, strict=True):
         row[[COLUMNS.index(name) for name in ("images", "patches", "videos", "frames", "video_patches")]] = (

@@ -94,7 +94,6 @@ def test_what_follows_any_number_of_batches_is_the_rest_of_the_epoch(schedule, d
     ],
 )
 def test_wrong_arguments_are_value_errors(wrong):
-    """With the argument's name."""
     with pytest.raises(ValueError, match=r"packs_per_step|world_size|rank|packing_length"):
         wrong()
 

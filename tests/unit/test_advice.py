@@ -82,7 +82,6 @@ def test_a_misspelling_names_what_it_misspells(path, advice):
 
 
 def test_a_key_with_its_section_before_a_dot_is_told_to_be_written_inside():
-    """YAML knows no such dots."""
     with pytest.raises(ConfigError, match="is written with a dot: write learning_rate in the section training"):
         parse_config({"training.learning_rate": 1}, "run.yaml", KEYS)
     reason = unknown_key("sequence_packing.enabled", "policy", ["policy.sequence_packing.enabled"], refused={})
@@ -90,7 +89,6 @@ def test_a_key_with_its_section_before_a_dot_is_told_to_be_written_inside():
 
 
 def test_a_mix_has_the_same_advice(tmp_path):
-    """Also inside its list."""
     mix = tmp_path / "mix.yaml"
     mix.write_text("sources: [{jsonl: a, ratio: 1}, {jsnl: b, samples_per_epoch: 3}]\ncount: 1\n")
 

@@ -147,7 +147,6 @@ def test_totals_beyond_32_and_53_bits_are_exact(algorithm, unit):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_largest_capacity_holds_everything(algorithm):
-    """One pack; nothing overflows."""
     assert [[0, 1, 2]] == pack([4, 2**40, 1], capacity=2**63 - 1, algorithm=algorithm)
     assert [[0, 1, 2]] == pp.plan([4, 2**40, 1], 2**63 - 1, algorithm=algorithm).packs.tolist()
     assert 1 == lower_bound([4, 2**40, 1], capacity=2**63 - 1)

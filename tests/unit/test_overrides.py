@@ -47,7 +47,6 @@ def test_an_override_is_what_the_yaml_would_be_with_it(seed, rate, packing, repo
 
 
 def test_numbers_that_yaml_reads_as_text_are_numbers():
-    """1e-4 has no dot."""
     config = parsed({}, "training.learning_rate=1e-4", "training.num_train_epochs=2e0", "training.lora_dropout=0")
 
     assert 1e-4 == config.training.trainer["learning_rate"]

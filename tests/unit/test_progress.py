@@ -126,7 +126,6 @@ def test_a_line_every_30_s_has_done_total_rate_and_time_left(clock, caplog):
 
 
 def test_a_stage_without_an_end_says_what_it_does_and_how_long(clock, caplog):
-    """As planning by `certified` does."""
     with progress(desc="planning train", bar_format="{desc}{postfix}", clock=clock, file=io.StringIO()) as bar:
         bar.set_postfix_str("93 packs, the bound is 92", refresh=False)
         clock.now += 95

@@ -100,12 +100,10 @@ def test_base64_is_whole_or_text(end):
 
 @pytest.mark.parametrize("text", ["data:image/png;base64,ä", "data:image/png;base64,A", "iVBORw0KGgo.png", "data:x"])
 def test_what_is_no_image_is_text(text):
-    """Whole."""
     assert digest_of([text]) != digest_of([f"{text}x"])
 
 
 def test_values_that_json_has_not_and_records_that_cannot_be_read():
-    """Each is told from others."""
     days = [dt.date(2026, 1, day) for day in (1, 2)]
     assert digest_of({"day": days[0]}) != digest_of({"day": days[1]})
     assert unreadable_digest([b"a", b"b"]) == unreadable_digest([b"ab"]) != digest_of("ab")

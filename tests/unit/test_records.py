@@ -98,7 +98,6 @@ def test_polygons_and_text_alone():
     ],
 )
 def test_what_cannot_be_learned_from_is_refused_by_name(record, reason):
-    """Each with its reason."""
     with pytest.raises(ValueError, match=reason):
         to_messages(record)
 

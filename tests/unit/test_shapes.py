@@ -59,7 +59,6 @@ def test_records_of_every_shape_become_the_same_messages(shape, record):
 
 
 def test_an_instruction_has_its_input_below():
-    """As alpaca writes them."""
     record = {"instruction": "Add.", "input": "1 2", "output": "3"}
 
     assert "Add.\n1 2" == to_messages(record)["messages"][0]["content"]
@@ -136,7 +135,6 @@ def test_no_video_is_none(videos):
 
 @given(st.integers(1, 3), st.booleans())
 def test_images_that_no_tag_places_come_before_what_the_user_says_first(number, told):
-    """As ms-swift shows them."""
     record = {"query": "why?", "response": "so.", "images": ["a.png"] * number, **({"system": "be"} if told else {})}
 
     assert "<image>" * number + "why?" == to_messages(record)["messages"][told]["content"]
@@ -212,7 +210,6 @@ def answered(**more):
     ],
 )
 def test_a_record_that_would_lose_something_is_refused(record, says):
-    """With what to do."""
     with pytest.raises(ValueError, match=says):
         to_messages(record)
 
@@ -226,7 +223,6 @@ def test_a_null_system_message_is_none():
 
 @pytest.mark.parametrize("weighed", [{"loss": True}, {"loss": False}, {"loss_scale": 2}])
 def test_the_assistant_may_begin_where_it_says_whether_that_is_trained(weighed):
-    """Or where nobody asks."""
     greeting = {**ANSWER, **weighed}
 
     assert [greeting, *ASKED] == to_messages(chat(greeting, *ASKED))["messages"]

@@ -13,7 +13,6 @@ from packplan.core.stream import StreamProgress
 
 
 def test_a_state_without_its_digest_is_refused():
-    """Nothing is read from it."""
     with pytest.raises(ValueError, match="has no"):
         unseal({"step": 1})
 

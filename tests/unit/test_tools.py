@@ -190,20 +190,17 @@ def test_what_weighs_a_message_goes_with_its_calls():
     ],
 )
 def test_calls_that_would_lose_something_are_refused(messages, says):
-    """With what to do."""
     with pytest.raises(ValueError, match=says):
         to_messages(chat(*messages))
 
 
 @pytest.mark.parametrize("tools", ["add", [3], [{}], [{"function": {"name": 3}}]])
 def test_tools_without_a_name_are_refused(tools):
-    """Of any notation."""
     with pytest.raises(ValueError, match="tool"):
         to_messages(chat(*TOLD, tools=tools))
 
 
 def test_a_call_may_end_a_record():
-    """The model learns to call."""
     assert [ASKED, CALLED] == to_messages(chat(ASKED, CALLED))["messages"]
 
 
@@ -228,7 +225,6 @@ def test_a_message_of_the_model_may_have_a_weight(weight):
     ],
 )
 def test_weights_that_would_be_ignored_are_refused(messages, says):
-    """Each by what it says."""
     with pytest.raises(ValueError, match=says):
         to_messages(chat(*messages))
     assert to_messages(chat({**ASKED, "loss": False}, SAID))

@@ -16,7 +16,6 @@ from packplan.core.samples import COLUMNS, Measurement, column, from_row, to_row
 
 
 def test_a_noun_agrees_with_its_number():
-    """Whatever it ends with."""
     assert ["1 pack", "0 packs", "2,000 batches"] == [counted(1, "pack"), counted(0, "pack"), counted(2000, "batch")]
     assert ("is", "are", "has", "have") == (agree(1), agree(0), agree(1, "has", "have"), agree(2, "has", "have"))
 

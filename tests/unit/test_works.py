@@ -49,7 +49,6 @@ def test_the_trainers_strategy_says_where_ranks_meet(training, meeting):
 
 
 def test_a_deepspeed_file_is_read(tmp_path):
-    """As its content would be."""
     path = tmp_path / "zero.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
 
