@@ -20,13 +20,7 @@ LEAST = {
 
 
 def document(changes: Mapping[str, Any] | None = None, **training: Any) -> dict[str, Any]:
-    """
-    Return the document of a run.
-
-    Args:
-        changes: Key with its sections -> value, beside those that a run needs.
-        training: Keys of `training.`.
-    """
+    """Return the document of a run."""
     made: dict[str, Any] = {}
     keys = {**LEAST, **(changes or {}), **{f"training.{name}": value for name, value in training.items()}}
     for key, value in keys.items():

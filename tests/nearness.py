@@ -17,16 +17,7 @@ def norm(tensors: Tensors) -> float:
 
 
 def apart(found: Tensors, expected: Tensors, *, scale: float | None = None) -> float:
-    """
-    Return how far tensors are from the expected ones, by the norm of their difference; a missing
-    one is 0.
-
-    Args:
-        found: Tensors by name.
-        expected: What they are to be.
-        scale: Of the terms that were summed: the sum of the norms of what each contributes. None
-            takes the norm of *expected*, for what does not cancel.
-    """
+    """Return how far tensors are apart by norm; *scale* is that of terms that cancel."""
     zero = torch.zeros(())
     names = found.keys() | expected.keys()
     difference = norm({name: found.get(name, zero).double() - expected.get(name, zero).double() for name in names})
@@ -34,14 +25,7 @@ def apart(found: Tensors, expected: Tensors, *, scale: float | None = None) -> f
 
 
 def assert_near(found: torch.Tensor | float, expected: torch.Tensor | float, *, scale: float) -> None:
-    """
-    Hold a float32 sum, or a tensor of sums, against the exact one.
-
-    Args:
-        found: What was computed.
-        expected: What it is to be, of the same shape.
-        scale: Sum of the absolute terms; where it is 0, nothing may differ.
-    """
+    """Hold float32 sums against exact ones, on the *scale* of their absolute terms."""
     found, expected = torch.as_tensor(found).double(), torch.as_tensor(expected).double()
     assert found.shape == expected.shape
     distance = float((found - expected).norm())

@@ -102,16 +102,7 @@ class Server:
         out: Path | None = None,
         env: Mapping[str, Any] | None = None,
     ) -> Started:
-        """
-        Call a function in a new process, which exits with what it returns.
-
-        Args:
-            target: The function, importable by its name.
-            *arguments: What it is called with.
-            log: File for standard error.
-            out: File for standard output; None is *log*.
-            env: Environment beyond that of the tests.
-        """
+        """Call an importable function in a new process, which exits with what it returns."""
         for path in (log, out or log):
             path.parent.mkdir(parents=True, exist_ok=True)
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **{key: str(value) for key, value in (env or {}).items()}}
@@ -138,16 +129,7 @@ class Server:
         folder: Path,
         env: Mapping[str, Any] | None = None,
     ) -> list[Started]:
-        """
-        Call a function on every rank, in the environment that torchrun gives.
-
-        Args:
-            world_size: Number of ranks, all on this machine.
-            target: The function, importable by its name.
-            *arguments: What it is called with.
-            folder: Where the ranks' logs go, as `rank<R>.log`.
-            env: Environment beyond that of the tests and of torchrun.
-        """
+        """Call a function on every rank, in the environment that torchrun gives; logs by rank."""
         port = free_port()
         return [
             self.start(
@@ -199,14 +181,7 @@ def killed_at_end(command: list[str], **options: Any) -> Iterator[subprocess.Pop
 
 
 def each_ends(folder: Path, parent: int) -> None:
-    """
-    Kill a parent once it has started all of its processes, and see them end.
-
-    Args:
-        folder: Holds their numbers in `pids.json`, once all are started; see
-            `tests.faults.parents`.
-        parent: Number of the parent.
-    """
+    """Kill a parent once it has started its processes (see `faults.parents`); see them end."""
     wait_for((folder / "pids.json").exists, "the parent has not started its processes")
     pids = json.loads((folder / "pids.json").read_text())
     assert pids
@@ -321,14 +296,7 @@ def _packplan(*words: str) -> int:
 
 
 def train_under_torchrun(config: Path, out: Path, *, deepspeed: bool = False) -> subprocess.CompletedProcess[str]:
-    """
-    Train a run on two ranks that torchrun starts.
-
-    Args:
-        config: YAML of the run.
-        out: Folder that each rank writes what it did to; see `tests.e2e.rank_main`.
-        deepspeed: Whether the run needs DeepSpeed on a CPU.
-    """
+    """Train a run on two ranks that torchrun starts; see `tests.e2e.rank_main`."""
     if deepspeed:
         _compile_deepspeed()
     return subprocess.run(

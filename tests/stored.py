@@ -34,22 +34,7 @@ def store_run(
     supervised: int | Sequence[int] = 1,
     **overlay: dict[str, Any],
 ) -> Path:
-    """
-    Write the YAML of a run, and what building it would store; return the YAML.
-
-    Args:
-        folder: Where to.
-        name: Name of the YAML and of the output folder.
-        lengths: Tokens of each sample of `train`; the first one has an image.
-        eval_lengths: Tokens of each sample of `eval`; None for a run without.
-        world_sizes: For which the plan is aligned.
-        measured: Samples that are measured; None is all. Fewer have no plan.
-        repeatability: Whether they were encoded twice.
-        verdict: On the model, which has a folder then; None if it was not asked.
-        files: Data files of `train`, which are kept beside its lengths; none are not kept.
-        supervised: Supervised tokens of each sample.
-        overlay: Sections of the YAML, over the plain ones.
-    """
+    """Write the YAML of a run, and what building it would store; return the YAML."""
     sections: dict[str, dict[str, Any]] = {
         "model": {"model": "none"},
         "template": {"max_length": 80},
@@ -109,15 +94,7 @@ def _store(
 
 
 def asked(path: Path) -> Path:
-    """
-    Store the verdict on a run's model, as an earlier start has, and return the YAML.
-
-    Each process of a run that finds none asks the model itself, which takes half of the time that a
-    tiny run does.
-
-    Args:
-        path: The run's YAML.
-    """
+    """Store a verdict on a run's model, so that none of its processes asks; return the YAML."""
     from packplan.app.wiring import training
 
     config = training.read_config(str(path))

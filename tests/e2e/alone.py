@@ -48,15 +48,7 @@ class Step:
 
 
 def step_alone(model: Any, samples: list[dict[str, Any]], reduction: str = "token") -> Step:
-    """
-    Compute a step sample by sample.
-
-    Args:
-        model: Model whose weights stay; its gradients are cleared.
-        samples: Encoded samples of the whole step.
-        reduction: Key of `POWERS`, which weighs samples of unequal length. Where tokens have
-            weights of their own, their sum is a sample's length.
-    """
+    """Compute a step sample by sample; *reduction* weighs samples by a key of `POWERS`."""
     sums = [float(token_weights(encoded).sum()) for encoded in samples]
     each = [own ** POWERS[reduction] if own else 0.0 for own in sums]
     total = sum(weight * own for weight, own in zip(each, sums, strict=True)) or 1.0

@@ -20,13 +20,7 @@ def other_numpy(package: str) -> str | None:
 
 
 def main(cases: Mapping[str, tuple[str, list[list[str]], int]]) -> int:
-    """
-    Run the commands, and print a line before and after each on standard error.
-
-    Args:
-        cases: Name -> command, its words for each rank, and the port that ranks meet at. In the
-            case `build`, rank 1 has another numpy.
-    """
+    """Run commands by name, words of each rank and port; say on standard error when each runs."""
     rank = int(os.environ["RANK"])
     for name, (command, words, port) in cases.items():
         os.environ["MASTER_PORT"] = str(port)

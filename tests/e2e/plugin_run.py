@@ -8,15 +8,7 @@ from typing import Any
 
 
 def main(command: str, words: list[str], out: str, fault: str = "") -> int:
-    """
-    Train, and write what `record` writes, and the log.
-
-    Args:
-        command: `sft`, `pt` or `rlhf`.
-        words: Words behind it.
-        out: Folder of the files.
-        fault: `fewer` leaves a row out on rank 1.
-    """
+    """Train, and write what `record` writes, and the log; `fewer` leaves a row out on rank 1."""
     from swift.pipelines import pretrain_main, rlhf_main, sft_main
 
     record(out, fault)
@@ -26,13 +18,7 @@ def main(command: str, words: list[str], out: str, fault: str = "") -> int:
 
 
 def record(out: str, fault: str = "") -> None:
-    """
-    Write from now on, by rank, the sequences of each row, and those of each microbatch.
-
-    Args:
-        out: Folder for `rows<R>.json`, `trained<R>.jsonl`, which grows, and `attention`, its name.
-        fault: See `main`.
-    """
+    """Write, from now on, each row's sequences, each microbatch's, and the attention's name."""
     from swift.pipelines.train.sft import SwiftSft
     from transformers import Trainer
 
@@ -65,14 +51,7 @@ def record(out: str, fault: str = "") -> None:
 
 
 def both(commands: list[list[str]], plugins: list[str], out: str) -> int:
-    """
-    Train commands of `swift rlhf` with a plugin, then all of them with two; write their logs.
-
-    Args:
-        commands: Words behind each.
-        plugins: Files of the two plugins.
-        out: File of the logs: of each command, both.
-    """
+    """Train commands of `swift rlhf` with a plugin, then with two; write both logs of each."""
     from swift.pipelines import rlhf_main
 
     logs: list[list[Any]] = [[] for _ in commands]
@@ -84,13 +63,7 @@ def both(commands: list[list[str]], plugins: list[str], out: str) -> int:
 
 
 def refused(commands: list[tuple[str, list[str]]], out: str) -> int:
-    """
-    Write the message by which each command is refused, or nothing where it is not.
-
-    Args:
-        commands: A command and its words.
-        out: File of the messages, in order.
-    """
+    """Write the message by which each command is refused, or nothing where it is not."""
     from swift.pipelines import pretrain_main, rlhf_main, sft_main
 
     record(str(Path(out).parent))
@@ -107,14 +80,7 @@ def refused(commands: list[tuple[str, list[str]]], out: str) -> int:
 
 
 def changed(words: list[str], out: str, fault: str) -> int:
-    """
-    Train data of which a row changes after it was measured.
-
-    Args:
-        words: Words behind `swift sft`.
-        out: Name of a file, not used.
-        fault: `longer` or `gone`: the row has a token more, or cannot be encoded.
-    """
+    """Train data of which a row gets `longer`, or is `gone`, after it was measured."""
     from packplan.adapters.swift import packs
 
     row_of = packs.PlannedPacks._row

@@ -1,8 +1,4 @@
-"""
-Runs `packplan sft` as a rank, writing down what it saw: `rank_main.py run.yaml out_folder [fault]`.
-
-A fault of one rank: measuring fails, gradients are written, a loss is infinite, memory is small.
-"""
+"""Runs `packplan sft` as a rank; a fault is `measure`, `gradients`, `infinite` or `memory`."""
 
 import json
 import math

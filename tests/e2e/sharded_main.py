@@ -23,14 +23,7 @@ STEPS_WITH_VIDEOS = ((TEXT, IMAGES), (TEXT, BOTH), (IMAGES, VIDEOS), (VIDEOS, TE
 
 
 def main(config: str, out: str, *, videos: bool = False) -> None:
-    """
-    Train steps on this rank's packs, and write their losses down.
-
-    Args:
-        config: YAML of the run.
-        out: Folder to write to.
-        videos: Whether some packs have videos.
-    """
+    """Train steps on this rank's packs, and write their losses down."""
     # The run is prepared by each process as if it were alone; they meet afterwards.
     names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     given = {name: os.environ.pop(name) for name in names}

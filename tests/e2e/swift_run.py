@@ -5,13 +5,7 @@ from pathlib import Path
 
 
 def trained(runs: list[tuple[str, str, dict]], out: str) -> int:
-    """
-    Write which weights ms-swift trains, by name, of each model and its keys of tuners.
-
-    Args:
-        runs: Folder of a model, its name among the demo's, and keys.
-        out: The file to write.
-    """
+    """Write which weights ms-swift trains, by name, of each model and its keys of tuners."""
     from swift.pipelines import SwiftSft
 
     found = []

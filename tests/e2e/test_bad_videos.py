@@ -23,16 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def patched(data: bytes, box: bytes, offset: int, kind: str, *values: float) -> bytes:
-    """
-    Return a file that says something else.
-
-    Args:
-        data: What it holds.
-        box: The name before the place, where it first stands.
-        offset: Bytes from the name's end to the place.
-        kind: How the values are written, as `struct` has it.
-        *values: What it is to say.
-    """
+    """Return a file in which values, packed as *kind*, stand so many bytes behind a box's name."""
     place, written = data.index(box) + len(box) + offset, struct.pack(kind, *values)
     return data[:place] + written + data[place + len(written) :]
 
@@ -54,15 +45,7 @@ def grey_frame(size: tuple[int, int]) -> bytes:
 
 
 def repeated(path: Path, size: tuple[int, int], number: int, rate: Fraction) -> Path:
-    """
-    Write a video of one grey frame, encoded once.
-
-    Args:
-        path: The file.
-        size: Width and height.
-        number: How often it comes.
-        rate: Frames a second.
-    """
+    """Write a video of one grey frame, encoded once."""
     import av
 
     data = grey_frame(size)

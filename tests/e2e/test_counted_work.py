@@ -22,15 +22,7 @@ VIDEOS = [(2, 8, 14), (3, 4, 4)]
 
 
 def inputs(config, num_tokens, grids, of="image"):
-    """
-    Return the inputs of a model: a row of tokens, with the patches of images and their places.
-
-    Args:
-        config: Configuration of the model.
-        num_tokens: Length of the row.
-        grids: Patches of each image or video before merging.
-        of: `image` or `video`.
-    """
+    """Return inputs of a model: a row of tokens, and the patches of images in their places."""
     ids = torch.full((1, num_tokens), 5)
     if not grids:
         return {"input_ids": ids}

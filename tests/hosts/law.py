@@ -1,10 +1,4 @@
-"""
-Trains tiny models from a plan in real trainers, and compares every step with its samples alone.
-
-`python -m tests.hosts.law CELLS.json` runs each cell of the file in processes of its own, forked
-after the libraries were imported once. Rank 0 writes `OUT/found.json`: what reached the model, and
-the largest relative differences of losses and gradients.
-"""
+"""Trains from a plan in real trainers, each cell of a file in processes of its own."""
 
 import json
 import multiprocessing

@@ -1,10 +1,4 @@
-"""
-Trains a tiny model in LLaMA-Factory from an exported folder, by its own command's function.
-
-`python -m tests.hosts.llama_factory FOLDER` reads `FOLDER/packs` as its `tokenized_path`, and
-`FOLDER/rows.json`: the rows, and the samples of each exported pack. It writes `FOLDER/found.json`:
-whether what reached the model is the packs in order, and each step's loss beside its samples' own.
-"""
+"""Trains a tiny model in LLaMA-Factory from an exported folder, by its command's function."""
 
 import importlib.machinery
 import json

@@ -1,9 +1,4 @@
-"""
-Reads an exported file by the data set and the collator of Megatron-Bridge.
-
-`python -m tests.hosts.megatron_bridge FILE WIDTH` writes `FILE.json`: the batch of each pack. Only
-the modules of its data are loaded: its package imports every model and needs a GPU's libraries.
-"""
+"""Reads an exported file by Megatron-Bridge's data modules alone; the package needs GPUs."""
 
 import json
 import sys

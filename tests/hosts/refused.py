@@ -1,7 +1,4 @@
-"""
-Gives trainers what they would not train as planned: `python -m tests.hosts.refused OUT` writes what
-each was told to a file.
-"""
+"""Gives trainers what they would not train as planned, and writes what each was told."""
 
 import json
 import os

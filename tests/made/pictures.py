@@ -16,13 +16,7 @@ NUM_SIZES = 45
 
 
 def write_scenes(folder: Path, *, count: int) -> Path:
-    """
-    Write records with no, one and three images, no image twice, and return their file.
-
-    Args:
-        folder: Made if missing.
-        count: Number of records.
-    """
+    """Write records with no, one and three images, no image twice, and return their file."""
     folder.mkdir(parents=True, exist_ok=True)
     records = []
     for number in range(count):
@@ -53,14 +47,7 @@ def write_sizes(folder: Path) -> Path:
 
 
 def record(text: str, images: list[str], *, answer: str = "a large blue circle, a small red bar") -> dict[str, Any]:
-    """
-    Return a record of one question.
-
-    Args:
-        text: The question.
-        images: Image files, which come before the question.
-        answer: Answer to the question.
-    """
+    """Return a record of one question."""
     messages = [
         {"role": "user", "content": "<image>" * len(images) + text},
         {"role": "assistant", "content": answer},

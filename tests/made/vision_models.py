@@ -83,15 +83,7 @@ class VisionFamily:
 
 
 def write_vision_model(folder: Path, name: str, text: Iterable[str], *, seed: int) -> None:
-    """
-    Write a model, its tokenizer and its processor to *folder*.
-
-    Args:
-        folder: Made if missing.
-        name: One of `VISION_FAMILIES`.
-        text: Texts that the tokenizer's vocabulary is learned from.
-        seed: Seed of the weights.
-    """
+    """Write a model, its tokenizer and its processor to *folder*."""
     folder.mkdir(parents=True, exist_ok=True)
     family = VISION_FAMILIES[name]
     ends, pads = family.ends
@@ -124,14 +116,7 @@ def _model_of(family: VisionFamily, sizes: Sizes) -> Any:
 
 
 def _processor(kind: Any, *, options: Sizes | None = None, **parts: Callable[[], Any]) -> Callable[[Any], Any]:
-    """
-    Return a function that makes the processor of a tokenizer.
-
-    Args:
-        kind: Class of the processor.
-        options: Further arguments.
-        parts: Makers of the arguments that are processors themselves.
-    """
+    """Return a function that makes the processor of a tokenizer."""
 
     def build(tokenizer: Any) -> Any:
         made = {name: make() for name, make in parts.items()}
@@ -186,16 +171,7 @@ _TILE = {"height": 56, "width": 56}
 def _qwen(
     model_type: str, kind: Any, *, text: Sizes, vision: Sizes, videos: Any = Qwen2VLVideoProcessor
 ) -> VisionFamily:
-    """
-    Return a family of Qwen.
-
-    Args:
-        model_type: Name that transformers and ms-swift have for it.
-        kind: Class of its processor.
-        text: Configuration of the text model, beyond the sizes that all have.
-        vision: Configuration of the tower.
-        videos: Class of the processor of videos.
-    """
+    """Return a family of Qwen."""
     sides = {"patch_size": vision["patch_size"], "merge_size": 2}
     return VisionFamily(
         model_type=model_type,
