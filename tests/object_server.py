@@ -1,10 +1,4 @@
-"""
-A server of objects on this machine: files over http, and the part of S3 that reading takes.
-
-It counts requests and bytes by path. A bucket may ask for a signature by a key that it knows.
-"""
-
-from __future__ import annotations
+"""A server of objects on this machine: files over http and the reading part of S3; counts."""
 
 import hashlib
 import re

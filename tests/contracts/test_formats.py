@@ -1,7 +1,5 @@
 """The same records are the same data set, whatever format their files have."""
 
-from __future__ import annotations
-
 import csv
 import datetime as dt
 import gc
@@ -198,10 +196,7 @@ def test_a_file_that_changed_unseen_is_found(tmp_path, name, monkeypatch):
 @every_format
 @pytest.mark.parametrize("is_sent", [False, True], ids=["here", "in another process"])
 def test_a_record_that_changed_after_it_was_digested_is_refused_by_name(tmp_path, name, is_sent):
-    """
-    In its file or in its copy, under the same size and times, with which other records come back as
-    they were; where the copy changed, its folder is named.
-    """
+    """Size and times stay; other records come back as they were; a changed copy is named."""
     rows = [{"query": f"text {number}", "response": "a"} for number in range(7)]
     path = write(tmp_path, name, rows)
     records = opened(path)
@@ -327,7 +322,6 @@ def test_a_table_of_text_comes_back_as_the_csv_module_wrote_it(tmp_path_factory,
 
 
 def test_a_row_of_a_table_that_does_not_fit_its_header_is_named(tmp_path):
-    """Its neighbours are read."""
     (tmp_path / "a.csv").write_bytes(b"a,b\n1,2\n1,2,3\n\xff,2\n5,6")
     records = opened(tmp_path / "a.csv")
 
@@ -693,9 +687,7 @@ def resident_bytes(path: Path) -> int:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.arrow", "b.arrow", "a.parquet"])
 def test_what_was_read_of_a_file_does_not_stay_in_memory(tmp_path, name, monkeypatch):
-    """
-    Opened, and read through in shuffled order: a small part stays mapped, however long the file is.
-    """
+    """Opened, and read in shuffled order: a small part stays mapped, however long the file is."""
     monkeypatch.setattr(mapped, "MOST_HELD", 2**20)
     rows = [{"query": f"{row}", "response": "a " * 5_000} for row in range(600)]
     path = write_many(tmp_path, name, rows)
@@ -759,10 +751,7 @@ def test_a_later_start_reads_a_few_records_of_a_file_that_stands_as_it_did(tmp_p
 @pytest.mark.parametrize("name", KEPT)
 @pytest.mark.usefixtures("unsettled")
 def test_a_file_that_hides_a_change_is_found_by_verification(tmp_path, name, monkeypatch):
-    """
-    In place, under the same size and times: verification names the row; a start finds one of those
-    that it compares, and reads the file again. A copy that changed is refused where it is read.
-    """
+    """In place, under the same size and times; a start compares some, and reads all again."""
     rows = [{"t": f"text {number}", "n": f"{number}"} for number in range(500)]
     path = write_many(tmp_path, name, rows)
     before = opened(path).digest(500)

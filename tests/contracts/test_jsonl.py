@@ -155,7 +155,6 @@ def test_a_long_line_is_never_in_memory_whole(tmp_path: Path):
 
 
 def test_tags_of_other_media_are_counted_however_json_writes_them(tmp_path: Path):
-    """Each record once."""
     rows = ["<video> and <video>", "a video", "<audio>", "\\u003cvideo\\u003E", "<videos>", "<image>"]
     (tmp_path / "a.jsonl").write_text("".join(f'"{row}"\n' for row in rows))
 

@@ -1,7 +1,5 @@
 """Records and media of other machines: measured by parts, known again, and without credentials."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

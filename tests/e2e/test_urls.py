@@ -1,7 +1,5 @@
 """Images of URLs are fetched once, whole and checked, whatever a server does."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io
@@ -258,7 +256,6 @@ def test_a_redirect_from_https_to_http_is_refused(cache, server, monkeypatch):
 
 @pytest.mark.parametrize("url", ["http://", "http://127.0.0.1:1/a.png", "http://[/a.png", "http://127.0.0.1:x/a.png"])
 def test_servers_that_are_none_are_refused(cache, url):
-    """With what is wrong."""
     with pytest.raises(ValueError, match="cannot be fetched: "):
         cache().path(url)
 
