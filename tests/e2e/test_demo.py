@@ -1,7 +1,6 @@
 """The demo's data and models: the same bytes from the same seed, of the kinds that it promises."""
 
 import json
-import os
 import shlex
 import shutil
 import sys
@@ -12,7 +11,7 @@ from PIL import Image
 
 from packplan.adapters.config.run import load_config
 from packplan.adapters.config.trainer_keys import stored_keys
-from tools.demo.__main__ import FOLDER, main, make, make_videos, summary
+from tools.demo.__main__ import main, make, make_videos
 
 pytestmark = pytest.mark.slow
 
@@ -51,14 +50,6 @@ def test_what_was_made_is_said_with_the_command_that_trains_on_it(tmp_path, caps
         assert tmp_path in Path(held).parents
         assert Path(held).is_file()
     assert str(tmp_path / "run") == config.training.output_dir
-
-
-def test_the_demo_s_own_folder_needs_no_overrides(monkeypatch):
-    """Its YAML names what is there; started as it was, from the working directory."""
-    monkeypatch.chdir(Path(__file__).parents[2])
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
-
-    assert "train on them: packplan sft app/demo.yaml" in summary(FOLDER).splitlines()
 
 
 def test_records_have_no_image_one_and_several_and_many_sizes(demo):

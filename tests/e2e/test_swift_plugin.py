@@ -513,26 +513,6 @@ def trained_by_us(given: list[str], server, tmp_path: Path, *, ranks: int) -> li
     return rank_main.seen(out, ranks)[0]["history"]
 
 
-@pytest.mark.parametrize("name", ["chat-8192", "vlm-4096", "uniform-8192"])
-def test_there_are_no_more_packs_than_ms_swift_s(name):
-    """Of the same samples, by its own packing of thousands at a time."""
-    from queue import SimpleQueue
-
-    from swift.dataset.packing import PackingDataset
-
-    from benchmarks.distributions import DISTRIBUTIONS
-
-    drawn = DISTRIBUTIONS[name]
-    lengths = drawn.lengths(5000, seed=1)
-    queue: SimpleQueue = SimpleQueue()
-    PackingDataset.create_packed_idx(0, 0, lengths.tolist(), queue, drawn.capacity, "binpack")
-    theirs = [pack for _, packs, _ in iter(queue.get, (0, [], -1)) for pack in packs]
-
-    found = pp.plan(lengths, drawn.capacity)
-    assert sorted(index for pack in theirs for index, _ in pack) == sorted(found.packs.indices.tolist())
-    assert len(found.packs) <= len(theirs)
-
-
 ENCODED = [
     {"input_ids": [1, 2, number], "labels": [-100, 2 * number, -100 * number], "lengths": [3]} for number in (0, 1)
 ]

@@ -213,6 +213,8 @@ def test_many_are_fetched_together_and_each_once(cache, server):
         ("/chunks", "Not enough data.* in 3 attempts"),
         ("/text", "what came, 26 bytes, cannot be read, it is damaged or no image"),
         ("/damaged", "what came, 60 bytes, cannot be read"),
+        ("/missing", "there is no such file"),
+        ("/private", "answers 403"),
         ("/large", "has more than 1,000 bytes"),
         ("/endless", "has more than 1,000 bytes"),
         ("/silent", "in 3 attempts|took more than"),
@@ -223,16 +225,18 @@ def test_many_are_fetched_together_and_each_once(cache, server):
     ],
 )
 def test_what_is_no_whole_image_is_refused_and_not_kept(cache, server, path, says, monkeypatch):
-    """Within the time and the bytes that it may take, and asked for once in a process."""
+    """Nor is its head; within the time and the bytes that it may take, and asked for once."""
     monkeypatch.setattr(fetching, "_MOST_BYTES", 1000)
-    held, started = cache(), time.monotonic()
-    for _ in range(2):
-        with pytest.raises(ValueError, match=f"cannot be fetched: .*({says})"):
-            held.path(f"{server.url}{path}")
+    for way in ["path", "head"][: 1 if path == "/damaged" else 2]:  # whose head is whole
+        held, started = cache(), time.monotonic()
+        server.asked.clear()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"cannot be fetched: .*({says})"):
+                getattr(held, way)(f"{server.url}{path}")
 
-    assert time.monotonic() - started < 3
-    assert [] == left(held)
-    assert server.asked[path] <= 6
+        assert time.monotonic() - started < 3
+        assert [] == left(held)
+        assert server.asked[path] <= 6
 
 
 def test_a_redirect_from_https_to_http_is_refused(cache, server, monkeypatch):
@@ -312,30 +316,6 @@ def test_an_image_whose_head_does_not_say_its_size_is_fetched_whole(cache, serve
     assert path == held.path(url) == cache().head(url)
     assert image_facts(LATE) == image_facts(path)
     assert 2 == server.asked["/late.jpg"]
-
-
-@pytest.mark.parametrize(
-    ("path", "says"),
-    [
-        ("/missing", "there is no such file"),
-        ("/private", "answers 403"),
-        ("/cut", "Not enough data.* in 3 attempts"),
-        ("/text", "what came, 26 bytes, cannot be read"),
-        ("/large", "has more than 1,000 bytes"),
-        ("/endless", "has more than 1,000 bytes"),
-        ("/drip", r"took more than 0\.5 s"),
-    ],
-)
-def test_heads_that_cannot_be_had_are_refused_as_images_are(cache, server, path, says, monkeypatch):
-    """Asked for in the background or not, and only so often."""
-    monkeypatch.setattr(fetching, "_MOST_BYTES", 1000)
-    held = cache()
-    held.prefetch_heads([f"{server.url}{path}"])
-    for _ in range(2):
-        with pytest.raises(ValueError, match=f"cannot be fetched: .*({says})"):
-            held.head(f"{server.url}{path}")
-
-    assert server.asked[path] <= 6
 
 
 def test_what_may_be_a_credential_is_in_no_message_and_no_note(cache, server):

@@ -145,12 +145,6 @@ def test_what_is_no_mix_is_said(here, text, faults):
     assert faults == list(map(str, raised.value.faults))
 
 
-def test_a_curriculum_has_an_entry_and_an_entry_has_sources(here):
-    """None of either is a fault."""
-    assert ["curriculum: is empty: name at least one mix"] == faults_of(written(here))
-    assert ["curriculum[1].sources: is empty: name at least one"] == faults_of(written(here, [source("a")], []))
-
-
 @pytest.mark.slow
 def test_a_stream_follows_a_curriculum(here):
     """Its order of an epoch has the records of that epoch's entry."""

@@ -9,7 +9,6 @@ import cattrs
 import numpy as np
 import pytest
 
-from benchmarks import forecast as benchmark
 from packplan.app.plan import __main__ as command
 from packplan.app.wiring import forecasts
 from packplan.app.wiring.forecasts import told_error, told_forecast
@@ -172,20 +171,3 @@ def test_what_is_told_of_a_run_has_its_numbers():
     assert "predicted: 4.03 h for 8 optimizer steps on 2 ranks (+- 5.6%)" in told_forecast(forecast, 2)
     assert "trained for 4.00 h; 4.03 h were predicted, 0.7% too long" in told_error(forecast, 8, 14400)
     assert "trained for 2.50 h; 2.00 h were predicted, 20.0% too short" in told_error(forecast, 4, 9000)
-
-
-def test_the_benchmark_predicts_steps_that_its_fit_has_not_seen():
-    """From their median, so that one slow repeat of three is no error; the short step is fitted."""
-    rng = np.random.default_rng(0)
-    exact = [MeasuredStep(4, *map(float, one), 1.0) for one in rng.integers(1, 99, (8 + 3 + 7, 3))]
-    exact = [attrs.evolve(one, seconds=one.predicted(TIME)) for one in [*exact, MeasuredStep(1, 5.0, 5.0, 5.0, 1.0)]]
-    rounds = [[attrs.asdict(one) for one in exact] for _ in range(3)]
-    rounds[0][0] = rounds[0][1] = None
-    rounds[1][9]["seconds"] *= 5
-    rounds[2][12]["seconds"] *= 2
-
-    row = benchmark._row("made", {"fitted": 8, "rounds": rounds}, unseen=3)
-
-    assert (3 * 9 - 2, 3) == (row.num_fitted, len(row.errors))
-    assert row.errors == pytest.approx((0, 0, 0), abs=1e-6)
-    assert row.spread > 0
