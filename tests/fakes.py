@@ -252,7 +252,8 @@ class CountedPlanStore(DiskPlanStore):
     """A plan store in a folder of its own that counts its writes."""
 
     def __init__(self) -> None:
-        self.saves, self.aligned = 0, []
+        self.saves = 0
+        self.aligned: list[int] = []
         super().__init__(folder_of(self))
 
     def save(self, key: Fingerprint, plan: RawPlan) -> None:
