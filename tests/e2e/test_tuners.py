@@ -38,16 +38,11 @@ TUNERS = {
         "q_proj",
     ),
     "ratio": ("qwen2", {"freeze_parameters_ratio": 0.5, "trainable_parameters_regex": "embed"}, "embed"),
-    "prefixes": (
-        "qwen3", {"freeze_parameters": ["model.layers.0"], "freeze_parameters_regex": "norm",
-                  "trainable_parameters": ["model.norm"]}, "model.norm",
-    ),
     "a start from the weights": ("qwen3", {**LORA, "init_weights": "pissa"}, "lora_A"),
     "boft": ("qwen2", {"tuner_type": "boft", "boft_block_size": 8}, "boft_R"),
     "adapter": ("qwen3", {"tuner_type": "adapter", "adapter_length": 8}, "linear1"),
     "llamapro": ("qwen3", {"tuner_type": "llamapro", "llamapro_num_new_blocks": 1}, "layers.2"),
     "rates": ("qwen2_5_vl", {"vit_lr": "1e-3", "aligner_lr": "1e-4"}, "visual"),
-    "rates of adapters": ("qwen2_5_vl", {**LORA, "vit_lr": "1e-3", "freeze_aligner": True}, "visual"),
 }  # fmt: skip
 """Name -> model, keys of `training.`, and what some trained weight is called."""
 
@@ -58,6 +53,11 @@ OTHERS = {
     "ia3": ("qwen2_5_vl", {"tuner_type": "ia3"}, "ia3_l"),
     "dummy": ("qwen2", {"tuner_type": "dummy"}, "embed"),
     "biases": ("qwen2", {**LORA, "lora_bias": "all"}, "q_proj.base_layer.bias"),
+    "prefixes": (
+        "qwen3", {"freeze_parameters": ["model.layers.0"], "freeze_parameters_regex": "norm",
+                  "trainable_parameters": ["model.norm"]}, "model.norm",
+    ),
+    "rates of adapters": ("qwen2_5_vl", {**LORA, "vit_lr": "1e-3", "freeze_aligner": True}, "visual"),
 }
 """The same of tuners that add weights as others do, or none."""
 
