@@ -58,7 +58,7 @@ OTHERS = {
                   "trainable_parameters": ["model.norm"]}, "model.norm",
     ),
     "rates of adapters": ("qwen2_5_vl", {**LORA, "vit_lr": "1e-3", "freeze_aligner": True}, "visual"),
-}
+}  # fmt: skip
 """The same of tuners that add weights as others do, or none."""
 
 
