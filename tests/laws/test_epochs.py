@@ -21,6 +21,7 @@ from packplan.core.epochs import (
     EpochSamples,
     drawable,
     plan_epoch,
+    plan_key,
     record_of,
     select_epoch,
     with_epochs,
@@ -211,3 +212,16 @@ def test_another_process_plans_the_same_epochs():
 
     assert checksums() == other.stdout.split()
     assert 3 == len(set(checksums()))
+
+
+def test_the_key_of_plans_knows_files_by_their_places():
+    """Their paths may change; what is drawn of them may not."""
+    mixes = [
+        Mixes((Mix(sources=(Source(jsonl=name, count=count),)),)) for name, count in (("a", 1), ("b", 1), ("a", 2))
+    ]
+    recipes = [None, EpochRecipe(), *(EpochRecipe(mixes=one) for one in mixes)]
+
+    none, whole, first, moved, more = (plan_key(one, PlanPolicy(packing_length=9), "digest").digest for one in recipes)
+
+    assert first == moved
+    assert 4 == len({none, whole, first, more})

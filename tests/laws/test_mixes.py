@@ -8,7 +8,7 @@ from fractions import Fraction
 import attrs
 import numpy as np
 import pytest
-from hypothesis import event, given
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from packplan.core.mixes import (
@@ -193,10 +193,11 @@ keys_of_samples = st.builds(lambda high, low: (high << 48) + low, st.integers(0,
 """Random keys, many of which are equal, or are equal in their highest bits."""
 
 
+@example(samples=[(0, 1)], hundredths=100, room=None)
 @given(
-    st.lists(st.tuples(keys_of_samples, st.integers(1, 30)), min_size=1, max_size=12),
-    st.integers(0, 110),
-    st.none() | st.integers(0, 2),
+    samples=st.lists(st.tuples(keys_of_samples, st.integers(1, 30)), min_size=1, max_size=12),
+    hundredths=st.integers(0, 110),
+    room=st.none() | st.integers(0, 2),
 )
 def test_the_lowest_keys_sum_up_to_a_quota(samples, hundredths, room):
     """As a full sort finds: the lower of two nearest sums, below the cap, never empty."""
@@ -403,3 +404,27 @@ def test_streams_take_no_mix_by_tokens():
     assert ["curriculum[1].by"] == [
         fault.path for fault in stream_faults(Mixes((by_samples, attrs.evolve(by_samples, by="tokens"))))
     ]
+
+
+@given(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=3), min_size=1, max_size=3))
+def test_the_place_of_a_file_is_where_it_is_named_first(named):
+    """In whichever entry that is."""
+    mixes = Mixes(tuple(Mix(sources=tuple(Source(jsonl=file, ratio=ONE) for file in entry)) for entry in named))
+    entries = [(k, n, file) for k, entry in enumerate(named) for n, file in enumerate(entry)]
+
+    assert set(mixes.files) == set(mixes.places)
+    for file, place in mixes.places.items():
+        first = next((k, n) for k, n, other in entries if other == file)
+        assert place == "curriculum[{}].sources[{}].jsonl".format(*first)
+
+
+def test_another_epoch_is_another_draw_and_another_order():
+    """And so is another seed."""
+    one = Decimal(1)
+    mix = Mix(sources=(Source(jsonl="a", ratio=one), Source(jsonl="b", ratio=one, replacement=True)))
+    drawn = [schedule(Mixes((mix,)), [100, 100], seed=seed, epoch=epoch) for seed, epoch in [(0, 0), (0, 1), (1, 0)]]
+
+    assert 3 == len({tuple(one.source.tolist()) for one in drawn})
+    assert 3 == len({tuple(np.sort(one.index[one.source == 1]).tolist()) for one in drawn})
+    assert 3 == len({tuple(one.index[one.source == 0].tolist()) for one in drawn})
+    assert (200, 200) == (len(drawn[0]), len(drawn[0].index))

@@ -194,3 +194,17 @@ def test_nothing_is_like_an_empty_section():
     assert flat_values({"a": {}, "b": None}) == {}
     assert 4 == len(set(flat_values({"a": 1, "b": True, "c": "1", "d": 1.5}).values()))
     assert "/" not in flat_values({"a": Path("x")})["a"]
+
+
+@given(st.integers(0, 5000), st.integers(0, 5000))
+def test_values_that_are_alike_for_long_are_shown_from_where_they_differ(before, behind):
+    """Both can be told apart, and their ends are marked as left out."""
+    one, two = ("=" * before + word + "=" * behind for word in ("left", "right"))
+
+    text = str(RankDifference("template.system", (one, two)))
+
+    left, right = text.split(" on rank 0; ")
+    assert "left" in left
+    assert "right" in right
+    assert ("…=" in right) == (len(two) > 80 and before > 20)
+    assert len(text) < 250

@@ -9,7 +9,7 @@ import pytest
 from packplan.core import errors
 from packplan.core.config import with_remedy
 from packplan.core.equality import PackingVerdict, ProbeResult, choose_attention, trials
-from packplan.core.errors import Difference, ModelError, agree, counted
+from packplan.core.errors import Difference, ModelError, PackplanError, RunError, StaleError, agree, counted
 from packplan.core.plan import refuse_longer
 from packplan.core.policy import PlanPolicy
 from packplan.core.samples import COLUMNS, Measurement, column, from_row, to_row
@@ -150,3 +150,16 @@ def test_a_resume_on_another_plan_names_the_keys_that_changed():
 
     assert "changed: custom.fusion_config, training.seed\n" in told
     assert "changed:" not in with_remedy(errors.StaleError.plan("checkpoint-1", differences[:1]))
+
+
+def test_a_blind_probe_says_nothing():
+    """No gradient reaches a sample from its own logits."""
+    assert "no gradient reaches a sample" in ProbeResult(float("inf"), 0).why_not(limit=1.0)
+
+
+def test_errors_name_what_failed():
+    """A worker and its method, a copy that changed; what is no sentence of ours stays as it is."""
+    assert "worker 3 failed in step: it died" == str(RunError.worker(3, "step", "it died"))
+    said = str(StaleError.sample(2, "a.jsonl, line 3", (Difference("length", 3, 4),), copy="cache/a"))
+    assert said.endswith("length planned 3, fetched 4. Its copy was changed: delete cache/a, which is made again")
+    assert "plain" == str(PackplanError("plain"))
