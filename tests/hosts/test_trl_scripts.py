@@ -1,0 +1,43 @@
+"""TRL's own scripts train the same losses with two lines added, and compute fewer positions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("trl")
+
+# isort: split
+from tests.processes import ROOT
+
+pytestmark = pytest.mark.slow
+
+SCRIPTS = ("dpo", "grpo", "sft") if "HOST_PYTHON" in os.environ else ("sft",)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with what each run logged."""
+    folder = tmp_path_factory.mktemp("scripts")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.hosts.trl_scripts", str(folder), *SCRIPTS]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert 0 == done.returncode, done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_with_two_lines_trains_the_same(script, ranks, folder):
+    """DPO, GRPO and SFT in the newest TRL; SFT with images where Pillow is installed."""
+    for rank in range(ranks):
+        padded, packed = (
+            json.loads((folder / f"{script} {way} {ranks} {rank}.json").read_text()) for way in ("padded", "packed")
+        )
+        assert packed["losses"] == pytest.approx(padded["losses"], rel=2e-5, abs=1e-8)
+        assert 3 == len(packed["losses"])
+        assert 0 < packed["positions"] < padded["positions"]
