@@ -74,6 +74,8 @@ def unwrap(model: Any) -> Any:
     """Return the model of transformers inside of wrappers; ModelError if it cannot be packed."""
     while isinstance(model, DistributedDataParallel):
         model = model.module
+    if type(model).__module__.startswith("deepspeed.") or any(hasattr(one, "ds_id") for one in model.parameters()):
+        raise ModelError("probe", "DeepSpeed holds its weights, which cannot be probed: use FSDP 2")
     adapters = getattr(model, "peft_config", {})
     for adapter in adapters.values() if isinstance(adapters, dict) else ():
         if adapter.is_prompt_learning and adapter.peft_type == "PREFIX_TUNING":
@@ -140,11 +142,11 @@ def _why_not(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor,
                     return "it is given no mask of rows and positions"
                 with native_attention(model, native), hooks.paused():
                     expected = _run(model, stack.module, batch)
-            isolation = 0.0 if _is_sharded(model) else _isolation(stack.module, ids, mask)
+            is_sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
+            isolation = 0.0 if is_sharded else _isolation(stack.module, ids, mask)
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
             return " ".join(f"it raises {type(error).__name__}: {error}".split())[:300]
-    scale = float(expected[own].abs().max())
-    differences = (found.float() - expected.float()).abs().amax(-1) / scale
+    differences = (found.float() - expected.float()).abs().amax(-1) / expected[own].abs().max()
     typical = rounds_choices(model)
     worst = max(difference_of(row[kept], typical=typical) for row, kept in zip(differences, own, strict=True))
     return ProbeResult(isolation, worst).why_not(limit=limit_of(model))
@@ -194,7 +196,3 @@ def _masks(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield "right of", right
     yield "left of", right.flip(1)
     yield "between", right * (columns % 5 != 2)
-
-
-def _is_sharded(model: torch.nn.Module) -> bool:
-    return any(isinstance(weight, DTensor) for weight in model.parameters())

@@ -250,6 +250,13 @@ def test_a_removed_hook_leaves_the_model_alone():
     assert calls == hooks.counts.calls
 
 
+def shared_out():
+    """Return a model whose weights are named as those of DeepSpeed's ZeRO 3 are."""
+    model = build("qwen2")
+    next(model.parameters()).ds_id = 0
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "named"),
     [
@@ -258,6 +265,7 @@ def test_a_removed_hook_leaves_the_model_alone():
             "prefix",
         ),
         (lambda: build("bloom"), "bloom"),
+        (shared_out, "DeepSpeed"),
         (lambda: build("gpt2", add_cross_attention=True), "encoder"),
         (lambda: build("t5", AutoModelForSequenceClassification, d_model=32, d_ff=64, num_layers=1, d_kv=8), "encoder"),
     ],

@@ -1,6 +1,5 @@
 """Steps of TRL's trainers on made batches, for tests of `balance`."""
 
-import multiprocessing
 import os
 import sys
 from contextlib import nullcontext
@@ -20,8 +19,7 @@ from transformers import (
 
 from packplan.adapters.hf import balance
 from packplan.adapters.hf.balance_refusals import is_old_trl
-from tests.hosts.law import CONFIGS, tokenizer
-from tests.network import free_port
+from tests.hosts.law import CONFIGS, fork_ranks, tokenizer
 
 ROWS, PROMPT, ANSWER = 4, 6, 20
 PAIRED = ("DPOTrainer", "RewardTrainer")
@@ -193,19 +191,5 @@ def be_rank() -> None:
                 assert new["logged"][name] == pytest.approx(value, rel=1e-6, abs=1e-7), (host, name)
 
 
-def main() -> None:
-    """Run two ranks, forked after the libraries were imported once."""
-    context, port = multiprocessing.get_context("fork"), free_port()
-    ranks = []
-    for rank in range(2):
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        ranks.append(context.Process(target=be_rank))
-        ranks[-1].start()
-    for one in ranks:
-        one.join()
-    sys.exit(any(one.exitcode for one in ranks))
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(not fork_ranks(2, lambda _: be_rank()))

@@ -243,33 +243,46 @@ def evaluated_alone(cell: dict[str, Any], rows: list[dict[str, Any]], weights: A
     return total / sum(map(learned_tokens, rows))
 
 
-def be_rank(rank: int, port: int, cell: dict[str, Any]) -> None:
+def be_rank(rank: int, cell: dict[str, Any]) -> None:
     """Run a cell as one of its ranks."""
-    torch.set_num_threads(1)
     sys.stderr = (Path(cell["out"]) / f"errors{rank}.txt").open("w", buffering=1)
-    world_size = cell["ranks"]
-    if world_size > 1:
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
-        )  # fmt: skip
     train(cell, rank)
-    if world_size > 1:
+    if cell["ranks"] > 1:
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 
+def fork_ranks(num: int, run: Any, *given: Any) -> bool:
+    """
+    Call *run* with the rank and what is given, on ranks as torchrun starts them; return whether all
+    ended well.
+
+    Their store is kept here, so that no other process can take its port first.
+    """
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def start(rank: int) -> None:
+        torch.set_num_threads(1)
+        if num > 1:
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num), LOCAL_WORLD_SIZE=str(num),
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True",
+            )  # fmt: skip
+        run(rank, *given)
+
+    ranks = [multiprocessing.get_context("fork").Process(target=start, args=(rank,)) for rank in range(num)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join()
+    return not any(one.exitcode for one in ranks)
+
+
 def main(path: str) -> None:
-    """Run a file's cells, each in own processes; the store of their ranks is kept here."""
-    context = multiprocessing.get_context("fork")
+    """Run the cells of a file, each in processes of its own."""
     for cell in json.loads(Path(path).read_text()):
         Path(cell["out"]).mkdir(parents=True, exist_ok=True)
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ranks = [context.Process(target=be_rank, args=(rank, store.port, cell)) for rank in range(cell["ranks"])]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
+        fork_ranks(cell["ranks"], be_rank, cell)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """TRL's own scripts train the same losses with two lines added, and compute fewer positions."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

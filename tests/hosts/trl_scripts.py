@@ -6,19 +6,16 @@ libraries were imported once. Each writes the losses that it logged and the posi
 layers computed.
 """
 
-from __future__ import annotations
-
 import json
-import multiprocessing
 import os
 import sys
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import packplan.hf  # noqa: F401  # before torchvision
-from tests.hosts.law import model_of
-from tests.network import free_port
+from tests.hosts.law import fork_ranks, model_of
 from tools.demo.tiny_models import learned_tokenizer
 
 # isort: split
@@ -100,9 +97,8 @@ class Watch(TrainerCallback):
             self.losses.append(float(logs["loss"]))
 
 
-def run(script: str, way: str, folder: Path, rank: int) -> None:
+def run(rank: int, script: str, way: str, num: int, folder: Path) -> None:
     """Run a script as its user would on this rank."""
-    torch.set_num_threads(1)
     path = Path(trl.__file__).parent / "scripts" / f"{script}.py"
     text = path.read_text(encoding="utf-8")
     if way == "packed":
@@ -110,7 +106,7 @@ def run(script: str, way: str, folder: Path, rank: int) -> None:
         assert found, "the script has changed"
         text = f"{ADDED[0]}{before}{ADDED[1]}{found}{after}"
     model = folder / ("seeing" if script == "sft" and find_spec("PIL") else "model")
-    out = folder / f"{script} {way} {os.environ['WORLD_SIZE']}"
+    out = folder / f"{script} {way} {num}"
     DEFAULT_CALLBACKS.append(Watch)
     register_module_forward_pre_hook(Watch.count)
     words = f"--model_name_or_path {model} --dataset_name {folder / script} {_COMMON} {OPTIONS[script]}"
@@ -122,22 +118,10 @@ def run(script: str, way: str, folder: Path, rank: int) -> None:
 
 def main(folder: str, *scripts: str) -> None:
     """Run scripts both ways, on one rank and on two."""
-    os.environ.update(HF_HUB_OFFLINE="1", MASTER_ADDR="127.0.0.1", HF_DATASETS_CACHE=f"{folder}/cache")
-    context, failed = multiprocessing.get_context("fork"), False
+    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=f"{folder}/cache")
     make(Path(folder))
-    for script in scripts:
-        for num in RANKS:
-            for way in WAYS:
-                ranks = []
-                os.environ.update(MASTER_PORT=str(free_port()), WORLD_SIZE=str(num), LOCAL_WORLD_SIZE=str(num))
-                for rank in range(num):
-                    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-                    ranks.append(context.Process(target=run, args=(script, way, Path(folder), rank)))
-                    ranks[-1].start()
-                for one in ranks:
-                    one.join()
-                failed |= any(one.exitcode for one in ranks)
-    sys.exit(failed)
+    runs = product(scripts, WAYS, RANKS)
+    sys.exit(not all(fork_ranks(num, run, script, way, num, Path(folder)) for script, way, num in runs))
 
 
 if __name__ == "__main__":
