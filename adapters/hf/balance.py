@@ -217,14 +217,10 @@ class _Alone:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: Any, **_: Any) -> Any:
         return tensor
 
-    def gather_for_metrics(self, tensor: Any, **_: Any) -> Any:
-        return tensor
-
-    def reduce(self, tensor: Any, **_: Any) -> Any:
-        return tensor
+    gather_for_metrics = reduce = gather
 
 
 class _BalancedTraining:

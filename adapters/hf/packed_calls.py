@@ -13,8 +13,10 @@ passes through: without padding, without a mask of two dimensions, with a cache 
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from types import MappingProxyType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -228,7 +230,7 @@ class Unpadding:
         """Whether logits of padding are left out in evaluation too; with `logits` as False."""
 
         self._stack, self._paused = stack, False
-        self._open: list[tuple[RealTokens | None, ExitStack]] = []
+        self._open: dict[int, list[tuple[RealTokens | None, ExitStack]]] = defaultdict(list)  # of each thread
         self._headed: RealTokens | None = None
         module = stack.module
         uncompiled: Any = torch.compiler.disable  # rows would each need a program of their own
@@ -267,7 +269,7 @@ class Unpadding:
         given = self._stack.name(args, kwargs)
         tokens = None if self._paused else self._stack.real_tokens(given)
         inside = ExitStack()
-        self._open.append((tokens, inside))
+        self._open[get_ident()].append((tokens, inside))
         if tokens is None:
             return None
         inside.enter_context(computing(tokens.row))
@@ -277,9 +279,9 @@ class Unpadding:
         return (), self._stack.pack(given, tokens)
 
     def _put_back(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG002  # torch passes them
-        if not self._open:  # the call was refused
+        if not self._open[get_ident()]:  # the call was refused
             return None
-        tokens, inside = self._open.pop()
+        tokens, inside = self._open[get_ident()].pop()
         inside.close()
         if tokens is None or output is None:  # None: the call raised an error
             return None

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -230,6 +231,18 @@ def test_adapters_and_checkpointing(checkpointing):
         model.train()
 
     assert_same(model, hooks, batch_of(padded()))
+
+
+def test_threads_share_a_model():
+    """Each has its own batch, whichever call ends first."""
+    model, hooks = hooked()
+    batches = [batch_of(padded()), batch_of(padded(left=(0, 0, 0, 0)))] * 4
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda batch: model(**batch).loss, batches))
+
+    with hooks.paused():
+        torch.testing.assert_close(found, [model(**batch).loss for batch in batches])
 
 
 def test_a_removed_hook_leaves_the_model_alone():
