@@ -111,7 +111,7 @@ def settings_files(config: RunConfig) -> dict[str, Any]:
     if config.custom.fusion_config is not None:
         mixes = load_mixes(config.custom.fusion_config)
 
-        def numbered(_: object, field: attrs.Attribute[Any] | None, value: object) -> object:
+        def numbered(_: object, field: Any, value: object) -> object:
             """Return the number of a file in place of its path."""
             return mixes.files.index(str(value)) if field is not None and field.name == "jsonl" else value
 
