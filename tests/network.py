@@ -2,13 +2,17 @@
 
 import contextlib
 import ctypes
+import fcntl
+import functools
 import itertools
 import os
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import attrs
 import pytest
@@ -19,17 +23,30 @@ LINK = "eth0"
 _NEW_NETWORK = 0x40000000
 """CLONE_NEWNET, of the kernel's sched.h."""
 
-_PORTS_EACH = 400
+_PORTS_EACH, _BLOCKS = 300, 40
+"""Ports of a process that asks for some; the kernel gives higher ones to outgoing connections."""
 
 _ports = itertools.cycle(range(_PORTS_EACH))
 
 
+@functools.cache
+def _first_port() -> int:
+    """Return the first port of a block that no other session of tests on this machine has."""
+    for block in range(_BLOCKS):
+        claim = os.open(Path(tempfile.gettempdir(), f"packplan-ports-{block}"), os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until the process has ended
+        except OSError:
+            os.close(claim)
+        else:
+            return 20_000 + block * _PORTS_EACH
+    raise RuntimeError("no block of ports is free")
+
+
 def free_port() -> int:
-    """Return a free port of those that belong to this worker of pytest-xdist alone."""
-    # Below the ports that the kernel gives to outgoing connections.
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    """Return a free port of those that belong to this process alone, and to those forked of it."""
     for number in itertools.islice(_ports, _PORTS_EACH):
-        port = 20_000 + worker * _PORTS_EACH + number
+        port = _first_port() + number
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
