@@ -19,7 +19,7 @@ import attrs
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_logging_options, command_parser, run_command, run_program
-from packplan.app.wiring.inputs import model_path
+from packplan.app.wiring.model_path import model_path
 from packplan.core.errors import ProofError
 
 if TYPE_CHECKING:

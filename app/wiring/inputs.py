@@ -9,7 +9,7 @@ from typing import TypeVar
 import attrs
 
 from packplan.adapters.config.run import load_mixes
-from packplan.adapters.hub_caches import cached, download_command, download_model, is_id
+from packplan.adapters.hub_caches import cached, download_model, is_id
 from packplan.adapters.samples.copies import local_files
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig
 from packplan.core.errors import ConfigError, DataSetError, Fault
@@ -69,19 +69,3 @@ def _with_model(model: ModelConfig) -> ModelConfig:
     folder = cached(model.model) or (download_model(model.model) if model.download else None)
     # What no cache holds is refused where the folder is first needed.
     return model if folder is None else attrs.evolve(model, model=str(folder))
-
-
-def model_path(name: str) -> Path:
-    """
-    Return the folder or config.json of a model, by path or by an id in a local cache; ConfigError.
-    """
-    path = Path(name)
-    if path.is_file() or (path / "config.json").is_file():
-        return path
-    folder = cached(name) if is_id(name) else None
-    if folder is not None:
-        return folder
-    reason = f"{name} is no folder with a config.json, and no config.json"
-    if is_id(name):
-        reason = f"{name} is no folder here, and no local cache holds it: download it with `{download_command(name)}`"
-    raise ConfigError("packplan probe", (Fault("MODEL", reason),))

@@ -247,9 +247,6 @@ def be_rank(rank: int, cell: dict[str, Any]) -> None:
     """Run a cell as one of its ranks."""
     sys.stderr = (Path(cell["out"]) / f"errors{rank}.txt").open("w", buffering=1)
     train(cell, rank)
-    if cell["ranks"] > 1:
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
 
 
 def fork_ranks(num: int, run: Any, *given: Any) -> bool:
@@ -269,6 +266,9 @@ def fork_ranks(num: int, run: Any, *given: Any) -> bool:
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True",
             )  # fmt: skip
         run(rank, *given)
+        if torch.distributed.is_initialized():  # one that is gone may not have sent what another one waits for
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
 
     ranks = [multiprocessing.get_context("fork").Process(target=start, args=(rank,)) for rank in range(num)]
     for one in ranks:
