@@ -13,6 +13,10 @@ SMALL = Path(__file__).with_name("small_modules.txt")
 """Modules below it, one a line with a reason. Those without a reason are older than the rule."""
 
 
+WITHOUT_REASON = 37
+"""Small modules that are older than the rule; their number only shrinks."""
+
+
 @pytest.mark.parametrize("room", size.ceilings())
 def test_no_room_is_above_its_ceiling(room):
     """An ADR alone raises one: take lines out of this room, or let its work be done elsewhere."""
@@ -33,6 +37,7 @@ def test_a_small_module_has_a_reason():
     """Beside it in `small_modules.txt`; a function that two modules share is one."""
     listed = [line.partition(" ") for line in SMALL.read_text(encoding="utf-8").splitlines()]
     names = {name for name, _, _ in listed}
+    assert sum(not reason for _, _, reason in listed) <= WITHOUT_REASON, "give a reason"
     found = {
         str(path.relative_to(size.ROOT))
         for part in size.PRODUCT

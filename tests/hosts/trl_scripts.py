@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import TrainerCallback
 from transformers.trainer import DEFAULT_CALLBACKS
 
-WAYS, RANKS = ("padded", "packed"), (1,)
+WAYS = ("padded", "packed")
 
 ADDED = (
     "from packplan.hf import unpad\n",
@@ -97,8 +97,8 @@ class Watch(TrainerCallback):
             self.losses.append(float(logs["loss"]))
 
 
-def run(rank: int, script: str, way: str, num: int, folder: Path) -> None:
-    """Run a script as its user would on this rank."""
+def run(_: int, script: str, way: str, folder: Path) -> None:
+    """Run a script as its user would, on one rank."""
     path = Path(trl.__file__).parent / "scripts" / f"{script}.py"
     text = path.read_text(encoding="utf-8")
     if way == "packed":
@@ -106,22 +106,21 @@ def run(rank: int, script: str, way: str, num: int, folder: Path) -> None:
         assert found, "the script has changed"
         text = f"{ADDED[0]}{before}{ADDED[1]}{found}{after}"
     model = folder / ("seeing" if script == "sft" and find_spec("PIL") else "model")
-    out = folder / f"{script} {way} {num}"
+    out = folder / f"{script} {way}"
     DEFAULT_CALLBACKS.append(Watch)
     register_module_forward_pre_hook(Watch.count)
     words = f"--model_name_or_path {model} --dataset_name {folder / script} {_COMMON} {OPTIONS[script]}"
     sys.argv = [str(path), *words.split(), "--output_dir", str(out)]
     exec(compile(text, path, "exec"), {"__name__": "__main__", "__file__": str(path)})  # noqa: S102  # TRL's script
     found = {"losses": Watch.losses, "positions": Watch.positions}
-    (folder / f"{out.name} {rank}.json").write_text(json.dumps(found))
+    (folder / f"{out.name}.json").write_text(json.dumps(found))
 
 
 def main(folder: str, *scripts: str) -> None:
     """Run scripts both ways."""
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=f"{folder}/cache")
     make(Path(folder))
-    runs = product(scripts, WAYS, RANKS)
-    sys.exit(not all(fork_ranks(num, run, script, way, num, Path(folder)) for script, way, num in runs))
+    sys.exit(not all(fork_ranks(1, run, *one, Path(folder)) for one in product(scripts, WAYS)))
 
 
 if __name__ == "__main__":
