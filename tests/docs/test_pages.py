@@ -242,17 +242,6 @@ def test_python_that_is_shown_runs(planned):
                 assert ast.literal_eval(value) == eval(line, names), (page, line)  # noqa: S307
 
 
-def test_a_trainer_of_one_s_own_finds_what_the_readme_imports():
-    """A page for transformers runs the same lines; here nothing is imported."""
-    (block,) = fences(ROOT / "README.md", "py")
-    (asked,) = [node for node in ast.parse(block).body if isinstance(node, ast.ImportFrom)]
-    offered = ast.parse(text_of((ROOT / asked.module.replace(".", "/")).with_suffix(".py")))
-
-    assert {alias.name for alias in asked.names} <= {
-        alias.name for node in offered.body if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
-
-
 def test_the_artefacts_page_names_every_file_and_key(planned):
     page = text_of(ROOT / "docs" / "artefacts.md")
     names = {
