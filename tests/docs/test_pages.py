@@ -243,7 +243,7 @@ def test_python_that_is_shown_runs(planned):
 
 
 def test_the_artefacts_page_names_every_file_and_key(planned):
-    page = text_of(ROOT / "docs" / "artefacts.md")
+    page = text_of(ROOT / "docs" / "files.md")
     names = {
         "plan_ws<W>.json" if path.name.startswith("plan_ws") else path.name
         for path in Path().rglob("*.*")

@@ -20,8 +20,6 @@ from packplan.core.samples import COLUMNS
 from tests.e2e.test_plan_build import artefacts_of, refuse_to_measure, write_lines
 from tests.processes import finished
 
-PAGE = Path(__file__).parents[2] / "docs" / "measure.md"
-
 pytestmark = pytest.mark.slow
 
 
@@ -251,18 +249,3 @@ def test_what_cannot_be_measured_is_named(  # noqa: PLR0917  # fixtures
         lengths["lengths"] = str(tmp_path / name)
         assert 2 == plan.main(["build", str(write_run("qwen2", custom=lengths))])
         assert f"custom.lengths: {tmp_path / name} {fault}" in capfd.readouterr().err
-
-
-def test_the_page_packs_a_table(run, demo, few_scenes, tmp_path, monkeypatch):
-    """By the lines that it shows, where the table is."""
-    run(few_scenes, "--model", demo / "models" / "qwen2_5_vl")
-    blocks = [part.split("```")[0] for part in PAGE.read_text(encoding="utf-8").split("```python\n")[1:]]
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-
-    for block in blocks:
-        exec(compile(block, "measure.md", "exec"), names)  # noqa: S102  # the page's own code
-
-    packs = names["plan"].packs.tolist()
-    assert list(range(12)) == sorted(index for pack in packs for index in pack)
-    assert max(names["lengths"][pack].sum() for pack in packs) <= 4096
