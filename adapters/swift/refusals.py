@@ -71,8 +71,9 @@ def refuse_others(arguments: Any, *, flags: Mapping[str, Any], ranks: int) -> No
         for flag, then in flags.items()
         if now.get(flag) != then
     ]
-    if ranks != arguments.global_world_size:
-        reason = f"are {arguments.global_world_size}, but the plan was made for {ranks}: plan again, or start {ranks}"
+    started = getattr(arguments, "data_parallel_size", arguments.global_world_size)  # the former is Megatron's
+    if ranks != started:
+        reason = f"are {started}, but the plan was made for {ranks}: plan again, or start {ranks}"
         faults.append(Fault("ranks", reason))
     if faults:
         raise ConfigError("the command", tuple(faults))

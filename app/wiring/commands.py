@@ -36,13 +36,15 @@ log = logging.getLogger(__name__)
 
 COMMAND = "the command"
 
+MEGATRON = "megatron sft"
+
 _PROGRAM = re.compile(r"swift|megatron|torchrun|accelerate|deepspeed|python[\d.]*")
 """Names of programs that begin a command of ms-swift."""
 
 _ENTRY = re.compile(r"(?:.*[/.])?swift[/.]cli[/.](_megatron[/.])?(\w+?)(?:\.py)?")
 """Module or file that trains without the program `swift`, as `swift.cli.sft`."""
 
-_PLANNED = ("sft", "pt", "rlhf")
+_PLANNED = ("swift sft", "swift pt", "swift rlhf", MEGATRON)
 
 _RANKS = ("num_processes", "nproc_per_node", "num_gpus", "nnodes", "num_nodes")
 """Options of launchers that say ranks: on all machines, on each, or the number of machines."""
@@ -73,6 +75,8 @@ class CommandRun(RunConfig):
             ConfigError: A step is not that of a language model on one pack.
         """
         faults = []
+        if _parts_of(self.command.words)[1] == MEGATRON:
+            faults.append(Fault(MEGATRON, "computes steps by Megatron's own model, which is not traced"))
         if self.command.num_parts != 1 or self.command.arguments.task_type != "causal_lm":
             reason = "trains pairs, another task or split texts, but steps of texts are traced: use a run's YAML"
             faults.append(Fault("swift", reason))
@@ -198,29 +202,34 @@ def _read_command(words: Sequence[str], world_size: int | None) -> CommandRun:
     launcher, task, arguments = _parts_of(words)
     with loading_libraries():
         from packplan.adapters.swift.command import read_arguments, with_file
+        from packplan.adapters.swift.megatron import as_sft
 
     arguments = with_file(arguments)  # whose variables may say the ranks
     ranks = world_size or _ranks(launcher, is_swift=not _ENTRY.fullmatch(words[len(launcher)]))
-    command = read_arguments(task, arguments, words=words, world_size=ranks)
+    if task == MEGATRON:
+        arguments, ranks = as_sft(arguments, started=ranks, world_size=world_size)
+    command = read_arguments(task.split()[1], arguments, words=words, world_size=ranks)
     if not any(word.partition("=")[0] in {"--packing", "--padding_free"} for word in arguments):
         log.warning("the command does not say --packing true, without which ms-swift trains no packs: add it")
     return _as_run(command)
 
 
 def _parts_of(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    """Return the launcher's words, the command of ms-swift, and its arguments; or ConfigError."""
+    """
+    Return the launcher's words, the command of ms-swift as `swift sft`, and its arguments.
+
+    Raises:
+        ConfigError: There is none, or it is not planned.
+    """
     for at, (word, following) in enumerate(pairwise([*words, ""])):
         entry, is_megatron = _ENTRY.fullmatch(word), Path(word).name == "megatron"
         if entry is None and not is_megatron and Path(word).name != "swift":
             continue
         task = (entry[2] if entry else following).replace("_", "-")
-        if is_megatron or (entry and entry[1]):
-            reason = "is resolved by Megatron alone: add the plugin, which plans its packs when it starts"
-            raise ConfigError(COMMAND, (Fault(f"megatron {task}", reason),))
-        if task not in _PLANNED:
-            reason = f"is not planned: only swift {', swift '.join(_PLANNED)} are"
-            raise ConfigError(COMMAND, (Fault(f"swift {task}", reason),))
-        return list(words[:at]), task, list(words[at + (1 if entry else 2) :])
+        program = "megatron" if is_megatron or (entry and entry[1]) else "swift"
+        if f"{program} {task}" not in _PLANNED:
+            raise ConfigError(COMMAND, (Fault(f"{program} {task}", f"is not planned: only {', '.join(_PLANNED)} are"),))
+        return list(words[:at]), f"{program} {task}", list(words[at + (1 if entry else 2) :])
     reason = "names no command of ms-swift: write swift sft, or a launcher and .../swift/cli/sft.py"
     raise ConfigError(COMMAND, (Fault(words[0], reason),))
 
