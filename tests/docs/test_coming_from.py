@@ -19,7 +19,7 @@ PROGRAMS = ("TRL", "axolotl", "LLaMA-Factory")
 
 def rows(program: str) -> list[tuple[str, str, str]]:
     """Return the keys of a program, each with the key here and the remark."""
-    page = (DOCS / "coming-from-others.md").read_text(encoding="utf-8")
+    page = (DOCS / "configuration.md").read_text(encoding="utf-8").partition("\n## Keys of TRL")[2]
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
     column = table[0].index(program)
     return [(theirs, row[0].strip("`"), row[-1]) for row in table[2:] for theirs in re.findall(r"`(\w+)`", row[column])]
@@ -50,7 +50,7 @@ def test_keys_of_trl_are_those_of_the_installed_one():
 
 
 def test_keys_of_the_page_for_users_of_ms_swift_are_keys():
-    page = (DOCS / "coming-from-ms-swift.md").read_text(encoding="utf-8")
+    page = (DOCS / "use-it-in/swift.md").read_text(encoding="utf-8")
     named = re.findall(r"`((?:model|template|custom|training)\.\w+)", page)
 
     assert len(named) > 5

@@ -1,4 +1,4 @@
-"""The pages of docs/use-it-in/ on loops and loaders, by their own commands."""
+"""The page docs/use-it-in/torch.md on loops and loaders, by its own commands."""
 
 import re
 
@@ -30,14 +30,14 @@ def test_the_loop_goes_on_with_fewer_ranks(reader, made):
 @hosted
 def test_lightning_goes_on_in_the_middle_of_an_epoch(reader, made):
     """With the batch behind the checkpoint's last one, though Lightning has asked for its steps."""
-    at = reader("lightning")
-    page = at.folder / "train.py"
+    at = reader("torch")
+    page = at.folder / "train_lightning.py"
     optimizers = "def configure_optimizers(self):\n"
     assert optimizers in page.read_text()
     asked = f"{optimizers}        self.trainer.estimated_stepping_batches\n"
     page.write_text(page.read_text().replace(optimizers, asked))
-    first = trained_packs(at.run_until(at.commands[0], "rank 0 step 5 "))
-    rest = trained_packs(at.run(at.commands[1]))
+    first = trained_packs(at.run_until(at.commands[2], "rank 0 step 5 "))
+    rest = trained_packs(at.run(at.commands[3]))
 
     schedule = plan_of(made).schedule(packs_per_step=2, epochs=2)
     planned = planned_packs(schedule)
@@ -52,8 +52,8 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(reader, made):
 @hosted
 def test_ray_starts_lost_workers_again_where_they_were(reader, made):
     """From the checkpoint of the last step that all workers reported."""
-    at = reader("ray-train")
-    process = at.start(at.commands[0])
+    at = reader("torch")
+    process = at.start(at.commands[4])
     log = at.folder / "rank0.txt"
     try:
         at.wait_until(process, lambda: log.exists() and "rank 0 step 2 " in log.read_text())
@@ -73,8 +73,8 @@ def test_ray_starts_lost_workers_again_where_they_were(reader, made):
 @hosted
 def test_grain_reads_on(reader, made):
     """Both reads together are what a rank trains."""
-    at = reader("grain")
-    read = [at.run(command) for command in at.commands]
+    at = reader("torch")
+    read = [at.run(command) for command in at.commands[5:]]
 
     packs = [int(pack) for printed in read for pack in re.findall(r"pack (\d+) of \d+ tokens", printed)]
     schedule = plan_of(made).schedule(world_size=2, packs_per_step=4, epochs=2)
