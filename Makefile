@@ -53,6 +53,7 @@ lint: $(READY)
 
 reference: $(READY)
 	$(RUN) -m tools.configuration docs/configuration.md docs/mixing.md adapters/config/trainer_keys.json adapters/config/grpo_keys.json
+	$(RUN) -m tools.rooms
 
 # Takes long: every family that transformers knows is probed.
 models: $(READY)

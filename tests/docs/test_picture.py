@@ -1,9 +1,10 @@
-"""The drawing of the README: every sample twice, and the file is that of the tool."""
+"""The drawings of the README and of the rooms: each file is that of its tool."""
 
 import re
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+from tools import rooms
 from tools.picture import GAP, PACKS_A_LINE, WIDTH, picture
 
 ROOT = Path(__file__).parents[2]
@@ -40,3 +41,9 @@ def test_the_drawing_is_that_of_the_tool():
     assert 12 == len(packs)
     assert picture(packs, packing_length=PACKING_LENGTH) == DRAWING
     assert f"![{samples} samples of the demo: padded, {share} %" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_drawing_of_the_rooms_is_that_of_the_imports():
+    """Each file of a sample's way is one."""
+    assert [] == [file for file in rooms.WAY.values() if not (ROOT / file).exists()], "name its place in tools/rooms.py"
+    assert rooms.picture() == rooms.DRAWING.read_text(encoding="utf-8"), "run python -m tools.rooms"

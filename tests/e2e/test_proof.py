@@ -4,7 +4,6 @@ import inspect
 import math
 import re
 import sys
-from pathlib import Path
 
 import attrs
 import pytest
@@ -154,14 +153,6 @@ def test_reported_leaks_are_found(make, batch, module):
     """Each by the module that its report names."""
     with pytest.raises(ProofError, match=rf"sample 1 depends on sample 0, .*layers\.0\.{module} "):
         assert_isolated(make(), batch(), [0, 33, 36, 106])
-
-
-def test_the_page_lists_the_reports_that_are_built():
-    """Each one, with the module in which it is found."""
-    page = (Path(__file__).parents[2] / "docs" / "use-it-in" / "prove.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ([\w-]+ \d+) \|.*\| (.*) \|$", page, re.MULTILINE)
-
-    assert {report: f"`{module}`" for report, (_, _, module) in REPORTED.items()} == dict(rows)
 
 
 def test_a_window_over_the_border_is_found(monkeypatch):
