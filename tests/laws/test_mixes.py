@@ -227,7 +227,7 @@ def test_golden_selections(by, digest):
     lengths = np.arange(30_000) * 7919 % 97
     drawn = [select(Mixes((mix,)), lengths, [10_000] * 3, seed=3, epoch=epoch) for epoch in range(3)]
 
-    assert digest == hashlib.sha256(np.concatenate(drawn).tobytes()).hexdigest()[:16]
+    assert digest == hashlib.sha256(np.concatenate(drawn).tobytes()).hexdigest()[:16], "meant? CHANGELOG.md says so"
 
 
 def test_golden_schedules():

@@ -96,7 +96,7 @@ GOLDEN = {
 def test_golden_draws(algorithm):
     found = redrawn(chat(3000), 4096, algorithm, seed=3, epoch=2)
 
-    assert GOLDEN[algorithm] == (found.level, len(found.packs), plan_checksum(found.packs)[:12])
+    assert GOLDEN[algorithm] == (found.level, len(found.packs), plan_checksum(found.packs)[:12]), "see test_packers"
 
 
 @given(length=st.integers(1, 50), num=st.integers(0, 30), epoch=epochs)

@@ -365,7 +365,7 @@ def test_the_golden_order():
                 "equal work a microbatch": attrs.evolve(step, meeting="microbatch"),
             }.items()
         },
-    }
+    }, "meant? raise ORDER_VERSION in core/schedule/schedule.py, and add its orders to GOLDEN_ORDERS"
 
 
 @given(raw_plans(), ranks, st.integers(1, 3), st.booleans(), st.booleans())
