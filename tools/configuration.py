@@ -1,10 +1,10 @@
 """
-Write the tables of YAML keys into their pages: `python -m tools.configuration
+Write the lists of YAML keys into their pages: `python -m tools.configuration
 docs/configuration.md …`.
 
 A page marks each place by `<!-- keys of core.config.RunConfig -->` and `<!-- end of keys -->`, with
-the name of a frozen class or a mapping. A class gives a table for each of its sections, from the
-types, defaults and docstrings of its fields. A mapping gives one table. A file that ends in .json
+the name of a frozen class or a mapping. A class gives a list for each of its sections, from the
+types, defaults and docstrings of its fields. A mapping gives one list. A file that ends in .json
 becomes the stored table of the keys that the installed ms-swift takes.
 """
 
@@ -32,10 +32,10 @@ _NAMES = re.compile(r"`(core(?:\.\w+)*\.[A-Z_]+)`")
 _TYPES = {
     str: "text",
     PathText: "path",
-    int: "whole number",
+    int: "integer",
     float: "number",
     Decimal: "number",
-    bool: "`true`, `false`",
+    bool: "bool",
 }
 
 MORE = {
@@ -67,7 +67,7 @@ MORE = {
 
 
 def rewritten(page: str) -> str:
-    """Return a page with the current tables in its marked places."""
+    """Return a page with the current lists in its marked places."""
     return _MARKED.sub(lambda found: "\n".join([found[1], *_part(found[2]), found[3]]), page)
 
 
@@ -89,7 +89,7 @@ def _part(name: str) -> Iterator[str]:
     described = _named(name)
     if isinstance(described, Mapping):
         keys = {why: ", ".join(f"`{key}`" for key in described if why == described[key]) for why in described.values()}
-        yield from _table(("keys", "why"), [(names, why) for why, names in keys.items()])
+        yield from _items([(names, "", why) for why, names in keys.items()])
     else:
         yield from _sections(described, "")
 
@@ -100,7 +100,7 @@ def _named(name: str) -> Any:
 
 
 def _sections(kind: type, path: str) -> Iterator[str]:
-    """Yield the tables of a class: its own keys first, then those of each section below it."""
+    """Yield the lists of a class: its own keys first, then those of each section below it."""
     docstrings = _docstrings(kind)
     rows, below = [], []
     for field in attrs.fields(attrs.resolve_types(kind)):
@@ -108,13 +108,12 @@ def _sections(kind: type, path: str) -> Iterator[str]:
         if attrs.has(plain):
             below.append((plain, f"{path}{field.name}."))
         elif typing.get_origin(plain) is Mapping:
-            rows.append(("any other", "", "", docstrings[field.name]))
+            rows.append(("any other", "", docstrings[field.name]))
         else:
             rows.append(
                 (
                     f"`{field.name}`",
-                    _type(plain),
-                    _default(field),
+                    "; ".join(filter(None, (_type(plain), _default(field)))),
                     _meaning(f"{path}{field.name}", docstrings[field.name]),
                 )
             )
@@ -124,7 +123,7 @@ def _sections(kind: type, path: str) -> Iterator[str]:
         about = re.sub(r"^`[\w.]+`: ", "", inspect.getdoc(kind) or "")
         yield from (f"## `{path}`", "", about[:1].upper() + about[1:])
     if rows:
-        yield from _table(("key", "type", "default", "meaning"), rows)
+        yield from _items(rows)
     for section, section_path in below:
         yield from _sections(section, section_path)
 
@@ -159,12 +158,12 @@ def _type(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         one = _TYPES.get(typing.get_args(kind)[0])
         return f"{one}, or a list" if one else "list"
-    return "names, each with another" if typing.get_origin(kind) is dict else _TYPES[kind]
+    return "mapping" if typing.get_origin(kind) is dict else _TYPES[kind]
 
 
 def _default(field: Any) -> str:
     if field.default is attrs.NOTHING:
-        return "(needed)"
+        return "needed"
     if field.default in {None, ()} or isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
         return ""
     if isinstance(field.default, bool):
@@ -177,10 +176,11 @@ def _meaning(path: str, docstring: str) -> str:
     return f"{meaning} [More]({MORE[path]})" if path in MORE else meaning
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+def _items(rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:
+    """Yield a list of names, each with its kind and its meaning."""
     yield ""
-    for cells in (head, ("---",) * len(head), *rows):
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    for name, kind, meaning in rows:
+        yield f"- {name}{f' ({kind})' if kind else ''}: {meaning}"
     yield ""
 
 
