@@ -3,8 +3,8 @@ Write the lists of YAML keys into their pages: `python -m tools.configuration
 docs/configuration.md …`.
 
 A page marks each place by `<!-- keys of core.config.RunConfig -->` and `<!-- end of keys -->`, with
-the name of a frozen class or a mapping. A class gives a list for each of its sections, from the
-types, defaults and docstrings of its fields. A mapping gives one list. A file that ends in .json
+the name of a frozen class, or of refusals. A class gives a list for each of its sections, from the
+types, defaults and docstrings of its fields. Refusals give one list. A file that ends in .json
 becomes the stored table of the keys that the installed ms-swift takes.
 """
 
@@ -37,6 +37,15 @@ _TYPES = {
     Decimal: "number",
     bool: "bool",
 }
+
+HOSTS = {
+    "sft": "sft",
+    "plugin": "plugin",
+    "rlhf": "unpacked",
+    "trainer": "use_plan",
+    "balance": "balance",
+}
+"""Host of a refusal -> its name for people."""
 
 MORE = {
     "custom.train_jsonl": "records.md",
@@ -87,9 +96,12 @@ def grpo_table() -> str:
 
 def _part(name: str) -> Iterator[str]:
     described = _named(name)
-    if isinstance(described, Mapping):
-        keys = {why: ", ".join(f"`{key}`" for key in described if why == described[key]) for why in described.values()}
-        yield from _items([(names, "", why) for why, names in keys.items()])
+    if isinstance(described, tuple):
+        same: dict[tuple[str, str], list[str]] = {}
+        for one in described:
+            hosts = ", ".join(HOSTS[host] for host in one.hosts)
+            same.setdefault((hosts, str(one).removesuffix(": remove it")), []).append(f"`{one.setting}`")
+        yield from _items([(", ".join(names), hosts, why) for (hosts, why), names in same.items()])
     else:
         yield from _sections(described, "")
 

@@ -11,11 +11,11 @@ from packplan.adapters.config.layers import Override, expanded, read_document, r
 from packplan.adapters.config.trainer_keys import TrainerKey
 from packplan.adapters.config.values import known_keys, structured
 from packplan.core.config import (
-    REFUSED_TRAINING_KEYS,
     RlConfig,
     RunConfig,
     TrainingConfig,
     faults,
+    refused_settings,
     rl_faults,
     unknown_key,
 )
@@ -26,7 +26,7 @@ SECTIONS = ("model", "template", "custom", "training")
 
 RL_SECTIONS = ("policy", "grpo")
 
-_REFUSED = {f"training.{key}": reason for key, reason in REFUSED_TRAINING_KEYS.items()}
+_REFUSED = {f"training.{key}": str(refusal) for key, refusal in refused_settings("sft").items()}
 
 
 def load_config(

@@ -23,7 +23,7 @@ from accelerate.utils import gather_object
 from scipy.optimize import linear_sum_assignment
 from transformers import Trainer
 
-from packplan.adapters.hf.balance_refusals import checked_host, is_old_trl
+from packplan.adapters.hf.refusals import checked_host, is_old_trl
 from packplan.adapters.hf.rows import Counts, RowLayout, Taken, Unit
 from packplan.core.errors import ArgumentError, ModelError
 from packplan.core.lengths import whole_number

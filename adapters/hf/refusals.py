@@ -1,26 +1,31 @@
-"""Settings of a trainer under which it would not train a plan as it stands: refused by name."""
+"""Settings, losses and data under which a trainer would not train a plan, or its step in parts."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from packplan.core.config import refusals_of
 from packplan.core.errors import ArgumentError
 
-_DRAWS = "draws batches by itself"
-
-_SETTINGS = MappingProxyType(
+_LOSSES: Mapping[str, Collection[str]] = MappingProxyType(
     {
-        "group_by_length": _DRAWS,
-        "packing": "packs the rows before the plan",
-        "eval_packing": "packs the rows before the plan",
-        "auto_find_batch_size": "changes the batch size, but a batch is one pack",
-        "ignore_data_skip": "lets a resumed run train packs twice",
+        "GRPOTrainer": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
+        "RLOOTrainer": (),
+        "DPOTrainer": (
+            "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "sppo_hard", "apo_zero", "apo_down",
+            "discopop", "sft", "sigmoid_norm",
+        ),
+        "KTOTrainer": ("apo_zero_unpaired",),
+        "RewardTrainer": (),
+        "SFTTrainer": ("nll", "dft", "chunked_nll"),
+        "Trainer": (),
     }
-)
-"""Arguments of a trainer that have to be off -> what they would do. Not every version has each."""
+)  # fmt: skip
+"""Trainer -> values of `loss_type` whose losses are sums or means over rows or tokens."""
 
 
 def refuse(trainer: Any) -> None:
@@ -30,7 +35,7 @@ def refuse(trainer: Any) -> None:
     Raises:
         ArgumentError: A setting or the data set stands against it; all are named.
     """
-    if reasons := [*_of_rows(trainer.train_dataset), *_of_settings(trainer.args), *_of_ranks(trainer)]:
+    if reasons := [*_of_rows(trainer.train_dataset), *_of_arguments(trainer.args), *_of_ranks(trainer)]:
         raise ArgumentError("host", f"the trainer would not follow the plan: {'; '.join(reasons)}")
 
 
@@ -41,16 +46,12 @@ def _of_rows(rows: Any) -> Iterator[str]:
         yield f"train_dataset is a {type(rows).__name__}, whose order no sampler decides: give rows by index"
 
 
-def _of_settings(args: Any) -> Iterator[str]:
-    for name, reason in _SETTINGS.items():
-        if getattr(args, name, False):
-            yield f"{name} is set, which {reason}"
-    for name in ("dispatch_batches", "split_batches"):
-        if getattr(args.accelerator_config, name, None):
-            yield f"accelerator_config.{name} is set, which hands the batches of one rank out to all"
+def _of_arguments(args: Any) -> Iterator[str]:
+    for refusal in refusals_of(args, "trainer"):
+        yield f"{refusal.setting} is set, which {refusal.effect}"
     strategy = getattr(args, "train_sampling_strategy", "random")
     if strategy != "random":
-        yield f"train_sampling_strategy is {strategy!r}, which {_DRAWS}"
+        yield f"train_sampling_strategy is {strategy!r}, which draws batches by itself"
 
 
 def _of_ranks(trainer: Any) -> Iterator[str]:
@@ -71,3 +72,62 @@ def of_sharing(trainer: Any) -> Iterator[str]:
     for name in ("tp_size", "cp_size", "sp_size"):
         if (size := getattr(sharing, name, None) or 1) > 1:
             yield f"parallelism_config.{name} is {size}, so ranks share rows"
+
+
+def is_old_trl() -> bool:
+    """Return whether TRL is older than 1.0, which divides and logs some means differently."""
+    return int(version("trl").partition(".")[0]) < 1
+
+
+def checked_host(trainer: Any) -> str:
+    """
+    Return the name of the trainer's class that computes its loss, which can be cut.
+
+    Raises:
+        ArgumentError: A setting or the loss stands against it; all are named.
+    """
+    kind = type(trainer)
+    hosts = (one for one in kind.__mro__ if one.__module__.startswith(("trl.", "transformers.")))
+    base = next(one for one in hosts if one.__name__ in _LOSSES)  # ms-swift has the same names
+    if any(getattr(kind, name, None) is not getattr(base, name, None) for name in ("compute_loss", "_compute_loss")):
+        raise ArgumentError("host", f"{kind.__name__} computes a loss of its own: unpad alone serves it")
+    if reasons := [*_of_losses(trainer, base.__name__), *_of_settings(trainer, base.__name__), *of_sharing(trainer)]:
+        raise ArgumentError("host", f"the trainer's batches cannot be cut: {'; '.join(reasons)}")
+    return base.__name__
+
+
+def _of_losses(trainer: Any, host: str) -> Iterator[str]:
+    named = getattr(trainer.args, "loss_type", None) or []
+    losses = [named] if isinstance(named, str) else named
+    for loss in sorted({*losses} - {*_LOSSES[host]}):
+        yield f"loss_type is {loss!r}, which compares the rows of a batch, or is not known"
+    if host == "DPOTrainer" and "sft" in losses and (len(losses) > 1 or trainer.args.use_weighting):
+        yield "loss_type is 'sft' beside another one, or use_weighting is set: one counts tokens, the other rows"
+    if host == "KTOTrainer" and is_old_trl():
+        yield "KTOTrainer is of TRL before 1.0"
+    sequence = getattr(trainer.args, "importance_sampling_level", None) == "sequence"
+    if "luspo" in losses and is_old_trl() and not (sequence and not trainer.beta):
+        yield "loss_type is 'luspo', which TRL before 1.0 divides by padding, unless by sequence and with beta 0"
+
+
+def _of_settings(trainer: Any, host: str) -> Iterator[str]:
+    args = trainer.args
+    for refusal in refusals_of(args, "balance"):
+        yield f"{refusal.setting} is set, which {refusal.effect}"
+    if getattr(args, "top_entropy_quantile", 1.0) < 1:
+        yield "top_entropy_quantile is below 1, which compares the tokens of a batch"
+    config = trainer.model.config.get_text_config()
+    weight = getattr(trainer, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0))
+    if weight and getattr(trainer, "aux_loss_enabled", getattr(config, "output_router_logits", False)):
+        yield f"router_aux_loss_coef is {weight}, whose loss compares the tokens of a batch"
+    if trainer.accelerator.distributed_type == "DEEPSPEED":
+        yield "DeepSpeed counts microbatches itself"
+    own = trainer.compute_loss_func
+    if host in ("SFTTrainer", "Trainer") and callable(own) and not own.__module__.startswith("trl."):
+        yield "compute_loss_func is not known"
+    if host == "Trainer" and not type(_bare(trainer.model)).__name__.endswith("ForCausalLM"):
+        yield f"the loss of {type(_bare(trainer.model)).__name__} is not known"
+
+
+def _bare(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

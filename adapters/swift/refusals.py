@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
+from packplan.core.config import refusals_of
 from packplan.core.errors import ConfigError, Fault
 
 SHOWN_VERSIONS = ("4.6.0",)
@@ -12,25 +12,6 @@ SHOWN_VERSIONS = ("4.6.0",)
 
 _TYPES = ("dpo",)
 """Types of `swift rlhf` whose packs were shown to train as their samples alone do."""
-
-_OFF: Mapping[str, str] = MappingProxyType(
-    {
-        "streaming": "gives no lengths before training, and a plan needs all of them",
-        "group_by_length": "draws batches by itself, and packs are already of like length",
-        "ignore_data_skip": "lets a resumed run train packs twice",
-        "auto_find_batch_size": "changes the batch size, which decides the steps",
-        "use_ray": "starts processes that were not shown to follow a plan",
-    }
-)
-"""Arguments that have to be off -> their effect."""
-
-_OFF_OWN: Mapping[str, str] = MappingProxyType(
-    {"use_ray": "starts processes in which padding was not shown to be left out"}
-)
-"""The same for types that train their own batches."""
-
-_ALONE = ("sequence_parallel_size", "context_parallel_size", "deepspeed_autotp_size")
-"""Arguments that let ranks share the tokens of a row."""
 
 
 def is_megatron(arguments: Any) -> bool:
@@ -115,12 +96,8 @@ def _faults(arguments: Any) -> Iterator[Fault]:
     elif not own and not arguments.packing:
         yield Fault("--packing", "is false, but packs are planned: say --packing true, or leave the plugin out")
         return
-    for name, effect in (_OFF_OWN if own else _OFF).items():
-        if getattr(arguments, name, False):
-            yield Fault(f"--{name}", f"{effect}: remove it")
-    for name in _ALONE:
-        if (getattr(arguments, name, None) or 1) > 1:
-            yield Fault(f"--{name}", "lets ranks share rows, which the plugin cannot do: set it to 1")
+    for refusal in refusals_of(arguments, "rlhf" if own else "plugin"):
+        yield Fault(f"--{refusal.setting}", str(refusal))
 
 
 def own_type(arguments: Any) -> str | None:

@@ -503,33 +503,6 @@ class TrainingConfig:
 TUNERS: tuple[str, ...] = get_args(Tuner)
 """Values of `training.tuner_type`."""
 
-REFUSED_TRAINING_KEYS = MappingProxyType(
-    {
-        "packing_length": "is derived from template.max_length (else model.max_model_len): set that instead",
-        "packing_avg_samples": "guesses how many samples a pack holds, which a static plan counts: remove it",
-        "group_by_length": "has no meaning for packs, which are already of like length: remove it",
-        **dict.fromkeys(
-            ("sortish_sampler", "train_sampling_strategy"),
-            "is of samplers that packs do not have: training.train_dataloader_shuffle says whether they are shuffled",
-        ),
-        "predict_with_generate": "is not supported, since evaluation measures the loss: remove it",
-        "max_epochs": "would end training at another step than planned: use training.num_train_epochs",
-        "auto_find_batch_size": "would change the batch behind the plan: remove it",
-        "remove_unused_columns": "would drop columns that packs need: remove it",
-        "eval_use_evalscope": "is not supported: remove it",
-        "use_galore": "has no effect, since its gradients are not tried with packs: remove it",
-        **dict.fromkeys(
-            ("generation_config", "generation_max_length", "generation_num_beams"),
-            "is for generated answers, but evaluation measures the loss: remove it",
-        ),
-        "parallelism_config": "joins several ranks to one learner, but a plan counts every rank: remove it",
-        "ignore_data_skip": "would train packs of the epoch again after a resume: remove it; to start again from a "
-        "checkpoint's weights, set model.model to it",
-        "average_tokens_across_devices": "is always on, so that the loss is the mean over all tokens: remove it",
-    }
-)
-"""Keys of `training.` -> why they are refused, and what to do."""
-
 
 @attrs.frozen(kw_only=True)
 class RunConfig:

@@ -6,14 +6,16 @@ from hypothesis import strategies as st
 
 from packplan.adapters.config.run import load_mixes, parse_config
 from packplan.adapters.config.values import known_keys
-from packplan.core.config import REFUSED_TRAINING_KEYS, RunConfig, closest, unknown_key
+from packplan.core.config import RunConfig, closest, refused_settings, unknown_key
 from packplan.core.errors import ConfigError
 from tests.documents import KEYS, faults_of
+
+REFUSED = {key: str(refusal) for key, refusal in refused_settings("sft").items()}
 
 OWN = dict(known_keys(RunConfig))
 """Every key of the project with its sections -> whether it is a section."""
 
-PATHS = sorted({*OWN, *(f"training.{key}" for key in set(KEYS) - set(REFUSED_TRAINING_KEYS))})
+PATHS = sorted({*OWN, *(f"training.{key}" for key in set(KEYS) - set(REFUSED))})
 
 LEVELS = ["", *(path for path, section in OWN.items() if section)]
 
@@ -40,13 +42,13 @@ def test_every_key_at_every_wrong_level_is_told_its_right_one(level, value):
         assert path in advice.split(" or "), place
 
 
-@pytest.mark.parametrize("key", sorted(REFUSED_TRAINING_KEYS))
+@pytest.mark.parametrize("key", sorted(REFUSED))
 def test_a_refused_key_at_a_wrong_level_is_told_why(key):
     """And not to be written where it is refused as well; a misspelling of it neither."""
-    assert REFUSED_TRAINING_KEYS[key] == faults_of({key: 1})[key]
+    assert REFUSED[key] == faults_of({key: 1})[key] == faults_of({f"training.{key}": 1})[f"training.{key}"]
     typo = key.replace("e", "ee", 1)
     reason = faults_of({f"training.{typo}": 1})[f"training.{typo}"]
-    assert f"is no known key; {key}, which it resembles, {REFUSED_TRAINING_KEYS[key]}" == reason
+    assert f"is no known key; {key}, which it resembles, {REFUSED[key]}" == reason
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from packplan.adapters.config.run import load_config
-from packplan.core.config import REFUSED_TRAINING_KEYS, TrainingConfig
+from packplan.core.config import TrainingConfig
 from packplan.core.errors import ConfigError
 from tests.documents import KEYS, document, faults_of, parsed
 
@@ -192,12 +192,6 @@ def test_names_of_sources_are_of_entries_of_the_data(monkeypatch):
                      "custom.source_names": names})  # fmt: skip
 
     assert ["/data/a.jsonl", *list(names)[1:]] == list(config.custom.source_names)
-
-
-@pytest.mark.parametrize("key", sorted(REFUSED_TRAINING_KEYS))
-def test_keys_that_mean_nothing_here_are_refused_with_what_to_do(key):
-    """By name, even where the trainer knows them."""
-    assert REFUSED_TRAINING_KEYS[key] == faults_of(**{key: 1})[f"training.{key}"]
 
 
 @pytest.mark.parametrize("field", [f.name for f in attrs.fields(TrainingConfig) if f.name != "trainer"])
