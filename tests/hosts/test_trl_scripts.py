@@ -23,15 +23,18 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scripts")
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.hosts.trl_scripts", str(folder), *SCRIPTS]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=600)
     assert 0 == done.returncode, done.stderr[-3000:]
     return folder
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_with_two_lines_trains_the_same(script, folder):
+@pytest.mark.parametrize(("script", "ranks"), [*((script, 1) for script in SCRIPTS), (SCRIPTS[0], 2)])
+def test_a_script_with_two_lines_trains_the_same(script, ranks, folder):
     """DPO, GRPO and SFT in the newest TRL; SFT with images where Pillow is installed."""
-    padded, packed = (json.loads((folder / f"{script} {way}.json").read_text()) for way in ("padded", "packed"))
-    assert packed["losses"] == pytest.approx(padded["losses"], rel=2e-5, abs=1e-8)
-    assert 3 == len(packed["losses"])
-    assert 0 < packed["positions"] < padded["positions"]
+    for rank in range(ranks):
+        padded, packed = (
+            json.loads((folder / f"{script} {way} {ranks} {rank}.json").read_text()) for way in ("padded", "packed")
+        )
+        assert packed["losses"] == pytest.approx(padded["losses"], rel=2e-5, abs=1e-8)
+        assert 3 == len(packed["losses"])
+        assert 0 < packed["positions"] < padded["positions"]

@@ -2,10 +2,11 @@
 Runs TRL's own example scripts, as installed and with two lines of `packplan.hf`, on tiny models.
 
 `python -m tests.hosts.trl_scripts FOLDER SCRIPT…` forks a process for each rank, after the
-libraries were imported once. Each writes the losses that it logged and the positions that its
-layers computed.
+libraries were imported once: each script on one rank, and the first one on two. Each rank writes
+the losses that it logged and the positions that its layers computed.
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -27,6 +28,9 @@ from transformers import TrainerCallback
 from transformers.trainer import DEFAULT_CALLBACKS
 
 WAYS = ("padded", "packed")
+
+_DEADLINE_S = 200
+"""Seconds of a rank, which then says where it stands."""
 
 ADDED = (
     "from packplan.hf import unpad\n",
@@ -83,6 +87,7 @@ class Watch(TrainerCallback):
 
     losses: list[float] = []  # noqa: RUF012  # one run for each process
     positions = 0
+    group: Any = None
 
     @classmethod
     def count(cls, module: Any, inputs: Any) -> None:
@@ -91,14 +96,18 @@ class Watch(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **_):
         Watch.positions = 0  # the probe of `unpad` has gradients too
+        # Gloo's group, where DDP holds it last, joins its thread under the GIL, which that thread may wait for:
+        # pytorch/pytorch#190489. Held here, it ends with the process.
+        Watch.group = torch.distributed.is_initialized() and torch.distributed.group.WORLD
 
     def on_log(self, args, state, control, logs=None, **_):
         if "loss" in logs:
             self.losses.append(float(logs["loss"]))
 
 
-def run(_: int, script: str, way: str, folder: Path) -> None:
-    """Run a script as its user would, on one rank."""
+def run(rank: int, ranks: int, script: str, way: str, folder: Path) -> None:
+    """Run a script as its user would, as one of some ranks."""
+    faulthandler.dump_traceback_later(_DEADLINE_S, exit=True)
     path = Path(trl.__file__).parent / "scripts" / f"{script}.py"
     text = path.read_text(encoding="utf-8")
     if way == "packed":
@@ -106,21 +115,22 @@ def run(_: int, script: str, way: str, folder: Path) -> None:
         assert found, "the script has changed"
         text = f"{ADDED[0]}{before}{ADDED[1]}{found}{after}"
     model = folder / ("seeing" if script == "sft" and find_spec("PIL") else "model")
-    out = folder / f"{script} {way}"
+    out = folder / f"{script} {way} {ranks}"
     DEFAULT_CALLBACKS.append(Watch)
     register_module_forward_pre_hook(Watch.count)
     words = f"--model_name_or_path {model} --dataset_name {folder / script} {_COMMON} {OPTIONS[script]}"
     sys.argv = [str(path), *words.split(), "--output_dir", str(out)]
     exec(compile(text, path, "exec"), {"__name__": "__main__", "__file__": str(path)})  # noqa: S102  # TRL's script
     found = {"losses": Watch.losses, "positions": Watch.positions}
-    (folder / f"{out.name}.json").write_text(json.dumps(found))
+    (folder / f"{out.name} {rank}.json").write_text(json.dumps(found))
 
 
 def main(folder: str, *scripts: str) -> None:
-    """Run scripts both ways."""
+    """Run scripts both ways, on one rank, and the first on two."""
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=f"{folder}/cache")
     make(Path(folder))
-    sys.exit(not all(fork_ranks(1, run, *one, Path(folder)) for one in product(scripts, WAYS)))
+    runs = [*product([1], scripts, WAYS), *product([2], scripts[:1], WAYS)]
+    sys.exit(not all(fork_ranks(one[0], run, *one, Path(folder)) for one in runs))
 
 
 if __name__ == "__main__":
