@@ -148,13 +148,14 @@ def trainer_of(
     return SFTTrainer(model, args, train_dataset=data, eval_dataset=data, processing_class=tokenizer())
 
 
-def tokenizer() -> Any:
-    """Return a tokenizer of one word, which TRL asks for its padding."""
+def tokenizer(*texts: str) -> Any:
+    """Return a tokenizer of some texts' words, and of four more."""
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(WordLevel({"<pad>": 0, "<end>": 1, "red": 2, "blue": 3, "a": 4, "circle": 5}, unk_token="<pad>"))  # noqa: S106  # no password
+    vocabulary = dict.fromkeys(["<pad>", "<end>", "red", "blue", "a", "circle", *" ".join(texts).split()])
+    words = Tokenizer(WordLevel({word: number for number, word in enumerate(vocabulary)}, unk_token="<pad>"))  # noqa: S106  # no password
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")  # noqa: S106
 

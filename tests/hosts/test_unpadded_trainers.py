@@ -14,17 +14,14 @@ from packplan.adapters.hf.packed_calls import TextStack
 from packplan.core.errors import ArgumentError, ProofError
 from packplan.hf import unpad, use_plan
 from packplan.testing import assert_step_loss, assert_unpadded_equal
-from tests.hosts.law import CONFIGS, rows_of
+from tests.hosts.law import CONFIGS, rows_of, tokenizer
 
 # isort: split
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers.models import WordLevel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     DataCollatorWithFlattening,
-    PreTrainedTokenizerFast,
     PrinterCallback,
     Trainer,
     TrainingArguments,
@@ -37,11 +34,7 @@ _WORDS = ["red", "blue " * 3, "a circle of many words " * 4, "bars " * 9]
 _TEXTS = {"chosen": _WORDS * 4, "rejected": _WORDS[::-1] * 4}
 
 _ROWS = {
-    "DPOTrainer": {
-        "prompt": _WORDS * 4,
-        "chosen": _WORDS * 4,
-        "rejected": [f"red {word}" for word in _WORDS[1:] + _WORDS[:1]] * 4,
-    },
+    "DPOTrainer": {"prompt": _WORDS * 4} | _TEXTS,
     "KTOTrainer": {"prompt": _WORDS * 4, "completion": _WORDS[::-1] * 4, "label": [True, False] * 8},
     "RewardTrainer": _TEXTS,
     "SFTTrainer": {"text": _WORDS * 4},
@@ -50,16 +43,12 @@ _ROWS = {
     "Trainer": {"input_ids": [[7 + number % 3] * (1 + 5 * number % 17) for number in range(16)]},
 }
 
-_VOCABULARY = ["<pad>", "<end>", *sorted({word for text in _WORDS for word in text.split()})]
-
 _NEAR = {"rel": 2e-5, "abs": 2e-6}
 
+_TIMES = ("time", "per_second", "flos")
 
-def tokenizer():
-    """Return a tokenizer of the texts' words."""
-    words = Tokenizer(WordLevel({word: number for number, word in enumerate(_VOCABULARY)}, unk_token="<pad>"))  # noqa: S106  # no password
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")  # noqa: S106
+_OVER_PADDING = ("entropy", "accuracy", "logits")
+"""Words of the names of means over padding."""
 
 
 def model_of(kind=AutoModelForCausalLM, **keys):
@@ -79,11 +68,11 @@ def trainer_of(host, folder):
     if host == "Trainer":
 
         def collate(batch):
-            found = tokenizer().pad([{"input_ids": row["input_ids"]} for row in batch], return_tensors="pt")
+            found = tokenizer(*_WORDS).pad([{"input_ids": row["input_ids"]} for row in batch], return_tensors="pt")
             return {**found, "labels": found["input_ids"].masked_fill(found["attention_mask"] == 0, -100)}
 
         return Trainer(model_of(), TrainingArguments(**common), train_dataset=rows, data_collator=collate)
-    given = {"train_dataset": rows, "processing_class": tokenizer()}
+    given = {"train_dataset": rows, "processing_class": tokenizer(*_WORDS)}
     if host in ("GRPOTrainer", "RLOOTrainer"):
         common |= {"num_generations": 2, "max_completion_length": 6, "beta": 0.0}
         given["reward_funcs"] = lambda completions, **_: [float(number % 3) for number in range(len(completions))]
@@ -97,17 +86,8 @@ def logged(trainer):
     """Train, and return the numbers of each step."""
     trainer.args.max_epochs = None  # which ms-swift, once imported, lets callbacks ask for
     trainer.train()
-    ignored = (
-        "time",
-        "per_second",
-        "runtime",
-        "flos",
-        "entropy",
-        "accuracy",
-        "logits",
-    )  # the last three are means over padding
     return [
-        {name: value for name, value in entry.items() if not any(word in name for word in ignored)}
+        {name: value for name, value in entry.items() if not any(word in name for word in (*_TIMES, *_OVER_PADDING))}
         for entry in trainer.state.log_history
     ]
 
@@ -145,13 +125,8 @@ def test_a_fault_is_an_error_with_both_losses(tmp_path, monkeypatch):
 def test_a_batch_without_padding_proves_nothing(tmp_path):
     """It is refused, or the assertion could not fail."""
     trainer = trainer_of("SFTTrainer", tmp_path)
-    trainer.get_train_dataloader = lambda: [
-        {
-            "input_ids": torch.ones(2, 3).long(),
-            "attention_mask": torch.ones(2, 3).long(),
-            "labels": torch.ones(2, 3).long(),
-        }
-    ]
+    batch = dict.fromkeys(["input_ids", "attention_mask", "labels"], torch.ones(2, 3).long())
+    trainer.get_train_dataloader = lambda: [batch]
 
     with pytest.raises(ArgumentError, match="no padding"):
         assert_unpadded_equal(trainer)
@@ -199,7 +174,7 @@ def test_a_plan_goes_with_what_else_leaves_padding_out(host, tmp_path):
     if host == "nothing is padded":
         prepared = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}, "padding_free": True}
         args = settings(tmp_path, trl.SFTConfig, **prepared)
-        trainer = trl.SFTTrainer(model_of(), args, train_dataset=data, processing_class=tokenizer())
+        trainer = trl.SFTTrainer(model_of(), args, train_dataset=data, processing_class=tokenizer(*_WORDS))
     else:
         collator = DataCollatorWithFlattening() if host == "trainer" else None
         trainer = Trainer(model_of(), settings(tmp_path, TrainingArguments), collator, train_dataset=data)

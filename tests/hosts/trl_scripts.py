@@ -96,8 +96,8 @@ class Watch(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **_):
         Watch.positions = 0  # the probe of `unpad` has gradients too
-        # Gloo's group, where DDP holds it last, joins its thread under the GIL, which that thread may wait for:
-        # pytorch/pytorch#190489. Held here, it ends with the process.
+        # Gloo's group, where DDP holds it last, joins its thread under the GIL, which that thread
+        # may wait for: pytorch/pytorch#190489. Held here, it ends with the process.
         Watch.group = torch.distributed.is_initialized() and torch.distributed.group.WORLD
 
     def on_log(self, args, state, control, logs=None, **_):
