@@ -81,13 +81,12 @@ class Records(Protocol):
     def record_digest(self, index: int, /) -> str:
         """Return the digest of record *index* alone."""
 
-    def digest(self, count: int, /, *, start: int = 0, without: Sequence[int] = ()) -> str:
+    def digest(self, count: int, /, *, without: Sequence[int] = ()) -> str:
         """
-        Return the digest of records and of the folders of their media, bad records aside.
+        Return the digest of the first records and of the folders of their media, bad records aside.
 
         Args:
             count: Number of records.
-            start: First record.
             without: Indices of bad records.
         """
 

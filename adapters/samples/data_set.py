@@ -122,23 +122,23 @@ class FileRecords:
         """Return the folder that relative media of record *index* start at."""
         return self._find(index)[0].named.folder
 
-    def digest(self, count: int, *, start: int = 0, without: Sequence[int] = ()) -> str:
+    def digest(self, count: int, *, without: Sequence[int] = ()) -> str:
         """
-        Return the SHA-256 of records: their content, and the folders that their media start at.
+        Return the SHA-256 of the first records: their content, and the folders that their media
+        start at.
 
-        Records outside this range do not change it, nor does another format with the same records.
+        Later records do not change it, nor does another format with the same records.
         Asked for rising counts, it reads each record once.
 
         Args:
             count: Number of records.
-            start: The first of them.
             without: Indices of bad records.
         """
-        sha256, folder, index, end = hashlib.sha256(), "", start, start + count
+        sha256, folder, index = hashlib.sha256(), "", 0
         with progress(total=count, desc="hashing the data", unit=" records", leave=False, delay=BRIEF_S) as bar:
-            while index < end:
+            while index < count:
                 file, row = self._find(index)
-                indices = np.arange(index, index + min(len(file) - row, end - index, _AT_ONCE))
+                indices = np.arange(index, index + min(len(file) - row, count - index, _AT_ONCE))
                 digests = self._digests(file, row, range(index, index + len(indices)))
                 kept = digests[~np.isin(indices, without)]
                 if len(kept) and file.named.folder != folder:

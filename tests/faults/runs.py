@@ -38,8 +38,8 @@ class FileSource(ListSource):
         super().__init__([self.records[index] for index in range(len(self.records))], name="file")
         self._before_each = before_each
 
-    def data_digest(self, count: int, *, start: int = 0, without: Sequence[int] = ()) -> str:
-        return self.records.digest(count, start=start, without=without)
+    def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
+        return self.records.digest(count, without=without)
 
     def record_digest(self, index: int) -> str:
         return self.records.record_digest(index)
