@@ -1,6 +1,5 @@
-"""The policy that docs/rl.md shows, trained on the workers that are given."""
+"""The policy of docs/examples/, trained on the workers that are given."""
 
-import re
 import types
 from pathlib import Path
 
@@ -9,17 +8,15 @@ import torch
 
 from packplan.adapters.microbatches import BatchedData
 
-PAGE = Path(__file__).parents[2] / "docs" / "rl.md"
+CODE = Path(__file__).parents[2] / "docs" / "examples" / "policy.py"
 
 LENGTHS = [9, 41, 5, 30, 2, 17, 61, 8, 12, 25, 33]
 
 
 def shown() -> types.ModuleType:
-    """Return the page's file as a module that is sent to actors by value."""
-    (code,) = (block for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-               if block.startswith("# policy.py"))  # fmt: skip
+    """Return the file as a module that is sent to actors by value."""
     module = types.ModuleType("page_policy")
-    exec(compile(code, PAGE.name, "exec"), module.__dict__)  # noqa: S102  # the page's own code
+    exec(compile(CODE.read_text(), CODE.name, "exec"), module.__dict__)  # noqa: S102  # our own
     return module
 
 

@@ -224,7 +224,7 @@ def planned(tmp_path, monkeypatch) -> str:
     return plan_split(split, group=ScriptedGroup(), deadline=Deadline(1)).raw_checksum
 
 
-HOSTED = ("# dpo.py", "# policy.py", "# train", "# see.py", "# read.py", "# prove.py", "# test_packing.py")
+HOSTED = ("# dpo.py", "# train.py", "# prove.py")
 """First lines of files that need a trainer of others, or workers: other tests run them."""
 
 

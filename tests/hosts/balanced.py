@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from packplan.adapters.hf import balance
-from packplan.adapters.hf.balance_refusals import is_old_trl
+from packplan.adapters.hf.refusals import is_old_trl
 from tests.hosts.law import CONFIGS, fork_ranks, tokenizer
 
 ROWS, PROMPT, ANSWER = 4, 6, 20

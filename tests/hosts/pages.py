@@ -44,12 +44,13 @@ class Reader:
     def __init__(self, page: str, folder: Path, given: dict[str, Path], python: Path) -> None:
         self.folder, self._given, self._python = folder, given, python
         self.commands = commands(page)
-        for block in blocks(page, "python"):
-            name = re.match(r"# (\w+\.py)\n", block)
-            assert name, f"a block of {page}.md does not say which file it is"
-            for text, path in given.items():
-                block = block.replace(f'"{text}"', repr(str(path)))  # noqa: PLW2901
-            (folder / name.group(1)).write_text(block)
+        linked = re.findall(r"\(\.\./examples/(\w+\.py)\)", (PAGES / f"{page}.md").read_text(encoding="utf-8"))
+        files = {name: (ROOT / "docs" / "examples" / name).read_text(encoding="utf-8") for name in linked}
+        files |= {block.split()[1]: block for block in blocks(page, "python")}
+        for name, text in files.items():
+            for word, path in given.items():
+                text = text.replace(f'"{word}"', repr(str(path)))  # noqa: PLW2901
+            (folder / name).write_text(text)
 
     def start(self, words: list[str]) -> subprocess.Popen[str]:
         """Type a command; what it prints goes to `printed.txt`."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from packplan.adapters.hf import balance
 from packplan.adapters.hf.balance import split_to
-from packplan.adapters.hf.balance_refusals import checked_host, is_old_trl
+from packplan.adapters.hf.refusals import checked_host, is_old_trl
 from packplan.adapters.hf.rows import RowLayout
 from packplan.core.errors import ArgumentError
 from tests.hosts import balanced
