@@ -163,19 +163,15 @@ class TemplateConfig:
 
     loss_scale: str = key("default", lengths="value")
     """
-    Trained tokens and their weights, by ms-swift's names: `default` trains the assistant's turns,
-    `last_round` its last, `all` everything. Names of weights follow or stand alone:
-    `last_round+hermes`, `ignore_empty_think`.
+    Trained tokens, by ms-swift's names: `default` trains the assistant's turns, `last_round` its
+    last, `all` everything. Names of weights follow or stand alone: `last_round+hermes`.
     """
 
     use_chat_template: bool | None = key(None, lengths="value if set")
     """`false` encodes the texts of records alone, as `swift pt` does."""
 
     truncation_strategy: Literal["left", "right", "raise"] | None = key(None, lengths="value")
-    """
-    End at which longer samples are truncated (they are long, and counted); `raise` refuses them.
-    Unset, they stay whole.
-    """
+    """End at which longer samples are truncated; `raise` refuses them. Unset, they stay whole."""
 
 
 @attrs.frozen(kw_only=True)
@@ -198,16 +194,10 @@ class CustomConfig:
         own="names sources for `plan show`, by their paths",
         check=must(lambda name: bool(name.strip()), "a name"),
     )
-    """
-    Names for entries of `train_jsonl` and `val_jsonl`, or for files of a mix, by which samples are
-    counted: `{data/chats.jsonl: chats}`.
-    """
+    """Names for data files, by which samples are counted: `{data/chats.jsonl: chats}`."""
 
     fusion_config: PathText | None = key(None, neither=_SELECTS)
-    """
-    YAML of a mix of data sets, or of a curriculum of mixes. The rollout variant draws it while it
-    trains; Stage-1 takes it with `fusion_schedule`.
-    """
+    """YAML of a mix of data sets, or of a curriculum of mixes."""
 
     fusion_schedule: Literal["planned"] | None = key(
         None, neither=_SELECTS, stream="is for static plans: a stream draws its mix while it trains"
@@ -224,10 +214,7 @@ class CustomConfig:
     """Answer dense captions with their summary."""
 
     max_line_bytes: int = key(2**20, neither=_LIMITS, check=at_least(1))
-    """
-    Bytes of a record without its images; longer ones are refused unread. A MiB encodes in 2 to 8 s
-    and up to 370 MiB of memory.
-    """
+    """Bytes of a record without its images; longer ones are refused unread."""
 
     max_video_s: float = key(7200.0, neither=_LIMITS, check=above_0)
     """Seconds of a video; longer ones are refused before decoding."""
@@ -260,10 +247,7 @@ class CustomConfig:
     """
 
     records_cache: PathText | None = key(None, neither=_COPIES)
-    """
-    Folder for copies, written once, of files that are at places, or neither JSON Lines nor Arrow;
-    unset, `records` in `training.output_dir`.
-    """
+    """Folder for copies of data files; unset, `records` in `training.output_dir`."""
 
     media_cache: PathText | None = key(None, neither=_COPIES)
     """
@@ -305,21 +289,20 @@ class TrainingConfig:
 
     packing_balance: Literal["auto", "step", "microbatch", "none"] = key("auto", neither=TRAINS, stream=_AS_PACKS_COME)
     """
-    Assign a step's packs to ranks by work. `step`: equal sums; `microbatch`: each microbatch even,
-    for ranks that meet in each; `auto`: `microbatch` under FSDP and DeepSpeed from stage 2 on, else
-    `step`; `none`: as packs come.
+    Assign a step's packs to ranks by work: `step` for equal sums, `microbatch` for ranks that meet
+    in each microbatch (FSDP, DeepSpeed from stage 2 on), `auto` for either, `none` as packs come.
     """
 
     packing_group_by_work: int = key(0, neither=TRAINS, check=at_least(0), stream=_AS_PACKS_COME)
     """
-    Window, in optimizer steps, within which each step gets packs of like work, for ranks with one
-    pack each; 0: steps as drawn. Grouped steps are biased; `show` reports by how much.
+    Window, in optimizer steps, within which each step gets packs of like work; 0: steps as drawn.
+    Grouped steps are biased; `show` reports by how much.
     """
 
     packing_rehearse: bool | None = key(None, neither="trains nothing")
     """
-    Train the heaviest packs once before the first step, and forget them, so that a run that does
-    not fit into memory ends at once. Unset, on accelerators alone.
+    Train the heaviest packs once before the first step, and forget them, to see whether they fit
+    into memory. Unset, on accelerators alone.
     """
 
     packing_min_fill_ratio: Decimal = key(Decimal("0.65"), plan=True, check=share)
@@ -329,10 +312,7 @@ class TrainingConfig:
     """Drop packs below `packing_min_fill_ratio`; in streams, at the end of an epoch alone."""
 
     packing_max_dropped_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=share)
-    """
-    Share of tokens that dropped packs may have; more, in at least two packs, is an error. 1 allows
-    any.
-    """
+    """Share of tokens that dropped packs may have; more, in at least two packs, is an error."""
 
     packing_allow_single_long: bool = key(True, plan=True)
     """Give each sample of at least the packing length its own pack; `false` skips it."""
@@ -348,10 +328,7 @@ class TrainingConfig:
         check=must(lambda value: value >= 0, "a number of seconds, or 0 to wait for ever"),
         stream="evaluation",
     )
-    """
-    Seconds that ranks wait for rank 0's plans, and rank 0 for other jobs that write the same
-    folders; 0: for ever.
-    """
+    """Seconds that ranks wait for rank 0, and rank 0 for other jobs in its folders; 0: for ever."""
 
     packing_lengths_from: PathText | None = key(
         None,
