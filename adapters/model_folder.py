@@ -140,7 +140,7 @@ def require_whole_weights(model: ModelConfig) -> None:
     files = [path for path in (_first_file(folder, _WEIGHTS), _first_file(folder, _ADAPTERS)) if path is not None]
     adapter = folder / "adapter_config.json"
     if adapter.is_file() and not isinstance(_read_json(adapter), dict):
-        raise _damaged(adapter, "is no configuration of adapters")
+        raise _damage_error(adapter, "is no configuration of adapters")
     for path in files:
         if path.suffix != ".json":
             _require_whole(path)
@@ -148,11 +148,11 @@ def require_whole_weights(model: ModelConfig) -> None:
         named = _shards(path)
         for name in sorted(set(named.values())):
             if not (folder / name).is_file():
-                raise _damaged(folder / name, f"is missing, though {path.name} names it")
+                raise _damage_error(folder / name, f"is missing, though {path.name} names it")
             _require_whole(folder / name)
 
 
-def _damaged(path: Path, fact: str, remedy: str = "copy or download it again") -> ConfigError:
+def _damage_error(path: Path, fact: str, remedy: str = "copy or download it again") -> ConfigError:
     return ConfigError.at("model.model", f"{path} {fact}: {remedy}")
 
 
@@ -160,7 +160,7 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(path, f"cannot be read ({error})") from error
+        raise _damage_error(path, f"cannot be read ({error})") from error
 
 
 def torn_json(folder: str) -> str:
@@ -178,7 +178,7 @@ def _shards(index: Path) -> Mapping[str, str]:
     content = _read_json(index)
     named = content.get("weight_map") if isinstance(content, dict) and "metadata" in content else None
     if not named or not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-        raise _damaged(index, "is no index of weights (metadata and weight_map)")
+        raise _damage_error(index, "is no index of weights (metadata and weight_map)")
     return named
 
 
@@ -189,12 +189,12 @@ def _header(path: Path) -> tuple[Mapping[str, Any], int]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > size - 8:
-                raise _damaged(path, f"has {counted(size, 'byte')}, which end within its header")
+                raise _damage_error(path, f"has {counted(size, 'byte')}, which end within its header")
             weights = dict(json.loads(file.read(length)))
         weights.pop("__metadata__", None)
         return weights, 8 + length + max((int(one["data_offsets"][1]) for one in weights.values()), default=0)
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise _damaged(path, f"has a header that cannot be read ({error})") from error
+        raise _damage_error(path, f"has a header that cannot be read ({error})") from error
 
 
 def _require_whole(path: Path) -> None:
@@ -203,15 +203,15 @@ def _require_whole(path: Path) -> None:
     with path.open("rb") as file:
         start = file.read(8)
     if start == _POINTER:
-        raise _damaged(
+        raise _damage_error(
             path, f"has {counted(size, 'byte')}, which are a pointer of git-lfs", "fetch it with git lfs pull"
         )
     if path.suffix == ".safetensors":
         if size != (expected := _header(path)[1]):
-            raise _damaged(path, f"has {counted(size, 'byte')}, but its header describes {expected:,}")
+            raise _damage_error(path, f"has {counted(size, 'byte')}, but its header describes {expected:,}")
     # An archive of torch ends with its table of contents; older versions wrote a pickle.
     elif not (zipfile.is_zipfile(path) or start.startswith(b"\x80")):
-        raise _damaged(path, f"has {counted(size, 'byte')}, which are no weights of torch, or cut off")
+        raise _damage_error(path, f"has {counted(size, 'byte')}, which are no weights of torch, or cut off")
 
 
 def config_digest(model: ModelConfig) -> str:

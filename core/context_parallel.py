@@ -79,7 +79,7 @@ def _pad_multiple(cp_size: int, tp_size: int) -> int:
     return tp_size if cp_size == 1 else cp_size * 2 * tp_size
 
 
-def _frozen(values: Lengths) -> IntArray:
+def _freeze(values: Lengths) -> IntArray:
     array = np.array(values, dtype=np.int64)
     array.flags.writeable = False
     return array
@@ -96,12 +96,12 @@ class PackedLayout:
             positions cannot be cut into equal chunks for the ranks.
     """
 
-    cu_seqlens: IntArray = attrs.field(converter=_frozen)
+    cu_seqlens: IntArray = attrs.field(converter=_freeze)
     """
     Start of each sequence without padding, and the number of tokens; shape (num_sequences + 1,).
     """
 
-    cu_seqlens_padded: IntArray = attrs.field(converter=_frozen)
+    cu_seqlens_padded: IntArray = attrs.field(converter=_freeze)
     """
     Start of each sequence with padding, and the length of the row; shape (num_sequences + 1,).
     """

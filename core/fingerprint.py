@@ -43,7 +43,7 @@ def json_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _sorted(inputs: Mapping[str, Value]) -> dict[str, Value]:
+def _sort_inputs(inputs: Mapping[str, Value]) -> dict[str, Value]:
     return {key: inputs[key] for key in sorted(inputs)}
 
 
@@ -63,7 +63,7 @@ class Fingerprint:
     True
     """
 
-    inputs: Mapping[str, Value] = attrs.field(converter=_sorted)
+    inputs: Mapping[str, Value] = attrs.field(converter=_sort_inputs)
 
     @property
     def digest(self) -> str:

@@ -148,8 +148,8 @@ def _most(mix: Mix, available: Sequence[int], ratios: Sequence[Fraction], caps: 
         if ratio and not source.replacement and (cap is None or cap > size)
     ]
     if levels:
-        return sum((_capped(min(levels) * ratio, cap) for ratio, cap in zip(ratios, caps, strict=True)), Fraction(0))
-    return Fraction(sum(int(_capped(Fraction(size), cap)) for _, size, ratio, cap in sized if ratio))
+        return sum((_cap_share(min(levels) * ratio, cap) for ratio, cap in zip(ratios, caps, strict=True)), Fraction(0))
+    return Fraction(sum(int(_cap_share(Fraction(size), cap)) for _, size, ratio, cap in sized if ratio))
 
 
 def _shares(total: Fraction, ratios: Sequence[Fraction], caps: Sequence[int | None]) -> list[Fraction]:
@@ -159,14 +159,14 @@ def _shares(total: Fraction, ratios: Sequence[Fraction], caps: Sequence[int | No
     while free:
         level = (total - sum(shares)) / sum(ratios[number] for number in free)
         wanted = {number: level * ratios[number] for number in free}
-        full = {number for number in free if _capped(wanted[number], caps[number]) < wanted[number]}
+        full = {number for number in free if _cap_share(wanted[number], caps[number]) < wanted[number]}
         for number in full or free:
-            shares[number] = _capped(wanted[number], caps[number])
+            shares[number] = _cap_share(wanted[number], caps[number])
         free = free - full if full else set()
     return shares
 
 
-def _capped(share: Fraction, cap: int | None) -> Fraction:
+def _cap_share(share: Fraction, cap: int | None) -> Fraction:
     return share if cap is None else min(share, Fraction(cap))
 
 
@@ -291,7 +291,7 @@ def schedule(mixes: Mixes, sizes: Sequence[int], *, seed: int, epoch: int) -> Sc
     files = [mixes.files.index(source.jsonl) for source in mix.sources]
     wanted = [int(quota) for quota in quotas(mix, [sizes[file] for file in files])]
     drawn = [
-        _repeated(sizes[file], quota, np.random.PCG64((seed, epoch, number)))
+        _draw_with_replacement(sizes[file], quota, np.random.PCG64((seed, epoch, number)))
         if source.replacement
         else shuffled(sizes[file], seed=(seed, epoch, number))[:quota]
         for number, (source, file, quota) in enumerate(zip(mix.sources, files, wanted, strict=True))
@@ -335,7 +335,7 @@ def _drawn(pool: Pool, mix: Mix, quota: Fraction, seed: Seed) -> IntArray:
     if not pool.source.replacement:
         return lowest(bits.random_raw(size), weights, quota, cap=pool.source.cap)
     if mix.by == "samples":
-        return np.sort(_repeated(size, int(quota), bits))
+        return np.sort(_draw_with_replacement(size, int(quota), bits))
     drawn = np.concatenate(list(_repeated_tokens(weights, quota, bits)))
     ends = _ends(weights[drawn])
     return np.sort(drawn[: nearest(ends, quota, cap=pool.source.cap)])
@@ -396,7 +396,7 @@ def _ends(weights: IntArray) -> IntArray:
     return np.concatenate([[0], np.cumsum(weights)])
 
 
-def _repeated(size: int, num: int, bits: np.random.PCG64) -> IntArray:
+def _draw_with_replacement(size: int, num: int, bits: np.random.PCG64) -> IntArray:
     """Return *num* draws of the numbers below *size*, with replacement."""
     # The high half of the product is below size, and nearly uniform for sizes far below 2**64.
     return (bits.random_raw(num) >> np.uint64(32)).astype(np.int64) * size >> 32
@@ -406,7 +406,7 @@ def _repeated_tokens(lengths: IntArray, quota: Fraction, bits: np.random.PCG64) 
     """Yield draws with replacement until their tokens reach *quota*."""
     left, mean = quota, Fraction(int(lengths.sum()), len(lengths))
     while left > 0:
-        drawn = _repeated(len(lengths), math.ceil(left / mean), bits)
+        drawn = _draw_with_replacement(len(lengths), math.ceil(left / mean), bits)
         left -= int(lengths[drawn].sum())
         yield drawn
 
@@ -431,7 +431,7 @@ def mixes_faults(mixes: Mixes, sizes: Sequence[int]) -> Iterator[Fault]:
         found = list(_value_faults(mix, own)) or list(_total_faults(mix))
         if not found and mix.by == "samples":
             found = list(_share_faults(mix, own)) or list(_draw_faults(mix, own, own))
-        yield from _placed(mixes, entry, found)
+        yield from _name_entry(mixes, entry, found)
 
 
 def stream_faults(mixes: Mixes) -> Iterator[Fault]:
@@ -439,7 +439,7 @@ def stream_faults(mixes: Mixes) -> Iterator[Fault]:
     for entry, mix in enumerate(mixes.entries):
         if mix.by == "tokens":
             reason = "is tokens, which only static plans count before they draw: set it to samples"
-            yield from _placed(mixes, entry, [Fault("by", reason)])
+            yield from _name_entry(mixes, entry, [Fault("by", reason)])
 
 
 def drawn_faults(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], epochs: int) -> Iterator[Fault]:
@@ -461,10 +461,10 @@ def drawn_faults(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], epochs: i
             available = [pool.available(mix) for pool in drawable]
             found = list(_share_faults(mix, available, least))
             found = found or list(_draw_faults(mix, available, [len(pool.indices) for pool in drawable]))
-        yield from _placed(mixes, entry, found)
+        yield from _name_entry(mixes, entry, found)
 
 
-def _placed(mixes: Mixes, entry: int, found: Sequence[Fault]) -> Iterator[Fault]:
+def _name_entry(mixes: Mixes, entry: int, found: Sequence[Fault]) -> Iterator[Fault]:
     for fault in found:
         yield attrs.evolve(fault, path=f"{mixes.place(entry)}{fault.path}")
 

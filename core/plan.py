@@ -152,22 +152,22 @@ def build_raw_plan(
     packed = slice(None) if whole else short
     tokens = np.minimum(array[packed], policy.packing_length)
     weights = None if works is None else checked_works(works, array.size, of="samples")[packed]
-    found = _grouped(tokens, policy, epoch=epoch, works=weights, report=report)
+    found = _group_tokens(tokens, policy, epoch=epoch, works=weights, report=report)
     grouped = found if whole else Packs(found.offsets, short[found.indices])
-    kept, dropped = _filtered(grouped, array, policy)
+    kept, dropped = _split_by_fill(grouped, array, policy)
     single = Packs.from_lists([]) if whole or not allow_single_long else Packs(np.arange(long.size + 1), long)
     packs = by_first_index(concatenate([kept, single])) if len(single) else kept
     if not len(packs):
         raise _empty_plan(array, long[:0] if allow_single_long else long, dropped, policy)
     effort = inf if policy.algorithm == "certified" else usual_effort(array.size)
     bound = _bound(tokens, policy, known=len(grouped), effort=0 if quick_bound else effort, report=report)
-    return _counted(
+    return _count_plan(
         array, packs, long, dropped, packing_length=policy.packing_length, allow_single_long=allow_single_long,
         lower_bound=len(single) + bound.packs, bound_kind=bound.kind,
     )  # fmt: skip
 
 
-def _grouped(
+def _group_tokens(
     tokens: IntArray,
     policy: PlanPolicy,
     *,
@@ -215,7 +215,7 @@ def _checked_policy(policy: PlanPolicy) -> PlanPolicy:
     return policy
 
 
-def _filtered(grouped: Packs, lengths: IntArray, policy: PlanPolicy) -> tuple[Packs, Packs]:
+def _split_by_fill(grouped: Packs, lengths: IntArray, policy: PlanPolicy) -> tuple[Packs, Packs]:
     """Return the packs that the fill filter keeps, and those that it drops."""
     least = min_load(policy.min_fill_ratio, policy.packing_length) if policy.drop_last else 0
     keep = grouped.loads(lengths) >= least if least > 1 else np.ones(len(grouped), dtype=bool)
@@ -224,7 +224,7 @@ def _filtered(grouped: Packs, lengths: IntArray, policy: PlanPolicy) -> tuple[Pa
     return grouped.take(np.flatnonzero(keep)), grouped.take(np.flatnonzero(~keep))
 
 
-def _counted(
+def _count_plan(
     lengths: IntArray,
     packs: Packs,
     long: IntArray,
@@ -388,7 +388,7 @@ def one_sample_packs(lengths: Lengths, *, packing_length: int, allow_single_long
     kept = np.arange(array.size) if allow_single_long else np.flatnonzero(~is_long)
     if not kept.size:
         raise _empty_plan(array, array, Packs.from_lists([]), PlanPolicy(packing_length=packing_length))
-    return _counted(
+    return _count_plan(
         array, Packs(np.arange(kept.size + 1), kept), np.flatnonzero(is_long), Packs.from_lists([]),
         packing_length=packing_length, allow_single_long=allow_single_long,
         lower_bound=kept.size, bound_kind="reached",

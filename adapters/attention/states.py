@@ -39,7 +39,7 @@ def _by_samples(plain: Callable[..., Any]) -> Callable[..., Any]:
         options = {name: value for name, value in options.items() if not name.startswith(_BOUNDARIES)}
         samples = zip(_split(arguments, row), _split(options, row), strict=True)
         with computing(None):  # each part is a row of one sample
-            return _joined([plain(*part, **named) for part, named in samples], row)
+            return _join_outputs([plain(*part, **named) for part, named in samples], row)
 
     return forward
 
@@ -61,7 +61,7 @@ def _split(value: Any, row: PackedRow) -> list[Any]:
     return [value] * len(row.lengths)
 
 
-def _joined(outputs: list[Any], row: PackedRow) -> Any:
+def _join_outputs(outputs: list[Any], row: PackedRow) -> Any:
     """Join the outputs of a row's samples along the axis that has each sample's tokens."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
@@ -72,5 +72,5 @@ def _joined(outputs: list[Any], row: PackedRow) -> Any:
                 return torch.cat(outputs, axis)
         return outputs[-1]
     if type(first) in (tuple, list):
-        return type(first)(_joined(list(items), row) for items in zip(*outputs, strict=True))
+        return type(first)(_join_outputs(list(items), row) for items in zip(*outputs, strict=True))
     return first

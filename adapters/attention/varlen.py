@@ -386,9 +386,9 @@ def _by_blocks(
     for alike in layout.alike:
         q, k, v = (torch.cat([blocks[i] for i in alike]) if len(alike) > 1 else blocks[alike[0]] for blocks in split)
         if layout.masks is not None:
-            attended = _masked(sdpa, q, k, v, layout.masks[alike[0]])
+            attended = _attend_masked(sdpa, q, k, v, layout.masks[alike[0]])
         elif layout.window is not None and layout.window < q.shape[2]:
-            attended = _windowed(sdpa, q, k, v, layout.window)
+            attended = _attend_windowed(sdpa, q, k, v, layout.window)
         else:
             attended = sdpa(q, k, v, is_causal=layout.is_causal, enable_gqa=q.shape[1] != k.shape[1])
         for i, block in zip(alike, torch.split(attended.transpose(1, 2), 1), strict=True):
@@ -396,7 +396,7 @@ def _by_blocks(
     return torch.cat(outputs, 1)
 
 
-def _masked(
+def _attend_masked(
     sdpa: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
     """Attend under a mask; its shape broadcasts to (batch, heads, queries, keys)."""
@@ -406,7 +406,7 @@ def _masked(
     return sdpa(query, key, value, attn_mask=mask)
 
 
-def _windowed(
+def _attend_windowed(
     sdpa: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
 ) -> torch.Tensor:
     """
@@ -421,5 +421,5 @@ def _windowed(
     for number, q in enumerate(torch.split(query, window, 2)):
         first, size = max(0, number - 1), q.shape[2]
         k, v = (torch.cat(part[first : number + 1], 2) for part in split)
-        outputs.append(_masked(sdpa, q, k, v, mask[:size, 0 if number else window : window + size]))
+        outputs.append(_attend_masked(sdpa, q, k, v, mask[:size, 0 if number else window : window + size]))
     return torch.cat(outputs, 2)

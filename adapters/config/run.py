@@ -71,7 +71,7 @@ def parse_config(
         ConfigError: All faults of the configuration.
     """
     given = read_overrides(overrides)
-    document = without_null(_overridden(document, given))
+    document = without_null(_override(document, given))
     known = {f"training.{key}": False for key in trainer_keys} | dict(known_keys(RunConfig))
     usable = {path: section for path, section in known.items() if path not in _REFUSED}
     advice = _Advice(document, usable, _REFUSED)
@@ -82,13 +82,13 @@ def parse_config(
     training = sections["training"]
     own = {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
     passed = {key: training.pop(key) for key in list(training) if key not in own}
-    training["trainer"], key_faults = _checked(passed, "training", trainer_keys, advice)
+    training["trainer"], key_faults = _check_settings(passed, "training", trainer_keys, advice)
     found += key_faults
     others = {key: value for key, value in document.items() if key not in {*sections, *RL_SECTIONS}}
     config = structured({**others, **sections}, RunConfig, advice)
     found += faults(config) if isinstance(config, RunConfig) else config
     if found or not isinstance(config, RunConfig):
-        raise ConfigError(source, _placed(found, given))
+        raise ConfigError(source, _place_faults(found, given))
     return config
 
 
@@ -105,13 +105,13 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
         ConfigError: All faults of the configuration.
     """
     given = read_overrides(overrides)
-    document = without_null(_overridden(read_document(Path(path)), given))
+    document = without_null(_override(read_document(Path(path)), given))
     known = {path: section for path, section in known_keys(RlConfig) if path.partition(".")[0] != "training"}
     advice = _Advice(document, known | {f"grpo.{key}": False for key in grpo_keys}, {})
     sections, found = _sections(document, ("model", "template", "custom", *RL_SECTIONS))
     if "training" in document:
         found.append(Fault("training", "is of packplan sft: write into the section grpo what GRPOConfig takes"))
-    sections["grpo"], key_faults = _checked(sections["grpo"], "grpo", grpo_keys, advice)
+    sections["grpo"], key_faults = _check_settings(sections["grpo"], "grpo", grpo_keys, advice)
     if "output_dir" not in sections["grpo"]:
         key_faults.append(Fault("grpo.output_dir", "is not set: name a folder for checkpoints and the policy"))
     sections["training"] = {"output_dir": sections["grpo"].get("output_dir", "")}
@@ -119,7 +119,7 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
     config = structured({**others, **sections}, RlConfig, advice)
     found += [*key_faults, *(rl_faults(config) if isinstance(config, RlConfig) else config)]
     if found or not isinstance(config, RlConfig):
-        raise ConfigError(str(path), _placed(found, given))
+        raise ConfigError(str(path), _place_faults(found, given))
     return config
 
 
@@ -182,14 +182,14 @@ class _Advice:
         return unknown_key(key, re.sub(r"\[\d+\]", "[]", level), known, refused=self.refused)
 
 
-def _overridden(document: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
+def _override(document: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
     result = dict(document)
     for override in overrides:
         result = override.over(result)
     return result
 
 
-def _placed(found: Sequence[Fault], overrides: Sequence[Override]) -> tuple[Fault, ...]:
+def _place_faults(found: Sequence[Fault], overrides: Sequence[Override]) -> tuple[Fault, ...]:
     """Return the faults, those of overridden keys with their overrides as their place."""
     placed = list(found)
     for override in overrides:
@@ -211,7 +211,7 @@ def _sections(document: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[s
     return sections, found
 
 
-def _checked(
+def _check_settings(
     passed: Mapping[str, Any], section: str, keys: Mapping[str, TrainerKey], advice: _Advice
 ) -> tuple[dict[str, Any], list[Fault]]:
     """Return the settings of a section that go to the trainer, and what is wrong with them."""

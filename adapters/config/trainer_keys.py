@@ -117,11 +117,11 @@ class TrainerKey:
                 message = f"is {given!r}, but has to be a whole number below {HUGE:,}"
                 raise ValueError(message)
         if not fits or (self.choices and not set(self.choices).issuperset(texts)):
-            message = f"is {given!r}, but has to be {self._wanted()}"
+            message = f"is {given!r}, but has to be {self._describe()}"
             raise ValueError(message)
         return value
 
-    def _wanted(self) -> str:
+    def _describe(self) -> str:
         """Return in words what the key takes."""
         unsaid = {"null", "str"} if self.choices or ("dict" in self.types and not self.path) else {"null"}
         words = [WORDS[kind] for kind in self.types if kind not in unsaid]

@@ -74,7 +74,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
         resize, held = torch.UntypedStorage.resize_, torch.UntypedStorage
 
         def record_and_resize(storage: torch.UntypedStorage, size: int) -> Any:
-            self._resized(storage, size)
+            self._note_resize(storage, size)
             return resize(storage, size)
 
         held.resize_ = record_and_resize  # type: ignore[method-assign,assignment]  # undone below
@@ -160,16 +160,16 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
         self._sizes.append(size)
         self._logits.append(is_logits)
         self._numbers[key] = number
-        self._references[key] = weakref.ref(storage, lambda _: self._died(key))
+        self._references[key] = weakref.ref(storage, lambda _: self._note_death(key))
 
-    def _died(self, key: int) -> None:
+    def _note_death(self, key: int) -> None:
         self.clock += 1
         self._deaths[self._numbers.pop(key)] = self.clock
         del self._references[key]
 
-    def _resized(self, storage: torch.UntypedStorage, size: int) -> None:
+    def _note_resize(self, storage: torch.UntypedStorage, size: int) -> None:
         if storage._cdata in self._numbers and storage.nbytes() != size:  # noqa: SLF001
-            self._died(storage._cdata)  # noqa: SLF001
+            self._note_death(storage._cdata)  # noqa: SLF001
             self._born(storage, size)
 
 

@@ -132,7 +132,7 @@ class TorchGroup:
         """Return on every rank what rank 0 builds; see `core.ports.RankGroup`."""
         self._calls += 1
         key = f"built/{self._calls}"
-        arrays = self._build(build, key) if self.rank == 0 else _like(self._awaited(key, timeout_s, limit_s))
+        arrays = self._build(build, key) if self.rank == 0 else _like(self._await_values(key, timeout_s, limit_s))
         for array in arrays.values():
             self._broadcast(array, src=0)
         return arrays
@@ -157,7 +157,7 @@ class TorchGroup:
         """Return the arrays of every rank, by rank; see `core.ports.RankGroup`."""
         mine = {name: np.array(array, order="C") for name, array in arrays.items()}
         gathered = []
-        for rank, answer in enumerate(self.gather(_described(mine))):
+        for rank, answer in enumerate(self.gather(_describe_arrays(mine))):
             theirs = mine if rank == self.rank else _like(json.loads(answer))
             for array in theirs.values():
                 self._broadcast(array, src=rank)
@@ -197,10 +197,10 @@ class TorchGroup:
             self._store.set(key, json.dumps({"failed": _reason_of(error)}))
             _let_others_read(self._store, key, self.world_size)
             raise
-        self._store.set(key, f'{{"built": {_described(arrays)}}}')
+        self._store.set(key, f'{{"built": {_describe_arrays(arrays)}}}')
         return arrays
 
-    def _awaited(self, key: str, timeout_s: float, limit_s: float | None) -> list[tuple[str, str, list[int]]]:
+    def _await_values(self, key: str, timeout_s: float, limit_s: float | None) -> list[tuple[str, str, list[int]]]:
         late = (
             "for rank 0 to measure and plan (training.packing_wait_timeout_s): raise it, or set it to 0 to wait for "
             "ever"
@@ -243,7 +243,7 @@ class TorchGroup:
         return watch.answers
 
 
-def _described(arrays: Arrays) -> str:
+def _describe_arrays(arrays: Arrays) -> str:
     """Return names, types and shapes, as JSON."""
     return json.dumps([(name, array.dtype.str, array.shape) for name, array in arrays.items()])
 

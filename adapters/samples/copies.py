@@ -95,13 +95,13 @@ def _local(place: str, cache: Path) -> Path:
             return copy
         if has_copy and standing.version and standing == known:
             return copy
-        fetched = _fetched(place, folder, standing)
+        fetched = _fetch_copy(place, folder, standing)
         if has_copy and fetched != copy:
             log.warning("%s is another file than before: it was fetched again", without_credentials(place))
         return fetched
 
 
-def _fetched(place: str, folder: Path, standing: Standing) -> Path:
+def _fetch_copy(place: str, folder: Path, standing: Standing) -> Path:
     """Return a new copy of the file at a place."""
     target, name, shown = folder / "fetched", _name_of(place), without_credentials(place)
     try:

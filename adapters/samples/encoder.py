@@ -200,9 +200,9 @@ class SwiftEncoder:
             sample = self._to_messages(known)
         folder = self.records.folder(index)
         if "images" in sample:
-            sample["images"] = [self._located(index, image, folder, whole=whole) for image in sample["images"]]
+            sample["images"] = [self._locate_image(index, image, folder, whole=whole) for image in sample["images"]]
         if "videos" in sample:
-            sample["videos"] = [self._placed(index, video, folder, whole=whole) for video in sample["videos"]]
+            sample["videos"] = [self._locate_video(index, video, folder, whole=whole) for video in sample["videos"]]
         self._refuse_unread(index, sample)
         return sample
 
@@ -218,7 +218,7 @@ class SwiftEncoder:
             literal_image_tags=custom.literal_image_tags,
         )
 
-    def _located(self, index: int, image: Image, folder: str, *, whole: bool) -> Image:
+    def _locate_image(self, index: int, image: Image, folder: str, *, whole: bool) -> Image:
         """
         Return an image of a record by its path, or as bytes; RecordError if it cannot be fetched.
         """
@@ -230,7 +230,7 @@ class SwiftEncoder:
         with self.named(index):
             return media.path(place) if whole or not self.spec.heads else media.head(place)
 
-    def _placed(self, index: int, video: Video, folder: str, *, whole: bool) -> Video:
+    def _locate_video(self, index: int, video: Video, folder: str, *, whole: bool) -> Video:
         """
         Return a video whose paths start at the folder of its record, or of which parts are read;
         RecordError if it cannot be fetched.
@@ -391,9 +391,9 @@ class SwiftEncoder:
         drop_partial(encoded)
         encoded[IMAGES.counted] = len(sample.get("images", ()))
         encoded[VIDEOS.counted] = len(sample.get("videos", ()))
-        return self._weighed(index, encoded)
+        return self._drop_even_weights(index, encoded)
 
-    def _weighed(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
+    def _drop_even_weights(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
         """Return an encoded sample that has weights of its tokens only where they are not all 1."""
         weights = encoded.pop("loss_scale", None)
         if weights is None or set(weights) <= {0, 1}:
@@ -419,11 +419,11 @@ class SwiftEncoder:
         custom = self.spec.custom
         with self.named(index):
             facts = video_facts(video, max_seconds=custom.max_video_s)
-        with self.named(index, f"the video {_named(video)} cannot be sampled: "):
+        with self.named(index, f"the video {_video_name(video)} cannot be sampled: "):
             size = self.video_lengths.num_bytes(facts) if self.video_lengths is not None else 0
         if size > custom.max_video_bytes:
             reason = (
-                f"the sampled frames of {facts.width} x {facts.height} of the video {_named(video)} take "
+                f"the sampled frames of {facts.width} x {facts.height} of the video {_video_name(video)} take "
                 f"{counted(size, 'byte')}, but may take {custom.max_video_bytes:,}: lower template.fps_max_frames, "
                 "shrink the video, or raise custom.max_video_bytes"
             )
@@ -546,5 +546,5 @@ def _as_encoded(image: Image) -> Any:
     return {"bytes": image, "path": None} if isinstance(image, bytes) else image
 
 
-def _named(video: Video) -> str:
+def _video_name(video: Video) -> str:
     return video if isinstance(video, str) else f"of {counted(len(video), 'frame')}, {video[0]}"

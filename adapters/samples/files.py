@@ -93,7 +93,7 @@ def open_records(paths: tuple[str, ...], *, max_line_bytes: int | None = None, c
         OutputError: There is no room for a copy.
     """
     opened = []
-    for path in _expanded(paths):
+    for path in _expand_patterns(paths):
         file = _open(path, max_line_bytes, cache)
         if not len(file):
             message = f"{file.named.name} holds no record: the data set is empty"
@@ -111,7 +111,7 @@ def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple
         paths: As `open_records` takes them.
         cache: Folder of copies.
     """
-    for path in _expanded(paths):
+    for path in _expand_patterns(paths):
         file = _open(path, None, cache)
         if (changed := file.kept_fault()) is not None:
             yield str(path), changed
@@ -167,7 +167,7 @@ def require_file(path: Path) -> None:
         raise DataSetError(message) from None
 
 
-def _expanded(paths: Iterable[str]) -> list[Path]:
+def _expand_patterns(paths: Iterable[str]) -> list[Path]:
     """Return the files that names and patterns stand for, those of a pattern by name; all exist."""
     files = [file for path in paths for file in _matching(path)]
     for file in files:
@@ -219,7 +219,7 @@ def sources_of(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, st
     """
     ends = Counter(Path(path).name for path in paths)
     unnamed = {path: end if ends[end := Path(path).name] == 1 else path for path in paths}
-    return {_spoken(file)[0]: names.get(path, unnamed[path]) for path in paths for file in _matching(path)}
+    return {_name_and_folder(file)[0]: names.get(path, unnamed[path]) for path in paths for file in _matching(path)}
 
 
 def _refuse_twins(files: list[Path]) -> None:
@@ -238,7 +238,7 @@ def _refuse_twins(files: list[Path]) -> None:
             raise DataSetError(message)
 
 
-def _spoken(path: Path) -> tuple[str, str]:
+def _name_and_folder(path: Path) -> tuple[str, str]:
     """Return the name and the media's folder of a file; of a copy, those of its place."""
     return origin_of(path) or (str(path), str(path.parent))
 
@@ -248,7 +248,7 @@ def _open(path: Path, max_bytes: int | None, cache: Path | None) -> RecordFile:
     if path.is_dir():
         named = Named(str(path), str(path))
         return ArrowFile(parts_of_folder(path), named=named, max_bytes=max_bytes, cache=cache)
-    name, folder = _spoken(path)
+    name, folder = _name_and_folder(path)
     kind, is_packed = _kind_of(path, name)
     if kind == "arrow":
         return ArrowFile([path], named=Named(name, folder), max_bytes=max_bytes, cache=cache)
@@ -312,14 +312,14 @@ def copied_line(records: Records, index: int, onto: Path, *, columns: Mapping[st
     record, folder, where = records[index], records.folder(index), str(records.where(index))
     copy = record
     if isinstance(record, dict):
-        copy = with_moved_media(record, partial(_moved, folder=folder, onto=onto), columns=columns)
+        copy = with_moved_media(record, partial(_move_medium, folder=folder, onto=onto), columns=columns)
     line = json.dumps(as_json(copy), ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
     if _as_read(record, folder, columns) != _as_read(read_value(line, where), str(onto), columns):
         raise RecordError(where, "a copy of the record in another folder would be read otherwise: copy it by hand")
     return line + b"\n"
 
 
-def _moved(medium: str | bytes, folder: str, onto: Path) -> Any:
+def _move_medium(medium: str | bytes, folder: str, onto: Path) -> Any:
     """Return what names a medium from another folder; one that stands in the record stays."""
     if isinstance(medium, bytes):
         coded = base64.b64encode(medium).decode()

@@ -188,7 +188,7 @@ class SwiftMeasurer:
                 if left_s * (1 - 1 / self._workers) > self._pool_start_s:
                     yield from self._measure_in_pool(indices[done:], in_full=in_full)
                     return
-            yield from self._remembered(self.batch(indices[done : done + size], in_full=in_full))
+            yield from self._keep_digests(self.batch(indices[done : done + size], in_full=in_full))
 
     def _measure_in_pool(self, indices: range, *, in_full: bool) -> Generator[Outcome, None, None]:
         """Measure records in other processes, a few batches ahead."""
@@ -209,15 +209,15 @@ class SwiftMeasurer:
                 for part in parts:
                     waiting.append(pool.submit(_measure_in_worker, part))
                     if len(waiting) > _AHEAD * self._workers:
-                        yield from self._remembered(waiting.popleft().result())
+                        yield from self._keep_digests(waiting.popleft().result())
                 while waiting:
-                    yield from self._remembered(waiting.popleft().result())
+                    yield from self._keep_digests(waiting.popleft().result())
         finally:
             pool.shutdown(cancel_futures=True)
             if not kept_before:
                 gc.unfreeze()
 
-    def _remembered(self, batch: MeasuredBatch) -> list[Outcome]:
+    def _keep_digests(self, batch: MeasuredBatch) -> list[Outcome]:
         """Return the outcomes of a batch, and keep the digests of its records."""
         indices, outcomes, digests = batch
         self._encoder.records.remember(indices, np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES))

@@ -124,7 +124,7 @@ class RowsEncoder(SwiftEncoder):
             if held is None:
                 raise self.fault(index, "the row has no rejected answer")
             if held.images:
-                held.images = [_located(image) for image in held.images]
+                held.images = [_locate_image(image) for image in held.images]
             if held.is_multimodal:
                 self.template._add_default_tags(held)  # noqa: SLF001  # no public way
         return _as_sample(held)
@@ -164,7 +164,7 @@ class RowsEncoder(SwiftEncoder):
         return found if self._kind in {"causal_lm", "split texts"} else attrs.evolve(found, supervised=1)
 
 
-def _located(image: Any) -> Any:
+def _locate_image(image: Any) -> Any:
     """Return an image of a row by its path, or as bytes where it is none of this machine."""
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path") or ""
@@ -242,12 +242,12 @@ class PairSource:
             self._parts.measure_many(range(2 * indices.start, 2 * indices.stop), in_full=in_full)
         ) as outcomes:
             while pair := tuple(islice(outcomes, 2)):
-                yield _joined(pair)
+                yield _join_pair(pair)
 
     def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
         """Encode rows in another process; see `core.ports`."""
         outcomes = iter(self._parts.measure_elsewhere(_parts_of(indices), epoch=epoch))
-        return [_joined(pair) for pair in zip(outcomes, outcomes, strict=True)]
+        return [_join_pair(pair) for pair in zip(outcomes, outcomes, strict=True)]
 
     def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """Return the current facts of the images of a row; see `core.ports`."""
@@ -280,7 +280,7 @@ def _parts_of(indices: Sequence[int]) -> list[int]:
     return [part for index in indices for part in (2 * index, 2 * index + 1)]
 
 
-def _joined(pair: Sequence[Outcome]) -> Outcome:
+def _join_pair(pair: Sequence[Outcome]) -> Outcome:
     """Return the outcome of a pair: bad if a sequence of it is."""
     if bad := [one for one in pair if isinstance(one, RecordError)]:
         return bad[0]

@@ -187,7 +187,7 @@ def open_template(
     opened.set_mode("train")
     # ms-swift would read `<img>path</img>` in a text as an image, or put an <image> in its place;
     # and looks for the end of each <img> through the rest of the line.
-    opened._replace_image_tags = _keep_text  # noqa: SLF001  # no public way
+    opened._replace_image_tags = _do_nothing  # noqa: SLF001  # no public way
     if embeds_itself(template_type):
         opened._post_encode = _as_they_are  # noqa: SLF001  # no public way
     _name_tokens(opened, processor)
@@ -251,5 +251,5 @@ def _refuse_unknown(template: TemplateConfig) -> None:
         raise ConfigError.at("template.loss_scale", reason)
 
 
-def _keep_text(_: Any) -> None:
+def _do_nothing(_: Any) -> None:
     """Leave the texts of a record as they are."""

@@ -83,8 +83,8 @@ class MediaCache:
                 lock.parent.mkdir(parents=True, exist_ok=True)
             # One thread of one process fetches; those of other media seldom wait.
             with files.held(lock, "for a medium of another process"):
-                found = self._file(url) or self._asked(
-                    url, partial(self._fetched, url, is_video=is_video), is_video=is_video
+                found = self._file(url) or self._ask_place(
+                    url, partial(self._fetch_medium, url, is_video=is_video), is_video=is_video
                 )
         return found
 
@@ -133,7 +133,7 @@ class MediaCache:
         """
         if (found := self._heads.get(url) or self._file(url)) is not None:
             return found
-        head = self._asked(url, partial(self._head, url))
+        head = self._ask_place(url, partial(self._head, url))
         try:
             read_size(head or b"")
         except ValueError:
@@ -158,7 +158,7 @@ class MediaCache:
         if (found := self._file(url)) is not None:
             return found
         if url not in self._parts:
-            remote = self._asked(url, partial(self._remote, url, is_frame=is_frame), is_video=not is_frame)
+            remote = self._ask_place(url, partial(self._remote, url, is_frame=is_frame), is_video=not is_frame)
             if remote is None:
                 return self.path(url, is_video=not is_frame)
             self._parts[url] = remote
@@ -197,7 +197,7 @@ class MediaCache:
         path = self._content(note["sha256"])
         return str(path) if path.is_file() and path.stat().st_size == int(note["bytes"]) else None
 
-    def _fetched(self, url: str, *, is_video: bool) -> str:
+    def _fetch_medium(self, url: str, *, is_video: bool) -> str:
         """Fetch a medium, keep it and return its file; RefusedError if it cannot be had."""
         known, note_file = self._note(url), self._note_file(url)
         fetched = note_file.with_suffix(".fetched")
@@ -224,7 +224,7 @@ class MediaCache:
         files.write_manifest(note_file, note)
         return str(target)
 
-    def _asked(self, url: str, call: Callable[[], T], *, is_video: bool = False) -> T:
+    def _ask_place(self, url: str, call: Callable[[], T], *, is_video: bool = False) -> T:
         """Return what is taken of a place; ValueError if there is nothing to take."""
         if (reason := self._failed.get(url)) is not None:
             raise ValueError(reason)

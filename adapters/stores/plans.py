@@ -114,7 +114,7 @@ class DiskPlanStore:
                 continue
             # Those of an earlier plan are left, and never taken for this one's.
             if aligned and plan and manifest and aligned["plan_fingerprint_sha256"] == manifest["fingerprint_sha256"]:
-                yield from _misaligned(path, aligned, plan)
+                yield from _alignment_faults(path, aligned, plan)
         for path in self._epoch_manifests():
             try:
                 _epochs(path)
@@ -240,7 +240,7 @@ def _alignment(aligned: AlignedPlan) -> dict[str, Any]:
     }
 
 
-def _misaligned(path: Path, manifest: Mapping[str, Any], plan: RawPlan) -> Iterator[CorruptArtefactError]:
+def _alignment_faults(path: Path, manifest: Mapping[str, Any], plan: RawPlan) -> Iterator[CorruptArtefactError]:
     """Yield the error of a manifest that does not say what the plan's alignment is."""
     drop_last = manifest["dataloader_drop_last"]
     try:

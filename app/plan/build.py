@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
         batch_of(config, world_size=world_size)
         verdict = ask_before_measuring(config)
         gathered = gather(config)
-        splits = _chosen(gathered.splits, options.split)
+        splits = _choose_splits(gathered.splits, options.split)
         build(config, group, splits=splits, world_size=world_size)
         if group.rank == 0:
             if verdict is not None:
@@ -98,7 +98,7 @@ def _list_failures(options: argparse.Namespace, config: RunConfig) -> None:
     from packplan.app.wiring.gather import gather
 
     gathered = gather(config)
-    chosen = _chosen(gathered.splits, options.split)
+    chosen = _choose_splits(gathered.splits, options.split)
     write_good = None
     open_file: Callable[[], AbstractContextManager[WriteFailure | None]] = nullcontext
     if options.write_good:
@@ -130,7 +130,7 @@ def _log_next(config: RunConfig, words: list[str], world_size: int) -> None:
     )  # fmt: skip
 
 
-def _chosen(splits: Mapping[str, GatheredSplit], wanted: str | None) -> list[GatheredSplit]:
+def _choose_splits(splits: Mapping[str, GatheredSplit], wanted: str | None) -> list[GatheredSplit]:
     chosen = [split for name, split in splits.items() if wanted in (None, name)]
     if not chosen:
         raise ConfigError.at("custom.val_jsonl", "is not set, so there is no eval split")

@@ -125,7 +125,7 @@ def _as_rows(differences: Iterable[Difference]) -> list[dict[str, Any]]:
 def _print(console: Console, split: str, document: dict[str, Any]) -> None:
     console.print(f"{split}:", style="bold")
     for part in ("inputs", "figures"):
-        rows = [f"    {row['key']}: {_shown(row['first'])} -> {_shown(row['second'])}" for row in document[part]]
+        rows = [f"    {row['key']}: {_format(row['first'])} -> {_format(row['second'])}" for row in document[part]]
         console.print("\n".join([f"  {part}{'' if rows else ': the same'}", *rows]))
     moved = {name: found for name, found in document["samples"].items() if found}
     console.print(f"  samples{'' if moved else ': each in the same pack'}")
@@ -134,7 +134,7 @@ def _print(console: Console, split: str, document: dict[str, Any]) -> None:
         console.print(f"    {len(found):,} {name} ({MEANINGS[name]}): {places}")
 
 
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

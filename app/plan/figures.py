@@ -70,7 +70,7 @@ def _sources(view: PlanView) -> Iterator[FigureRow]:
             f"{one.supervised_tokens:,} supervised" if view.plan_summary.supervised_tokens is not None else "",
             f"longest {one.longest_sample:,}",
             counted(one.images, "image") if one.images else "",
-            _shown(one) if one.videos else "",
+            _describe_videos(one) if one.videos else "",
             f"in {counted(one.num_packs, 'pack')}" if view.stored.packed else "",
             f"{one.dropped_samples:,} dropped" if one.dropped_samples else "",
             f"{one.skipped_samples:,} skipped" if one.skipped_samples else "",
@@ -95,7 +95,7 @@ def _bars(counts: Sequence[int]) -> tuple[str, int]:
     return "".join(_BARS[-(-count * (len(_BARS) - 1) // most)] for count in shown), 2**first
 
 
-def _shown(source: SourceSummary) -> str:
+def _describe_videos(source: SourceSummary) -> str:
     """Return a source's videos in words."""
     seconds = f"{source.video_milliseconds / 1000:,.1f} s"
     return f"{counted(source.videos, 'video')} ({seconds}, {source.frames:,} frames, {source.video_patches:,} patches)"

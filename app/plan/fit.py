@@ -181,7 +181,7 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int, sharding: Sha
     encoded = _packs_to_trace(planned, gathered.samples["train"], _rough_activations(config, sizes))
     accumulates = batch_of(config, world_size=ranks).accumulation.gradient_accumulation_steps > 1
     search = partial(
-        _searched, encoded=encoded, of_length=training.of_length, length=config.packing_length, most=_positions(sizes)
+        _search, encoded=encoded, of_length=training.of_length, length=config.packing_length, most=_positions(sizes)
     )
     try:
         with training.ranks_in_name(ranks) if sharding == "fsdp2" else nullcontext():
@@ -253,7 +253,7 @@ def _packs_to_trace(planned: PlannedSplit, samples: Any, roughly: Callable[..., 
     return {pack: [samples.fetch(index, table) for index in packs[pack]] for pack in chosen}
 
 
-def _searched(
+def _search(
     found: Fit,
     *,
     encoded: Mapping[int, list[Any]],

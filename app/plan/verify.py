@@ -133,7 +133,7 @@ def verify(split: GatheredSplit, *, num_samples: int = 0, decode: bool = False) 
     name, source, lengths_kept, plans_kept = split.name, split.source, split.stores.lengths, split.stores.plans
     damage = list(lengths_kept.damage())
     plan_damage = list(plans_kept.damage())
-    yield from _named("artefacts", ((error.path, error.reason) for error in [*damage, *plan_damage]))
+    yield from _as_findings("artefacts", ((error.path, error.reason) for error in [*damage, *plan_damage]))
     origin = _or_none(lengths_kept.origin)
     if origin is None and not damage and not plan_damage:
         raise NotBuiltError(lengths_kept.where, "holds no lengths")
@@ -141,24 +141,24 @@ def verify(split: GatheredSplit, *, num_samples: int = 0, decode: bool = False) 
     if origin is not None:
         data_digest = partial(source.data_digest, without=[one.index for one in origin.bad])
         differences = origin.differences(source.fingerprint(), len(source), data_digest)
-        yield from _named("inputs", _input_faults(lengths_kept.where, origin, differences, source))
-    yield from _named("copies", source.copy_faults())
+        yield from _as_findings("inputs", _input_faults(lengths_kept.where, origin, differences, source))
+    yield from _as_findings("copies", source.copy_faults())
     # What is damaged is named above, and compared with nothing.
     lengths, plan = _or_none(lengths_kept.inspect), _or_none(plans_kept.inspect)
     if lengths is None:
         return
     if plan is not None or not plan_damage:
         log.info("%s: checking the plan, and planning again", name)
-        yield from _named("plan", _faults_of_plan(split, lengths, plan))
+        yield from _as_findings("plan", _faults_of_plan(split, lengths, plan))
     # Where records came or went before others, these are other samples now.
     if len(source) != len(lengths.rows.table) and _other_data(differences):
         log.warning("%s: images and samples are not compared, since the data have other records", name)
         return
-    yield from _named("images", _image_faults(name, lengths, source, decode=decode))
-    yield from _named("samples", _sample_faults(name, lengths, source, num_samples))
+    yield from _as_findings("images", _image_faults(name, lengths, source, decode=decode))
+    yield from _as_findings("samples", _sample_faults(name, lengths, source, num_samples))
 
 
-def _named(check: str, faults: Iterable[Fault]) -> Iterator[Finding]:
+def _as_findings(check: str, faults: Iterable[Fault]) -> Iterator[Finding]:
     return (Finding(check, where, reason) for where, reason in faults)
 
 
@@ -246,7 +246,7 @@ def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, de
     table = lengths.rows.table[: len(source)]
     indices = np.flatnonzero(num_media(table))
     verb = "decoding" if decode else "comparing"
-    stored = _measured(table, lengths.rows.media, indices)
+    stored = _iterate_measured(table, lengths.rows.media, indices)
     for index, measured in progress(stored, total=indices.size, desc=f"{verb} {name} images", unit=" samples"):
         try:
             found = source.media_facts(index, decode=decode)
@@ -262,7 +262,7 @@ def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, de
                 yield f"image {number} of sample {index}", f"is not the one that was measured: {changes}"
 
 
-def _measured(table: Table, media: MediaTable, indices: IntArray) -> Iterator[tuple[int, MeasuredSample]]:
+def _iterate_measured(table: Table, media: MediaTable, indices: IntArray) -> Iterator[tuple[int, MeasuredSample]]:
     """
     Yield some samples with what is stored of them, a few thousand at a time: all at once would take
     a gigabyte.

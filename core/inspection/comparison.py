@@ -56,7 +56,7 @@ def plan_difference(first: RawPlan, second: RawPlan, first_lengths: Lengths, sec
     number = max(lengths.size, others.size)
     before, after = first.packs.owners(number), second.packs.owners(number)
     both = (before >= 0) & (after >= 0)
-    stayed = _unchanged(first.packs, second.packs, after)
+    stayed = _find_unchanged(first.packs, second.packs, after)
     common = min(lengths.size, others.size)
     return PlanDifference(
         moved=np.flatnonzero(both & ~stayed[before]),
@@ -66,7 +66,7 @@ def plan_difference(first: RawPlan, second: RawPlan, first_lengths: Lengths, sec
     )
 
 
-def _unchanged(packs: Packs, others: Packs, other_pack_of: IntArray) -> NDArray[np.bool_]:
+def _find_unchanged(packs: Packs, others: Packs, other_pack_of: IntArray) -> NDArray[np.bool_]:
     """
     Return a mask of packs that *others* has too, sample by sample; bool of shape (num_packs,). It
     holds only for packs with a sample in *others*.

@@ -386,8 +386,8 @@ def summarise_schedule(
         microbatch_imbalance=stats.microbatch_imbalance(0, steps),
         unbalanced_work_imbalance=float((before.max(axis=1) / before.mean(axis=1)).mean()),
         unbalanced_microbatch_imbalance=plain.microbatch_imbalance(0, steps),
-        work_spread=_spread(per_step),
-        ungrouped_work_spread=_spread(before),
+        work_spread=_relative_deviation(per_step),
+        ungrouped_work_spread=_relative_deviation(before),
         pack_imbalance=expected_imbalance(pack_stats.work, world_size=schedule.world_size),
         pack_imbalance_floor=expected_imbalance(
             floor_of(samples, num_packs=len(plan.packs)), world_size=schedule.world_size
@@ -396,7 +396,7 @@ def summarise_schedule(
     )
 
 
-def _spread(works: NDArray[np.float64]) -> float:
+def _relative_deviation(works: NDArray[np.float64]) -> float:
     """
     Return the standard deviation of the work of steps over its mean, without the last step; *works*
     has shape (steps, world_size).

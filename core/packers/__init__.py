@@ -179,7 +179,7 @@ def pack(
     packs = Packs.from_lists([])
     if array.size:
         # No pack holds more than all tokens. Their sum fits 64 bits, which the capacity may not.
-        packs = _packed(array, algorithm, capacity=min(capacity, int(array.sum())), **needs)
+        packs = _call_packer(array, algorithm, capacity=min(capacity, int(array.sum())), **needs)
     return with_bin_count(packs, array, minimum=min_bin_count, multiple=bin_count_multiple)
 
 
@@ -229,7 +229,7 @@ def redraw(
     )  # fmt: skip
 
 
-def _packed(lengths: IntArray, algorithm: str, **needs: Any) -> Packs:
+def _call_packer(lengths: IntArray, algorithm: str, **needs: Any) -> Packs:
     """Return the packs of an algorithm's function, given what it *needs*."""
     function = function_named(algorithm)
     runs = Runs.from_lengths(lengths) if ALGORITHMS[algorithm].over_runs else None

@@ -78,7 +78,7 @@ def draw(
         weights = None if works is None else works[order]
         balanced = function_named(algorithm)
         packs = balanced(shuffled, capacity=capacity, works=weights, report=report, keys=keys)
-        return Redrawn(_reordered(packs.owners(num).astype(np.int32), order), "order")
+        return Redrawn(_reorder_packs(packs.owners(num).astype(np.int32), order), "order")
     own: _Packing | None = None
     stage = _FIRST_STAGE.get(algorithm, algorithm)
     fewest = -(-total // capacity)
@@ -93,12 +93,12 @@ def draw(
         if found.num <= own.num + own.num // MORE:
             break
         if loose == total:
-            return Redrawn(_exchanged(own.labels(), lengths, order), "equal lengths")
+            return Redrawn(_exchange_equals(own.labels(), lengths, order), "equal lengths")
         loose = max(1, 2 * loose, loose * (found.num - own.num) * MORE // own.num)
         loose = loose if 2 * loose < total else total
     labels = np.repeat(found.labels(), np.diff(starts, append=num))
     level: Level = "groups" if loose < total else "order" if ALGORITHMS[stage].draws else "equal lengths"
-    return Redrawn(_reordered(labels, order), level)
+    return Redrawn(_reorder_packs(labels, order), level)
 
 
 def _sorting(keys: NDArray[np.uint16]) -> IntArray:
@@ -129,14 +129,14 @@ def _packing(lengths: IntArray, *, capacity: int, algorithm: str, seed: int, rep
     return _Packing(len(packs), lambda: packs.owners(lengths.size).astype(np.int32))
 
 
-def _exchanged(labels: NDArray[np.int32], lengths: IntArray, order: IntArray) -> Packs:
+def _exchange_equals(labels: NDArray[np.int32], lengths: IntArray, order: IntArray) -> Packs:
     """Return packs in which samples of equal length changed places, as a shuffled *order* says."""
     places = np.argsort(lengths, kind="stable")
     drawn = order[np.argsort(lengths[order], kind="stable")]
-    return _reordered(labels[places], drawn)
+    return _reorder_packs(labels[places], drawn)
 
 
-def _reordered(labels: NDArray[np.int32], order: IntArray) -> Packs:
+def _reorder_packs(labels: NDArray[np.int32], order: IntArray) -> Packs:
     """Return packs of samples, given the pack of each in a shuffled *order*."""
     by_sample = np.empty_like(labels)
     by_sample[order] = labels

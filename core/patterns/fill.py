@@ -61,10 +61,10 @@ def fill_exactly(
         total = 0
         effort.spend(_STEPS_OF_A_BIN)
         if draws is not None:
-            total, pattern = _complete(room, _some(draws, sizes, left, room), sizes, left, effort)
+            total, pattern = _complete_filling(room, _some(draws, sizes, left, room), sizes, left, effort)
         if total < room:
             fitting = bisect_left(alive, bisect_left(negated, -room))
-            found = _complete(room, alive[fitting:], sizes, left, effort)
+            found = _complete_filling(room, alive[fitting:], sizes, left, effort)
             pattern = found[1] if found[0] > total else pattern
         left[start] += 1
         pattern[start] = pattern.get(start, 0) + 1
@@ -126,7 +126,7 @@ def _take_apart(filling: Filling, runs: Runs, capacity: int, seed: int) -> tuple
     return kept, left
 
 
-def _complete(
+def _complete_filling(
     room: int, candidates: Iterable[int], sizes: list[int], left: list[int], effort: Effort
 ) -> tuple[int, Pattern]:
     """Return the largest sum up to *room* that the candidates reach, and a pattern for it."""

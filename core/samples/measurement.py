@@ -286,11 +286,11 @@ class KnownLengths:
 
     @_text.default
     def _text_default(self) -> _Sorted:
-        return self._sorted(num_media(self.table) == 0)
+        return self._select_samples(num_media(self.table) == 0)
 
     @_with_media.default
     def _with_media_default(self) -> _Sorted:
-        return self._sorted(num_media(self.table) > 0)
+        return self._select_samples(num_media(self.table) > 0)
 
     @_ends.default
     def _ends_default(self) -> IntArray:
@@ -314,7 +314,7 @@ class KnownLengths:
         media = self.media[end - measurement.images - measurement.videos : end].tolist()
         return MeasuredSample(measurement, tuple(MediaFacts(*one) for one in media))
 
-    def _sorted(self, chosen: NDArray[np.bool_]) -> _Sorted:
+    def _select_samples(self, chosen: NDArray[np.bool_]) -> _Sorted:
         """Return the chosen records that are samples."""
         rows = np.flatnonzero(chosen & (column(self.table, "bad") == 0))
         order = np.argsort(self.identities[rows], kind="stable")

@@ -78,7 +78,7 @@ def to_images(value: object, *, urls: bool = False) -> list[Image]:
 def _to_image(image: Any, *, urls: bool) -> Image:
     if isinstance(image, Mapping):
         if held := image.get("bytes"):
-            return held if isinstance(held, bytes) else _decoded(held, "'bytes'")
+            return held if isinstance(held, bytes) else _decode_base64(held, "'bytes'")
         refuse_sizes(image)
         image = image.get("path") or image.get("url")
     if isinstance(image, bytes) and image:
@@ -138,7 +138,7 @@ def _image_from_base64(image: str) -> bytes | None:
     if not _BASE64_START.match(image):
         return None
     try:
-        return _decoded(image, "an image")
+        return _decode_base64(image, "an image")
     except ValueError:
         if _BASE64.match(image):
             raise
@@ -152,7 +152,7 @@ def _image_from_uri(image: str) -> bytes:
     uri = _DATA_URI.match(image)
     if uri is None or uri["coded"] is None or not uri["type"].lower().startswith("image/"):
         fail(f"has the image {image[:60]!r}: a data URI has to begin with data:image/…;base64,")
-    held = _decoded(image[uri.end() :], "a data URI")
+    held = _decode_base64(image[uri.end() :], "a data URI")
     declared = uri["type"].lower().removeprefix("image/")
     kind = _kind(held)
     if kind is not None and _CALLED.get(declared, declared) != kind:
@@ -160,7 +160,7 @@ def _image_from_uri(image: str) -> bytes:
     return held
 
 
-def _decoded(text: object, where: str) -> bytes:
+def _decode_base64(text: object, where: str) -> bytes:
     try:
         # Few have blanks, whose removal takes time.
         with contextlib.suppress(ValueError):

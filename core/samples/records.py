@@ -133,10 +133,10 @@ def to_messages(
             fail("has 'system' and a system message: keep one")
         messages = [{"role": "system", "content": system}, *messages]
     if images or not literal_image_tags:
-        messages = _tagged(messages, IMAGE_TAG, "image", len(images))
+        messages = _add_tags(messages, IMAGE_TAG, "image", len(images))
     videos = to_videos(record.get("videos"), urls=urls)
     if videos:  # without one, <video> in a text is text
-        messages = _tagged(messages, VIDEO_TAG, "video", len(videos))
+        messages = _add_tags(messages, VIDEO_TAG, "video", len(videos))
     more = {"tools": to_tools(record.get("tools")), "images": images, "videos": videos}
     channel = {} if record.get("channel") is None else {"channel": str(record["channel"])}
     return {"messages": messages, **{name: held for name, held in more.items() if held}, **channel}
@@ -151,7 +151,7 @@ def shaped(record: object, columns: Mapping[str, str] | None = None) -> Shaped:
     return to_shape(record, columns=columns)
 
 
-def _tagged(messages: list[dict[str, Any]], tag: str, name: str, number: int) -> list[dict[str, Any]]:
+def _add_tags(messages: list[dict[str, Any]], tag: str, name: str, number: int) -> list[dict[str, Any]]:
     """
     Return messages with a tag for each image or video. Missing tags are put before the first user
     message.

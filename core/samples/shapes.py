@@ -120,7 +120,7 @@ def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = N
     >>> to_shape({"question": "Why?", "answer": "So."}).shape
     'question, answer'
     """
-    record = _renamed(record, columns or {})
+    record = _rename_keys(record, columns or {})
     for names in (SYSTEM_KEYS, IMAGE_KEYS, VIDEO_KEYS, MESSAGE_KEYS):
         record = _under_one_name(record, names)
     for known, others in (("messages", _ANSWERED[:3]), ("objects", _ANSWERED)):
@@ -142,7 +142,7 @@ def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = N
     return fail(f"is of no known shape: {_nearest(record)}", argument="columns")
 
 
-def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+def _rename_keys(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
     """Return a record with its keys renamed by *columns*, and known keys in lower case."""
     renamed: dict[str, Any] = {}
     for name, held in record.items():

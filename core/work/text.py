@@ -224,7 +224,7 @@ def _mlps(keys: Keys, width: int, layers: int) -> int:
         return 0
     experts = keys.count("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     inner = keys.count("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
-    inner = _adjusted(keys, 4 * width if inner is None else inner)
+    inner = _mlp_width(keys, 4 * width if inner is None else inner)
     gated = width * _products(keys)
     if not experts:
         keys.get("num_experts_per_tok", "moe_intermediate_size", "shared_intermediate_size", "num_shared_experts")
@@ -246,7 +246,7 @@ def _mlps(keys: Keys, width: int, layers: int) -> int:
     return sparse * per_layer + (layers - sparse) * gated * inner
 
 
-def _adjusted(keys: Keys, inner: int) -> int:
+def _mlp_width(keys: Keys, inner: int) -> int:
     """Return the width of MLPs, reduced and rounded if the config says so."""
     cut, factor = keys.get("block_auto_adjust_ff_dim"), keys.get("block_ffn_dim_multiplier")
     multiple = keys.count("block_multiple_of") or 1

@@ -151,10 +151,10 @@ class PieceCounter:
         of media itself.
         """
         texts = [part.content for sample in samples for part in sample.parts if isinstance(part.content, str)]
-        tokens = iter(self._tokenized(texts))
+        tokens = iter(self._tokenize(texts))
         return [self._measurement(sample, tokens) for sample in samples]
 
-    def _tokenized(self, texts: list[str]) -> list[_Tokens]:
+    def _tokenize(self, texts: list[str]) -> list[_Tokens]:
         """Return the tokens of each text."""
         if self._in_batches:
             found = self._tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -276,7 +276,7 @@ def prove_pieces(template: Template, *, tokens: Mapping[str, int]) -> tuple[Piec
     try:
         for sample in _PROOFS:
             (found,) = counter.measure([counter.pieces(sample)])
-            if found != _encoded(template, sample):
+            if found != _measure_in_full(template, sample):
                 return None, "its texts are not all that its samples are"
         if "image" in tokens:
             prove_stand_in(template, counter, "image")
@@ -303,7 +303,7 @@ def prove_stand_in(template: Template, counter: PieceCounter, medium: str) -> bo
         tags = "".join(f"<{kind}>" * count for kind, count in counts.items())
         sample = {"messages": [{"role": "user", "content": f"{tags}?"}, _ANSWER]}
         pieces = counter.pieces(sample, **counts)
-        encoded = _encoded(template, sample, **counts)
+        encoded = _measure_in_full(template, sample, **counts)
         if number == 0:
             counter.stand_ins[medium] = StandIn(0, 0, counter.said(pieces)[medium])
             (found,) = counter.measure([pieces])
@@ -317,7 +317,7 @@ def prove_stand_in(template: Template, counter: PieceCounter, medium: str) -> bo
     return True
 
 
-def _encoded(template: Template, sample: dict[str, Any], **counts: int) -> Measurement:
+def _measure_in_full(template: Template, sample: dict[str, Any], **counts: int) -> Measurement:
     """Return the measurement of a full encode."""
     media = {f"{kind}s": [STAND_INS[kind]] * number for kind, number in counts.items()}
     with untruncated(template):

@@ -126,7 +126,7 @@ def head_of(path: Path) -> tuple[bytes, bool]:
         return head, False
     with contextlib.suppress(_DamagedError):  # which is said where all of it is read
         head = b""
-        for part in _unpacked(path):
+        for part in _read_unpacked(path):
             if len(head := head + part) >= _HEAD:
                 break
     return head[:_HEAD], is_packed
@@ -158,7 +158,7 @@ def _read_whole(path: Path) -> str:
 
 def _lines(path: Path, kind: str, name: str) -> Iterator[bytes]:
     """Yield the text of a copy; DataSetError if its file is damaged."""
-    number, parts = 1, _unpacked(path)
+    number, parts = 1, _read_unpacked(path)
     if kind != "lines":
         file = io.BufferedReader(_Parts(parts), _CHUNK)
         text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -314,7 +314,7 @@ class _Parts(io.RawIOBase):
         return size
 
 
-def _unpacked(path: Path) -> Iterator[bytes]:
+def _read_unpacked(path: Path) -> Iterator[bytes]:
     """Yield the bytes of a file, of a .gz or .zst what it holds; _DamagedError if it is damaged."""
     import zstandard
 

@@ -186,13 +186,13 @@ class _Container:
         stream = self.opened.streams.best("video")
         codec = None if stream is None else stream.codec_context
         if stream is None or stream.disposition & av.stream.Disposition.attached_pic:  # the cover of an album
-            raise self._refused("has no video, but sound alone" if self.opened.streams.audio else "has no video")
+            raise self._refusal("has no video, but sound alone" if self.opened.streams.audio else "has no video")
         if codec is None:
-            raise self._refused("is of a codec that is not known here: encode it again, as H.264")
+            raise self._refusal("is of a codec that is not known here: encode it again, as H.264")
         self._refuse_size(stream.width, stream.height)
         if stream.frames > self.size:  # for which decord would take memory, and end the process
             reason = f"says that it has {stream.frames:,} frames, in {counted(self.size, 'byte')}: encode it again"
-            raise self._refused(reason)
+            raise self._refusal(reason)
         seconds = (self.opened.duration or 0) / 1e6
         self._refuse_seconds(seconds)
         first, packets = self._first_frame(stream)
@@ -202,7 +202,7 @@ class _Container:
             num, doubt = self._by_packets(stream, packets, seconds)
         rate = stream.average_rate
         if not num or not rate:
-            raise self._refused("has no frame" if not num else "has no rate of frames: encode it again")
+            raise self._refusal("has no frame" if not num else "has no rate of frames: encode it again")
         self._refuse_seconds(float(num / rate))
         if codec.name not in PROMISED:
             doubt = doubt or f"its codec is {codec.name}"
@@ -210,7 +210,7 @@ class _Container:
         width, height = (first.height, first.width) if turned % 2 else (first.width, first.height)
         return VideoFacts(self.size, width, height, num, Fraction(rate), 0, turned, doubt)
 
-    def _refused(self, reason: str) -> ValueError:
+    def _refusal(self, reason: str) -> ValueError:
         return ValueError(f"the video {self.path} {reason}")
 
     def _kind(self) -> str:
@@ -218,18 +218,18 @@ class _Container:
         if name in CONTAINERS:
             return CONTAINERS[name]
         if name.endswith("_pipe") or name == "image2":
-            raise self._refused(f"is a still image ({name.removesuffix('_pipe')}): write it into 'images'")
+            raise self._refusal(f"is a still image ({name.removesuffix('_pipe')}): write it into 'images'")
         if name == "gif":
-            raise self._refused("is a GIF: list its frames as images, or encode it again as mp4")
-        raise self._refused(f"is a {name} file; read are mp4, mov, mkv, webm and avi: encode it again")
+            raise self._refusal("is a GIF: list its frames as images, or encode it again as mp4")
+        raise self._refusal(f"is a {name} file; read are mp4, mov, mkv, webm and avi: encode it again")
 
     def _refuse_size(self, width: int, height: int) -> None:
         if not 0 < width * height <= MAX_PIXELS:
-            raise self._refused(f"has frames of {width:,} x {height:,}, but may have {MAX_PIXELS:,} pixels: shrink it")
+            raise self._refusal(f"has frames of {width:,} x {height:,}, but may have {MAX_PIXELS:,} pixels: shrink it")
 
     def _refuse_seconds(self, seconds: float) -> None:
         if seconds > self.max_seconds:
-            raise self._refused(
+            raise self._refusal(
                 f"has {seconds:,.0f} s, but may have {self.max_seconds:,.0f}: cut it, or raise custom.max_video_s"
             )
 
@@ -244,14 +244,14 @@ class _Container:
             if frames := packet.decode():
                 self._refuse_size(frames[0].width, frames[0].height)
                 return frames[0], chain(read, packets)
-        raise self._refused("has no frame that can be decoded")
+        raise self._refusal("has no frame that can be decoded")
 
     def _by_index(self, stream: Any) -> tuple[int, str | None]:
         """Return the number of frames in a container's index, and the reason for doubt, or None."""
         entries = stream.index_entries
         shown = [entry for entry in entries if not entry.is_discard]
         if any(entry.pos + entry.size > self.size for entry in shown):
-            raise self._refused(f"is truncated: its index names frames behind its {counted(self.size, 'byte')}")
+            raise self._refusal(f"is truncated: its index names frames behind its {counted(self.size, 'byte')}")
         if len(shown) != stream.frames:
             return len(entries), "it has an edit list, or an index of other frames than it counts"
         times = [entry.timestamp for entry in shown]
@@ -272,7 +272,7 @@ class _Container:
         times.sort()
         end = float(times[-1] * stream.time_base) + (1 / float(stream.average_rate) if stream.average_rate else 0)
         if end < seconds - _LOST_S and not self._has_sound_until(seconds):
-            raise self._refused(f"is truncated: it says {seconds:,.1f} s, but its frames end after {end:,.1f} s")
+            raise self._refusal(f"is truncated: it says {seconds:,.1f} s, but its frames end after {end:,.1f} s")
         return len(times), self._rate_doubt(stream, times) or (None if seconds else "it does not say how long it is")
 
     def _has_sound_until(self, seconds: float) -> bool:

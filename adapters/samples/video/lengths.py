@@ -55,32 +55,32 @@ class VideoLengths:
         stamped = template.tokenizer if template.version == "v3" else None
         lengths = cls(images.patch_size, images.merge_size, sampling_of(config), stamped)
         try:
-            stands = lengths.cost(_listed(DUMMY_SIZE, 2))
+            stands = lengths.cost(_facts_of_black(DUMMY_SIZE, 2))
         except ValueError:  # the run's limits leave the stand-in no size
             return None
         size = _LARGE if lengths.takes(_LARGE) else DUMMY_SIZE
-        small, large = (_encoded(template, frames) for frames in (_frames(DUMMY_SIZE, 2), _frames(size, 5)))
-        return lengths if large - small == lengths.cost(_listed(size, 5)) - stands else None
+        small, large = (_encode_frames(template, frames) for frames in (_frames(DUMMY_SIZE, 2), _frames(size, 5)))
+        return lengths if large - small == lengths.cost(_facts_of_black(size, 5)) - stands else None
 
     def takes(self, size: tuple[int, int]) -> bool:
         """Return whether frames of a width and height are within the run's limits."""
         try:
-            self.cost(_listed(size, 5))
+            self.cost(_facts_of_black(size, 5))
         except ValueError:
             return False
         return True
 
     def beyond_stand_in(self, facts: VideoFacts) -> MediaCost:
         """Return the cost of a video beyond the stand-in; ValueError if its shape is refused."""
-        return self.cost(facts) - self.cost(_listed(DUMMY_SIZE, 2))
+        return self.cost(facts) - self.cost(_facts_of_black(DUMMY_SIZE, 2))
 
     def num_bytes(self, facts: VideoFacts) -> int:
         """
         Return the bytes that the sampled frames of a video take before they are scaled; ValueError
         if number or size of its frames is refused.
         """
-        frames, _ = self._sampled(facts)
-        self._scaled(facts, len(frames))
+        frames, _ = self._sample_frames(facts)
+        self._scale_frames(facts, len(frames))
         return len(frames) * facts.width * facts.height * 3
 
     def seconds(self, facts: VideoFacts) -> float:
@@ -89,8 +89,8 @@ class VideoLengths:
 
     def cost(self, facts: VideoFacts) -> MediaCost:
         """Return the cost of a video; ValueError if number or size of its frames is refused."""
-        frames, rate = self._sampled(facts)
-        rows, columns = self._scaled(facts, len(frames))
+        frames, rate = self._sample_frames(facts)
+        rows, columns = self._scale_frames(facts, len(frames))
         layers = len(frames) // FRAMES_OF_LAYER
         patches = layers * (rows // self.patch_size) * (columns // self.patch_size)
         tokens = patches // self.merge_size**2
@@ -104,7 +104,7 @@ class VideoLengths:
     def _rate(self) -> float:
         return float(self.sampling.get("fps", vision_process.FPS))
 
-    def _sampled(self, facts: VideoFacts) -> tuple[list[int], float]:
+    def _sample_frames(self, facts: VideoFacts) -> tuple[list[int], float]:
         """Return the numbers of the frames that are sampled, and how many a second has of all."""
         if not facts.rate:
             return list(range(vision_process.ceil_by_factor(facts.num_frames, FRAMES_OF_LAYER))), self._rate()
@@ -117,7 +117,7 @@ class VideoLengths:
         number = vision_process.smart_nframes(dict(self.sampling), total_frames=facts.num_frames, video_fps=rate)
         return torch.linspace(0, facts.num_frames - 1, number).round().long().tolist(), rate
 
-    def _scaled(self, facts: VideoFacts, num_frames: int) -> tuple[int, int]:
+    def _scale_frames(self, facts: VideoFacts, num_frames: int) -> tuple[int, int]:
         """Return the height and width to which frames are scaled."""
         rules, given = vision_process, self.sampling
         factor = self.patch_size * rules.SPATIAL_MERGE_SIZE
@@ -126,16 +126,16 @@ class VideoLengths:
             unit = factor * rules.SPATIAL_MERGE_SIZE
             least = given.get("min_pixels", rules.IMAGE_MIN_TOKEN_NUM * unit**2)
             most = given.get("max_pixels", rules.IMAGE_MAX_TOKEN_NUM * unit**2)
-            height, width = _resized(height, width, unit, least, most)
+            height, width = _resize(height, width, unit, least, most)
         least = given.get("min_pixels", rules.VIDEO_MIN_TOKEN_NUM * factor**2)
         total = given.get("total_pixels", rules.MODEL_SEQ_LEN * factor**2 * 0.9)
         frame = max(
             min(rules.VIDEO_MAX_TOKEN_NUM * factor**2, total / num_frames * rules.FRAME_FACTOR), int(least * 1.05)
         )
-        return _resized(height, width, factor, least, min(given.get("max_pixels", frame), frame))
+        return _resize(height, width, factor, least, min(given.get("max_pixels", frame), frame))
 
 
-def _resized(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
+def _resize(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
     """
     Return the height and width that qwen_vl_utils scales a frame to; ValueError if it refuses.
     """
@@ -164,11 +164,11 @@ def _frames(size: tuple[int, int], number: int) -> list[Image.Image]:
     return [Image.new("RGB", size)] * number
 
 
-def _listed(size: tuple[int, int], number: int) -> VideoFacts:
+def _facts_of_black(size: tuple[int, int], number: int) -> VideoFacts:
     """Return the facts of a video of black frames of a size."""
     return VideoFacts(0, *size, number, Fraction(0), 0)
 
 
-def _encoded(template: Template, frames: list[Image.Image]) -> MediaCost:
+def _encode_frames(template: Template, frames: list[Image.Image]) -> MediaCost:
     """Return the cost of a sample with a video of these frames."""
     return MediaCost.from_encoded(template, encode_media(template, videos=[frames]), videos=1)

@@ -78,7 +78,7 @@ def prepare_videos(template: Template, config: TemplateConfig) -> None:
         raise ConfigError.at("model.model", reason)
     sampling = sampling_of(config)
     _refuse_no_size(template, sampling)
-    template.replace_tag = partial(_replaced, template.replace_tag, sampling)
+    template.replace_tag = partial(_read_medium, template.replace_tag, sampling)
     vision_process.VIDEO_READER_BACKENDS[READER] = _read
 
 
@@ -93,7 +93,7 @@ def _refuse_no_size(template: Template, sampling: Sampling) -> None:
         raise ConfigError.at(f"template.video_{key}_pixels", f"{reason}: set template.video_min_pixels, or the maximum")
 
 
-def _replaced(replace: Callable[..., Any], sampling: Sampling, media_type: str, index: int, inputs: Any) -> Any:
+def _read_medium(replace: Callable[..., Any], sampling: Sampling, media_type: str, index: int, inputs: Any) -> Any:
     """Read an image or a video, and return the text that stands for it."""
     if media_type != "video":
         return replace(media_type, index, inputs)
@@ -147,22 +147,22 @@ def _read(element: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any], float]
     if quarter_turns(path) % 2 == 0:
         read: tuple[torch.Tensor, dict[str, Any], float] = vision_process._read_video_decord(element)  # noqa: SLF001
         return read
-    total, rate = _counted(path)
+    total, rate = _count_frames(path)
     number = vision_process.smart_nframes(element, total_frames=total, video_fps=rate)
     indices = torch.linspace(0, total - 1, number).round().long().tolist()
-    frames = torch.from_numpy(_decoded(path, indices)).permute(0, 3, 1, 2)
+    frames = torch.from_numpy(_decode_frames(path, indices)).permute(0, 3, 1, 2)
     metadata = {"fps": rate, "frames_indices": indices, "total_num_frames": total, "video_backend": "pyav"}
     return frames, metadata, number / total * rate
 
 
-def _counted(path: str) -> tuple[int, float]:
+def _count_frames(path: str) -> tuple[int, float]:
     """Return the number and the rate of a video's frames."""
     with open_video(path) as container:
         stream = container.streams.best("video")
         return sum(packet.size > 0 for packet in container.demux(stream)), float(stream.average_rate)
 
 
-def _decoded(path: str, indices: list[int]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _decode_frames(path: str, indices: list[int]) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """
     Return frames by their numbers, ascending, turned as they are shown; uint8, (frames, height,
     width, 3).
