@@ -1,0 +1,33 @@
+"""Train planned packs by TRL's SFTTrainer: docs/use-it-in/transformers.md."""
+
+import sys
+
+import torch
+from datasets import load_from_disk
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+import packplan as pp
+from packplan.adapters.hf import use_plan
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+rows = load_from_disk(sys.argv[2])
+plan = pp.plan([len(ids) for ids in rows["input_ids"]], 256)
+args = SFTConfig(
+    "out",
+    max_length=None,
+    dataset_kwargs={"skip_prepare_dataset": True},
+    gradient_accumulation_steps=2,
+    num_train_epochs=2,
+    learning_rate=1e-3,
+    save_steps=3,
+    logging_steps=1,
+    use_cpu=not torch.cuda.is_available(),
+)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+trainer = SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
+schedule = use_plan(trainer, plan)
+if args.process_index == 0:
+    print(plan.show(), f"{schedule.total_steps} steps", sep="\n")
+trainer.train(resume_from_checkpoint="--resume" in sys.argv)
+trainer.accelerator.end_training()
