@@ -30,11 +30,11 @@ log = logging.getLogger("packplan.app.tools")
 HEADING = "## Models that see"
 
 ABOUT = """A run probes its own model before it measures anything, so a family that is not listed may still
-pack: ask with `packplan probe MODEL`, or compare packs of your data with `packplan check run.yaml`."""
+pack: ask with `packplan probe MODEL`."""
 
-MEASURED = """The lists hold for a small model of each family that transformers knows, in its default
-configuration: {passing} of {all} pass. `python -m tools.models families docs/models.md` wrote this page on
-{date}, with {versions}; `--names NAME` probes others. Images are probed too; sound and videos are not."""
+MEASURED = """These hold for a small model of each family that transformers knows, in its default configuration:
+{passing} of {all} pass. `python -m tools.models families docs/models.md` wrote this page on {date}, with
+{versions}. Images are probed too; sound and videos are not."""
 
 TERMS = (
     """- **Isolation** is the largest gradient of a sample's logits to another sample, over the largest to its own.
@@ -70,20 +70,18 @@ UNPROVEN_REASONS = {
 
 UNPADDED_HEADING = "## Without padding"
 
-ABOUT_UNPADDED = """What `packplan.hf.unpad` leaves out of padded rows: results at real tokens and gradients are
-those of the padded pass. Where a layer's state runs over padding, calls with such padding are computed padded.
-BERT, XLM-RoBERTa and ModernBERT, which read both ways, leave out every padding (`tests/e2e/test_unpad.py`).
-`python -m tools.models unpadded docs/models.md` wrote this section on {date}, with {versions}."""
+ABOUT_UNPADDED = """What `packplan.hf.unpad` leaves out of padded rows. Where a layer's state runs over padding, calls
+with such padding are computed padded. BERT, XLM-RoBERTa and ModernBERT leave out every padding
+(`tests/e2e/test_unpad.py`). `python -m tools.models unpadded docs/models.md` wrote this section on {date}, with
+{versions}."""
 
-ABOUT_VISION = """Tiny models with random weights were measured, packed and compared, each with its processor
-and ms-swift's template. `python -m tools.models vision docs/models.md` wrote this section on {date}, with
-{versions}. Lengths come from image headers, or from full encodes where the processor gives no sizes. They equal
-full encodes for images of 45 sizes, and for samples with none to four images. Samples with 0, 1 and 3 images
-are equal packed and alone."""
+ABOUT_VISION = """Tiny models with random weights, each with its processor and ms-swift's template. Lengths, from image
+headers or full encodes, equal full encodes for images of 45 sizes; samples with 0, 1 and 3 images are equal packed
+and alone. `python -m tools.models vision docs/models.md` wrote this section on {date}, with {versions}."""
 
-ABOUT_OTHERS = """ms-swift declares {declared} templates that collate packed samples; these {number} have no
-tiny model here. A run probes a model with its own code under `model.trust_remote_code: true`. InternVL's chat
-form is refused, since its code computes no row without pixels; its hf form, `internvl_hf`, packs."""
+ABOUT_OTHERS = """ms-swift declares {declared} templates that collate packed samples; these {number} have no tiny model
+here. Models with code of their own are probed under `model.trust_remote_code: true`. InternVL's chat form is refused;
+its hf form, `internvl_hf`, packs."""
 
 VISION_HEAD = ("model", "template", "lengths", "equality")
 
@@ -159,7 +157,8 @@ def families_page(verdicts: Sequence[PackingVerdict], *, date: str) -> str:
     """Return the page of verdicts, without the section of models that see."""
     passing = sum(one.passes for one in verdicts)
     measured = MEASURED.format(date=date, versions=versions(), passing=passing, all=len(verdicts))
-    strategies = "\n".join(f"- `{name}`: {meaning}" for name, meaning in STRATEGIES.items())
+    found = {one.strategy for one in verdicts}
+    strategies = "\n".join(f"- `{name}`: {meaning}" for name, meaning in STRATEGIES.items() if name in found)
     packing = {
         f"`{strategy}`": [f"{one.model_type}{'*' * bool(one.split)}" for one in verdicts if strategy == one.strategy]
         for strategy in STRATEGIES

@@ -78,9 +78,8 @@ class ModelConfig:
 
     attn_impl: str = key("auto", neither=TRAINS, check=_is_backend)
     """
-    Attention backend. `varlen` attends to each sample of a pack by itself; sdpa, eager,
-    flex_attention and flash_attention_2 are transformers'. `auto` takes the fastest that passes the
-    probe; packing refuses a model that fails it.
+    Attention backend: `varlen` attends to each sample by itself; others are transformers'. `auto`
+    takes the fastest that passes the probe.
     """
 
     torch_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, neither=LOADS)
@@ -180,9 +179,8 @@ class CustomConfig:
 
     train_jsonl: tuple[PathText, ...] = key((), lengths="otherwise")
     """
-    Data files or patterns (`data/*.parquet`): JSON Lines, JSON arrays, CSV, also compressed,
-    Parquet, folders of `datasets`; also at places, as `s3://…`. Relative media paths start at their
-    file's folder. Needed without `fusion_config`.
+    Data files, patterns (`data/*.parquet`), folders of `datasets`; also at places, as `s3://…`.
+    Relative media paths start at their file's folder. Needed without `fusion_config`.
     """
 
     val_jsonl: tuple[PathText, ...] = key((), lengths="otherwise")
@@ -250,10 +248,7 @@ class CustomConfig:
     """Folder for copies of data files; unset, `records` in `training.output_dir`."""
 
     media_cache: PathText | None = key(None, neither=_COPIES)
-    """
-    Folder for images and videos at places (`https://`, `s3://`, `gs://`, `hf://`, `az://`), fetched
-    once; runs may share it. Unset, places are refused.
-    """
+    """Folder for images and videos at places, fetched once. Unset, such media are refused."""
 
 
 @attrs.frozen(kw_only=True)

@@ -269,10 +269,9 @@ def test_the_example_plans_three_kinds_of_lengths_alike(capsys, monkeypatch, pla
 
 def test_every_field_of_a_policy_is_in_its_table():
     """With its key in the YAML; the table has no other rows."""
-    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
-    table = page.split("| field | YAML key |")[1].split("\n\n")[0]
+    listed = text_of(ROOT / "docs" / "planner.md").split("Each field, and its key in a YAML:\n\n")[1]
 
-    assert [field.name for field in attrs.fields(PlanPolicy)] == re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert [field.name for field in attrs.fields(PlanPolicy)] == re.findall(r"^- `(\w+)`:", listed, re.MULTILINE)
 
 
 def test_every_algorithm_is_in_its_table():
@@ -283,13 +282,13 @@ def test_every_algorithm_is_in_its_table():
 
 
 def test_every_figure_of_training_is_on_its_page():
-    """Those of steps in the table of the log, those of an epoch below it."""
+    """Those of steps in the list of the log, those of an epoch below it."""
     plan = plan_of([9] * 6, 20)
     stats = EpochStats.from_schedule(PackStats.from_plan(plan.raw, plan.lengths), plan.schedule(), 0)
     page = text_of(ROOT / "docs" / "training.md").split("## The log")[1].split("\n## ")[0]
-    table, below = page.split("At the end of an epoch")
+    listed, below = page.split("At the end of an epoch")
 
-    assert {*stats.statistics(0, 1)} <= {*re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)}
+    assert {*stats.statistics(0, 1)} <= {*re.findall(r"^- `(\w+)`:", listed, re.MULTILINE)}
     assert {*stats.epoch_statistics(1)} == {*CODE.findall(below)}
 
 
