@@ -39,7 +39,8 @@ from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.samples import num_media
 
 if TYPE_CHECKING:
-    from packplan.app.sft.prepare import Prepared
+    from packplan.adapters.trainer.static import PackTrainer
+    from packplan.app.planning.split import Split
 
 log = logging.getLogger("packplan.app.check")
 
@@ -84,44 +85,44 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
     Raises:
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
-    from packplan.app.sft.prepare import prepare
+    from packplan.app.sft.train import prepare
     from packplan.app.wiring import training
 
     if not config.training.packing:
         raise ConfigError.at("training.packing", "is false: nothing is packed, so there is nothing to compare")
     with training.joined_ranks(config) as group:
         from_start = attrs.evolve(config, training=attrs.evolve(config.training, resume_from_checkpoint=None))
-        prepared = prepare(from_start, group, may_leak=True)
-        return compare(config, prepared, num_packs=num_packs)
+        trainer, splits = prepare(from_start, group, may_leak=True)
+        return compare(config, trainer, splits["train"], num_packs=num_packs)
 
 
-def compare(config: RunConfig, prepared: Prepared, *, num_packs: int) -> Report:
+def compare(config: RunConfig, trainer: PackTrainer, train: Split, *, num_packs: int) -> Report:
     """
     Compare packs of a run that is ready to train; see `check`.
 
     Args:
         config: The run.
-        prepared: The run, ready to train.
+        trainer: Trainer of the run, ready to train.
+        train: Split that it trains.
         num_packs: Packs of the plan to compare.
     """
     from packplan.app.wiring import training
 
-    train, samples = prepared.planned["train"], prepared.samples["train"]
     chosen = choose_packs(train.raw.packs, train.table, count=num_packs)
     if not chosen:
         reason = "leaves no pack of several samples, so there is nothing to compare: raise it"
         raise ConfigError.at("template.max_length", reason)
-    comparison = training.open_comparison(prepared.trainer, samples, train.raw.packs)
+    comparison = training.open_comparison(trainer, train)
     findings: list[Deviation] = []
     for pack in progress(chosen, desc="comparing", unit=" packs"):
         findings += comparison.findings(pack)
-    precision, without = prepared.trainer.precision, comparison.without_gradients
+    precision, without = trainer.precision, comparison.without_gradients
     verdicts = judge(findings, precision=precision)
-    images, where = num_media(train.table), samples.records.where
+    images, where = num_media(train.table), train.encoder.records.where
     return Report(
         model=config.model.model,
         model_type=training.model_type_of(config),
-        attn_impl=prepared.trainer.attention.name,
+        attn_impl=trainer.attention.name,
         precision=precision,
         packs=tuple(
             (pack, kind(images[train.raw.packs[pack]].tolist()), len(train.raw.packs[pack])) for pack in chosen

@@ -45,13 +45,13 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> None:
         raise ConfigError.at("--cached-dataset", reason)
     with loading_libraries():
         from packplan.app.plan.build import build
-        from packplan.app.wiring.gather import export_rows, gather
+        from packplan.app.wiring.splits import export_rows, open_splits
         from packplan.app.wiring.training import joined_ranks
 
-    gathered = gather(config)
+    splits = list(open_splits(config).values())
     with joined_ranks(config) as group:
-        planned = build(config, group, splits=list(gathered.splits.values()), world_size=config.command.world_size)
-    numbers = export_rows(gathered, planned, folder)
+        build(config, group, splits=splits, world_size=config.command.world_size)
+    numbers = export_rows(splits, folder)
     flags = [f"--cached_dataset {folder}", *([f"--cached_val_dataset {folder / 'val'}"] if "eval" in numbers else [])]
     rows = counted(numbers["train"], "row")
     print(f"{folder}: {rows} with their lengths; say {' '.join(flags)} instead of --dataset")

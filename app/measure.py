@@ -13,7 +13,6 @@ import re
 from functools import partial
 from pathlib import Path
 
-import attrs
 import numpy as np
 
 from packplan.adapters.progress import loading_libraries, progress
@@ -24,13 +23,11 @@ from packplan.app.cli.command import (
     run_command,
     run_program,
 )
-from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.measure import measure
-from packplan.app.planning.split import GatheredSplit, require_writable
+from packplan.app.planning.split import Ranks, Split
 from packplan.app.wiring import lengths, stores
-from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, MismatchError, agree, counted
-from packplan.core.ports import Arrays, RankGroup, ReportProgress
+from packplan.core.ports import Arrays, ReportProgress
 from packplan.core.samples import COLUMNS, Table, column, from_row, sample_indices, to_row
 
 log = logging.getLogger(__name__)
@@ -80,54 +77,31 @@ def run(options: argparse.Namespace) -> None:
         stores.require_inputs(config)
 
         with loading_libraries():
-            from packplan.app.wiring.gather import gather
+            from packplan.app.wiring.splits import open_splits
             from packplan.app.wiring.training import joined_ranks
 
     with joined_ranks(config, use_cpu=True, options={"--check": options.check}) as group:
-        split = gather(config).splits["train"]
+        split = open_splits(config)["train"]
+        split.name = "data"
         if output.exists():
-            split = attrs.evolve(split, known=lengths.open_written(output, split.source))
-        write_table(config, split, output, group=group, num_checked=options.check or 0)
+            split.known = lengths.open_written(output, split.source)
+        ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
+        ranks.require_writable([split.stores.lock])
+        ranks.build(split.stores.lock, partial(_write_table, split, output, options.check or 0))
 
 
-def write_table(config: RunConfig, split: GatheredSplit, output: Path, *, group: RankGroup, num_checked: int) -> None:
-    """
-    Measure a split on rank 0, and write its table.
-
-    Args:
-        config: The run that measures.
-        split: Records to measure.
-        output: Table to write, or to replace.
-        group: All ranks; the others wait.
-        num_checked: Samples to encode in full before.
-
-    Raises:
-        PackplanError: Something the user can fix, or samples that encode otherwise.
-    """
-    deadline = Deadline(config.training.packing_wait_timeout_s)
-    require_writable([split], group=group, deadline=deadline)
-
-    def complete(report: ReportProgress) -> Arrays:
-        with lengths.naming_output(output), split.stores.lock.held(**deadline.wait(), report=report):
-            table = measure(
-                "data",
-                split.source,
-                split.stores.lengths,
-                flush_every=split.flush_every,
-                report=report,
-                max_bad_share=split.max_bad_share,
-                known=split.known,
-            )
-            check(split, table, num_checked)
-            report(f"writing {output}")
-            lengths.publish_table(split, split.stores.lengths.stored(), output)
-        _log_totals(table, output)
-        return {}
-
-    group.from_rank_zero(complete, **deadline.wait())
+def _write_table(split: Split, output: Path, num_checked: int, report: ReportProgress) -> Arrays:
+    """Measure a split, and write its table; rank 0 alone runs this."""
+    with lengths.naming_output(output):
+        table = measure(split, report)
+    check(split, table, num_checked)
+    report(f"writing {output}")
+    lengths.publish_table(split, split.stores.lengths.stored(), output)
+    _log_totals(table, output)
+    return {}
 
 
-def check(split: GatheredSplit, table: Table, count: int) -> None:
+def check(split: Split, table: Table, count: int) -> None:
     """
     Encode samples in full, and compare them with what was measured.
 

@@ -17,9 +17,10 @@ import numpy as np
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_logging_options, command_parser, run_command, world_size
-from packplan.app.wiring.commands import CommandRun, require_command, split_command
+from packplan.app.wiring.commands import require_command, split_command
 from packplan.app.wiring.stores import write_new
 from packplan.core.checksum import plan_checksum
+from packplan.core.config import RunConfig
 from packplan.core.packs import Packs
 from packplan.core.samples import column, sample_indices
 
@@ -66,16 +67,16 @@ def main(arguments: list[str] | None = None) -> int:
     return run_command(command, verbose=options.verbose, quiet=options.quiet)
 
 
-def planned_of(config: CommandRun) -> dict[str, Any]:
+def planned_of(config: RunConfig) -> dict[str, Any]:
     """Plan a command of ms-swift, and return what the plugin compares: see its `install`."""
     with loading_libraries():
         from packplan.app.plan.build import build
-        from packplan.app.wiring.gather import gather
+        from packplan.app.wiring.splits import open_splits
         from packplan.app.wiring.training import joined_ranks
 
-    splits = gather(config).splits
+    train = open_splits(config)["train"]
     with joined_ranks(config) as group:
-        (train,) = build(config, group, splits=[splits["train"]], world_size=config.command.world_size)
+        build(config, group, splits=[train], world_size=config.command.world_size)
     # The rows that ms-swift leaves out have no number there.
     kept = sample_indices(train.table)
     packs = Packs(train.raw.packs.offsets, np.searchsorted(kept, train.raw.packs.indices))

@@ -131,7 +131,7 @@ def _spent(ways: dict[str, Way], workers: Sequence[int], kind: str) -> dict[tupl
 
 
 def _ways_of(config: RunConfig, ours: int, theirs: int, *, with_trl: bool) -> dict[str, Way]:
-    encoder = training.open_samples(config)["train"]
+    encoder = training.open_encoders(config)["train"]
     template = encoder.template
     preprocessor = AddLengthPreprocessor(template)
     (data,) = config.custom.train_jsonl

@@ -34,7 +34,7 @@ from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateC
 from packplan.core.forecast import REPEATS, Calibration, MeasuredStep, calibration_packs
 
 if TYPE_CHECKING:
-    from packplan.app.sft.prepare import Prepared
+    from packplan.app.planning.split import Split
 
 LIMIT_S = 1800.0
 """Seconds of a setting after which its processes are ended."""
@@ -201,7 +201,7 @@ def _rank(config: RunConfig, case: Case, rank: int, port: int, options: argparse
     """Measure on one rank, and yield the steps of each round."""
     import torch
 
-    from packplan.app.sft.prepare import prepare
+    from packplan.app.sft.train import prepare
     from packplan.app.wiring.training import joined_ranks
     from packplan.app.wiring.training.calibration import calibrated_run, measure
 
@@ -212,29 +212,28 @@ def _rank(config: RunConfig, case: Case, rank: int, port: int, options: argparse
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // case.ranks))
     config = calibrated_run(config)
     with joined_ranks(config) as group:
-        prepared = prepare(config, group)
-        packs, fitted = _packs(prepared, config, group.world_size, options)
-        steps = measure(config, prepared.trainer, prepared.planned, group, packs, clock=CLOCKS[options.clock]).steps
-        per_round = -(-len(packs) // (group.world_size * prepared.schedule.gradient_accumulation_steps))
+        trainer, splits = prepare(config, group)
+        batches = trainer.schedule.gradient_accumulation_steps
+        packs, fitted = _packs(splits["train"], batches, group.world_size, options)
+        steps = measure(config, trainer, splits, group, packs, clock=CLOCKS[options.clock]).steps
+        per_round = -(-len(packs) // (group.world_size * batches))
         # Steps that warm up are not counted.
         whole = [*[None] * (REPEATS * per_round - len(steps)), *(attrs.asdict(one) for one in steps)]
         rounds = iter(whole)
         yield {"fitted": fitted, "rounds": [list(islice(rounds, per_round)) for _ in range(REPEATS)]}
 
 
-def _packs(
-    prepared: Prepared, config: RunConfig, world_size: int, options: argparse.Namespace
-) -> tuple[list[Sequence[int]], int]:
+def _packs(train: Split, batches: int, world_size: int, options: argparse.Namespace) -> tuple[list[Sequence[int]], int]:
     """
     Return the packs of a round, and how many of its steps are fitted before the others; a short one
     at the end is fitted too.
     """
     from packplan.app.wiring.training.calibration import packs_stats
 
-    raw, batches = prepared.planned["train"].raw.packs, prepared.schedule.gradient_accumulation_steps
+    raw = train.raw.packs
     each, shuffled = world_size * batches, np.random.default_rng(options.seed).permutation(len(raw))
     seen, left = np.sort(shuffled[::2]), shuffled[1::2]
-    stats = packs_stats(config, prepared.planned["train"], raw)
+    stats = packs_stats(train, raw)
     images = stats.works.weighed(0, 0, 1) if stats.works is not None else None
     vision = stats.packs.sums(images.flops) if images is not None else stats.work
     chosen: list[Sequence[int]] = list(

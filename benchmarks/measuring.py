@@ -193,7 +193,7 @@ def _video_config(model: Path, videos: Sequence[Path]) -> RunConfig:
 
 
 def _open(config: RunConfig) -> Any:
-    return training.open_measurer(config, training.open_samples(config)["train"], pool_start_s=0.0)
+    return training.open_measurer(config, training.open_encoders(config)["train"], pool_start_s=0.0)
 
 
 def _opened_seconds(config: RunConfig, *, in_full: bool, total: int) -> tuple[float, float]:
@@ -232,7 +232,7 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 def _ways_of_chats(config: RunConfig) -> tuple[dict[str, Callable[[range], None]], list[int]]:
     """Return calls that measure some rows, and the tokens of each row."""
-    encoder = training.open_samples(config)["train"]
+    encoder = training.open_encoders(config)["train"]
     samples = training.open_measurer(config, encoder)
     tokenizer = encoder.template.tokenizer
     encoded = [encoder.encode(index)["input_ids"] for index in range(len(encoder))]

@@ -193,9 +193,9 @@ def _forecast(config: RunConfig, setting: Setting) -> int:
 def _measured(config: RunConfig) -> int:
     """Return the peak of training on one rank."""
     from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.app.sft.prepare import prepare
+    from packplan.app.sft.train import prepare
 
-    trainer = prepare(config, OneRank()).trainer
+    trainer, _ = prepare(config, OneRank())
     return allocator_peak((*trainer.model.parameters(), *trainer.model.buffers()), trainer.train)
 
 
@@ -206,9 +206,9 @@ def _measured_rank(config: RunConfig, rank: int, setting: Setting, file: Path) -
 
     from packplan.adapters.forecast.memory import shard_as_accelerate
     from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.app.sft.prepare import prepare
+    from packplan.app.sft.train import prepare
 
-    trainer = prepare(config, OneRank()).trainer
+    trainer, _ = prepare(config, OneRank())
     trainer._prepare_gradient_checkpointing(trainer.template.get_base_model(trainer.model))  # noqa: SLF001
     trainer.model.train()
     trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model)

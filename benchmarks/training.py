@@ -20,7 +20,7 @@ from benchmarks.train import WAYS, ComputedBatch, Setting, TrainRow, Way, compar
 from packplan.adapters.progress import progress
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.encoder import SwiftEncoder
-from packplan.app.sft.prepare import Prepared, prepare
+from packplan.app.sft.train import prepare
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.lengths import IntArray
 from packplan.core.samples import Table
@@ -175,7 +175,7 @@ def _config(setting: Setting, folder: Path, data: Path, budget: int) -> RunConfi
 
 def _samples_of_a_pack(config: RunConfig) -> int:
     """Plan the packs, which all ways find stored; return the mean number of samples of a pack."""
-    packs = prepare(config, OneRank()).planned["train"].raw.packs
+    packs = prepare(config, OneRank())[1]["train"].raw.packs
     return max(1, round(packs.indices.size / len(packs)))
 
 
@@ -190,13 +190,13 @@ def _epochs(config: RunConfig, way: Way, size: int, device: str) -> Iterator[dic
             "effective_batch_size": size,
         }
         config = attrs.evolve(config, training=attrs.evolve(config.training, **unpacked))
-    prepared = prepare(config, OneRank())
-    trainer, encoded = prepared.trainer, Encoded(prepared.samples["train"])
+    trainer, splits = prepare(config, OneRank())
+    encoded = Encoded(splits["train"].encoder)
     trainer.train_dataset.samples = encoded
     if way.rows == "sorted":
-        fields = attrs.asdict(prepared.schedule, recurse=False, filter=lambda field, _: field.init)
-        trainer.schedule = SortedSchedule(**fields, lengths=np.array(encoded.lengths))
-    yield _facts(prepared, encoded, way)
+        fields = attrs.asdict(trainer.schedule, recurse=False, filter=lambda field, _: field.init)
+        trainer.follower.follow(SortedSchedule(**fields, lengths=np.array(encoded.lengths)))
+    yield _facts(trainer, encoded, way)
     clock = EpochClock(on_gpu=on_gpu)
     trainer.add_callback(clock)
     while True:
@@ -208,8 +208,8 @@ def _epochs(config: RunConfig, way: Way, size: int, device: str) -> Iterator[dic
         yield {"seconds": clock.seconds, "peak_bytes": peak}
 
 
-def _facts(prepared: Prepared, encoded: Encoded, way: Way) -> dict[str, Any]:
-    trainer, lengths = prepared.trainer, encoded.lengths
+def _facts(trainer: Any, encoded: Encoded, way: Way) -> dict[str, Any]:
+    lengths = encoded.lengths
     packs, schedule = trainer.train_dataset.packs, trainer.schedule
     batches: list[ComputedBatch] = [
         [[lengths[index] for index in packs[pack]] for pack in batch] for batch in schedule.batches(0, rank=0)

@@ -24,7 +24,7 @@ for module in (
     "packplan.adapters.workers.ray",
     "packplan.app.planning.log_lines",
     "packplan.app.sft",
-    "packplan.app.sft.prepare",
+    "packplan.app.sft.train",
     "packplan.app.planning.schedule",
     "swift.dataset",
     "swift.loss_scale",

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import yaml
 
-from packplan.app.planning.split import Alignment
+from packplan.app.planning.split import alignment
 from packplan.app.wiring.attention import keep_verdict, needs_verdict, stored_verdict, verdict_key
 from packplan.app.wiring.stores import open_stores, read_config, split_folder
+from packplan.core.align import align_plan
 from packplan.core.config import RunConfig, configured_inputs, plan_policy
 from packplan.core.equality import PackingVerdict
 from packplan.core.fingerprint import Fingerprint
@@ -90,7 +91,7 @@ def _store(
         raw, key = build_raw_plan(lengths, policy), policy.fingerprint(stores.lengths.digest())
         stores.plans.save(key, raw)
         for world_size in world_sizes:
-            stores.plans.save_aligned(key, Alignment.from_config(config, split).align(raw, world_size=world_size))
+            stores.plans.save_aligned(key, align_plan(raw, world_size=world_size, **alignment(config, split)))
 
 
 def asked(path: Path) -> Path:

@@ -344,7 +344,7 @@ def _vision_row(folder: Path, name: str, scenes: Path, sizes: Path) -> VisionRow
         return stores.read_config(path)
 
     measured, run = config(sizes), config(scenes)
-    samples = training.open_measurer(measured, training.open_samples(measured)["train"])
+    samples = training.open_measurer(measured, training.open_encoders(measured)["train"])
     quick, in_full = (list(samples.measure_many(range(len(samples)), in_full=full)) for full in (False, True))
     equal = [one == other and not isinstance(one, PackplanError) for one, other in zip(quick, in_full, strict=True)]
     report = check(run, num_packs=4)

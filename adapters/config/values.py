@@ -10,16 +10,15 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal, InvalidOperation
-from functools import partial
 from typing import Any
 
 import attrs
 import cattrs
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
-from cattrs.gen import make_dict_structure_fn
+from cattrs.gen import make_dict_structure_fn, override
 
 from packplan.adapters.config.layers import expanded
-from packplan.core.config import PathText
+from packplan.core.config import PathText, key_of
 from packplan.core.errors import Fault
 
 T = typing.TypeVar("T")
@@ -63,7 +62,7 @@ def known_keys(kind: type, prefix: str = "") -> Iterator[tuple[str, bool]]:
         if attrs.has(plain):
             yield path, True
             yield from known_keys(plain, f"{path}.")
-        elif _origin(plain) is not Mapping:
+        elif _origin(plain) is not Mapping and not key_of(field).by_command:
             yield path, False
             if attrs.has(item):
                 yield from known_keys(item, f"{path}[].")
@@ -151,8 +150,7 @@ def _to_literal(value: object, wanted: Any) -> Any:
 
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(detailed_validation=True, forbid_extra_keys=True)
-    hooks = {int: _to_int, float: _to_float, bool: _to_bool, str: _to_str, Decimal: _to_decimal}
-    for kind, hook in hooks.items():
+    for kind, hook in {int: _to_int, float: _to_float, bool: _to_bool, str: _to_str, Decimal: _to_decimal}.items():
         converter.register_structure_hook(kind, hook)
     converter.register_structure_hook_func(lambda kind: kind == PathText, _to_path)
     converter.register_structure_hook_func(lambda kind: _origin(kind) is typing.Literal, _to_literal)
@@ -170,8 +168,13 @@ def _converter() -> cattrs.Converter:
         lambda kind: _origin(kind) is tuple and attrs.has(typing.get_args(kind)[0]),
         lambda value, kind: tuple(converter.structure(_to_list(value), _list_of(typing.get_args(kind)[0]))),
     )
-    section = partial(make_dict_structure_fn, converter=converter, _cattrs_forbid_extra_keys=True)
-    converter.register_structure_hook_factory(attrs.has, lambda cls: _mapping_hook(section(cls), "a section of keys"))
+
+    def section(kind: Any) -> Any:
+        unread: Any = {one.name: override(omit=True) for one in attrs.fields(kind) if key_of(one).by_command}
+        plain = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, **unread)
+        return _mapping_hook(plain, "a section of keys")
+
+    converter.register_structure_hook_factory(attrs.has, section)
     return converter
 
 
@@ -189,8 +192,7 @@ def _mapping_hook(plain: Any, wanted: str) -> Any:
 def _without_none(kind: Any) -> Any:
     if _origin(kind) not in _UNIONS:
         return kind
-    (inner,) = (argument for argument in typing.get_args(kind) if argument is not type(None))
-    return inner
+    return next(argument for argument in typing.get_args(kind) if argument is not type(None))
 
 
 _CONVERTER = _converter()

@@ -33,8 +33,7 @@ log = logging.getLogger(__name__)
 class _PlanSampler(PackBatches, BatchRebalanceSampler):
     """Batches of a rank: the trainer hands a sampler of this class on as it is, already sharded."""
 
-    def __init__(self, schedule: EpochSchedule, *, rank: int, **options: Any) -> None:
-        PackBatches.__init__(self, schedule, rank, schedule.world_size, **options)
+    __init__ = PackBatches.__init__
 
 
 class PackplanProgress(TrainerCallback, ExportableState):
@@ -94,9 +93,9 @@ class FollowsSchedule:
                 their learned tokens.
         """
         self._train_packs, self._eval_packs, self._collator = train_packs, eval_packs, collator
-        self._sampler = _PlanSampler(
-            schedule, rank=self.args.process_index, plan=plan, data=data, identity=self._identity()
-        )
+        ranks = {"rank": self.args.process_index, "world_size": self.args.world_size}
+        self._eval_sampler = _EvalSampler(len(eval_packs or ()), 1, **ranks)
+        self._sampler: PackBatches = _PlanSampler(schedule, **ranks, plan=plan, data=data, identity=self._identity())
         self._progress = PackplanProgress(self._sampler)
         self._expected: Iterator[list[int]] = iter(())
         self._evaluated: _TokenMean | None = None
@@ -131,7 +130,7 @@ class FollowsSchedule:
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         if self._eval_packs is None or eval_dataset is not self._eval_packs:
             return super()._get_eval_sampler(eval_dataset)  # type: ignore[misc]
-        return _EvalSampler(len(eval_dataset), rank=self.args.process_index, world_size=self.args.world_size)
+        return self._eval_sampler
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
         """Train from the start, or from the progress of a checkpoint."""
@@ -184,9 +183,7 @@ class FollowsSchedule:
         """Evaluate; over packs, the loss is the mean over all learned tokens."""
         if self._eval_packs is None or dataloader.dataset is not self._eval_packs:
             return super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]
-        self._evaluated = evaluated = _TokenMean(_EvalSampler(
-            len(dataloader.dataset), rank=self.args.process_index, world_size=self.args.world_size
-        ))  # fmt: skip
+        self._evaluated = evaluated = _TokenMean(self._eval_sampler)
         try:
             output = super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]
         finally:
@@ -217,8 +214,7 @@ class FollowsSchedule:
 class _EvalSampler(EvalBatches, BatchRebalanceSampler):
     """Batches of evaluation, one pack each, already sharded: see `_PlanSampler`."""
 
-    def __init__(self, num_packs: int, *, rank: int, world_size: int) -> None:
-        EvalBatches.__init__(self, num_packs, 1, rank=rank, world_size=world_size)
+    __init__ = EvalBatches.__init__
 
 
 @attrs.define(eq=False)

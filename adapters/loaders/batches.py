@@ -37,6 +37,7 @@ class PackBatches:
         plan: str = "",
         data: str = "",
         identity: RunIdentity = NO_IDENTITY,
+        **facts: Any,
     ) -> None:
         """
         Serve *schedule*.
@@ -49,6 +50,7 @@ class PackBatches:
                 one is loaded.
             data: Digest of the rows; `RowsOfPacks.inspect` has it.
             identity: Model, loss and settings of the run.
+            **facts: Other fields of `ResumeState`.
 
         Raises:
             ArgumentError: The schedule is of another number of ranks, or there is no such rank.
@@ -56,18 +58,23 @@ class PackBatches:
         if world_size != schedule.world_size or not 0 <= rank < world_size:
             fact = f"the schedule is of {counted(schedule.world_size, 'rank')}, but this is rank {rank} of {world_size}"
             raise ArgumentError("ranks", fact, {"planned": schedule.world_size, "world_size": world_size, "rank": rank})
-        self._whole, self._rank = schedule, rank
-        self._state = ResumeState(
+        self.rank = rank
+        self.state = ResumeState(
             plan=plan,
             data=data,
             seed=schedule.seed,
             shuffle=schedule.shuffle,
-            tuner="",
             order_version=ORDER_VERSION,
             progress=Progress(),
             grouping=schedule.grouping,
             identity=identity,
+            **{"tuner": "", **facts},
         )
+        self.follow(schedule)
+
+    def follow(self, schedule: EpochSchedule) -> None:
+        """Serve another schedule of the same plan, from its start."""
+        self._whole = schedule
         self.restart()
 
     def restart(self) -> None:
@@ -77,7 +84,7 @@ class PackBatches:
     def _serve(self, start: Progress) -> None:
         """Serve from *start* on."""
         self.schedule = attrs.evolve(self._whole, start=start)
-        self.epoch, self._served = start.epoch, 0
+        self.set_epoch(start.epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Serve *epoch* from its start, or from the loaded progress if that lies in it."""
@@ -88,20 +95,17 @@ class PackBatches:
         return self.schedule.batches_in(self.epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        left = self.schedule.batches(self.epoch, rank=self._rank)
+        left = self.schedule.batches(self.epoch, rank=self.rank)
         if self._served:
             fact = f"epoch {self.epoch} was left behind {self._served} of its {counted(len(left), 'batch')}"
             raise ArgumentError("host", f"{fact}: name the epoch to serve with set_epoch, or load a state")
         if not left:
-            self._end_epoch()
+            self.set_epoch(self.epoch + 1)
         for number, batch in enumerate(left, start=1):
             self._served += 1
             if number == len(left):  # before it is served: who counts batches asks for no more
-                self._end_epoch()
+                self.set_epoch(self.epoch + 1)
             yield batch
-
-    def _end_epoch(self) -> None:
-        self.epoch, self._served = self.epoch + 1, 0
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
         """
@@ -112,7 +116,7 @@ class PackBatches:
                 batches that were served.
         """
         progress = self.schedule.after(self.epoch, self._served) if step is None else self.schedule.at(step)
-        return seal(to_plain(attrs.evolve(self._state, progress=progress)))
+        return seal(to_plain(attrs.evolve(self.state, progress=progress)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
@@ -127,7 +131,7 @@ class PackBatches:
             unseal(state)
         except ValueError as error:
             raise CorruptArtefactError(_SAVED, str(error), DAMAGED) from error
-        self._serve(resumed(self._whole, then, self._state, where=_SAVED).start)
+        self._serve(resumed(self._whole, then, self.state, where=_SAVED).start)
 
 
 class EvalBatches:

@@ -38,25 +38,36 @@ class PackedDataset(Dataset[EncodedPack | PackplanError]):
     and fields. The loader raises it.
     """
 
-    def __init__(self, samples: Samples, packs: Packs, planned: Table, *, grouped: bool = True) -> None:
+    def __init__(
+        self, samples: Samples, packs: Packs, planned: Table, *, grouped: bool = True, num_packs: int | None = None
+    ) -> None:
         """
         Serve *packs*.
 
         Args:
             samples: Source of the samples.
-            packs: Sample indices of each item.
+            packs: Sample indices of each item; none where each epoch has a plan of its own, whose
+                packs are asked for by index and samples.
             planned: Measurements of all records, which each fetched one is compared with.
             grouped: Packs are collated as packs; if not, every pack has one sample, and batches are
                 padded.
+            num_packs: Length of the data set; None takes the number of *packs*.
         """
         self.samples, self.packs, self.planned, self.grouped = samples, packs, planned, grouped
+        self._num_packs = len(packs) if num_packs is None else num_packs
 
     def __len__(self) -> int:
-        return len(self.packs)
+        return self._num_packs
 
-    def __getitem__(self, position: int) -> EncodedPack | PackplanError:
-        """Return the encoded samples of one pack, or an error."""
-        return self.encoded(position, self.packs[position])
+    def __getitem__(self, pack: int | tuple[int, Sequence[int]]) -> EncodedPack | PackplanError:
+        """
+        Return the encoded samples of one pack, or an error.
+
+        Args:
+            pack: Index of the pack; with its samples, where the epochs have plans of their own: the
+                processes of a loader do not know these.
+        """
+        return self.encoded(pack, self.packs[pack]) if isinstance(pack, int) else self.encoded(*pack)
 
     def encoded(self, position: int, samples: Sequence[int]) -> EncodedPack | PackplanError:
         """
@@ -70,31 +81,3 @@ class PackedDataset(Dataset[EncodedPack | PackplanError]):
             return EncodedPack(position, [self.samples.fetch(index, self.planned) for index in samples])
         except PackplanError as error:
             return error
-
-
-class EpochDataset(PackedDataset):
-    """
-    Packs of epochs that have plans of their own.
-
-    Its keys are packs, since the processes of a loader do not know the plans.
-    """
-
-    def __init__(self, samples: Samples, num_packs: int, planned: Table, *, grouped: bool = True) -> None:
-        """
-        Serve packs that are named by their samples.
-
-        Args:
-            samples: Source of the samples.
-            num_packs: Packs of the first epoch.
-            planned: Measurements of all records, which each fetched one is compared with.
-            grouped: As in `PackedDataset`.
-        """
-        super().__init__(samples, Packs.from_lists([]), planned, grouped=grouped)
-        self._num_packs = num_packs
-
-    def __len__(self) -> int:
-        return self._num_packs
-
-    def __getitem__(self, pack: tuple[int, list[int]]) -> EncodedPack | PackplanError:  # type: ignore[override]
-        """Return the encoded samples of a pack: its index in the epoch's plan, and its samples."""
-        return self.encoded(*pack)

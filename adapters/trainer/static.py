@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import attrs
 import torch
 from transformers import Trainer
 
@@ -20,40 +21,43 @@ from packplan.adapters.trainer.loader import PACK_INDICES, PackLoader
 from packplan.adapters.trainer.rehearsal import rehearse
 from packplan.core.equality import AttentionChoice
 from packplan.core.forecast import RunForecast
-from packplan.core.schedule import EpochSchedule, EpochStats, PackStats, Progress, ResumeState
+from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 
 
 class PackTrainer(PackingTrainer):
-    """ms-swift's trainer on the packs of a plan."""
+    """
+    ms-swift's trainer on the packs of a plan.
+
+    Attributes:
+        forecast: Predicted seconds of the run; None if none were measured, or nothing is left.
+        resumes_from: Folder of the checkpoint that the run goes on from; None at its beginning.
+    """
+
+    resumes_from: str | None = None
 
     def __init__(
         self,
         *,
-        schedule: EpochSchedule,
+        follower: PackBatches,
         pack_stats: Callable[[int], PackStats],
-        resume_state: Callable[[Progress], ResumeState],
         attention: AttentionChoice,
         rehearses: bool = False,
-        forecast: RunForecast | None = None,
         **options: Any,
     ) -> None:
         """
         Prepare training.
 
         Args:
-            schedule: Packs and their order in each epoch.
+            follower: Serves this rank's packs in the order of their schedule.
             pack_stats: Function that returns the packs of an epoch, with stats for the log.
-            resume_state: Function that makes the resume state of a checkpoint.
             attention: Attention that trains, stored in checkpoints.
             rehearses: Train the heaviest packs once before the first step.
-            forecast: Predicted seconds of the run; None if none were measured, or nothing is left.
             **options: Options of `PackingTrainer`; train_dataset serves the packs of the raw plan;
-                it is an `EpochDataset` where epochs have plans of their own.
+                none where epochs have plans of their own.
         """
-        self.schedule, self.pack_stats, self.resume_state = schedule, pack_stats, resume_state
-        self.attention = attention
+        self.follower, self.pack_stats, self.attention = follower, pack_stats, attention
         self._rehearses = rehearses
-        self.forecast = forecast
+        self.forecast: RunForecast | None = None
         self._began: float | None = None
         self._meter: _Meter | None = None
         self._consumed: list[int] = []
@@ -62,11 +66,10 @@ class PackTrainer(PackingTrainer):
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the schedule skips by itself
         """Return the loader of this rank's packs, in the schedule's order of the epoch."""
-        batches = PackBatches(self.schedule, self.group.rank, self.group.world_size)
         loader = PackLoader(
             self.train_dataset,
             device=self.accelerator.device,
-            batch_sampler=_NamedPacks(batches, self.pack_stats) if self.schedule.differs else batches,
+            batch_sampler=_NamedPacks(self.follower, self.pack_stats) if self.schedule.differs else self.follower,
             collate_fn=self.data_collator,
             **self._worker_options(),
         )
@@ -134,6 +137,11 @@ class PackTrainer(PackingTrainer):
         super().log(logs, *arguments, **options)
 
     @property
+    def schedule(self) -> EpochSchedule:
+        """Packs and their order in each epoch."""
+        return self.follower.schedule
+
+    @property
     def real_seconds(self) -> float:
         """Seconds of training so far, evaluations and checkpoints included."""
         return 0.0 if self._began is None else time.perf_counter() - self._began
@@ -147,7 +155,7 @@ class PackTrainer(PackingTrainer):
         return {"predicted_seconds_left": left, "seconds_left": left * self.real_seconds / done}
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        resume_state = self.resume_state(self.schedule.at(self.state.global_step))
+        resume_state = attrs.evolve(self.follower.state, progress=self.schedule.at(self.state.global_step))
         self.state.stateful_callbacks.update(to_state(resume_state, attn_impl=self.attention.name))
         predicted = None if self.forecast is None else self.forecast.until(self.state.global_step)
         steps = self.state.global_step - self.schedule.start.step

@@ -16,12 +16,11 @@ import numpy as np
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, positive_number, to_type
 from packplan.app.planning.bad import ReasonCounts
-from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.epochs import plan_epochs
 from packplan.app.planning.log_lines import log_epochs, log_plan, log_schedule, steps_line
 from packplan.app.planning.measure import failures
 from packplan.app.planning.schedule import batch_of, require_static, split_schedule, warn_of_ignored
-from packplan.app.planning.split import GatheredSplit, PlannedSplit, plan_split, require_writable
+from packplan.app.planning.split import Ranks, Split, plan_split
 from packplan.app.wiring import stores
 from packplan.app.wiring.attention import keep_verdict
 from packplan.app.wiring.commands import keep_command, ranks_of, read_run, require_inputs
@@ -72,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
         require_inputs(config)
 
         with loading_libraries():
-            from packplan.app.wiring.gather import gather
+            from packplan.app.wiring.splits import open_splits
             from packplan.app.wiring.training import ask_before_measuring, joined_ranks
 
     if options.list_failures:
@@ -84,8 +83,7 @@ def run(options: argparse.Namespace) -> None:
         world_size = ranks_of(config) or options.world_size or group.world_size
         batch_of(config, world_size=world_size)
         verdict = ask_before_measuring(config)
-        gathered = gather(config)
-        splits = _choose_splits(gathered.splits, options.split)
+        splits = _choose_splits(open_splits(config), options.split)
         build(config, group, splits=splits, world_size=world_size)
         if group.rank == 0:
             if verdict is not None:
@@ -95,10 +93,9 @@ def run(options: argparse.Namespace) -> None:
 
 def _list_failures(options: argparse.Namespace, config: RunConfig) -> None:
     """List the records that cannot become samples, and write the files that the options name."""
-    from packplan.app.wiring.gather import gather
+    from packplan.app.wiring.splits import open_splits
 
-    gathered = gather(config)
-    chosen = _choose_splits(gathered.splits, options.split)
+    chosen = _choose_splits(open_splits(config), options.split)
     write_good = None
     open_file: Callable[[], AbstractContextManager[WriteFailure | None]] = nullcontext
     if options.write_good:
@@ -108,7 +105,7 @@ def _list_failures(options: argparse.Namespace, config: RunConfig) -> None:
             raise ConfigError.at("--write-good", "writes one split: add --split train or --split eval")
         name = chosen[0].name
         paths = config.custom.train_jsonl if name == "train" else config.custom.val_jsonl
-        records, columns = gathered.samples[name].records, config.custom.columns
+        records, columns = chosen[0].encoder.records, config.custom.columns
         write_good = partial(write_records, records, options.write_good, paths, columns=columns)
     if options.write_failures:
         good = [str(options.write_good)] if options.write_good else []
@@ -130,18 +127,16 @@ def _log_next(config: RunConfig, words: list[str], world_size: int) -> None:
     )  # fmt: skip
 
 
-def _choose_splits(splits: Mapping[str, GatheredSplit], wanted: str | None) -> list[GatheredSplit]:
+def _choose_splits(splits: Mapping[str, Split], wanted: str | None) -> list[Split]:
     chosen = [split for name, split in splits.items() if wanted in (None, name)]
     if not chosen:
         raise ConfigError.at("custom.val_jsonl", "is not set, so there is no eval split")
     return chosen
 
 
-def build(
-    config: RunConfig, group: RankGroup, *, splits: Sequence[GatheredSplit], world_size: int | None = None
-) -> list[PlannedSplit]:
+def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world_size: int | None = None) -> None:
     """
-    Measure and plan as training would, and return the planned splits.
+    Measure and plan splits as training would.
 
     Args:
         config: The run.
@@ -154,39 +149,28 @@ def build(
     """
     if group.rank == 0:
         warn_of_ignored(config)
-    deadline = Deadline(config.training.packing_wait_timeout_s)
-    require_writable(splits, group=group, deadline=deadline)
-    built = []
+    ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
+    ranks.require_writable([split.stores.lock for split in splits])
     for split in splits:
-        planned = plan_split(split, group=group, deadline=deadline, world_size=world_size)
-        built.append(planned)
+        plan_split(split, ranks, world_size=world_size)
         if group.rank == 0:
-            log_plan(planned, split.policy)
-            if split.name == "train" and split.recipe is None:
-                schedule = split_schedule(config, split.name, planned.aligned)
-                if ranks_of(config):
-                    log.info("train: %s", steps_line(planned, schedule))
-                else:
-                    log_schedule(config, schedule)
+            log_plan(split)
+        if split.name != "train":
+            continue
+        schedule = split_schedule(config, split.name, split.aligned)
         if split.recipe is not None:
-            _build_epochs(config, split, planned, group=group, deadline=deadline)
+            split.works = work_of(config, split.table).samples
+            schedule = plan_epochs(split, schedule, ranks)
+        if group.rank == 0 and ranks_of(config):
+            log.info("train: %s", steps_line(split, schedule))
+        elif group.rank == 0:
+            log_epochs(split, schedule)
+            log_schedule(config, schedule)
     keep_command(config)
-    return built
-
-
-def _build_epochs(
-    config: RunConfig, split: GatheredSplit, planned: PlannedSplit, *, group: RankGroup, deadline: Deadline
-) -> None:
-    """Plan all epochs of a split whose first one is planned, and log what each trains."""
-    schedule, works = split_schedule(config, split.name, planned.aligned), work_of(config, planned.table).samples
-    schedule, epochs = plan_epochs(split, planned, schedule, works=works, group=group, deadline=deadline)
-    if group.rank == 0:
-        log_epochs(epochs.records, schedule, split.source.data_files())
-        log_schedule(config, schedule)
 
 
 def list_failures(
-    splits: Sequence[GatheredSplit],
+    splits: Sequence[Split],
     *,
     as_json: bool = False,
     write_good: Callable[[list[int]], None] | None = None,

@@ -22,11 +22,10 @@ from rich.table import Table
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, world_size
 from packplan.app.cli.console import plain_console
-from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.schedule import batch_of, require_static, zero_stage
-from packplan.app.planning.split import PlannedSplit, plan_split
+from packplan.app.planning.split import Ranks, Split, plan_split
 from packplan.app.wiring import stores
-from packplan.app.wiring.commands import CommandRun, ranks_of, read_run, require_inputs
+from packplan.app.wiring.commands import ranks_of, read_run, require_inputs, require_traceable
 from packplan.app.wiring.forecasts import memory_key, open_peaks
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, Fault, MismatchError, ModelError, counted
@@ -165,20 +164,21 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int, sharding: Sha
     """
     with loading_libraries():
         from packplan.app.wiring import training
-        from packplan.app.wiring.gather import gather
+        from packplan.app.wiring.splits import open_splits
 
-    traced = training.as_traced(config.as_traced() if isinstance(config, CommandRun) else config)
+    require_traceable(config)
+    traced = training.as_traced(config)
     model = training.open_outline(traced, training.decide_attention(traced, isolated=config.training.packing))
     parts = _parts(config, training.weights_of(model), training.weights_of(model, trained=True), sharding, ranks)
     found = Fit(ranks, sharding, memory, parts, notes=tuple(_notes(config, sharding)))
     if found.fits is False:
         log.warning("nothing is traced: what each rank holds throughout exceeds the memory at any packing length")
         return found
-    gathered, deadline = gather(config), Deadline(config.training.packing_wait_timeout_s)
+    train = open_splits(config)["train"]
     with training.joined_ranks(config) as group:
-        planned = plan_split(gathered.splits["train"], group=group, deadline=deadline, world_size=ranks)
+        plan_split(train, Ranks(group, timeout_s=config.training.packing_wait_timeout_s), world_size=ranks)
     sizes = model.config.to_dict()
-    encoded = _packs_to_trace(planned, gathered.samples["train"], _rough_activations(config, sizes))
+    encoded = _packs_to_trace(train, _rough_activations(config, sizes))
     accumulates = batch_of(config, world_size=ranks).accumulation.gradient_accumulation_steps > 1
     search = partial(
         _search, encoded=encoded, of_length=training.of_length, length=config.packing_length, most=_positions(sizes)
@@ -186,7 +186,7 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int, sharding: Sha
     try:
         with training.ranks_in_name(ranks) if sharding == "fsdp2" else nullcontext():
             tracer = training.open_step_tracer(
-                traced, model, gathered.samples["train"], sharding=sharding, world_size=ranks,
+                traced, model, train.encoder, sharding=sharding, world_size=ranks,
                 accumulates=accumulates, on_gpu=not config.training.trainer.get("use_cpu"),
             )  # fmt: skip
             fused = bool(config.training.trainer.get("use_liger_kernel"))
@@ -197,10 +197,10 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int, sharding: Sha
         note = f"{error.fact}: estimated from sizes, without experts; never compared with a measured peak"
         rough = attrs.evolve(found, is_traced=False, notes=(note, *found.notes))
         return search(rough, peak_of=_estimator(_rough_activations(config, sizes), parts))
-    if planned.key is not None and sharding == _sharding_of(config, ranks):
+    if sharding == _sharding_of(config, ranks):
         for peaks, of in (
-            ({one.tokens: one.peak.total for one in traced_fit.packs}, {"plan": planned.key.digest}),
-            (traced_fit.full, {"data": planned.data_digest}),
+            ({one.tokens: one.peak.total for one in traced_fit.packs}, {"plan": train.key.digest}),
+            (traced_fit.full, {"data": train.data_digest}),
         ):
             key = memory_key(config, world_size=ranks, **of)
             open_peaks(config).save(key, {str(tokens): peak for tokens, peak in peaks.items()})
@@ -240,9 +240,9 @@ def _rough_activations(config: RunConfig, sizes: Mapping[str, Any]) -> Callable[
     )  # fmt: skip
 
 
-def _packs_to_trace(planned: PlannedSplit, samples: Any, roughly: Callable[..., int]) -> dict[int, list[Any]]:
+def _packs_to_trace(train: Split, roughly: Callable[..., int]) -> dict[int, list[Any]]:
     """Return the packs that may need the most memory, by their index, as encoded samples."""
-    table, packs = planned.table, planned.raw.packs
+    table, packs = train.table, train.raw.packs
     names = ("length", "supervised", "patches", "video_patches")
     tokens, supervised, images, videos = (packs.sums(column(table, name).astype(np.int64)) for name in names)
     chosen = candidate_packs(
@@ -250,7 +250,7 @@ def _packs_to_trace(planned: PlannedSplit, samples: Any, roughly: Callable[..., 
         per_supervised=roughly(tokens=0, supervised=1, patches=0),
         per_patch=roughly(tokens=0, supervised=0, patches=1),
     )  # fmt: skip
-    return {pack: [samples.fetch(index, table) for index in packs[pack]] for pack in chosen}
+    return {pack: [train.encoder.fetch(index, table) for index in packs[pack]] for pack in chosen}
 
 
 def _search(

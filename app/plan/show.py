@@ -91,9 +91,9 @@ def in_green(text: str) -> str:
 def _text_of(config: RunConfig, view: PlanView, sample: int) -> list[dict[str, Any]]:
     """Return a sample's runs of tokens that are trained or not, decoded."""
     # ms-swift takes seconds to import, which no other look at a plan needs.
-    from packplan.app.wiring.training import open_samples
+    from packplan.app.wiring.splits import open_encoders
 
-    encoder = open_samples(config)[view.stored.name]
+    encoder = open_encoders(config)[view.stored.name]
     measured, parts = view.stored.lengths.origin.num_records, encoder.num_parts
     if len(encoder) != measured * parts:
         message = (

@@ -13,14 +13,14 @@ from packplan.app.planning.bad import left_out
 from packplan.app.planning.epochs import EpochPlanner
 from packplan.app.planning.log_lines import describe
 from packplan.app.planning.schedule import ragged_window, require_static, split_schedule
-from packplan.app.planning.split import Alignment, PlannedSplit, Stores, plan_samples, samples_of
+from packplan.app.planning.split import Split, Stores, alignment, plan_samples, samples_of
 from packplan.app.planning.stored_lengths import open_lengths, refusals, stale_inputs
 from packplan.app.wiring import stores
 from packplan.app.wiring.attention import attention_by, needs_verdict, refuse_leak, stored_verdict
 from packplan.app.wiring.forecasts import attention_name, earlier_timing, find_peak, find_timing, run_forecast
 from packplan.app.wiring.mixes import recipe_of
 from packplan.app.wiring.works import Work, policy_of, work_of
-from packplan.core.align import AlignedPlan
+from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.config import RunConfig, with_remedy
 from packplan.core.epochs import EpochRecipe, plan_key
 from packplan.core.equality import AUTO, AttentionChoice, PackingVerdict
@@ -76,7 +76,7 @@ class StoredSplit:
             ArgumentError: The ranks cannot realise the batch.
         """
         raw, work = self.plan.plan, work_of(config, self.lengths.rows.table)
-        aligned = Alignment.from_config(config, self.name).align(raw, world_size=self.ranks(world_size))
+        aligned = align_plan(raw, world_size=self.ranks(world_size), **alignment(config, self.name))
         return work, aligned, split_schedule(config, self.name, aligned, raw.packs.sums(work.samples.flops))
 
     def schedule_summary(self, schedule: EpochSchedule, work: Work, epochs: EpochsView | None) -> ScheduleSummary:
@@ -108,7 +108,7 @@ class PlanView:
     """A split of a run, at one world size."""
 
     stored: StoredSplit
-    planned: PlannedSplit
+    planned: Split
     schedule: EpochSchedule
     plan_summary: PlanSummary
     schedule_summary: ScheduleSummary
@@ -249,7 +249,9 @@ def inspect_plan(
         epochs = epochs_view(
             planner, stored.plan.epochs, raw, schedule, epoch=epoch, where=stored.where, is_current=is_current
         )
-    planned = PlannedSplit(split, stored.lengths.rows.table, raw, aligned, origin.data_digest)
+    planned = Split(
+        split, policy, table=stored.lengths.rows.table, data_digest=origin.data_digest, raw=raw, aligned=aligned
+    )
     warnings = list(_warnings(config, stored, planned, schedule if epochs is None else epochs.schedule))
     attention, verdict, unknown = _attention_of(config, stored)
     warnings += unknown
@@ -301,7 +303,7 @@ def _attention_of(
 
 
 def _forecast(
-    config: RunConfig, stored: StoredSplit, planned: PlannedSplit, schedule: EpochSchedule, work: Work
+    config: RunConfig, stored: StoredSplit, planned: Split, schedule: EpochSchedule, work: Work
 ) -> tuple[RunForecast | None, str | None]:
     """
     Return the forecast of a run over its stored plan, and that of `eval` if there is one, None if
@@ -319,14 +321,13 @@ def _forecast(
         with contextlib.suppress(NotBuiltError):
             other = open_split("eval", stores.open_stores(config, "eval"))
             _, aligned, _ = other.schedule(config, world_size=schedule.world_size)
-            evaluated = PlannedSplit(
-                "eval", other.lengths.rows.table, other.plan.plan, aligned, other.lengths.origin.data_digest
-            )
+            policy = policy_of(config, "eval")
+            evaluated = Split("eval", policy, table=other.lengths.rows.table, raw=other.plan.plan, aligned=aligned)
     return run_forecast(config, timing, stats, schedule, work.samples, evaluated=evaluated), unused
 
 
-def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, schedule: EpochSchedule) -> Iterator[str]:
-    policy = policy_of(config, planned.name)
+def _warnings(config: RunConfig, stored: StoredSplit, planned: Split, schedule: EpochSchedule) -> Iterator[str]:
+    policy = planned.policy
     yield from (f"{planned.name}: {line}" for line in stale_inputs(config, stored.lengths))
     recipe = recipe_of(config, planned.name)
     differences = stored.plan.key.differences(plan_key(recipe, policy, stored.lengths.digest))
@@ -343,7 +344,7 @@ def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, sch
         packing=stored.packed,
         min_fill_ratio=str(stored.plan.key.inputs.get("min_fill_ratio") or policy.min_fill_ratio),
     )
-    lines = describe(planned, shown_as)
+    lines = describe(attrs.evolve(planned, policy=shown_as))
     yield from (line for level, line in lines if level >= logging.WARNING)
     if planned.name == "train" and (window := ragged_window(schedule)):
         yield f"{planned.name}: {window}"

@@ -81,11 +81,10 @@ def _calibrate(options: argparse.Namespace) -> tuple[int, int]:
         config = stores.read_config(options.config, options.overrides)
         stores.require_inputs(config, loads=True, trains=True)
         with loading_libraries():
-            from packplan.app.sft.prepare import prepare
+            from packplan.app.sft.train import prepare
             from packplan.app.wiring import training
             from packplan.app.wiring.training.calibration import calibrate, calibrated_run
         config = training.without_progress(calibrated_run(config))
     with training.joined_ranks(config) as group, training.alone_in_output(config, group):
-        prepared = prepare(config, group)
-        calibrate(config, prepared.trainer, prepared.planned, group)
+        calibrate(config, *prepare(config, group), group)
         return group.rank, group.world_size

@@ -22,7 +22,7 @@ from packplan.adapters.progress import loading_libraries, progress
 from packplan.app.cli.command import add_config_arguments, whole_number
 from packplan.app.plan.stored import splits_of
 from packplan.app.planning.epochs import EpochPlanner
-from packplan.app.planning.split import GatheredSplit, plan_samples, samples_of
+from packplan.app.planning.split import Split, plan_samples, samples_of
 from packplan.app.planning.stored_lengths import refusals
 from packplan.app.wiring.commands import read_run
 from packplan.core.config import with_remedy
@@ -71,14 +71,14 @@ def run(options: argparse.Namespace) -> None:
     splits = splits_of(config, options.split)
 
     with loading_libraries():
-        from packplan.app.wiring.gather import gather
+        from packplan.app.wiring.splits import open_splits
 
-    gathered = gather(config).splits
+    opened = open_splits(config)
     found: dict[str, list[Finding]] = {}
     absent: list[NotBuiltError] = []
     for split in splits:
         try:
-            found[split] = list(verify(gathered[split], num_samples=options.samples, decode=options.decode))
+            found[split] = list(verify(opened[split], num_samples=options.samples, decode=options.decode))
         except NotBuiltError as error:
             found[split] = [Finding("artefacts", error.folder, f"{error.reason}: build measures and plans")]
             absent.append(error)
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
             for one in findings:
                 print(f"{split}: {one}")
             if not findings:
-                print(f"{split}: nothing is wrong with {counted(len(gathered[split].source), 'record')} and their plan")
+                print(f"{split}: nothing is wrong with {counted(len(opened[split].source), 'record')} and their plan")
     if number:
         raise MismatchError("unsound", f"{counted(number, 'finding')}: what is stored is not what training would use")
 
@@ -118,7 +118,7 @@ class Finding:
         return f"{self.check}: {self.where}: {self.reason}"
 
 
-def verify(split: GatheredSplit, *, num_samples: int = 0, decode: bool = False) -> Iterator[Finding]:
+def verify(split: Split, *, num_samples: int = 0, decode: bool = False) -> Iterator[Finding]:
     """
     Yield everything that is wrong with what is stored of a split.
 
@@ -194,13 +194,13 @@ def _other_data(differences: tuple[Difference, ...]) -> bool:
     return any(difference.key.startswith("data.") for difference in differences)
 
 
-def _faults_of_plan(split: GatheredSplit, lengths: StoredLengths, stored: StoredPlan | None) -> Iterator[Fault]:
+def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | None) -> Iterator[Fault]:
     """Hold the plan against the lengths, the run's policy and the laws of plans, and plan again."""
     policy, where = split.policy, split.stores.plans.where
     if stored is None:
         yield where, "no plan is stored: build plans"
         return
-    key = split.key(lengths.digest)
+    key = split.plan_key(lengths.digest)
     differences = stored.key.differences(key)
     for difference in differences:
         reason = f"planned with {difference.stored!r}, now {difference.current!r}: build plans again"
@@ -231,7 +231,7 @@ def _faults_of_plan(split: GatheredSplit, lengths: StoredLengths, stored: Stored
             yield from _faults_of_epochs(split, samples, stored)
 
 
-def _faults_of_epochs(split: GatheredSplit, samples: EpochSamples, stored: StoredPlan) -> Iterator[Fault]:
+def _faults_of_epochs(split: Split, samples: EpochSamples, stored: StoredPlan) -> Iterator[Fault]:
     """Plan each epoch again, and compare it with its record."""
     planner = EpochPlanner(split.policy, split.recipe or EpochRecipe(), samples)
     if not stored.epochs:

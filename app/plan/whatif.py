@@ -21,12 +21,13 @@ from packplan.app.cli.console import plain_console
 from packplan.app.cli.forecasts import add_price, cost, duration, time_document
 from packplan.app.plan.stored import measured_recipe, splits_of
 from packplan.app.planning.schedule import split_schedule
-from packplan.app.planning.split import Alignment, plan_samples, samples_of
+from packplan.app.planning.split import alignment, plan_samples, samples_of
 from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
 from packplan.app.wiring import stores
 from packplan.app.wiring.commands import ranks_of, read_run
 from packplan.app.wiring.forecasts import attention_name, find_full_peaks, find_timing, run_forecast
 from packplan.app.wiring.works import policy_of, work_of
+from packplan.core.align import align_plan
 from packplan.core.config import RunConfig, with_remedy
 from packplan.core.epochs import EpochRecipe
 from packplan.core.errors import ConfigError, counted
@@ -128,7 +129,7 @@ def _alternatives(
     *,
     recipe: EpochRecipe | None,
 ) -> Iterator[Alternative]:
-    lengths, alignment = stored.tokens, Alignment.from_config(config, split)
+    lengths, filled = stored.tokens, alignment(config, split)
     flops, world_sizes = work_of(config, stored.rows.table).samples, list(timings)
 
     def plan(packing_length: int) -> RawPlan:
@@ -148,7 +149,7 @@ def _alternatives(
     }  # fmt: skip
 
     def schedule(raw: RawPlan, world_size: int) -> EpochSchedule:
-        aligned = alignment.align(raw, world_size=world_size)
+        aligned = align_plan(raw, world_size=world_size, **filled)
         return split_schedule(config, split, aligned, raw.packs.sums(flops.flops))
 
     def forecast(raw: RawPlan, trained: EpochSchedule) -> RunForecast | None:

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.app.planning.deadline import Deadline
-from packplan.app.planning.split import GatheredSplit, PlannedSplit, samples_of
+from packplan.app.planning.split import Ranks, Split, samples_of
 from packplan.core.epochs import (
     EpochPlan,
     EpochRecipe,
@@ -32,7 +31,7 @@ from packplan.core.epochs import (
 from packplan.core.errors import MismatchError
 from packplan.core.plan import RawPlan, refuse_dropped
 from packplan.core.policy import PlanPolicy
-from packplan.core.ports import Arrays, RankGroup, ReportProgress
+from packplan.core.ports import Arrays, ReportProgress
 from packplan.core.schedule import EpochSchedule, PackStats
 from packplan.core.work import SampleWorks
 
@@ -48,9 +47,9 @@ class EpochPlanner:
     samples: EpochSamples
 
     @classmethod
-    def from_split(cls, split: GatheredSplit, planned: PlannedSplit) -> EpochPlanner:
+    def from_split(cls, split: Split) -> EpochPlanner:
         """Return the planner of a split that has a recipe, and is measured."""
-        samples = samples_of(split.policy, planned.table, split.source.data_files())
+        samples = samples_of(split.policy, split.table, split.source.data_files())
         return cls(split.policy, split.recipe or EpochRecipe(), samples)
 
     def plan(self, epoch: int) -> EpochPlan:
@@ -130,62 +129,50 @@ class PlannedEpochs:
         return PackStats.from_plan(plan.raw, planner.samples.lengths, packed=planner.policy.packing, works=self.works)
 
 
-def plan_epochs(
-    split: GatheredSplit,
-    planned: PlannedSplit,
-    schedule: EpochSchedule,
-    *,
-    works: SampleWorks,
-    group: RankGroup,
-    deadline: Deadline,
-) -> tuple[EpochSchedule, PlannedEpochs]:
+def plan_epochs(split: Split, schedule: EpochSchedule, ranks: Ranks) -> EpochSchedule:
     """
     Plan and count all epochs on rank 0, store a record of each, and return the schedule over them.
 
     Args:
-        split: Samples, policy, recipe and stores.
-        planned: The split, whose first epoch is planned.
+        split: The split, whose first epoch is planned and whose works are known.
         schedule: Settings of the schedule, from where training starts.
-        works: Work of the records.
-        group: All ranks.
-        deadline: Limit of the wait for rank 0.
+        ranks: All ranks.
 
     Raises:
         PackplanError: An epoch cannot be planned; on every rank.
     """
-    planner = EpochPlanner.from_split(split, planned)
+    planner = EpochPlanner.from_split(split)
 
     def build(report: ReportProgress) -> Arrays:
-        key, plans = split.key(split.stores.lengths.digest()), split.stores.plans
-        with split.stores.lock.held(**deadline.wait(), report=report):
-            known = {one.epoch: one for one in plans.load_epochs(key)}
-            whole, records = _counted(planner, planned, schedule, known, report)
-            plans.save_epochs(key, records, whole)
+        key, plans = split.plan_key(split.stores.lengths.digest()), split.stores.plans
+        known = {one.epoch: one for one in plans.load_epochs(key)}
+        whole, records = _counted(planner, split, schedule, known, report)
+        plans.save_epochs(key, records, whole)
         told = json.dumps([attrs.asdict(one) for one in records])
         return {"records": np.frombuffer(told.encode(), dtype=np.uint8)}
 
-    rows = json.loads(group.from_rank_zero(build, **deadline.wait())["records"].tobytes())
-    epochs = PlannedEpochs(planner, tuple(EpochRecord(**row) for row in rows), works)
+    rows = json.loads(ranks.build(split.stores.lock, build)["records"].tobytes())
+    split.epochs = epochs = PlannedEpochs(planner, tuple(EpochRecord(**row) for row in rows), split.works)
     by_work = None if schedule.works is None else epochs.pack_works
-    return attrs.evolve(schedule, num_packs=tuple(one.num_packs for one in epochs.records), works=by_work), epochs
+    return attrs.evolve(schedule, num_packs=tuple(one.num_packs for one in epochs.records), works=by_work)
 
 
 def _counted(
     planner: EpochPlanner,
-    planned: PlannedSplit,
+    split: Split,
     schedule: EpochSchedule,
     known: Mapping[int, EpochRecord],
     report: ReportProgress,
 ) -> tuple[EpochSchedule, tuple[EpochRecord, ...]]:
     """Return the schedule over all epochs, and the record of each, known or planned now."""
     ends = None if schedule.max_steps > 0 else math.ceil(schedule.num_train_epochs)
-    with progress(total=ends, desc=f"planning {planned.name}", unit=" epochs", delay=BRIEF_S) as bar:
+    with progress(total=ends, desc=f"planning {split.name}", unit=" epochs", delay=BRIEF_S) as bar:
 
         def record(epoch: int) -> EpochRecord:
-            report(f"planning epoch {epoch} of {planned.name}")
+            report(f"planning epoch {epoch} of {split.name}")
             bar.update()
             if epoch in known:
                 return known[epoch]
-            return planner.record(planner.selected(planned.raw) if epoch == 0 else planner.plan(epoch))
+            return planner.record(planner.selected(split.raw) if epoch == 0 else planner.plan(epoch))
 
         return with_epochs(schedule, record, alike_from=planner.recipe.alike_from)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 from packplan.app.planning.schedule import forced_batches, ragged_window
-from packplan.app.planning.split import PlannedSplit
+from packplan.app.planning.split import Split
 from packplan.core.checksum import plan_checksum
 from packplan.core.config import RunConfig
 from packplan.core.epochs import EpochRecord
@@ -44,13 +44,13 @@ Line = tuple[int, str]
 """Log level and text of a line."""
 
 
-def log_plan(planned: PlannedSplit, policy: PlanPolicy) -> None:
+def log_plan(planned: Split) -> None:
     """Log a planned split in words."""
-    for level, line in describe(planned, policy):
+    for level, line in describe(planned):
         log.log(level, line)
 
 
-def steps_line(planned: PlannedSplit, schedule: EpochSchedule) -> str:
+def steps_line(planned: Split, schedule: EpochSchedule) -> str:
     """
     Return the steps of a schedule, with the plan's digest among the rows that ms-swift keeps, as
     its plugin prints both.
@@ -83,15 +83,9 @@ def log_schedule(config: RunConfig, schedule: EpochSchedule) -> None:
         log.warning("%s", window)
 
 
-def log_epochs(records: Sequence[EpochRecord], schedule: EpochSchedule, files: Sequence[DataFile]) -> None:
-    """
-    Log epochs that have plans of their own: what each has drawn, its packs and its steps.
-
-    Args:
-        records: Record of each epoch.
-        schedule: Schedule over them.
-        files: Files of the data.
-    """
+def log_epochs(split: Split, schedule: EpochSchedule) -> None:
+    """Log what each epoch has drawn, its packs and steps, where epochs have plans of their own."""
+    records, files = (() if split.epochs is None else split.epochs.records), split.source.data_files()
     for place, one in enumerate(records):
         if SHOWN // 2 <= place < len(records) - SHOWN // 2:
             continue
@@ -134,11 +128,11 @@ def drawn_of_sources(record: EpochRecord, files: Sequence[DataFile]) -> str:
     return ", ".join(shares)
 
 
-def describe(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
+def describe(planned: Split) -> Iterator[Line]:
     """Yield the lines on a planned split, each with its log level."""
     for parts in (_describe_plan, _describe_packs, _describe_exceptions):
-        of = f"{planned.name}, its first epoch" if planned.has_epochs else planned.name
-        yield from ((level, f"{of}: {text}") for level, text in parts(planned, policy))
+        of = f"{planned.name}, its first epoch" if planned.recipe else planned.name
+        yield from ((level, f"{of}: {text}") for level, text in parts(planned))
 
 
 def _note(text: str) -> Line:
@@ -149,10 +143,10 @@ def _warning(text: str) -> Line:
     return logging.WARNING, text
 
 
-def _describe_plan(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
+def _describe_plan(planned: Split) -> Iterator[Line]:
     raw, aligned = planned.raw, planned.aligned
     held = "padded batches; each counts as a pack of its own below"
-    if policy.packing:
+    if planned.policy.packing:
         long = " (a long pack counts as full)" if raw.single_long else ""
         dropped, of_all = (f", {len(raw.dropped_packs):,} more dropped", " in all") if raw.dropped_packs else ("", "")
         held = (
@@ -184,14 +178,14 @@ def _describe_plan(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
         first = len(raw.packs) - aligned.num_dropped
         yield _warning(
             f"the last {counted(aligned.num_dropped, 'pack')} (from {first:,}) "
-            f"{agree(aligned.num_dropped)} not trained{'' if planned.has_epochs else ', in no epoch'}; "
+            f"{agree(aligned.num_dropped)} not trained{'' if planned.recipe else ', in no epoch'}; "
             f"training.dataloader_drop_last: false trains {agree(aligned.num_dropped, 'it', 'them')}"
         )
 
 
-def _describe_packs(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
+def _describe_packs(planned: Split) -> Iterator[Line]:
     """Yield the long samples, the order of the samples, and the reason of a low fill."""
-    if not policy.packing:
+    if not planned.policy.packing:
         return
     raw, lengths = planned.raw, column(planned.table, "length")
     if number := len(raw.single_long):
@@ -212,7 +206,7 @@ def _describe_packs(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]
             yield _note(line)
     low = low_fill(raw, lengths)
     if low is not None:
-        yield _warning(f"fill is {low.fill:.4f}, since {_reason(low, policy)}")
+        yield _warning(f"fill is {low.fill:.4f}, since {_reason(low, planned.policy)}")
 
 
 def _reason(low: LowFill, policy: PlanPolicy) -> str:
@@ -235,7 +229,7 @@ def _reason(low: LowFill, policy: PlanPolicy) -> str:
     )
 
 
-def _describe_exceptions(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[Line]:
+def _describe_exceptions(planned: Split) -> Iterator[Line]:
     """Yield which samples are truncated, skipped or dropped."""
     raw = planned.raw
     lengths, cut = column(planned.table, "length"), column(planned.table, "cut") != 0
@@ -256,11 +250,11 @@ def _describe_exceptions(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[
         )
     if number := len(raw.dropped_packs):
         line = (
-            f"{counted(number, 'pack')} filled below {policy.min_fill_ratio} {agree(number)} dropped "
+            f"{counted(number, 'pack')} filled below {planned.policy.min_fill_ratio} {agree(number)} dropped "
             f"({counted(raw.dropped_samples, 'sample')}, {counted(raw.dropped_tokens, 'token')}, "
             f"{float(raw.dropped_share):.2%} of all); "
             f"training.packing_drop_last: false keeps {agree(number, 'it', 'them')}, a lower "
             "training.packing_min_fill_ratio keeps more"
         )
-        many = raw.dropped_share > min(WORTH_A_WARNING, Fraction(policy.max_dropped_share))
+        many = raw.dropped_share > min(WORTH_A_WARNING, Fraction(planned.policy.max_dropped_share))
         yield _warning(line) if many else _note(line)

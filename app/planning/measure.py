@@ -1,24 +1,29 @@
 """
-Samples -> measurements: what a store lacks is measured, audited, and encoded again in part.
+Samples -> measurements: what a store lacks is measured, audited, and encoded again in part. Lengths
+that a table knows are taken from it.
 """
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import closing
-from decimal import Decimal
-from functools import partial
-from typing import Any
+from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import attrs
 import numpy as np
 
-from packplan.adapters.progress import progress
+from packplan.adapters.progress import BRIEF_S, progress
 from packplan.app.planning.bad import BadRecords
-from packplan.app.planning.known_lengths import KnownTable, merge_known
 from packplan.core.errors import DataSetError, RecordError, StaleError, agree, counted
+from packplan.core.lengths import IntArray
 from packplan.core.ports import LengthSource, LengthStore, ReportProgress, Stored
 from packplan.core.samples import (
     COLUMNS,
     MEDIA_COLUMNS,
+    UNKNOWN,
+    KnownLengths,
     MeasuredSample,
     Measurement,
     MediaTable,
@@ -33,6 +38,9 @@ from packplan.core.samples import (
     to_row,
     to_tables,
 )
+
+if TYPE_CHECKING:
+    from packplan.app.planning.split import Split
 
 log = logging.getLogger(__name__)
 
@@ -58,36 +66,84 @@ Seconds that encoding stored samples again may take, about, before all of them a
 than `REPEATED_SAMPLES` are encoded where they take longer.
 """
 
+CLOSE = 32
+"""
+Known records between two unknown ones are measured with these where there are fewer than so many:
+processes measure records that follow each other.
+"""
+
+_AT_ONCE = 10_000
+"""Records whose digests are looked up at once."""
+
 _TOKEN_S, _PIXEL_S = 4e-6, 2e-8
 """Seconds that encoding takes for each token, and for each pixel of images and of videos, about."""
 
 
-def measure(
-    name: str,
-    source: LengthSource,
-    store: LengthStore,
-    *,
-    flush_every: int | None,
-    report: ReportProgress,
-    max_bad_share: Decimal | None = None,
-    known: KnownTable | None = None,
-) -> Table:
-    """
-    Return the measurements of all records, measuring those that the store does not have.
+@attrs.frozen
+class KnownTable:
+    """A table of known lengths."""
 
-    The source's shortcut is audited: where an encoded sample measures otherwise, all are encoded in
-    full.
+    where: str
+    """Place of the table, for messages."""
+
+    read: Callable[[], KnownLengths]
+    """Function that reads the table, when it is first needed."""
+
+
+def merge_known(source: LengthSource, indices: range, table: KnownTable) -> Generator[Outcome, None, None]:
+    """
+    Yield the measurement of each record, from a table or by measuring what that lacks.
 
     Args:
-        name: Name of the split, for messages.
-        source: Records of the split.
-        store: Keeps what is measured, while it is measured.
-        flush_every: Samples between two flushes; None adapts to the number of samples.
+        source: All records.
+        indices: Records, in order.
+        table: The table.
+    """
+    known = table.read()
+    rows = _known_rows(source, indices, known, where=table.where)
+    parts = list(_unknown_parts(rows))
+    taken = len(rows) - sum(stop - start for start, stop in parts)
+    log.info("the lengths of %s are taken from %s", counted(taken, "record"), table.where)
+    done = 0
+    for start, stop in [*parts, (len(rows), len(rows))]:
+        yield from map(known.sample, rows[done:start].tolist())
+        if start < stop:
+            asked = range(indices.start + start, indices.start + stop)
+            with closing(source.measure_many(asked, in_full=False)) as outcomes:
+                yield from outcomes
+        done = stop
+
+
+def _known_rows(source: LengthSource, indices: range, known: KnownLengths, *, where: str) -> IntArray:
+    """Return the row of each record in the table, or `UNKNOWN`."""
+    found = []
+    with progress(total=len(indices), desc=f"looking records up in {where}", delay=BRIEF_S) as bar:
+        for start in range(0, len(indices), _AT_ONCE):
+            part = indices[start : start + _AT_ONCE]
+            digests, folders = map(source.record_digest, part), map(source.media_folder, part)
+            found.append(known.rows(list(digests), list(folders)))
+            bar.update(len(part))
+    return np.concatenate(found)
+
+
+def _unknown_parts(rows: IntArray) -> Iterator[tuple[int, int]]:
+    """Yield start and end of each part of records that are unknown, or close to such."""
+    unknown = np.flatnonzero(rows == UNKNOWN)
+    if unknown.size:
+        for part in np.split(unknown, np.flatnonzero(np.diff(unknown) > CLOSE) + 1):
+            yield int(part[0]), int(part[-1]) + 1
+
+
+def measure(split: Split, report: ReportProgress) -> Table:
+    """
+    Return the measurements of all records of a split, measuring those that its store does not have.
+
+    The source's shortcut is audited: where an encoded sample measures otherwise, all are encoded in
+    full, and no table of known lengths is asked.
+
+    Args:
+        split: The split, with its source and stores.
         report: Called with the number of measured samples.
-        max_bad_share: Largest share of all records that may be bad, and are flagged; None lets the
-            first stop the run.
-        known: Table of known lengths, which are not measured; None measures all. It is not
-            asked for samples that are encoded in full.
 
     Raises:
         RecordError: A record cannot become a sample; what was measured before it is kept.
@@ -96,7 +152,8 @@ def measure(
             encodes to another measurement than is stored of it.
         StaleError: An image is not the one that was measured.
     """
-    bad = BadRecords(source, max_share=max_bad_share)
+    name, source, store = split.name, split.source, split.stores.lengths
+    bad = BadRecords(source, max_share=split.max_bad_share)
     stored = _resume(name, source, store, bad)
     total, num_stored = len(source), len(stored.table)
     num_samples = num_stored - len(bad.records)
@@ -107,7 +164,7 @@ def measure(
         log.info("%s: the lengths of all %s are stored; %s", name, counted(num_samples, "sample"), again)
         bad.warn(name)
         return stored.table
-    _check_repeatability_first(source, num_stored, report=report, skips=max_bad_share is not None)
+    _check_repeatability_first(source, num_stored, report=report, skips=split.max_bad_share is not None)
     if num_stored < total:
         left = counted(total - num_stored, "sample")
         log.info("%s: measuring %s, %s %s stored", name, left, f"{num_samples:,}", agree(num_samples))
@@ -115,12 +172,10 @@ def measure(
         log.info("%s: the lengths of all %s are stored, and not yet checked", name, counted(num_samples, "sample"))
     while True:
         try:
-            done = _measure_rows(
-                name, source, store, stored, bad=bad, known=known, flush_every=flush_every, report=report
-            )
+            done = _measure_rows(split, stored, bad=bad, report=report)
             bad.warn(name)
             report(f"the {name} samples are encoded again, some of them")
-            _complete(name, source, store, done, bad)
+            _complete(split, done, bad)
         except ShortcutError as error:
             log.warning("%s: %s: encoding every sample in full instead", name, error)
             store.discard()
@@ -156,10 +211,11 @@ def _resume(name: str, source: LengthSource, store: LengthStore, bad: BadRecords
     return first
 
 
-def _complete(name: str, source: LengthSource, store: LengthStore, done: Stored, bad: BadRecords) -> None:
+def _complete(split: Split, done: Stored, bad: BadRecords) -> None:
     """Check that the measured samples are steady, and mark the store as complete."""
+    source, store = split.source, split.stores.lengths
     if bad.records and len(bad.records) == len(done.table):
-        message = f"none of the {name} records can become a sample: fix them"
+        message = f"none of the {split.name} records can become a sample: fix them"
         raise DataSetError(message)
     repeatability = _check_repeatability(source, done)
     # Complete only now that the samples have proved steady: otherwise the next run would trust
@@ -169,17 +225,7 @@ def _complete(name: str, source: LengthSource, store: LengthStore, done: Stored,
     store.append(rows, media, data_digest, in_full=done.in_full, repeatability=repeatability, bad=bad.records)
 
 
-def _measure_rows(
-    name: str,
-    source: LengthSource,
-    store: LengthStore,
-    stored: Stored,
-    *,
-    bad: BadRecords,
-    known: KnownTable | None,
-    flush_every: int | None,
-    report: ReportProgress,
-) -> Stored:
+def _measure_rows(split: Split, stored: Stored, *, bad: BadRecords, report: ReportProgress) -> Stored:
     """
     Measure the records that a store does not have, and append them, flush by flush. No shortcut is
     taken where those in *stored* were encoded in full.
@@ -187,9 +233,10 @@ def _measure_rows(
     Raises:
         RecordError: A record cannot become a sample; what was measured before it is kept.
     """
+    name, source, store, known = split.name, split.source, split.stores.lengths, split.known
     total = len(source)
     first = done = len(stored.table)
-    every = flush_every or min(max(total // 100, 256), 10_000)
+    every = split.flush_every or min(max(total // 100, 256), 10_000)
     waiting: list[Outcome] = []
 
     def flush() -> None:

@@ -10,13 +10,11 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.app.planning.split import PlannedSplit
 from packplan.core.align import AlignedPlan
 from packplan.core.batch import Accumulation, partial_window, resolve_accumulation
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, counted
-from packplan.core.fingerprint import Fingerprint, RunIdentity
-from packplan.core.schedule import ORDER_VERSION, EpochSchedule, ResumeState
+from packplan.core.schedule import EpochSchedule
 from packplan.core.work import Meeting
 
 log = logging.getLogger(__name__)
@@ -158,30 +156,3 @@ def ragged_window(schedule: EpochSchedule) -> str | None:
         return str(partial)
     size = schedule.world_size * schedule.batch_size * even
     return f"{partial}; training.effective_batch_size: {size:,} gives even steps"
-
-
-def resume_state_of(
-    planned: PlannedSplit, schedule: EpochSchedule, config: RunConfig, identity: RunIdentity
-) -> ResumeState:
-    """
-    Return the resume state of a run at the start of its schedule, as checkpoints keep it.
-
-    Args:
-        planned: The plan of `train`.
-        schedule: The schedule over it.
-        config: The run.
-        identity: Model, loss and settings of the run.
-    """
-    key = planned.key or Fingerprint({})
-    return ResumeState(
-        key.digest if planned.has_epochs else planned.raw_checksum,
-        planned.data_digest,
-        schedule.seed,
-        schedule.shuffle,
-        config.training.tuner_type,
-        ORDER_VERSION,
-        schedule.start,
-        schedule.grouping,
-        key.inputs,
-        identity,
-    )

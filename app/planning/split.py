@@ -1,8 +1,8 @@
 """
-One split from its samples to a verified plan: `plan_split` is read from top to bottom.
+One split of a run, `train` or `eval`, from its samples to a verified plan.
 
-Rank 0 measures the samples, or takes their stored lengths. It builds the raw plan, or takes the
-stored one. Every rank then aligns that plan, and all compare what they have by checksums.
+A `Split` is filled in order: opened, measured, planned, aligned. `plan_split` is read from top to
+bottom; rank 0 alone measures and plans, and `Ranks` gives its result to all.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.app.planning.deadline import Deadline
-from packplan.app.planning.known_lengths import KnownTable
-from packplan.app.planning.measure import measure
+from packplan.app.planning.measure import KnownTable, measure
 from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.config import RunConfig
@@ -43,7 +43,11 @@ from packplan.core.plan import (
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import Arrays, LengthSource, LengthStore, Lock, PlanStore, RankGroup, ReportProgress
 from packplan.core.samples import DataFile, Table, by_source, column
+from packplan.core.schedule import PackStats
 from packplan.core.work import SampleWorks, WorkModel
+
+if TYPE_CHECKING:
+    from packplan.app.planning.epochs import PlannedEpochs
 
 log = logging.getLogger(__name__)
 
@@ -53,45 +57,76 @@ TAKES_LONG = {
 }
 """Algorithms whose start and duration are logged, and the reason."""
 
+_LATE_S = 1e-3
+"""
+Seconds left after the deadline: not 0, which would be for ever. Results that are ready are still
+taken.
+"""
 
-@attrs.frozen
-class PlannedSplit:
-    """One split, ready to train or to evaluate."""
 
-    name: str
-    table: Table
-    raw: RawPlan
-    aligned: AlignedPlan
-    data_digest: str
+class Ranks:
+    """Ranks of a run, of which rank 0 builds what all read; one deadline for all their waits."""
 
-    key: Fingerprint | None = None
-    """Inputs of the plan; None where a stored plan is looked at."""
+    def __init__(self, group: RankGroup, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Begin to wait.
 
-    has_epochs: bool = False
-    """Whether each epoch has a plan of its own; `raw` is the first."""
+        Args:
+            group: All ranks.
+            timeout_s: Seconds that the waits for rank 0 and for other jobs' locks may take in all,
+                from now; 0 means for ever.
+            clock: Gives the seconds now.
+        """
+        self.group, self._timeout_s, self._clock, self._started_s = group, timeout_s, clock, clock()
 
-    unsupervised: IntArray = attrs.field(init=False, eq=False)
-    """Planned samples without a supervised token, ascending."""
+    def wait(self) -> dict[str, float]:
+        """
+        Return the options of a port's wait: the seconds that are left, and those in all, which an
+        error names. After the deadline, almost none are left.
+        """
+        left_s = max(self._timeout_s - (self._clock() - self._started_s), _LATE_S) if self._timeout_s else 0.0
+        return {"timeout_s": left_s, "limit_s": self._timeout_s}
 
-    raw_checksum: str = attrs.field(init=False)
-    checksum: str = attrs.field(init=False)
+    def build(self, lock: Lock, make: Callable[[ReportProgress], Arrays]) -> Arrays:
+        """
+        Return what rank 0 makes, on every rank; meanwhile no other job writes the same stores.
 
-    @unsupervised.default
-    def _unsupervised(self) -> IntArray:
-        return unsupervised_samples(self.raw, column(self.table, "supervised"))
+        Args:
+            lock: Lock of the stores.
+            make: Function that rank 0 alone runs, perhaps for hours.
 
-    @property
-    def teaches(self) -> bool:
-        """Whether any planned sample has a supervised token."""
-        return self.unsupervised.size < self.raw.planned_samples
+        Raises:
+            PackplanError: Any error of rank 0, on every rank.
+        """
 
-    @raw_checksum.default
-    def _raw_checksum(self) -> str:
-        return plan_checksum(self.raw.packs)
+        def locked(report: ReportProgress) -> Arrays:
+            with lock.held(**self.wait(), report=report):
+                return make(report)
 
-    @checksum.default
-    def _checksum(self) -> str:
-        return plan_checksum(self.aligned.packs)
+        return self.group.from_rank_zero(locked, **self.wait())
+
+    def require_writable(self, locks: Iterable[Lock]) -> None:
+        """Make the places of stores; OutputError, on every rank, if one cannot be written."""
+
+        def make(_: ReportProgress) -> Arrays:
+            for lock in locks:
+                lock.require_writable()
+            return {}
+
+        self.group.from_rank_zero(make, **self.wait())
+
+    def require_same(self, what: str, value: str) -> None:
+        """
+        Compare a value between all ranks; MismatchError if one holds another.
+
+        Args:
+            what: The value's name, for the error.
+            value: This rank's.
+        """
+        values = self.group.gather(value)
+        if len(set(values)) > 1:
+            rows = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise MismatchError("ranks_disagree", f"ranks disagree on {what}: {rows}", {"values": values})
 
 
 @attrs.frozen
@@ -103,42 +138,29 @@ class Stores:
     lock: Lock
 
 
-@attrs.frozen
-class Alignment:
-    """Settings by which a raw plan fills all ranks; evaluation never drops."""
-
-    dataloader_drop_last: bool = False
-    """Drop packs, and padded batches, that do not fill all ranks; else packs repeat."""
-
-    batch_size: int = 1
-    """Packs of a rank in one forward pass: 1 when packing; without, every pack is one sample."""
-
-    @classmethod
-    def from_config(cls, config: RunConfig, split: str) -> Alignment:
-        """Return the alignment of a run's split `train` or `eval`."""
-        training = config.training
-        if split == "eval":
-            return cls(batch_size=1 if config.eval_packing else training.per_device_eval_batch_size)
-        return cls(training.dataloader_drop_last, config.batch_size)
-
-    def align(self, raw: RawPlan, *, world_size: int) -> AlignedPlan:
-        """
-        Align a plan for a number of ranks; PlanError if they would get no batch.
-        """
-        return align_plan(
-            raw, world_size=world_size, dataloader_drop_last=self.dataloader_drop_last, batch_size=self.batch_size
-        )
+def alignment(config: RunConfig, split: str) -> dict[str, Any]:
+    """
+    Return the options by which `align_plan` fills all ranks of a run's split; evaluation drops
+    nothing.
+    """
+    if split == "eval":
+        size = 1 if config.eval_packing else config.training.per_device_eval_batch_size
+        return {"dataloader_drop_last": False, "batch_size": size}
+    return {"dataloader_drop_last": config.training.dataloader_drop_last, "batch_size": config.batch_size}
 
 
-@attrs.frozen
-class GatheredSplit:
-    """Samples, policy and stores of one split, before it is planned."""
+@attrs.define(eq=False)
+class Split:
+    """One split of a run; its fields are filled from top to bottom."""
 
     name: str
     policy: PlanPolicy
-    source: LengthSource
-    stores: Stores
-    alignment: Alignment = Alignment()
+
+    alignment: Mapping[str, Any] = MappingProxyType({"dataloader_drop_last": False, "batch_size": 1})
+    """Options of `align_plan`."""
+
+    recipe: EpochRecipe | None = None
+    """Samples of each epoch, where each has a plan of its own; None plans all samples once."""
 
     max_bad_share: Decimal | None = None
     """Largest share of all records that may be bad; None lets the first bad one stop the run."""
@@ -146,46 +168,84 @@ class GatheredSplit:
     flush_every: int | None = None
     """Samples between two flushes of measurements; None adapts to the number of samples."""
 
-    recipe: EpochRecipe | None = None
-    """Samples of each epoch, where each has a plan of its own; None plans all samples once."""
+    stores: Stores = attrs.field(default=None)
+
+    encoder: Any = None
+    """Encoded samples, which are trained."""
+
+    source: LengthSource = attrs.field(default=None)
+    """The same samples, to be measured."""
 
     known: KnownTable | None = None
     """Table of known lengths; None measures all."""
 
-    def key(self, lengths_digest: str) -> Fingerprint:
+    table: Table = attrs.field(default=None, repr=False)
+    """Measurements of all records; int32, shape (num_records, num_columns)."""
+
+    data_digest: str = ""
+
+    key: Fingerprint = attrs.field(default=None)
+    """Inputs of the plan."""
+
+    raw: RawPlan = attrs.field(default=None)
+    """The plan; where each epoch has one of its own, that of the first."""
+
+    aligned: AlignedPlan = attrs.field(default=None)
+
+    works: SampleWorks = attrs.field(default=None)
+    """Work of each record, which balances ranks; of a split that is trained."""
+
+    epochs: PlannedEpochs | None = None
+    """Epochs that have plans of their own."""
+
+    _stats: PackStats | None = attrs.field(default=None, repr=False)
+
+    def pack_stats(self, epoch: int) -> PackStats:
+        """Return the packs of an epoch, with statistics, of a split whose works are known."""
+        if self.epochs is not None:
+            return self.epochs.stats(epoch)
+        if self._stats is None:
+            lengths = column(self.table, "length").astype(np.int64)
+            self._stats = PackStats.from_plan(self.raw, lengths, packed=self.policy.packing, works=self.works)
+        return self._stats
+
+    def plan_key(self, lengths_digest: str) -> Fingerprint:
         """Return the inputs of its plans, or of its only one."""
         return plan_key(self.recipe, self.policy, lengths_digest)
 
+    def align(self, world_size: int) -> AlignedPlan:
+        """Return the plan for a number of ranks; PlanError if they would get no batch."""
+        return align_plan(self.raw, world_size=world_size, **self.alignment)
 
-def require_writable(splits: Iterable[GatheredSplit], *, group: RankGroup, deadline: Deadline) -> None:
+    @property
+    def unsupervised(self) -> IntArray:
+        """Planned samples without a supervised token, ascending."""
+        return unsupervised_samples(self.raw, column(self.table, "supervised"))
+
+    @property
+    def teaches(self) -> bool:
+        """Whether any planned sample has a supervised token."""
+        return self.unsupervised.size < self.raw.planned_samples
+
+    @property
+    def raw_checksum(self) -> str:
+        """Checksum of the raw plan."""
+        return plan_checksum(self.raw.packs)
+
+    @property
+    def checksum(self) -> str:
+        """Checksum of the aligned plan."""
+        return plan_checksum(self.aligned.packs)
+
+
+def plan_split(split: Split, ranks: Ranks, *, world_size: int | None = None) -> Split:
     """
-    Make the places of stores; OutputError, on every rank, if one cannot be written.
-
-    Args:
-        splits: Splits whose lengths and plans are to be stored.
-        group: All ranks.
-        deadline: Limit of the wait for rank 0.
-    """
-
-    def make(_: ReportProgress) -> Arrays:
-        for split in splits:
-            split.stores.lock.require_writable()
-        return {}
-
-    group.from_rank_zero(make, **deadline.wait())
-
-
-def plan_split(
-    split: GatheredSplit, *, group: RankGroup, deadline: Deadline, world_size: int | None = None
-) -> PlannedSplit:
-    """
-    Measure and plan a split on rank 0, share it, align it, and compare it between all ranks.
+    Measure, plan and align a split, compare it between all ranks, and return it.
 
     Args:
         split: Samples, policy and stores.
-        group: All ranks.
-        deadline: Limit of the waits for rank 0, and for another job that writes the same stores.
-        world_size: Ranks to align for, if not those of the group.
+        ranks: All ranks; rank 0 measures and plans.
+        world_size: Ranks to align for, if not these.
 
     Raises:
         PackplanError: Any error of rank 0, on every rank; MismatchError if ranks hold
@@ -194,54 +254,45 @@ def plan_split(
     name, source = split.name, split.source
     if not len(source):
         raise no_samples()
-    ranks = world_size or group.world_size
-    arrays = dict(group.from_rank_zero(partial(_measure_and_plan, split, ranks, deadline), **deadline.wait()))
-    table, key = arrays.pop("table"), Fingerprint(json.loads(arrays.pop("key").tobytes()))
-    raw = plan_from_arrays(arrays)
-    aligned = split.alignment.align(raw, world_size=ranks)
-    bad = np.flatnonzero(column(table, "bad")).tolist()
-    data_digest = source.data_digest(len(source), without=bad)
-    planned = PlannedSplit(name, table, raw, aligned, data_digest, key, split.recipe is not None)
+    world_size = world_size or ranks.group.world_size
+    arrays = dict(ranks.build(split.stores.lock, partial(_measure_and_plan, split, world_size)))
+    split.table, split.key = arrays.pop("table"), Fingerprint(json.loads(arrays.pop("key").tobytes()))
+    split.raw = plan_from_arrays(arrays)
+    split.aligned = split.align(world_size)
+    split.data_digest = source.data_digest(len(source), without=np.flatnonzero(column(split.table, "bad")).tolist())
 
-    require_agreement(group, f"the {name} plan's checksum", planned.checksum)
+    ranks.require_same(f"the {name} plan's checksum", split.checksum)
     # A rank that sees other data would train on other samples under the same plan.
-    require_agreement(group, f"what the {name} lengths depend on", source.fingerprint().digest)
-    require_agreement(group, f"the {name} data", planned.data_digest)
-    return planned
+    ranks.require_same(f"what the {name} lengths depend on", source.fingerprint().digest)
+    ranks.require_same(f"the {name} data", split.data_digest)
+    return split
 
 
-def _measure_and_plan(split: GatheredSplit, world_size: int, deadline: Deadline, report: ReportProgress) -> Arrays:
-    """Return the table and the raw plan; rank 0 alone runs this."""
-    name, policy, source, stores = split.name, split.policy, split.source, split.stores
-    with stores.lock.held(**deadline.wait(), report=report):
-        table = measure(
-            name,
-            source,
-            stores.lengths,
-            flush_every=split.flush_every,
-            report=report,
-            max_bad_share=split.max_bad_share,
-            known=split.known,
-        )
-        stores.lengths.keep_files(source.data_files())
-        lengths = column(table, "length").astype(np.int64)
-        refuse_longer(lengths, policy)
-        report(f"planning {name}")
-        key = split.key(stores.lengths.digest())
-        raw = stores.plans.load(key)
-        if raw is not None:
-            log.info("%s: the stored plan fits and is used again", name)
-        else:
-            samples = samples_of(policy, table, source.data_files())
-            _require_drawable(split.recipe, policy, samples)
-            log.info("%s: planning %s", name, counted(int(np.count_nonzero(samples.lengths)), "sample"))
-            with _duration_logged(name, policy):
-                raw = plan_samples(name, policy, samples, recipe=split.recipe, report=report)
-            stores.plans.save(key, raw)
-        refuse_dropped(raw, lengths, policy)
-        if name == "train":
-            refuse_unsupervised(raw, column(table, "supervised"))
-        stores.plans.save_aligned(key, split.alignment.align(raw, world_size=world_size))
+def _measure_and_plan(split: Split, world_size: int, report: ReportProgress) -> dict[str, Any]:
+    """Return the table, and the raw plan with its key."""
+    name, policy, stores = split.name, split.policy, split.stores
+    files = split.source.data_files()
+    table = measure(split, report)
+    stores.lengths.keep_files(files)
+    lengths = column(table, "length").astype(np.int64)
+    refuse_longer(lengths, policy)
+
+    report(f"planning {name}")
+    key = split.plan_key(stores.lengths.digest())
+    raw = stores.plans.load(key)
+    if raw is not None:
+        log.info("%s: the stored plan fits and is used again", name)
+    else:
+        samples = samples_of(policy, table, files)
+        _require_drawable(split.recipe, policy, samples)
+        log.info("%s: planning %s", name, counted(int(np.count_nonzero(samples.lengths)), "sample"))
+        with _duration_logged(name, policy):
+            raw = plan_samples(name, policy, samples, recipe=split.recipe, report=report)
+        stores.plans.save(key, raw)
+    refuse_dropped(raw, lengths, policy)
+    if name == "train":
+        refuse_unsupervised(raw, column(table, "supervised"))
+    stores.plans.save_aligned(key, align_plan(raw, world_size=world_size, **split.alignment))
     inputs = np.frombuffer(json.dumps(dict(key.inputs)).encode(), dtype=np.uint8)
     return {"table": table, "key": inputs, **plan_to_arrays(raw)}
 
@@ -330,18 +381,3 @@ def table_works(model: WorkModel, table: Table) -> SampleWorks:
     """
     media = {name: column(table, name).astype(np.int64) for name in ("images", "patches", "frames", "video_patches")}
     return SampleWorks.from_lengths(model, column(table, "length").astype(np.int64), **media)
-
-
-def require_agreement(group: RankGroup, what: str, value: str) -> None:
-    """
-    Compare a value between all ranks; MismatchError if one holds another.
-
-    Args:
-        group: All ranks.
-        what: The value's name, for the error.
-        value: This rank's.
-    """
-    values = group.gather(value)
-    if len(set(values)) > 1:
-        rows = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-        raise MismatchError("ranks_disagree", f"ranks disagree on {what}: {rows}", {"values": values})

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
-from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.log_lines import log_plan
 from packplan.app.planning.schedule import batch_of, forced_batches
-from packplan.app.planning.split import plan_split, require_agreement, require_writable
-from packplan.app.sft.outcome import interruption_logged, log_outcome
-from packplan.app.wiring.gather import gather
+from packplan.app.planning.split import Ranks, plan_split
+from packplan.app.sft.train import interruption_logged, log_outcome
 from packplan.app.wiring.mixes import mixes_of
+from packplan.app.wiring.splits import open_splits
 from packplan.app.wiring.stores import records_of
 from packplan.app.wiring.training import (
     alone_in_output,
@@ -44,9 +43,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, float]]]:
+def train_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
     """
-    Train from a stream; return the optimizer steps, whether SIGTERM ended it, and what was logged.
+    Train from a stream, and return the trainer.
 
     Raises:
         PackplanError: Something the user can fix.
@@ -55,11 +54,10 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
     trainer, checkpoint = _prepare(config, group, checkpoint)
     with alone_in_output(config, group), interruption_logged(trainer):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else checkpoint.folder)
-    steps, terminated = trainer.state.global_step, trainer.was_terminated
     _log_end(config, group, trainer)
-    if not terminated:
+    if not trainer.was_terminated:
         log_outcome(config, trainer)
-    return steps, terminated, [dict(entry) for entry in trainer.history]
+    return trainer
 
 
 def _prepare(
@@ -73,15 +71,14 @@ def _prepare(
     attention = decide_attention(config, isolated=training.packing)
     batch = batch_of(config, world_size=group.world_size)
     order, paths = _order(config)
-    gathered = gather(attrs.evolve(config, custom=attrs.evolve(config.custom, train_jsonl=paths)))
-    evaluated = gathered.splits.get("eval")
-    deadline = Deadline(training.packing_wait_timeout_s)
-    require_writable(() if evaluated is None else (evaluated,), group=group, deadline=deadline)
-    train = gathered.splits["train"].source
+    splits = open_splits(attrs.evolve(config, custom=attrs.evolve(config.custom, train_jsonl=paths)))
+    ranks = Ranks(group, timeout_s=training.packing_wait_timeout_s)
+    ranks.require_writable([splits["eval"].stores.lock] if "eval" in splits else [])
+    train = splits["train"].source
     inputs, data = train.fingerprint(), train.data_digest(len(train))
     if group.world_size > 1:
-        require_agreement(group, "what the train samples depend on", inputs.digest)
-        require_agreement(group, "the train data", data)
+        ranks.require_same("what the train samples depend on", inputs.digest)
+        ranks.require_same("the train data", data)
     fixed = {**inputs.inputs, "the train data": data, **stream_inputs(config), "binpacking": PACKER_VERSION}
 
     identity = identity_of(config)
@@ -96,20 +93,18 @@ def _prepare(
     if checkpoint is not None and differences(checkpoint.resume_state):
         checkpoint = open_checkpoint(config, group, StreamState, differences)
     arguments = open_arguments(config, batch.size, batch.accumulation)
-    planned = None
-    if evaluated is not None:
-        planned = plan_split(evaluated, group=group, deadline=deadline)
+    if "eval" in splits:
+        plan_split(splits["eval"], ranks)
         if group.rank == 0:
-            log_plan(planned, evaluated.policy)
+            log_plan(splits["eval"])
     group.settle()
     start = open_stream_start(checkpoint, group, arguments)
     trainer = build_stream_trainer(
         config,
         arguments,
+        splits,
         attention=attention,
         group=group,
-        samples=gathered.samples,
-        planned=planned,
         order=order,
         start=start,
         resume_state=resume_state,

@@ -9,7 +9,6 @@ from pathlib import Path
 from packplan.adapters.model_folder import config_digest, config_model_type
 from packplan.adapters.stores.verdicts import DiskVerdictStore
 from packplan.adapters.versions import installed_version
-from packplan.app.wiring.commands import CommandRun
 from packplan.core.config import RunConfig
 from packplan.core.equality import (
     AUTO,
@@ -56,7 +55,7 @@ def needs_verdict(config: RunConfig, *, packed: bool) -> bool:
     Return whether the model has to be asked: samples share packs, or the attention follows from it.
     ms-swift's own is asked by the plugin.
     """
-    return not isinstance(config, CommandRun) and (packed or config.model.attn_impl in (AUTO, VARLEN))
+    return config.command is None and (packed or config.model.attn_impl in (AUTO, VARLEN))
 
 
 def verdict_key(config: RunConfig) -> Fingerprint:

@@ -56,36 +56,21 @@ _OF_STEP = (
 """Arguments of a step's memory and order that `training.` has under the same name."""
 
 
-@attrs.frozen(kw_only=True)
-class CommandRun(RunConfig):
-    """A run that ms-swift trains, by its own command and the plugin."""
-
-    command: SwiftCommand
-
-    @property
-    def batch_size(self) -> int:
-        """Packs of a rank in one forward pass."""
-        return int(self.command.arguments.per_device_train_batch_size)
-
-    def as_traced(self) -> RunConfig:
-        """
-        Return the model and the step of the run, as one of this project.
-
-        Raises:
-            ConfigError: A step is not that of a language model on one pack.
-        """
-        faults = []
-        if _parts_of(self.command.words)[1] == MEGATRON:
-            faults.append(Fault(MEGATRON, "computes steps by Megatron's own model, which is not traced"))
-        if self.command.num_parts != 1 or self.command.arguments.task_type != "causal_lm":
-            reason = "trains pairs, another task or split texts, but steps of texts are traced: use a run's YAML"
-            faults.append(Fault("swift", reason))
-        if self.batch_size > 1:
-            reason = f"is {self.batch_size}, but steps of one pack are traced: set it to 1"
-            faults.append(Fault("--per_device_train_batch_size", reason))
-        if faults:
-            raise ConfigError(COMMAND, tuple(faults))
-        return RunConfig(**{field.name: getattr(self, field.name) for field in attrs.fields(RunConfig)})
+def require_traceable(config: RunConfig) -> None:
+    """Refuse a command whose step is not that of a language model on one pack; ConfigError."""
+    if config.command is None:
+        return
+    faults = []
+    if _parts_of(config.command.words)[1] == MEGATRON:
+        faults.append(Fault(MEGATRON, "computes steps by Megatron's own model, which is not traced"))
+    if config.command.num_parts != 1 or config.command.arguments.task_type != "causal_lm":
+        reason = "trains pairs, another task or split texts, but steps of texts are traced: use a run's YAML"
+        faults.append(Fault("swift", reason))
+    if config.batch_size > 1:
+        reason = f"is {config.batch_size}, but steps of one pack are traced: set it to 1"
+        faults.append(Fault("--per_device_train_batch_size", reason))
+    if faults:
+        raise ConfigError(COMMAND, tuple(faults))
 
 
 def is_program(word: str) -> bool:
@@ -129,7 +114,7 @@ def read_run(path: str, words: Sequence[str] = (), *, world_size: int | None = N
     return read_config(path, words)
 
 
-def require_command(path: str, words: Sequence[str] = (), *, world_size: int | None = None) -> CommandRun:
+def require_command(path: str, words: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
     """
     Read a command of ms-swift.
 
@@ -142,14 +127,14 @@ def require_command(path: str, words: Sequence[str] = (), *, world_size: int | N
         ConfigError: It has faults, or is a run of another kind.
     """
     config = read_run(path, words, world_size=world_size)
-    if not isinstance(config, CommandRun):
+    if config.command is None:
         raise ConfigError(path, (Fault("", "is a run of packplan sft: name a command of ms-swift"),))
     return config
 
 
 def ranks_of(config: RunConfig) -> int | None:
     """Return the ranks that train a run, where its command says them; a YAML does not."""
-    return config.command.world_size if isinstance(config, CommandRun) else None
+    return None if config.command is None else config.command.world_size
 
 
 def _note_of(output_dir: str | Path) -> Path:
@@ -158,7 +143,7 @@ def _note_of(output_dir: str | Path) -> Path:
 
 def require_inputs(config: RunConfig) -> None:
     """Refuse a model or data that are not there; ms-swift has looked for those of a command."""
-    if not isinstance(config, CommandRun):
+    if config.command is None:
         stores.require_inputs(config)
 
 
@@ -167,7 +152,7 @@ def keep_command(config: RunConfig) -> None:
     Keep the command of a run, if it has one, beside its plan, with the variables that decide how
     its rows are encoded.
     """
-    if not isinstance(config, CommandRun):
+    if config.command is None:
         return
     from packplan.adapters.samples.measurer import PROCESSING_VARIABLES
 
@@ -180,7 +165,7 @@ def keep_command(config: RunConfig) -> None:
     files.write_bytes(_note_of(config.training.output_dir), json.dumps(note, indent=2).encode())
 
 
-def _read_stored(folder: Path, words: Sequence[str], world_size: int | None) -> CommandRun:
+def _read_stored(folder: Path, words: Sequence[str], world_size: int | None) -> RunConfig:
     """Return the command whose plan a folder holds."""
     path = _note_of(folder)
     if not path.is_file():
@@ -195,7 +180,7 @@ def _read_stored(folder: Path, words: Sequence[str], world_size: int | None) -> 
     return _read_command(note["words"], world_size or note["world_size"])
 
 
-def _read_command(words: Sequence[str], world_size: int | None) -> CommandRun:
+def _read_command(words: Sequence[str], world_size: int | None) -> RunConfig:
     """Return a command as ms-swift resolves it."""
     if require_ranks() > 1:
         raise ConfigError(COMMAND, (Fault("torchrun", "starts several ranks, but one plans a command: leave it out"),))
@@ -265,7 +250,7 @@ def _ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
     return ranks
 
 
-def _as_run(command: SwiftCommand) -> CommandRun:
+def _as_run(command: SwiftCommand) -> RunConfig:
     """Return the data, packs, schedule and step of a command by the keys of a run."""
     arguments = command.arguments
     shared = {field.name for field in attrs.fields(TrainingConfig)} - {"resume_from_checkpoint", "trainer"}
@@ -274,7 +259,7 @@ def _as_run(command: SwiftCommand) -> CommandRun:
     if not arguments.model_meta.is_multimodal:
         values |= dict.fromkeys(("freeze_llm", "freeze_vit", "freeze_aligner"), False)
     trainer = {name: value for name in _OF_STEP if (value := getattr(arguments, name, None)) is not None}
-    return CommandRun(
+    return RunConfig(
         model=ModelConfig(
             model=arguments.model_dir,
             model_type=arguments.model_type,

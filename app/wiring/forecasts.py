@@ -17,7 +17,7 @@ from packplan.adapters.model_folder import config_digest
 from packplan.adapters.trainer.checkpoints import read_seconds
 from packplan.app.cli.forecasts import duration
 from packplan.app.planning.schedule import split_schedule
-from packplan.app.planning.split import PlannedSplit, table_works
+from packplan.app.planning.split import Split, table_works
 from packplan.app.wiring.attention import attention_by, stored_verdict
 from packplan.app.wiring.works import trained_work
 from packplan.core.config import RunConfig
@@ -202,7 +202,7 @@ def run_forecast(
     schedule: EpochSchedule,
     flops: SampleWorks,
     *,
-    evaluated: PlannedSplit | None = None,
+    evaluated: Split | None = None,
 ) -> RunForecast:
     """
     Return the forecast of a run.
@@ -223,7 +223,7 @@ def run_forecast(
     )  # fmt: skip
 
 
-def evaluation_terms(config: RunConfig, planned: PlannedSplit) -> StepTerms:
+def evaluation_terms(config: RunConfig, planned: Split) -> StepTerms:
     """
     Return an evaluation as one step, since its ranks wait for each other at its end alone.
 

@@ -14,8 +14,8 @@ from packplan.adapters.config.layers import read_document
 from packplan.adapters.config.run import parse_config
 from packplan.adapters.samples.places import traffic
 from packplan.adapters.stores.length_table import read_length_table, read_length_table_key, write_length_table
-from packplan.app.planning.known_lengths import KnownTable
-from packplan.app.planning.split import GatheredSplit
+from packplan.app.planning.measure import KnownTable
+from packplan.app.planning.split import Split
 from packplan.app.wiring.inputs import records_cache, with_inputs
 from packplan.app.wiring.stores import trainer_keys
 from packplan.core.config import RunConfig
@@ -26,11 +26,6 @@ from packplan.core.samples import KnownLengths, media_identity, num_media
 log = logging.getLogger(__name__)
 
 
-@attrs.frozen(kw_only=True)
-class MeasuringRun(RunConfig):
-    """A run that measures data, and trains nothing: of media at places, it reads parts."""
-
-
 NO_LIMIT = 2**31 - 1
 """Packing length of samples that are measured for no run; an input of lengths only where samples
 are truncated."""
@@ -38,7 +33,7 @@ are truncated."""
 
 def measuring_run(
     data: Sequence[str], output: Path, *, model: str | None, path: str | None, overrides: Sequence[str]
-) -> MeasuringRun:
+) -> RunConfig:
     """
     Return the run that measures data, and trains nothing; its artefacts are in `store_folder`.
 
@@ -78,8 +73,7 @@ def measuring_run(
     if custom.media_cache is None:
         custom = attrs.evolve(custom, media_cache=str(store_folder(output) / "media"))
     training = attrs.evolve(training, output_dir=str(store_folder(output)))
-    changed = attrs.evolve(config, custom=custom, training=training)
-    return MeasuringRun(**{field.name: getattr(changed, field.name) for field in attrs.fields(RunConfig)})
+    return attrs.evolve(config, custom=custom, training=training, trains=False)
 
 
 def store_folder(output: Path) -> Path:
@@ -153,7 +147,7 @@ def _named(key: str, remedy: str = "") -> Iterator[None]:
         raise ConfigError.at(key, f"{error}{remedy}") from None
 
 
-def publish_table(split: GatheredSplit, stored: Stored, output: Path) -> None:
+def publish_table(split: Split, stored: Stored, output: Path) -> None:
     """
     Write the table of measured records, and remove what was kept until then.
 

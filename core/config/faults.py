@@ -81,6 +81,8 @@ def data_faults(custom: CustomConfig) -> Iterator[Fault]:
 def _source_faults(custom: CustomConfig) -> Iterator[Fault]:
     """Yield faults in the entries that are given names; those of a mix stand in its YAML."""
     if custom.fusion_config is not None:
+        if custom.train_jsonl:
+            yield Fault("custom.fusion_config", "and custom.train_jsonl both name the data: remove one")
         return
     for entry in custom.source_names:
         if entry not in {*custom.train_jsonl, *custom.val_jsonl}:
@@ -126,22 +128,14 @@ def _mode_faults(config: RunConfig) -> Iterator[Fault]:
         return
     default_buffer = attrs.fields(TrainingConfig).packing_buffer.default
     if training.packing and training.packing_mode == "dynamic":
-        yield Fault(
-            "training.packing_mode",
-            "dynamic is not for Stage-1: set training.packing_mode: static, or custom.trainer_variant: rollout",
-        )
+        reason = "dynamic is not for Stage-1: set training.packing_mode: static, or custom.trainer_variant: rollout"
+        yield Fault("training.packing_mode", reason)
     if training.packing and training.packing_mode == "static" and training.packing_buffer != default_buffer:
-        yield Fault(
-            "training.packing_buffer", "has no meaning in static mode, which plans the whole data set: remove it"
-        )
+        reason = "has no meaning in static mode, which plans the whole data set: remove it"
+        yield Fault("training.packing_buffer", reason)
     if custom.fusion_config is not None and custom.fusion_schedule is None:
-        yield Fault(
-            "custom.fusion_config",
-            "mixes data sets again each epoch, which one static plan cannot follow: set custom.fusion_schedule: "
-            "planned, which plans each epoch",
-        )
-    elif custom.fusion_config is not None and custom.train_jsonl:
-        yield Fault("custom.fusion_config", "and custom.train_jsonl both name the data: remove one")
+        reason = "mixes data sets again each epoch, which one static plan cannot follow: set custom.fusion_schedule: "
+        yield Fault("custom.fusion_config", f"{reason}planned, which plans each epoch")
     elif custom.fusion_config is None and custom.fusion_schedule is not None:
         yield Fault("custom.fusion_schedule", "is set, but custom.fusion_config names no mix: set it, or remove this")
 
@@ -161,7 +155,7 @@ def _epoch_faults(config: RunConfig) -> Iterator[Fault]:
 
 def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield faults of a run that packs while it trains."""
-    training, custom = config.training, config.custom
+    training = config.training
     yield from _unread_by_streams(config)
     if training.packing_mode == "static":
         reason = "is static, which is Stage-1's; the rollout variant packs while it trains: set it to dynamic"
@@ -170,19 +164,20 @@ def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
         yield Fault("training.packing", "is false, but the rollout variant packs: set it to true")
     if training.max_steps < 1:
         yield from _endless_faults(training)
-    if custom.fusion_config is not None and custom.train_jsonl:
-        yield Fault("custom.fusion_config", "and custom.train_jsonl both name the data: remove one")
 
 
 def _unread_by_streams(config: RunConfig) -> Iterator[Fault]:
     """Yield the keys that are set and that a stream does not read."""
     custom, trainer = config.custom, config.training.trainer
-    evaluates = custom.val_jsonl
     for section in ("custom", "training"):
         values = getattr(config, section)
         for field in attrs.fields(type(values)):
             reason = key_of(field).stream
-            if not reason or (reason == "evaluation" and evaluates) or getattr(values, field.name) == field.default:
+            if (
+                not reason
+                or (reason == "evaluation" and custom.val_jsonl)
+                or getattr(values, field.name) == field.default
+            ):
                 continue
             if reason == "evaluation":
                 reason = "is of measured lengths, but a stream measures its evaluation alone, and has none"

@@ -55,6 +55,9 @@ class Key:
     to plan its evaluation alone.
     """
 
+    by_command: bool = False
+    """Whether it is no key of a YAML: the command of this project that reads the run says it."""
+
 
 def about(**facts: Any) -> dict[Any, Any]:
     """Return the metadata of a field whose key has these fields of `Key`."""
@@ -84,7 +87,7 @@ def keys_of(kind: type, prefix: str = "") -> Iterator[tuple[str, attrs.Attribute
         path = f"{prefix}{field.name}"
         if attrs.has(field.type):
             yield from keys_of(field.type, f"{path}.")
-        else:
+        elif not key_of(field).by_command:
             yield path, field
 
 

@@ -48,7 +48,7 @@ def run_values(config: RunConfig, files: Mapping[str, Any]) -> dict[str, str]:
         config: The run.
         files: Key -> content of the file that it names, which is compared in place of the path.
     """
-    sections = attrs.asdict(config)
+    sections = attrs.asdict(config, filter=lambda field, _: not key_of(field).by_command)
     sections["training"] |= sections["training"].pop("trainer")
     for section, name in (key.split(".") for key in (*PATHS, *OWN)):
         key, value = f"{section}.{name}", sections[section].pop(name, None)

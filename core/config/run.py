@@ -488,6 +488,12 @@ class RunConfig:
     global_max_length: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
     """Tokens; sets `template.max_length` and `model.max_model_len` where these are unset."""
 
+    command: Any = key(None, by_command=True)
+    """Command of ms-swift that trains the run, as it resolves it; None for `packplan sft`."""
+
+    trains: bool = key(True, by_command=True)
+    """Whether the data are for training; else they are measured alone, by parts of media."""
+
     @property
     def packing_length(self) -> int:
         """
@@ -501,7 +507,8 @@ class RunConfig:
     @property
     def batch_size(self) -> int:
         """Packs, or samples if not packing, of a rank in one forward pass of training."""
-        return 1 if self.training.packing else self.training.per_device_train_batch_size
+        # ms-swift's batches count packs.
+        return 1 if self.training.packing and self.command is None else self.training.per_device_train_batch_size
 
     @property
     def eval_packing(self) -> bool:

@@ -17,8 +17,7 @@ from packplan.adapters.config.trainer_keys import GRPO_TABLE, stored_keys
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.__main__ import COMMANDS
-from packplan.app.planning.deadline import Deadline
-from packplan.app.planning.split import GatheredSplit, Stores, plan_split
+from packplan.app.planning.split import Ranks, Split, Stores, plan_split
 from packplan.core.config import OWN, PATHS, RunConfig, keys_of
 from packplan.core.packers import ALGORITHMS
 from packplan.core.policy import PlanPolicy
@@ -220,8 +219,8 @@ def planned(tmp_path, monkeypatch) -> str:
     monkeypatch.chdir(tmp_path)
     lengths = np.random.default_rng(1).geometric(1 / 200, 300).tolist()
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FreeLock())
-    split = GatheredSplit("train", PlanPolicy(packing_length=1024), ListSource(lengths), stores)
-    return plan_split(split, group=ScriptedGroup(), deadline=Deadline(1)).raw_checksum
+    split = Split("train", PlanPolicy(packing_length=1024), stores=stores, source=ListSource(lengths))
+    return plan_split(split, Ranks(ScriptedGroup(), timeout_s=1)).raw_checksum
 
 
 HOSTED = ("# dpo.py", "# train.py", "# prove.py")

@@ -91,13 +91,13 @@ def write_run(demo: Path, text_jsonl: Path, tmp_path: Path) -> Callable[..., Pat
 def execute() -> Callable[[Path], Any]:
     """Return a function that plans and trains in this process, and returns the result."""
     from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.app import sft
     from packplan.app.wiring import training
+    from tests.e2e.ready import train
 
     def run(path: Path) -> Any:
         _recall(path)
         config = training.read_config(path)
-        result = sft.run(config, OneRank())
+        result = train(config, OneRank())
         remember_verdict(config)
         return result
 

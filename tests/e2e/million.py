@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.child import peak_bytes, reset_peak
-from packplan.app.planning.deadline import Deadline
-from packplan.app.planning.split import GatheredSplit, plan_split
+from packplan.app.planning.split import Ranks, Split, plan_split
 from packplan.app.wiring.stores import open_stores, read_config
 from packplan.core.align import align_plan
 from packplan.core.config import plan_policy
@@ -67,6 +66,6 @@ def plan_as_rank(path: str, out: str) -> int:
     stores, policy = open_stores(config, "train"), plan_policy(config, "train")
     with training.joined_ranks(config, use_cpu=True) as group:
         before = reset_peak()
-        plan_split(GatheredSplit("train", policy, source, stores), group=group, deadline=Deadline(600))
+        plan_split(Split("train", policy, stores=stores, source=source), Ranks(group, timeout_s=600))
         Path(out, f"bytes{os.environ['RANK']}").write_text(str(peak_bytes() - before))
     return 0

@@ -11,7 +11,6 @@ from typing import Any
 import attrs
 
 from packplan.adapters.progress import loading_libraries
-from packplan.app import sft
 from packplan.app.cli.command import run_command
 
 with loading_libraries():
@@ -19,9 +18,10 @@ with loading_libraries():
 
     from packplan.adapters.samples.measurer import SwiftMeasurer
     from packplan.adapters.trainer import packed_dataset
-    from packplan.app.sft import prepare
+    from packplan.app.sft import train as way
     from packplan.app.wiring import training
     from tests.e2e.alone import Gradients, silence
+    from tests.e2e.ready import train
 
 
 ROOM = 100
@@ -42,11 +42,11 @@ def main(config: str, out: str, fault: str = "") -> int:
 
     trained: dict[str, object] = {}
     gradients = Gradients()
-    built = prepare.build_trainer
+    built = way.build_trainer
 
-    def build_trainer(*args, planned, **kwargs):
-        trained["table"] = planned["train"].table
-        trainer = built(*args, planned=planned, **kwargs)
+    def build_trainer(config, arguments, splits, *args, **kwargs):
+        trained["table"] = splits["train"].table
+        trainer = built(config, arguments, splits, *args, **kwargs)
         if fault == "gradients":
             trainer.add_callback(gradients)
         if fault in _LOSSES and trainer.group.rank == 1:
@@ -56,14 +56,14 @@ def main(config: str, out: str, fault: str = "") -> int:
     def command() -> None:
         packed_dataset.PackedDataset.encoded = noted
         SwiftMeasurer.measure_elsewhere = measure_here
-        prepare.build_trainer = build_trainer
+        way.build_trainer = build_trainer
         if fault == "gradients":
             silence()
         if fault == "measure":
             SwiftMeasurer.measure = _fail
         run = training.read_config(config)
         with training.joined_ranks(run) as group:
-            result = sft.run(run, group)
+            result = train(run, group)
         seen = {"rank": group.rank, "fetched": fetched, "samples": samples, **_told(result)}
         Path(out, f"rank{group.rank}.json").write_text(json.dumps(seen))
         if fault == "gradients":
@@ -88,13 +88,13 @@ _LOSSES = {"infinite": _infinite, "memory": _cramped}
 """Fault -> how it computes a loss."""
 
 
-def _told(result: sft.Result) -> dict[str, Any]:
+def _told(result: Any) -> dict[str, Any]:
     """Return a result as JSON holds it; without a plan where each epoch has its own."""
     told = {
         "steps": result.num_steps, "planned_steps": result.schedule.total_steps, "history": result.history,
         "terminated": result.terminated, "epochs": [attrs.asdict(one) for one in result.epochs],
     }  # fmt: skip
-    if (plan := result.planned.get("train")) is not None:
+    if hasattr(plan := result.planned["train"], "raw"):
         told |= {
             "raw": plan.raw_checksum, "aligned": plan.checksum, "num_aligned": len(plan.aligned.packs),
             "num_raw": len(plan.raw.packs), "raw_packs": plan.raw.packs.tolist(), "repeated": plan.aligned.repeated,

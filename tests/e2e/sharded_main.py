@@ -11,9 +11,9 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.video.reading import sees_videos_apart
 from packplan.adapters.trainer.packed_dataset import EncodedPack
 from packplan.adapters.trainer.vision import DummyImage
-from packplan.app.sft.prepare import prepare
 from packplan.app.wiring import training
 from packplan.core.samples import column
+from tests.e2e.ready import prepare
 
 TEXT, IMAGES, VIDEOS, BOTH = (False, False), (True, False), (False, True), (True, True)
 

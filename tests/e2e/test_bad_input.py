@@ -126,7 +126,7 @@ def test_tags_without_their_media_stay_text(write_run, tmp_path, caplog):
     logging.getLogger("packplan").propagate = True
     config = wiring.read_config(write_run(custom={"train_jsonl": str(tmp_path / "tags.jsonl")}))
     with caplog.at_level(logging.WARNING, logger="packplan"):
-        samples = wiring.open_samples(config)["train"]
+        samples = wiring.open_encoders(config)["train"]
 
     encoded = samples.encode(0)
 

@@ -71,8 +71,8 @@ def hooked():
 def compared(write_run, scenes, runs, monkeypatch):
     """Return a function that compares a run's packs, after planting an attribute or a hook."""
     from packplan.app.check import compare
-    from packplan.app.sft.prepare import prepare
     from packplan.app.wiring import training as wiring
+    from tests.e2e.ready import prepare
 
     def run(of: str, data: str = "", plant=None, num_packs=2, **overlay):
         data = data or ("all.jsonl" if of.endswith("vl") else "text.jsonl")
@@ -86,7 +86,7 @@ def compared(write_run, scenes, runs, monkeypatch):
         config, prepared = runs[key]
         if plant is not None:
             plant(prepared.trainer)
-        report = compare(config, prepared, num_packs=num_packs)
+        report = compare(config, prepared.trainer, prepared.planned["train"], num_packs=num_packs)
         return report, {verdict.check for verdict in report.verdicts if not verdict.passed}
 
     return run

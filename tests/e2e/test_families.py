@@ -15,11 +15,11 @@ from packplan.adapters.probe.small_model import SmallModels, enliven, quiet
 from packplan.adapters.proof import limit_of
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import check
-from packplan.app.sft.prepare import prepare
 from packplan.app.wiring import training
 from packplan.app.wiring.stores import read_config
 from packplan.core.equality import CHECKS, EQUAL, PackingVerdict, choose_attention
 from packplan.core.errors import ConfigError
+from tests.e2e.ready import prepare
 from tests.made.pictures import texts, write_scenes
 from tools.families import default_config
 

@@ -37,8 +37,8 @@ def test_the_forecast_is_the_peak_of_training(family, settings, write_run, forec
     """The peak of the heaviest pack is that of the allocator over two epochs, within 2 %."""
     from benchmarks.memory import allocator_peak
     from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.app.sft.prepare import prepare
     from packplan.app.wiring import training
+    from tests.e2e.ready import prepare
 
     data = {"custom": {"train_jsonl": str(few_scenes)}} if family.endswith("vl") else {}
     path = write_run(family, training=TRAINING | settings, **data)
@@ -82,12 +82,12 @@ def test_accumulated_gradients_are_there_throughout(write_run, forecast_of):
 def tracer_of():
     """Return a function that opens the tracer of a run of one rank, and its first sample."""
     from packplan.app.wiring import training
-    from packplan.app.wiring.gather import gather
+    from packplan.app.wiring.splits import open_splits
 
     def open_tracer(path, *, on_gpu):
         config = training.as_traced(training.read_config(path))
         model = training.open_outline(config, training.decide_attention(config, isolated=True))
-        samples = gather(config).samples["train"]
+        samples = open_splits(config)["train"].encoder
         options = {"sharding": "ddp", "world_size": 1, "accumulates": False, "on_gpu": on_gpu}
         return training.open_step_tracer(config, model, samples, **options), samples.encode(0)
 
@@ -135,7 +135,7 @@ def test_a_model_that_reads_numbers_is_estimated_and_named(write_run, forecast_o
 
 def test_what_weights_alone_exceed_is_said_before_tracing(write_run, forecast_of, monkeypatch, capsys):
     """Where what a rank holds throughout is too much, nothing is planned or traced."""
-    monkeypatch.setattr("packplan.app.wiring.gather.gather", None)
+    monkeypatch.setattr("packplan.app.wiring.splits.open_splits", None)
 
     path = write_run("qwen2", training=TRAINING)
 

@@ -51,7 +51,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_line(write_run, monkeypatch
 def test_a_process_that_measures_and_is_killed_is_named_with_its_key(write_run, monkeypatch):
     """What was measured before it was handed over; no pool is left."""
     config = training.read_config(write_run("qwen2"))
-    source = training.open_measurer(config, training.open_samples(config)["train"], pool_start_s=0)
+    source = training.open_measurer(config, training.open_encoders(config)["train"], pool_start_s=0)
     source._workers = 2
     monkeypatch.setattr(measurer, "_TRIED", 4)
     monkeypatch.setattr(measurer, "_open_worker", kill_itself)

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.app.sft.prepare import prepare
 from packplan.app.wiring import training
 from packplan.core.errors import MismatchError
 from packplan.core.samples import to_messages
 from tests.e2e import rank_main
 from tests.e2e.alone import Gradients, silence, step_alone, token_losses, token_weights
+from tests.e2e.ready import prepare
 from tests.nearness import FLOAT32, apart
 from tests.processes import finished
 

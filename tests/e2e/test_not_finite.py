@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.app.sft.prepare import prepare
 from packplan.app.wiring import training as wiring
 from packplan.core.errors import RunError
 from tests.e2e import rank_main
+from tests.e2e.ready import prepare
 from tests.processes import finished
 from tests.stored import asked
 

@@ -10,8 +10,8 @@ import transformers
 
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import check
-from packplan.app.sft.prepare import prepare
 from packplan.app.wiring import stores
+from tests.e2e.ready import prepare
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ def trained(experts, write_run):
         config = stores.read_config(path)
         ready = prepare(config, OneRank())
         if training.get("router_aux_loss_coef"):
-            report = check.compare(config, ready, num_packs=1)
+            report = check.compare(config, ready.trainer, ready.planned["train"], num_packs=1)
             assert report.passed, [verdict for verdict in report.verdicts if not verdict.passed]
         ready.trainer.train()
         return ready, next(entry for entry in ready.trainer.history if "loss" in entry)

@@ -60,7 +60,7 @@ def samples(write_run, tmp_path):
             training={"packing_length_precompute_workers": 1},
         )
         config = training.read_config(path)
-        return training.open_measurer(config, training.open_samples(config)["train"])
+        return training.open_measurer(config, training.open_encoders(config)["train"])
 
     return open_
 

@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.adapters.trainer.packed_dataset import EpochDataset
-from packplan.app import sft
+from packplan.adapters.trainer.packed_dataset import PackedDataset
 from packplan.app.plan.__main__ import main as show_main
 from packplan.app.plan.stored import inspect_plan
 from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs
@@ -23,6 +22,7 @@ from packplan.core.config import with_remedy
 from packplan.core.errors import ConfigError, MismatchError, NotBuiltError, StaleError
 from packplan.core.schedule import PackStats
 from tests.e2e import rank_main
+from tests.e2e.ready import train
 from tests.processes import finished
 
 pytestmark = pytest.mark.slow
@@ -152,8 +152,8 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(write_mix, execute, tmp_p
     losses = [[entry["loss"] for entry in run.history if "loss" in entry] for run in (whole, resumed)]
     assert losses[0] == losses[1][: len(losses[0])]
     assert whole.schedule.total_steps + resumed.schedule.steps_in(3) == resumed.num_steps
-    assert "train" not in whole.planned
-    assert not hasattr(EpochDataset, "set_epoch"), "a plan's data set is told no epoch"
+    assert not hasattr(whole.planned["train"], "raw")
+    assert not hasattr(PackedDataset, "set_epoch"), "a plan's data set is told no epoch"
     for keys, named in (
         ({"mix": changed(ratio=2)}, "custom.fusion_config"),
         ({"packing_epochs": "replanned"}, "training.packing_epochs"),
@@ -236,7 +236,7 @@ def test_bad_mixes_are_refused_before_training(write_mix, execute, tmp_path, mix
         from packplan.app.wiring import stores
 
         stores.require_inputs(config)
-        sft.run(config, OneRank())
+        train(config, OneRank())
 
 
 def test_two_plans_at_most_are_held_and_each_is_the_one_that_was_counted(write_mix, execute):

@@ -29,6 +29,7 @@ from packplan.app.wiring.training import read_config, trainers, verdicts
 from packplan.core.equality import EQUAL, AttentionChoice, PackingVerdict
 from packplan.core.errors import CorruptArtefactError, ModelError, PackplanError
 from packplan.core.fingerprint import Fingerprint
+from tests.e2e.ready import train
 from tools import models
 from tools.families import default_config, family_names, probe_family
 
@@ -409,7 +410,7 @@ def test_a_verdict_is_kept_and_asked_again_when_what_it_depends_on_changes(tmp_p
 @pytest.fixture
 def execute():
     """Return a function that trains in this process, and finds no verdict of other tests."""
-    return lambda path: sft.run(training.read_config(path), OneRank())
+    return lambda path: train(training.read_config(path), OneRank())
 
 
 def test_a_second_start_asks_nothing(write_run, execute, monkeypatch):

@@ -8,10 +8,9 @@ from itertools import chain
 import pytest
 
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.app.planning.deadline import Deadline
-from packplan.app.planning.split import plan_split
+from packplan.app.planning.split import Ranks, plan_split
 from packplan.app.wiring import stores
-from packplan.app.wiring.gather import gather
+from packplan.app.wiring.splits import open_splits
 from tests.e2e import rank_main
 from tests.network import LINK, Host, two_hosts
 from tests.processes import finished, train_under_torchrun
@@ -53,7 +52,7 @@ def test_three_ranks_consume_every_aligned_pack_once_an_epoch(start_ranks, write
     assert ranks[0]["num_aligned"] > ranks[0]["num_raw"]
     assert ranks[0]["num_aligned"] // 3 % 2, "no ragged window to try"
     config = stores.read_config(write_run("qwen3_vl", name="one", **overlay))
-    one = plan_split(gather(config).splits["train"], group=OneRank(), deadline=Deadline(0))
+    one = plan_split(open_splits(config)["train"], Ranks(OneRank(), timeout_s=0))
     assert any(one.table[pack, 2].sum() == 0 for pack in one.raw.packs), "no pack without images to try"
     assert one.raw_checksum == ranks[0]["raw"]
 
@@ -71,26 +70,6 @@ def test_the_loss_of_a_step_and_of_an_evaluation_do_not_depend_on_the_ranks(
     assert [0, 0] == finished(start_ranks(2, write_run("qwen2", name="ranks", **overlay), tmp_path))
     ranks = rank_main.seen(tmp_path, 2)
     assert losses(alone.history) == pytest.approx(losses(ranks[0]["history"]), rel=1e-5)
-
-
-def test_ranks_train_packs_in_the_order_of_the_data(start_ranks, write_run, tmp_path):
-    """Each step has the next packs of neighbours, whichever rank holds which."""
-    keys = {**KEYS, "num_train_epochs": 1, "packing_algorithm": "concatenative",
-            "packing_drop_last": False, "train_dataloader_shuffle": False}  # fmt: skip
-    path = write_run("qwen2", training=keys, template={"max_length": 100})
-    assert [0, 0] == finished(start_ranks(2, path, tmp_path))
-    ranks = rank_main.seen(tmp_path, 2)
-    check_run(ranks, epochs=1, accumulation=2)
-    packs, steps = ranks[0]["raw_packs"], ranks[0]["steps"]
-
-    trained = [sorted(chain.from_iterable(rank["fetched"][2 * step : 2 * step + 2] for rank in ranks))
-               for step in range(steps)]  # fmt: skip
-
-    whole = range(len(packs) // 4)
-    assert len(whole) > 1
-    assert [[4 * step, 4 * step + 1, 4 * step + 2, 4 * step + 3] for step in whole] == trained[: len(whole)]
-    order = list(chain.from_iterable(packs))
-    assert list(range(len(order))) == order
 
 
 def losses(history: list[dict]) -> list[float]:

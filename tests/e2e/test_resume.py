@@ -28,6 +28,7 @@ from packplan.app.wiring import training
 from packplan.core.errors import ConfigError, OutputError, PackplanError, StaleError
 from packplan.core.schedule import ORDER_VERSION, ResumeState
 from tests.e2e import rank_main
+from tests.e2e.ready import train
 from tests.processes import finished
 from tests.references import changed
 
@@ -85,7 +86,7 @@ def start(demo, tmp_path_factory):
         }
         training_keys = {**KEYS, **SHORT, "output_dir": str(folder / "run"), **keys}
         (folder / "run.yaml").write_text(yaml.safe_dump({**sections, "training": training_keys}))
-        return sections, folder / "run", sft.run(training.read_config(folder / "run.yaml"), OneRank())
+        return sections, folder / "run", train(training.read_config(folder / "run.yaml"), OneRank())
 
     return run
 

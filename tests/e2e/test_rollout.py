@@ -104,10 +104,11 @@ def write_rollout(write_run, text_jsonl):
 
 def run(path):
     from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.app.sft import stream as rollout
+    from packplan.app.sft.stream import train_stream
     from packplan.app.wiring import training as wiring
 
-    return rollout.run(wiring.read_config(path), OneRank())
+    trainer = train_stream(wiring.read_config(path), OneRank())
+    return trainer.state.global_step, trainer.was_terminated, [dict(entry) for entry in trainer.history]
 
 
 COUNTS = (

@@ -136,7 +136,7 @@ def encoder(write_run, tmp_path):
     def opened(of, **template):
         paths = of if "roles" in of else {"": write(tmp_path / "a.jsonl", of)}
         run = write_run("qwen2", custom={"train_jsonl": str(next(iter(paths.values())))}, template=template)
-        first = training.open_samples(training.read_config(run))["train"]
+        first = training.open_encoders(training.read_config(run))["train"]
         every = {
             case: SwiftEncoder(attrs.evolve(first.spec, paths=(str(path),)), template=first.template)
             for case, path in paths.items()

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.app.sft.prepare import prepare
 from packplan.app.wiring import training
 from packplan.core.errors import ModelError
 from packplan.testing import assert_step_loss
 from tests.e2e import step_loss_rank
+from tests.e2e.ready import prepare
 from tests.nearness import FLOAT32
 from tests.processes import finished
 

@@ -26,11 +26,12 @@ from packplan.adapters.samples import measurer
 from packplan.adapters.trainer import base, static
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.app.planning.schedule import split_schedule
-from packplan.app.sft import prepare
+from packplan.app.sft import train as way
 from packplan.app.wiring import training
 from packplan.app.wiring.stores import read_config
 from packplan.app.wiring.works import work_of
 from packplan.core.errors import ConfigError, RecordError, StaleError
+from tests.e2e.ready import prepare
 
 pytestmark = pytest.mark.slow
 
@@ -143,15 +144,6 @@ def test_tokens_per_second_leave_out_the_time_of_evaluating(write_run, execute, 
     assert all(rate > 1000 for rate in rates)
 
 
-def test_fractional_epochs_end_where_announced(write_run, execute):
-    """1.5 epochs round up; a text model learns without images and multimodal positions."""
-    keys = {"num_train_epochs": 1.5, "effective_batch_size": 2, "packing_drop_last": False}
-    result = execute(write_run("qwen2", training=keys))
-
-    assert result.num_steps == math.ceil(1.5 * result.schedule.steps_per_epoch) == result.schedule.total_steps
-    assert losses(result)[-1] < losses(result)[0]
-
-
 def test_a_text_model_refuses_records_with_images(write_run, execute, demo):
     """By line, before training; the way out is another model, not fewer records."""
     with pytest.raises(RecordError, match=r"train\.jsonl, line 1: .*reads text only: name a model that sees in .*VL$"):
@@ -161,8 +153,8 @@ def test_a_text_model_refuses_records_with_images(write_run, execute, demo):
 def test_the_best_model_is_loaded_whole(write_run, execute, few_scenes, tmp_path, monkeypatch):
     """The first one here, which is the worst: the weights are its checkpoint's."""
     trainers = []
-    build = prepare.build_trainer
-    monkeypatch.setattr(prepare, "build_trainer", lambda *a, **k: trainers.append(build(*a, **k)) or trainers[-1])
+    build = way.build_trainer
+    monkeypatch.setattr(way, "build_trainer", lambda *a, **k: trainers.append(build(*a, **k)) or trainers[-1])
     keys = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2,
             "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
             "greater_is_better": True}  # fmt: skip
@@ -202,8 +194,8 @@ def test_sigterm_saves_a_checkpoint_that_the_next_run_goes_on_from(write_run, ex
 @contextmanager
 def before_training(happen):
     """Let something happen between planning and training."""
-    plain = prepare.build_trainer
-    with patch.object(prepare, "build_trainer", lambda *a, **k: happen() or plain(*a, **k)):
+    plain = way.build_trainer
+    with patch.object(way, "build_trainer", lambda *a, **k: happen() or plain(*a, **k)):
         yield
 
 
@@ -257,7 +249,7 @@ def test_several_processes_measure_the_same(demo, write_run, monkeypatch):
     context = multiprocessing.get_context("forkserver")
     monkeypatch.setattr(lifeline.multiprocessing, "get_context", lambda _: context)
     config = training.read_config(write_run())
-    samples = training.open_measurer(config, training.open_samples(config)["train"], pool_start_s=0.0)
+    samples = training.open_measurer(config, training.open_encoders(config)["train"], pool_start_s=0.0)
     assert 2 == samples._workers
 
     assert [samples.encoded(index) for index in range(40)] == list(samples.measure_many(range(40), in_full=False))
@@ -280,7 +272,7 @@ def test_channels_are_collated_with_their_packs(write_run, tmp_path):
         "template": {"max_length": 512},
         "training": {"packing_drop_last": False},
     }
-    prepared = prepare.prepare(read_config(write_run("qwen2", **keys)), OneRank())
+    prepared = prepare(read_config(write_run("qwen2", **keys)), OneRank())
 
     batch = next(iter(prepared.trainer.get_train_dataloader()))
 

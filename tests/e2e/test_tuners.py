@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from packplan.adapters.trainer.model import open_model
 from packplan.adapters.trainer.vision import plain_model
 from packplan.app import check, sft
-from packplan.app.sft.prepare import prepare
+from packplan.app.sft import train as way
 from packplan.app.wiring import stores
 from packplan.app.wiring import training as wiring
 from packplan.core.errors import ConfigError
@@ -105,10 +105,10 @@ def test_a_tuner_trains_saves_resumes_and_passes_the_check(  # noqa: PLR0917  # 
     prepared = []
 
     def noted(*arguments, **options):
-        prepared.append(prepare(*arguments, **options))
+        prepared.append(way.prepare(*arguments, **options))
         return prepared[-1]
 
-    monkeypatch.setattr("packplan.app.sft.prepare.prepare", noted)
+    monkeypatch.setattr("packplan.app.sft.train.prepare", noted)
     execute(whole)
     again = {**several, "resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-1"), "save_steps": 2}
     execute(write_run(model, name="resumed", training=again, **small))
@@ -116,7 +116,7 @@ def test_a_tuner_trains_saves_resumes_and_passes_the_check(  # noqa: PLR0917  # 
     assert_equal(*(tmp_path / run / "checkpoint-2" for run in ("resumed", "whole")))
     before, after = (weights(tmp_path / "whole" / f"checkpoint-{step}") for step in (1, 2))
     assert any(not torch.equal(after[key], before[key]) for key in after)
-    report = check.compare(stores.read_config(whole), prepared[1], num_packs=1)
+    report = check.compare(stores.read_config(whole), prepared[1][0], prepared[1][1]["train"], num_packs=1)
     assert report.passed, [verdict for verdict in report.verdicts if not verdict.passed]
 
 

@@ -352,7 +352,7 @@ def test_a_run_fetches_its_images_before_it_measures_and_trains_without_a_networ
     import attrs
 
     from packplan.app.wiring import training
-    from packplan.app.wiring.gather import gather
+    from packplan.app.wiring.splits import open_splits
 
     serving.asked.clear()
     path = tmp_path / "urls.jsonl"
@@ -362,18 +362,20 @@ def test_a_run_fetches_its_images_before_it_measures_and_trains_without_a_networ
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     keys = {"train_jsonl": str(path), "media_cache": str(tmp_path / "media")}
     with pytest.raises(RecordError, match=r"line 1: .*only files are read, .* name a media_cache"):
-        gather(training.read_config(write_run(custom={"train_jsonl": str(path)}))).samples["train"].encode(0)
+        open_splits(training.read_config(write_run(custom={"train_jsonl": str(path)})))["train"].encoder.encode(0)
 
     execute(write_run(custom=keys, training={"max_steps": 1, "packing_drop_last": False}))
 
     assert {"/red.png": 1, "/blue": 1} == dict(serving.asked)
-    run = gather(training.read_config(write_run(custom=keys)))
+    run = open_splits(training.read_config(write_run(custom=keys)))
     (tmp_path / "red.png").write_bytes(RED)
     path.with_name("files.jsonl").write_text(path.read_text().replace(f"{serving.url}/red.png", "red.png"))
-    plain = gather(training.read_config(write_run(custom={**keys, "train_jsonl": str(path.with_name("files.jsonl"))})))
+    plain = open_splits(
+        training.read_config(write_run(custom={**keys, "train_jsonl": str(path.with_name("files.jsonl"))}))
+    )
     for index in (0, 2):
-        found, expected = (of.samples["train"].encode(index) for of in (run, plain))
+        found, expected = (of["train"].encoder.encode(index) for of in (run, plain))
         assert expected["input_ids"] == found["input_ids"]
         assert expected["pixel_values"].equal(found["pixel_values"])
     assert {1} == {*serving.asked.values()}
-    assert attrs.asdict(run.splits["train"].source.media_facts(0)[0])["num_bytes"] == len(RED)
+    assert attrs.asdict(run["train"].source.media_facts(0)[0])["num_bytes"] == len(RED)

@@ -39,7 +39,7 @@ def measurer_of(path: Path):
     from packplan.app.wiring import training
 
     config = training.read_config(path)
-    encoder = training.open_samples(config)["train"]
+    encoder = training.open_encoders(config)["train"]
     return training.open_measurer(config, encoder), encoder
 
 
@@ -120,7 +120,7 @@ def measurer(demo, mixed, tmp_path_factory):
             custom=CustomConfig(train_jsonl=(str(mixed),)),
             training=TrainingConfig(output_dir=str(tmp_path_factory.getbasetemp() / "measured")),
         )
-        return training.open_measurer(config, training.open_samples(config)["train"])
+        return training.open_measurer(config, training.open_encoders(config)["train"])
 
     return measures
 
@@ -187,8 +187,8 @@ def test_a_turned_video_has_the_frames_that_it_shows(tmp_path):
 @pytest.fixture(scope="module")
 def ready(demo, few, tmp_path_factory):
     """Return a function that gives a run of a model, ready to train: one for all who compare it."""
-    from packplan.app.sft.prepare import prepare
     from packplan.app.wiring import training as wiring
+    from tests.e2e.ready import prepare
 
     @cache
     def prepared(model: str):

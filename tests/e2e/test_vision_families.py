@@ -29,10 +29,10 @@ from packplan.adapters.trainer.packed_dataset import EncodedPack
 from packplan.adapters.trainer.tuners import _refuse_sound
 from packplan.adapters.trainer.vision import DummyImage
 from packplan.app.check import compare
-from packplan.app.sft.prepare import prepare
 from packplan.app.wiring import training as wiring
 from packplan.core.errors import ConfigError, RecordError
 from tests.e2e import rank_main, sharded_main
+from tests.e2e.ready import prepare
 from tests.e2e.test_resume import assert_equal
 from tests.made.pictures import IMAGES_OF, record, texts, write_scenes, write_sizes
 from tests.made.vision_models import VISION_FAMILIES, write_vision_model
@@ -125,7 +125,7 @@ def few_pictures(pictures):
 def measurer(path) -> SwiftMeasurer:
     """What measures the samples of a run."""
     config = wiring.read_config(path)
-    return wiring.open_measurer(config, wiring.open_samples(config)["train"])
+    return wiring.open_measurer(config, wiring.open_encoders(config)["train"])
 
 
 @pytest.mark.parametrize("family", MEASURED)
@@ -227,7 +227,7 @@ def test_a_family_is_shown_to_pack(vision_run, folder, monkeypatch, family):
     trainer = prepared.trainer
 
     def failed() -> set[str]:
-        report = compare(config, prepared, num_packs=1)
+        report = compare(config, trainer, prepared.planned["train"], num_packs=1)
         assert ((0, "mixed", 4),) == report.packs
         return {verdict.check for verdict in report.verdicts if not verdict.passed}
 
@@ -348,7 +348,7 @@ def test_what_cannot_be_counted_is_refused_by_record(vision_run, folder, tmp_pat
 def refused(path) -> str:
     """Return why a run is refused before anything is measured."""
     with pytest.raises(ConfigError) as caught:
-        wiring.open_samples(wiring.read_config(path))
+        wiring.open_encoders(wiring.read_config(path))
     return str(caught.value)
 
 

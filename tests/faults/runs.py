@@ -17,8 +17,7 @@ from packplan.adapters.samples.files import open_records
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.lock import FolderLock
 from packplan.adapters.stores.plans import DiskPlanStore
-from packplan.app.planning.deadline import Deadline
-from packplan.app.planning.split import GatheredSplit, PlannedSplit, Stores, plan_split
+from packplan.app.planning.split import Ranks, Split, Stores, plan_split
 from packplan.core.errors import RecordError
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import ReportProgress
@@ -63,11 +62,11 @@ def execute(
     policy: PlanPolicy = POLICY,
     timeout_s: float = 30,
     report: ReportProgress = lambda _: None,
-) -> PlannedSplit:
+) -> Split:
     """Measure and plan, as rank 0 of a run does."""
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FolderLock(folder))
-    split = GatheredSplit("train", policy, source, stores, max_bad_share=Decimal(1), flush_every=FLUSH_EVERY)
-    return plan_split(split, group=ScriptedGroup(hear=report), deadline=Deadline(timeout_s))
+    split = Split("train", policy, max_bad_share=Decimal(1), flush_every=FLUSH_EVERY, stores=stores, source=source)
+    return plan_split(split, Ranks(ScriptedGroup(hear=report), timeout_s=timeout_s))
 
 
 def artefacts_of(folder: Path) -> dict[str, bytes]:

@@ -1,7 +1,6 @@
 """A split with its stores and ranks, over doubles."""
 
-from packplan.app.planning.deadline import Deadline
-from packplan.app.planning.split import Alignment, GatheredSplit, PlannedSplit, Stores, plan_split
+from packplan.app.planning.split import Ranks, Split, Stores, plan_split
 from packplan.core.policy import PlanPolicy
 from tests.fakes import CountedLengthStore, CountedPlanStore, FreeLock, ListSource, ScriptedGroup
 
@@ -21,10 +20,11 @@ class Desk:
         self.group = group or ScriptedGroup()
         self.lock = FreeLock()
 
-    def split(self, name="train", *, alignment=None, max_bad_share=None, flush_every=None, **changes) -> GatheredSplit:
-        stores = Stores(self.lengths, self.plans, self.lock)
-        aligned = alignment or Alignment()
-        return GatheredSplit(name, policy(**changes), self.source, stores, aligned, max_bad_share, flush_every)
+    def split(self, name="train", *, dataloader_drop_last=False, batch_size=1, **options) -> Split:
+        own = {key: options.pop(key) for key in ("max_bad_share", "flush_every", "known") if key in options}
+        alignment = {"dataloader_drop_last": dataloader_drop_last, "batch_size": batch_size}
+        own["stores"] = Stores(self.lengths, self.plans, self.lock)
+        return Split(name, policy(**options), alignment, source=self.source, **own)
 
-    def plan(self, deadline=None, **options) -> PlannedSplit:
-        return plan_split(self.split(**options), group=self.group, deadline=deadline or Deadline(1))
+    def plan(self, ranks=None, **options) -> Split:
+        return plan_split(self.split(**options), ranks or Ranks(self.group, timeout_s=1))

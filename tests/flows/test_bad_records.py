@@ -28,7 +28,7 @@ class FaultySource(ListSource):
 
 def measured(source, store, share="1"):
     share = None if share is None else Decimal(share)
-    return measure("train", source, store, flush_every=3, report=lambda _: None, max_bad_share=share)
+    return measure(Desk(source, lengths=store).split(flush_every=3, max_bad_share=share), lambda _: None)
 
 
 lengths = st.lists(st.integers(1, 9) | st.just(-1), min_size=1, max_size=90).filter(lambda them: max(them) > 0)

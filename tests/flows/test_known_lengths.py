@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.app.planning.known_lengths import CLOSE, KnownTable, merge_known
-from packplan.app.planning.measure import measure
+from packplan.app.planning.measure import CLOSE, KnownTable, measure, merge_known
 from packplan.core.samples import KnownLengths, media_identity, to_tables
-from tests.fakes import CountedLengthStore, GuessingSource, ListSource
+from tests.fakes import GuessingSource, ListSource
+from tests.flows.desk import Desk
 
 EVERYTHING = list(range(200))
 
@@ -22,9 +22,9 @@ def table_of(source) -> KnownTable:
 
 def measured(source, known=None):
     """Measure a source as a run does; return its table and its media."""
-    store = CountedLengthStore()
-    measure("train", source, store, flush_every=None, report=print, known=known)
-    return store.stored()
+    desk = Desk(source)
+    measure(desk.split(known=known), print)
+    return desk.lengths.stored()
 
 
 @given(

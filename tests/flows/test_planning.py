@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.log_lines import describe
 from packplan.app.planning.measure import REPEATED_SAMPLES
-from packplan.app.planning.split import Alignment
+from packplan.app.planning.split import Ranks, alignment
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig, plan_policy
 from packplan.core.errors import (
     CorruptArtefactError,
@@ -35,7 +34,7 @@ from tests.fakes import (
     ScriptedGroup,
     TornPlanStore,
 )
-from tests.flows.desk import LENGTHS, Desk, policy
+from tests.flows.desk import LENGTHS, Desk
 
 pytestmark = pytest.mark.covers
 
@@ -229,19 +228,20 @@ def test_a_source_without_samples_is_refused_before_anything_is_stored():
 def test_training_and_evaluation_share_one_deadline():
     """Later waits lack what one took; for ever stays for ever; what is late asks once."""
     now = iter([100, 103, 104, 109, 109.5, 120, 130])
-    deadline = Deadline(10, clock=lambda: next(now))
-    train, evaluation, late = Desk(), Desk(), Desk()
+    ranks = Ranks(group := ScriptedGroup(), timeout_s=10, clock=lambda: next(now))
+    desks = [Desk(), Desk(), Desk()]
 
-    for desk in (train, evaluation, late):
-        desk.plan(deadline=deadline)
+    for desk in desks:
+        desk.plan(ranks)
 
-    assert ([7], [6]) == (train.group.waits, train.lock.waits)
-    assert ([1], [0.5]) == (evaluation.group.waits, evaluation.lock.waits)
-    assert all(0 < wait < 0.1 for wait in late.group.waits + late.lock.waits)
-    assert {10} == {*train.group.limits, *train.lock.limits, *late.group.limits, *late.lock.limits}
+    waits = [wait for desk in desks for wait in desk.lock.waits]
+    assert [7, 1] == group.waits[:2]
+    assert [6, 0.5] == waits[:2]
+    assert all(0 < wait < 0.1 for wait in (group.waits[2], waits[2]))
+    assert {10} == {*group.limits, *(limit for desk in desks for limit in desk.lock.limits)}
 
     for_ever = Desk()
-    for_ever.plan(deadline=Deadline(0, clock=iter([0]).__next__))
+    for_ever.plan(Ranks(for_ever.group, timeout_s=0, clock=iter([0]).__next__))
     assert ([0], [0]) == (for_ever.group.waits, for_ever.lock.waits)
 
 
@@ -279,10 +279,10 @@ def test_a_plan_too_short_for_the_ranks_is_refused_where_it_is_planned(changes, 
     batch_size = 1 if "packing_length" in changes else 9
 
     with pytest.raises(PlanError, match=says):
-        desk.plan(alignment=Alignment(dataloader_drop_last=True, batch_size=batch_size), **changes)
+        desk.plan(dataloader_drop_last=True, batch_size=batch_size, **changes)
 
     assert [] == desk.plans.aligned
-    assert desk.plan(alignment=Alignment(batch_size=batch_size), **changes).aligned
+    assert desk.plan(batch_size=batch_size, **changes).aligned
 
 
 UNMATCHED = [60] * 6 + [40, 40, 80]
@@ -320,7 +320,7 @@ def test_samples_that_teach_nothing_are_counted_and_all_of_them_are_refused_in_t
     train, evaluation = Desk(MaskedSource(LENGTHS)), Desk(MaskedSource(LENGTHS))
 
     planned = Desk(some).plan(drop_last=False)
-    lines = [line for level, line in describe(planned, policy()) if level == logging.WARNING]
+    lines = [line for level, line in describe(planned) if level == logging.WARNING]
     assert (
         "train: 3 planned samples have no supervised token, 3 of which are truncated (template.max_length): 2..3, 7"
     ) in lines
@@ -332,7 +332,7 @@ def test_samples_that_teach_nothing_are_counted_and_all_of_them_are_refused_in_t
     planned = evaluation.plan(name="eval", drop_last=False)
     assert not planned.teaches
     assert ["so training leaves the evaluation out"] == [
-        line.split(", ")[-1] for _, line in describe(planned, policy()) if "no supervised" in line
+        line.split(", ")[-1] for _, line in describe(planned) if "no supervised" in line
     ]
 
 
@@ -351,9 +351,9 @@ def test_a_run_says_how_its_splits_are_aligned(packing, eval_packing):
 
     packs_eval = packing and eval_packing
     assert [
-        (Alignment(dataloader_drop_last=True, batch_size=1 if packing else 2), packing, True),
-        (Alignment(dataloader_drop_last=False, batch_size=1 if packs_eval else 3), packs_eval, False),
+        ({"dataloader_drop_last": True, "batch_size": 1 if packing else 2}, packing, True),
+        ({"dataloader_drop_last": False, "batch_size": 1 if packs_eval else 3}, packs_eval, False),
     ] == [
-        (Alignment.from_config(config, split), plan_policy(config, split).packing, plan_policy(config, split).drop_last)
+        (alignment(config, split), plan_policy(config, split).packing, plan_policy(config, split).drop_last)
         for split in ("train", "eval")
     ]

@@ -15,7 +15,6 @@ import yaml
 
 from packplan.adapters.files import saving, writing
 from packplan.adapters.progress import loading_libraries
-from packplan.app import sft
 from packplan.app.cli.command import run_command, run_program, to_type
 from packplan.app.wiring import stores
 from packplan.core.errors import counted
@@ -102,17 +101,19 @@ def _moved(value: str | list[str], folder: Path) -> str:
 def train() -> None:
     """Train as `app/demo.yaml` says, and print how the loss fell."""
     with loading_libraries():
+        from packplan.app.sft.train import train as train_run
         from packplan.app.wiring import training
 
     config = stores.read_config(CONFIG)
     with training.joined_ranks(config) as group:
-        result = sft.run(config, group)
-    evaluated = [entry["eval_loss"] for entry in result.history if "eval_loss" in entry]
-    losses = [entry["loss"] for entry in result.history if "loss" in entry]
-    plan = result.planned["train"]
+        trainer, splits = train_run(config, group)
+    evaluated = [entry["eval_loss"] for entry in trainer.history if "eval_loss" in entry]
+    losses = [entry["loss"] for entry in trainer.history if "loss" in entry]
+    plan = splits["train"]
     print(f"held-out scenes: loss {evaluated[0]:.3f} -> {evaluated[-1]:.3f}")
+    steps = trainer.state.global_step
     print(
-        f"demo: loss {losses[0]:.3f} -> {losses[-1]:.3f} over {result.num_steps} steps, {len(plan.raw.packs)} packs, "
+        f"demo: loss {losses[0]:.3f} -> {losses[-1]:.3f} over {steps} steps, {len(plan.raw.packs)} packs, "
         f"fill {plan.raw.fill:.3f}, checksum {plan.raw_checksum[:12]}"
     )
 

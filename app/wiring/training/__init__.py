@@ -3,10 +3,10 @@ Constructs most adapters that need ms-swift or torch; `app.wiring.stores` constr
 """
 
 from packplan.adapters.forecast.memory import of_length, ranks_in_name, weights_of
+from packplan.app.wiring.splits import open_encoders, open_measurer, open_splits
 from packplan.app.wiring.stores import read_config
 from packplan.app.wiring.training.outlines import as_traced, open_outline, open_step_tracer
 from packplan.app.wiring.training.ranks import alone_in_output, joined_ranks
-from packplan.app.wiring.training.samples import open_measurer, open_samples
 from packplan.app.wiring.training.trainers import (
     build_stream_trainer,
     build_trainer,
@@ -15,6 +15,7 @@ from packplan.app.wiring.training.trainers import (
     open_arguments,
     open_checkpoint,
     open_comparison,
+    open_follower,
     open_stream_start,
     without_progress,
 )

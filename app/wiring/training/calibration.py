@@ -9,7 +9,6 @@ from typing import Any
 
 import attrs
 import cattrs
-import numpy as np
 
 from packplan.adapters.files import writing
 from packplan.adapters.forecast.calibration import measure_steps
@@ -17,15 +16,13 @@ from packplan.adapters.forecast.kept import device_name, machine_name
 from packplan.adapters.trainer.packed_dataset import PackedDataset
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.app.planning.schedule import meeting_point
-from packplan.app.planning.split import PlannedSplit
+from packplan.app.planning.split import Split
 from packplan.app.wiring.forecasts import calibration_key, evaluation_terms, logs_each_step, open_calibrations
-from packplan.app.wiring.works import work_of
 from packplan.core.align import align_plan
 from packplan.core.config import RunConfig
 from packplan.core.forecast import REPEATS, Calibration, StepTerms, calibration_packs
 from packplan.core.packs import Packs
 from packplan.core.ports import RankGroup
-from packplan.core.samples import column
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 
 _EVALUATED = 8
@@ -57,9 +54,7 @@ def calibrated_run(config: RunConfig) -> RunConfig:
     return attrs.evolve(config, training=attrs.evolve(training, **fields))
 
 
-def calibrate(
-    config: RunConfig, trainer: PackTrainer, planned: Mapping[str, PlannedSplit], group: RankGroup
-) -> Calibration:
+def calibrate(config: RunConfig, trainer: PackTrainer, splits: Mapping[str, Split], group: RankGroup) -> Calibration:
     """
     Measure the steps of a run that is ready to train, and store them on rank 0. Every rank calls
     this; the trainer is of no use afterwards.
@@ -67,18 +62,18 @@ def calibrate(
     Args:
         config: The run, of `calibrated_run`.
         trainer: Trainer of the run.
-        planned: Plan of each split.
+        splits: The planned splits.
         group: All ranks.
     """
     schedule = attrs.evolve(trainer.schedule, works=None, group_by_work=0)
-    train, epoch = planned["train"], schedule.start.epoch
-    stats = packs_stats(config, train, train.raw.packs)
-    images = work_of(config, train.table).samples.weighed(0, 0, 1)
+    train, epoch = splits["train"], schedule.start.epoch
+    stats = packs_stats(train, train.raw.packs)
+    images = train.works.weighed(0, 0, 1)
     chosen = calibration_packs(
         stats.packs, stats.work, stats.packs.sums(images.flops), schedule.order(epoch), world_size=group.world_size,
         batches=schedule.gradient_accumulation_steps, batch_size=schedule.batch_size,
     )  # fmt: skip
-    found = measure(config, trainer, planned, group, chosen)
+    found = measure(config, trainer, splits, group, chosen)
     if group.rank == 0:
         key = calibration_key(config, world_size=group.world_size, attention=trainer.attention.name)
         open_calibrations(config).save(key, cattrs.unstructure(found))
@@ -88,7 +83,7 @@ def calibrate(
 def measure(
     config: RunConfig,
     trainer: PackTrainer,
-    planned: Mapping[str, PlannedSplit],
+    splits: Mapping[str, Split],
     group: RankGroup,
     packs: Sequence[Sequence[int]],
     *,
@@ -100,22 +95,22 @@ def measure(
     Args:
         config: The run, of `calibrated_run`.
         trainer: Trainer of the run.
-        planned: Plan of each split.
+        splits: The planned splits.
         group: All ranks.
         packs: Samples of each pack, step after step; in each step, ranks take turns.
         clock: Function that returns seconds.
     """
-    stats, before = packs_stats(config, planned["train"], Packs.from_lists(packs)), trainer.schedule
+    stats, before = packs_stats(splits["train"], Packs.from_lists(packs)), trainer.schedule
     schedule = EpochSchedule(
         num_packs=len(packs), world_size=group.world_size, dataloader_drop_last=False,
         gradient_accumulation_steps=before.gradient_accumulation_steps, num_train_epochs=REPEATS,
         batch_size=before.batch_size, shuffle=False, meeting=meeting_point(config),
     )  # fmt: skip
-    evaluated = _shortened(planned["eval"], group) if trainer.eval_dataset is not None else None
+    evaluated = _shortened(splits["eval"], group) if trainer.eval_dataset is not None else None
     _serve(trainer, stats, schedule, evaluated)
     machine = f"{machine_name()} ({device_name(on_cpu=trainer.args.device.type == 'cpu')})"
     terms = StepTerms.from_epoch(
-        EpochStats.from_schedule(stats, schedule, 0), work_of(config, planned["train"].table).samples,
+        EpochStats.from_schedule(stats, schedule, 0), splits["train"].works,
         meeting=schedule.meeting,
     )  # fmt: skip
     forward = None if evaluated is None else evaluation_terms(config, evaluated)
@@ -123,37 +118,33 @@ def measure(
         return measure_steps(trainer, terms, machine=machine, evaluated=forward, clock=clock)
 
 
-def packs_stats(config: RunConfig, planned: PlannedSplit, packs: Packs) -> PackStats:
+def packs_stats(train: Split, packs: Packs) -> PackStats:
     """
     Return the statistics of packs, with works in FLOPs.
 
     Args:
-        config: The run.
-        planned: Plan of the samples.
-        packs: Packs of them.
+        train: The planned split, whose works are known.
+        packs: Packs of its samples.
     """
-    lengths, flops = column(planned.table, "length").astype(np.int64), work_of(config, planned.table).samples
-    raw = attrs.evolve(planned.raw, packs=packs)
-    return PackStats.from_plan(raw, lengths, packed=config.training.packing, works=flops)
+    return attrs.evolve(train, raw=attrs.evolve(train.raw, packs=packs), stats=None).pack_stats(0)
 
 
-def _serve(trainer: PackTrainer, stats: PackStats, schedule: EpochSchedule, evaluated: PlannedSplit | None) -> None:
+def _serve(trainer: PackTrainer, stats: PackStats, schedule: EpochSchedule, evaluated: Split | None) -> None:
     """Let a trainer train and evaluate other packs, in the order of another schedule."""
     data: Any = trainer.train_dataset
-    trainer.schedule, trainer.pack_stats, trainer.forecast = schedule, lambda _: stats, None
+    trainer.follower.follow(schedule)
+    trainer.pack_stats, trainer.forecast = (lambda _: stats), None
     trainer.train_dataset = PackedDataset(data.samples, stats.packs, data.planned, grouped=data.grouped)
     if evaluated is not None:
         data = trainer.eval_dataset
         trainer.eval_dataset = PackedDataset(data.samples, evaluated.raw.packs, data.planned, grouped=data.grouped)
 
 
-def _shortened(planned: PlannedSplit, group: RankGroup) -> PlannedSplit:
+def _shortened(planned: Split, group: RankGroup) -> Split:
     """Return the plan of an evaluation with its first packs alone."""
     count = min(len(planned.raw.packs), _EVALUATED * group.world_size * planned.aligned.batch_size)
     raw = attrs.evolve(planned.raw, packs=planned.raw.packs[:count])
-    aligned = align_plan(
-        raw, world_size=group.world_size, dataloader_drop_last=False, batch_size=planned.aligned.batch_size
-    )
+    aligned = align_plan(raw, world_size=group.world_size, **planned.alignment)
     return attrs.evolve(planned, raw=raw, aligned=aligned)
 
 

@@ -1,13 +1,13 @@
 """Model, settings and trainer of a run, over a plan or a stream."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
 
+from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.model_folder import PROCESSING_FILES, model_facts
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.template import swift_types
@@ -27,28 +27,23 @@ from packplan.adapters.trainer.checkpoints import (
 )
 from packplan.adapters.trainer.equality import PackComparison
 from packplan.adapters.trainer.model import hide_progress_bars, open_model
-from packplan.adapters.trainer.packed_dataset import EpochDataset, PackedDataset
+from packplan.adapters.trainer.packed_dataset import PackedDataset
 from packplan.adapters.trainer.settings import setting_faults
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.adapters.trainer.streams.dataset import DynamicDataset, RecordStream
 from packplan.adapters.trainer.streams.trainer import StreamStart, StreamTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
-from packplan.app.planning.epochs import PlannedEpochs
-from packplan.app.planning.split import PlannedSplit
-from packplan.app.wiring.forecasts import run_forecast
+from packplan.app.planning.split import Split
 from packplan.app.wiring.training.ranks import require_same, require_same_weights, settings_files
 from packplan.app.wiring.training.verdicts import ask_loaded
-from packplan.app.wiring.works import Work
 from packplan.core.batch import Accumulation
 from packplan.core.config import RunConfig, flat_values, run_identity
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ConfigError, Difference, counted
 from packplan.core.fingerprint import RunIdentity
-from packplan.core.forecast import Timing
 from packplan.core.packs import Packs
 from packplan.core.ports import RankGroup
-from packplan.core.samples import column
-from packplan.core.schedule import EpochSchedule, PackStats, ResumeState
+from packplan.core.schedule import EpochSchedule
 from packplan.core.stream import (
     CarryOptions,
     Order,
@@ -120,6 +115,28 @@ def identity_of(config: RunConfig) -> RunIdentity:
     model = model_facts(Path(config.model.model), also=PROCESSING_FILES)
     model["template.template"] = swift_types(config.model, config.template)[1]
     return run_identity(config, files=settings_files(config), model=model)
+
+
+def open_follower(config: RunConfig, train: Split, schedule: EpochSchedule, group: RankGroup) -> PackBatches:
+    """
+    Return this rank's follower of a schedule, with the state by which a resumed run is compared.
+
+    Args:
+        config: The run.
+        train: The planned split.
+        schedule: Order of its packs.
+        group: The ranks.
+    """
+    return PackBatches(
+        schedule,
+        group.rank,
+        group.world_size,
+        plan=train.key.digest if train.recipe else train.raw_checksum,
+        data=train.data_digest,
+        identity=identity_of(config),
+        tuner=config.training.tuner_type,
+        inputs=train.key.inputs,
+    )
 
 
 def open_arguments(config: RunConfig, batch_size: int, accumulation: Accumulation) -> TrainingArguments:
@@ -202,16 +219,11 @@ def keep_in_step(model: Any, template: Any, arguments: TrainingArguments) -> Non
 def build_trainer(
     config: RunConfig,
     arguments: TrainingArguments,
-    schedule: EpochSchedule,
+    splits: dict[str, Split],
+    follower: PackBatches,
     *,
     attention: AttentionChoice,
     group: RankGroup,
-    samples: Mapping[str, SwiftEncoder],
-    planned: Mapping[str, PlannedSplit],
-    work: Work,
-    timing: Timing | None,
-    state: ResumeState,
-    epochs: PlannedEpochs | None = None,
 ) -> PackTrainer:
     """
     Load the model and build its trainer over the planned packs.
@@ -219,61 +231,40 @@ def build_trainer(
     Args:
         config: The run.
         arguments: The trainer's settings.
-        schedule: Schedule of the plan of `train`.
+        splits: Planned splits: `train`, and perhaps `eval`.
+        follower: Serves this rank's packs of `train`.
         attention: Attention of the run.
         group: The ranks.
-        samples: Samples of `train`, and perhaps `eval`.
-        planned: Plan of each split.
-        work: Work of the samples of `train`.
-        timing: Seconds of the parts of the run; None if none were measured.
-        state: Resume state of the run.
-        epochs: Epochs of `train` that have plans of their own.
     """
-    if "eval" in planned and not planned["eval"].teaches:
-        leave_evaluation_out(arguments)
-        planned = {"train": planned["train"]}
-    template, model = _open_model(config, arguments, samples["train"], group, attention)
-    rehearses = config.training.packing_rehearse
-    grouped = {"train": config.training.packing, "eval": config.eval_packing}
-    data: dict[str, PackedDataset] = {
-        split: PackedDataset(samples[split], plan.raw.packs, plan.table, grouped=grouped[split])
-        for split, plan in planned.items()
-    }
-    train = planned["train"]
-    if epochs is None:
-        lengths = column(train.table, "length").astype(np.int64)
-        same = PackStats.from_plan(train.raw, lengths, packed=config.training.packing, works=work.samples)
-        pack_stats: Callable[[int], PackStats] = lambda _: same  # noqa: E731
-    else:
-        pack_stats = epochs.stats
-        data["train"] = EpochDataset(
-            samples["train"], schedule.packs_in(schedule.start.epoch), train.table, grouped=grouped["train"]
-        )
-    forecast = None
-    if timing is not None and schedule.start.step < schedule.total_steps:
-        forecast = run_forecast(
-            config,
-            timing,
-            pack_stats(schedule.at(schedule.start.step).epoch),
-            schedule,
-            work.samples,
-            evaluated=planned.get("eval"),
-        )
+    train, rehearses = splits["train"], config.training.packing_rehearse
+    evaluated = _evaluated(splits.get("eval"), arguments)
+    template, model = _open_model(config, arguments, train.encoder, group, attention)
+    packs = train.raw.packs if train.epochs is None else Packs.from_lists([])
+    num_packs = follower.schedule.packs_in(follower.schedule.start.epoch)
+    served = PackedDataset(train.encoder, packs, train.table, grouped=train.policy.packing, num_packs=num_packs)
     return PackTrainer(
         group=group,
-        schedule=schedule,
-        pack_stats=pack_stats,
+        follower=follower,
+        pack_stats=train.pack_stats,
         attention=attention,
-        resume_state=lambda progress: attrs.evolve(state, progress=progress),
-        forecast=forecast,
         reduction=config.training.loss_reduction,
         rehearses=arguments.device.type != "cpu" if rehearses is None else rehearses,
         model=model,
         args=arguments,
         template=template,
-        train_dataset=data["train"],
-        eval_dataset=data.get("eval"),
+        train_dataset=served,
+        eval_dataset=evaluated,
     )
+
+
+def _evaluated(split: Split | None, arguments: TrainingArguments) -> PackedDataset | None:
+    """Return the packs that are evaluated; None without any, or where they teach nothing."""
+    if split is None:
+        return None
+    if not split.teaches:
+        leave_evaluation_out(arguments)
+        return None
+    return PackedDataset(split.encoder, split.raw.packs, split.table, grouped=split.policy.packing)
 
 
 def open_stream_start(
@@ -301,11 +292,10 @@ def open_stream_start(
 def build_stream_trainer(
     config: RunConfig,
     arguments: TrainingArguments,
+    splits: dict[str, Split],
     *,
     attention: AttentionChoice,
     group: RankGroup,
-    samples: Mapping[str, SwiftEncoder],
-    planned: PlannedSplit | None,
     order: Order,
     start: StreamStart,
     resume_state: Callable[[StreamProgress], StreamState],
@@ -316,20 +306,17 @@ def build_stream_trainer(
     Args:
         config: The run.
         arguments: Settings of the trainer.
+        splits: Samples of `train`, and perhaps `eval`, which is planned.
         attention: Attention of the run.
         group: The ranks.
-        samples: Samples of `train`, and perhaps `eval`.
-        planned: Plan of the evaluation.
         order: Order of the samples of `train` in an epoch.
         start: Progress to start at.
         resume_state: Function that makes the resume state of a checkpoint.
     """
-    training = config.training
-    if planned is not None and not planned.teaches:
-        leave_evaluation_out(arguments)
-        planned = None
-    template, model = _open_model(config, arguments, samples["train"], group, attention)
-    stream = RecordStream(samples["train"], order)
+    training, encoder = config.training, splits["train"].encoder
+    evaluated = _evaluated(splits.get("eval"), arguments)
+    template, model = _open_model(config, arguments, encoder, group, attention)
+    stream = RecordStream(encoder, order)
     options = CarryOptions(
         packing_length=config.packing_length,
         packing_buffer=training.packing_buffer,
@@ -337,9 +324,6 @@ def build_stream_trainer(
         drop_last=training.packing_drop_last,
         allow_single_long=training.packing_allow_single_long,
     )
-    evaluated = None
-    if planned is not None:
-        evaluated = PackedDataset(samples["eval"], planned.raw.packs, planned.table, grouped=config.eval_packing)
     return StreamTrainer(
         start=start,
         resume_state=resume_state,
@@ -356,13 +340,6 @@ def build_stream_trainer(
     )
 
 
-def open_comparison(trainer: PackTrainer, samples: SwiftEncoder, packs: Packs) -> PackComparison:
-    """
-    Return the comparison of packs with their samples alone.
-
-    Args:
-        trainer: A trainer that is ready.
-        samples: Samples of the trainer.
-        packs: Packs of its plan.
-    """
-    return PackComparison(trainer, samples.encode, packs)
+def open_comparison(trainer: PackTrainer, split: Split) -> PackComparison:
+    """Return the comparison of a trainer's packs with their samples alone."""
+    return PackComparison(trainer, split.encoder.encode, split.raw.packs)

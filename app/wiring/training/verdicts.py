@@ -22,7 +22,6 @@ from packplan.app.wiring.attention import (
     stored_verdict,
     verdict_key,
 )
-from packplan.app.wiring.commands import CommandRun
 from packplan.core.config import ModelConfig, RunConfig
 from packplan.core.equality import AttentionChoice, PackingVerdict
 from packplan.core.errors import ModelError
@@ -62,7 +61,7 @@ def ask_before_measuring(config: RunConfig) -> PackingVerdict | None:
     measuring, and return the verdict on the model; None where nothing is packed, the attention runs
     on a GPU alone and there is none, or ms-swift trains: the plugin asks then.
     """
-    if isinstance(config, CommandRun) or not config.training.packing:
+    if config.command is not None or not config.training.packing:
         return None
     refuse_leak(config, attention_by(config, None, on_cpu=False))
     if attention_by(config, None, on_cpu=runs_on_cpu(config.training.trainer)).leak is not None:

@@ -1,0 +1,269 @@
+"""
+The way of a sample from a run's YAML to training steps, read from top to bottom.
+
+Every rank runs this. Rank 0 alone measures and plans; the others wait for it and read the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import attrs
+
+from packplan.app.planning.epochs import plan_epochs
+from packplan.app.planning.log_lines import log_epochs, log_plan, log_schedule
+from packplan.app.planning.schedule import batch_of, require_static, split_schedule, warn_of_ignored
+from packplan.app.planning.split import Ranks, Split, plan_split
+from packplan.app.wiring.forecasts import find_timing, run_forecast, told_error, told_forecast
+from packplan.app.wiring.splits import open_splits
+from packplan.app.wiring.training import (
+    alone_in_output,
+    build_trainer,
+    decide_attention,
+    open_arguments,
+    open_checkpoint,
+    open_follower,
+)
+from packplan.app.wiring.works import trained_work, work_of
+from packplan.core.config import RunConfig
+from packplan.core.equality import AttentionChoice
+from packplan.core.errors import agree, counted
+from packplan.core.ports import RankGroup
+from packplan.core.schedule import EpochSchedule, ResumeState, require_start
+
+if TYPE_CHECKING:
+    from packplan.adapters.loaders.batches import PackBatches
+    from packplan.adapters.trainer.base import PackingTrainer
+    from packplan.adapters.trainer.checkpoints import Checkpoint
+    from packplan.adapters.trainer.static import PackTrainer
+
+log = logging.getLogger(__name__)
+
+
+def train(config: RunConfig, group: RankGroup) -> tuple[PackTrainer, dict[str, Split]]:
+    """
+    Plan and train; return the trainer, and the splits that it trained and evaluated.
+
+    Raises:
+        PackplanError: Something the user can fix, or something stored that is damaged.
+    """
+    trainer, splits = prepare(config, group)
+    if splits["train"].epochs is not None:
+        # While an epoch is trained, its plan and the next one are held, and no other.
+        del splits["train"].raw, splits["train"].aligned
+    with alone_in_output(config, group), interruption_logged(trainer):
+        trainer.train(resume_from_checkpoint=trainer.resumes_from)
+    _log_end(config, trainer)
+    return trainer, splits
+
+
+def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> tuple[PackTrainer, dict[str, Split]]:
+    """
+    Decide the attention, measure, plan, schedule, and build the trainer; return it with its splits.
+
+    Args:
+        config: The run.
+        group: All ranks.
+        may_leak: Accept an attention under which samples of a pack might see each other, so that
+            they can be compared.
+
+    Raises:
+        PackplanError: Something the user can fix, or something stored that is damaged.
+    """
+    # What the settings alone can get wrong is found before hours of measuring.
+    require_static(config)
+    attention = decide_attention(config, isolated=config.training.packing and not may_leak)
+    checkpoint = open_checkpoint(config, group, ResumeState)
+    batch = batch_of(config, world_size=group.world_size)
+    splits = open_splits(config)
+    ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
+    ranks.require_writable([split.stores.lock for split in splits.values()])
+    arguments = open_arguments(config, batch.size, batch.accumulation)
+
+    for split in splits.values():
+        plan_split(split, ranks)
+    follower, checkpoint = _schedule(config, splits["train"], checkpoint, ranks)
+    group.settle()
+    if group.rank == 0:
+        _log_plans(config, splits, follower.schedule)
+        _log_attention(attention, checkpoint)
+
+    trainer = build_trainer(config, arguments, splits, follower, attention=attention, group=group)
+    trainer.resumes_from = None if checkpoint is None else checkpoint.folder
+    _forecast(config, trainer, splits)
+    return trainer, splits
+
+
+def _schedule(
+    config: RunConfig, train: Split, checkpoint: Checkpoint[ResumeState] | None, ranks: Ranks
+) -> tuple[PackBatches, Checkpoint[ResumeState] | None]:
+    """
+    Return the follower of the schedule, which starts where the run goes on, and the checkpoint that
+    it resumes from.
+
+    Raises:
+        StaleError: The checkpoint was made on another plan.
+        PlanError: An epoch has no packs.
+    """
+    train.works = work_of(config, train.table).samples
+    pack_works = train.raw.packs.sums(train.works.flops)
+    # Ranks that counted other works would assign a step's packs in another way.
+    ranks.require_same("the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
+    schedule = split_schedule(config, "train", train.aligned, pack_works)
+    follower = open_follower(config, train, schedule, ranks.group)
+    if checkpoint is not None and checkpoint.resume_state.differences(follower.state):
+        # `last` goes on from an older one, where the newest is of other data or another plan.
+        checkpoint = open_checkpoint(config, ranks.group, ResumeState, lambda then: then.differences(follower.state))
+    if checkpoint is not None:
+        schedule = attrs.evolve(schedule, start=checkpoint.resume_state.progress)
+    if train.recipe is not None:
+        schedule = plan_epochs(train, schedule, ranks)
+    if checkpoint is not None:
+        require_start(schedule, where=checkpoint.folder)
+    follower.follow(schedule)
+    return follower, checkpoint
+
+
+def _forecast(config: RunConfig, trainer: PackTrainer, splits: dict[str, Split]) -> None:
+    """Let the trainer tell the time that is left, where a calibration fits the run."""
+    schedule, group = trainer.schedule, trainer.group
+    timing, unused = find_timing(config, world_size=group.world_size, attention=trainer.attention.name)
+    start = schedule.start.step
+    if timing is not None and start < schedule.total_steps:
+        stats, evaluated = trainer.pack_stats(schedule.at(start).epoch), splits.get("eval")
+        evaluated = evaluated if trainer.eval_dataset is not None else None
+        trainer.forecast = run_forecast(config, timing, stats, schedule, splits["train"].works, evaluated=evaluated)
+    if group.rank == 0 and trainer.forecast is not None:
+        log.info("%s", told_forecast(trainer.forecast, group.world_size))
+    if group.rank == 0 and unused:
+        log.info("a stored calibration is not used: %s", unused)
+
+
+def _log_plans(config: RunConfig, splits: dict[str, Split], schedule: EpochSchedule) -> None:
+    """Log what will be trained."""
+    warn_of_ignored(config)
+    for split in splits.values():
+        log_plan(split)
+    log_epochs(splits["train"], schedule)
+    log_schedule(config, schedule)
+    if schedule.start.step:
+        _log_resume(schedule, "pack" if config.training.packing else "sample")
+    _, estimated = trained_work(config)
+    if estimated:
+        log.warning("work is estimated from tokens and their squares: %s", estimated)
+    if schedule.works is not None and schedule.world_size > 1:
+        log.info(
+            "packs of a step are assigned to ranks by work, which meet in each %s: %.3f %% above the bound "
+            "(training.packing_balance)",
+            schedule.meeting,
+            100 * schedule.above_bound(schedule.start.epoch),
+        )
+
+
+def _log_attention(attention: AttentionChoice, checkpoint: Checkpoint[ResumeState] | None) -> None:
+    if checkpoint is not None and checkpoint.attention not in (None, attention.name):
+        then = "the checkpoint was trained by the attention %s; the run goes on by %s"
+        log.info(then, checkpoint.attention, attention.name)
+
+
+def _log_resume(schedule: EpochSchedule, unit: str) -> None:
+    start = schedule.start
+    if start.step >= schedule.total_steps:
+        log.warning(
+            "the checkpoint is at optimizer step %d, and the run ends at %d: nothing is left to train; raise "
+            "training.num_train_epochs or training.max_steps",
+            start.step,
+            schedule.total_steps,
+        )
+        return
+    if not start.epoch_step:
+        log.info(
+            "going on after optimizer step %d with epoch %d, which takes %s per rank and %s",
+            start.step,
+            start.epoch,
+            counted(schedule.num_batches(start.epoch), "batch"),
+            counted(schedule.num_steps(start.epoch), "step"),
+        )
+        return
+    log.info(
+        "resuming after optimizer step %d, in epoch %d: %s of it %s consumed; the rest takes %s per rank and %s",
+        start.step,
+        start.epoch,
+        counted(consumed := schedule.consumed(start.epoch).size, unit),
+        agree(consumed),
+        counted(schedule.num_batches(start.epoch), "batch"),
+        counted(schedule.num_steps(start.epoch), "step"),
+    )
+    before = start.segments[-1].world_size if start.segments else schedule.world_size
+    if before != schedule.world_size:
+        log.info(
+            "the epoch began on %s and goes on with %d: what it has not consumed is trained once, cut or "
+            "filled for these ranks",
+            counted(before, "rank"),
+            schedule.world_size,
+        )
+
+
+def _log_end(config: RunConfig, trainer: PackTrainer) -> None:
+    """Log how training ended; RuntimeError if it did not train what was planned."""
+    num_steps, schedule = trainer.state.global_step, trainer.schedule
+    total = max(schedule.total_steps, schedule.start.step)
+    if trainer.was_terminated and num_steps < total:
+        log.warning(
+            "SIGTERM: saved a checkpoint at step %d of %d; training.resume_from_checkpoint: last goes on from there",
+            num_steps,
+            total,
+        )
+    elif num_steps != total and not config.training.trainer.get("early_stop_interval"):
+        message = f"the trainer ran {num_steps} optimizer steps, but {total} were planned"
+        raise RuntimeError(message)
+    if trainer.forecast is not None and num_steps > trainer.forecast.first:
+        log.info("%s", told_error(trainer.forecast, num_steps, trainer.real_seconds))
+    if not trainer.was_terminated:
+        log_outcome(config, trainer)
+
+
+@contextmanager
+def interruption_logged(trainer: PackingTrainer) -> Iterator[None]:
+    """
+    Log on rank 0 how many steps training did, and its last checkpoint, when Ctrl-C ends it.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        saved = "no checkpoint was saved" if trainer.saved is None else f"the last checkpoint is {trainer.saved}"
+        if trainer.group.rank == 0:  # Ctrl-C reaches all ranks, which would say the same
+            log.warning("interrupted after %s; %s", counted(trainer.state.global_step, "optimizer step"), saved)
+        raise
+
+
+def log_outcome(config: RunConfig, trainer: PackingTrainer) -> None:
+    """
+    Log the steps of a run that was not ended early, the checkpoint that has them, and the command
+    that asks it. Every rank may call this; rank 0 is heard.
+    """
+    steps = trainer.state.global_step
+    done = f"{counted(steps, 'optimizer step')} {agree(steps)} done"
+    if trainer.saved is None:
+        log.info("%s; no checkpoint was saved (training.save_strategy)", done)
+        return
+    usage = "" if trainer.is_sharded else f"; to ask it: {_command(config, trainer, str(trainer.saved))}"
+    log.info("%s; the last checkpoint is %s%s", done, trainer.saved, usage)
+
+
+def _command(config: RunConfig, trainer: PackingTrainer, checkpoint: str) -> str:
+    """
+    Return the command of ms-swift that loads a checkpoint, and is told what no folder of weights
+    says.
+    """
+    words = ["swift", "infer", "--model", checkpoint]
+    if config.training.adds_weights:
+        words = ["swift", "infer", "--model", config.model.model, "--adapters", checkpoint]
+    template = trainer.template
+    kinds = {"model_type": template.model_meta.model_type, "template": template.template_meta.template_type}
+    return shlex.join(words + [word for name, kind in kinds.items() if kind for word in (f"--{name}", kind)])

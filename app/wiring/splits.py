@@ -1,0 +1,141 @@
+"""A run's splits, opened for every command that plans, trains or verifies; nothing is written."""
+
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from packplan.adapters.exports import export_cached_rows
+from packplan.adapters.samples.encoder import SampleSpec, SwiftEncoder
+from packplan.adapters.samples.measurer import POOL_START_S, SwiftMeasurer
+from packplan.adapters.samples.rows import RowsEncoder, RowsFile, sequence_lengths, whole
+from packplan.adapters.samples.template import open_template, refuse_packing
+from packplan.app.planning.split import Split, alignment
+from packplan.app.wiring.inputs import records_cache
+from packplan.app.wiring.lengths import open_known
+from packplan.app.wiring.mixes import mixes_of, recipe_of
+from packplan.app.wiring.stores import open_stores
+from packplan.app.wiring.works import policy_of
+from packplan.core.config import RunConfig
+from packplan.core.epochs import EpochRecipe
+from packplan.core.errors import ConfigError, DataSetError, agree, counted
+from packplan.core.mixes import mixes_faults
+from packplan.core.samples import by_source, column, sample_indices
+
+log = logging.getLogger(__name__)
+
+
+def open_splits(config: RunConfig) -> dict[str, Split]:
+    """
+    Open each split of a run, `train` and perhaps `eval`: settings, stores, samples and their
+    measurer.
+    """
+    try:
+        encoders = open_encoders(config)
+    except DataSetError:
+        if config.custom.fusion_schedule is not None:
+            mixes_of(config)  # names the source of the mix by its key
+        raise
+    splits = {}
+    for name, encoder in encoders.items():
+        splits[name] = Split(
+            name,
+            policy_of(config, name),
+            alignment(config, name),
+            _recipe_of(config, name, encoder),
+            config.custom.max_bad_share if config.custom.on_bad_record == "skip" else None,
+            config.training.packing_length_cache_persist_every,
+            open_stores(config, name),
+            encoder,
+            source := whole(open_measurer(config, encoder)),
+            open_known(config, source),
+        )
+    return splits
+
+
+def open_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
+    """Open the records of each split, `train` and perhaps `eval`, on one template."""
+    custom, cache = config.custom, records_cache(config)
+    names = {"train": custom.train_jsonl, "eval": custom.val_jsonl}
+    encoders: dict[str, SwiftEncoder] = {}
+    if config.command is not None:
+        template, inputs = config.command.open_template(), config.command.inputs()
+        for split, rows in config.command.open_rows(template).items():
+            spec = SampleSpec(config.model, config.template, custom, (), config.packing_length, inputs=inputs)
+            file = RowsFile(rows, name=" ".join(names[split]), num_parts=max(config.command.num_parts, 1))
+            encoders[split] = RowsEncoder(spec, template=template, rows=file)
+        return encoders
+    packs = config.training.packing
+    template = open_template(config.model, config.template, packing_length=config.packing_length, packs=packs)
+    if packs:
+        refuse_packing(template)
+    for split, files in names.items():
+        if files:
+            heads = not config.trains
+            spec = SampleSpec(config.model, config.template, custom, files, config.packing_length, cache, heads=heads)
+            encoders[split] = SwiftEncoder(spec, template=template)
+            encoders[split].require_images()
+            _log_records(split, encoders[split])
+    return encoders
+
+
+def _log_records(split: str, encoder: SwiftEncoder) -> None:
+    """Log the shapes of records, and tags in them that no media belong to."""
+    for one in encoder.data_files():
+        log.info("%s: %s has records of the shape %s", split, one.file, one.shape)
+    if (with_tags := encoder.records.num_with_media_tags) and os.environ.get("RANK", "0") == "0":
+        log.warning(
+            "%s: %s of %s %s <video> or <audio> without such media, which stays text",
+            split,
+            f"{with_tags:,}",
+            counted(len(encoder), "record"),
+            agree(with_tags, "says", "say"),
+        )
+
+
+def open_measurer(config: RunConfig, encoder: SwiftEncoder, *, pool_start_s: float = POOL_START_S) -> SwiftMeasurer:
+    """
+    Return the measurer of a split's samples.
+
+    Args:
+        config: The run.
+        encoder: Gives the samples.
+        pool_start_s: Seconds that a pool of workers takes to start.
+    """
+    workers = config.training.packing_length_precompute_workers
+    return SwiftMeasurer(encoder, workers=workers, pool_start_s=pool_start_s)
+
+
+def _recipe_of(config: RunConfig, split: str, encoder: SwiftEncoder) -> EpochRecipe | None:
+    """Return the recipe of a split's epochs, if it has one and its data allow it."""
+    recipe = recipe_of(config, split)
+    if recipe is None or recipe.mixes is None:
+        return recipe
+    sizes = [size for _, size in by_source(encoder.data_files())]
+    if len(sizes) != len(recipe.mixes.files):
+        mixes_of(config)  # refuses a file without records
+        raise ConfigError.at("custom.source_names", "gives several files of the mix one name: name each by itself")
+    if faults := tuple(mixes_faults(recipe.mixes, sizes)):
+        raise ConfigError(str(config.custom.fusion_config), faults)
+    return recipe
+
+
+def export_rows(splits: Iterable[Split], folder: Path) -> dict[str, int]:
+    """
+    Write the rows of a command of ms-swift that are samples, with their lengths; return their
+    number by split.
+
+    Args:
+        splits: The rows, measured.
+        folder: Folder to make.
+    """
+    exported = {}
+    for split in splits:
+        indices = sample_indices(split.table)
+        lengths = sequence_lengths(split.source, indices, column(split.table, "length")[indices].astype(np.int64))
+        rows = split.encoder.rows
+        exported[split.name] = (rows if len(rows) == len(lengths) else rows.select(indices), lengths)
+    export_cached_rows(exported, folder)
+    return {name: len(lengths) for name, (_, lengths) in exported.items()}
