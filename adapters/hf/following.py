@@ -1,12 +1,13 @@
 """
-Methods of a trainer that serves packs as a schedule orders them.
+Methods of trainers that obey a schedule, as a base before the trainer's own class.
 
-A trainer of transformers gets them as a base before its own class. Its loader, its numbers of steps
-and epochs, its resumed runs and its evaluation are then those of the schedule.
+`FollowsSchedule` is for every trainer of transformers, those of TRL, of ms-swift and of `packplan
+sft` among them: steps, epochs, checked batches, resumed runs. `ServesPacks` adds the loaders and
+the evaluation for those that have none of ours.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -14,18 +15,20 @@ from typing import Any
 
 import attrs
 import torch
+from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from packplan.adapters.loaders.batches import EvalBatches, PackBatches
+from packplan.adapters.loaders.batches import EvalBatches, PackBatches, saved_progress
 from packplan.adapters.loaders.rows import PACK, learned, refuse_other_packs
 from packplan.adapters.model_folder import model_facts
-from packplan.adapters.trainer_state import read_state, require_step, seal_saves
+from packplan.adapters.trainer_state import seal_saves
 from packplan.core.config import FIXED_ARGUMENTS, flat_values
-from packplan.core.errors import ArgumentError
+from packplan.core.errors import MismatchError
 from packplan.core.fingerprint import Fingerprint, RunIdentity
 from packplan.core.schedule import EpochSchedule
+from packplan.core.surface import Plan
 
 log = logging.getLogger(__name__)
 
@@ -39,37 +42,103 @@ class _PlanSampler(PackBatches, BatchRebalanceSampler):
 class PackplanProgress(TrainerCallback, ExportableState):
     """Keeps the progress of a plan in the trainer's checkpoints, under the name of this class."""
 
-    def __init__(self, sampler: _PlanSampler | None = None) -> None:
-        self.sampler, self.step = sampler, 0
+    def __init__(self, follower: PackBatches | None = None) -> None:
+        self.follower, self.step = follower, 0
 
     def state(self) -> dict[str, Any]:
         """Return the progress after the last step."""
-        assert self.sampler is not None  # noqa: S101  # only a restored copy has none, and is not saved
-        return {"args": {}, "attributes": {"progress": self.sampler.state_dict(step=self.step)}}
+        assert self.follower is not None  # noqa: S101  # only a restored copy has none, and is not saved
+        return {"args": {}, "attributes": {"progress": self.follower.state_dict(step=self.step)}}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002  # transformers passes them
         """Note the step, and its share of an epoch in whose middle the run was resumed."""
-        assert self.sampler is not None  # noqa: S101  # see `state`
-        self.step, schedule = state.global_step, self.sampler.schedule
-        start = schedule.start
+        assert self.follower is not None  # noqa: S101  # see `state`
+        self.step, schedule = state.global_step, self.follower.schedule
+        start, window = schedule.start, schedule.gradient_accumulation_steps
         if start.epoch_step and self.step <= start.step + schedule.num_steps(start.epoch):
-            done = start.epoch_step + self.step - start.step
-            state.epoch = start.epoch + done / (start.epoch_step + schedule.num_steps(start.epoch))
+            total = start.epoch_step * window + schedule.num_batches(start.epoch)
+            done = min((start.epoch_step + self.step - start.step) * window, total)
+            state.epoch = start.epoch + done / total
 
 
 class FollowsSchedule:
-    """Methods of a trainer that follows a schedule; the other base is the trainer's own class."""
+    """Methods of a trainer that trains the packs of a schedule; see the module."""
 
     args: Any
+    state: Any
+    callback_handler: Any
+
+    follower: PackBatches
+
+    def follow(self, follower: PackBatches) -> None:
+        """Obey a follower from now on."""
+        self.follower, self._progress = follower, PackplanProgress(follower)
+        self._expected: Iterator[list[int]] = iter(())
+        self.callback_handler.add_callback(self._progress)
+
+    @property
+    def schedule(self) -> EpochSchedule:
+        """Packs and their order in each epoch."""
+        return self.follower.schedule
+
+    def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
+        """Train from the start, or from the progress of a checkpoint."""
+        folder = options.get("resume_from_checkpoint")
+        if folder is None:
+            self.follower.restart()
+        else:
+            self.follower.load_state_dict(saved_progress(Path(folder)))
+        self._progress.step = self.schedule.start.step
+        return super()._inner_training_loop(*args, **options)  # type: ignore[misc]  # of the trainer's class
+
+    def set_initial_training_values(self, *args: Any) -> Any:
+        """
+        Return the trainer's counts, with the schedule's steps and epochs in their places; they
+        include steps that another number of ranks trained before a resume.
+        """
+        _, _, *others, _, _ = super().set_initial_training_values(*args)  # type: ignore[misc]
+        schedule = self.schedule
+        return (
+            schedule.num_epochs, schedule.steps_per_epoch, *others, schedule.batches_per_epoch, schedule.total_steps
+        )  # fmt: skip
+
+    def _init_training_state(self, *args: Any, **options: Any) -> tuple[int, int]:
+        super()._init_training_state(*args, **options)  # type: ignore[misc]
+        # That of a checkpoint of an earlier version has no place for it.
+        self.state.stateful_callbacks.setdefault(PackplanProgress.__name__, {})
+        seal_saves(self.state)
+        return self.schedule.start.epoch, 0  # the follower begins where the checkpoint ended
+
+    def _run_epoch(self, *, epoch: int, **options: Any) -> Any:
+        """Train an epoch, with the number of batches that are left of it."""
+        schedule = self.schedule
+        options |= {
+            "steps_in_epoch": schedule.num_batches(epoch),
+            "num_update_steps_per_epoch": schedule.num_steps(epoch),
+        }
+        self._expected = iter(schedule.batches(epoch, rank=self.follower.rank))
+        return super()._run_epoch(epoch=epoch, **options)  # type: ignore[misc]
+
+    def get_batch_samples(self, batches_left: Any, num_batches: int, *args: Any) -> Any:
+        """Return the batches of a step, checked against the schedule, and their learned tokens."""
+        batches, num_items = super().get_batch_samples(batches_left, num_batches, *args)  # type: ignore[misc]
+        refuse_other_packs(batches, islice(self._expected, num_batches))
+        if num_items is not None:  # a step without learned tokens is no division by zero
+            num_items = torch.as_tensor(num_items)
+            num_items = torch.where(num_items > 0, num_items, 1)
+        return batches, num_items
+
+
+class ServesPacks(FollowsSchedule):
+    """Loaders and evaluation of packs, in a trainer of another project."""
+
     accelerator: Any
     model: Any
-    state: Any
     data_collator: Any
     train_dataset: Any
     eval_dataset: Any
-    callback_handler: Any
 
-    def follow(
+    def serve(
         self,
         schedule: EpochSchedule,
         plan: str,
@@ -95,11 +164,8 @@ class FollowsSchedule:
         self._train_packs, self._eval_packs, self._collator = train_packs, eval_packs, collator
         ranks = {"rank": self.args.process_index, "world_size": self.args.world_size}
         self._eval_sampler = _EvalSampler(len(eval_packs or ()), 1, **ranks)
-        self._sampler: PackBatches = _PlanSampler(schedule, **ranks, plan=plan, data=data, identity=self._identity())
-        self._progress = PackplanProgress(self._sampler)
-        self._expected: Iterator[list[int]] = iter(())
         self._evaluated: _TokenMean | None = None
-        self.callback_handler.add_callback(self._progress)
+        self.follow(_PlanSampler(schedule, **ranks, plan=plan, data=data, identity=self._identity()))
 
     def _identity(self) -> RunIdentity:
         """Return the model, loss and settings that a resumed run has to share."""
@@ -108,17 +174,13 @@ class FollowsSchedule:
         model = (model_facts(Path(name)) or {"model.model": name}) if name else {}  # a folder, or a name of a hub
         return RunIdentity(Fingerprint(flat_values(settings) | model))
 
-    @property
-    def _schedule(self) -> EpochSchedule:
-        return self._sampler.schedule
-
     def get_train_dataloader(self, *_: Any, **__: Any) -> Any:
         """Return the loader of this rank's packs."""
         with replaced(self, train_dataset=self._train_packs, data_collator=self._collator):
             return super().get_train_dataloader()  # type: ignore[misc]  # of the trainer's class
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:  # noqa: ARG002  # the trainer passes it
-        return self._sampler
+        return self.follower
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the loader of the packs of evaluation, or of another data set as before."""
@@ -131,48 +193,6 @@ class FollowsSchedule:
         if self._eval_packs is None or eval_dataset is not self._eval_packs:
             return super()._get_eval_sampler(eval_dataset)  # type: ignore[misc]
         return self._eval_sampler
-
-    def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
-        """Train from the start, or from the progress of a checkpoint."""
-        folder = options.get("resume_from_checkpoint")
-        if folder is None:
-            self._sampler.restart()
-        else:
-            self._sampler.load_state_dict(saved_progress(Path(folder)))
-        self._progress.step = self._schedule.start.step
-        return super()._inner_training_loop(*args, **options)  # type: ignore[misc]
-
-    def set_initial_training_values(self, *args: Any) -> Any:
-        """Return the trainer's counts, with the schedule's steps and epochs in their places."""
-        _, _, num_examples, num_samples, batch_size, _, _ = super().set_initial_training_values(*args)  # type: ignore[misc]
-        schedule = self._schedule
-        return (
-            schedule.num_epochs, schedule.steps_per_epoch, num_examples, num_samples, batch_size,
-            schedule.batches_per_epoch, schedule.total_steps,
-        )  # fmt: skip
-
-    def _init_training_state(self, *args: Any, **options: Any) -> tuple[int, int]:
-        super()._init_training_state(*args, **options)  # type: ignore[misc]
-        seal_saves(self.state)
-        return self._schedule.start.epoch, 0  # the sampler begins where the checkpoint ended
-
-    def _run_epoch(self, *, epoch: int, **options: Any) -> Any:
-        """Train an epoch, with the number of batches that are left of it."""
-        schedule = self._schedule
-        options |= {
-            "steps_in_epoch": schedule.num_batches(epoch),
-            "num_update_steps_per_epoch": schedule.num_steps(epoch),
-        }
-        self._expected = iter(schedule.batches(epoch, rank=self.args.process_index))
-        return super()._run_epoch(epoch=epoch, **options)  # type: ignore[misc]
-
-    def get_batch_samples(self, batches_left: Any, num_batches: int, *args: Any) -> Any:
-        """Return the batches of a step, checked against the schedule, and their learned tokens."""
-        batches, num_items = super().get_batch_samples(batches_left, num_batches, *args)  # type: ignore[misc]
-        refuse_other_packs(batches, islice(self._expected, num_batches))
-        if num_items is not None:  # a step without learned tokens is no division by zero
-            num_items = torch.as_tensor(num_items).clamp(min=1)
-        return batches, num_items
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Return the loss of a batch."""
@@ -211,6 +231,20 @@ class FollowsSchedule:
         return outputs
 
 
+def add_base(trainer: Any, base: type) -> None:
+    """Give a trainer the methods of a class before those of its own."""
+    kind = type(trainer)
+    trainer.__class__ = type(f"Planned{kind.__name__}", (base, kind), {})
+
+
+def require_same_rows(plan: Plan, data: str) -> None:
+    """Compare a plan, and the digest of its rows, between all ranks; MismatchError."""
+    checksums = gather_object([(plan.checksum, data)])
+    if len(set(checksums)) > 1:
+        fact = "the ranks have different packs or rows: give all the same rows, in the same order"
+        raise MismatchError("ranks_disagree", fact, {"checksums": tuple(checksums)})
+
+
 class _EvalSampler(EvalBatches, BatchRebalanceSampler):
     """Batches of evaluation, one pack each, already sharded: see `_PlanSampler`."""
 
@@ -232,25 +266,6 @@ class _TokenMean:
         if tokens and self.batches.counts(self.done):
             self.sums += torch.tensor([float(loss) * tokens, tokens], dtype=torch.float64)
         self.done += 1
-
-
-def saved_progress(folder: Path) -> Mapping[str, Any]:
-    """
-    Return the progress in a checkpoint.
-
-    Raises:
-        ArgumentError: It was not trained from a plan.
-        CorruptArtefactError: The state in it is damaged.
-    """
-    try:
-        state = read_state(folder)
-        progress: Mapping[str, Any] = state["stateful_callbacks"][PackplanProgress.__name__]["attributes"]["progress"]
-        step = progress["progress"]["step"]
-    except (OSError, KeyError, TypeError) as error:
-        message = f"{folder} has no progress of a plan ({error!r}): it was trained without one"
-        raise ArgumentError("host", message, {"folder": str(folder)}) from error
-    require_step(folder, state, step)
-    return progress
 
 
 @contextmanager

@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
-from accelerate.utils import gather_object
 from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 
-from packplan.adapters.hf.following import FollowsSchedule, replaced
+from packplan.adapters.hf.following import ServesPacks, add_base, replaced, require_same_rows
 from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
 from packplan.adapters.hf.refusals import refuse
 from packplan.adapters.hf.unpad import reads_both_ways, unpad, unwrap
 from packplan.adapters.loaders.rows import IGNORED_LABEL, Collate, PackInputs, RowsOfPacks, learned, pad_rows, types_of
-from packplan.core.errors import ArgumentError, MismatchError, ModelError
+from packplan.core.errors import ArgumentError, ModelError
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 
@@ -55,10 +54,7 @@ def use_plan(trainer: Any, plan: Plan, *, eval_plan: Plan | None = None) -> Epoc
     if eval_plan is not None:
         eval_rows = RowsOfPacks(_one_data_set(trainer.eval_dataset), eval_plan, collate=collate)
     data = train_rows.inspect(num_workers=args.dataloader_num_workers).digest
-    checksums = gather_object([(plan.checksum, data)])
-    if len(set(checksums)) > 1:
-        fact = "the ranks have different packs or rows: give all the same rows, in the same order"
-        raise MismatchError("ranks_disagree", fact, {"checksums": tuple(checksums)})
+    require_same_rows(plan, data)
     schedule = plan.schedule(
         world_size=args.world_size,
         packs_per_step=args.world_size * args.gradient_accumulation_steps,
@@ -70,11 +66,10 @@ def use_plan(trainer: Any, plan: Plan, *, eval_plan: Plan | None = None) -> Epoc
     unpadding = _unpad_for_loss(trainer)
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         trainer.compute_loss_func = token_mean
-    kind = type(trainer)
-    trainer.__class__ = type(f"Planned{kind.__name__}", (_PlannedTraining, kind), {})
+    add_base(trainer, _PlannedTraining)
     collator = PackInputs(collate or partial(pad_rows, types=types_of(trainer.model)))
     trainer.unpadding = unpadding
-    trainer.follow(schedule, plan.checksum, data=data, train_packs=train_rows, collator=collator, eval_packs=eval_rows)
+    trainer.serve(schedule, plan.checksum, data=data, train_packs=train_rows, collator=collator, eval_packs=eval_rows)
     return schedule
 
 
@@ -123,8 +118,8 @@ def _one_data_set(rows: Any) -> Any:
     return rows
 
 
-class _PlannedTraining(FollowsSchedule):
-    """A trainer of transformers or TRL; see `FollowsSchedule`."""
+class _PlannedTraining(ServesPacks):
+    """A trainer of transformers or TRL; see `ServesPacks`."""
 
     model: Any
     unpadding: Unpadding

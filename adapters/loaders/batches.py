@@ -1,21 +1,29 @@
 """
-Batch samplers that serve a schedule to torch's loaders.
+The follower of a schedule, which every host obeys: this rank's batches, and the progress in them.
 
     batches = PackBatches(schedule, rank, world_size)
     loader = DataLoader(RowsOfPacks(rows, plan), batch_sampler=batches, collate_fn=PackInputs())
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
 
+from packplan.adapters.trainer_state import read_state, require_step
 from packplan.core.errors import ArgumentError, CorruptArtefactError, counted
 from packplan.core.fingerprint import NO_IDENTITY, SEAL, RunIdentity, from_plain, seal, to_plain, unseal
 from packplan.core.schedule import DAMAGED, ORDER_VERSION, EpochSchedule, Progress, ResumeState, resumed
 
 _SAVED = "the saved progress"
 """Name of a state in messages."""
+
+PROGRESS, _EARLIER = "PackplanProgress", "packplan"
+"""
+Names of the progress of a plan among the states of a trainer's callbacks; the second is that of
+earlier versions of `packplan sft`.
+"""
 
 
 class PackBatches:
@@ -157,3 +165,31 @@ class EvalBatches:
         for batch in self._own:
             start = batch % self.num_different * self._size
             yield list(range(start, min(start + self._size, self._num_packs)))
+
+
+def progress_in(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the progress of a plan in the state of a trainer, sealed; None if it has none."""
+    callbacks = state["stateful_callbacks"]
+    if PROGRESS in callbacks:
+        progress: Mapping[str, Any] = callbacks[PROGRESS]["attributes"]["progress"]
+        return progress
+    return seal(callbacks[_EARLIER]) if _EARLIER in callbacks else None
+
+
+def saved_progress(folder: Path) -> Mapping[str, Any]:
+    """
+    Return the progress in a checkpoint of a trainer, for `PackBatches.load_state_dict`.
+
+    Raises:
+        ArgumentError: It was not trained from a plan.
+        CorruptArtefactError: The state in it is damaged.
+    """
+    try:
+        state = read_state(folder)
+        progress = progress_in(state) or {}
+        step = progress["progress"]["step"]
+    except (OSError, KeyError, TypeError) as error:
+        message = f"{folder} has no progress of a plan ({error!r}): it was trained without one"
+        raise ArgumentError("host", message, {"folder": str(folder)}) from error
+    require_step(folder, state, step)
+    return progress

@@ -4,20 +4,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from swift.trainers import Seq2SeqTrainer, mixin
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from packplan.adapters.attention import NAME, with_text_row
 from packplan.adapters.hf.attention import separate_samples
-from packplan.adapters.hf.following import FollowsSchedule, replaced, saved_progress
+from packplan.adapters.hf.following import ServesPacks, add_base, replaced, require_same_rows
 from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import refuse
 from packplan.adapters.hf.unpad import unpad
+from packplan.adapters.loaders.batches import saved_progress
 from packplan.adapters.models import load_strictly
 from packplan.adapters.swift.packs import PackCollator, PlannedPacks
 from packplan.core.align import align_plan
-from packplan.core.errors import ConfigError, Fault, MismatchError
+from packplan.core.errors import ConfigError, Fault
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 
@@ -43,19 +43,15 @@ def follow(trainer: Any, *, attn_impl: str | None) -> EpochSchedule:
     """
     refuse(trainer)
     packs: PlannedPacks = trainer.train_dataset
-    checksums = gather_object([(packs.plan.checksum, packs.facts.digest)])
-    if len(set(checksums)) > 1:
-        fact = "the ranks have different packs or rows: give all the same data set and data_seed"
-        raise MismatchError("ranks_disagree", fact, {"checksums": tuple(checksums)})
+    require_same_rows(packs.plan, packs.facts.digest)
     schedule = schedule_of(packs.plan, trainer.args)
     # Heads of other tasks pool each sample of a row, so no logits of tokens can be compared.
     whole = trainer.task_type == "causal_lm" and not (trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled())
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         if model is not None:
             separate_samples(_bare(model), named=NAME if attn_impl is None else None, whole=whole)
-    kind = type(trainer)
-    trainer.__class__ = type(f"Planned{kind.__name__}", (_PlannedTraining, kind), {})
-    trainer.follow(
+    add_base(trainer, _PlannedTraining)
+    trainer.serve(
         schedule,
         packs.plan.checksum,
         data=packs.facts.digest,
@@ -117,8 +113,8 @@ def _bare(model: Any) -> Any:
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
-class _PlannedTraining(FollowsSchedule):
-    """A trainer of ms-swift; see `FollowsSchedule`."""
+class _PlannedTraining(ServesPacks):
+    """A trainer of ms-swift; see `ServesPacks`."""
 
     is_fsdp_enabled: bool
     is_deepspeed_enabled: bool
@@ -131,7 +127,7 @@ class _PlannedTraining(FollowsSchedule):
 
     def get_train_dataloader(self, *_: Any, **__: Any) -> Any:
         """Return the loader of this rank's packs."""
-        with replaced(mixin, BatchSamplerShard=lambda *_, **__: self._sampler):
+        with replaced(mixin, BatchSamplerShard=lambda *_, **__: self.follower):
             return super().get_train_dataloader()
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:

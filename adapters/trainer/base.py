@@ -36,6 +36,7 @@ from packplan.adapters.attention import with_text_row
 from packplan.adapters.files import loading, saving
 from packplan.adapters.lifeline import lost_processes_named
 from packplan.adapters.loaders.batches import EvalBatches
+from packplan.adapters.loaders.rows import PACK
 from packplan.adapters.models import evaluating, is_ruined, load_strictly, mean_size
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
@@ -44,7 +45,6 @@ from packplan.adapters.trainer.checkpoints import files_to_state, remove_digests
 from packplan.adapters.trainer.loader import (
     LENGTHS,
     NORMALISER,
-    PACK_INDICES,
     Collator,
     PackLoader,
     Reduction,
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 _LOGIT_ROWS = 2048
 """Rows of logits in each part of an evaluation loss, to keep float32 copies small."""
 
-_NO_INPUTS = (PACK_INDICES, NORMALISER, LENGTHS, VIDEO_SECONDS)
+_NO_INPUTS = (PACK, NORMALISER, LENGTHS, VIDEO_SECONDS)
 """Keys of a batch that no model takes."""
 
 
@@ -385,7 +385,7 @@ class PackingTrainer(Seq2SeqTrainer):
                 batch_sums = self.token_sums(model, inputs)
                 if dataloader.batch_sampler.counts(number):
                     sums += batch_sums
-                    counted[list(inputs[PACK_INDICES])] += 1
+                    counted[list(inputs[PACK])] += 1
         num_samples = dataloader.dataset.packs.num_samples
         packs = torch.arange(len(counted))
         require_packs("evaluation", packs.tolist(), packs.repeat_interleave(self.sum_over_ranks(counted)).tolist())

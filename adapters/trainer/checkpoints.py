@@ -13,10 +13,11 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 
+from packplan.adapters.loaders.batches import progress_in
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.trainer_state import STATE, read_state, require_step
 from packplan.core.errors import ConfigError, CorruptArtefactError, Difference, StaleError, counted
-from packplan.core.fingerprint import from_plain, to_plain
+from packplan.core.fingerprint import from_plain, to_plain, unseal
 from packplan.core.forecast import RunForecast
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import DAMAGED, ResumeState
@@ -27,8 +28,8 @@ log = logging.getLogger(__name__)
 State = TypeVar("State", ResumeState, StreamState)
 """Resume state of a plan, or of a stream."""
 
-_RESUME_STATES: Mapping[type, str] = {ResumeState: "packplan", StreamState: "packplan_stream"}
-"""Keys of resume states among the states of the trainer's callbacks."""
+_STREAM = "packplan_stream"
+"""Key of the resume state of a stream among the states of the trainer's callbacks."""
 
 _ATTENTION = "packplan_attention"
 """Key of the attention backend that trained the checkpoint."""
@@ -142,13 +143,20 @@ def read_resume_state(folder: Path, kind: type[State]) -> State:
         CorruptArtefactError: It is damaged, or contradicts the trainer's state.
     """
     state = read_state(folder)
-    values = state["stateful_callbacks"][_RESUME_STATES[kind]]
+    values = _stored(state, kind)
+    if values is None:
+        raise KeyError(kind)
     try:
-        found = from_plain(kind, values)
+        found = from_plain(kind, values if kind is StreamState else unseal(values))
     except ValueError as error:
         raise CorruptArtefactError(str(folder / STATE), str(error), DAMAGED) from error
     require_step(folder, state, found.progress.step)
     return found
+
+
+def _stored(state: Mapping[str, Any], kind: type) -> Any:
+    """Return the plain resume state of a kind, that of a plan sealed; None if there is none."""
+    return state["stateful_callbacks"].get(_STREAM) if kind is StreamState else progress_in(state)
 
 
 def read_rank_state(folder: Path, rank: int) -> RankState:
@@ -173,10 +181,14 @@ def write_rank_state(folder: Path, rank: int, state: RankState) -> None:
     (folder / _RANK_STATE.format(rank)).write_text(json.dumps(to_plain(state)), encoding="utf-8")
 
 
-def to_state(resume_state: ResumeState | StreamState, *, attn_impl: str) -> dict[str, Any]:
-    """Return the entries of the trainer's state for `Checkpoint.read`."""
-    key = _RESUME_STATES[type(resume_state)]
-    return {key: to_plain(resume_state), _ATTENTION: {"attn_impl": attn_impl}, _FILES: {}}
+def stream_to_state(resume_state: StreamState) -> dict[str, Any]:
+    """Return the entry of the trainer's state with the progress of a stream."""
+    return {_STREAM: to_plain(resume_state)}
+
+
+def attention_to_state(attn_impl: str) -> dict[str, Any]:
+    """Return the entries of the trainer's state with the attention, and with files to come."""
+    return {_ATTENTION: {"attn_impl": attn_impl}, _FILES: {}}
 
 
 def seconds_to_state(
@@ -294,9 +306,11 @@ def _why_not(folder: Path, kind: type) -> str | None:
         torn = f"but it has no {STATE}: it is no checkpoint, or was being written when the run ended"
         return torn if folder.exists() else "but there is no such folder: name a checkpoint's"
     try:
-        states = read_state(folder)["stateful_callbacks"]
-        if _RESUME_STATES[kind] not in states:
-            return _OF_OTHER_KIND if states.keys() & _RESUME_STATES.values() else _FOREIGN
+        state = read_state(folder)
+        states = state["stateful_callbacks"]
+        if _stored(state, kind) is None or _ATTENTION not in states:
+            of_other = _stored(state, StreamState if kind is ResumeState else ResumeState)
+            return _FOREIGN if of_other is None or _ATTENTION not in states else _OF_OTHER_KIND
         read_resume_state(folder, kind)
     except CorruptArtefactError as error:
         return f"but its {STATE} is damaged: {error.reason}"

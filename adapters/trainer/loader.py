@@ -12,6 +12,7 @@ from swift.template import Template
 from swift.utils import seed_worker
 
 from packplan.adapters.lifeline import ctrl_c_kept, end_by_parent_alone, end_with_parent, hide_broken_handover
+from packplan.adapters.loaders.rows import PACK
 from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
 from packplan.adapters.trainer.packed_dataset import EncodedPack, Sample
 from packplan.adapters.trainer.streams.dataset import Ended, ShardProgress, StreamedPack
@@ -22,9 +23,9 @@ Batch = dict[str, Any]
 
 Reduction = Literal["token", "sample", "sqrt"]
 
-PACK_INDICES, NORMALISER, LENGTHS = "pack_positions", "loss_normaliser", "sample_lengths"
+NORMALISER, LENGTHS = "loss_normaliser", "sample_lengths"
 """
-Extra keys of a batch: its packs, the sum of its tokens' loss weights, the lengths of its samples.
+Extra keys of a batch: the sum of its tokens' loss weights, the lengths of its samples.
 """
 
 _PROGRESS = "stream_progress"
@@ -58,7 +59,7 @@ class Collator:
         batch = self._collate(samples if self.grouped else [one for (one,) in samples])
         scale = batch.get("loss_scale")
         weights = loss_weights(batch["labels"], self._starts(batch), reduction=self.reduction, scale=scale)
-        batch[PACK_INDICES] = tuple(pack.position for pack in packs)
+        batch[PACK] = tuple(pack.position for pack in packs)
         batch[LENGTHS] = tuple(sample["length"] for pack in packs for sample in pack.samples)
         batch[VIDEO_SECONDS] = sum(sample.get(VIDEO_SECONDS, 0.0) for pack in packs for sample in pack.samples)
         if isinstance(packs[-1], StreamedPack):

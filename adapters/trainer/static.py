@@ -1,30 +1,27 @@
 """
-Trainer of a plan: it trains, logs and saves by the schedule.
-
-The schedule gives the order of packs, the numbers of epochs and steps, and the resume state of
-checkpoints. The trainer compares the consumed packs with it.
+Trainer of a plan: it follows the schedule as every host does, rehearses, logs and tells the time.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import attrs
 import torch
 from transformers import Trainer
 
+from packplan.adapters.hf.following import FollowsSchedule
 from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.samples.encoder import VIDEO_SECONDS
-from packplan.adapters.trainer.base import PackingTrainer, require_packs
-from packplan.adapters.trainer.checkpoints import seconds_to_state, to_state
-from packplan.adapters.trainer.loader import PACK_INDICES, PackLoader
+from packplan.adapters.trainer.base import PackingTrainer
+from packplan.adapters.trainer.checkpoints import attention_to_state, seconds_to_state
+from packplan.adapters.trainer.loader import PackLoader
 from packplan.adapters.trainer.rehearsal import rehearse
 from packplan.core.equality import AttentionChoice
 from packplan.core.forecast import RunForecast
-from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
+from packplan.core.schedule import EpochStats, PackStats
 
 
-class PackTrainer(PackingTrainer):
+class PackTrainer(FollowsSchedule, PackingTrainer):
     """
     ms-swift's trainer on the packs of a plan.
 
@@ -55,14 +52,14 @@ class PackTrainer(PackingTrainer):
             **options: Options of `PackingTrainer`; train_dataset serves the packs of the raw plan;
                 none where epochs have plans of their own.
         """
-        self.follower, self.pack_stats, self.attention = follower, pack_stats, attention
+        self.pack_stats, self.attention = pack_stats, attention
         self._rehearses = rehearses
         self.forecast: RunForecast | None = None
         self._began: float | None = None
         self._meter: _Meter | None = None
-        self._consumed: list[int] = []
         self._video_seconds = self._waited = 0.0
         super().__init__(**options)
+        self.follow(follower)
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the schedule skips by itself
         """Return the loader of this rank's packs, in the schedule's order of the epoch."""
@@ -76,51 +73,27 @@ class PackTrainer(PackingTrainer):
         self._loaders.append(loader)
         return loader
 
-    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """
-        Use the schedule's numbers of epochs and steps.
-
-        They include steps that another number of ranks trained before a resume.
-        """
-        _, _, *others, _, _ = super().set_initial_training_values(args, dataloader)
-        schedule = self.schedule
-        return (
-            schedule.num_epochs, schedule.steps_per_epoch, *others, schedule.batches_per_epoch, schedule.total_steps
-        )  # fmt: skip
-
     def _init_training_state(self, *arguments: Any, **options: Any) -> tuple[int, int]:
-        super()._init_training_state(*arguments, **options)
+        begun = super()._init_training_state(*arguments, **options)
         # A checkpoint holds its run's intervals of logging, saving and evaluating, but the settings
         # of this run apply.
         self.state.compute_steps(self.args, self.schedule.total_steps)
-        now = self.schedule.at(self.schedule.start.step)
-        return now.epoch, now.epoch_step * self.args.gradient_accumulation_steps
+        return begun
 
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
-        schedule, before = self.schedule, self.schedule.steps_before(epoch)
-        # An epoch begun by another number of ranks has other numbers of batches and steps.
-        options["steps_in_epoch"] = before * schedule.gradient_accumulation_steps + schedule.num_batches(epoch)
-        options["num_update_steps_per_epoch"] = before + schedule.num_steps(epoch)
         if self._rehearses and self._meter is None:
             rehearse(self, options["model"], self.pack_stats(epoch))
         if self._began is None:
             self._began = time.perf_counter()
-        stats = EpochStats.from_schedule(self.pack_stats(epoch), schedule, epoch)
+        stats = EpochStats.from_schedule(self.pack_stats(epoch), self.schedule, epoch)
         self._meter = _Meter(stats, epoch, self.state.global_step)
         self.seconds_since_reading()
-        self._consumed = []
         super()._run_epoch(epoch=epoch, **options)
-        steps = self.state.global_step - self._meter.first_step
-        batches = schedule.batches(epoch, rank=self.group.rank)[: steps * schedule.gradient_accumulation_steps]
-        require_packs(
-            f"epoch {epoch} on rank {self.group.rank}", [p for batch in batches for p in batch], self._consumed
-        )
         # Not ms-swift's method, which would add the accuracy of the steps since the last log.
         Trainer.log(self, self._meter.epoch_statistics(self.state.global_step))
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
-        """Train on one batch, and record its packs."""
-        self._consumed += inputs[PACK_INDICES]
+        """Train on one batch, and add up the seconds of its videos."""
         self._video_seconds += inputs[VIDEO_SECONDS]
         loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
         return loss
@@ -137,11 +110,6 @@ class PackTrainer(PackingTrainer):
         super().log(logs, *arguments, **options)
 
     @property
-    def schedule(self) -> EpochSchedule:
-        """Packs and their order in each epoch."""
-        return self.follower.schedule
-
-    @property
     def real_seconds(self) -> float:
         """Seconds of training so far, evaluations and checkpoints included."""
         return 0.0 if self._began is None else time.perf_counter() - self._began
@@ -155,8 +123,7 @@ class PackTrainer(PackingTrainer):
         return {"predicted_seconds_left": left, "seconds_left": left * self.real_seconds / done}
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        resume_state = attrs.evolve(self.follower.state, progress=self.schedule.at(self.state.global_step))
-        self.state.stateful_callbacks.update(to_state(resume_state, attn_impl=self.attention.name))
+        self.state.stateful_callbacks.update(attention_to_state(self.attention.name))
         predicted = None if self.forecast is None else self.forecast.until(self.state.global_step)
         steps = self.state.global_step - self.schedule.start.step
         seconds = seconds_to_state(

@@ -12,18 +12,19 @@ from hypothesis import strategies as st
 
 from packplan.adapters.trainer import checkpoints
 from packplan.adapters.trainer.checkpoints import (
+    attention_to_state,
     files_to_state,
     find_checkpoint,
     read_rank_state,
     read_resume_state,
     remove_digests,
-    to_state,
+    stream_to_state,
     write_digests,
     write_rank_state,
 )
 from packplan.adapters.trainer_state import seal_saves
 from packplan.core.errors import ConfigError, CorruptArtefactError, StaleError
-from packplan.core.fingerprint import Fingerprint, RunIdentity, to_plain
+from packplan.core.fingerprint import Fingerprint, RunIdentity, seal, to_plain
 from packplan.core.schedule import EpochSegment, Progress, ResumeState
 from packplan.core.stream import (
     CarryOptions,
@@ -103,12 +104,20 @@ class TrainerState:
     stateful_callbacks: dict
 
 
-def save(folder: Path, state: ResumeState | StreamState, *, step: int = 3) -> None:
+def entry_of(state: ResumeState | StreamState) -> dict:
+    """Return a resume state as trainers keep it among the states of their callbacks."""
+    if isinstance(state, StreamState):
+        return stream_to_state(state)
+    return {"PackplanProgress": {"args": {}, "attributes": {"progress": seal(to_plain(state))}}}
+
+
+def save(folder: Path, state: ResumeState | StreamState, *, step: int = 3, entry: dict | None = None) -> None:
     """Write a checkpoint of one rank, in the order of the trainer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.safetensors").write_bytes(b"weights")
     write_digests(folder, share=0, num_shares=1)
-    held = TrainerState(step, {**to_state(state, attn_impl="varlen"), "Control": {"should_epoch_stop": False}})
+    kept = {**(entry or entry_of(state)), **attention_to_state("varlen"), "Control": {"should_epoch_stop": False}}
+    held = TrainerState(step, kept)
     held.stateful_callbacks |= files_to_state(folder)
     seal_saves(held)
     held.save_to_json(folder / "trainer_state.json")
@@ -138,6 +147,13 @@ def test_a_resume_state_comes_back(tmp_path: Path, state):
     assert state == read_resume_state(tmp_path, type(state))
     with pytest.raises(ConfigError, match=r"another custom.trainer_variant"):
         find_checkpoint(str(tmp_path), "", group=OneRank(), kind=StreamState if state is PLANNED else ResumeState)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path: Path):
+    """The progress of a plan under the name that it had."""
+    save(tmp_path, PLANNED, entry={"packplan": to_plain(PLANNED)})
+
+    assert PLANNED == read_resume_state(tmp_path, ResumeState)
 
 
 class OneRank:

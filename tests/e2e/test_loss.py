@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app.wiring import training
-from packplan.core.errors import MismatchError
+from packplan.core.errors import ArgumentError, MismatchError
 from packplan.core.samples import to_messages
 from tests.e2e import rank_main
 from tests.e2e.alone import Gradients, silence, step_alone, token_losses, token_weights
@@ -224,5 +224,5 @@ def test_a_pack_that_training_leaves_out_is_found(prepared, monkeypatch):
     plain = PackBatches.__iter__
     monkeypatch.setattr(PackBatches, "__iter__", lambda batches: iter([[0], *list(plain(batches))[1:]]))
 
-    with pytest.raises(MismatchError, match="epoch 0 on rank 0"):
+    with pytest.raises(ArgumentError, match=r"the loader's batch is pack \(0,\), but the schedule's is"):
         run.trainer.train()

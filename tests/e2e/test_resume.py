@@ -19,13 +19,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 
 import packplan as pp
-from packplan.adapters.hf.following import FollowsSchedule, PackplanProgress, saved_progress
-from packplan.adapters.loaders.batches import PackBatches
+from packplan.adapters.hf.following import PackplanProgress, ServesPacks
+from packplan.adapters.loaders.batches import PackBatches, saved_progress
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer_state import read_state, seal_saves
 from packplan.app import sft
 from packplan.app.wiring import training
 from packplan.core.errors import ConfigError, OutputError, PackplanError, StaleError
+from packplan.core.fingerprint import seal, unseal
 from packplan.core.schedule import ORDER_VERSION, ResumeState
 from tests.e2e import rank_main
 from tests.e2e.ready import train
@@ -207,8 +208,9 @@ def test_a_plan_that_changed_is_refused_with_both_checksums(trained, resume, tmp
     with pytest.raises(ConfigError, match="would train packs of the epoch again"):
         resume(sections, checkpoint, ignore_data_skip=True)
     path, state = checkpoint / "trainer_state.json", read_state(checkpoint)
-    assert ORDER_VERSION == state["stateful_callbacks"]["packplan"]["order_version"]
-    state["stateful_callbacks"]["packplan"]["order_version"] = ORDER_VERSION + 1
+    kept = state["stateful_callbacks"]["PackplanProgress"]["attributes"]
+    assert ORDER_VERSION == kept["progress"]["order_version"]
+    kept["progress"] = seal(unseal(kept["progress"]) | {"order_version": ORDER_VERSION + 1})
     sealed = TrainerState(**state)
     seal_saves(sealed)
     sealed.save_to_json(path)
@@ -224,7 +226,7 @@ def cut_off(content: bytes) -> bytes:
 def foreign(content: bytes) -> bytes:
     """Leave out of a trainer's state what this project adds."""
     state = json.loads(content)
-    kept = {name: one for name, one in state["stateful_callbacks"].items() if not name.startswith("packplan")}
+    kept = {name: one for name, one in state["stateful_callbacks"].items() if "packplan" not in name.lower()}
     return json.dumps({**state, "stateful_callbacks": kept}).encode()
 
 
@@ -301,7 +303,7 @@ def test_a_model_of_a_hub_is_known_by_its_name_in_another_trainer(demo):
 
     def known(name):
         trainer = SimpleNamespace(args=object(), model=SimpleNamespace(config=SimpleNamespace(name_or_path=name)))
-        return dict(FollowsSchedule._identity(trainer).fixed.inputs)
+        return dict(ServesPacks._identity(trainer).fixed.inputs)
 
     assert {"model.model": "some/base"} == known("some/base")
     assert "model.model config.json" in known(str(demo / "models" / "qwen2"))

@@ -276,7 +276,7 @@ def test_channels_are_collated_with_their_packs(write_run, tmp_path):
 
     batch = next(iter(prepared.trainer.get_train_dataloader()))
 
-    pack = prepared.planned["train"].raw.packs[batch["pack_positions"][0]]
+    pack = prepared.planned["train"].raw.packs[batch["packplan_pack"][0]]
     assert len(pack) > 1
     assert ["ab"[index % 2] for index in pack] == batch["channel"]
     keys["training"]["enable_channel_loss"] = True

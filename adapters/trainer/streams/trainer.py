@@ -27,7 +27,7 @@ from transformers import Trainer
 from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.trainer.base import PackingTrainer
 from packplan.adapters.trainer.callbacks import FinishStream
-from packplan.adapters.trainer.checkpoints import to_state, write_rank_state
+from packplan.adapters.trainer.checkpoints import attention_to_state, stream_to_state, write_rank_state
 from packplan.adapters.trainer.loader import LENGTHS, NORMALISER, Batch, PackLoader
 from packplan.core.config import LESS_DROPPED
 from packplan.core.equality import AttentionChoice
@@ -252,7 +252,8 @@ class StreamTrainer(PackingTrainer):
         if not self._is_over:
             segments = self.train_dataset.segments
             progress = attrs.evolve(progress, epoch_step=step - self._first_step, segments=segments)
-        self.state.stateful_callbacks.update(to_state(self.resume_state(progress), attn_impl=self.attention.name))
+        self.state.stateful_callbacks |= stream_to_state(self.resume_state(progress))
+        self.state.stateful_callbacks |= attention_to_state(self.attention.name)
         super()._save_checkpoint(*arguments, **options)
 
     def _save_rng_state(self, output_dir: str) -> None:
