@@ -7,7 +7,7 @@ the evaluation for those that have none of ours.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -42,17 +42,15 @@ class _PlanSampler(PackBatches, BatchRebalanceSampler):
 class PackplanProgress(TrainerCallback, ExportableState):
     """Keeps the progress of a plan in the trainer's checkpoints, under the name of this class."""
 
-    def __init__(self, follower: PackBatches | None = None) -> None:
+    def __init__(self, follower: Any = None) -> None:  # only a restored copy has none, and is not saved
         self.follower, self.step = follower, 0
 
     def state(self) -> dict[str, Any]:
         """Return the progress after the last step."""
-        assert self.follower is not None  # noqa: S101  # only a restored copy has none, and is not saved
         return {"args": {}, "attributes": {"progress": self.follower.state_dict(step=self.step)}}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002  # transformers passes them
         """Note the step, and its share of an epoch in whose middle the run was resumed."""
-        assert self.follower is not None  # noqa: S101  # see `state`
         self.step, schedule = state.global_step, self.follower.schedule
         start, window = schedule.start, schedule.gradient_accumulation_steps
         if start.epoch_step and self.step <= start.step + schedule.num_steps(start.epoch):
@@ -139,14 +137,7 @@ class ServesPacks(FollowsSchedule):
     eval_dataset: Any
 
     def serve(
-        self,
-        schedule: EpochSchedule,
-        plan: str,
-        *,
-        data: str,
-        train_packs: Any,
-        collator: Callable[[Any], Any],
-        eval_packs: Any = None,
+        self, schedule: EpochSchedule, plan: str, data: str, *, packs: Any, collator: Any, evaluated: Any
     ) -> None:
         """
         Serve the packs of a plan from now on.
@@ -155,15 +146,15 @@ class ServesPacks(FollowsSchedule):
             schedule: Order of packs.
             plan: Checksum of the plan.
             data: Digest of the rows.
-            train_packs: Data set of the training packs, by pack index.
+            packs: Data set of the training packs, by pack index.
             collator: Makes a batch of packs the inputs of the model, with the index of the pack, or
                 the list of their indices, as `PACK`.
-            eval_packs: Data set of the packs of evaluation, if the loss is to be the mean over
-                their learned tokens.
+            evaluated: Data set of the packs of evaluation, if the loss is to be the mean over their
+                learned tokens; None leaves evaluation as it is.
         """
-        self._train_packs, self._eval_packs, self._collator = train_packs, eval_packs, collator
+        self._train_packs, self._eval_packs, self._collator = packs, evaluated, collator
         ranks = {"rank": self.args.process_index, "world_size": self.args.world_size}
-        self._eval_sampler = _EvalSampler(len(eval_packs or ()), 1, **ranks)
+        self._eval_sampler = _EvalSampler(len(evaluated or ()), 1, **ranks)
         self._evaluated: _TokenMean | None = None
         self.follow(_PlanSampler(schedule, **ranks, plan=plan, data=data, identity=self._identity()))
 

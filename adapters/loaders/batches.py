@@ -13,7 +13,7 @@ import attrs
 
 from packplan.adapters.trainer_state import read_state, require_step
 from packplan.core.errors import ArgumentError, CorruptArtefactError, counted
-from packplan.core.fingerprint import NO_IDENTITY, SEAL, RunIdentity, from_plain, seal, to_plain, unseal
+from packplan.core.fingerprint import NO_IDENTITY, RunIdentity, from_plain, seal, to_plain, unseal
 from packplan.core.schedule import DAMAGED, ORDER_VERSION, EpochSchedule, Progress, ResumeState, resumed
 
 _SAVED = "the saved progress"
@@ -135,8 +135,7 @@ class PackBatches:
             CorruptArtefactError: It is not what was saved, or its numbers contradict each other.
         """
         try:
-            then = from_plain(ResumeState, {key: held for key, held in state.items() if key != SEAL})
-            unseal(state)
+            then = from_plain(ResumeState, unseal(state))
         except ValueError as error:
             raise CorruptArtefactError(_SAVED, str(error), DAMAGED) from error
         self._serve(resumed(self._whole, then, self.state, where=_SAVED).start)

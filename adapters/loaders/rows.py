@@ -170,7 +170,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
             read = read_row(row, index)
         if self._collate is not None:
             read = read_row(_without_padding(self._collate([row])), index)
-        _refuse_other_length(index, int(self.lengths[index]), read[_TOKENS].size)
+        refuse_other_length(index, int(self.lengths[index]), read[_TOKENS].size)
         return read
 
 
@@ -186,7 +186,8 @@ def _without_padding(batch: Mapping[str, Any]) -> Row:
     }
 
 
-def _refuse_other_length(index: int, planned: int, length: int) -> None:
+def refuse_other_length(index: int, planned: int, length: int) -> None:
+    """Refuse a row that is not as long as it was planned; StaleError."""
     if length != planned:
         raise StaleError.sample(index, f"row {index}", (Difference("length", planned, length),))
 
@@ -382,7 +383,7 @@ class PackInputs:
         planned, found = pack.lengths, own.sum(1).tolist()
         if len(found) == len(planned):
             for (index, length), real in zip(planned.items(), found, strict=True):
-                _refuse_other_length(index, length, real)
+                refuse_other_length(index, length, real)
         elif sum(found) != sum(planned.values()):
             fact = f"the collator makes {sum(found):,} tokens of pack {pack.pack}, of {sum(planned.values()):,} planned"
             raise ArgumentError("host", fact, {"pack": pack.pack})

@@ -10,9 +10,9 @@ import torch
 from swift.dataset import AddLengthPreprocessor, EncodePreprocessor
 from torch.utils.data import Dataset
 
-from packplan.adapters.loaders.rows import IGNORED_LABEL, PACK, RowFacts, tensor_bytes
+from packplan.adapters.loaders.rows import IGNORED_LABEL, PACK, RowFacts, refuse_other_length, tensor_bytes
 from packplan.core.align import aligned_positions
-from packplan.core.errors import DataSetError, Difference, StaleError
+from packplan.core.errors import DataSetError
 from packplan.core.surface import Plan, plan
 
 ALGORITHMS = {"binpack": "constant_volume", "sequential": "concatenative"}
@@ -136,9 +136,7 @@ class PlannedPacks(Dataset[PackRows]):
             except Exception as error:
                 message = f"row {index:,} of the data set was measured, but cannot be encoded now: {error}"
                 raise DataSetError(message) from error
-        length, planned = sum_of(row["lengths"]), int(self.plan.lengths[index])
-        if length != planned:
-            raise StaleError.sample(index, f"row {index}", (Difference("length", planned, length),))
+        refuse_other_length(index, int(self.plan.lengths[index]), sum_of(row["lengths"]))
         return row
 
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from swift.trainers import Seq2SeqTrainer, mixin
 from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -43,22 +42,19 @@ def follow(trainer: Any, *, attn_impl: str | None) -> EpochSchedule:
     """
     refuse(trainer)
     packs: PlannedPacks = trainer.train_dataset
-    require_same_rows(packs.plan, packs.facts.digest)
+    digest = packs.facts.digest
+    require_same_rows(packs.plan, digest)
     schedule = schedule_of(packs.plan, trainer.args)
     # Heads of other tasks pool each sample of a row, so no logits of tokens can be compared.
     whole = trainer.task_type == "causal_lm" and not (trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled())
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         if model is not None:
-            separate_samples(_bare(model), named=NAME if attn_impl is None else None, whole=whole)
+            separate_samples(
+                trainer.accelerator.unwrap_model(model), named=NAME if attn_impl is None else None, whole=whole
+            )
     add_base(trainer, _PlannedTraining)
-    trainer.serve(
-        schedule,
-        packs.plan.checksum,
-        data=packs.facts.digest,
-        train_packs=packs,
-        collator=PackCollator(trainer.data_collator),
-        eval_packs=_weighed_by_tokens(trainer),
-    )
+    collator, evaluated = PackCollator(trainer.data_collator), _weighed_by_tokens(trainer)
+    trainer.serve(schedule, packs.plan.checksum, digest, packs=packs, collator=collator, evaluated=evaluated)
     return schedule
 
 
@@ -106,11 +102,6 @@ def _weighed_by_tokens(trainer: Any) -> PlannedPacks | None:
     """Return the packs of evaluation whose loss is a mean over tokens, if there are any."""
     packs = trainer.eval_dataset
     return packs if isinstance(trainer, Seq2SeqTrainer) and isinstance(packs, PlannedPacks) else None
-
-
-def _bare(model: Any) -> Any:
-    """Return a model without the wrapper of its ranks."""
-    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
 class _PlannedTraining(ServesPacks):

@@ -104,20 +104,15 @@ class TrainerState:
     stateful_callbacks: dict
 
 
-def entry_of(state: ResumeState | StreamState) -> dict:
-    """Return a resume state as trainers keep it among the states of their callbacks."""
-    if isinstance(state, StreamState):
-        return stream_to_state(state)
-    return {"PackplanProgress": {"args": {}, "attributes": {"progress": seal(to_plain(state))}}}
-
-
 def save(folder: Path, state: ResumeState | StreamState, *, step: int = 3, entry: dict | None = None) -> None:
     """Write a checkpoint of one rank, in the order of the trainer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.safetensors").write_bytes(b"weights")
     write_digests(folder, share=0, num_shares=1)
-    kept = {**(entry or entry_of(state)), **attention_to_state("varlen"), "Control": {"should_epoch_stop": False}}
-    held = TrainerState(step, kept)
+    if entry is None and isinstance(state, ResumeState):
+        entry = {"PackplanProgress": {"args": {}, "attributes": {"progress": seal(to_plain(state))}}}
+    kept = (entry or stream_to_state(state)) | attention_to_state("varlen")
+    held = TrainerState(step, {**kept, "Control": {"should_epoch_stop": False}})
     held.stateful_callbacks |= files_to_state(folder)
     seal_saves(held)
     held.save_to_json(folder / "trainer_state.json")

@@ -209,7 +209,6 @@ def test_a_plan_that_changed_is_refused_with_both_checksums(trained, resume, tmp
         resume(sections, checkpoint, ignore_data_skip=True)
     path, state = checkpoint / "trainer_state.json", read_state(checkpoint)
     kept = state["stateful_callbacks"]["PackplanProgress"]["attributes"]
-    assert ORDER_VERSION == kept["progress"]["order_version"]
     kept["progress"] = seal(unseal(kept["progress"]) | {"order_version": ORDER_VERSION + 1})
     sealed = TrainerState(**state)
     seal_saves(sealed)

@@ -22,8 +22,7 @@ def table_of(source) -> KnownTable:
 
 def measured(source, known=None):
     """Measure a source as a run does; return its table and its media."""
-    desk = Desk(source)
-    measure(desk.split(known=known), print)
+    measure((desk := Desk(source)).split(known=known), print)
     return desk.lengths.stored()
 
 
