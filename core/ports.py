@@ -106,47 +106,35 @@ class LengthSource(Protocol):
             without: Indices of bad records.
         """
 
-    def measure_many(self, indices: range, /, *, in_full: bool) -> Generator[Outcome, None, None]:
+    def identity(self, index: int, /) -> tuple[str, str]:
         """
-        Measure several records in the order of *indices*, perhaps in parallel.
-
-        A shortcut is used, unless *in_full*. Closing the generator ends the measuring processes.
+        Return the digest of record *index* alone, and the folder that relative paths of its media
+        start from, absolute.
         """
-
-    def copy_faults(self) -> Iterator[tuple[str, str]]:
-        """
-        Yield each data file whose copy has other content, and the reason.
-
-        Both the file and its copy are read completely.
-        """
-
-    def data_files(self) -> tuple[DataFile, ...]:
-        """Return the files of the data, in order, each with the shape of its records."""
-
-    def record_digest(self, index: int, /) -> str:
-        """Return the digest of record *index* alone."""
-
-    def media_folder(self, index: int, /) -> str:
-        """Return the folder that relative paths of the record's media start from, absolute."""
 
     def fingerprint(self) -> Fingerprint:
         """Return all inputs of the measurements but the data."""
 
-    def measure(self, index: int, /) -> Measurement:
+    def measure(self, index: int, /, *, by_headers: bool = False) -> Measurement:
         """
         Measure sample *index* by encoding it in full; RecordError if it cannot become a sample.
+
+        Args:
+            index: Sample index.
+            by_headers: Do not decode its images and videos, where that is proven to give the same.
         """
 
-    def measure_by_headers(self, index: int, /) -> Measurement:
+    def measure_many(
+        self, indices: Sequence[int], /, *, in_full: bool, epoch: int | None = None
+    ) -> Generator[Outcome, None, None]:
         """
-        Measure sample *index* without decoding its images and videos, where that is proven to give
-        the same; RecordError if it cannot become a sample.
-        """
+        Measure several records in the order of *indices*, perhaps in parallel. Closing the
+        generator ends the measuring processes.
 
-    def measure_elsewhere(self, indices: Sequence[int], /, *, epoch: int) -> list[Outcome]:
-        """
-        Encode samples in full in another process, as training does in epoch *epoch*; in the order
-        given.
+        Args:
+            indices: Sample indices; consecutive ones where *epoch* is None.
+            in_full: Encode each in full, and use no shortcut.
+            epoch: Encode in full in another process, as training does in this epoch.
         """
 
     def media_facts(self, index: int, /, *, decode: bool = False) -> tuple[MediaFacts, ...]:

@@ -48,11 +48,8 @@ class ListSource:
     def copy_faults(self) -> Iterator[tuple[str, str]]:
         return iter(self.faulty_copies)
 
-    def record_digest(self, index: int) -> str:
-        return str(self.lengths[index])
-
-    def media_folder(self, _: int) -> str:
-        return "/media"
+    def identity(self, index: int) -> tuple[str, str]:
+        return str(self.lengths[index]), "/media"
 
     def fingerprint(self) -> Fingerprint:
         return Fingerprint({"name": self.name, "packing_length": None})
@@ -60,15 +57,16 @@ class ListSource:
     def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
         return str([self.lengths[index] for index in range(count) if index not in without])
 
-    def measure(self, index: int) -> Measurement:
+    def measure(self, index: int, *, by_headers: bool = False) -> Measurement:
         self.measured.append(index)
         return Measurement(self.lengths[index], 1, 1, 4)
 
-    def measure_by_headers(self, index: int) -> Measurement:
-        self.undecoded.append(index)
-        return self.measure(index)
+    def measure_many(self, indices: Sequence[int], *, in_full: bool, epoch: int | None = None) -> Iterator[Outcome]:
+        if epoch is not None:
+            return iter(self.measure_elsewhere(indices, epoch=epoch))
+        return self.measure_here(indices, in_full=in_full)
 
-    def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Outcome]:
+    def measure_here(self, indices: Sequence[int], *, in_full: bool) -> Iterator[Outcome]:
         self.is_measuring = True
         try:
             for index in indices:
@@ -94,7 +92,7 @@ class FailingSource(ListSource):
         super().__init__(lengths)
         self.bad = bad
 
-    def measure(self, index: int) -> Measurement:
+    def measure(self, index: int, *, by_headers: bool = False) -> Measurement:
         if index in self.bad:
             raise RecordError(f"{self.name}, line {index + 1}", "cannot be measured")
         return super().measure(index)
@@ -109,7 +107,7 @@ class EditedSource(ListSource):
         self._require_same(index)
         return super().media_facts(index, decode=decode)
 
-    def measure(self, index: int) -> Measurement:
+    def measure(self, index: int, *, by_headers: bool = False) -> Measurement:
         self._require_same(index)
         return super().measure(index)
 
@@ -121,7 +119,7 @@ class EditedSource(ListSource):
 class RestlessSource(ListSource):
     """Measures longer each time it is asked, as a generator that is drawn from per call would."""
 
-    def measure(self, index: int) -> Measurement:
+    def measure(self, index: int, *, by_headers: bool = False) -> Measurement:
         super().measure(index)
         return Measurement(self.lengths[index] + len(self.measured), 1, 1, 4)
 
@@ -129,7 +127,7 @@ class RestlessSource(ListSource):
 class OrderedSource(ListSource):
     """Measures a sample longer when it comes after a later one."""
 
-    def measure(self, index: int) -> Measurement:
+    def measure(self, index: int, *, by_headers: bool = False) -> Measurement:
         before = self.measured[-1] if self.measured else -1
         plain = super().measure(index)
         return Measurement(plain.length + (before > index), 1, 1, 4)
@@ -142,7 +140,7 @@ class DriftedSource(ListSource):
         super().__init__(lengths)
         self.drifted = drifted
 
-    def measure(self, index: int) -> Measurement:
+    def measure(self, index: int, *, by_headers: bool = False) -> Measurement:
         plain = super().measure(index)
         return Measurement(plain.length + (index == self.drifted), 1, 1, 4)
 
@@ -150,8 +148,9 @@ class DriftedSource(ListSource):
 class FilmSource(ListSource):
     """Each sample has a video."""
 
-    def measure(self, index: int) -> Measurement:
+    def measure(self, index: int, *, by_headers: bool = False) -> Measurement:
         self.measured.append(index)
+        self.undecoded += [index] * by_headers
         return Measurement(self.lengths[index], 1, 0, 0, False, 1, 2, 8)  # noqa: FBT003  # as a table has it
 
 
@@ -180,7 +179,7 @@ class GuessingSource(ListSource):
         self.ways: list[bool] = []
         self.bad: int | None = None  # in full
 
-    def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Outcome]:
+    def measure_here(self, indices: Sequence[int], *, in_full: bool) -> Iterator[Outcome]:
         self.ways.append(in_full)
         for index in indices:
             if in_full and index == self.bad:
@@ -197,7 +196,7 @@ class AuditedSource(ListSource):
         self.wrong = wrong
         self.ways: list[bool] = []
 
-    def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Outcome]:
+    def measure_here(self, indices: Sequence[int], *, in_full: bool) -> Iterator[Outcome]:
         self.ways.append(in_full)
         for index in indices:
             if index == self.wrong and not in_full:

@@ -23,7 +23,7 @@ from typing import Any
 import attrs
 
 from packplan.adapters.config.trainer_keys import GRPO_TABLE, as_table
-from packplan.core.config import PathText
+from packplan.core.config import PathText, key_of
 
 _MARKED = re.compile(r"(<!-- keys of ([\w.]+) -->).*?(<!-- end of keys -->)", re.DOTALL)
 
@@ -117,6 +117,8 @@ def _sections(kind: type, path: str) -> Iterator[str]:
     rows, below = [], []
     for field in attrs.fields(attrs.resolve_types(kind)):
         plain = _without_none(field.type)
+        if key_of(field).by_command:
+            continue
         if attrs.has(plain):
             below.append((plain, f"{path}{field.name}."))
         elif typing.get_origin(plain) is Mapping:

@@ -64,6 +64,7 @@ class FollowsSchedule:
 
     args: Any
     state: Any
+    control: Any
     callback_handler: Any
 
     follower: PackBatches
@@ -107,7 +108,7 @@ class FollowsSchedule:
         seal_saves(self.state)
         return self.schedule.start.epoch, 0  # the follower begins where the checkpoint ended
 
-    def _run_epoch(self, *, epoch: int, **options: Any) -> Any:
+    def _run_epoch(self, *, epoch: int, **options: Any) -> None:
         """Train an epoch, with the number of batches that are left of it."""
         schedule = self.schedule
         options |= {
@@ -115,7 +116,9 @@ class FollowsSchedule:
             "num_update_steps_per_epoch": schedule.num_steps(epoch),
         }
         self._expected = iter(schedule.batches(epoch, rank=self.follower.rank))
-        return super()._run_epoch(epoch=epoch, **options)  # type: ignore[misc]
+        super()._run_epoch(epoch=epoch, **options)  # type: ignore[misc]
+        if not schedule.num_batches(epoch):  # the epoch's last step was before the resume
+            self.control.should_training_stop = False
 
     def get_batch_samples(self, batches_left: Any, num_batches: int, *args: Any) -> Any:
         """Return the batches of a step, checked against the schedule, and their learned tokens."""

@@ -13,7 +13,7 @@ import attrs
 import PIL.Image
 from swift.template import Template
 
-from packplan.adapters.samples.files import joined, open_records, sources_of
+from packplan.adapters.samples.files import copy_faults, joined, open_records, sources_of
 from packplan.adapters.samples.image_headers import Head, image_facts, read_size
 from packplan.adapters.samples.image_lengths import shrunk
 from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial, measured
@@ -317,8 +317,14 @@ class SwiftEncoder:
             reason = "the record says 'loss': false of what the user says, which template.loss_scale: all trains"
             raise self.fault(index, f"{reason} all the same: remove it")
 
+    def copy_faults(self) -> Iterator[tuple[str, str]]:
+        """
+        Yield each data file whose copy has other content, and the reason; both are read completely.
+        """
+        return copy_faults(self.spec.paths, cache=self.spec.cache)
+
     def data_files(self) -> tuple[DataFile, ...]:
-        """Return the data files, each with the shape of its records."""
+        """Return the data files, in order, each with the shape of its records."""
         sources = sources_of(self.spec.paths, self.spec.custom.source_names)
         return tuple(
             DataFile(file, sources[file], shape, records)

@@ -5,7 +5,7 @@ import hashlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,13 @@ from packplan.adapters.model_folder import PROCESSING_FILES
 from packplan.adapters.samples.counting.quickly import QuickMeasurer
 from packplan.adapters.samples.data_set import absolute
 from packplan.adapters.samples.encoder import SwiftEncoder
-from packplan.adapters.samples.files import copy_faults
 from packplan.adapters.samples.media import untruncated
 from packplan.adapters.samples.template import swift_types
 from packplan.adapters.versions import installed_version
 from packplan.core.config import configured_inputs
 from packplan.core.errors import RecordError
 from packplan.core.fingerprint import Fingerprint, Value
-from packplan.core.samples import DIGEST_BYTES, DataFile, MeasuredSample, Measurement, MediaFacts, Outcome
+from packplan.core.samples import DIGEST_BYTES, MeasuredSample, Measurement, MediaFacts, Outcome
 
 MeasuredBatch = tuple[range, list[Outcome], bytes]
 """Records, their outcomes, and their digests one behind the other, all zero where unknown."""
@@ -132,35 +131,18 @@ class SwiftMeasurer:
         """Return the digest of the first *count* records, those *without* aside."""
         return self._encoder.records.digest(count, without=without)
 
-    def copy_faults(self) -> Iterator[tuple[str, str]]:
-        """Yield each data file whose copy is not what it holds; see `core.ports`."""
-        spec = self._encoder.spec
-        return copy_faults(spec.paths, cache=spec.cache)
+    def identity(self, index: int) -> tuple[str, str]:
+        """Return the digest of record *index* alone, and the absolute folder of its media."""
+        return self._encoder.records.record_digest(index), absolute(self._encoder.records.folder(index))
 
-    def data_files(self) -> tuple[DataFile, ...]:
-        """Return the data files, in order; see `core.ports`."""
-        return self._encoder.data_files()
-
-    def record_digest(self, index: int) -> str:
-        """Return the digest of record *index* alone."""
-        return self._encoder.records.record_digest(index)
-
-    def media_folder(self, index: int) -> str:
-        """Return the folder that relative paths of the record's media start from, absolute."""
-        return absolute(self._encoder.records.folder(index))
-
-    def measure_by_headers(self, index: int) -> Measurement:
-        """Measure sample *index* without decoding its media, if that is exact; see `core.ports`."""
-        return self.quick.by_headers(index)
-
-    def measure(self, index: int) -> Measurement:
+    def measure(self, index: int, *, by_headers: bool = False) -> Measurement:
         """
-        Encode and measure sample *index*; RecordError if it cannot become a sample.
+        Encode and measure sample *index*; see `core.ports`.
 
         One whose videos are at places is encoded with others in their place.
         """
         spec = self._encoder.spec
-        if spec.heads and self._encoder.reads_parts(self._encoder.read(index)):
+        if by_headers or (spec.heads and self._encoder.reads_parts(self._encoder.read(index))):
             return self.quick.by_headers(index)
         # Whether a sample is truncated, or happens to fit exactly, shows only without the limit.
         with untruncated(self._encoder.template):
@@ -174,11 +156,16 @@ class SwiftMeasurer:
     def _measure_encoded(self, index: int) -> Measurement:
         return self._encoder.measured(index, self._encoder.encode(index))
 
-    def measure_many(self, indices: range, *, in_full: bool) -> Generator[Outcome, None, None]:
+    def measure_many(
+        self, indices: Sequence[int], *, in_full: bool, epoch: int | None = None
+    ) -> Generator[Outcome, None, None]:
         """
         Measure several, in the order of *indices*, by processes where that is faster; see
         `core.ports`.
         """
+        if epoch is not None or not isinstance(indices, range):
+            yield from self.measure_elsewhere(indices, epoch=epoch or 0)
+            return
         if not self._encoder.spec.heads:
             self._encoder.fetch_media(indices)
         size, started = (_TRIED if self._workers > 1 else AT_ONCE), time.perf_counter()
@@ -240,8 +227,7 @@ class SwiftMeasurer:
 
     def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
         """
-        Encode samples in a worker process of torch's own loader, seeded for *epoch*; see
-        `core.ports`.
+        Encode samples in a worker process of torch's own loader, seeded for *epoch*.
         """
         loader = DataLoader(
             _FullyEncoded(self),

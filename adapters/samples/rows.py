@@ -208,46 +208,28 @@ class PairSource:
         """Return the digest of the first *count* rows, those *without* aside."""
         return self._parts.data_digest(2 * count, without=_parts_of(without))
 
-    def record_digest(self, index: int) -> str:
-        """Return the digest of row *index* alone."""
-        return self._parts.record_digest(2 * index)
+    def identity(self, index: int) -> tuple[str, str]:
+        """Return the digest of row *index* alone, and the folder of its images."""
+        return self._parts.identity(2 * index)
 
-    def media_folder(self, index: int) -> str:
-        """Return the folder that relative paths of the row's images start from."""
-        return self._parts.media_folder(2 * index)
-
-    def copy_faults(self) -> Iterator[tuple[str, str]]:
-        """Yield nothing: rows have no copy."""
-        return self._parts.copy_faults()
-
-    def data_files(self) -> tuple[DataFile, ...]:
-        """Return the data set, as one file."""
-        return self._parts.data_files()
-
-    def measure(self, index: int) -> Measurement:
+    def measure(self, index: int, *, by_headers: bool = False) -> Measurement:
         """Encode and measure both sequences; RecordError if one cannot be encoded."""
-        return _sum(map(self._parts.measure, _parts_of([index])))
-
-    def measure_by_headers(self, index: int) -> Measurement:
-        """Measure both without decoding their images; see `core.ports`."""
-        return _sum(map(self._parts.measure_by_headers, _parts_of([index])))
+        return _sum(self._parts.measure(part, by_headers=by_headers) for part in _parts_of([index]))
 
     def chosen_length(self, index: int) -> int:
         """Return the tokens of the chosen half of a pair; RecordError if it cannot be encoded."""
-        return self._parts.measure_by_headers(2 * index).length
+        return self._parts.measure(2 * index, by_headers=True).length
 
-    def measure_many(self, indices: range, *, in_full: bool) -> Generator[Outcome, None, None]:
+    def measure_many(
+        self, indices: Sequence[int], *, in_full: bool, epoch: int | None = None
+    ) -> Generator[Outcome, None, None]:
         """Measure several rows; see `core.ports`."""
-        with contextlib.closing(
-            self._parts.measure_many(range(2 * indices.start, 2 * indices.stop), in_full=in_full)
-        ) as outcomes:
+        parts: Sequence[int] = _parts_of(indices)
+        if isinstance(indices, range):
+            parts = range(2 * indices.start, 2 * indices.stop)
+        with contextlib.closing(self._parts.measure_many(parts, in_full=in_full, epoch=epoch)) as outcomes:
             while pair := tuple(islice(outcomes, 2)):
                 yield _join_pair(pair)
-
-    def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
-        """Encode rows in another process; see `core.ports`."""
-        outcomes = iter(self._parts.measure_elsewhere(_parts_of(indices), epoch=epoch))
-        return [_join_pair(pair) for pair in zip(outcomes, outcomes, strict=True)]
 
     def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """Return the current facts of the images of a row; see `core.ports`."""

@@ -142,7 +142,7 @@ def verify(split: Split, *, num_samples: int = 0, decode: bool = False) -> Itera
         data_digest = partial(source.data_digest, without=[one.index for one in origin.bad])
         differences = origin.differences(source.fingerprint(), len(source), data_digest)
         yield from _as_findings("inputs", _input_faults(lengths_kept.where, origin, differences, source))
-    yield from _as_findings("copies", source.copy_faults())
+    yield from _as_findings("copies", split.encoder.copy_faults())
     # What is damaged is named above, and compared with nothing.
     lengths, plan = _or_none(lengths_kept.inspect), _or_none(plans_kept.inspect)
     if lengths is None:
@@ -186,7 +186,7 @@ def _input_faults(
     if origin.num_measured < total and not _other_data(differences):
         yield where, f"{origin.num_measured:,} of {counted(total, 'record')} are measured: build goes on"
     for one in origin.bad:
-        if one.index < total and source.record_digest(one.index) != one.sha256:
+        if one.index < total and source.identity(one.index)[0] != one.sha256:
             yield one.where, "changed, and was bad: build measures it again"
 
 

@@ -95,7 +95,7 @@ class BadRecords:
         if self._max_share is None:
             # Where the run is to be changed, skipping records would lose all like this one.
             raise error if error.remedy else RecordError(error.where, f"{error.reason} ({_OTHERWISE})")
-        self._set((*self.records, BadRecord(index, error.where, error.why, self._source.record_digest(index))))
+        self._set((*self.records, BadRecord(index, error.where, error.why, self._source.identity(index)[0])))
 
     def _set(self, records: tuple[BadRecord, ...]) -> None:
         total = len(self._source)

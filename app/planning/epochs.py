@@ -49,7 +49,7 @@ class EpochPlanner:
     @classmethod
     def from_split(cls, split: Split) -> EpochPlanner:
         """Return the planner of a split that has a recipe, and is measured."""
-        samples = samples_of(split.policy, split.table, split.source.data_files())
+        samples = samples_of(split.policy, split.table, split.encoder.data_files())
         return cls(split.policy, split.recipe or EpochRecipe(), samples)
 
     def plan(self, epoch: int) -> EpochPlan:

@@ -85,7 +85,7 @@ def log_schedule(config: RunConfig, schedule: EpochSchedule) -> None:
 
 def log_epochs(split: Split, schedule: EpochSchedule) -> None:
     """Log what each epoch has drawn, its packs and steps, where epochs have plans of their own."""
-    records, files = (() if split.epochs is None else split.epochs.records), split.source.data_files()
+    records, files = (() if split.epochs is None else split.epochs.records), split.encoder.data_files()
     for place, one in enumerate(records):
         if SHOWN // 2 <= place < len(records) - SHOWN // 2:
             continue

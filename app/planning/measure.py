@@ -120,8 +120,8 @@ def _known_rows(source: LengthSource, indices: range, known: KnownLengths, *, wh
     with progress(total=len(indices), desc=f"looking records up in {where}", delay=BRIEF_S) as bar:
         for start in range(0, len(indices), _AT_ONCE):
             part = indices[start : start + _AT_ONCE]
-            digests, folders = map(source.record_digest, part), map(source.media_folder, part)
-            found.append(known.rows(list(digests), list(folders)))
+            digests, folders = zip(*map(source.identity, part), strict=True)
+            found.append(known.rows(digests, folders))
             bar.update(len(part))
     return np.concatenate(found)
 
@@ -198,7 +198,7 @@ def _resume(name: str, source: LengthSource, store: LengthStore, bad: BadRecords
     known = store.bad()
     data_digest = partial(source.data_digest, without=[one.index for one in known])
     stored = store.resume(source.fingerprint(), len(source), data_digest)
-    changed = {one.index for one in known if source.record_digest(one.index) != one.sha256}
+    changed = {one.index for one in known if source.identity(one.index)[0] != one.sha256}
     bad.take_over([one for one in known if one.index not in changed])
     if not changed:
         return stored
@@ -355,7 +355,7 @@ def _compare_stored(source: LengthSource, stored: Stored) -> int:
     fitting = int((np.cumsum([seconds[index] for index in lightest]) <= COMPARED_S).sum())
     few = sorted(lightest[: max(fitting, 1)], reverse=True)
     for index in few:
-        encoded = (source.measure_by_headers if index in undecoded else source.measure)(index)
+        encoded = source.measure(index, by_headers=index in undecoded)
         if encoded != (measured := samples[index].measurement):
             message = (
                 f"sample {index} encodes to {to_row(encoded)}, but {to_row(measured)} are stored of it "
@@ -379,7 +379,9 @@ def _compare_elsewhere(source: LengthSource, measured: Mapping[int, Measurement]
     """
     indices = [*measured]
     elsewhere = indices[::2] + indices[1::2]
-    for index, outcome in zip(elsewhere, source.measure_elsewhere(elsewhere, epoch=REPEATED_EPOCH), strict=True):
+    for index, outcome in zip(
+        elsewhere, source.measure_many(elsewhere, in_full=True, epoch=REPEATED_EPOCH), strict=True
+    ):
         if isinstance(outcome, RecordError):
             raise outcome
         when = f"in another process and epoch {REPEATED_EPOCH}"

@@ -171,7 +171,7 @@ class Split:
     stores: Stores = attrs.field(default=None)
 
     encoder: Any = None
-    """Encoded samples, which are trained."""
+    """Samples of its data files, which are trained."""
 
     source: LengthSource = attrs.field(default=None)
     """The same samples, to be measured."""
@@ -271,7 +271,7 @@ def plan_split(split: Split, ranks: Ranks, *, world_size: int | None = None) -> 
 def _measure_and_plan(split: Split, world_size: int, report: ReportProgress) -> dict[str, Any]:
     """Return the table, and the raw plan with its key."""
     name, policy, stores = split.name, split.policy, split.stores
-    files = split.source.data_files()
+    files = split.encoder.data_files()
     table = measure(split, report)
     stores.lengths.keep_files(files)
     lengths = column(table, "length").astype(np.int64)

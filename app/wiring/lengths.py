@@ -159,12 +159,10 @@ def publish_table(split: Split, stored: Stored, output: Path) -> None:
     source = split.source
     # One after the other: as texts, two million of them would be 240 MB.
     identities = (
-        media_identity(source.record_digest(index), source.media_folder(index))
-        if has_media
-        else source.record_digest(index)
+        media_identity(*source.identity(index)) if has_media else source.identity(index)[0]
         for index, has_media in enumerate(num_media(stored.table).astype(bool).tolist())
     )
-    write_length_table(stored, identities, output, key=source.fingerprint(), files=source.data_files())
+    write_length_table(stored, identities, output, key=source.fingerprint(), files=split.encoder.data_files())
     if traffic.requests:
         log.info("read from other machines: %s", traffic)
     folder = store_folder(output)

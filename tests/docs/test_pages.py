@@ -218,8 +218,8 @@ def planned(tmp_path, monkeypatch) -> str:
     folder.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     lengths = np.random.default_rng(1).geometric(1 / 200, 300).tolist()
-    stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FreeLock())
-    split = Split("train", PlanPolicy(packing_length=1024), stores=stores, source=ListSource(lengths))
+    stores, source = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FreeLock()), ListSource(lengths)
+    split = Split("train", PlanPolicy(packing_length=1024), stores=stores, encoder=source, source=source)
     return plan_split(split, Ranks(ScriptedGroup(), timeout_s=1)).raw_checksum
 
 

@@ -66,6 +66,6 @@ def plan_as_rank(path: str, out: str) -> int:
     stores, policy = open_stores(config, "train"), plan_policy(config, "train")
     with training.joined_ranks(config, use_cpu=True) as group:
         before = reset_peak()
-        plan_split(Split("train", policy, stores=stores, source=source), Ranks(group, timeout_s=600))
+        plan_split(Split("train", policy, stores=stores, encoder=source, source=source), Ranks(group, timeout_s=600))
         Path(out, f"bytes{os.environ['RANK']}").write_text(str(peak_bytes() - before))
     return 0

@@ -205,7 +205,7 @@ def test_a_plan_that_changed_is_refused_with_both_checksums(trained, resume, tmp
         resume(other, checkpoint)
     with pytest.raises(StaleError, match="seed: stored 42, now 7"):
         resume(sections, checkpoint, data_seed=7)
-    with pytest.raises(ConfigError, match="would train packs of the epoch again"):
+    with pytest.raises(ConfigError, match="lets a resumed run train packs twice"):
         resume(sections, checkpoint, ignore_data_skip=True)
     path, state = checkpoint / "trainer_state.json", read_state(checkpoint)
     kept = state["stateful_callbacks"]["PackplanProgress"]["attributes"]

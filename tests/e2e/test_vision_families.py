@@ -170,7 +170,7 @@ def test_internvl_in_its_chat_form_is_counted_and_encoded_in_full(
         custom={"train_jsonl": str(pictures)},
     )
     samples = measurer(path)
-    measured = [samples.measure_by_headers(index) for index in range(len(samples))]
+    measured = [samples.measure(index, by_headers=True) for index in range(len(samples))]
 
     assert [one.images for one in measured] == [1] * 45 + [2, 3, 4, 0]
     assert all(one.patches % 16 == 0 for one in measured), "a tile has 4 times 4"

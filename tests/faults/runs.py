@@ -40,8 +40,8 @@ class FileSource(ListSource):
     def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
         return self.records.digest(count, without=without)
 
-    def record_digest(self, index: int) -> str:
-        return self.records.record_digest(index)
+    def identity(self, index: int) -> tuple[str, str]:
+        return self.records.record_digest(index), ""
 
     def measure(self, index: int) -> Measurement:
         self._before_each(index)
@@ -65,7 +65,8 @@ def execute(
 ) -> Split:
     """Measure and plan, as rank 0 of a run does."""
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FolderLock(folder))
-    split = Split("train", policy, max_bad_share=Decimal(1), flush_every=FLUSH_EVERY, stores=stores, source=source)
+    bad = {"max_bad_share": Decimal(1), "flush_every": FLUSH_EVERY}
+    split = Split("train", policy, **bad, stores=stores, encoder=source, source=source)
     return plan_split(split, Ranks(ScriptedGroup(hear=report), timeout_s=timeout_s))
 
 

@@ -24,7 +24,7 @@ class Desk:
         own = {key: options.pop(key) for key in ("max_bad_share", "flush_every", "known") if key in options}
         alignment = {"dataloader_drop_last": dataloader_drop_last, "batch_size": batch_size}
         own["stores"] = Stores(self.lengths, self.plans, self.lock)
-        return Split(name, policy(**options), alignment, source=self.source, **own)
+        return Split(name, policy(**options), alignment, encoder=self.source, source=self.source, **own)
 
     def plan(self, ranks=None, **options) -> Split:
         return plan_split(self.split(**options), ranks or Ranks(self.group, timeout_s=1))

@@ -15,7 +15,7 @@ EVERYTHING = list(range(200))
 def table_of(source) -> KnownTable:
     """Return a table of the measured records of a source."""
     rows, media = to_tables(source.measure_many(range(len(source)), in_full=False))
-    identities = [media_identity(source.record_digest(index), source.media_folder(index)) for index in range(len(rows))]
+    identities = [media_identity(*source.identity(index)) for index in range(len(rows))]
     known = KnownLengths(np.array([one.encode() for one in identities], "S64"), rows, media)
     return KnownTable("table", lambda: known)
 
