@@ -187,7 +187,17 @@ def _without_padding(batch: Mapping[str, Any]) -> Row:
 
 
 def refuse_other_length(index: int, planned: int, length: int) -> None:
-    """Refuse a row that is not as long as it was planned; StaleError."""
+    """
+    Refuse a row that is not as long as it was planned.
+
+    Args:
+        index: Number of the row.
+        planned: Tokens that were planned.
+        length: Tokens that it has.
+
+    Raises:
+        StaleError: They differ.
+    """
     if length != planned:
         raise StaleError.sample(index, f"row {index}", (Difference("length", planned, length),))
 

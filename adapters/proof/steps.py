@@ -179,7 +179,7 @@ def _served(step: TakenStep, *, planned: bool) -> list[_Sample]:
 def _planned(step: TakenStep, trainer: Any, plan: Plan, *, rows: Any, packs: Sequence[int] | None) -> list[_Sample]:
     """Return this rank's share of the samples that the plan has for the step."""
     if packs is None:
-        schedule = getattr(trainer, "_schedule", None)
+        schedule = getattr(trainer, "schedule", None)
         if schedule is None:
             raise ArgumentError("host", "the trainer follows no plan, so nothing says what its step holds: give packs")
         ranks = range(schedule.world_size)

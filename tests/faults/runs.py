@@ -43,7 +43,7 @@ class FileSource(ListSource):
     def identity(self, index: int) -> tuple[str, str]:
         return self.records.record_digest(index), ""
 
-    def measure(self, index: int) -> Measurement:
+    def measure(self, index: int, **_) -> Measurement:
         self._before_each(index)
         if self.lengths[index] < 0:
             raise RecordError(str(self.records.where(index)), "is bad")

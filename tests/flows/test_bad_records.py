@@ -20,7 +20,7 @@ from tests.flows.desk import Desk
 class FaultySource(ListSource):
     """Records whose length is below 0 cannot become samples."""
 
-    def measure(self, index):
+    def measure(self, index, **_):
         if self.lengths[index] < 0:
             raise RecordError(f"data, line {index + 1}", "is bad")
         return super().measure(index)
@@ -139,7 +139,7 @@ def test_a_million_failures_are_a_page(capsys):
 class ManyReasons(ListSource):
     """Records that are each bad in a way of their own, in words that no pattern tells apart."""
 
-    def measure(self, index):
+    def measure(self, index, **_):
         letters = "".join(chr(ord("a") + int(digit)) for digit in str(index))
         raise RecordError(f"more, line {index + 1}", f"looks like {letters}")
 
@@ -147,7 +147,7 @@ class ManyReasons(ListSource):
 class UnreadSource(ListSource):
     """Records that no setting but the model's could make samples."""
 
-    def measure(self, index):
+    def measure(self, index, **_):
         raise RecordError(f"data, line {index + 1}", "has images", "name a model that sees")
 
 

@@ -307,7 +307,7 @@ class MaskedSource(ListSource):
 
     masked = frozenset(range(len(LENGTHS)))
 
-    def measure(self, index):
+    def measure(self, index, **_):
         measured = super().measure(index)
         return attrs.evolve(measured, supervised=0, cut=True) if index in self.masked else measured
 

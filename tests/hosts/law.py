@@ -171,7 +171,7 @@ def train(cell: dict[str, Any], rank: int) -> None:
     watch = Watch(model, cell.get("kill_after"))
     trainer.add_callback(watch)
     trainer.train(resume_from_checkpoint=True if cell.get("resume") else None)
-    schedule = trainer._sampler.schedule  # where it began
+    schedule = trainer.schedule  # where it began
     first = schedule.start.step
     steps = list(schedule.steps(rank=rank))
     wanted = [tokens_of(rows, plan, pack) for step in steps for (pack,) in step.batches]
