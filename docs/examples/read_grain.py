@@ -5,10 +5,10 @@ import os
 import sys
 
 import grain
-from datasets import load_from_disk
-
 import packplan as pp
 from packplan.adapters.loaders.rows import PACK, RowsOfPacks, flatten
+
+from datasets import load_from_disk
 
 
 class PlannedPacks(grain.sources.RandomAccessDataSource):

@@ -3,13 +3,13 @@
 import json
 import sys
 
+import packplan as pp
+from packplan.adapters.hf import use_plan
+
 import torch
 from PIL import Image
 from torch.utils.data import Dataset
 from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer, TrainingArguments
-
-import packplan as pp
-from packplan.adapters.hf import use_plan
 
 
 class Rows(Dataset):

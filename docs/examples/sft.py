@@ -2,13 +2,13 @@
 
 import sys
 
+import packplan as pp
+from packplan.adapters.hf import use_plan
+
 import torch
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
-
-import packplan as pp
-from packplan.adapters.hf import use_plan
 
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 rows = load_from_disk(sys.argv[2])

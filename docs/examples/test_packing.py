@@ -1,11 +1,12 @@
 """Packed samples are as they are alone, for three collators: docs/use-it-in/prove.md."""
 
 import pytest
+
+from packplan.testing import assert_equal_to_alone, assert_isolated
+
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-from packplan.testing import assert_equal_to_alone, assert_isolated
 
 
 def axolotl(rows):

@@ -2,15 +2,15 @@
 
 import sys
 
+import packplan as pp
+from packplan.adapters.hf import PACK, PackBatches, PackInputs, RowsOfPacks, refuse_other_packs, unpad
+
 import torch
 from datasets import load_from_disk
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
-
-import packplan as pp
-from packplan.adapters.hf import PACK, PackBatches, PackInputs, RowsOfPacks, refuse_other_packs, unpad
 
 WINDOW = 2  # packs of a step
 rows = load_from_disk(sys.argv[2])

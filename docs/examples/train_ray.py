@@ -10,13 +10,13 @@ from ray.train.torch import TorchTrainer, prepare_model
 
 
 def train(config):
+    import packplan as pp
+    from packplan.adapters.hf import PACK, PackBatches, PackInputs, RowsOfPacks, learned, refuse_other_packs, unpad
+
     import torch
     from datasets import load_from_disk
     from torch.utils.data import DataLoader
     from transformers import AutoModelForCausalLM
-
-    import packplan as pp
-    from packplan.adapters.hf import PACK, PackBatches, PackInputs, RowsOfPacks, learned, refuse_other_packs, unpad
 
     rank, world_size = get_context().get_world_rank(), get_context().get_world_size()
     rows = load_from_disk(config["rows"])
