@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from threading import get_ident
 from types import MappingProxyType
 from typing import Any, Literal
@@ -26,6 +26,7 @@ import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from packplan.adapters.attention import Padding, RealTokens, computing
+from packplan.adapters.hf.following import replaced
 from packplan.core.errors import PackplanError
 
 IGNORED_LABEL = -100
@@ -41,6 +42,9 @@ POSITIONS: tuple[Positions, ...] = ("columns", "counted", "ids")
 
 _BOUNDARIES = ("cu_seq", "seq_idx")
 """Beginnings of the names of arguments that say where the samples of a packed row begin."""
+
+_SCORES = "fused_lm_head"
+"""Argument by which TRL asks for scores of labels, and no logits; 0 at tokens without a label."""
 
 _NOT_BY_TOKEN = ("pixel", "image", "video", "attentions", "past_key_values", "pooler_output")
 """Beginnings of the names of arguments and outputs whose first axes are not rows and positions."""
@@ -231,21 +235,18 @@ class Unpadding:
 
         self._stack, self._paused = stack, False
         self._open: dict[int, list[tuple[RealTokens | None, ExitStack]]] = defaultdict(list)  # of each thread
-        self._headed: RealTokens | None = None
-        module = stack.module
-        uncompiled: Any = torch.compiler.disable  # rows would each need a program of their own
-        self._hooks = [
-            module.register_forward_pre_hook(uncompiled(self._pack), with_kwargs=True),
-            module.register_forward_hook(uncompiled(self._put_back), with_kwargs=True, always_call=True),
-        ]
-        if not logits and getattr(model, "loss_function", None) is ForCausalLMLoss:  # labels of the next tokens
+        self._logits = logits or getattr(model, "loss_function", None) is not ForCausalLMLoss
+        self._headed: dict[int, RealTokens] = {}  # of each thread, in calls whose labels are packed too
+        hooked = [(stack.module, self._pack, self._put_back)]
+        if not stack.by_positions and model is not stack.module:
             self._head = TextStack(model)
-            self._hooks += [
-                model.register_forward_pre_hook(uncompiled(self._pack_labels), with_kwargs=True),
-                model.register_forward_hook(uncompiled(self._forget_labels), with_kwargs=True, always_call=True),
-            ]
-
-        HOOKED[module] = self
+            hooked.append((model, self._pack_labels, self._put_scores_back))
+        uncompiled: Any = torch.compiler.disable  # rows would each need a program of their own
+        self._hooks = []
+        for module, before, after in hooked:
+            self._hooks.append(module.register_forward_pre_hook(uncompiled(before), with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(uncompiled(after), with_kwargs=True, always_call=True))
+        HOOKED[stack.module] = self
 
     def remove(self) -> None:
         """Take the hooks off; the model keeps its attention."""
@@ -253,14 +254,9 @@ class Unpadding:
             hook.remove()
         HOOKED.pop(self._stack.module, None)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Let calls pass through, inside."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
+        return replaced(self, _paused=True)
 
     def _pack(self, module: Any, args: Any, kwargs: Any) -> Any:
         if module is not self._stack.module:
@@ -285,21 +281,28 @@ class Unpadding:
         inside.close()
         if tokens is None or output is None:  # None: the call raised an error
             return None
-        return self._stack.put_back(output, tokens, keep=self._headed is not None)
+        return self._stack.put_back(output, tokens, keep=get_ident() in self._headed)
 
-    def _pack_labels(self, model: Any, args: Any, kwargs: Any) -> Any:
+    def _pack_labels(self, module: Any, args: Any, kwargs: Any) -> Any:
         given = self._head.name(args, kwargs)
-        labels, mask = given.get("labels"), given.get("attention_mask")
-        keeps = given.get("logits_to_keep")
-        reads_logits = isinstance(keeps, torch.Tensor) or keeps or not (model.training or self.reads_loss_alone)
-        if self._paused or reads_logits or labels is None or mask is None or given.get("shift_labels") is not None:
+        labels, keeps = (given.get(name) for name in ("labels", "logits_to_keep"))
+        reads_logits = isinstance(keeps, torch.Tensor) or keeps or not (module.training or self.reads_loss_alone)
+        asked = given.get(_SCORES) or not (self._logits or reads_logits)
+        tokens = self._stack.real_tokens(given) if asked and not self._paused else None
+        if tokens is None or labels is None or labels.shape != tokens.shape or given.get("shift_labels") is not None:
             return None
-        tokens = self._stack.real_tokens(given) if labels.shape == mask.shape else None
-        if tokens is None:
+        labels, columns = tokens.take(labels), tokens.places % tokens.shape[1]
+        predicted = tokens.places.diff(prepend=tokens.places[:1]) == 1
+        if (labels[0][~predicted & (columns > 0)] != IGNORED_LABEL).any():  # padding predicts these
             return None
-        self._headed = tokens
-        labels = tokens.take(labels).masked_fill(tokens.restarting == 0, IGNORED_LABEL)
-        return (), {**given, "labels": labels}
+        self._headed[get_ident()] = tokens
+        return (), {**given, "labels": labels.masked_fill(columns == 0, IGNORED_LABEL)}
 
-    def _forget_labels(self, *_: Any) -> None:
-        self._headed = None
+    def _put_scores_back(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG002  # torch passes them
+        tokens = self._headed.pop(get_ident(), None)
+        if tokens is None or output is None or not kwargs.get(_SCORES):
+            return None
+        for name, value in list(output.items()):
+            if isinstance(value, torch.Tensor) and value.shape == (1, len(tokens.places) - 1):
+                output[name] = tokens.put_back(torch.nn.functional.pad(value, (0, 1)))[:, :-1]
+        return output

@@ -125,9 +125,6 @@ def _of_settings(trainer: Any, host: str) -> Iterator[str]:
     own = trainer.compute_loss_func
     if host in ("SFTTrainer", "Trainer") and callable(own) and not own.__module__.startswith("trl."):
         yield "compute_loss_func is not known"
-    if host == "Trainer" and not type(_bare(trainer.model)).__name__.endswith("ForCausalLM"):
-        yield f"the loss of {type(_bare(trainer.model)).__name__} is not known"
-
-
-def _bare(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    model = type(getattr(trainer.model, "get_base_model", lambda: trainer.model)()).__name__
+    if host == "Trainer" and not model.endswith("ForCausalLM"):
+        yield f"the loss of {model} is not known"

@@ -11,12 +11,14 @@ from datasets import Dataset
 
 import packplan as pp
 from packplan.adapters.hf.packed_calls import TextStack
+from packplan.adapters.hf.refusals import is_old_trl
 from packplan.core.errors import ArgumentError, ProofError
 from packplan.hf import unpad, use_plan
 from packplan.testing import assert_step_loss, assert_unpadded_equal
 from tests.hosts.law import CONFIGS, rows_of, tokenizer
 
 # isort: split
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -112,9 +114,11 @@ def test_a_fault_is_an_error_with_both_losses(tmp_path, monkeypatch):
     trainer = trainer_of("SFTTrainer", tmp_path)
     unpad(trainer.model)
 
-    def shift(_, output, tokens, **__):
-        output["last_hidden_state"] = tokens.put_back(output["last_hidden_state"].roll(1, 1))
-        return output
+    put_back = TextStack.put_back
+
+    def shift(self, output, tokens, *, keep):
+        output["last_hidden_state"] = output["last_hidden_state"].roll(1, 1)
+        return put_back(self, output, tokens, keep=keep)
 
     monkeypatch.setattr(TextStack, "put_back", shift)
 
@@ -204,3 +208,28 @@ def test_metrics_see_a_pack_as_one_row(tmp_path):
 
     tokens = [int(plan.lengths[pack].sum()) for pack in plan.packs]
     assert [((1, one, CONFIGS["qwen2"]["vocab_size"]), (1, one)) for one in tokens] == seen
+
+
+@pytest.mark.skipif(is_old_trl(), reason="asks for logits")
+@pytest.mark.parametrize("first", [False, True])
+def test_scores_of_labels_are_put_back(first):
+    """All that TRL's head gives, of real tokens alone; unless padding predicts a label."""
+    model = model_of()
+    trl.trainer.utils.add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    hooks = unpad(model)
+    columns = torch.arange(24)
+    mask = torch.stack([columns < 24, columns < 3, columns >= 20, columns < 0]).long()
+    ids = torch.randint(2, 300, mask.shape, generator=torch.Generator().manual_seed(0)) * mask
+    learned = mask.clone() if first else mask * mask.roll(1, 1)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(learned == 0, -100)}
+
+    with FlopCounterMode(display=False) as packed:
+        found = model(**batch, fused_lm_head=True)
+    with hooks.paused(), FlopCounterMode(display=False) as padded:
+        due = model(**batch, fused_lm_head=True)
+
+    assert first == (packed.get_total_flops() > 0.5 * padded.get_total_flops())
+    own = (mask * mask.roll(1, 1))[:, 1:].bool() | ~learned[:, 1:].bool()
+    for name in ("log_probs", "entropy", "is_top1", "label_mask"):
+        torch.testing.assert_close(found[name][own], due[name][own], msg=name)
+    assert first or torch.isclose(found.loss, due.loss)
