@@ -1,5 +1,7 @@
 """
-Steps of TRL's and ms-swift's trainers on padded batches, as they are and with `packplan.hf.unpad`.
+Steps of trainers on padded batches, as they are and with `packplan.hf.unpad`.
+
+They are TRL's, transformers' with its own loss, and ms-swift's.
 
 Each way trains the same model on the same rows in a process of its own. The lengths of rows have a
 heavy tail. Answers of GRPO are drawn by the benchmark, alike in both ways, and no model is asked
@@ -25,9 +27,9 @@ from benchmarks.child import run_in_child
 from benchmarks.table import show
 from packplan.adapters.progress import progress
 
-HOSTS = ("grpo", "kto", "dpo", "sft", "reward")
+HOSTS = ("grpo", "kto", "dpo", "sft", "reward", "trainer")
 
-WAYS = ("padded", "packed", "balanced")
+WAYS = ("padded", "packed", "balanced", "row")
 
 SWIFT = ("swift-kto", "swift-rm")
 """Types of `swift rlhf`."""
@@ -63,6 +65,12 @@ class UnpadRow:
     balanced_peak: float | None
     """Peak of tensors in microbatches by tokens, over the one with padding."""
 
+    row_s: float | None
+    """Processor seconds of batches that the collator packs into one row; None but for `Trainer`."""
+
+    row_peak: float | None
+    """Peak of tensors of such a row, over the one with padding."""
+
     losses: float
     """Largest relative difference of a step's loss."""
 
@@ -72,7 +80,9 @@ class UnpadRow:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options."""
-    parser.add_argument("--hosts", nargs="+", default=HOSTS, choices=(*HOSTS, *SWIFT), help="trainers (default: TRL's)")
+    parser.add_argument(
+        "--hosts", nargs="+", default=HOSTS, choices=(*HOSTS, *SWIFT), help="trainers (default: all but ms-swift's)"
+    )
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default: 3)")
     parser.add_argument("--rows", type=int, default=16, help="rows of a batch (default: 16)")
     parser.add_argument("--width", type=int, default=512, help="hidden size of the model (default: 512)")
@@ -93,6 +103,8 @@ def run(options: argparse.Namespace) -> None:
         "peak of tensors": lambda row: f"{row.peak:.2f}",
         "balanced s": lambda row: "" if row.balanced_s is None else f"{row.balanced_s:.2f}",
         "its peak": lambda row: "" if row.balanced_peak is None else f"{row.balanced_peak:.2f}",
+        "row s": lambda row: "" if row.row_s is None else f"{row.row_s:.2f}",
+        "row's peak": lambda row: "" if row.row_peak is None else f"{row.row_peak:.2f}",
         "losses differ": lambda row: f"{row.losses:.0e}",
         "norms differ": lambda row: f"{row.norms:.0e}",
     }
@@ -100,13 +112,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _compare(host: str, options: argparse.Namespace) -> UnpadRow:
-    padded, packed, balanced = (
+    padded, packed, balanced, row = (
         run_in_child(partial(_train, host, way=way, options=options), limit_s=_LIMIT_S) for way in WAYS
     )
     return UnpadRow(
         host, packed["real"], packed["padded"], padded["seconds"], packed["seconds"],
         balanced and balanced["seconds"], packed["peak"] / padded["peak"],
-        balanced and balanced["peak"] / padded["peak"],
+        balanced and balanced["peak"] / padded["peak"], row and row["seconds"], row and row["peak"] / padded["peak"],
         losses=_apart(packed["losses"], padded["losses"]), norms=_apart(packed["norms"], padded["norms"]),
     )  # fmt: skip
 
@@ -119,16 +131,24 @@ def _train(host: str, *, way: str, options: argparse.Namespace) -> dict[str, Any
     """
     Train some steps; return their losses, norms and processor time, and the peak of one more.
 
-    None where the trainer's loss does not go by tokens.
+    None where the trainer's loss does not go by tokens, or its collator makes no row.
     """
+    if way == "row" and host != "trainer":
+        return None
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    from transformers import DataCollatorWithFlattening
+
+    from packplan.adapters.hf import separate_samples
     from packplan.core.errors import ArgumentError
     from packplan.hf import balance, unpad
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(host, folder, options)
         models = [one for one in (trainer.model, getattr(trainer, "ref_model", None)) if one is not None]
-        hooks = [unpad(one) for one in models] if way != "padded" else []
+        if way == "row":
+            separate_samples(trainer.model, named="packplan")
+            trainer.data_collator = DataCollatorWithFlattening()
+        hooks = [unpad(one, logits=host != "trainer") for one in models] if way in ("packed", "balanced") else []
         before = [(one.counts.real, one.counts.padded) for one in hooks]
         try:
             if way == "balanced":
@@ -180,12 +200,19 @@ def _lengths(draw: random.Random, longest: int) -> Iterator[int]:
         yield min(longest, int(draw.paretovariate(0.8) * 15))
 
 
-def _trainer(host: str, folder: str, options: argparse.Namespace) -> Any:
+def _trainer(host: str, folder: str, options: argparse.Namespace) -> Any:  # noqa: PLR0911  # one for each host
     """Return a trainer of TRL on made rows."""
     import torch
     import trl
     from datasets import Dataset
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        DataCollatorForTokenClassification,
+        Trainer,
+        TrainingArguments,
+    )
 
     from tools.demo.tiny_models import learned_tokenizer
 
@@ -245,6 +272,11 @@ def _trainer(host: str, folder: str, options: argparse.Namespace) -> Any:
             model(AutoModelForSequenceClassification), args=trl.RewardConfig(max_length=1024, **common),
             train_dataset=Dataset.from_dict(rows), **given,
         )  # fmt: skip
+    if host == "trainer":
+        ids = [tokenizer(text())["input_ids"] for _ in range(num)]
+        data = Dataset.from_dict({"input_ids": ids, "labels": ids})
+        collate = DataCollatorForTokenClassification(tokenizer)
+        return Trainer(model(), TrainingArguments(**common), collate, train_dataset=data)
     if host == "sft":
         args = trl.SFTConfig(max_length=1024, **common)
         return trl.SFTTrainer(

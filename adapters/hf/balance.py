@@ -104,9 +104,8 @@ def balance(
         whole_number("logprob_max_tokens", logprob_max_tokens or max_tokens),
         padded, algorithm, whole_number("length_multiple", length_multiple), move_rows, _work(trainer.model),
     )  # fmt: skip
-    kind = type(trainer)
-    balanced = _BalancedAnswers if answers else _BalancedTraining
-    trainer.__class__ = type(f"Balanced{kind.__name__}", (balanced, kind), {})
+    bases = (_BalancedAnswers if answers else _BalancedTraining, type(trainer))
+    trainer.__class__ = type(f"Balanced{type(trainer).__name__}", bases, {})
     return balance.counts
 
 

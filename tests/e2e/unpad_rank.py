@@ -1,7 +1,8 @@
 """Tiny models that compute no padding on one rank, however ranks share a model."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,26 +92,12 @@ def step(model: Any, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tens
     model.zero_grad()
     loss = model(**batch).loss
     loss.backward()
-    return float(loss.detach()), {name: whole(one.grad).clone() for name, one in trained(model)}
-
-
-def trained(model: Any) -> Iterator[tuple[str, Any]]:
-    yield from ((name, one) for name, one in model.named_parameters() if one.grad is not None)
+    trained = ((name, one.grad) for name, one in model.named_parameters() if one.grad is not None)
+    return float(loss.detach()), {name: whole(gradient).clone() for name, gradient in trained}
 
 
 def whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def ddp_before() -> tuple[Any, Any]:
-    model = build("qwen2")
-    hooks = unpad(model)
-    return DistributedDataParallel(model), hooks
-
-
-def ddp_after() -> tuple[Any, Any]:
-    model = DistributedDataParallel(build("qwen2"))
-    return model, unpad(model)
 
 
 def shard(model: Any) -> Any:
@@ -120,23 +107,23 @@ def shard(model: Any) -> Any:
     return fully_shard(model)
 
 
-def fsdp_before() -> tuple[Any, Any]:
-    model = build("qwen2")
-    hooks = unpad(model)
-    return shard(model), hooks
+def before(wrap: Callable[[Any], Any], family: str = "qwen2", **options: Any) -> tuple[Any, Any]:
+    """Return a model that is hooked, and then shared by ranks."""
+    model = build(family)
+    hooks = unpad(model, **options)
+    return wrap(model), hooks
 
 
-def fsdp_after() -> tuple[Any, Any]:
-    model = shard(build("qwen2"))
+def after(wrap: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Return a model that is shared by ranks, and then hooked."""
+    model = wrap(build("qwen2"))
     return model, unpad(model)
 
 
-def fsdp_experts() -> tuple[Any, Any]:
-    model = build("qwen3_moe")
-    hooks = unpad(model, logits=False)
-    return shard(model), hooks
-
-
 CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
-    one.__name__: one for one in (ddp_before, ddp_after, fsdp_before, fsdp_after, fsdp_experts)
+    "ddp_before": partial(before, DistributedDataParallel),
+    "ddp_after": partial(after, DistributedDataParallel),
+    "fsdp_before": partial(before, shard),
+    "fsdp_after": partial(after, shard),
+    "fsdp_experts": partial(before, shard, "qwen3_moe", logits=False),
 }

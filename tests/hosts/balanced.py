@@ -28,6 +28,8 @@ NEAR = {"Trainer": 1e-6, "SFTTrainer": 1e-6, "RewardTrainer": 1e-12}
 NEAR |= dict.fromkeys(("DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer"), 1e-12 if is_old_trl() else 1e-6)
 """Relative differences of float64; transformers' loss and the head of newer TRL take float32."""
 
+_ON_RANKS = (("DPOTrainer", "sigmoid"), ("SFTTrainer", "nll"), ("GRPOTrainer", "dapo"), ("GRPOTrainer", "bnpo"))
+
 MEANS_OF_RANKS = ("entropy", "kl", "clip_ratio")
 """Beginnings of values of which older TRL logs a mean or extreme of the ranks' means."""
 
@@ -162,12 +164,7 @@ def be_rank() -> None:
     """Hold steps of two ranks against the trainers' own; an error fails the rank."""
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    for host, loss in (
-        ("DPOTrainer", "sigmoid"),
-        ("SFTTrainer", "nll"),
-        ("GRPOTrainer", "dapo"),
-        ("GRPOTrainer", "bnpo"),
-    ):
+    for host, loss in _ON_RANKS:
         trainer = trainer_of(host, "out", loss_type=loss, ddp_find_unused_parameters=False)
         model = trainer.accelerator.prepare(trainer.model)
         batches = [
