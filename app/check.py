@@ -3,9 +3,8 @@ Show that packed training is the same training, on your own model and data: `pac
 run.yaml`.
 
 Takes packs from the run's own plan and compares them, through the run's model, template and
-attention backend, with their samples alone: positions, labels, logits, losses, gradients; and
-changes one sample at a time, which may move no other sample's logits. Exit status 0 if all is
-equal, 3 if not.
+attention backend, with their samples alone: positions, labels, logits, losses, gradients; and no
+gradient may pass between samples. Exit status 0 if all is equal, 3 if not.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def compare(config: RunConfig, trainer: PackTrainer, train: Split, *, num_packs:
     for pack in progress(chosen, desc="comparing", unit=" packs"):
         findings += comparison.findings(pack)
     precision, without = trainer.precision, comparison.without_gradients
-    verdicts = judge(findings, precision=precision)
+    verdicts = judge(findings, precision=precision, rounding=comparison.rounding)
     images, where = num_media(train.table), train.encoder.records.where
     return Report(
         model=config.model.model,
@@ -129,7 +128,7 @@ def compare(config: RunConfig, trainer: PackTrainer, train: Split, *, num_packs:
         ),
         verdicts=verdicts,
         records=tuple("" if (one := verdict.worst.sample) is None else str(where(one)) for verdict in verdicts),
-        not_compared=dict.fromkeys(("step loss", "gradients"), without) if without else {},
+        not_compared=dict.fromkeys(("step loss", "gradients", "isolation"), without) if without else {},
     )
 
 
@@ -146,14 +145,11 @@ def show(report: Report) -> None:
     for name in ("check", "worst", "limit", "", "where"):
         table.add_column(name, justify="right" if name in {"worst", "limit"} else "left", overflow="fold")
     for verdict, record in zip(report.verdicts, report.records, strict=True):
-        worst, sign, words = verdict.worst, "<=", ("equal", "DIFFERS")
-        if verdict.check == "sensitivity":
-            sign, words = ">=", ("sees", "BLIND")
+        worst = verdict.worst
         places = [f"pack {worst.pack}", "" if worst.sample is None else f"sample {worst.sample}", record, worst.detail]
         where = ", ".join(filter(None, places)) if worst.value else "everywhere"
-        word, style = (words[0], "") if verdict.passed else (words[1], "bold red")
-        limit = f"{sign} {verdict.limit:.3g}"
-        table.add_row(verdict.check, f"{worst.value:.3g}", limit, word, where, style=style)
+        word, style = ("equal", "") if verdict.passed else ("DIFFERS", "bold red")
+        table.add_row(verdict.check, f"{worst.value:.3g}", f"<= {verdict.limit:.3g}", word, where, style=style)
     console.print(table, soft_wrap=False)
     for name, why in report.not_compared.items():
         console.print(f"{name}: not compared, since {why}")

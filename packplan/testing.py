@@ -17,7 +17,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from packplan.adapters.proof import assert_equal_to_alone, assert_isolated, assert_step_loss
+from packplan.adapters.proof.checks import assert_equal_to_alone, assert_isolated
+from packplan.adapters.proof.steps import assert_step_loss
 
 if TYPE_CHECKING:
     from packplan.adapters.hf.unpadded import assert_unpadded_equal

@@ -6,7 +6,7 @@ from typing import Any
 from packplan.adapters.attention import NAME, attend_as
 from packplan.adapters.families import trained_config
 from packplan.adapters.probe import place_of, probe_config, probe_loaded
-from packplan.adapters.proof import limit_of
+from packplan.adapters.proof.comparison import limit_of
 from packplan.core.equality import AUTO, AttentionChoice, choose_attention
 from packplan.core.errors import ModelError
 

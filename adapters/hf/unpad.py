@@ -21,7 +21,8 @@ from packplan.adapters.hf.attention import attend_apart
 from packplan.adapters.hf.packed_calls import HOOKED, POSITIONS, TextStack, Unpadding
 from packplan.adapters.models import evaluating
 from packplan.adapters.probe import plain_ids
-from packplan.adapters.proof import difference_of, limit_of, logit_reaches, rounds_choices, watching
+from packplan.adapters.proof.comparison import difference_of, limit_of, rounds_choices
+from packplan.adapters.proof.gradients import logit_reaches, watching
 from packplan.core.equality import VARLEN, AttentionChoice, ProbeResult
 from packplan.core.errors import ArgumentError, ModelError
 

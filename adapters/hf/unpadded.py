@@ -10,7 +10,8 @@ import torch
 from packplan.adapters.hf.packed_calls import HOOKED
 from packplan.adapters.hf.unpad import unpad
 from packplan.adapters.models import Gradients, add_gradients, difference_norms, weight_gradients
-from packplan.adapters.proof import limit_of, restored, untouched
+from packplan.adapters.proof.comparison import limit_of
+from packplan.adapters.proof.taking import restored, untouched
 from packplan.core.equality import loss_difference
 from packplan.core.errors import ArgumentError, ProofError
 

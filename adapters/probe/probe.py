@@ -15,12 +15,13 @@ import torch
 from packplan.adapters.attention import MASKED_NAME, NAME, ROWS_NAME, attend_as, project_patches, takes_grids
 from packplan.adapters.families import trained_config
 from packplan.adapters.probe.images import measure_images, sees
-from packplan.adapters.probe.rows import Alone, ProbeRow, measure_alone, measure_packed
+from packplan.adapters.probe.rows import ProbeRow, compare_row
 from packplan.adapters.probe.shrink import FIRST_ID, LONGEST, VOCABULARY, shrink
 from packplan.adapters.probe.small_model import SmallModels, quiet
 from packplan.adapters.probe.states import split_found_states
 from packplan.adapters.probe.unknown import Trials, named, shrink_by_trial, unknown_places
-from packplan.adapters.proof import MixingModule, first_different, first_leak
+from packplan.adapters.proof.comparison import Outcome, compare_values, run_alone
+from packplan.adapters.proof.modules import MixingModule, first_different, first_leak
 from packplan.core.equality import (
     AUTO,
     EQUAL,
@@ -118,7 +119,7 @@ class _CopyPlace:
     precision: Precision
     native: str
     row: ProbeRow
-    alone: Alone
+    alone: Outcome
 
     @classmethod
     def from_builder(cls, build: Callable[..., Any], device: str, precision: Precision) -> _CopyPlace:
@@ -137,7 +138,7 @@ class _CopyPlace:
         model = place("eager")
         row = _row(model)
         try:
-            alone = measure_alone(model, row)
+            alone = run_alone(model, row.samples)
         except Exception as error:
             reason = f"its small copy does not run ({type(error).__name__}: {error})"
             raise ModelError("probe", " ".join(reason.split())[:400]) from error
@@ -268,16 +269,14 @@ class SmallProbe:
 
 def _where(model: Any, place: _CopyPlace) -> MixingModule | None:
     """Return the first module that mixes samples, or that computes something else than alone."""
-    packed = {**place.row.packed(), "use_cache": False}
-    places, shape = place.row.places, (1, sum(place.row.lengths))
+    packed = place.row.packed
     try:
-        leak = first_leak(model, packed, places, shape=shape)
+        leak = first_leak(model, packed)
         if leak is not None:
             return leak[1]
-        for number, own in enumerate(places):
-            alone = {**place.row.alone(number), "use_cache": False}
+        for own, sample in zip(packed.places, place.row.samples, strict=True):
             limit = EQUAL[place.precision]
-            found = first_different(model, packed, alone, own, shape=shape, limit=limit)
+            found = first_different(model, packed, sample.inputs, own, limit=limit)
             if found is not None:
                 return found
     except Exception:  # whatever the code of a family raises; the verdict stands
@@ -305,7 +304,7 @@ def _short_lengths(config: Any, build: Callable[..., Any]) -> Trials:
     def runs(tried: Trials) -> bool:
         try:
             model = build(attention="eager", trials=tried)
-            measure_alone(model, _row(model), with_gradients=False)
+            run_alone(model, _row(model).samples, gradients=None)
         except Exception:  # noqa: BLE001  # whatever the code of a family raises
             return False
         return True
@@ -323,18 +322,15 @@ def _row(model: Any) -> ProbeRow:
     return ProbeRow.draw(model, LENGTHS, ids=range(FIRST_ID, VOCABULARY))
 
 
-def _gives_the_same(build: Callable[[str], Any], row: ProbeRow, eager: Alone, limit: float) -> bool:
+def _gives_the_same(build: Callable[[str], Any], row: ProbeRow, eager: Outcome, limit: float) -> bool:
     """
     Return whether torch's attention computes what the model's own does: no soft cap, no sinks.
     """
     try:
-        alone = measure_alone(build(NATIVE), row, with_gradients=False)
+        native = run_alone(build(NATIVE), row.samples, gradients=None)
     except (ModelError, ValueError, RuntimeError):
         return False
-    scale = max(float(one.abs().max()) for one in eager.logits)
-    return all(
-        float((mine - own).abs().max()) <= limit * scale for mine, own in zip(alone.logits, eager.logits, strict=True)
-    )
+    return max(compare_values(native.logits, eager.logits)) <= limit
 
 
 def _tried(place: _CopyPlace, trial: Trial) -> _Outcome:
@@ -343,7 +339,7 @@ def _tried(place: _CopyPlace, trial: Trial) -> _Outcome:
     def measure(split: tuple[str, ...]) -> tuple[Any, ProbeResult]:
         model = place.build(place.native)
         apply_trial(model, trial, split)
-        return model, measure_packed(model, place.row, place.alone)
+        return model, compare_row(model, place.row, place.alone)
 
     split: tuple[str, ...] = ()
     found: tuple[str, ...] = ()

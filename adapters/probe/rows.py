@@ -1,35 +1,60 @@
-"""A packed row of a probe, and a model's results for it: packed, and for each sample alone."""
+"""
+Rows of random tokens, packed and each sample alone: on a small copy of a model, or on the model
+that is about to train, with its own weights and kernels.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
-import torch.nn.functional as F  # noqa: N812  # its usual name
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from packplan.adapters.models import Gradients, add_gradients, difference_norms, weight_gradients
-from packplan.adapters.proof import difference_of, logit_reaches, watching
-from packplan.core.equality import ProbeResult, loss_difference
+from packplan.adapters.attention import attend_as, native_attention
+from packplan.adapters.families import trained_config, trained_part
+from packplan.adapters.models import evaluating, weight_gradients
+from packplan.adapters.probe.small_model import quiet
+from packplan.adapters.proof.batches import PackedBatch
+from packplan.adapters.proof.comparison import (
+    Outcome,
+    Sample,
+    compare,
+    limit_of,
+    outcome_of,
+    precision_of,
+    rounds_choices,
+    run_alone,
+    watch_pass,
+)
+from packplan.adapters.proof.gradients import logit_reaches
+from packplan.core.equality import AttentionChoice, ProbeResult
+from packplan.core.errors import ModelError
+
+LOADED_LENGTHS = (17, 3, 29)
+"""Tokens of the samples that a loaded model packs."""
 
 _SEED = 7
 """Seed of the tokens."""
 
+_IDS = 2000
+"""Ids from here on may belong to images, or to no token."""
+
 
 @attrs.frozen(eq=False)
 class ProbeRow:
-    """Samples of random tokens, one after the other."""
+    """Samples of random tokens, one after the other, and each alone."""
 
-    ids: torch.Tensor
-    """Token ids; int64 of shape (1, tokens)."""
+    packed: PackedBatch
+    """The row as training gives it to the model: positions that restart, and no mask."""
 
-    lengths: tuple[int, ...]
-
-    rows_of_positions: int
-    """Rows that the model takes: 1, or 4 with those of images."""
+    samples: list[Sample]
+    """The samples, with nothing that a packed row needs."""
 
     @classmethod
     def draw(cls, model: Any, lengths: Sequence[int], *, ids: Sequence[int]) -> ProbeRow:
@@ -43,107 +68,109 @@ class ProbeRow:
         """
         generator = torch.Generator().manual_seed(_SEED)
         drawn = torch.tensor(ids)[torch.randint(len(ids), (1, sum(lengths)), generator=generator)]
-        sees = any(hasattr(module, "get_rope_index") for module in model.modules())
-        return cls(drawn.to(next(model.parameters()).device), tuple(lengths), 4 if sees else 1)
-
-    @property
-    def spans(self) -> list[slice]:
-        """Place of each sample."""
-        return [slice(*span) for span in pairwise(accumulate(self.lengths, initial=0))]
-
-    @property
-    def places(self) -> list[tuple[int, slice]]:
-        """Row and tokens of each sample; the row is 0."""
-        return [(0, span) for span in self.spans]
-
-    def packed(self) -> dict[str, torch.Tensor]:
-        """Return the row as training gives it to the model: positions that restart, and no mask."""
-        positions = torch.cat([torch.arange(length, device=self.ids.device) for length in self.lengths])[None]
-        if self.rows_of_positions > 1:
-            positions = positions.expand(self.rows_of_positions, 1, -1)
-        return {"input_ids": self.ids, "position_ids": positions}
-
-    def alone(self, number: int) -> dict[str, torch.Tensor]:
-        """Return one sample, with nothing that a packed row needs."""
-        ids = self.ids[:, self.spans[number]]
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        drawn = drawn.to(next(model.parameters()).device)
+        positions = torch.cat([torch.arange(length, device=drawn.device) for length in lengths])[None]
+        if any(hasattr(module, "get_rope_index") for module in model.modules()):  # with those of images
+            positions = positions.expand(4, 1, -1)
+        places = tuple((0, slice(*span)) for span in pairwise(accumulate(lengths, initial=0)))
+        inputs = {"input_ids": drawn, "position_ids": positions, "use_cache": False}
+        row = PackedBatch(inputs, None, (1, sum(lengths)), places)
+        parts = [drawn[:, span] for _, span in places]
+        return cls(
+            row,
+            row.samples(
+                [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False} for ids in parts]
+            ),
+        )
 
 
-@attrs.frozen(eq=False)
-class Alone:
-    """Results of a row's samples alone, under the model's native attention."""
-
-    logits: list[torch.Tensor]
-    losses: list[float]
-    gradients: Gradients
-    norms: float
-    """Sum of the norms of each sample's gradients."""
-
-
-def losses_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the mean loss of predicting each token by those before it."""
-    return F.cross_entropy(logits[:-1].float(), ids[1:])
-
-
-def measure_alone(model: Any, row: ProbeRow, *, with_gradients: bool = True) -> Alone:
-    """
-    Compute each sample alone, the last one first.
-
-    So a state that a layer keeps from call to call differs from one that it keeps along the row.
-
-    Args:
-        model: Model in evaluation mode, under its native attention.
-        row: Row with the samples.
-        with_gradients: Compute the gradients of the weights too.
-    """
-    logits, losses, norms = [], [], 0.0
-    total: Gradients = {}
-    for number, span in reversed(list(enumerate(row.spans))):
-        with torch.set_grad_enabled(with_gradients):
-            one = model(**row.alone(number), use_cache=False).logits[0]
-            loss = losses_of(one, row.ids[0, span])
-        if with_gradients:
-            norms += add_gradients(total, weight_gradients(model, loss))
-        logits.append(one.detach().float())
-        losses.append(float(loss.detach()))
-    return Alone(logits[::-1], losses[::-1], total, norms)
-
-
-def measure_packed(
-    model: Any, row: ProbeRow, alone: Alone, *, with_gradients: bool = True, typical: bool = False
-) -> ProbeResult:
+def compare_row(model: Any, row: ProbeRow, alone: Outcome, *, typical: bool = False) -> ProbeResult:
     """
     Compare a packed row with its samples alone, and see whether gradients pass between them.
 
     Args:
         model: Model in evaluation mode, set to pack.
         row: Row with the samples.
-        alone: Results of the samples alone.
-        with_gradients: Compare the gradients of the weights too.
+        alone: Outcome of the samples alone. Without gradients, those of weights are not compared.
         typical: Compare each sample's typical token, not the worst, and no losses.
     """
-    inputs = row.packed()
-    with watching(model, inputs, (1, sum(row.lengths))) as watched:
-        logits = model(**inputs, use_cache=False).logits[0]
-    isolation = max(reach.isolation for reach in logit_reaches(watched, logits, row.places))
-    scale = max(float(one.abs().max()) for one in alone.logits)
-    different = max(
-        difference_of((logits[span].detach().float() - one).abs().amax(-1), typical=typical)
-        for span, one in zip(row.spans, alone.logits, strict=True)
-    )
-    losses = [losses_of(logits[span], row.ids[0, span]) for span in row.spans]
-    # A loss is the difference of a log-sum-exp and a logit, and rounds as they do.
-    different_loss = max(
-        loss_difference(float(loss.detach()), expected, terms=scale)
-        for loss, expected in zip(losses, alone.losses, strict=True)
-    )
-    gradients = 0.0
-    if with_gradients:
-        found = weight_gradients(model, torch.stack(losses).sum())
-        gradients = math.hypot(*difference_norms(found, alone.gradients).values()) / (alone.norms or 1.0)
-    losses_differ = 0.0 if typical else _number(different_loss)
-    return ProbeResult(isolation, _number(different / (scale or 1.0)), losses_differ, _number(gradients))
+    packed = row.packed
+    watched, logits = watch_pass(model, packed.inputs, packed.shape)
+    isolation = max(reach.isolation for reach in logit_reaches(watched, logits, packed.places))
+    gradients = weight_gradients if alone.gradients else None
+    found = outcome_of(model, [logits[place] for place in packed.places], row.samples, gradients=gradients)
+    apart = compare(found, alone, typical=typical)
+    return ProbeResult(isolation, max(apart.logits), max(apart.losses, default=0.0), apart.gradients)
 
 
-def _number(value: float) -> float:
-    return value if math.isfinite(value) else math.inf
+def probe_loaded(model: Any, *, native: str) -> ProbeResult:
+    """
+    Compare a packed row of short samples with the samples alone, on a model that is ready to train.
+
+    Args:
+        model: Model of transformers, perhaps with adapters; its mode is restored.
+        native: Attention of transformers for samples alone.
+    """
+    row = ProbeRow.draw(model, LOADED_LENGTHS, ids=plain_ids(trained_config(model.config)))
+    with evaluating(model):  # dropout is no difference
+        with native_attention(model, native):
+            alone = run_alone(model, row.samples, gradients=None)
+        return compare_row(model, row, alone, typical=rounds_choices(model))
+
+
+def place_of(model: torch.nn.Module) -> str:
+    """Return the device and precision of a model in words: `cpu, float32`."""
+    weight = next(model.parameters())
+    device = torch.cuda.get_device_name(weight.device) if weight.device.type == "cuda" else weight.device.type
+    return f"{device}, {precision_of(model)}"
+
+
+def plain_ids(config: Any) -> list[int]:
+    """Return ids of tokens that no key of the configuration names."""
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    special = {
+        value
+        for part in parts
+        if part is not None
+        for key, value in vars(part).items()
+        if key.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }
+    return [number for number in range(min(config.get_text_config().vocab_size, _IDS)) if number not in special]
+
+
+def probe_weights(
+    folder: Path, config: Any, choice: AttentionChoice, *, dtype: str | None, device: str, trust_remote_code: bool
+) -> tuple[ProbeResult, float]:
+    """
+    Load a model's weights, and compare a packed row of short samples with the samples alone.
+
+    Args:
+        folder: Folder with the config.json and the weights.
+        config: Configuration of transformers, of that folder.
+        choice: Attention that a run takes.
+        dtype: Type to load the weights in; None for the one that they have.
+        device: Device to load them on.
+        trust_remote_code: Whether code beside the configuration may run.
+
+    Returns:
+        What was measured, and the largest difference that rounding explains.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+    """
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    if named is None or not issubclass(named, transformers.PreTrainedModel):
+        sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        named = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    kind = "auto" if dtype is None else getattr(torch, dtype)
+    with quiet():
+        try:
+            whole = named.from_pretrained(
+                folder, dtype=kind, attn_implementation=choice.backend, trust_remote_code=trust_remote_code
+            )
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise ModelError("probe", f"its weights cannot be loaded ({reason})") from error
+        model = trained_part(whole).to(device)
+        attend_as(model, choice)
+        return probe_loaded(model, native=choice.native), limit_of(model)

@@ -9,8 +9,10 @@ from typing import Any
 
 import attrs
 import torch
+import torch.nn.functional as F  # noqa: N812  # its usual name
 
-from packplan.adapters.loaders.rows import PACK
+from packplan.adapters.loaders.rows import IGNORED_LABEL, PACK
+from packplan.adapters.proof.comparison import Sample
 from packplan.adapters.proof.gradients import Place, Shape
 from packplan.core.errors import ArgumentError
 
@@ -55,7 +57,7 @@ class PackedBatch:
         Raises:
             ArgumentError: It has no packed rows, or its parts disagree on where samples begin.
         """
-        inputs = {key: value for key, value in batch.items() if key not in ("labels", PACK) and value is not None}
+        inputs = _inputs_of(batch)
         shape = _shape_of(inputs)
         filled = _filled(inputs, shape)
         told = {key: _within(found, filled) for key, found in _told_starts(inputs, shape)}
@@ -77,19 +79,7 @@ class PackedBatch:
             raise _wrong("holds one sample, so nothing can leak: give a row of several")
         return cls(inputs, batch.get("labels"), shape, places)
 
-    def targets(self, number: int) -> torch.Tensor:
-        """
-        Return what each token but the last of a sample has to predict; int64.
-
-        Raises:
-            ArgumentError: The batch has neither labels nor token ids.
-        """
-        values = self.inputs.get("input_ids") if self.labels is None else self.labels
-        if not isinstance(values, torch.Tensor) or values.shape != self.shape:
-            raise _wrong("has neither labels nor input_ids by token, so it has no loss")
-        return values[self.places[number]][1:]
-
-    def alone(self, number: int) -> dict[str, Any]:
+    def _cut(self, number: int) -> dict[str, Any]:
         """
         Return one sample, as a batch that is not packed.
 
@@ -115,7 +105,19 @@ class PackedBatch:
                 )
         return cut
 
-    def each_alone(self, alone: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    def targets(self) -> list[torch.Tensor]:
+        """
+        Return what each token of each sample has to predict; int64, -100 where none is learned.
+
+        Raises:
+            ArgumentError: The batch has neither labels nor token ids.
+        """
+        values = self.inputs.get("input_ids") if self.labels is None else self.labels
+        if not isinstance(values, torch.Tensor) or values.shape != self.shape:
+            raise _wrong("has neither labels nor input_ids by token, so it has no loss")
+        return [shifted(values[place]) for place in self.places]
+
+    def samples(self, alone: Sequence[Mapping[str, Any]] | None = None) -> list[Sample]:
         """
         Return each sample alone: cut out of its row, or as the user's own collator made it.
 
@@ -123,10 +125,12 @@ class PackedBatch:
             alone: A batch of each sample by itself, in the order of the rows; None cuts them out.
 
         Raises:
-            ArgumentError: They are other samples than those of the rows, or cannot be cut out.
+            ArgumentError: They are other samples than those of the rows, or cannot be cut out; or
+                the batch has neither labels nor token ids.
         """
+        targets = self.targets()
         if alone is None:
-            return [self.alone(number) for number in range(len(self.places))]
+            return [Sample(self._cut(number), own) for number, own in enumerate(targets)]
         if len(alone) != len(self.places):
             raise _wrong(f"has {len(self.places)} samples, but alone has {len(alone)}: none may be dropped or added")
         ids = self.inputs.get("input_ids")
@@ -134,10 +138,17 @@ class PackedBatch:
             own = batch.get("input_ids")
             if ids is not None and own is not None and ids[place].tolist() != own.flatten().tolist():
                 raise _wrong(f"has other tokens in sample {number} than alone[{number}]: both need one order")
-        return [
-            {key: value for key, value in batch.items() if key not in ("labels", PACK) and value is not None}
-            for batch in alone
-        ]
+        return [Sample(_inputs_of(batch), own) for batch, own in zip(alone, targets, strict=True)]
+
+
+def _inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch's arguments of the model, without labels."""
+    return {key: value for key, value in batch.items() if key not in ("labels", PACK) and value is not None}
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """Return what each token has to predict: the next one's label, and nothing for the last."""
+    return F.pad(labels[1:], (0, 1), value=IGNORED_LABEL)
 
 
 def _shape_of(inputs: Mapping[str, Any]) -> Shape:

@@ -8,16 +8,26 @@ from typing import Any
 
 import attrs
 import torch
-import torch.nn.functional as F  # noqa: N812  # its usual name
 
 from packplan.adapters.loaders.rows import IGNORED_LABEL
-from packplan.adapters.models import Gradients, add_gradients, difference_norms, evaluating, weight_gradients
+from packplan.adapters.models import evaluating
 from packplan.adapters.proof.batches import PackedBatch, Starts
-from packplan.adapters.proof.gradients import Reach, Shape, Watched, in_words, logit_reaches, watching
-from packplan.adapters.proof.limits import difference_of, limit_of, precision_of, rounds_choices
+from packplan.adapters.proof.comparison import (
+    Sample,
+    compare,
+    compare_values,
+    limit_of,
+    logits_of,
+    outcome_of,
+    precision_of,
+    rounds_choices,
+    run_alone,
+    watch_pass,
+)
+from packplan.adapters.proof.gradients import Reach, Watched, in_words, logit_reaches
 from packplan.adapters.proof.modules import MixingModule, first_different, first_mixing
 from packplan.adapters.proof.taking import refuse_hidden_weights
-from packplan.core.equality import EQUAL, loss_difference
+from packplan.core.equality import EQUAL
 from packplan.core.errors import ArgumentError, ModelError, ProofError
 
 
@@ -59,7 +69,7 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
     """
     row = PackedBatch.read(batch, starts)
     with _computing(model):
-        watched, logits = _watched_pass(model, row)
+        watched, logits = _sound_pass(model, row)
         for reach in logit_reaches(watched, logits, row.places):
             if math.isinf(reach.isolation):
                 reason = f"no gradient reaches sample {reach.reader} from its own logits, so nothing can be said"
@@ -100,62 +110,26 @@ def assert_equal_to_alone(
     """
     row = PackedBatch.read(batch, starts)
     _refuse_crossing_labels(row)
-    samples = row.each_alone(alone)
+    samples = row.samples(alone)
     limit = max(EQUAL[precision_of(model)], limit_of(model)) if limit is None else limit
     with _computing(model):
         if not any(one.requires_grad for one in model.parameters()):
             raise ModelError("probe", "none of its weights trains (requires_grad), so it has no gradients to compare")
-        _, logits = _watched_pass(model, row)
-        packed = [_loss(logits[place], row.targets(number)) for number, place in enumerate(row.places)]
-        gradients = weight_gradients(model, torch.stack(packed).sum())
-        logits = logits.detach().float()
-        expected: Gradients = {}
-        norms, worst_logits, worst_losses = 0.0, 0.0, 0.0
-        for number, (place, sample) in enumerate(zip(row.places, samples, strict=True)):
-            own = logits_of(model(**sample), (1, place[1].stop - place[1].start))[0]
-            loss = _loss(own, row.targets(number))
-            norms += add_gradients(expected, weight_gradients(model, loss))
-            own = own.detach().float()
-            scale = float(own.abs().max())
-            tokens = (logits[place] - own).abs().amax(-1) / (scale or 1.0)
-            different = difference_of(tokens, typical=rounds_choices(model))
+        _, logits = _sound_pass(model, row)
+        packed = outcome_of(model, [logits[place] for place in row.places], samples)
+        apart = compare(packed, run_alone(model, samples), typical=rounds_choices(model))
+        for number, different in enumerate(apart.logits):
             if not different <= limit:
-                raise _unlike(model, row, sample, number, different=different, limit=limit)
-            worst_logits = max(worst_logits, different)
-            found = loss_difference(float(packed[number].detach()), float(loss.detach()), terms=scale)
-            if not found <= limit and not rounds_choices(model):
-                fact = f"the loss of sample {number} differs from that of the sample alone by {found:.2g}"
-                raise ProofError("unlike_alone", f"{fact}, where {limit:.0e} is allowed", {"sample": number})
-            worst_losses = max(worst_losses, found)
-    by_weight = difference_norms(gradients, expected)
-    different = math.hypot(*by_weight.values()) / (norms or 1.0)
-    if not different <= limit:
-        weight = max(by_weight, key=lambda name: by_weight[name])
-        fact = f"gradients differ from the sum of the samples' own by {different:.2g}, where {limit:.0e} is allowed"
-        raise ProofError("unlike_alone", f"{fact}; most of all that of {weight}", {"weight": weight})
-    return Differences(worst_logits, worst_losses, different, limit)
-
-
-def logits_of(output: Any, shape: Shape) -> torch.Tensor:
-    """
-    Return the logits in a model's output; shape (rows, tokens, vocabulary).
-
-    Args:
-        output: A tensor, or something with a part `logits`.
-        shape: Rows, and tokens of each.
-
-    Raises:
-        ModelError: There are none.
-    """
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
-    if isinstance(logits, tuple) and logits:
-        logits = logits[0]
-    if not isinstance(logits, torch.Tensor):
-        raise ModelError("probe", f"it returns {type(output).__name__} without logits: fused losses have to be off")
-    rows, tokens = shape
-    if logits.numel() == 0 or logits.numel() % (rows * tokens) or not {tokens, rows * tokens} & {*logits.shape[:2]}:
-        raise ModelError("probe", f"its logits have shape {tuple(logits.shape)} for {in_words(shape)}")
-    return logits.reshape(rows, tokens, -1)
+                raise _unlike(model, row, samples[number], number, different=different, limit=limit)
+    for number, different in enumerate(apart.losses):
+        if not different <= limit:
+            fact = f"the loss of sample {number} differs from that of the sample alone by {different:.2g}"
+            raise ProofError("unlike_alone", f"{fact}, where {limit:.0e} is allowed", {"sample": number})
+    if not apart.gradients <= limit:
+        fact = f"gradients differ from the sum of the samples' own by {apart.gradients:.2g}, where {limit:.0e}"
+        fact += f" is allowed; most of all that of {apart.weight}"
+        raise ProofError("unlike_alone", fact, {"weight": apart.weight})
+    return Differences(max(apart.logits), max(apart.losses, default=0.0), apart.gradients, limit)
 
 
 @contextmanager
@@ -168,26 +142,23 @@ def _computing(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def _watched_pass(model: torch.nn.Module, row: PackedBatch) -> tuple[Watched, torch.Tensor]:
+def _sound_pass(model: torch.nn.Module, row: PackedBatch) -> tuple[Watched, torch.Tensor]:
     """Compute a row, and return its embeddings and logits; ModelError if numbers are random."""
-    inputs = dict(row.inputs)
-    with watching(model, inputs, row.shape) as watched:
-        logits = logits_of(model(**inputs), row.shape)
+    watched, logits = watch_pass(model, row.inputs, row.shape)
     numbers = logits.detach()
     if not bool(numbers.isfinite().all()):
         raise ModelError("probe", "its logits are not all finite, so nothing can be said")
     with torch.no_grad():
         again = logits_of(model(**row.inputs), row.shape)
     limit = limit_of(model)
-    if not float((again - numbers).abs().max()) <= limit * float(numbers.abs().max()):
-        where = first_different(model, row.inputs, row.inputs, None, shape=row.shape, limit=limit)
-        reason = f"it is random in evaluation mode: two passes differ{_first(where)}"
-        raise ModelError("probe", reason)
+    if not compare_values([again.flatten(0, 1)], [numbers.flatten(0, 1)])[0] <= limit:
+        where = first_different(model, row, row.inputs, None, limit=limit)
+        raise ModelError("probe", f"it is random in evaluation mode: two passes differ{_first(where)}")
     return watched, logits
 
 
 def _leak(model: Any, row: PackedBatch, reach: Reach) -> ProofError:
-    where = first_mixing(model, row.inputs, row.places, reach.reader, shape=row.shape)
+    where = first_mixing(model, row, reach.reader)
     fact = (
         f"samples of the row are not apart: sample {reach.reader} depends on sample {reach.source}, by a gradient of "
         f"{reach.isolation:.2g} of its own, where 0 is due{_first(where)}"
@@ -198,9 +169,9 @@ def _leak(model: Any, row: PackedBatch, reach: Reach) -> ProofError:
 
 
 def _unlike(
-    model: torch.nn.Module, row: PackedBatch, sample: dict[str, Any], number: int, *, different: float, limit: float
+    model: torch.nn.Module, row: PackedBatch, sample: Sample, number: int, *, different: float, limit: float
 ) -> ProofError:
-    where = first_different(model, row.inputs, sample, row.places[number], shape=row.shape, limit=limit)
+    where = first_different(model, row, sample.inputs, row.places[number], limit=limit)
     fact = f"the logits of sample {number} differ from those of the sample alone by {different:.2g}"
     fact += f", where {limit:.0e} is allowed{_first(where)}"
     return ProofError("unlike_alone", fact, {"sample": number, "module": where and where.name})
@@ -208,13 +179,6 @@ def _unlike(
 
 def _first(where: MixingModule | None) -> str:
     return "" if where is None else f"; first in {where}"
-
-
-def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean loss over the learned tokens of a sample; 0 if it has none."""
-    targets = targets.to(logits.device)
-    total = F.cross_entropy(logits[:-1].float(), targets, ignore_index=IGNORED_LABEL, reduction="sum")
-    return total / max(1, int((targets != IGNORED_LABEL).sum()))
 
 
 def _refuse_crossing_labels(row: PackedBatch) -> None:

@@ -78,27 +78,34 @@ class Watched:
     sources: list[Result] = attrs.field(factory=list)
     """Embeddings of the tokens, in the order of the pass."""
 
-    def sizes(self, result: Result, place: Place, weights: torch.Tensor) -> torch.Tensor:
+    media: Sequence[tuple[int, torch.Tensor]] = ()
+    """Samples, and pixels that each of them alone is given."""
+
+    def sizes(self, result: Result, places: Sequence[Place], reader: int, weights: torch.Tensor) -> list[float]:
         """
-        Return how strongly one sample's part of a result depends on each token; shape (rows,
-        tokens).
+        Return how strongly one sample's part of a result depends on each sample.
 
         Args:
             result: Tensor of the pass, with the tokens.
-            place: Place of the sample.
+            places: Place of each sample.
+            reader: The sample.
             weights: Weight of each number of the result in the sum whose gradient is taken.
         """
         own = torch.zeros_like(weights)
-        self._by_token(own)[place] = self._by_token(weights)[place]
-        found = torch.autograd.grad(
-            [result.edge], [one.edge for one in self.sources], [own], retain_graph=True, allow_unused=True
-        )
-        total = torch.zeros(self.shape, device=weights.device)
-        for gradient in found:
+        self._by_token(own)[places[reader]] = self._by_token(weights)[places[reader]]
+        edges = [*(one.edge for one in self.sources), *(get_gradient_edge(pixels) for _, pixels in self.media)]
+        found = torch.autograd.grad([result.edge], edges, [own], retain_graph=True, allow_unused=True)
+        sizes = torch.zeros(len(places), device=weights.device)
+        for gradient in found[: len(self.sources)]:
+            if gradient is None:
+                continue
+            by_token = self._by_token(gradient.detach().abs().float()).flatten(2).amax(2).to(sizes)
+            sizes = torch.maximum(sizes, torch.stack([by_token[place].max() for place in places]))
+        for (sample, _), gradient in zip(self.media, found[len(self.sources) :], strict=True):
             if gradient is not None:
-                largest = self._by_token(gradient.detach().abs().float()).flatten(2).amax(2)
-                total = torch.maximum(total, largest.to(total))
-        return total
+                sizes[sample] = torch.maximum(sizes[sample], gradient.abs().max().to(sizes))
+        largest: list[float] = sizes.tolist()
+        return largest
 
     def _by_token(self, value: torch.Tensor) -> torch.Tensor:
         view = by_token(value, self.shape)
@@ -120,7 +127,7 @@ def watching(model: torch.nn.Module, inputs: dict[str, Any], shape: Shape) -> It
 
     def collect(_: Any, __: Any, output: Any) -> Any:
         """Keep embeddings of the tokens, which have a gradient from here on."""
-        if by_token(output, shape) is None:
+        if by_token(output, shape) is None or not torch.is_grad_enabled():
             return output
         embedded = output if output.requires_grad else output.detach().requires_grad_()
         watched.sources.append(Result(get_gradient_edge(embedded), embedded.detach()))
@@ -182,8 +189,7 @@ def reaches(watched: Watched, result: Result, places: Sequence[Place], readers: 
     drawn = torch.randn(result.example.shape, generator=torch.Generator().manual_seed(_SEED))
     weights = drawn.to(result.example)
     for reader in readers:
-        sizes = watched.sizes(result, places[reader], weights)
-        largest = [float(sizes[place].max()) for place in places]
+        largest = watched.sizes(result, places, reader, weights)
         others = {number: size for number, size in enumerate(largest) if number != reader and size != 0}
         source = max(others, key=lambda one: math.inf if math.isnan(largest[one]) else largest[one], default=reader)
         yield Reach(reader, source, others.get(source, 0.0), largest[reader])
@@ -195,7 +201,9 @@ def in_words(shape: Shape) -> str:
     return f"{counted(rows, 'row')} of {tokens:,} tokens"
 
 
-def logit_reaches(watched: Watched, logits: torch.Tensor, places: Sequence[Place]) -> Iterator[Reach]:
+def logit_reaches(
+    watched: Watched, logits: torch.Tensor, places: Sequence[Place], readers: Iterable[int] | None = None
+) -> Iterator[Reach]:
     """
     Yield which other sample each sample's logits depend on.
 
@@ -203,6 +211,7 @@ def logit_reaches(watched: Watched, logits: torch.Tensor, places: Sequence[Place
         watched: The pass that computed the logits.
         logits: Logits of the rows.
         places: Place of each sample.
+        readers: Samples whose logits are looked at; None takes all.
 
     Raises:
         ModelError: The logits have no gradient, or not one entry for each token.
@@ -214,4 +223,4 @@ def logit_reaches(watched: Watched, logits: torch.Tensor, places: Sequence[Place
         raise ModelError("probe", shape if logits.requires_grad else without)
     if not watched.sources:
         raise ModelError("probe", "it embeds no tokens of the batch by a module, so nothing can be said")
-    yield from reaches(watched, result, places, range(len(places)))
+    yield from reaches(watched, result, places, range(len(places)) if readers is None else readers)

@@ -14,6 +14,8 @@ from typing import Any
 import attrs
 import torch
 
+from packplan.adapters.proof.batches import PackedBatch
+from packplan.adapters.proof.comparison import watch_pass
 from packplan.adapters.proof.gradients import (
     Place,
     Reach,
@@ -50,24 +52,18 @@ class _Call:
     returned: list[Any]
 
 
-def first_leak(
-    model: torch.nn.Module, inputs: Mapping[str, Any], places: Sequence[Place], *, shape: Shape
-) -> tuple[Reach, MixingModule | None] | None:
+def first_leak(model: torch.nn.Module, packed: PackedBatch) -> tuple[Reach, MixingModule | None] | None:
     """
     Return the first sample whose logits depend on another one, and the module that mixes them; None
     if there is no such sample.
 
     Args:
-        model: Model of transformers, in evaluation mode.
-        inputs: A packed row, as arguments of the model.
-        places: Place of each sample.
-        shape: Rows, and tokens of each.
+        model: Model in evaluation mode.
+        packed: Packed rows.
     """
-    given = dict(inputs)
-    with watching(model, given, shape) as watched:
-        logits = model(**given).logits
-    leak = next((reach for reach in logit_reaches(watched, logits, places) if reach.size != 0), None)
-    return None if leak is None else (leak, first_mixing(model, inputs, places, leak.reader, shape=shape))
+    watched, logits = watch_pass(model, packed.inputs, packed.shape)
+    leak = next((reach for reach in logit_reaches(watched, logits, packed.places) if reach.size != 0), None)
+    return None if leak is None else (leak, first_mixing(model, packed, leak.reader))
 
 
 @contextmanager
@@ -106,27 +102,23 @@ def _kept(value: Any, keep: Callable[[Any], Any | None]) -> list[Any]:
     return [] if kept is None else [kept]
 
 
-def first_mixing(
-    model: torch.nn.Module, inputs: Mapping[str, Any], places: Sequence[Place], reader: int, *, shape: Shape
-) -> MixingModule | None:
+def first_mixing(model: torch.nn.Module, packed: PackedBatch, reader: int) -> MixingModule | None:
     """
     Return the first module in which a sample's numbers come to depend on another sample.
 
     Args:
         model: Model in evaluation mode.
-        inputs: A packed row, as arguments of the model.
-        places: Place of each sample.
+        packed: Packed rows.
         reader: Sample whose logits depend on another.
-        shape: Rows, and tokens of each.
     """
-    given = dict(inputs)
+    given, shape = dict(packed.inputs), packed.shape
     with (
         torch.enable_grad(),
         watching(model, given, shape) as watched,
         _calls(model, lambda value: Result.of(value, shape)) as calls,
     ):
         model(**given)
-    mixed = partial(_is_mixed, watched, places, reader)
+    mixed = partial(_is_mixed, watched, packed.places, reader)
     calls = [call for call in calls if call.returned]
     for call in (*_from_first_block(calls, mixed), *calls):
         if mixed(call.returned) and not mixed(call.given) and _is_mixed_around(call, calls, mixed):
@@ -168,31 +160,25 @@ def _is_mixed_around(call: _Call, calls: list[_Call], mixed: Callable[[Sequence[
 
 
 def first_different(
-    model: torch.nn.Module,
-    inputs: Mapping[str, Any],
-    alone: Mapping[str, Any],
-    place: Place | None,
-    *,
-    shape: Shape,
-    limit: float,
+    model: torch.nn.Module, packed: PackedBatch, alone: Mapping[str, Any], place: Place | None, *, limit: float
 ) -> MixingModule | None:
     """
     Return the first module whose output for a sample differs from that for the sample alone.
 
     Args:
         model: Model in evaluation mode.
-        inputs: Packed rows, as arguments of the model.
+        packed: Packed rows.
         alone: The sample alone, as arguments of the model.
         place: Place of the sample in the rows; None compares all rows with themselves.
-        shape: Rows, and tokens of each.
         limit: Largest relative difference that rounding explains.
     """
+    shape = packed.shape
     by_itself = shape if place is None else (1, place[1].stop - place[1].start)
     with torch.no_grad():
         with _calls(model, partial(_part, shape=by_itself, place=None)) as expected:
             model(**alone)
         with _calls(model, partial(_part, shape=shape, place=place)) as found:
-            model(**inputs)
+            model(**packed.inputs)
     for mine, own in zip(found, expected, strict=False):
         if mine.module != own.module:
             return None  # the row takes another way than the sample

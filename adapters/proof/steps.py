@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -17,16 +17,22 @@ import attrs
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch.distributed.tensor import DTensor
 
 from packplan.adapters.loaders.rows import IGNORED_LABEL, RowsOfPacks, pad_rows, types_of
-from packplan.adapters.models import Gradients, add_gradients, difference_norms, evaluating, weight_gradients
-from packplan.adapters.proof.batches import PackedBatch
-from packplan.adapters.proof.checks import logits_of
-from packplan.adapters.proof.limits import limit_of, precision_of
-from packplan.adapters.proof.taking import TakenStep, take_step, whole, without_dropout
-from packplan.core.equality import EQUAL, Precision, loss_difference
+from packplan.adapters.models import Gradients, weight_gradients
+from packplan.adapters.proof.batches import PackedBatch, shifted
+from packplan.adapters.proof.comparison import (
+    Comparison,
+    Outcome,
+    Sample,
+    compare,
+    limit_of,
+    precision_of,
+    run_alone,
+)
+from packplan.adapters.proof.taking import TakenStep, gradients_of, take_step, untouched
+from packplan.core.equality import EQUAL, Precision
 from packplan.core.errors import ArgumentError, ModelError, PackplanError, ProofError, counted
 from packplan.core.surface import Plan
 
@@ -58,8 +64,8 @@ class StepLoss:
 
 
 @attrs.frozen(eq=False)
-class _Sample:
-    """A sample alone, and where it was served."""
+class _Served:
+    """A sample of a step, and where it was served."""
 
     name: str
     """Words that name it."""
@@ -67,17 +73,18 @@ class _Sample:
     key: str
     """Digest of its tokens."""
 
-    inputs: dict[str, Any]
-    targets: torch.Tensor
+    learned: int
+    """Tokens that are learned."""
+
+    sample: Sample | None
+    """The sample alone; None if it is computed elsewhere."""
+
     rank: int
 
-    @property
-    def learned(self) -> int:
-        return int((self.targets != IGNORED_LABEL).sum())
-
-    def without_tensors(self) -> _Sample:
-        """Return the sample without its tensors, to be sent to other ranks."""
-        return attrs.evolve(self, inputs={})
+    @classmethod
+    def of(cls, name: str, key: str, targets: torch.Tensor, sample: Sample | None) -> _Served:
+        """Return a sample of this rank that has these targets."""
+        return cls(name, key, int((targets != IGNORED_LABEL).sum()), sample, _rank())
 
 
 def assert_step_loss(
@@ -122,20 +129,32 @@ def assert_step_loss(
     if plan is not None:
         served = samples
         samples = _agreed(lambda: _planned(step, trainer, plan, rows=rows, packs=packs))
-        _refuse_other_samples(served, samples, step.sharing)
-    samples = [one for one in samples if one.learned]
-    if not samples:
+        if step.sharing == 1:
+            _refuse_other_samples(served, samples)
+    tokens = sum(one.learned for one in samples)
+    if not tokens:
         raise ArgumentError("packed_batch", "the step learns no token, so it has no loss to compare")
     if limit is None:
         precision = _precision_of(step)
         limit = max(EQUAL[precision], limit_of(step.model, precision))
-    with evaluating(step.model), torch.enable_grad():
-        expected = _Expected.compute(step, samples)
+    mine = [
+        attrs.evolve(one.sample, weights=torch.full(one.sample.targets.shape, 1 / tokens))
+        for one in samples
+        if one.learned and one.sample is not None
+    ]
+    with untouched(step.model), torch.enable_grad():
+        step.model.eval()
+        expected = _outcome_alone(step, mine)
+    apart = compare(Outcome(expected.loss if step.loss is None else step.loss, step.gradients), expected)
+    learning = sum(one.learned > 0 for one in samples)
+    factor = _factor(step.gradients, expected.gradients)
+    found = StepLoss(step.loss, expected.loss, apart.gradients, factor, learning, tokens, limit)
     try:
-        return _compared(step, expected, limit)
+        _refuse_differences(step, found, apart)
     except ProofError as error:
-        _refuse_random(step, samples, limit, error)
+        _refuse_random(step, mine, limit, error)
         raise
+    return found
 
 
 def _precision_of(step: TakenStep) -> Precision:
@@ -147,20 +166,20 @@ def _precision_of(step: TakenStep) -> Precision:
     return precision_of(step.model)
 
 
-def _agreed(make: Callable[[], list[_Sample]]) -> list[_Sample]:
+def _agreed(make: Callable[[], list[_Served]]) -> list[_Served]:
     """Return all ranks' samples, this rank's with tensors; raise on all ranks what one raises."""
     try:
         mine, error = make(), None
     except PackplanError as raised:
         mine, error = [], raised
-    shared = _gathered(([one.without_tensors() for one in mine], error))
+    shared = _gathered(([attrs.evolve(one, sample=None) for one in mine], error))
     for _, failure in shared:
         if failure is not None:
             raise failure
     return [one for rank, (theirs, _) in enumerate(shared) for one in (mine if rank == _rank() else theirs)]
 
 
-def _served(step: TakenStep, *, planned: bool) -> list[_Sample]:
+def _served(step: TakenStep, *, planned: bool) -> list[_Served]:
     """Return the samples that reached this rank; none if rows are shared and a plan tells them."""
     if _rank() % step.sharing or (planned and step.sharing > 1):
         return []
@@ -169,14 +188,14 @@ def _served(step: TakenStep, *, planned: bool) -> list[_Sample]:
         read = PackedBatch.read(batch, None, at_least=1)
         if not planned and read.labels is None:
             raise ArgumentError("packed_batch", "the model is given no labels, so give the plan and its rows")
-        for sample in range(len(read.places)):
-            name = f"sample {sample} of batch {number} on rank {_rank()}"
-            key = _digest(read.inputs["input_ids"][read.places[sample]])
-            samples.append(_Sample(name, key, {} if planned else read.alone(sample), read.targets(sample), _rank()))
+        alone = [None] * len(read.places) if planned else read.samples()
+        for place, (targets, own) in enumerate(zip(read.targets(), alone, strict=True)):
+            key = _digest(read.inputs["input_ids"][read.places[place]])
+            samples.append(_Served.of(f"sample {place} of batch {number} on rank {_rank()}", key, targets, own))
     return samples
 
 
-def _planned(step: TakenStep, trainer: Any, plan: Plan, *, rows: Any, packs: Sequence[int] | None) -> list[_Sample]:
+def _planned(step: TakenStep, trainer: Any, plan: Plan, *, rows: Any, packs: Sequence[int] | None) -> list[_Served]:
     """Return this rank's share of the samples that the plan has for the step."""
     if packs is None:
         schedule = getattr(trainer, "schedule", None)
@@ -197,16 +216,14 @@ def _planned(step: TakenStep, trainer: Any, plan: Plan, *, rows: Any, packs: Seq
             batch = pad_rows([read(index)], types=types)
             labels = batch.pop("labels")[0]
             del batch["attention_mask"]
-            samples.append(
-                _Sample(f"sample {index} (pack {pack})", _digest(batch["input_ids"][0]), batch, labels[1:], 0)
-            )
+            sample = Sample(batch, shifted(labels))
+            key = _digest(batch["input_ids"][0])
+            samples.append(_Served.of(f"sample {index} (pack {pack})", key, sample.targets, sample))
     return samples[_rank() :: _world_size()]
 
 
-def _refuse_other_samples(served: list[_Sample], planned: list[_Sample], sharing: int) -> None:
+def _refuse_other_samples(served: list[_Served], planned: list[_Served]) -> None:
     """Refuse a step that does not train each planned sample once, with its labels; ProofError."""
-    if sharing > 1:
-        return
     learned = {one.key: one.learned for one in planned}
     found, due = (Counter(one.key for one in samples) for samples in (served, planned))
     names = {one.key: one.name for samples in (served, planned) for one in samples}
@@ -227,138 +244,74 @@ def _times(number: int) -> str:
     return {0: "not at all", 1: "once"}.get(number, f"{number} times")
 
 
-@attrs.frozen(eq=False)
-class _Expected:
-    """Loss and gradients of a step, from its samples alone."""
-
-    loss: float
-    samples: int
-    tokens: int
-    """Learned tokens."""
-
-    scale: float
-    """Largest logit."""
-
-    gradients: Gradients
-    norms: float
-    """Sum of the norms of the samples' weighted gradients."""
-
-    @classmethod
-    def compute(cls, step: TakenStep, samples: list[_Sample]) -> _Expected:
-        """Compute each rank's samples on it, and add up."""
-        tokens = sum(one.learned for one in samples)
-        sharded = _is_sharded(step.model)
-        gradients: Gradients = {}
-        found = list((_sharded_passes if sharded else _passes)(step, samples, 1 / tokens, gradients))
-        if not sharded:
-            _add_over_ranks(step.model, gradients)
-        losses, scales, norms = zip(*(one for rank in _gathered(found) for one in rank), strict=True)
-        norm = math.hypot(*(float(one.double().norm()) for one in gradients.values())) if sharded else sum(norms)
-        return cls(math.fsum(losses) / tokens, len(samples), tokens, max(scales), gradients, norm)
+def _outcome_alone(step: TakenStep, mine: list[Sample]) -> Outcome:
+    """Return the outcome of all ranks' samples, each alone, of which this rank computes its own."""
+    sharded = _is_sharded(step.model)
+    if sharded:  # all ranks run as many passes, since each gathers weights
+        shares = _gathered(len(mine))
+        if not all(shares):
+            fact = f"a rank has no sample of the step's {sum(shares)}, and all have to run a pass"
+            raise ArgumentError("host", fact)
+        filler = attrs.evolve(mine[-1], weights=torch.zeros(mine[-1].targets.shape))
+        mine = [*mine, *[filler] * (max(shares) - len(mine))]
+    take = _sharded_gradients if sharded else weight_gradients
+    outcome = run_alone(step.model, mine, call=step.call, gradients=take, keep=False)
+    if not sharded:
+        _add_over_ranks(step.model, outcome.gradients)
+    losses, norms, scales = zip(*_gathered((outcome.loss, outcome.norms, outcome.scale)), strict=True)
+    norm = outcome.norms if sharded else sum(norms)
+    return attrs.evolve(outcome, loss=math.fsum(losses), norms=norm, scale=max(scales))
 
 
-_Found = tuple[float, float, float]
-"""Sum of a sample's losses, its largest logit, and the norm of its weighted gradients."""
-
-
-def _passes(step: TakenStep, samples: list[_Sample], weight: float, total: Gradients) -> Iterator[_Found]:
-    """Compute the samples whose tensors this rank has, and add their gradients up."""
-    for one in samples:
-        if one.inputs:
-            loss, scale = _summed_loss(step, one)
-            yield float(loss.detach()), scale, add_gradients(total, weight_gradients(step.model, loss * weight))
-
-
-def _sharded_passes(step: TakenStep, samples: list[_Sample], weight: float, total: Gradients) -> Iterator[_Found]:
-    """
-    Compute samples whose weights are sharded: all ranks run as many passes, and FSDP averages the
-    gradients over the ranks.
-    """
-    mine = [one for one in samples if one.inputs]
-    shares = _gathered(len(mine))
-    if not all(shares):
-        raise ArgumentError("host", f"a rank has no sample of the step's {len(samples)}, and all have to run a pass")
-    kept = [(one, one.grad) for one in step.model.parameters()]
-    for one, _ in kept:
-        one.grad = None
-    for place in range(max(shares)):
-        loss, scale = _summed_loss(step, mine[min(place, len(mine) - 1)])
-        (loss * (weight if place < len(mine) else 0.0) * _world_size()).backward()  # type: ignore[no-untyped-call]
-        if place < len(mine):
-            yield float(loss.detach()), scale, 0.0
-    for name, one in step.model.named_parameters():
-        if one.grad is not None:
-            total[name] = whole(one.grad).detach().clone()
-    for one, gradient in kept:
-        one.grad = gradient
-
-
-def _summed_loss(step: TakenStep, sample: _Sample) -> tuple[torch.Tensor, float]:
-    """Return the sum of a sample's losses over its learned tokens, and its largest logit."""
-    device = next(step.model.parameters()).device
-    inputs = {key: one.to(device) if isinstance(one, torch.Tensor) else one for key, one in sample.inputs.items()}
-    with step.computing():
-        output = step.model(**inputs)
-    logits = logits_of(output, (1, len(sample.targets) + 1))[0].float()
-    targets = sample.targets.to(logits.device)
-    loss = F.cross_entropy(logits[:-1], targets, ignore_index=IGNORED_LABEL, reduction="sum")
-    return loss, float(logits.detach().abs().max())
-
-
-def _compared(step: TakenStep, expected: _Expected, limit: float) -> StepLoss:
-    """Return a step's differences from what is due; ProofError on all ranks if one is large."""
-    if not step.gradients:
-        raise ArgumentError("host", "the step left no gradients: the function has to leave them in the weights")
-    differences = difference_norms(step.gradients, expected.gradients)
-    different = math.hypot(*differences.values()) / (expected.norms or 1.0)
-    due = sum(float((one.double() ** 2).sum()) for one in expected.gradients.values())
-    along = sum(
-        float((step.gradients[name].double() * one.double()).sum())
-        for name, one in expected.gradients.items()
-        if name in step.gradients
-    )
-    factor = along / (due or 1.0)
-    found = StepLoss(step.loss, expected.loss, different, factor, expected.samples, expected.tokens, limit)
-    norms = _gathered(math.hypot(*(float(one.double().norm()) for one in step.gradients.values())))
-    if max(norms) - min(norms) > limit * max(norms):
-        raise _unlike("the ranks have different gradients: they were not reduced before the update")
-    worst = max(_gathered(found), key=lambda one: _loss_apart(one, expected))
-    facts = []
-    if _loss_apart(worst, expected) > limit:
-        assert worst.loss is not None  # noqa: S101  # none is never apart
-        ratio = worst.loss / worst.due
-        facts.append(f"the step's loss is {worst.loss:.5g}, {ratio:.4g} times the {worst.due:.5g} that is due")
-    if not (different <= limit and abs(factor - 1) <= limit):
-        facts.append(f"the gradients are {factor:.4g} times those that are due, and differ by {different:.2g}")
-    if facts:
-        numbers = f"{counted(_world_size(), 'rank')} of {counted(len(step.batches), 'batch')} each"
-        raise _unlike(f"{'; '.join(facts)}; {numbers} took the step", factor=factor, loss=worst.loss, due=worst.due)
+def _sharded_gradients(model: torch.nn.Module, loss: torch.Tensor) -> Gradients:
+    """Return gradients of the sum of all ranks' losses; FSDP averages them in a backward pass."""
+    (loss * _world_size()).backward()  # type: ignore[no-untyped-call]
+    found = gradients_of(model)
+    model.zero_grad()
     return found
 
 
-def _refuse_random(step: TakenStep, samples: list[_Sample], limit: float, error: ProofError) -> None:
+def _factor(found: Gradients, expected: Gradients) -> float:
+    """Return the size of gradients along the expected ones, over the size of those."""
+    due = sum(float((one.double() ** 2).sum()) for one in expected.values())
+    along = (float((found[name].double() * one.double()).sum()) for name, one in expected.items() if name in found)
+    return sum(along) / (due or 1.0)
+
+
+def _refuse_differences(step: TakenStep, found: StepLoss, apart: Comparison) -> None:
+    """Refuse a step that differs on any rank, on all of them; ProofError."""
+    if not step.gradients:
+        raise ArgumentError("host", "the step left no gradients: the function has to leave them in the weights")
+    norms = _gathered(math.hypot(*(float(one.double().norm()) for one in step.gradients.values())))
+    if max(norms) - min(norms) > found.limit * max(norms):
+        raise _unlike("the ranks have different gradients: they were not reduced before the update")
+    loss_apart, loss = max(_gathered((apart.loss, found.loss or 0.0)))
+    facts = []
+    if loss_apart > found.limit:
+        ratio = loss / found.due
+        facts.append(f"the step's loss is {loss:.5g}, {ratio:.4g} times the {found.due:.5g} that is due")
+    if not (found.gradients <= found.limit and abs(found.factor - 1) <= found.limit):
+        factor = f"{found.factor:.4g} times those that are due"
+        facts.append(f"the gradients are {factor}, and differ by {found.gradients:.2g}")
+    if facts:
+        numbers = f"{counted(_world_size(), 'rank')} of {counted(len(step.batches), 'batch')} each"
+        raise _unlike(f"{'; '.join(facts)}; {numbers} took the step", factor=found.factor, loss=loss, due=found.due)
+
+
+def _refuse_random(step: TakenStep, mine: list[Sample], limit: float, error: ProofError) -> None:
     """Refuse a model that is random without dropout, which explains an error; ModelError."""
-    one = next((sample for sample in samples if sample.inputs), None)
-    if one is None or _is_sharded(step.model):
+    if _is_sharded(step.model) or not mine:
         return
-    with evaluating(step.model), without_dropout(step.model), torch.no_grad():
+    with untouched(step.model):
         step.model.train()
-        first, second = (float(_summed_loss(step, one)[0]) for _ in range(2))
-    if not abs(first - second) <= limit * abs(first):
+        first, second = (run_alone(step.model, mine[:1], call=step.call, gradients=None) for _ in range(2))
+    if not compare(first, second).loss <= limit:
         reason = "it is random in training mode with dropout off: two passes of a sample differ"
         raise ModelError("probe", reason) from error
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:
     return any(isinstance(one, DTensor) for one in model.parameters())
-
-
-def _loss_apart(found: StepLoss, expected: _Expected) -> float:
-    """Return how far a reported loss is from what is due, by the scale of its rounding."""
-    if found.loss is None:
-        return 0.0
-    difference = loss_difference(found.loss, found.due, terms=expected.scale)
-    return difference if math.isfinite(difference) else math.inf
 
 
 def _digest(ids: torch.Tensor) -> str:

@@ -27,9 +27,6 @@ _SHARING = ("tp_size", "cp_size", "sp_size")
 """Settings of accelerate by which ranks share rows."""
 
 
-_FORWARD = ("forward", "_original_forward")
-
-
 @attrs.frozen(eq=False)
 class TakenStep:
     """Results of one optimizer step of a trainer on this rank."""
@@ -51,6 +48,12 @@ class TakenStep:
 
     computing: Callable[[], AbstractContextManager[Any]]
     """Context in which the trainer computes a loss: the type of mixed precision."""
+
+    def call(self, **inputs: Any) -> Any:
+        """Call the model as the trainer does, with a batch that may lie elsewhere."""
+        device = next(self.model.parameters()).device
+        with self.computing():
+            return self.model(**{key: one.to(device) if torch.is_tensor(one) else one for key, one in inputs.items()})
 
 
 def take_step(trainer: Any, model: torch.nn.Module | None, *, sharing: int | None) -> TakenStep:
@@ -136,7 +139,7 @@ def _of_function(function: Callable[[], Any], model: torch.nn.Module) -> tuple[A
         loss = function()
     if versions != [one._version for one in model.parameters()]:  # noqa: SLF001  # see above
         raise ArgumentError("host", "the step changed weights: leave the optimizer's update out of the function")
-    return None if loss is None else float(loss), _gradients_of(model), batches
+    return None if loss is None else float(loss), gradients_of(model), batches
 
 
 def _of_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, list[Any]]:
@@ -151,9 +154,9 @@ def _of_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, l
         """Leaves the update out, and ends after the first step."""
 
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            found["gradients"] = _gradients_of(model)
+            found["gradients"] = gradients_of(model)
             for owner in (trainer.optimizer, trainer.lr_scheduler):
-                patches.enter_context(_replaced(owner, step=_nothing))
+                patches.enter_context(_replaced(owner, step=lambda *_, **__: None))
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002  # transformers passes them
             control.should_log = control.should_training_stop = True
@@ -172,60 +175,38 @@ def _of_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, l
     handler = copy.copy(trainer.callback_handler)
     handler.callbacks = [OneStep()]
     quiet = {"max_grad_norm": 0.0, "eval_on_start": False, "load_best_model_at_end": False, "report_to": []}
-    forward = {name: vars(model)[name] for name in _FORWARD if name in vars(model)}
-    with patches, _replaced(trainer.args, **quiet), restored(trainer):
+    with patches, _replaced(trainer.args, **quiet), restored(trainer), restored(model):  # accelerate wraps its forward
         vars(trainer).update(get_batch_samples=note, callback_handler=handler, neftune_noise_alpha=None)
         trainer.control = type(trainer.control)()
         trainer.train()
         trainer.accelerator.free_memory()
-    for name in _FORWARD:  # accelerate wraps them for mixed precision
-        vars(model).pop(name, None)
-    vars(model).update(forward)
     return found["loss"], found["gradients"], batches
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """Take the place of an update."""
-
-
-def _gradients_of(model: torch.nn.Module) -> Gradients:
+def gradients_of(model: torch.nn.Module) -> Gradients:
     """Return a copy of the gradients of a model's weights, whole on each rank."""
     found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-    return {name: whole(one).detach().clone() for name, one in found.items()}
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is not sharded; all ranks call this."""
-    full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full
+    return {
+        name: (one.full_tensor() if isinstance(one, DTensor) else one).detach().clone() for name, one in found.items()
+    }
 
 
 @contextmanager
 def untouched(model: torch.nn.Module) -> Iterator[None]:
-    """Restore gradients, buffers, modes and random state at the end."""
-    gradients = [(one, one.grad) for one in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        for weight, _ in gradients:
-            weight.grad = None
-        with same_state(model), without_dropout(model):
-            yield
-    finally:
-        for weight, gradient in gradients:
-            weight.grad = gradient
-        for module, training in modes:
-            module.training = training
-
-
-@contextmanager
-def without_dropout(model: torch.nn.Module) -> Iterator[None]:
-    """Set every probability of dropout to 0, so that a model in training mode is not random."""
+    """
+    Turn dropout off in training too, and restore gradients, buffers, modes and random state at the
+    end.
+    """
     with ExitStack() as stack:
+        for weight in model.parameters():
+            stack.callback(setattr, weight, "grad", weight.grad)
+            weight.grad = None
         for module in model.modules():
             names = [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
             if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # noqa: SLF001  # base of all of them
                 names.append("p")
-            stack.enter_context(_replaced(module, **dict.fromkeys(names, 0.0)))
+            stack.enter_context(_replaced(module, training=module.training, **dict.fromkeys(names, 0.0)))
+        stack.enter_context(same_state(model))
         yield
 
 

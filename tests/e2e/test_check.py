@@ -95,7 +95,7 @@ def compared(write_run, scenes, runs, monkeypatch):
 @pytest.mark.parametrize("attn_impl", ["varlen", "sdpa", "eager"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_shipped_model_passes(compared, model, attn_impl):
-    """The probe moves no other sample at all; a run that names no attention takes ours."""
+    """No gradient reaches another sample; a run that names no attention takes ours."""
     report, failed = compared(model, **({} if attn_impl == "varlen" else {"model": {"attn_impl": attn_impl}}))
 
     assert set() == failed
@@ -106,7 +106,6 @@ def test_every_shipped_model_passes(compared, model, attn_impl):
     assert all(worst[check] == 0 for check in (*EXACT, "isolation"))
     compared_numbers = ("logits", "sample loss", "step loss", "gradients")
     assert all(worst[check] < (1e-6 if attn_impl == "varlen" else 1e-5) for check in compared_numbers)
-    assert worst["sensitivity"] > 1e-2
 
 
 @pytest.mark.parametrize("reduction", ["token", "sqrt"])
@@ -127,7 +126,7 @@ def test_flex_attention_passes_for_text(compared, model):
         report, failed = compared(model, num_packs=1, model={"attn_impl": "flex_attention"})
 
     assert set() == failed
-    assert {"gradients", "step loss"} == set(report.not_compared)
+    assert {"gradients", "step loss", "isolation"} == set(report.not_compared)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +294,7 @@ def test_a_wrong_layout_is_found(compared, monkeypatch, fault):
 
     assert "varlen" == report.attn_impl
     assert {"logits", "sample loss", "gradients"} <= failed
-    assert not failed & {"positions", "labels", "sensitivity"}
+    assert not failed & {"positions", "labels"}
 
 
 def test_a_block_computed_twice_is_found(compared, monkeypatch):

@@ -12,7 +12,7 @@ from packplan.adapters.attention import attend_as
 from packplan.adapters.probe import probe_loaded
 from packplan.adapters.probe.shrink import shrink
 from packplan.adapters.probe.small_model import SmallModels, enliven, quiet
-from packplan.adapters.proof import limit_of
+from packplan.adapters.proof.comparison import limit_of
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import check
 from packplan.app.wiring import training

@@ -5,6 +5,7 @@ import re
 from contextlib import nullcontext
 from functools import wraps
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -15,11 +16,10 @@ from transformers.models.llama import modeling_llama
 from packplan.adapters.attention import attend_as, layout, varlen
 from packplan.adapters.attention.rows import row_of
 from packplan.adapters.attention.states import split_states
-from packplan.adapters.probe import loaded as loaded_model
 from packplan.adapters.probe import probe, probe_config, probe_loaded, rows
 from packplan.adapters.probe.shrink import LONGEST, shrink
 from packplan.adapters.probe.small_model import SmallModels
-from packplan.adapters.proof import limit_of
+from packplan.adapters.proof.comparison import compare, limit_of, rounds_choices, run_alone
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.stores.verdicts import DiskVerdictStore
 from packplan.app import sft
@@ -191,15 +191,15 @@ def test_a_state_that_is_carried_over_is_refused(monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "qwen2_vl"])
 def test_positions_that_go_on_or_lack_a_row_are_refused(monkeypatch, family):
     """As a collator or a hook might hand them over."""
-    plain = rows.ProbeRow.packed
+    plain = rows.ProbeRow.draw
 
-    def packed(row):
-        found = plain(row)
-        positions = found["position_ids"]
-        found["position_ids"] = positions[1:] if len(positions) == 4 else torch.arange(positions.shape[-1])[None]
-        return found
+    def draw(*arguments, **options):
+        row = plain(*arguments, **options)
+        positions = row.packed.inputs["position_ids"]
+        wrong = positions[1:] if len(positions) == 4 else torch.arange(positions.shape[-1])[None]
+        return attrs.evolve(row, packed=attrs.evolve(row.packed, inputs={**row.packed.inputs, "position_ids": wrong}))
 
-    monkeypatch.setattr(rows.ProbeRow, "packed", packed)
+    monkeypatch.setattr(rows.ProbeRow, "draw", draw)
 
     verdict = probe_family(family)
 
@@ -291,7 +291,7 @@ def test_layers_that_are_computed_again_have_the_row_of_their_own_forward_pass()
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
         drawn = [rows.ProbeRow.draw(model, lengths, ids=range(16, 96)) for lengths in ((9, 21), (4, 11, 15))]
-        losses = [model(**row.packed(), use_cache=False).logits.square().mean() for row in drawn]
+        losses = [model(**row.packed.inputs).logits.square().mean() for row in drawn]
         torch.autograd.backward(losses[0])
         torch.autograd.backward(losses[1])
         return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
@@ -314,13 +314,13 @@ def test_what_lost_its_row_is_an_error():
     model = SmallModels(default_config("gpt_oss")).build(attention="eager")
     attend_as(model, AttentionChoice("varlen", native="eager", follows_rows=True))
     row = rows.ProbeRow.draw(model, (5, 9), ids=range(16, 96))
-    model(**row.packed(), use_cache=False)
+    model(**row.packed.inputs)
     del model.forward
 
     with pytest.raises(PackplanError, match="outside of its model"):
         layer(torch.ones(1, 3, 2))
     with pytest.raises(PackplanError, match="outside of its model"):
-        model(**row.packed(), use_cache=False)
+        model(**row.packed.inputs)
 
 
 def loaded(family, *, attention="varlen", precision="bfloat16"):
@@ -351,18 +351,13 @@ def test_the_loaded_model_is_asked_and_left_as_it_was(precision):
 def test_two_right_ways_to_compute_a_model_are_within_the_limit(family, precision):
     """Eager attention and sdpa round at other places, and experts are then chosen otherwise."""
     model = SmallModels(default_config(family)).build(attention="eager").to(getattr(torch, precision)).eval()
-    row = rows.ProbeRow.draw(model, loaded_model.LENGTHS, ids=range(16, 96))
-    alone = rows.measure_alone(model, row, with_gradients=False)
+    samples = rows.ProbeRow.draw(model, rows.LOADED_LENGTHS, ids=range(16, 96)).samples
+    eager = run_alone(model, samples, gradients=None)
     model.set_attn_implementation("sdpa")
-    other = rows.measure_alone(model, row, with_gradients=False)
-    typical = torch.median if loaded_model.rounds_choices(model) else torch.max
-    scale = max(float(one.abs().max()) for one in alone.logits)
 
-    worst = max(
-        float(typical((mine - own).abs().amax(-1))) for mine, own in zip(alone.logits, other.logits, strict=True)
-    )
+    apart = compare(run_alone(model, samples, gradients=None), eager, typical=rounds_choices(model))
 
-    assert 0 < worst / scale < limit_of(model)
+    assert 0 < max(apart.logits) < limit_of(model)
 
 
 @pytest.mark.parametrize("leak", [leak_beyond(17), BackwardLeak.apply])
@@ -379,7 +374,7 @@ def test_what_sees_more_than_alone_in_16_bits_is_refused_by_its_logits(monkeypat
     monkeypatch.setattr(varlen, "read_layout", lambda *a, **o: plain(*a, **{**o, "window": None}))
     monkeypatch.setattr(layout, "_is_causal_within", lambda *_: True)
     model = loaded("mistral")
-    assert 24 == model.config.sliding_window < max(loaded_model.LENGTHS)
+    assert 24 == model.config.sliding_window < max(rows.LOADED_LENGTHS)
 
     measured = probe_loaded(model, native="sdpa")
 

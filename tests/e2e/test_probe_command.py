@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from packplan.adapters.probe import SmallProbe, loaded
+from packplan.adapters.probe import SmallProbe, rows
 from packplan.app import probe
 from tools.families import default_config
 
@@ -83,9 +83,9 @@ def test_the_weights_are_read_if_asked_for(demo, capsys, monkeypatch):
     """And the model that has them is probed under each attention; a leak in it alone is one."""
     folder = str(demo / "models" / "qwen2")
     asked = []
-    plain = loaded.probe_loaded
+    plain = rows.probe_loaded
     monkeypatch.setattr(
-        "packplan.adapters.probe.loaded.probe_loaded",
+        "packplan.adapters.probe.rows.probe_loaded",
         lambda model, native: asked.append(model.config._attn_implementation) or plain(model, native=native),
     )
 
@@ -97,7 +97,7 @@ def test_the_weights_are_read_if_asked_for(demo, capsys, monkeypatch):
     def leak(model, _):
         model.model.norm.register_forward_hook(lambda *call: call[-1] + 1e-3 * call[-1].roll(1, 1))
 
-    monkeypatch.setattr("packplan.adapters.probe.loaded.attend_as", leak)
+    monkeypatch.setattr("packplan.adapters.probe.rows.attend_as", leak)
     capsys.readouterr()
     assert 3 == probe.main([folder, "--weights"])
     assert "with its weights, gradients pass between samples of a row" in capsys.readouterr().err

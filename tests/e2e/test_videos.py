@@ -279,7 +279,7 @@ def test_frames_that_a_neighbour_sees_are_found(ready, comparison, monkeypatch, 
 
     monkeypatch.setattr(visual, "forward", forward)
 
-    failed, _ = comparison(model)
+    failed, _ = comparison(model, gradients=True)
 
     assert "isolation" in failed
 

@@ -24,7 +24,6 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.counting import quickly
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.trainer import vision
-from packplan.adapters.trainer.equality import PackComparison
 from packplan.adapters.trainer.packed_dataset import EncodedPack
 from packplan.adapters.trainer.tuners import _refuse_sound
 from packplan.adapters.trainer.vision import DummyImage
@@ -232,7 +231,6 @@ def test_a_family_is_shown_to_pack(vision_run, folder, monkeypatch, family):
         return {verdict.check for verdict in report.verdicts if not verdict.passed}
 
     assert set() == failed()
-    monkeypatch.setattr(PackComparison, "without_gradients", "logits show it")
     plain = trainer.data_collator
     swap(trainer)
     assert {"logits", "sample loss"} <= failed()

@@ -11,7 +11,7 @@ import attrs
 
 from packplan.adapters.model_folder import config_model_type, refuse_other_layers
 from packplan.adapters.probe import open_model_config, place_of, probe_config, probe_loaded
-from packplan.adapters.proof import limit_of
+from packplan.adapters.proof.comparison import limit_of
 from packplan.adapters.samples.template import refuse_remote_code
 from packplan.adapters.trainer.arguments import runs_on_cpu
 from packplan.app.wiring.attention import (

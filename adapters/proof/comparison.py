@@ -1,0 +1,314 @@
+"""
+The comparator: what a model computes of samples that are packed, and of the same samples alone.
+
+`watch_pass` computes packed rows, and `outcome_of` reads values, losses and gradients of each
+sample off their logits. `run_alone` computes each sample by itself, and `compare` returns the
+differences. A caller gives the model, its samples, and how its host calls the model. `limit_of`
+returns the largest difference that rounding explains, for a model of any size.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F  # noqa: N812  # its usual name
+
+from packplan.adapters.loaders.rows import IGNORED_LABEL
+from packplan.adapters.models import Gradients, add_gradients, difference_norms, weight_gradients
+from packplan.adapters.proof.gradients import Shape, Watched, in_words, watching
+from packplan.core.equality import Precision, loaded_limit, loss_difference
+from packplan.core.errors import ModelError
+
+_ENOUGH = 8
+"""Tokens of a sample, of which half is no accident."""
+
+_TF32 = 2.0**-10
+"""Step of float32 products that PyTorch may round for speed."""
+
+_OTHER_EXPERTS = 0.1
+"""
+Difference that another choice of experts may add to a sample's median token.
+
+0.07 was measured.
+"""
+
+Call = Callable[..., Any]
+"""A model, or the way in which a host calls it."""
+
+TakeGradients = Callable[[torch.nn.Module, torch.Tensor], Gradients]
+"""Function from a model and a loss to the gradients of the weights."""
+
+
+@attrs.frozen(eq=False)
+class Sample:
+    """A sample alone."""
+
+    inputs: Mapping[str, Any]
+    """Arguments of the model: a batch of one."""
+
+    targets: torch.Tensor
+    """Token that each token has to predict; int64, shape (tokens,), -100 where none is learned."""
+
+    weights: torch.Tensor | None = None
+    """Weight of each target in the loss; None takes the mean over the learned ones."""
+
+
+@attrs.frozen(eq=False)
+class Outcome:
+    """What a model computed of some samples."""
+
+    loss: float
+    """Sum of the samples' weighted losses."""
+
+    gradients: Gradients
+    """Gradients of that sum."""
+
+    norms: float = 0.0
+    """Norm of the gradients, or the sum of the norms if samples were computed alone."""
+
+    logits: Sequence[torch.Tensor] = ()
+    """Logits of each sample; float32 of shape (tokens, vocabulary)."""
+
+    losses: Sequence[float] = ()
+    """Mean loss of each sample."""
+
+    scale: float = 1.0
+    """Largest logit, whose rounding a loss has too."""
+
+
+@attrs.frozen
+class Comparison:
+    """Relative differences between two outcomes; infinite where one is not a finite number."""
+
+    logits: tuple[float, ...]
+    """Largest difference of a logit of each sample, over the largest logit."""
+
+    losses: tuple[float, ...]
+    """Difference of each sample's mean loss."""
+
+    loss: float
+    """Difference of the sum of the weighted losses."""
+
+    gradients: float
+    """Norm of the difference of the gradients, over the expected norms."""
+
+    weight: str
+    """Name of the weight whose gradient differs most."""
+
+
+def watch_pass(
+    model: torch.nn.Module, inputs: Mapping[str, Any], shape: Shape, *, call: Call | None = None
+) -> tuple[Watched, torch.Tensor]:
+    """
+    Compute packed rows, and return their embeddings and logits.
+
+    Args:
+        model: Model that computes.
+        inputs: Packed rows, as arguments of the call.
+        shape: Rows, and tokens of each.
+        call: The way in which a host calls the model; None calls it as it is.
+
+    Raises:
+        ModelError: There are no logits for each token.
+    """
+    given = dict(inputs)
+    with watching(model, given, shape) as watched:
+        return watched, logits_of((call or model)(**given), shape)
+
+
+def outcome_of(
+    model: torch.nn.Module,
+    logits: Sequence[torch.Tensor],
+    samples: Sequence[Sample],
+    *,
+    gradients: TakeGradients | None = weight_gradients,
+    keep: bool = True,
+) -> Outcome:
+    """
+    Return the outcome of samples whose logits one pass computed.
+
+    Args:
+        model: Model that computed them.
+        logits: Logits of each sample; shape (tokens, vocabulary).
+        samples: The samples.
+        gradients: Computes the gradients of the weights; None leaves them out.
+        keep: Whether to keep the logits and the loss of each sample.
+    """
+    losses, weighted = [], []
+    for own, sample in zip(logits, samples, strict=True):
+        targets = sample.targets.to(own.device)
+        each = F.cross_entropy(own.float(), targets, ignore_index=IGNORED_LABEL, reduction="none")
+        learned = max(1, int((targets != IGNORED_LABEL).sum()))
+        losses.append(float(each.detach().double().sum()) / learned)
+        weighted.append(each.sum() / learned if sample.weights is None else (each * sample.weights.to(each)).sum())
+    loss = torch.stack(weighted).sum()
+    found = {} if gradients is None else gradients(model, loss)
+    values = [own.detach().float() for own in logits]
+    scale = max(_largest(own) for own in values)
+    kept = (values, losses) if keep else ((), ())
+    return Outcome(float(loss.detach()), found, add_gradients({}, found), *kept, scale)
+
+
+def run_alone(
+    model: torch.nn.Module,
+    samples: Sequence[Sample],
+    *,
+    call: Call | None = None,
+    gradients: TakeGradients | None = weight_gradients,
+    keep: bool = True,
+) -> Outcome:
+    """
+    Compute each sample alone, the last one first.
+
+    So a state that a layer keeps from call to call differs from one that it keeps along the row.
+
+    Args:
+        model: Model that computes.
+        samples: The samples.
+        call: The way in which a host calls the model; None calls it as it is.
+        gradients: Computes the gradients of the weights; None leaves them out.
+        keep: Whether to keep the logits and the loss of each sample.
+    """
+    total: Gradients = {}
+    norms, found = 0.0, []
+    for sample in reversed(samples):
+        with torch.set_grad_enabled(gradients is not None):
+            logits = logits_of((call or model)(**sample.inputs), (1, len(sample.targets)))
+            one = outcome_of(model, [logits[0]], [sample], gradients=gradients, keep=keep)
+        norms += add_gradients(total, one.gradients)
+        found.append(attrs.evolve(one, gradients={}))
+    found.reverse()
+    return Outcome(
+        loss=math.fsum(one.loss for one in found),
+        gradients=total,
+        norms=norms,
+        logits=[own for one in found for own in one.logits],
+        losses=[own for one in found for own in one.losses],
+        scale=max((one.scale for one in found), default=0.0),
+    )
+
+
+def compare(found: Outcome, expected: Outcome, *, typical: bool = False) -> Comparison:
+    """
+    Return the differences of an outcome from the expected one.
+
+    Args:
+        found: Outcome of packed samples.
+        expected: Outcome of the same samples alone.
+        typical: Compare each sample's typical token, not the worst, and no losses; see
+            `rounds_choices`.
+    """
+    by_weight = difference_norms(found.gradients, expected.gradients)
+    difference = math.hypot(*by_weight.values())
+    pairs = () if typical else zip(found.losses, expected.losses, strict=True)
+    return Comparison(
+        logits=tuple(compare_values(found.logits, expected.logits, typical=typical)),
+        losses=tuple(_number(loss_difference(*pair, terms=expected.scale)) for pair in pairs),
+        loss=_number(loss_difference(found.loss, expected.loss, terms=expected.scale)),
+        gradients=_number(difference / expected.norms if expected.norms else math.inf if difference else 0.0),
+        weight=max(by_weight, key=by_weight.__getitem__, default=""),
+    )
+
+
+def compare_values(
+    found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], *, typical: bool = False
+) -> list[float]:
+    """
+    Return the largest difference of each sample's values, over the largest expected value.
+
+    Args:
+        found: Values of each sample; shape (tokens, width).
+        expected: Those of the samples alone.
+        typical: Compare each sample's typical token, not the worst.
+    """
+    scale = max(map(_largest, expected), default=0.0) or 1.0
+    pairs = zip(found, expected, strict=True)
+    return [difference_of((mine.float() - own).abs().amax(-1) / scale, typical=typical) for mine, own in pairs]
+
+
+def difference_of(tokens: torch.Tensor, *, typical: bool) -> float:
+    """
+    Return the difference of a sample's worst token, or of its typical one if it has enough.
+
+    Args:
+        tokens: Difference of each token; shape (tokens,).
+        typical: Whether experts may be chosen otherwise, so that single tokens say nothing.
+    """
+    if not bool(tokens.isfinite().all()):
+        return math.inf
+    if typical:
+        return float(tokens.median()) if len(tokens) >= _ENOUGH else 0.0
+    return float(tokens.max())
+
+
+def logits_of(output: Any, shape: Shape) -> torch.Tensor:
+    """
+    Return the logits in a model's output; shape (rows, tokens, vocabulary).
+
+    Args:
+        output: A tensor, or something with a part `logits`.
+        shape: Rows, and tokens of each.
+
+    Raises:
+        ModelError: There are none.
+    """
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    if isinstance(logits, tuple) and logits:
+        logits = logits[0]
+    if not isinstance(logits, torch.Tensor):
+        raise ModelError("probe", f"it returns {type(output).__name__} without logits: fused losses have to be off")
+    rows, tokens = shape
+    if logits.numel() == 0 or logits.numel() % (rows * tokens) or not {tokens, rows * tokens} & {*logits.shape[:2]}:
+        raise ModelError("probe", f"its logits have shape {tuple(logits.shape)} for {in_words(shape)}")
+    return logits.reshape(rows, tokens, -1)
+
+
+def precision_of(model: torch.nn.Module) -> Precision:
+    """Return the precision of a model's weights."""
+    names: dict[torch.dtype, Precision] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+    return names.get(next(model.parameters()).dtype, "float32")
+
+
+def limit_of(model: torch.nn.Module, precision: Precision | None = None) -> float:
+    """
+    Return the largest difference of packed logits that rounding explains; *precision* None is that
+    of the weights.
+    """
+    return loaded_limit(_epsilon_of(model, precision), layers=_layers_of(model)) + (
+        _OTHER_EXPERTS if rounds_choices(model) else 0
+    )
+
+
+def rounds_choices(model: torch.nn.Module) -> bool:
+    """
+    Return whether rounding may change the weights that a token passes.
+
+    This holds for experts chosen by scores of 16 bits.
+    """
+    return _epsilon_of(model) >= _TF32 and any("expert" in name for name, _ in model.named_modules())
+
+
+def _layers_of(model: torch.nn.Module) -> int:
+    """Return the number of layers, by the configuration or else by the longest list of modules."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    lists = (len(one) for one in model.modules() if isinstance(one, torch.nn.ModuleList))
+    return max(1, getattr(text, "num_hidden_layers", None) or max(lists, default=1))
+
+
+def _epsilon_of(model: torch.nn.Module, precision: Precision | None = None) -> float:
+    """Return the step of the type to which a model's products are rounded."""
+    precision = precision or precision_of(model)
+    if precision == "float32" and torch.get_float32_matmul_precision() != "highest":
+        return _TF32
+    return float(torch.finfo(getattr(torch, precision)).eps)
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float(values.abs().max())
+
+
+def _number(value: float) -> float:
+    return value if math.isfinite(value) else math.inf
