@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from packplan.adapters.attention import native_attention
+from packplan.adapters.proof.comparison import compare_values
 from packplan.core.equality import ProbeResult
 
 _GRIDS = ((1, 12, 20), (1, 4, 4), (1, 16, 12))
@@ -57,9 +58,7 @@ def _compare(model: Any, images: list[dict[str, torch.Tensor]], native: str) -> 
         sizes = [0.0 if one is None else float(one.abs().max()) for one in reached]
         own = sizes.pop(number)
         isolation = max(isolation, max(sizes) / own if own > 0 else float("inf"))
-    scale = max(float(one.abs().max()) for one in alone)
-    pairs = zip(together, alone, strict=True)
-    return ProbeResult(isolation, max(float((mine.detach() - own).abs().max()) for mine, own in pairs) / scale)
+    return ProbeResult(isolation, max(compare_values([one.detach() for one in together], alone)))
 
 
 def _by_grid(vision: Any, *, flat: bool) -> list[dict[str, torch.Tensor]]:

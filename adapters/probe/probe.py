@@ -142,7 +142,12 @@ class _CopyPlace:
         except Exception as error:
             reason = f"its small copy does not run ({type(error).__name__}: {error})"
             raise ModelError("probe", " ".join(reason.split())[:400]) from error
-        native = NATIVE if _gives_the_same(place, row, alone, EQUAL[precision]) else "eager"
+        native = "eager"
+        with contextlib.suppress(ModelError, ValueError, RuntimeError):
+            # Torch's attention has no soft cap and no sinks.
+            own = run_alone(place(NATIVE), row.samples, gradients=None)
+            if max(compare_values(own.logits, alone.logits)) <= EQUAL[precision]:
+                native = NATIVE
         return cls(place, precision, native, row, alone)
 
 
@@ -164,6 +169,8 @@ class SmallProbe:
 
     precision: Precision = "float32"
     """Precision of the copies."""
+
+    _places: dict[tuple[str, Precision], _CopyPlace] = attrs.field(factory=dict, init=False)
 
     _outcomes: dict[Trial, _Outcome] = attrs.field(factory=dict, init=False)
 
@@ -190,7 +197,7 @@ class SmallProbe:
             if outcome.passed and not outcome.split and (trial.strategy == "own" or not trial.follows_rows):
                 return True, None
             with quiet(), _one_thread():
-                place = self._place_of(trial)
+                place = self._place(trial)
                 model = place.build(place.native)
                 apply_trial(model, trial)
                 return False, _where(model, place)
@@ -199,7 +206,7 @@ class SmallProbe:
     def _trials(self, attn_impl: str) -> Iterator[Trial]:
         flash = not self.on_cpu and find_spec("flash_attn") is not None
         try:
-            return trials(attn_impl, native=self._place.native, flash=flash)
+            return trials(attn_impl, native=self._place().native, flash=flash)
         except ModelError:
             return iter(())
 
@@ -209,33 +216,24 @@ class SmallProbe:
         build_one = SmallModels(self.config, trust_remote_code=self.trust_remote_code).build
         return partial(build_one, trials=_short_lengths(self.config, build_one))
 
-    @cached_property
-    def _place(self) -> _CopyPlace:
-        return _CopyPlace.from_builder(self._build, self.device, self.precision)
-
-    @cached_property
-    def _gpu_place(self) -> _CopyPlace:
-        """Place for flash attention, which takes 16 bits."""
-        return _CopyPlace.from_builder(self._build, "cuda", "bfloat16")
-
-    @cached_property
-    def _flex_place(self) -> _CopyPlace:
-        return _CopyPlace.from_builder(self._build, "cuda", "float32")
-
-    def _place_of(self, trial: Trial) -> _CopyPlace:
-        """Return the place in which a trial runs."""
-        if self.on_cpu or self.device != "cpu":
-            return self._place
-        if trial.attention == FLEX:
-            return self._flex_place
-        return self._gpu_place if trial.strategy == "flash" else self._place
+    def _place(self, trial: Trial | None = None) -> _CopyPlace:
+        """Return the place in which a trial runs; None: the one that shows the native attention."""
+        where: tuple[str, Precision] = (self.device, self.precision)
+        if trial is not None and not self.on_cpu and self.device == "cpu":
+            if trial.attention == FLEX:
+                where = ("cuda", "float32")
+            elif trial.strategy == "flash":  # which takes 16 bits
+                where = ("cuda", "bfloat16")
+        if where not in self._places:
+            self._places[where] = _CopyPlace.from_builder(self._build, *where)
+        return self._places[where]
 
     def _verdict(self, attn_impl: str) -> PackingVerdict:
-        config, native = self.config, self._place.native
+        config, native = self.config, self._place().native
         ran, failure = [], ""
         for trial in self._trials(attn_impl):
             if trial not in self._outcomes:
-                self._outcomes[trial] = _tried(self._place_of(trial), trial)
+                self._outcomes[trial] = _tried(self._place(trial), trial)
             outcome = self._outcomes[trial]
             if outcome.passed:
                 follows = trial.follows_rows and trial.strategy != "own"  # which reads its rows by itself
@@ -256,7 +254,7 @@ class SmallProbe:
         if not ran:
             return _refused(config, attn_impl, native, failure)
         best, measured = min(ran, key=lambda pair: (pair[1].isolation, pair[1].equality))
-        why_not = measured.why_not(limit=EQUAL[self._place_of(best.trial).precision]) or ""
+        why_not = measured.why_not(limit=EQUAL[self._place(best.trial).precision]) or ""
         carriers = next((one.carriers for one, _ in ran if one.carriers != one.split), ())
         if carriers:
             verbs = agree(len(carriers), "carries", "carry"), agree(len(carriers), "does", "do")
@@ -320,17 +318,6 @@ def _short_lengths(config: Any, build: Callable[..., Any]) -> Trials:
 
 def _row(model: Any) -> ProbeRow:
     return ProbeRow.draw(model, LENGTHS, ids=range(FIRST_ID, VOCABULARY))
-
-
-def _gives_the_same(build: Callable[[str], Any], row: ProbeRow, eager: Outcome, limit: float) -> bool:
-    """
-    Return whether torch's attention computes what the model's own does: no soft cap, no sinks.
-    """
-    try:
-        native = run_alone(build(NATIVE), row.samples, gradients=None)
-    except (ModelError, ValueError, RuntimeError):
-        return False
-    return max(compare_values(native.logits, eager.logits)) <= limit
 
 
 def _tried(place: _CopyPlace, trial: Trial) -> _Outcome:

@@ -12,14 +12,11 @@ from typing import Any
 
 import attrs
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from packplan.adapters.attention import attend_as, native_attention
 from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.models import evaluating, weight_gradients
-from packplan.adapters.probe.small_model import quiet
+from packplan.adapters.probe.small_model import model_class, quiet
 from packplan.adapters.proof.batches import PackedBatch
 from packplan.adapters.proof.comparison import (
     Outcome,
@@ -158,14 +155,10 @@ def probe_weights(
     Raises:
         ModelError: The model cannot be loaded.
     """
-    named = getattr(transformers, (config.architectures or [""])[0], None)
-    if named is None or not issubclass(named, transformers.PreTrainedModel):
-        sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        named = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     kind = "auto" if dtype is None else getattr(torch, dtype)
     with quiet():
         try:
-            whole = named.from_pretrained(
+            whole = model_class(config).from_pretrained(
                 folder, dtype=kind, attn_implementation=choice.backend, trust_remote_code=trust_remote_code
             )
         except Exception as error:

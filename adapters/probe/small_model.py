@@ -105,7 +105,9 @@ class SmallModels:
     def _built(self, attention: str, trials: Trials, times: int) -> Any:
         """Build a copy in one way."""
         key = (times, tuple(trials.items()))
-        build_one = partial(_small, self.config, attention=attention, trust_remote_code=self.trust_remote_code)
+        build_one = partial(
+            _small, model_class(self.config), attention=attention, trust_remote_code=self.trust_remote_code
+        )
         if key not in self._outlines:
             # transformers' from_dict would also write the configuration out, for a line of its log.
             small = type(self.config)(**with_trials(shrink(self.config.to_dict(), times=times), trials))
@@ -121,14 +123,20 @@ class SmallModels:
         return model
 
 
-def _small(config: Any, small: Any, *, attention: str, trust_remote_code: bool) -> Any:
-    """Return a small model that writes text: of the class that its configuration names, or auto."""
-    small = copy.deepcopy(small)
+def model_class(config: Any) -> Any:
+    """Return the class that writes text: the one that a configuration names, or an auto class."""
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if named is not None and issubclass(named, transformers.PreTrainedModel) and named.can_generate():
-        return named._from_config(small, attn_implementation=attention)  # noqa: SLF001  # from_config calls it
+        return named
     sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
+def _small(kind: Any, small: Any, *, attention: str, trust_remote_code: bool) -> Any:
+    """Return a small model of a class."""
+    small = copy.deepcopy(small)
+    if issubclass(kind, transformers.PreTrainedModel):
+        return kind._from_config(small, attn_implementation=attention)  # noqa: SLF001  # from_config calls it
     return kind.from_config(small, attn_implementation=attention, trust_remote_code=trust_remote_code)
 
 

@@ -147,8 +147,9 @@ def outcome_of(
     found = {} if gradients is None else gradients(model, loss)
     values = [own.detach().float() for own in logits]
     scale = max(_largest(own) for own in values)
-    kept = (values, losses) if keep else ((), ())
-    return Outcome(float(loss.detach()), found, add_gradients({}, found), *kept, scale)
+    if not keep:
+        values, losses = [], []
+    return Outcome(float(loss.detach()), found, add_gradients({}, found), values, losses, scale)
 
 
 def run_alone(

@@ -156,7 +156,7 @@ def _of_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, l
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             found["gradients"] = gradients_of(model)
             for owner in (trainer.optimizer, trainer.lr_scheduler):
-                patches.enter_context(_replaced(owner, step=lambda *_, **__: None))
+                patches.enter_context(replaced(owner, step=lambda *_, **__: None))
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002  # transformers passes them
             control.should_log = control.should_training_stop = True
@@ -175,7 +175,7 @@ def _of_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, l
     handler = copy.copy(trainer.callback_handler)
     handler.callbacks = [OneStep()]
     quiet = {"max_grad_norm": 0.0, "eval_on_start": False, "load_best_model_at_end": False, "report_to": []}
-    with patches, _replaced(trainer.args, **quiet), restored(trainer), restored(model):  # accelerate wraps its forward
+    with patches, replaced(trainer.args, **quiet), restored(trainer), restored(model):  # accelerate wraps its forward
         vars(trainer).update(get_batch_samples=note, callback_handler=handler, neftune_noise_alpha=None)
         trainer.control = type(trainer.control)()
         trainer.train()
@@ -205,13 +205,13 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
             names = [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
             if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # noqa: SLF001  # base of all of them
                 names.append("p")
-            stack.enter_context(_replaced(module, training=module.training, **dict.fromkeys(names, 0.0)))
+            stack.enter_context(replaced(module, training=module.training, **dict.fromkeys(names, 0.0)))
         stack.enter_context(same_state(model))
         yield
 
 
 @contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Give an object other values of its own attributes, inside."""
     before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     vars(owner).update(values)

@@ -22,6 +22,7 @@ from packplan.adapters.models import evaluating, weight_gradients
 from packplan.adapters.proof.batches import shifted
 from packplan.adapters.proof.comparison import Outcome, Sample, compare, limit_of, outcome_of, run_alone, watch_pass
 from packplan.adapters.proof.gradients import Watched, logit_reaches
+from packplan.adapters.proof.taking import replaced
 from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.samples.media import IMAGES, VIDEOS
 from packplan.adapters.trainer.base import model_inputs
@@ -88,8 +89,8 @@ class PackComparison:
         ]
         collated = _on(trainer.accelerator.device, trainer.data_collator([served]))
         samples = self._samples(encoded)
+        gradients = None if self.without_gradients else weight_gradients
         with native_attention(trainer.model, trainer.attention.native):
-            gradients = None if self.without_gradients else weight_gradients
             alone = run_alone(trainer.model, samples, call=self._call, gradients=gradients)
         media = _own_pixels(encoded, collated) if gradients else []
         prepared, watched, logits = self._packed(collated, with_gradients=gradients is not None)
@@ -140,7 +141,7 @@ class PackComparison:
         """Return an outcome with the loss and gradients of the trainer's own step on a pack."""
         trainer = self.trainer
         plain = {"router_aux_loss_coef": 0.0, "enable_dft_loss": False}  # what the reference computes
-        with _changed(trainer.args, plain), self._prepared(collated) as inputs:
+        with replaced(trainer.args, **plain), self._prepared(collated) as inputs:
             items = torch.tensor(collated[NORMALISER] or 1.0, device=trainer.accelerator.device)
             with trainer.accelerator.autocast():
                 loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=items)
@@ -181,19 +182,6 @@ class PackComparison:
         given = takes(rope)
         positions, _ = rope(**{key: value for key, value in inputs.items() if key in given})
         return torch.cat([text, positions[:, 0]])
-
-
-@contextlib.contextmanager
-def _changed(arguments: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Set attributes of *arguments* until the block ends."""
-    before = {name: getattr(arguments, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(arguments, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(arguments, name, value)
 
 
 def _on(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Any]:

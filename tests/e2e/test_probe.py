@@ -30,6 +30,7 @@ from packplan.core.equality import EQUAL, AttentionChoice, PackingVerdict
 from packplan.core.errors import CorruptArtefactError, ModelError, PackplanError
 from packplan.core.fingerprint import Fingerprint
 from tests.e2e.ready import train
+from tests.e2e.test_proof import BackwardLeak
 from tools import models
 from tools.families import default_config, family_names, probe_family
 
@@ -128,18 +129,6 @@ def let_llama(monkeypatch):
 def leak_beyond(reach):
     """Let each token know of the one that is so many tokens before it."""
     return lambda seen: torch.cat([seen[:, :reach], seen[:, reach:] + 1e-3 * seen[:, :-reach]], 1)
-
-
-class BackwardLeak(torch.autograd.Function):
-    """Right numbers, whose gradients are passed to tokens before, too."""
-
-    @staticmethod
-    def forward(_, seen):
-        return seen.clone()
-
-    @staticmethod
-    def backward(_, gradient):
-        return gradient + 1e-3 * gradient.roll(-40, 1)
 
 
 @pytest.mark.parametrize("leak", [leak_beyond(64), BackwardLeak.apply])
@@ -360,26 +349,11 @@ def test_two_right_ways_to_compute_a_model_are_within_the_limit(family, precisio
     assert 0 < max(apart.logits) < limit_of(model)
 
 
-@pytest.mark.parametrize("leak", [leak_beyond(17), BackwardLeak.apply])
-def test_a_leak_too_small_for_16_bits_is_refused_by_its_gradient(let_llama, leak):
+def test_a_leak_too_small_for_16_bits_is_refused_by_its_gradient(let_llama):
     """Of a thousandth, which rounding hides in logits."""
-    let_llama(leak)
+    let_llama(leak_beyond(17))
 
     assert probe_loaded(loaded("llama"), native="sdpa").isolation > 0
-
-
-def test_what_sees_more_than_alone_in_16_bits_is_refused_by_its_logits(monkeypatch):
-    """A window that is ignored, where no gradient passes between samples."""
-    plain = layout.read_layout
-    monkeypatch.setattr(varlen, "read_layout", lambda *a, **o: plain(*a, **{**o, "window": None}))
-    monkeypatch.setattr(layout, "_is_causal_within", lambda *_: True)
-    model = loaded("mistral")
-    assert 24 == model.config.sliding_window < max(rows.LOADED_LENGTHS)
-
-    measured = probe_loaded(model, native="sdpa")
-
-    assert 0 == measured.isolation
-    assert "differ from themselves alone" in measured.why_not(limit=limit_of(model))
 
 
 PASSES = PackingVerdict(
