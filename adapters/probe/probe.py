@@ -17,7 +17,7 @@ from packplan.adapters.families import trained_config
 from packplan.adapters.probe.images import measure_images, sees
 from packplan.adapters.probe.rows import ProbeRow, compare_row
 from packplan.adapters.probe.shrink import FIRST_ID, LONGEST, VOCABULARY, shrink
-from packplan.adapters.probe.small_model import SmallModels, quiet
+from packplan.adapters.probe.small_model import SmallModels, error_text, quiet
 from packplan.adapters.probe.states import split_found_states
 from packplan.adapters.probe.unknown import Trials, named, shrink_by_trial, unknown_places
 from packplan.adapters.proof.comparison import Outcome, compare_values, run_alone
@@ -42,21 +42,6 @@ log = logging.getLogger(__name__)
 
 LENGTHS = (33, 3, LONGEST, 51)
 """Tokens of the samples that the probe packs: longer and shorter than windows and kernels."""
-
-
-@attrs.frozen(eq=False)
-class _Outcome:
-    """Result of a trial, or the reason why it could not run."""
-
-    trial: Trial
-    measured: ProbeResult | None
-    split: tuple[str, ...] = ()
-    carriers: tuple[str, ...] = ()
-    """Classes of layers that carry a state along the row, whether they can be split or not."""
-
-    failure: str = ""
-    passed: bool = False
-    not_exercised: tuple[str, ...] = ()
 
 
 def apply_trial(model: Any, trial: Trial, split: tuple[str, ...] = ()) -> None:
@@ -140,8 +125,7 @@ class _CopyPlace:
         try:
             alone = run_alone(model, row.samples)
         except Exception as error:
-            reason = f"its small copy does not run ({type(error).__name__}: {error})"
-            raise ModelError("probe", " ".join(reason.split())[:400]) from error
+            raise ModelError("probe", f"its small copy does not run ({error_text(error)})") from error
         native = "eager"
         with contextlib.suppress(ModelError, ValueError, RuntimeError):
             # Torch's attention has no soft cap and no sinks.
@@ -172,7 +156,7 @@ class SmallProbe:
 
     _places: dict[tuple[str, Precision], _CopyPlace] = attrs.field(factory=dict, init=False)
 
-    _outcomes: dict[Trial, _Outcome] = attrs.field(factory=dict, init=False)
+    _verdicts: dict[Trial, tuple[PackingVerdict, tuple[str, ...]]] = attrs.field(factory=dict, init=False)
 
     def verdict(self, attn_impl: str) -> PackingVerdict:
         """Return the verdict on a model under a value of `model.attn_impl`."""
@@ -191,10 +175,10 @@ class SmallProbe:
             attn_impl: Value of `model.attn_impl`; its verdict was asked before.
         """
         for trial in self._trials(attn_impl):
-            outcome = self._outcomes.get(trial)
-            if outcome is None or outcome.measured is None:
+            verdict, _ = self._verdicts.get(trial, (None, ()))
+            if verdict is None or verdict.measured is None:
                 continue
-            if outcome.passed and not outcome.split and (trial.strategy == "own" or not trial.follows_rows):
+            if verdict.passes and not verdict.split and (trial.strategy == "own" or not trial.follows_rows):
                 return True, None
             with quiet(), _one_thread():
                 place = self._place(trial)
@@ -229,40 +213,27 @@ class SmallProbe:
         return self._places[where]
 
     def _verdict(self, attn_impl: str) -> PackingVerdict:
-        config, native = self.config, self._place().native
-        ran, failure = [], ""
+        native, refused = self._place().native, []
+        carriers: tuple[str, ...] = ()
         for trial in self._trials(attn_impl):
-            if trial not in self._outcomes:
-                self._outcomes[trial] = _tried(self._place(trial), trial)
-            outcome = self._outcomes[trial]
-            if outcome.passed:
-                follows = trial.follows_rows and trial.strategy != "own"  # which reads its rows by itself
-                return PackingVerdict(
-                    model_type=config.model_type,
-                    strategy=trial.strategy,
-                    attention=trial.attention,
-                    native=native,
-                    split=outcome.split,
-                    follows_rows=follows or bool(outcome.split),
-                    measured=outcome.measured,
-                    reason="no gradient passes between samples, and samples are equal to themselves alone",
-                    not_exercised=outcome.not_exercised,
+            if trial not in self._verdicts:
+                self._verdicts[trial] = _try(
+                    self._place(trial), trial, _refused(self.config, trial.attention, native, "")
                 )
-            if outcome.measured is not None:
-                ran.append((outcome, outcome.measured))
-            failure = outcome.failure or failure
-        if not ran:
-            return _refused(config, attn_impl, native, failure)
-        best, measured = min(ran, key=lambda pair: (pair[1].isolation, pair[1].equality))
-        why_not = measured.why_not(limit=EQUAL[self._place(best.trial).precision]) or ""
-        carriers = next((one.carriers for one, _ in ran if one.carriers != one.split), ())
-        if carriers:
-            verbs = agree(len(carriers), "carries", "carry"), agree(len(carriers), "does", "do")
-            why_not += (
-                f"; {' and '.join(carriers)} {verbs[0]} it along the row, and {verbs[1]} not run sample by sample"
-            )
-        refused = _refused(config, best.trial.attention, native, why_not)
-        return attrs.evolve(refused, split=best.split, measured=measured)
+            verdict, stuck = self._verdicts[trial]
+            if verdict.passes:
+                return verdict
+            refused.append(verdict)
+            carriers = carriers or stuck
+        measured = [one for one in refused if one.measured is not None]
+        if not measured:
+            return attrs.evolve(refused[-1], attention=attn_impl)
+        best = min(measured, key=lambda one: (one.isolation, one.equality))
+        if not carriers:
+            return best
+        verbs = agree(len(carriers), "carries", "carry"), agree(len(carriers), "does", "do")
+        how = f"{verbs[0]} it along the row, and {verbs[1]} not run sample by sample"
+        return attrs.evolve(best, reason=f"{best.reason}; {' and '.join(carriers)} {how}")
 
 
 def _where(model: Any, place: _CopyPlace) -> MixingModule | None:
@@ -320,51 +291,51 @@ def _row(model: Any) -> ProbeRow:
     return ProbeRow.draw(model, LENGTHS, ids=range(FIRST_ID, VOCABULARY))
 
 
-def _tried(place: _CopyPlace, trial: Trial) -> _Outcome:
-    """Run a trial; where samples are not apart, also with layers that run sample by sample."""
+def _try(place: _CopyPlace, trial: Trial, refused: PackingVerdict) -> tuple[PackingVerdict, tuple[str, ...]]:
+    """
+    Return the verdict on a strategy, and the layers that carry a state and cannot be split; where
+    samples are not apart, such layers run sample by sample.
+    """
 
     def measure(split: tuple[str, ...]) -> tuple[Any, ProbeResult]:
         model = place.build(place.native)
         apply_trial(model, trial, split)
         return model, compare_row(model, place.row, place.alone)
 
-    split: tuple[str, ...] = ()
+    limit = EQUAL[place.precision]
     found: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
+    not_exercised: tuple[str, ...] = ()
     try:
-        model, measured = measure(split)
+        model, measured = measure(())
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
-        return _Outcome(trial, None, failure=_said(error))
-    if not measured.passes(place.precision) and trial.follows_rows:
+        return attrs.evolve(refused, reason=error_text(error)), ()
+    if measured.why_not(limit=limit) and trial.follows_rows:
         # Where its layers cannot be split, the numbers without stand.
         with contextlib.suppress(Exception):
             found = split_found_states(model, place.row)
             model, measured = measure(found) if found else (model, measured)
             split = found
-    outcome = _Outcome(trial, measured, split, found, passed=measured.passes(place.precision))
-    return _with_images(model, place, outcome) if outcome.passed and sees(model.config) else outcome
-
-
-def _with_images(model: Any, place: _CopyPlace, outcome: _Outcome) -> _Outcome:
-    """
-    Return the outcome of a trial with images too.
-
-    A tower that takes all images of a row in one pass has to be tested; another one takes each by
-    itself.
-    """
-    project_patches(model)  # as in the model that trains
-    try:
-        images = measure_images(model, native=place.native)
-    except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
-        if takes_grids(model, "vision_config"):
-            return attrs.evolve(outcome, passed=False, measured=None, failure=f"its images: {_said(error)}")
-        return attrs.evolve(outcome, not_exercised=("images",))
-    if not images.passes(place.precision):
-        return attrs.evolve(outcome, measured=images, passed=False)
-    return outcome
-
-
-def _said(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    if not measured.why_not(limit=limit) and sees(model.config):
+        project_patches(model)  # as in the model that trains
+        try:
+            images = measure_images(model, native=place.native)
+            measured = images if images.why_not(limit=limit) else measured
+        except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
+            if takes_grids(model, "vision_config"):  # all images of a row in one pass
+                return attrs.evolve(refused, reason=f"its images: {error_text(error)}"), ()
+            not_exercised = ("images",)
+    why_not = measured.why_not(limit=limit)
+    if why_not is not None:
+        stuck = () if found == split else found
+        return attrs.evolve(refused, split=split, measured=measured, reason=why_not), stuck
+    follows = trial.follows_rows and trial.strategy != "own"  # which reads its rows by itself
+    verdict = attrs.evolve(
+        refused, strategy=trial.strategy, split=split, follows_rows=follows or bool(split), measured=measured,
+        reason="no gradient passes between samples, and samples are equal to themselves alone",
+        not_exercised=not_exercised,
+    )  # fmt: skip
+    return verdict, ()
 
 
 def _refused(config: Any, attention: str, native: str, reason: str) -> PackingVerdict:

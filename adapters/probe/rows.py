@@ -16,7 +16,7 @@ import torch
 from packplan.adapters.attention import attend_as, native_attention
 from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.models import evaluating, weight_gradients
-from packplan.adapters.probe.small_model import model_class, quiet
+from packplan.adapters.probe.small_model import error_text, model_class, quiet
 from packplan.adapters.proof.batches import PackedBatch
 from packplan.adapters.proof.comparison import (
     Outcome,
@@ -162,8 +162,7 @@ def probe_weights(
                 folder, dtype=kind, attn_implementation=choice.backend, trust_remote_code=trust_remote_code
             )
         except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise ModelError("probe", f"its weights cannot be loaded ({reason})") from error
+            raise ModelError("probe", f"its weights cannot be loaded ({error_text(error)})") from error
         model = trained_part(whole).to(device)
         attend_as(model, choice)
         return probe_loaded(model, native=choice.native), limit_of(model)

@@ -56,6 +56,11 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(before)
 
 
+def error_text(error: Exception) -> str:
+    """Return an error of a library in one line of words."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
 def open_model_config(model: ModelConfig) -> Any:
     """Return transformers' configuration of a model's folder; ConfigError if it refuses it."""
     try:
@@ -99,8 +104,8 @@ class SmallModels:
             except ModelError:
                 raise
             except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
-                failures.append(" ".join(f"{type(error).__name__}: {error}".split()))
-        raise ModelError("probe", f"no small copy of it can be built ({failures[0][:300]})")
+                failures.append(error_text(error))
+        raise ModelError("probe", f"no small copy of it can be built ({failures[0]})")
 
     def _built(self, attention: str, trials: Trials, times: int) -> Any:
         """Build a copy in one way."""

@@ -150,8 +150,10 @@ def test_one_probe_asks_each_trial_once(config_of, monkeypatch):
     from packplan.adapters.probe import probe as asking
 
     tried = []
-    plain = asking._tried
-    monkeypatch.setattr(asking, "_tried", lambda place, trial: tried.append(trial) or plain(place, trial))
+    plain = asking._try
+    monkeypatch.setattr(
+        asking, "_try", lambda place, trial, refused: tried.append(trial) or plain(place, trial, refused)
+    )
     small = SmallProbe(default_config("llama"))
 
     verdicts = [small.verdict(name) for name in ("auto", "varlen", "auto")]
