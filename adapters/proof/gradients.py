@@ -75,11 +75,8 @@ class Watched:
     shape: Shape
     """Rows, and tokens of each."""
 
-    sources: list[Result] = attrs.field(factory=list)
-    """Embeddings of the tokens, in the order of the pass."""
-
-    media: Sequence[tuple[int, torch.Tensor]] = ()
-    """Samples, and pixels that each of them alone is given."""
+    sources: list[tuple[GradientEdge, int | None]] = attrs.field(factory=list)
+    """Embeddings of the tokens; pixels, with the one sample that is given them."""
 
     def sizes(self, result: Result, places: Sequence[Place], reader: int, weights: torch.Tensor) -> list[float]:
         """
@@ -93,17 +90,18 @@ class Watched:
         """
         own = torch.zeros_like(weights)
         self._by_token(own)[places[reader]] = self._by_token(weights)[places[reader]]
-        edges = [*(one.edge for one in self.sources), *(get_gradient_edge(pixels) for _, pixels in self.media)]
+        edges = [edge for edge, _ in self.sources]
         found = torch.autograd.grad([result.edge], edges, [own], retain_graph=True, allow_unused=True)
         sizes = torch.zeros(len(places), device=weights.device)
-        for gradient in found[: len(self.sources)]:
+        for (_, sample), gradient in zip(self.sources, found, strict=True):
             if gradient is None:
                 continue
-            by_token = self._by_token(gradient.detach().abs().float()).flatten(2).amax(2).to(sizes)
-            sizes = torch.maximum(sizes, torch.stack([by_token[place].max() for place in places]))
-        for (sample, _), gradient in zip(self.media, found[len(self.sources) :], strict=True):
-            if gradient is not None:
-                sizes[sample] = torch.maximum(sizes[sample], gradient.abs().max().to(sizes))
+            size = gradient.detach().abs().float()
+            if sample is None:
+                by_token = self._by_token(size).flatten(2).amax(2).to(sizes)
+                sizes = torch.maximum(sizes, torch.stack([by_token[place].max() for place in places]))
+            else:
+                sizes[sample] = torch.maximum(sizes[sample], size.max().to(sizes))
         largest: list[float] = sizes.tolist()
         return largest
 
@@ -130,7 +128,7 @@ def watching(model: torch.nn.Module, inputs: dict[str, Any], shape: Shape) -> It
         if by_token(output, shape) is None or not torch.is_grad_enabled():
             return output
         embedded = output if output.requires_grad else output.detach().requires_grad_()
-        watched.sources.append(Result(get_gradient_edge(embedded), embedded.detach()))
+        watched.sources.append((get_gradient_edge(embedded), None))
         return output if output.requires_grad else embedded.clone()
 
     given = inputs.get("inputs_embeds")

@@ -33,7 +33,7 @@ from packplan.adapters.proof.comparison import (
 )
 from packplan.adapters.proof.taking import TakenStep, gradients_of, take_step, untouched
 from packplan.core.equality import EQUAL, Precision
-from packplan.core.errors import ArgumentError, ModelError, PackplanError, ProofError, counted
+from packplan.core.errors import ArgumentError, PackplanError, ProofError, counted
 from packplan.core.surface import Plan
 
 
@@ -122,7 +122,7 @@ def assert_step_loss(
         ProofError: The loss or the gradients differ, or the step has other samples than the plan.
             It is an AssertionError, and names the factor.
         ArgumentError: The trainer or its batches cannot be read, or the function updates weights.
-        ModelError: The model has no gradients to compare, or is random without dropout.
+        ModelError: The model has no gradients to compare.
     """
     step = take_step(trainer, model, sharing=ranks_per_row)
     samples = _agreed(lambda: _served(step, planned=plan is not None))
@@ -149,11 +149,7 @@ def assert_step_loss(
     learning = sum(one.learned > 0 for one in samples)
     factor = _factor(step.gradients, expected.gradients)
     found = StepLoss(step.loss, expected.loss, apart.gradients, factor, learning, tokens, limit)
-    try:
-        _refuse_differences(step, found, apart)
-    except ProofError as error:
-        _refuse_random(step, mine, limit, error)
-        raise
+    _refuse_differences(step, found, apart)
     return found
 
 
@@ -296,18 +292,6 @@ def _refuse_differences(step: TakenStep, found: StepLoss, apart: Comparison) -> 
     if facts:
         numbers = f"{counted(_world_size(), 'rank')} of {counted(len(step.batches), 'batch')} each"
         raise _unlike(f"{'; '.join(facts)}; {numbers} took the step", factor=found.factor, loss=loss, due=found.due)
-
-
-def _refuse_random(step: TakenStep, mine: list[Sample], limit: float, error: ProofError) -> None:
-    """Refuse a model that is random without dropout, which explains an error; ModelError."""
-    if _is_sharded(step.model) or not mine:
-        return
-    with untouched(step.model):
-        step.model.train()
-        first, second = (run_alone(step.model, mine[:1], call=step.call, gradients=None) for _ in range(2))
-    if not compare(first, second).loss <= limit:
-        reason = "it is random in training mode with dropout off: two passes of a sample differ"
-        raise ModelError("probe", reason) from error
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from packplan.adapters.attention import native_attention
 from packplan.adapters.families import trained_config
@@ -94,6 +95,7 @@ class PackComparison:
             alone = run_alone(trainer.model, samples, call=self._call, gradients=gradients)
         media = _own_pixels(encoded, collated) if gradients else []
         prepared, watched, logits = self._packed(collated, with_gradients=gradients is not None)
+        watched.sources.extend(media)
         for index, (_, span), sample, own in zip(indices, places, samples, encoded, strict=True):
             yield from _positions(pack, index, self._own_positions(sample.inputs), prepared["position_ids"][..., span])
             labels = torch.tensor([IGNORED_LABEL, *own["labels"][1:]])  # alone, nothing comes before to predict it
@@ -103,7 +105,7 @@ class PackComparison:
         found = outcome_of(trainer.model, [logits[place] for place in places], packed, gradients=None)
         if gradients:
             readers = torch.linspace(0, len(places) - 1, min(_READERS, len(places))).round().int().tolist()
-            for reach in logit_reaches(attrs.evolve(watched, media=media), logits, places, readers):
+            for reach in logit_reaches(watched, logits, places, readers):
                 detail = f"on sample {indices[reach.source]}" if reach.size else ""
                 yield Deviation("isolation", reach.isolation, pack, indices[reach.reader], detail)
             del watched, logits
@@ -188,11 +190,11 @@ def _on(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
 
 
-def _own_pixels(encoded: Sequence[Mapping[str, Any]], collated: dict[str, Any]) -> list[tuple[int, torch.Tensor]]:
+def _own_pixels(encoded: Sequence[Mapping[str, Any]], collated: dict[str, Any]) -> list[tuple[GradientEdge, int]]:
     """
     Return each sample's part of a pack's pixels, with gradients; the batch takes them from here on.
     """
-    own: list[tuple[int, torch.Tensor]] = []
+    own: list[tuple[GradientEdge, int]] = []
     for medium in (IMAGES, VIDEOS):
         whole, held = collated.get(medium.pixels), {}
         for number, sample in enumerate(encoded):
@@ -204,7 +206,7 @@ def _own_pixels(encoded: Sequence[Mapping[str, Any]], collated: dict[str, Any]) 
         axis = next(axis for axis, size in enumerate(whole.shape) if size == sum(sizes[axis]))
         parts = [part.detach().clone().requires_grad_() for part in whole.split(sizes[axis], axis)]
         collated[medium.pixels] = torch.cat(parts, axis)
-        own += zip(held, parts, strict=True)
+        own += zip(map(get_gradient_edge, parts), held, strict=True)
     return own
 
 

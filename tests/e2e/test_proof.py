@@ -5,7 +5,6 @@ import math
 import re
 import sys
 
-import attrs
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
@@ -77,7 +76,7 @@ def model_of(family, attention="eager", config=None):
 @pytest.mark.parametrize("collator", COLLATORS)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_sound_models_pass_on_batches_of_others(collator, attention):
-    """Exactly apart, and equal within rounding; the model stays as it was."""
+    """Exactly apart, and equal within rounding, as the numbers say; the model stays as it was."""
     model = model_of("llama", attention).train()
 
     assert_isolated(model, batch_of(collator))
@@ -92,12 +91,8 @@ def test_sound_models_pass_on_batches_of_others(collator, attention):
 @pytest.mark.parametrize(
     ("family", "module"),
     {
-        "qwen3_next": r"layers\.0\.linear_attn \(Qwen3NextGatedDeltaNet\)",
-        "qwen3_5": r"layers\.0\.linear_attn \(Qwen3_5GatedDeltaNet\)",
         "gpt_oss": r"layers\.0\.self_attn \(GptOssAttention\)",
         "mamba": r"layers\.0\.mixer \(MambaMixer\)",
-        "mamba2": r"layers\.0\.mixer \(Mamba2Mixer\)",
-        "lfm2": r"layers\.0\.conv \(Lfm2ShortConv\)",
         "bloom": r"h\.0\.self_attention \(BloomAttention\)",
     }.items(),
 )
@@ -593,11 +588,3 @@ def test_embeddings_may_be_given():
     assert_isolated(Embedded(), batch)
     with pytest.raises(ProofError, match=r"blocks\.1\.mix"):
         assert_isolated(Embedded(leak="mask"), batch)
-
-
-def test_what_is_measured_can_be_read():
-    """All four numbers, in 16 bits too."""
-    found = assert_equal_to_alone(Tiny().bfloat16(), positions_alone(batch_of()), limit=0.5)
-
-    assert re.match(r"Differences\(logits=", str(found))
-    assert all(0 <= number <= 0.5 for number in attrs.astuple(found))
