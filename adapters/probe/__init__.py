@@ -3,8 +3,8 @@ Test of whether a model keeps the samples of a pack apart, on a small copy of it
 
 `shrink` shrinks the configuration by rules, and `unknown` shrinks lengths without a rule by trial.
 `small_model` builds the copy. `rows` compares a packed row with its samples alone, on the copy or
-on the model that is about to train; `images` does so for a vision tower, and `states` finds layers
-that carry a state along the row. `probe` tries one strategy after the other.
+on the model that is about to train; `images` does so for a vision tower. `probe` tries one strategy
+after the other, and finds layers that carry a state along the row.
 """
 
 from packplan.adapters.probe.probe import SmallProbe, probe_config

@@ -12,13 +12,20 @@ from typing import Any
 import attrs
 import torch
 
-from packplan.adapters.attention import MASKED_NAME, NAME, ROWS_NAME, attend_as, project_patches, takes_grids
+from packplan.adapters.attention import (
+    MASKED_NAME,
+    NAME,
+    ROWS_NAME,
+    attend_as,
+    project_patches,
+    split_states,
+    takes_grids,
+)
 from packplan.adapters.families import trained_config
 from packplan.adapters.probe.images import measure_images, sees
 from packplan.adapters.probe.rows import ProbeRow, compare_row
 from packplan.adapters.probe.shrink import FIRST_ID, LONGEST, VOCABULARY, shrink
 from packplan.adapters.probe.small_model import SmallModels, error_text, quiet
-from packplan.adapters.probe.states import split_found_states
 from packplan.adapters.probe.unknown import Trials, named, shrink_by_trial, unknown_places
 from packplan.adapters.proof.comparison import Outcome, compare_values, run_alone
 from packplan.adapters.proof.modules import MixingModule, first_different, first_leak
@@ -42,6 +49,9 @@ log = logging.getLogger(__name__)
 
 LENGTHS = (33, 3, LONGEST, 51)
 """Tokens of the samples that the probe packs: longer and shorter than windows and kernels."""
+
+_ROUNDS = 4
+"""Most kinds of layers that carry a state."""
 
 
 def apply_trial(model: Any, trial: Trial, split: tuple[str, ...] = ()) -> None:
@@ -234,6 +244,47 @@ class SmallProbe:
         verbs = agree(len(carriers), "carries", "carry"), agree(len(carriers), "does", "do")
         how = f"{verbs[0]} it along the row, and {verbs[1]} not run sample by sample"
         return attrs.evolve(best, reason=f"{best.reason}; {' and '.join(carriers)} {how}")
+
+
+def split_found_states(model: Any, row: ProbeRow) -> tuple[str, ...]:
+    """
+    Run a model's layers that carry a state sample by sample, the first one first, and return their
+    classes.
+
+    Args:
+        model: Model that follows its rows.
+        row: Row to test the layers with.
+    """
+    found: set[str] = set()
+    for _ in range(_ROUNDS):
+        try:
+            leak = first_leak(model, row.packed)
+        except Exception:
+            if not found:
+                raise
+            break  # the found layers cannot run sample by sample; the next measurement shows why
+        kind = None if leak is None or leak[1] is None else _own_class(model, leak[1].name)
+        if kind is None or kind in found:
+            break
+        split_states(model, {kind})
+        found.add(kind)
+    return tuple(sorted(one for one in found if not _lies_within(model, one, found - {one})))
+
+
+def _own_class(model: Any, name: str) -> str | None:
+    """Return the class of a module, or of the one around it if torch has it; None for a model."""
+    module = model.get_submodule(name)
+    while name and type(module).__module__.startswith("torch."):
+        name = name.rpartition(".")[0]
+        module = model.get_submodule(name)
+    return None if not name or hasattr(module, "get_input_embeddings") else type(module).__name__
+
+
+def _lies_within(model: Any, kind: str, others: set[str]) -> bool:
+    """Return whether all layers of a class lie within layers of other classes."""
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    outer = [name for name, one in kinds.items() if one in others]
+    return all(any(name.startswith(f"{one}.") for one in outer) for name, one in kinds.items() if one == kind)
 
 
 def _where(model: Any, place: _CopyPlace) -> MixingModule | None:

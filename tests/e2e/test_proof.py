@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import re
 import sys
 
 import pytest
