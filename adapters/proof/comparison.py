@@ -57,7 +57,7 @@ class Sample:
 
 @attrs.frozen(eq=False)
 class Outcome:
-    """What a model computed of some samples."""
+    """Values, losses and gradients of some samples."""
 
     loss: float
     """Sum of the samples' weighted losses."""
