@@ -21,8 +21,8 @@ from packplan.adapters.hf.attention import attend_apart
 from packplan.adapters.hf.packed_calls import HOOKED, POSITIONS, TextStack, Unpadding
 from packplan.adapters.models import evaluating
 from packplan.adapters.probe import plain_ids
-from packplan.adapters.proof.comparison import difference_of, limit_of, rounds_choices
-from packplan.adapters.proof.gradients import logit_reaches, watching
+from packplan.adapters.proof.comparison import compare_values, limit_of, rounds_choices, watch_pass
+from packplan.adapters.proof.gradients import logit_reaches
 from packplan.core.equality import VARLEN, AttentionChoice, ProbeResult
 from packplan.core.errors import ArgumentError, ModelError
 
@@ -147,9 +147,8 @@ def _why_not(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor,
             isolation = 0.0 if is_sharded else _isolation(stack.module, ids, mask)
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
             return " ".join(f"it raises {type(error).__name__}: {error}".split())[:300]
-    differences = (found.float() - expected.float()).abs().amax(-1) / expected[own].abs().max()
-    typical = rounds_choices(model)
-    worst = max(difference_of(row[kept], typical=typical) for row, kept in zip(differences, own, strict=True))
+    kept = ([row[real] for row, real in zip(states.float(), own, strict=True)] for states in (found, expected))
+    worst = max(compare_values(*kept, typical=rounds_choices(model)))
     return ProbeResult(isolation, worst).why_not(limit=limit_of(model))
 
 
@@ -168,8 +167,10 @@ def _run(model: Any, module: Any, batch: dict[str, Any]) -> torch.Tensor:
 def _isolation(module: Any, ids: torch.Tensor, mask: torch.Tensor) -> float:
     """Return the largest gradient between rows of a packed call, over one within a row."""
     inputs = {"inputs_embeds": module.get_input_embeddings()(ids), "attention_mask": mask}
-    with torch.enable_grad(), watching(module, inputs, (ids.shape[0], ids.shape[1])) as watched:
-        states = module(**inputs)[0]
+    with torch.enable_grad():
+        watched, states = watch_pass(
+            module, inputs, (ids.shape[0], ids.shape[1]), call=lambda **all_: module(**all_)[0]
+        )
     places = [(row, slice(0, ids.shape[1])) for row in range(len(ids))]
     return max(reach.isolation for reach in logit_reaches(watched, states, places))
 

@@ -5,14 +5,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import attrs
-import torch
 
 from packplan.adapters.hf.packed_calls import HOOKED
 from packplan.adapters.hf.unpad import unpad
-from packplan.adapters.models import Gradients, add_gradients, difference_norms, weight_gradients
-from packplan.adapters.proof.comparison import limit_of
+from packplan.adapters.models import Gradients, add_gradients, weight_gradients
+from packplan.adapters.proof.comparison import Outcome, compare, limit_of
 from packplan.adapters.proof.taking import restored, untouched
-from packplan.core.equality import loss_difference
 from packplan.core.errors import ArgumentError, ProofError
 
 
@@ -74,11 +72,10 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
         due, expected = _compute(trainer, inputs)
     if not padded:
         raise ArgumentError("packed_batch", "the trainer's batch has no padding, so there is nothing to compare")
-    norm = add_gradients({}, expected)
-    apart = add_gradients({}, {name: torch.tensor(one) for name, one in difference_norms(gradients, expected).items()})
-    found = UnpaddedStep(loss, due, apart / (norm or 1.0), real, padded)
+    apart = compare(Outcome(loss, gradients), Outcome(due, expected, add_gradients({}, expected)))
+    found = UnpaddedStep(loss, due, apart.gradients, real, padded)
     limit = limit_of(model) if limit is None else limit
-    if not (loss_difference(loss, due, terms=1.0) <= limit and found.gradients <= limit):
+    if not max(apart.loss, apart.gradients) <= limit:
         fact = (
             f"without padding the loss is {loss:.7g} where {due:.7g} is due, and gradients differ by "
             f"{found.gradients:.2g} of their norm, where {limit:.0e} is allowed"
