@@ -263,18 +263,21 @@ def split_found_states(model: Any, row: ProbeRow) -> tuple[str, ...]:
             if not found:
                 raise
             break  # the found layers cannot run sample by sample; the next measurement shows why
-        kind = None if leak is None or leak[1] is None else _own_class(model, leak[1].name)
-        if kind is None or kind in found:
+        kind = None if leak is None or leak[1] is None else _class_to_split(model, leak[1].name, found)
+        if kind is None:
             break
         split_states(model, {kind})
         found.add(kind)
     return tuple(sorted(one for one in found if not _lies_within(model, one, found - {one})))
 
 
-def _own_class(model: Any, name: str) -> str | None:
-    """Return the class of a module, or of the one around it if torch has it; None for a model."""
+def _class_to_split(model: Any, name: str, found: set[str]) -> str | None:
+    """
+    Return the class of a module, or of the one around it if torch has it or it still mixes samples;
+    None for a model.
+    """
     module = model.get_submodule(name)
-    while name and type(module).__module__.startswith("torch."):
+    while type(module).__module__.startswith("torch.") or type(module).__name__ in found:
         name = name.rpartition(".")[0]
         module = model.get_submodule(name)
     return None if not name or hasattr(module, "get_input_embeddings") else type(module).__name__
