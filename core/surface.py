@@ -124,7 +124,8 @@ def plan(lengths: Lengths, packing_length: int, **options: Any) -> Plan:
     Args:
         lengths: Tokens of each sample, >= 1.
         packing_length: Tokens that a pack of several samples may hold, >= 1.
-        options: Further fields of `PlanPolicy`, such as `algorithm`, `seed` or `min_fill_ratio`.
+        options: Further fields of `PlanPolicy`, such as `seed` or `min_fill_ratio`. The `algorithm`
+            is `auto` by default.
 
     Raises:
         ArgumentError: A length is not a positive whole number.
@@ -132,7 +133,7 @@ def plan(lengths: Lengths, packing_length: int, **options: Any) -> Plan:
             `min_fill_ratio` hold more than `max_dropped_share` of the tokens.
         ValueError: An option has an invalid value. TypeError: There is no such option.
     """
-    array, policy = as_lengths(lengths), PlanPolicy(packing_length=packing_length, **options)
+    array, policy = as_lengths(lengths), PlanPolicy(packing_length=packing_length, **{"algorithm": "auto", **options})
     refuse_longer(array, policy)
     raw = build_raw_plan(array, policy)
     refuse_dropped(raw, array, policy)

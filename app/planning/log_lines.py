@@ -15,6 +15,7 @@ from packplan.core.epochs import EpochRecord
 from packplan.core.errors import agree, counted, in_ranges
 from packplan.core.inspection import LowFill, longest_pack, low_fill
 from packplan.core.patterns.certificate import BoundKind
+from packplan.core.plan import packs_by_auto
 from packplan.core.policy import PlanPolicy
 from packplan.core.samples import DataFile, by_source, column
 from packplan.core.schedule import EpochSchedule
@@ -204,6 +205,9 @@ def _describe_packs(planned: Split) -> Iterator[Line]:
             )
         else:
             yield _note(line)
+    if not policy.replanned and (found := packs_by_auto(raw, lengths, algorithm=policy.algorithm)):
+        instead = f"instead of {len(raw.packs) + len(raw.dropped_packs):,}"
+        yield _note(f"training.packing_algorithm: auto needs {counted(found, 'pack')} {instead}")
     low = low_fill(raw, lengths)
     if low is not None:
         yield _warning(f"fill is {low.fill:.4f}, since {_reason(low, planned.policy)}")

@@ -52,6 +52,7 @@ class Algorithm:
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
+        "auto": Algorithm("1", over_runs=True),
         "constant_volume": Algorithm("1", over_runs=True),
         "best_fit_decreasing": Algorithm("1", over_runs=True),
         "first_fit_decreasing": Algorithm("1", over_runs=True),

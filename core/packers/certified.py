@@ -19,7 +19,7 @@ from packplan.core.packers.first_fit_decreasing import first_fit_decreasing
 from packplan.core.packers.first_fit_shuffle import first_fit_shuffle
 from packplan.core.packers.modified_first_fit_decreasing import modified_first_fit_decreasing
 from packplan.core.packs import Packs
-from packplan.core.patterns import Filling, num_packs
+from packplan.core.patterns import num_packs, trace_of
 from packplan.core.patterns.certificate import certify, reduced
 from packplan.core.patterns.effort import ReportedEffort
 from packplan.core.patterns.rounding import dives, restarts
@@ -65,15 +65,4 @@ def _fewest(runs: Runs, *, capacity: int, report: Callable[[str], None]) -> tupl
     while num_packs(best) > bound and (found := next(searches, None)) is not None:
         best = min(best, found, key=num_packs)
         report(f"{counted(min(num_packs(best), best_fit.num_bins), 'pack')}, the bound is {bound:,}: looking for fewer")
-    return min(best_fit, _trace_of(best), key=lambda trace: trace.num_bins), bound
-
-
-def _trace_of(filling: Filling) -> PackingTrace:
-    """Return the trace of a packing over patterns."""
-    trace = PackingTrace()
-    first = 0
-    for pattern, num in filling:
-        for run, per_bin in pattern.items():
-            trace.write((run, first, num, per_bin))
-        first += num
-    return trace
+    return min(best_fit, trace_of(best), key=lambda trace: trace.num_bins), bound

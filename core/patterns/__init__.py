@@ -2,8 +2,10 @@
 Patterns: the samples of each run that a bin takes, and the number of bins with each pattern.
 
 `fill` finds patterns that use every token. `relaxation` bounds the number of packs from below by a
-linear program over patterns.
+linear program over patterns. `guided` fills bins in the proportions of such a program.
 """
+
+from packplan.core.runs import PackingTrace
 
 Pattern = dict[int, int]
 """Run -> samples of it in one bin."""
@@ -23,3 +25,14 @@ def key_of(pattern: Pattern) -> PatternKey:
 def num_packs(filling: Filling) -> int:
     """Count the bins of all patterns."""
     return sum(num for _, num in filling)
+
+
+def trace_of(filling: Filling) -> PackingTrace:
+    """Return the trace of a packing over patterns."""
+    trace = PackingTrace()
+    first = 0
+    for pattern, num in filling:
+        for run, per_bin in pattern.items():
+            trace.write((run, first, num, per_bin))
+        first += num
+    return trace

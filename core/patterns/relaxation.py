@@ -203,19 +203,20 @@ def solve_knapsack(sizes: IntArray, prices: IntArray, capacity: int) -> Knapsack
         prices: Price of an item of each kind, a whole number; shape (num_kinds,).
         capacity: Tokens that the knapsack may hold.
     """
-    ascending, value = sizes[::-1], prices[::-1]
-    fitting = np.searchsorted(ascending, np.arange(capacity + 1), side="right").tolist()
     worth = np.zeros(capacity + 1, dtype=np.int64)
+    kinds, other = list(zip(range(sizes.size), sizes.tolist(), prices.tolist(), strict=True)), np.empty_like(worth)
+    for _, size, price in kinds:
+        left, copies = capacity // size, 1
+        while left:  # 1, 2, 4, … copies and the rest reach every number of them
+            copies = min(copies, left)
+            np.add(worth[: -size * copies], price * copies, out=other[size * copies :])
+            np.maximum(worth[size * copies :], other[size * copies :], out=worth[size * copies :])
+            left -= copies
+            copies *= 2
     first = np.full(capacity + 1, -1, dtype=np.int64)
-    for room in range(int(ascending[0]), capacity + 1):
-        candidates = worth[room - ascending[: fitting[room]]]
-        candidates += value[: fitting[room]]
-        best = int(candidates.argmax())
-        if candidates[best] > worth[room - 1]:
-            worth[room] = candidates[best]
-            first[room] = sizes.size - 1 - best
-        else:
-            worth[room] = worth[room - 1]
+    for kind, size, price in kinds:  # of equal ones, the shortest
+        first[size:][worth[size:] == worth[:-size] + price] = kind
+    first[1:][worth[1:] == worth[:-1]] = -1
     return Knapsack(sizes, prices, worth, first)
 
 

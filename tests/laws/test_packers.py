@@ -10,6 +10,7 @@ import pytest
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.distributions import trace
 from packplan.core.bounds import lower_bound
 from packplan.core.checksum import plan_checksum
 from packplan.core.errors import ArgumentError
@@ -52,7 +53,7 @@ def test_no_packing_is_below_the_lower_bound(algorithm, case):
 def test_scaling_lengths_and_capacity_changes_nothing(algorithm, case, factor, rest):
     """Only proportions matter, and capacity that no multiple fills is of no use."""
     lengths, capacity = case
-    more = min(rest, factor - 1) if algorithm != "modified_first_fit_decreasing" else 0
+    more = min(rest, factor - 1) if algorithm not in ("modified_first_fit_decreasing", "auto") else 0
 
     scaled = pack([n * factor for n in lengths], capacity=capacity * factor + more, algorithm=algorithm)
 
@@ -179,6 +180,39 @@ def test_certified_is_never_above_any_other(case, seed):
 
 
 @given(case=packable_arrays())
+def test_auto_is_never_above_a_quick_algorithm(case):
+    """And takes the packs of constant volume unless there are fewer."""
+    lengths, capacity = case
+    quick = {name: pack(lengths, capacity=capacity, algorithm=name) for name in OVER_RUNS}
+
+    found = pack(lengths, capacity=capacity, algorithm="auto")
+
+    event(f"fewer: {len(quick['constant_volume']) - len(found)}")
+    assert len(found) <= min(map(len, quick.values()))
+    assert found == quick["constant_volume"] or len(found) < len(quick["constant_volume"])
+
+
+def normal(num):
+    return np.random.default_rng(3).normal(1135, 220, num).astype(int)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "expected", "more"),
+    [
+        (trace("detcap"), 8192, 429, 450), (trace("detcap"), 4096, 1037, 1042), (normal(9000), 4096, 2496, 2586),
+        (normal(9000), 3000, 3573, 3662), (trace("sft")[:9000], 2048, 545, 547),
+        (normal(400) * 977 + 1, 4_000_000, 116, 116),
+    ],
+    ids=["detcap-8192", "detcap-4096", "normal-4096", "normal-3000", "sft-2048", "too many tokens for a search"],
+)  # fmt: skip
+def test_auto_closes_the_gap_of_constant_volume(lengths, capacity, expected, more):
+    """Packs of `auto` and of `constant_volume`; the same on every machine."""
+    found = [len(pack(lengths, capacity=capacity, algorithm=name)) for name in ("auto", "constant_volume")]
+
+    assert [expected, more] == found
+
+
+@given(case=packable_arrays())
 def test_the_lower_bound_proves_itself_with_the_best_packing_known(case):
     """A known packing ends the search early, and never changes what is proven wrongly."""
     lengths, capacity = case
@@ -226,6 +260,7 @@ def test_no_samples_give_no_packs_unless_some_are_wanted():
 
 
 GOLDEN = {
+    "auto": "a114447e0b1937fb",
     "balanced": "3ec12f0d2b3f03d9",
     "constant_volume": "a114447e0b1937fb",
     "best_fit_decreasing": "bcdf5e2a461f32c8",
@@ -252,7 +287,7 @@ def test_golden_packs(algorithm):
     [({"capacity": 0}, "capacity"), ({"capacity": True}, "capacity"), ({"capacity": 1.5}, "capacity"),
      ({"min_bin_count": 0}, "min_bin_count"), ({"bin_count_multiple": -1}, "bin_count_multiple"),
      ({"seed": -1}, "seed"), ({"seed": 2**64}, "seed"), ({"seed": "0"}, "seed"),
-     ({"algorithm": "magic"}, "algorithm is 'magic', but has to be one of constant_volume, ")],
+     ({"algorithm": "magic"}, "algorithm is 'magic', but has to be one of auto, constant_volume, ")],
 )  # fmt: skip
 def test_options_out_of_range_are_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):

@@ -14,6 +14,7 @@ from packplan.core.patterns import num_packs
 from packplan.core.patterns.certificate import certify, quick_bound
 from packplan.core.patterns.effort import REPORT_EVERY, Effort, ReportedEffort, SpentError
 from packplan.core.patterns.fill import fill_exactly, refill
+from packplan.core.patterns.guided import _Program, fill_guided
 from packplan.core.patterns.relaxation import relax, solve_knapsack, solve_master
 from packplan.core.patterns.rounding import fewest_patterns
 from packplan.core.plan import build_raw_plan
@@ -53,6 +54,29 @@ def test_exact_filling_holds_each_sample_once(case, largest_first, seed):
         assert Counter(lengths) == held
         assert fullest <= capacity
     assert num_packs(again) <= num_packs(filling)
+
+
+@given(case=packable_arrays(), num_groups=st.integers(1, 9), limit=st.sampled_from([0, 30_000, 300_000]))
+def test_guided_filling_holds_each_sample_once(case, num_groups, limit):
+    """No bin exceeds the capacity, however few groups and steps there are."""
+    lengths, capacity = case
+    runs = Runs.from_lengths(np.array(lengths))
+
+    found = fill_guided(runs, capacity=capacity, num_groups=num_groups, effort=Effort(limit))
+
+    held, fullest = contents(found, runs)
+    event(f"best fit needs more: {num_packs(found) < len(pack(lengths, capacity=capacity))}")
+    assert Counter(lengths) == held
+    assert fullest <= capacity
+
+
+def test_a_program_takes_no_column_that_rounding_alone_makes_look_better():
+    """Nothing would leave the basis for it."""
+    program = _Program(np.array([6, 3]), np.array([4, 4]), 12)
+    program._prices = np.array([-1.0, 0.5])
+
+    assert not program._enter({0: -1}, 0, Effort())
+    assert [2.0, 1.0] == program.uses.tolist()
 
 
 @given(case=packable(min_size=1, max_size=7), capacity=st.integers(1, 40))

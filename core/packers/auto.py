@@ -1,0 +1,83 @@
+"""
+Auto: the packs of constant volume, and fewer where a bounded search finds them.
+
+The search fills bins exactly where packs hold many samples, and in the proportions of a linear
+program where they hold few. Its effort is a fixed number of steps and a number for each sample.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain
+
+from packplan.core.packers.best_fit_decreasing import best_fit_decreasing
+from packplan.core.packers.constant_volume import constant_volume
+from packplan.core.packers.first_fit_decreasing import first_fit_decreasing
+from packplan.core.packers.modified_first_fit_decreasing import modified_first_fit_decreasing
+from packplan.core.patterns import Filling, trace_of
+from packplan.core.patterns.certificate import quick_bound, reduced
+from packplan.core.patterns.effort import Effort, SpentError
+from packplan.core.patterns.fill import fill_exactly, refill
+from packplan.core.patterns.guided import fill_guided
+from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_RUNS
+from packplan.core.runs import PackingTrace, Runs
+
+_CLOSE, _DONE = 500, 2000
+"""
+Packs per pack above the bound that is worth no search (0.2 %), and per pack that ends it.
+"""
+
+_EFFORT, _EFFORT_OF_A_SAMPLE = 2_800_000, 4
+"""Steps of the search: the larger of a fixed number, of less than a second, and some a sample."""
+
+_MANY = 6
+"""Samples of a pack from which on exact filling comes first. It then reaches the bound, mostly."""
+
+_NUM_GROUPS = 96
+"""Groups of the first guided filling. Each further one has twice as many."""
+
+
+def auto(runs: Runs, *, capacity: int) -> PackingTrace:
+    """
+    Return the packs of constant volume if they are close to the bound and no quick algorithm needs
+    fewer, else the fewest that are found.
+    """
+    best = constant_volume(runs, capacity=capacity)
+    terms, width = reduced(runs, capacity=capacity)
+    bound = quick_bound(terms, capacity=width)
+    if best.num_bins > bound + bound // _CLOSE and width <= MAX_CAPACITY and len(terms.sizes) <= MAX_RUNS:
+        best = _fewer(best, terms, capacity=width, bound=bound)
+    if best.num_bins > bound:
+        for algorithm in (best_fit_decreasing, first_fit_decreasing, modified_first_fit_decreasing):
+            best = min(best, algorithm(runs, capacity=capacity), key=lambda trace: trace.num_bins)
+    return best
+
+
+def _fewer(best: PackingTrace, runs: Runs, *, capacity: int, bound: int) -> PackingTrace:
+    """Return fewer packs than those of *best*, if a search within its effort finds some."""
+    num_samples = sum(runs.counts)
+    effort = Effort(max(_EFFORT, _EFFORT_OF_A_SAMPLE * num_samples))
+    searches = [_exact(runs, capacity, bound, effort), _guided(runs, capacity, effort)]
+    if num_samples < _MANY * best.num_bins:
+        searches.reverse()
+    with suppress(SpentError):
+        for filling in chain(*searches):
+            best = min(best, trace_of(filling), key=lambda trace: trace.num_bins)
+            if best.num_bins <= bound + bound // _DONE:
+                break
+    return best
+
+
+def _exact(runs: Runs, capacity: int, bound: int, effort: Effort) -> Iterator[Filling]:
+    drawn = fill_exactly(runs, capacity=capacity, effort=effort, seed=0)
+    yield drawn
+    yield refill(drawn, runs, capacity=capacity, enough=bound, effort=effort)
+
+
+def _guided(runs: Runs, capacity: int, effort: Effort) -> Iterator[Filling]:
+    """Yield guided fillings of ever finer groups, while less than half of the effort is spent."""
+    enough, num_groups = effort.left / 2, _NUM_GROUPS
+    while effort.left > enough:
+        yield fill_guided(runs, capacity=capacity, num_groups=num_groups, effort=effort)
+        if num_groups >= len(runs.sizes):
+            break
+        num_groups *= 2

@@ -1,0 +1,237 @@
+"""
+Guided filling: bins in the proportions of a linear program over few groups of lengths.
+
+Where a pack holds two to six samples, filling bins one by one uses up the lengths that would have
+made the last bins full. The linear program over patterns (Gilmore and Gomory, "A linear programming
+approach to the cutting-stock problem", 1961) says how often each pattern is needed. Neighbouring
+lengths form groups, each as long as its longest, so that the program stays small. Most of its bins
+are then filled by real samples, whose last one may be longer than planned. The program is solved
+again for the others, whose groups are finer, until none is left.
+
+The program is solved by the revised simplex method with an explicit inverse. Floats are added,
+multiplied and divided element by element alone, and never summed by a library. IEEE 754 fixes each
+result, so the packs are the same on every machine. Prices of a pattern are whole numbers.
+"""
+
+from bisect import bisect_left, bisect_right
+from contextlib import suppress
+from functools import partial
+from itertools import accumulate
+from math import fsum
+from operator import mul
+
+import numpy as np
+
+from packplan.core.lengths import IntArray
+from packplan.core.patterns import Filling, Pattern
+from packplan.core.patterns.effort import Effort, SpentError
+from packplan.core.patterns.relaxation import solve_knapsack
+from packplan.core.runs import Runs
+
+_FIRST_SHARE, _SHARE = 0.8, 0.5
+"""Least share of a program's bins that are filled: of the first program, and of the others."""
+
+_CLOSE = 0.005
+"""A program is solved if its bins are within this share of its bound."""
+
+_LEAST_GAIN = 0.003
+"""Bins that one use of a pattern has to save to enter a program."""
+
+_SCALE, _SMOOTHING, _TINY = 1 << 40, 0.8, 1e-9
+
+_STEPS_OF_A_PROGRAM, _STEPS_OF_A_BIN, _STEPS_OF_A_COLUMN, _STEPS_OF_A_PIVOT = 20_000, 50, 10, 150
+"""
+Steps to group runs, to fill bins of one kind, to compare a column of a program with its prices, and
+to enter one.
+"""
+
+
+def fill_guided(runs: Runs, *, capacity: int, num_groups: int, effort: Effort) -> Filling:
+    """
+    Pack all samples.
+
+    Args:
+        runs: Runs of lengths from 1 to *capacity*, counts >= 1.
+        capacity: Tokens a bin may hold.
+        num_groups: Groups of lengths in a program, at most.
+        effort: Limit of the programs, not infinite. First fit packs the samples that are then left.
+    """
+    bins = _Bins(runs, capacity)
+    share = _FIRST_SHARE
+    with suppress(SpentError):
+        while bins.alive:
+            sizes, counts = [runs.sizes[run] for run in bins.alive], [bins.left[run] for run in bins.alive]
+            longest, members = _grouped(sizes, counts, num_groups)
+            uses = _solve(longest, members, capacity, effort)
+            wanted = share * fsum(use for _, use in uses)
+            for pattern, use in sorted(uses, key=lambda one: -one[1]):
+                num = int((use * share if share == _FIRST_SHARE else use) + _TINY)
+                if not num and wanted <= 0:
+                    break
+                wanted -= max(1, num)
+                slots = [longest[group] for group in sorted(pattern) for _ in range(pattern[group])]
+                bins.fill(slots, max(1, num), effort)
+            share = _SHARE
+    bins.fill([capacity] * (capacity // runs.sizes[-1]), sum(bins.left), Effort())
+    return bins.filling
+
+
+class _Bins:
+    """Bins that are filled, and the samples that are left."""
+
+    def __init__(self, runs: Runs, capacity: int) -> None:
+        self.alive = list(range(len(runs.sizes)))
+        self.left = list(runs.counts)
+        self.filling: Filling = []
+        self._sizes, self._negated, self._capacity = runs.sizes, [-size for size in runs.sizes], capacity
+
+    def fill(self, slots: list[int], num: int, effort: Effort) -> None:
+        """
+        Fill up to *num* bins. Each slot takes the longest sample of at most so many tokens, and the
+        last slot the longest that fits.
+        """
+        while num and self.alive:
+            effort.spend(_STEPS_OF_A_BIN)
+            room, pattern = self._capacity, Pattern()
+            for place, slot in enumerate(slots, start=1):
+                most = room if place == len(slots) else min(slot, room)
+                run = self._longest(most, pattern)
+                if run is not None:
+                    pattern[run] = pattern.get(run, 0) + 1
+                    room -= self._sizes[run]
+                elif most == room:
+                    break
+            alike = min(num, *(self.left[run] // per_bin for run, per_bin in pattern.items()))
+            self.filling.append((pattern, alike))
+            for run, per_bin in pattern.items():
+                self.left[run] -= alike * per_bin
+                if not self.left[run]:
+                    del self.alive[bisect_left(self.alive, run)]
+            num -= alike
+
+    def _longest(self, most: int, pattern: Pattern) -> int | None:
+        """Return the run of the longest sample up to *most* tokens beside those of *pattern*."""
+        place = bisect_left(self.alive, bisect_left(self._negated, -most))
+        while place < len(self.alive) and pattern.get(self.alive[place], 0) == self.left[self.alive[place]]:
+            place += 1
+        return self.alive[place] if place < len(self.alive) else None
+
+
+def _grouped(sizes: list[int], counts: list[int], num_groups: int) -> tuple[list[int], IntArray]:
+    """
+    Return the longest length and the samples of each group of neighbouring runs. If there are too
+    many runs, about the least number of tokens is allowed that each group loses by its longest.
+    """
+    samples: list[int] = [0, *accumulate(counts)]
+    tokens: list[int] = [0, *accumulate(size * count for size, count in zip(sizes, counts, strict=True))]
+
+    def lost(first: int, last: int) -> int:
+        return sizes[first] * (samples[last + 1] - samples[first]) - (tokens[last + 1] - tokens[first])
+
+    def starts(most: int) -> list[int] | None:
+        found: list[int] = []
+        first = 0
+        while first < len(sizes):
+            if len(found) == num_groups:
+                return None
+            found.append(first)
+            first = bisect_right(range(len(sizes)), most, first, key=partial(lost, first))
+        return found
+
+    low, high = 0, sizes[0] * samples[-1]
+    while low < high - high // 64:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if starts(middle) is None else (low, middle)
+    first = starts(high) or []
+    return [sizes[run] for run in first], np.add.reduceat(np.array(counts), first)
+
+
+def _solve(longest: list[int], counts: IntArray, capacity: int, effort: Effort) -> list[tuple[Pattern, float]]:
+    """
+    Return patterns of groups, each with its number of bins. Together they have a place for all
+    samples, in about the fewest bins that half of the effort finds.
+    """
+    effort.spend(_STEPS_OF_A_PROGRAM)
+    half = int(effort.left) // 2
+    effort.spend(half)
+    own = Effort(half)
+    program = _Program(np.array(longest), counts, capacity)
+    with suppress(SpentError):
+        program.improve(own)
+    effort.left += own.left
+    return [
+        (column, use)
+        for column, use in zip(program.columns, program.uses.tolist(), strict=True)
+        if column and use > _TINY
+    ]
+
+
+class _Program:
+    """Patterns of groups in fractions, as few as are found, with a place for all samples."""
+
+    def __init__(self, sizes: IntArray, counts: IntArray, capacity: int) -> None:
+        self._sizes, self._counts, self._capacity = sizes, counts, capacity
+        per_bin = capacity // sizes
+        self.columns: list[Pattern] = [{group: num} for group, num in enumerate(per_bin.tolist())]
+        """Patterns of the basis. One without samples gives places of a group to the next."""
+        self.uses = counts / per_bin
+        self._costs = np.ones(sizes.size)
+        self._prices = 1 / per_bin
+        self._inverse = np.diag(self._prices)  # transposed: a row for each group
+
+    def improve(self, effort: Effort) -> None:
+        """Take better patterns until they are close to the bound; SpentError if the effort ends."""
+        centre, bound = self._sizes / self._capacity, 0.0
+        is_better = True
+        while is_better:
+            is_better = self._pass_places_on(effort)
+            for smoothing in (_SMOOTHING, 0.0):
+                effort.spend(self._sizes.size * (50 + self._capacity // 250))
+                smoothed = smoothing * centre + (1 - smoothing) * np.clip(self._prices, 0, 1)
+                knapsack = solve_knapsack(self._sizes, np.floor(smoothed * _SCALE).astype(np.int64), self._capacity)
+                total = sum(map(mul, knapsack.prices.tolist(), self._counts.tolist()))
+                if total / knapsack.best > bound:
+                    bound, centre = total / knapsack.best, knapsack.prices / knapsack.best
+                if fsum((self.uses * self._costs).tolist()) <= bound * (1 + _CLOSE):
+                    return
+                dearest = np.argsort(-knapsack.worth_with_each_run(), kind="stable").tolist()
+                entered = [self._enter(pattern, 1, effort) for pattern in knapsack.patterns_with(dearest)]
+                if any(entered):
+                    is_better = True
+                    break
+
+    def _pass_places_on(self, effort: Effort) -> bool:
+        """Let shorter samples take places of longer ones where it helps; return whether it did."""
+        prices = [*self._prices.tolist(), 0.0]
+        dearer = [group for group in range(self._sizes.size) if prices[group] < prices[group + 1] - _TINY]
+        entered = [self._enter({group: -1, group + 1: 1}, 0, effort) for group in dearer]
+        return any(entered)
+
+    def _enter(self, column: Pattern, cost: int, effort: Effort) -> bool:
+        """Put a column into the basis if it saves bins; return whether it does."""
+        entries = [(group, num) for group, num in column.items() if group < self._sizes.size]
+        effort.spend(_STEPS_OF_A_COLUMN)
+        gain = -float(cost)
+        for group, num in entries:
+            gain += num * float(self._prices[group])
+        if gain <= _LEAST_GAIN * cost + _TINY:
+            return False
+        effort.spend(_STEPS_OF_A_PIVOT + self._sizes.size**2 // 100)
+        change = np.zeros(self._sizes.size)
+        for group, num in entries:
+            change += num * self._inverse[group]
+        (less,) = (change > _TINY).nonzero()
+        if not less.size:  # only by an error of rounding
+            return False
+        leaving = int(less[(self.uses[less] / change[less]).argmin()])
+        use = float(self.uses[leaving] / change[leaving])
+        pivot = self._inverse[:, leaving] / change[leaving]
+        change[leaving] = 0
+        self._inverse -= np.multiply.outer(pivot, change)
+        self._inverse[:, leaving] = pivot
+        self.uses = np.maximum(self.uses - use * change, 0)
+        self.uses[leaving] = use
+        self._prices = self._prices - gain * pivot
+        self._costs[leaving] = cost
+        self.columns[leaving] = column if cost else {}
+        return True
