@@ -181,31 +181,27 @@ class _Program:
 
     def improve(self, effort: Effort) -> None:
         """Take better patterns until they are close to the bound; SpentError if the effort ends."""
-        centre, bound = self._sizes / self._capacity, 0.0
-        is_better = True
-        while is_better:
-            is_better = self._pass_places_on(effort)
-            for smoothing in (_SMOOTHING, 0.0):
-                effort.spend(self._sizes.size * (50 + self._capacity // 250))
-                smoothed = smoothing * centre + (1 - smoothing) * np.clip(self._prices, 0, 1)
-                knapsack = solve_knapsack(self._sizes, np.floor(smoothed * _SCALE).astype(np.int64), self._capacity)
-                total = sum(map(mul, knapsack.prices.tolist(), self._counts.tolist()))
-                if total / knapsack.best > bound:
-                    bound, centre = total / knapsack.best, knapsack.prices / knapsack.best
-                if fsum((self.uses * self._costs).tolist()) <= bound * (1 + _CLOSE):
-                    return
-                dearest = np.argsort(-knapsack.worth_with_each_run(), kind="stable").tolist()
-                entered = [self._enter(pattern, 1, effort) for pattern in knapsack.patterns_with(dearest)]
-                if any(entered):
-                    is_better = True
-                    break
+        centre, bound, smoothing = self._sizes / self._capacity, 0.0, _SMOOTHING
+        while True:
+            self._pass_places_on(effort)
+            effort.spend(self._sizes.size * (50 + self._capacity // 250))
+            smoothed = smoothing * centre + (1 - smoothing) * np.clip(self._prices, 0, 1)
+            knapsack = solve_knapsack(self._sizes, np.floor(smoothed * _SCALE).astype(np.int64), self._capacity)
+            total = sum(map(mul, knapsack.prices.tolist(), self._counts.tolist()))
+            if total / knapsack.best > bound:
+                bound, centre = total / knapsack.best, knapsack.prices / knapsack.best
+            if fsum((self.uses * self._costs).tolist()) <= bound * (1 + _CLOSE):
+                return
+            dearest = np.argsort(-knapsack.worth_with_each_run(), kind="stable").tolist()
+            entered = [self._enter(pattern, 1, effort) for pattern in knapsack.patterns_with(dearest)]
+            smoothing = _SMOOTHING if any(entered) else 0.0
 
-    def _pass_places_on(self, effort: Effort) -> bool:
-        """Let shorter samples take places of longer ones where it helps; return whether it did."""
+    def _pass_places_on(self, effort: Effort) -> None:
+        """Let shorter samples take places of longer ones where that saves bins."""
         prices = [*self._prices.tolist(), 0.0]
-        dearer = [group for group in range(self._sizes.size) if prices[group] < prices[group + 1] - _TINY]
-        entered = [self._enter({group: -1, group + 1: 1}, 0, effort) for group in dearer]
-        return any(entered)
+        for group in range(self._sizes.size):
+            if prices[group] < prices[group + 1] - _TINY:
+                self._enter({group: -1, group + 1: 1}, 0, effort)
 
     def _enter(self, column: Pattern, cost: int, effort: Effort) -> bool:
         """Put a column into the basis if it saves bins; return whether it does."""

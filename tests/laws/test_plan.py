@@ -9,11 +9,13 @@ import pytest
 from hypothesis import event, example, given, reject
 from hypothesis import strategies as st
 
+from benchmarks.distributions import trace
 from packplan.core import packers
 from packplan.core.errors import PlanError, ranging
 from packplan.core.plan import (
     build_raw_plan,
     one_sample_packs,
+    packs_by_auto,
     plan_from_arrays,
     plan_to_arrays,
     refuse_dropped,
@@ -23,6 +25,8 @@ from packplan.core.plan import (
 )
 from packplan.core.policy import PlanPolicy
 from tests.strategies import raw_lengths
+
+CAPTIONS = trace("detcap")[:104].tolist()
 
 ratios = st.decimals(0, 1, places=2).map(str)
 
@@ -226,3 +230,19 @@ def test_a_long_sample_does_not_weaken_the_bound_of_the_others():
     alone, beside = (build_raw_plan(lengths, packing_length=30, quick_bound=True) for lengths in (short, [*short, 30]))
 
     assert (8, 9) == (alone.lower_bound, beside.lower_bound)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "expected"),
+    [
+        ([34, 33, 33] * 3 + [66, 67] * 2, {}, None), (CAPTIONS, {}, 20), ([*CAPTIONS, 9000], {}, 20),
+        (CAPTIONS, {"min_fill_ratio": "0.9"}, 20), (CAPTIONS, {"algorithm": "concatenative"}, None),
+        (CAPTIONS, {"algorithm": "auto"}, None), (CAPTIONS[:6], {}, None),
+    ],
+)  # fmt: skip
+def test_a_plan_says_how_many_packs_auto_needs_where_it_saves_some(lengths, options, expected):
+    """Of all samples that share packs: those that are dropped too, and no long ones."""
+    policy = PlanPolicy(packing_length=8192, allow_single_long=False, **options)
+    plan = build_raw_plan(lengths, policy)
+
+    assert expected == packs_by_auto(plan, lengths, algorithm=policy.algorithm)
