@@ -205,12 +205,13 @@ def _describe_packs(planned: Split) -> Iterator[Line]:
             )
         else:
             yield _note(line)
+    policy = planned.policy
     if not policy.replanned and (found := packs_by_auto(raw, lengths, algorithm=policy.algorithm)):
         instead = f"instead of {len(raw.packs) + len(raw.dropped_packs):,}"
         yield _note(f"training.packing_algorithm: auto needs {counted(found, 'pack')} {instead}")
     low = low_fill(raw, lengths)
     if low is not None:
-        yield _warning(f"fill is {low.fill:.4f}, since {_reason(low, planned.policy)}")
+        yield _warning(f"fill is {low.fill:.4f}, since {_reason(low, policy)}")
 
 
 def _reason(low: LowFill, policy: PlanPolicy) -> str:

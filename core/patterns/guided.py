@@ -18,7 +18,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from math import fsum
-from operator import mul
 
 import numpy as np
 
@@ -187,7 +186,8 @@ class _Program:
             effort.spend(self._sizes.size * (50 + self._capacity // 250))
             smoothed = smoothing * centre + (1 - smoothing) * np.clip(self._prices, 0, 1)
             knapsack = solve_knapsack(self._sizes, np.floor(smoothed * _SCALE).astype(np.int64), self._capacity)
-            total = sum(map(mul, knapsack.prices.tolist(), self._counts.tolist()))
+            priced = zip(knapsack.prices.tolist(), self._counts.tolist(), strict=True)
+            total = sum(price * count for price, count in priced)
             if total / knapsack.best > bound:
                 bound, centre = total / knapsack.best, knapsack.prices / knapsack.best
             if fsum((self.uses * self._costs).tolist()) <= bound * (1 + _CLOSE):

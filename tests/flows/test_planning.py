@@ -339,7 +339,7 @@ def test_samples_that_teach_nothing_are_counted_and_all_of_them_are_refused_in_t
 def test_the_log_says_how_many_packs_auto_needs_where_that_saves_some(algorithm, says):
     planned = Desk(ListSource([25, 19, 15, 8, 9])).plan(packing_length=40, algorithm=algorithm, min_fill_ratio="0")
 
-    lines = [line for _, line in describe(planned, policy(algorithm=algorithm)) if "auto" in line]
+    lines = [line for _, line in describe(planned) if "auto" in line]
 
     assert ["train: training.packing_algorithm: auto needs 2 packs instead of 3"] * says == lines
 
