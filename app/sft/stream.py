@@ -38,7 +38,7 @@ from packplan.core.stream import PACKER_VERSION, Order, StreamProgress, StreamSt
 
 if TYPE_CHECKING:
     from packplan.adapters.trainer.checkpoints import Checkpoint
-    from packplan.adapters.trainer.streams.trainer import StreamStart, StreamTrainer
+    from packplan.adapters.trainer.streams.trainer import StreamTrainer
 
 log = logging.getLogger(__name__)
 
@@ -118,13 +118,13 @@ def _prepare(
             counted(batch.accumulation.effective_batch_size, "pack"),
             counted(group.world_size, "rank"),
         )
-        _log_start(config, start)
+        _log_start(config, start[0])
     return trainer, checkpoint
 
 
-def _log_start(config: RunConfig, start: StreamStart) -> None:
+def _log_start(config: RunConfig, progress: StreamProgress) -> None:
     """Log the progress at which a resumed stream starts, if it does."""
-    progress, training = start.progress, config.training
+    training = config.training
     if not progress.step:
         return
     is_done = progress.epoch >= training.num_train_epochs

@@ -39,14 +39,6 @@ log = logging.getLogger(__name__)
 
 
 @attrs.frozen
-class StreamStart:
-    """Progress at which a run starts."""
-
-    progress: StreamProgress
-    rank: RankState
-
-
-@attrs.frozen
 class StreamTotals:
     """Counts of a stream's samples, over all ranks and epochs so far."""
 
@@ -77,7 +69,7 @@ class StreamTrainer(PackingTrainer):
         *,
         num_epochs: int | None,
         max_dropped_share: Decimal,
-        start: StreamStart,
+        start: tuple[StreamProgress, RankState],
         resume_state: Callable[[StreamProgress], StreamState],
         attention: AttentionChoice,
         **options: Any,
@@ -88,7 +80,7 @@ class StreamTrainer(PackingTrainer):
         Args:
             num_epochs: Epochs after which training ends; None ends it after `max_steps`.
             max_dropped_share: Share of tokens in dropped packs above which the log warns, once.
-            start: Progress to start at.
+            start: Progress to start at, of all ranks and of this one.
             resume_state: Function that makes the resume state of a checkpoint.
             attention: Attention that trains, stored in checkpoints.
             **options: Options of `PackingTrainer`; train_dataset is a `DynamicDataset`.
@@ -96,12 +88,12 @@ class StreamTrainer(PackingTrainer):
         self.num_epochs = sys.maxsize if num_epochs is None else num_epochs
         if num_epochs is not None:
             options["args"].max_steps = sys.maxsize
-        self.max_dropped_share, self.start = max_dropped_share, start
+        self.max_dropped_share, (self.start, self._begun) = max_dropped_share, start
         self.resume_state, self.attention = resume_state, attention
         self.options = options["train_dataset"].options
-        self._earlier, self._trained, self._has_warned = start.rank.earlier, start.rank.trained, False
+        self._earlier, self._trained, self._has_warned = self._begun.earlier, self._begun.trained, False
         self._lengths: list[tuple[int, ...]] = []
-        self._epoch, self._first_step = start.progress.epoch, start.progress.step - start.progress.epoch_step
+        self._epoch, self._first_step = self.start.epoch, self.start.step - self.start.epoch_step
         self._left_over: list[tuple[int, ...]] = []
         self._loader: PackLoader
         workers = options["args"].dataloader_num_workers
@@ -125,8 +117,7 @@ class StreamTrainer(PackingTrainer):
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         """Return numbers that end training after `max_steps`, or after whole epochs."""
         _, *others, max_steps = super().set_initial_training_values(args, dataloader)
-        progress = self.start.progress
-        return progress.epoch if progress.step >= max_steps else self.num_epochs, *others, max_steps
+        return self.start.epoch if self.start.step >= max_steps else self.num_epochs, *others, max_steps
 
     def _init_training_state(self, max_steps: int, *arguments: Any, **options: Any) -> tuple[int, int]:
         super()._init_training_state(max_steps, *arguments, **options)
@@ -134,7 +125,7 @@ class StreamTrainer(PackingTrainer):
         self.state.compute_steps(self.args, max_steps)
         # No batch is skipped, since the data set goes on by itself. Generators are then restored
         # before the first batch, whose answers may need them.
-        return self.start.progress.epoch, 0
+        return self.start.epoch, 0
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
@@ -180,8 +171,8 @@ class StreamTrainer(PackingTrainer):
 
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
         self._epoch, start = epoch, self.start
-        if epoch == start.progress.epoch:
-            self.train_dataset.resume(start.rank, start.progress.segments)
+        if epoch == start.epoch:
+            self.train_dataset.resume(self._begun, start.segments)
         else:
             self._first_step = self.state.global_step
             self.train_dataset.resume(RankState())
@@ -192,7 +183,7 @@ class StreamTrainer(PackingTrainer):
         super()._run_epoch(epoch=epoch, **options)
         if self._is_over and self.state.global_step == step:
             self.control.should_training_stop = False  # the epoch's last step was before the resume
-        if not (self.has_learned or start.progress.step or self.was_terminated):
+        if not (self.has_learned or start.step or self.was_terminated):
             raise DataSetError(
                 f"none of the samples of {counted(self.state.global_step, 'step')} had a supervised token, so nothing "
                 "was learned: raise template.max_length if it truncates their answers"
@@ -248,7 +239,7 @@ class StreamTrainer(PackingTrainer):
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         step = self.state.global_step
-        progress = attrs.evolve(self.start.progress, step=step, epoch=self._epoch, epoch_step=0, segments=())
+        progress = attrs.evolve(self.start, step=step, epoch=self._epoch, epoch_step=0, segments=())
         if not self._is_over:
             segments = self.train_dataset.segments
             progress = attrs.evolve(progress, epoch_step=step - self._first_step, segments=segments)

@@ -31,7 +31,7 @@ from packplan.adapters.trainer.packed_dataset import PackedDataset
 from packplan.adapters.trainer.settings import setting_faults
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.adapters.trainer.streams.dataset import DynamicDataset, RecordStream
-from packplan.adapters.trainer.streams.trainer import StreamStart, StreamTrainer
+from packplan.adapters.trainer.streams.trainer import StreamTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
 from packplan.app.planning.split import Split
 from packplan.app.wiring.training.ranks import require_same, require_same_weights, settings_files
@@ -269,9 +269,9 @@ def _evaluated(split: Split | None, arguments: TrainingArguments) -> PackedDatas
 
 def open_stream_start(
     checkpoint: Checkpoint[StreamState] | None, group: RankGroup, arguments: TrainingArguments
-) -> StreamStart:
+) -> tuple[StreamProgress, RankState]:
     """
-    Return the progress at which this rank starts a stream.
+    Return the progress at which a stream starts, of all ranks and of this one.
 
     Args:
         checkpoint: To resume from; None starts from the beginning.
@@ -280,13 +280,13 @@ def open_stream_start(
     """
     now = {"world_size": group.world_size, "shards_per_rank": max(1, arguments.dataloader_num_workers)}
     if checkpoint is None:
-        return StreamStart(StreamProgress(**now), RankState())
+        return StreamProgress(**now), RankState()
     progress, folder = checkpoint.resume_state.progress, Path(checkpoint.folder)
     if attrs.evolve(progress, **now) == progress:
-        return StreamStart(progress, read_rank_state(folder, group.rank))
+        return progress, read_rank_state(folder, group.rank)
     before = [read_rank_state(folder, rank) for rank in range(progress.world_size)]
     progress, ranks = reassign(progress, before, **now)
-    return StreamStart(progress, ranks[group.rank])
+    return progress, ranks[group.rank]
 
 
 def build_stream_trainer(
@@ -297,7 +297,7 @@ def build_stream_trainer(
     attention: AttentionChoice,
     group: RankGroup,
     order: Order,
-    start: StreamStart,
+    start: tuple[StreamProgress, RankState],
     resume_state: Callable[[StreamProgress], StreamState],
 ) -> StreamTrainer:
     """
@@ -310,7 +310,7 @@ def build_stream_trainer(
         attention: Attention of the run.
         group: The ranks.
         order: Order of the samples of `train` in an epoch.
-        start: Progress to start at.
+        start: Progress to start at, of all ranks and of this one.
         resume_state: Function that makes the resume state of a checkpoint.
     """
     training, encoder = config.training, splits["train"].encoder
