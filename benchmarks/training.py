@@ -195,7 +195,7 @@ def _epochs(config: RunConfig, way: Way, size: int, device: str) -> Iterator[dic
     trainer.train_dataset.samples = encoded
     if way.rows == "sorted":
         fields = attrs.asdict(trainer.schedule, recurse=False, filter=lambda field, _: field.init)
-        trainer.follower.follow(SortedSchedule(**fields, lengths=np.array(encoded.lengths)))
+        trainer.follower.reschedule(SortedSchedule(**fields, lengths=np.array(encoded.lengths)))
     yield _facts(trainer, encoded, way)
     clock = EpochClock(on_gpu=on_gpu)
     trainer.add_callback(clock)

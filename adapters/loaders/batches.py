@@ -78,9 +78,9 @@ class PackBatches:
             identity=identity,
             **{"tuner": "", **facts},
         )
-        self.follow(schedule)
+        self.reschedule(schedule)
 
-    def follow(self, schedule: EpochSchedule) -> None:
+    def reschedule(self, schedule: EpochSchedule) -> None:
         """Serve another schedule of the same plan, from its start."""
         self._whole = schedule
         self.restart()

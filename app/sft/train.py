@@ -87,7 +87,7 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
 
     for split in splits.values():
         plan_split(split, ranks)
-    follower, checkpoint = _schedule(config, splits["train"], checkpoint, ranks)
+    follower, checkpoint = _schedule_packs(config, splits["train"], checkpoint, ranks)
     group.settle()
     if group.rank == 0:
         _log_plans(config, splits, follower.schedule)
@@ -95,11 +95,11 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
 
     trainer = build_trainer(config, arguments, splits, follower, attention=attention, group=group)
     trainer.resumes_from = None if checkpoint is None else checkpoint.folder
-    _forecast(config, trainer, splits)
+    _forecast_time(config, trainer, splits)
     return trainer, splits
 
 
-def _schedule(
+def _schedule_packs(
     config: RunConfig, train: Split, checkpoint: Checkpoint[ResumeState] | None, ranks: Ranks
 ) -> tuple[PackBatches, Checkpoint[ResumeState] | None]:
     """
@@ -125,11 +125,11 @@ def _schedule(
         schedule = plan_epochs(train, schedule, ranks)
     if checkpoint is not None:
         require_start(schedule, where=checkpoint.folder)
-    follower.follow(schedule)
+    follower.reschedule(schedule)
     return follower, checkpoint
 
 
-def _forecast(config: RunConfig, trainer: PackTrainer, splits: dict[str, Split]) -> None:
+def _forecast_time(config: RunConfig, trainer: PackTrainer, splits: dict[str, Split]) -> None:
     """Let the trainer tell the time that is left, where a calibration fits the run."""
     schedule, group = trainer.schedule, trainer.group
     timing, unused = find_timing(config, world_size=group.world_size, attention=trainer.attention.name)

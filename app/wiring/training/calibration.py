@@ -132,7 +132,7 @@ def packs_stats(train: Split, packs: Packs) -> PackStats:
 def _serve(trainer: PackTrainer, stats: PackStats, schedule: EpochSchedule, evaluated: Split | None) -> None:
     """Let a trainer train and evaluate other packs, in the order of another schedule."""
     data: Any = trainer.train_dataset
-    trainer.follower.follow(schedule)
+    trainer.follower.reschedule(schedule)
     trainer.pack_stats, trainer.forecast = (lambda _: stats), None
     trainer.train_dataset = PackedDataset(data.samples, stats.packs, data.planned, grouped=data.grouped)
     if evaluated is not None:
