@@ -97,14 +97,15 @@ class FollowsSchedule:
         """
         _, _, *others, _, _ = super().set_initial_training_values(*args)  # type: ignore[misc]
         schedule = self.schedule
-        return (
-            schedule.num_epochs, schedule.steps_per_epoch, *others, schedule.batches_per_epoch, schedule.total_steps
-        )  # fmt: skip
+        return schedule.num_epochs, schedule.steps_per_epoch, *others, schedule.batches_per_epoch, schedule.total_steps
 
     def _init_training_state(self, *args: Any, **options: Any) -> tuple[int, int]:
         super()._init_training_state(*args, **options)  # type: ignore[misc]
         # That of a checkpoint of an earlier version has no place for it.
         self.state.stateful_callbacks.setdefault(PackplanProgress.__name__, {})
+        # The trainer may have restored a copy of the callback, which follows nothing.
+        self.callback_handler.remove_callback(PackplanProgress)
+        self.callback_handler.add_callback(self._progress)
         seal_saves(self.state)
         return self.schedule.start.epoch, 0  # the follower begins where the checkpoint ended
 

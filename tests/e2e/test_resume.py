@@ -173,8 +173,8 @@ def test_what_is_left_is_trained_by_the_settings_of_the_resumed_run(trained, res
     """The packs left, each once; logs and saves by its own YAML; no other tuner."""
     sections, folder, first = trained
 
-    resumed = resume(sections, folder / "checkpoint-2", save_steps=4, logging_steps=3)
-
+    keys = {"save_steps": 4, "logging_steps": 3, "restore_callback_states_from_checkpoint": True}
+    resumed = resume(sections, folder / "checkpoint-2", **keys)
     assert len(first.schedule.order(0)) > 2 * 2
     assert [*first.schedule.order(0)[2 * 2 :].tolist(), *first.schedule.order(1).tolist()] == fetched
     later = range(3, resumed.num_steps + 1)
