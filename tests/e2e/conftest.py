@@ -139,15 +139,15 @@ def fetched(monkeypatch) -> list[int]:
 
 @pytest.fixture(scope="module")
 def _opened_template() -> Callable[..., Any]:
-    from packplan.app.wiring.training import samples
+    from packplan.app.wiring import splits
 
-    return cache(samples.open_template)
+    return cache(splits.open_template)
 
 
 @pytest.fixture
 def one_template(_opened_template: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs of one model and template share it: those of a file's tests that ask for this."""
-    monkeypatch.setattr("packplan.app.wiring.training.samples.open_template", _opened_template)
+    monkeypatch.setattr("packplan.app.wiring.splits.open_template", _opened_template)
 
 
 @pytest.fixture

@@ -187,8 +187,8 @@ def test_a_turned_video_has_the_frames_that_it_shows(tmp_path):
 @pytest.fixture(scope="module")
 def ready(demo, few, tmp_path_factory):
     """Return a function that gives a run of a model, ready to train: one for all who compare it."""
+    from packplan.app.sft.train import prepare
     from packplan.app.wiring import training as wiring
-    from tests.e2e.ready import prepare
 
     @cache
     def prepared(model: str):
@@ -205,8 +205,8 @@ def ready(demo, few, tmp_path_factory):
             },
         }
         (folder / "run.yaml").write_text(yaml.safe_dump(sections))
-        config = wiring.read_config(folder / "run.yaml")
-        return config, prepare(config, OneRank())
+        trainer, splits = prepare(config := wiring.read_config(folder / "run.yaml"), OneRank())
+        return config, trainer, splits["train"]
 
     return prepared
 
@@ -257,7 +257,7 @@ def shared_layers(batch):
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_swapped_frame_is_found(ready, comparison, monkeypatch, model, tamper):
     """As is a frame that a neighbour's video has."""
-    trainer = ready(model)[1].trainer
+    trainer = ready(model)[1]
     plain = trainer.data_collator
     monkeypatch.setattr(trainer, "data_collator", lambda items: tamper(plain(items)))
 
@@ -269,7 +269,7 @@ def test_a_swapped_frame_is_found(ready, comparison, monkeypatch, model, tamper)
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
 def test_frames_that_a_neighbour_sees_are_found(ready, comparison, monkeypatch, model):
     """A tower that attends over all frames of a pack leaks."""
-    modules = ready(model)[1].trainer.model.modules()
+    modules = ready(model)[1].model.modules()
     visual = next(module.visual for module in modules if hasattr(module, "visual"))
     plain = visual.forward
 
