@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 MINUTES ?= 10
 # Tests start processes of their own: more threads than cores only slow them down.
-test test-fast test-hosts explore: export OMP_NUM_THREADS ?= 1
+test test-fast test-hosts test-pages test-swift-page explore: export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
 # Where compiled modules are not kept, every process of the tests compiles the project anew: 1 s each.
 unexport PYTHONDONTWRITEBYTECODE
@@ -28,10 +28,10 @@ test-fast: $(READY)
 test-hosts: $(HOSTS)/.ready $(READY)
 	$(MAKE) --jobs=2 --output-sync=target --no-print-directory test-pages test-swift-page
 
-test-pages:
+test-pages: $(HOSTS)/.ready
 	HOST_PYTHON=$(abspath $(HOSTS)/bin/python) $(HOSTS)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/hosts
 
-test-swift-page:
+test-swift-page: $(READY)
 	HOST_PYTHON=$(abspath $(RUN)) $(RUN) -m pytest tests/hosts/test_swift_page.py
 
 $(HOSTS)/.ready: pyproject.toml $(wildcard docs/use-it-in/*.md)

@@ -27,7 +27,7 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 # The same examples on every machine; what is random is `make explore`, which says how to reproduce
 # what it finds.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "database": None, "print_blob": True}
-settings.register_profile("repeatable", max_examples=40, derandomize=True, **_COMMON)
+settings.register_profile("repeatable", max_examples=25, derandomize=True, **_COMMON)
 settings.register_profile("explore", max_examples=500, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 

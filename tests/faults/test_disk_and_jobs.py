@@ -2,6 +2,7 @@
 
 import os
 import resource
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -26,6 +27,14 @@ def _no_flush(monkeypatch):
 @pytest.fixture
 def data(tmp_path) -> Path:
     return write_data(tmp_path / "data.jsonl", LENGTHS)
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that every user may enter: each start of pytest closes those of all its runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
 
 
 @pytest.fixture
@@ -68,16 +77,14 @@ def test_a_disk_that_is_full_is_named_and_the_next_run_goes_on(data, whole, tmp_
 
 
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_folder_that_may_not_be_written_is_named(data, tmp_path, warm):
+def test_a_folder_that_may_not_be_written_is_named(open_folder, warm):
     """By a user without rights there, with lengths stored or not."""
-    folder = tmp_path / "run"
+    data, folder = write_data(open_folder / "data.jsonl", LENGTHS), open_folder / "run"
     folder.mkdir()
     if warm:
         execute(FileSource(data), folder)
     for path in (folder, *folder.iterdir()):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    for path in (data, tmp_path, *tmp_path.parents[:3]):
-        path.chmod(path.stat().st_mode | 0o555)
 
     def run(_: Forked) -> None:
         if os.geteuid() == 0:

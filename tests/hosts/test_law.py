@@ -57,23 +57,33 @@ def name_of(cell: dict[str, Any]) -> str:
     return "-".join(map(str, cell.values()))
 
 
+BOTH = "import sys; from tests.hosts import law, refused; law.main(sys.argv[1]); refused.main(sys.argv[2])"
+"""Both in one process: importing what they need takes longer than most cells."""
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
-    """Run all cells, and return what each rank of each found, by the cell's name."""
-    folder = tmp_path_factory.mktemp("cells")
+def folders(tmp_path_factory) -> tuple[Path, Path]:
+    """Run all cells, and give trainers what they would not train as planned; return both folders."""
+    folder, refused = tmp_path_factory.mktemp("cells"), tmp_path_factory.mktemp("refused")
     cells = [{"out": str(folder / name_of(one)), **one} for one in CELLS]
     for trainer, before, after in RESUMED:
         out = {"out": str(folder / f"{trainer} {before} to {after}")}
         cells.append(out | cell(trainer, "qwen2", before, 2, 0) | {"kill_after": 2})
         cells.append(out | cell(trainer, "qwen2", after, 2, 0) | {"resume": True})
     (folder / "cells.json").write_text(json.dumps(cells))
-    command = [PYTHON, "-m", "tests.hosts.law", str(folder / "cells.json")]
+    command = [PYTHON, "-c", BOTH, str(folder / "cells.json"), str(refused)]
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=DEADLINE_S)
     assert 0 == run.returncode, run.stderr[-3000:]
+    return folder, refused
+
+
+@pytest.fixture(scope="module")
+def found(folders) -> dict[str, list[dict[str, Any]]]:
+    """What each rank of each cell found, by the cell's name."""
     return {
         path.name: [json.loads(rank.read_text()) for rank in sorted(path.glob("found*.json"))]
         or [path.read_text()[-2000:] for path in sorted(path.glob("errors*.txt"))]
-        for path in folder.iterdir()
+        for path in folders[0].iterdir()
         if path.is_dir()
     }
 
@@ -143,16 +153,7 @@ def test_a_killed_run_goes_on_with_what_is_left(found, trainer, before, after):
     assert first["gradients"] < FLOAT32
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory) -> dict[str, str]:
-    """Give trainers what they would not train as planned, and return what each was told."""
-    folder = tmp_path_factory.mktemp("refused")
-    command = [PYTHON, "-m", "tests.hosts.refused", str(folder)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=DEADLINE_S)
-    assert 0 == run.returncode, run.stderr[-3000:]
-    return json.loads((folder / "told.json").read_text())
-
-
-def test_what_a_trainer_would_not_train_as_planned_is_refused_by_name(told):
+def test_what_a_trainer_would_not_train_as_planned_is_refused_by_name(folders):
     """Settings, rows, ranks, plans, checkpoints, loaders and models: none is trained."""
+    told = json.loads((folders[1] / "told.json").read_text())
     assert {} == {words: text for words, text in told.items() if words not in text}
