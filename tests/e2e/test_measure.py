@@ -1,6 +1,5 @@
 """`packplan measure`: its table equals full encodes, and runs take from it."""
 
-import itertools
 import json
 import re
 import shutil
@@ -144,34 +143,6 @@ def test_a_table_is_continued_with_records_that_it_lacks(run, demo, tmp_path, me
     run(tmp_path / "fresh.jsonl", "--model", model, output=tmp_path / "fresh.parquet")
     assert rows_of(tmp_path / "fresh.parquet") == rows_of(output)
     assert without_index(before[:59]) == without_index(rows_of(output)[1:60])
-
-
-def test_measuring_that_was_interrupted_goes_on(run, demo, tmp_path, monkeypatch, measured):
-    """What was measured is not measured again, and the table is the same."""
-    data = write_lines(tmp_path / "data.jsonl", chats(90))
-    words = (data, "--model", demo / "models" / "qwen2", "training.packing_length_cache_persist_every=10")
-    run(*words, output=tmp_path / "whole.parquet")
-    append, calls = DiskLengthStore.append, itertools.count()
-
-    def interrupted(*arguments, **options):
-        if next(calls) == 3:
-            raise KeyboardInterrupt
-        return append(*arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DiskLengthStore, "append", interrupted)
-        said = run(*words, status=130)
-    assert "what was measured is kept; run again to go on" in said
-    assert not (tmp_path / "lengths.parquet").exists()
-    said = run(*words, "template.system=Look.", status=2)
-    assert "--output: the lengths in" in said
-    assert f"remove {tmp_path / 'lengths.parquet.measuring'}, or name another file" in said
-    measured.clear()
-
-    run(*words)
-
-    assert list(range(30, 90)) == measured
-    assert (tmp_path / "whole.parquet").read_bytes() == (tmp_path / "lengths.parquet").read_bytes()
 
 
 def test_ranks_write_the_table_that_one_process_writes(server, run, demo, few_scenes, tmp_path):

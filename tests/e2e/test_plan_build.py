@@ -227,10 +227,6 @@ def test_failures_are_written_whole_whatever_is_printed(write_run, run, tmp_path
 
     said = run("build", path, *options, status=2)
 
-    lines = said.out.splitlines()
-    assert [f"{data}, line {line}" for line in range(2, 102)] == [line.split(":")[0] for line in lines[:100]]
-    assert "… and 4 more; all by reason, without what each record says:" == lines[100]
-    assert ["103", "1"] == [line.split()[0] for line in lines[101:]]
     assert "104 of 105 records cannot become samples" in said.err
     written = [json.loads(line) for line in bad.read_text().splitlines()]
     assert [f"{data}, line {line}" for line in range(2, 106)] == [one["where"] for one in written]

@@ -22,9 +22,8 @@ from packplan.adapters.samples import urls as fetching
 from packplan.adapters.samples.image_headers import image_facts
 from packplan.adapters.samples.places import Patience
 from packplan.adapters.samples.urls import MediaCache
-from packplan.core.errors import OutputError, RecordError
+from packplan.core.errors import OutputError
 from packplan.core.samples import HEAD_BYTES
-from tests.records import asked
 
 
 def png(color: str) -> bytes:
@@ -343,39 +342,3 @@ def test_a_folder_that_cannot_be_written_is_no_fault_of_a_record(cache, server, 
     (tmp_path / "media").write_text("")
     with pytest.raises(OutputError, match="media"):
         cache().path(f"{server.url}/red.png")
-
-
-def test_a_run_fetches_its_images_before_it_measures_and_trains_without_a_network(
-    serving, write_run, execute, tmp_path, caplog
-):
-    """As it trains the same images from files; without the key, the record is refused."""
-    import attrs
-
-    from packplan.app.wiring import training
-    from packplan.app.wiring.splits import open_splits
-
-    serving.asked.clear()
-    path = tmp_path / "urls.jsonl"
-    first, *rest = [f"{serving.url}/{name}" for name in ("red.png", "blue", "red.png", "blue")]
-    part = [{"type": "image_url", "image_url": {"url": first}}, {"type": "text", "text": "What?"}]
-    records = [asked(part), *(asked(f"<image>What is in {number}?", images=[url]) for number, url in enumerate(rest))]
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    keys = {"train_jsonl": str(path), "media_cache": str(tmp_path / "media")}
-    with pytest.raises(RecordError, match=r"line 1: .*only files are read, .* name a media_cache"):
-        open_splits(training.read_config(write_run(custom={"train_jsonl": str(path)})))["train"].encoder.encode(0)
-
-    execute(write_run(custom=keys, training={"max_steps": 1, "packing_drop_last": False}))
-
-    assert {"/red.png": 1, "/blue": 1} == dict(serving.asked)
-    run = open_splits(training.read_config(write_run(custom=keys)))
-    (tmp_path / "red.png").write_bytes(RED)
-    path.with_name("files.jsonl").write_text(path.read_text().replace(f"{serving.url}/red.png", "red.png"))
-    plain = open_splits(
-        training.read_config(write_run(custom={**keys, "train_jsonl": str(path.with_name("files.jsonl"))}))
-    )
-    for index in (0, 2):
-        found, expected = (of["train"].encoder.encode(index) for of in (run, plain))
-        assert expected["input_ids"] == found["input_ids"]
-        assert expected["pixel_values"].equal(found["pixel_values"])
-    assert {1} == {*serving.asked.values()}
-    assert attrs.asdict(run["train"].source.media_facts(0)[0])["num_bytes"] == len(RED)

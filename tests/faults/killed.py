@@ -16,7 +16,7 @@ from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.core.samples import column
 from tests.faults.runs import FLUSH_EVERY, POLICY, FileSource, Forked, artefacts_of, at_each_line, execute, write_data
 
-RUNS = 24
+RUNS = 16
 
 LENGTHS = [random.Random(5).randint(1, 95) for _ in range(40)]  # noqa: S311  # lengths of a test
 

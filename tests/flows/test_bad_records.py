@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from decimal import Decimal
-from functools import partial
 
 import numpy as np
 import pytest
@@ -170,24 +169,3 @@ def test_a_run_that_stops_at_bad_records_takes_over_none():
 
     with pytest.raises(RecordError, match="line 2: is bad"):
         measured(FaultySource([5, -1, 6]), store, None)
-
-
-def test_bad_records_survive_an_interruption(monkeypatch):
-    """What was measured before stays measured, and flagged records stay flagged."""
-    source, store = FaultySource([5, -1, 6, 7, 8, -1, 9]), CountedLengthStore()
-    with monkeypatch.context() as patch:
-        patch.setattr(source, "media_facts", partial(interrupted, source, source.media_facts))
-        with pytest.raises(KeyboardInterrupt):
-            measured(source, store)
-    assert [1] == [one.index for one in store.bad()]
-
-    table = measured(FaultySource([5, -1, 6, 7, 8, -1, 9]), store)
-
-    assert [5, 0, 6, 7, 8, 0, 9] == table[:, 0].tolist()
-    assert [1, 5] == [one.index for one in store.bad()]
-
-
-def interrupted(source, images, index, **options):
-    if source.lengths[index] == 8:
-        raise KeyboardInterrupt
-    return images(index, **options)

@@ -63,7 +63,7 @@ BOTH = "import sys; from tests.hosts import law, refused; law.main(sys.argv[1]);
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> tuple[Path, Path]:
-    """Run all cells, and give trainers what they would not train as planned; return both folders."""
+    """Run all cells, give trainers what they would not train as planned; return both folders."""
     folder, refused = tmp_path_factory.mktemp("cells"), tmp_path_factory.mktemp("refused")
     cells = [{"out": str(folder / name_of(one)), **one} for one in CELLS]
     for trainer, before, after in RESUMED:

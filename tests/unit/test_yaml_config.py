@@ -78,92 +78,61 @@ def test_all_faults_are_reported_at_once_with_path_and_remedy():
     assert "desc_first, geometry_first" in found["custom.object_field_order"]
 
 
+REFUSED = {
+    "model.attn_impl": ["varlan", ""], "model.quant_bits": [4], "template.fps": [0, math.inf],
+    "template.fps_min_frames": [800], "custom.max_video_s": [-1], "custom.max_video_bytes": [0],
+    "custom.train_jsonl": [None], "custom.fusion_schedule": ["planned"], "custom.columns": [{"ask": 3}],
+    "training.use_dora": [True], "training.freeze_parameters_ratio": [1.0], "training.lora_dropout": [1.0],
+    "training.packing_min_fill_ratio": [-1, math.nan], "training.packing_max_dropped_share": [1.1],
+    "training.packing_lengths_from": [""], "training.packing_wait_timeout_s": [-1],
+    "training.packing_algorithm": ["magic"], "training.packing_mode": ["dynamic"], "training.packing_buffer": [16],
+    "training.max_steps": [0], "training.data_seed": [-1], "training.num_train_epochs": [0, -1, 1e6, 1e300],
+    # Numbers of 2**64 would leave 64 bits.
+    "training.effective_batch_size": [0, 2**64], "training.seed": [-1, 2**64],
+    "training.dataloader_num_workers": [2**64],
+}  # fmt: skip
+"""Key -> values that it does not take, whatever the other keys say."""
+
+LORA, MIX = {"training.tuner_type": "lora"}, {"custom.fusion_config": "mix.yaml", "custom.train_jsonl": None}
+
+
 @pytest.mark.parametrize(
-    ("keys", "faults"),
+    ("keys", "refused"),
     [
-        ({"model.attn_impl": "varlan"}, {"model.attn_impl": "is 'varlan', but has to be one of auto, varlen, sdpa"}),
-        ({"model.attn_impl": ""}, {"model.attn_impl": "is '', but has to be one of"}),
-        ({"model.quant_bits": 4}, {"model.quant_bits": "without model.quant_method"}),
-        ({"model.quant_method": "bnb", "model.quant_bits": 4}, {"model.quant_method": "that would be trained"}),
-        ({"model.quant_method": "bnb", "model.quant_bits": 3, "training.tuner_type": "lora"},
-         {"model.quant_bits": "is 3, but has to be 4 or 8"}),
-        ({"template.fps": 0}, {"template.fps": "is 0.0, but has to be above 0"}),
-        ({"template.fps": math.inf}, {"template.fps": "has to be a finite number"}),
-        ({"template.fps_min_frames": 8, "template.fps_max_frames": 6},
-         {"template.fps_min_frames": "is 8, but template.fps_max_frames is 6 frames"}),
-        ({"template.fps_min_frames": 800}, {"template.fps_min_frames": "template.fps_max_frames is 768 frames"}),
-        ({"template.video_min_pixels": 9000, "template.video_max_pixels": 8000},
-         {"template.video_min_pixels": "video_max_pixels is 8000 pixels: lower it"}),
-        ({"template.fps_max_frames": 1, "template.fps_min_frames": 1},
-         {"template.fps_max_frames": "is 1, but has to be at least 2: frames are taken in pairs"}),
-        ({"custom.max_video_s": -1}, {"custom.max_video_s": "is -1.0, but has to be above 0"}),
-        ({"custom.max_video_bytes": 0}, {"custom.max_video_bytes": "is 0, but"}),
-        ({"custom.train_jsonl": None}, {"custom.train_jsonl": "is not set"}),
-        ({"custom.fusion_config": "mix.yaml", "custom.train_jsonl": None},
-         {"custom.fusion_config": "set custom.fusion_schedule: planned, which plans each epoch"}),
-        ({"custom.fusion_config": "mix.yaml", "custom.fusion_schedule": "planned"},
-         {"custom.fusion_config": "and custom.train_jsonl both name the data: remove one"}),
-        ({"custom.fusion_schedule": "planned"}, {"custom.fusion_schedule": "custom.fusion_config names no mix"}),
-        ({"custom.fusion_config": "mix.yaml", "custom.fusion_schedule": "always", "custom.train_jsonl": None},
-         {"custom.fusion_schedule": "is 'always', but has to be one of planned"}),
-        ({**ROLLOUT, "custom.fusion_config": "mix.yaml", "custom.fusion_schedule": "planned",
-          "custom.train_jsonl": None}, {"custom.fusion_schedule": "is for static plans: a stream draws its mix"}),
+        *(({key: value}, key) for key, values in REFUSED.items() for value in values),
+        ({"model.quant_method": "bnb", "model.quant_bits": 4}, "model.quant_method"),
+        ({"model.quant_method": "bnb", "model.quant_bits": 3, **LORA}, "model.quant_bits"),
+        ({"template.fps_min_frames": 8, "template.fps_max_frames": 6}, "template.fps_min_frames"),
+        ({"template.video_min_pixels": 9000, "template.video_max_pixels": 8000}, "template.video_min_pixels"),
+        ({"template.fps_max_frames": 1, "template.fps_min_frames": 1}, "template.fps_max_frames"),
+        (MIX, "custom.fusion_config"),
+        ({"custom.fusion_config": "mix.yaml", "custom.fusion_schedule": "planned"}, "custom.fusion_config"),
+        ({**MIX, "custom.fusion_schedule": "always"}, "custom.fusion_schedule"),
+        ({**ROLLOUT, **MIX, "custom.fusion_schedule": "planned"}, "custom.fusion_schedule"),
         ({**ROLLOUT, "custom.max_bad_share": 1.5, "custom.on_bad_record": "skip"},
-         {"custom.max_bad_share": "from 0 to 1", "custom.on_bad_record": "static plans"}),
-        ({"custom.columns": {"ask": "questoin", "say": "response"}}, {"custom.columns.ask": "query"}),
-        ({"custom.columns": {"ask": 3}}, {"custom.columns": "is 3, but has to be a text"}),
+         "custom.max_bad_share custom.on_bad_record"),
+        ({"custom.columns": {"ask": "questoin", "say": "response"}}, "custom.columns.ask"),
         ({"custom.source_names": {"b.jsonl": "chats", "a.jsonl": " "}},
-         {"custom.source_names.b.jsonl": "is no entry of custom.train_jsonl", "custom.source_names.a.jsonl": "a name"}),
-        ({"training.use_dora": True}, {"training.use_dora": "is of training.tuner_type lora, which is full"}),
-        ({"training.tuner_type": "lora", "training.freeze_parameters_ratio": 0.5},
-         {"training.freeze_parameters_ratio": "is of training.tuner_type full, which is lora"}),
-        ({"training.tuner_type": "lora", "training.target_regex": "("}, {"training.target_regex": "is no pattern"}),
-        ({"training.freeze_parameters_ratio": 1.0}, {"training.freeze_parameters_ratio": "from 0 to below 1"}),
-        ({"training.tuner_type": "lora", "training.lorap_lr_ratio": -1}, {"training.lorap_lr_ratio": "be above 0"}),
-        ({"training.tuner_type": "lora", "training.lorap_lr_ratio": 16, "training.optimizer": "muon"},
-         {"training.lorap_lr_ratio": "training.optimizer names another"}),
-        ({"training.tuner_type": "lora", "training.lorap_lr_ratio": 16, "training.vit_lr": 1e-5},
-         {"training.lorap_lr_ratio": "both group the weights"}),
-        ({"training.packing_min_fill_ratio": -1}, {"training.packing_min_fill_ratio": "from 0 to 1"}),
-        ({"training.packing_min_fill_ratio": math.nan}, {"training.packing_min_fill_ratio": "is nan, but has to be a"}),
-        ({"training.packing_max_dropped_share": 1.1}, {"training.packing_max_dropped_share": "is 1.1, but has to be"}),
-        ({"training.packing_lengths_from": ""}, {"training.packing_lengths_from": "the output_dir of another run"}),
-        ({"training.packing_wait_timeout_s": -1}, {"training.packing_wait_timeout_s": "or 0 to wait for ever"}),
-        ({"training.packing_algorithm": "magic"}, {"training.packing_algorithm": "one of"}),
-        ({**ROLLOUT, "training.packing_algorithm": "certified"},
-         {"training.packing_algorithm": "packs plans, but a stream packs its buffer by constant_volume: remove it"}),
-        ({**ROLLOUT, "training.packing_lengths_from": "runs/a"},
-         {"training.packing_lengths_from": "a stream measures its evaluation alone, and has none"}),
-        ({**ROLLOUT, "training.dataloader_persistent_workers": True},
-         {"training.dataloader_persistent_workers": "start again with each epoch"}),
-        ({**ROLLOUT, "training.train_dataloader_shuffle": False, "custom.train_jsonl": None,
-          "custom.fusion_config": "mix.yaml"}, {"training.train_dataloader_shuffle": "but custom.fusion_config draws"}),
-        ({"training.packing_epochs": "replanned", "training.packing": False},
-         {"training.packing_epochs": "which needs packs"}),
+         "custom.source_names.b.jsonl custom.source_names.a.jsonl"),
+        ({**LORA, "training.freeze_parameters_ratio": 0.5}, "training.freeze_parameters_ratio"),
+        ({**LORA, "training.target_regex": "("}, "training.target_regex"),
+        ({**LORA, "training.lorap_lr_ratio": -1}, "training.lorap_lr_ratio"),
+        ({**LORA, "training.lorap_lr_ratio": 16, "training.optimizer": "muon"}, "training.lorap_lr_ratio"),
+        ({**LORA, "training.lorap_lr_ratio": 16, "training.vit_lr": 1e-5}, "training.lorap_lr_ratio"),
+        ({**ROLLOUT, "training.packing_algorithm": "certified"}, "training.packing_algorithm"),
+        ({**ROLLOUT, "training.packing_lengths_from": "runs/a"}, "training.packing_lengths_from"),
+        ({**ROLLOUT, "training.dataloader_persistent_workers": True}, "training.dataloader_persistent_workers"),
+        ({**ROLLOUT, **MIX, "training.train_dataloader_shuffle": False}, "training.train_dataloader_shuffle"),
+        ({"training.packing_epochs": "replanned", "training.packing": False}, "training.packing_epochs"),
         ({"training.packing_epochs": "replanned", "training.packing_algorithm": "concatenative"},
-         {"training.packing_epochs": "concatenative keeps the order of the data"}),
-        ({**ROLLOUT, "training.packing_epochs": "replanned"}, {"training.packing_epochs": "packs while it trains"}),
-        ({**ROLLOUT, "training.packing_rehearse": True}, {"training.packing_rehearse": "made while training runs"}),
-        ({"training.packing_mode": "dynamic"}, {"training.packing_mode": "set training.packing_mode: static"}),
-        ({"training.packing_buffer": 16}, {"training.packing_buffer": "has no meaning in static mode"}),
-        ({"training.effective_batch_size": 0}, {"training.effective_batch_size": "is 0, but has to be at least 1"}),
-        ({"training.max_steps": 0}, {"training.max_steps": "is 0, but has to be at least 1, or -1"}),
-        ({"training.lora_dropout": 1.0}, {"training.lora_dropout": "from 0 to below 1"}),
-        ({"training.seed": -1}, {"training.seed": "from 0 to 2**32 - 1"}),
-        ({"training.data_seed": -1}, {"training.data_seed": "has to be a whole number of at least 0"}),
-        *[({"training.num_train_epochs": epochs}, {"training.num_train_epochs": "above 0 and below 1,000,000"})
-          for epochs in (0, -1, 1e6, 1e300)],
-        # They would leave 64 bits.
-        *[({f"training.{key}": 2**64}, {f"training.{key}": "a whole number below 1,000,000,000,000"})
-          for key in ("effective_batch_size", "seed", "dataloader_num_workers")],
+         "training.packing_epochs"),
+        ({**ROLLOUT, "training.packing_epochs": "replanned"}, "training.packing_epochs"),
+        ({**ROLLOUT, "training.packing_rehearse": True}, "training.packing_rehearse"),
     ],
 )  # fmt: skip
-def test_values_that_cannot_be_are_refused_by_their_keys(keys, faults):
+def test_values_that_cannot_be_are_refused_by_their_keys(keys, refused):
     """Before a model or data are read, and nothing else is refused with them."""
-    found = faults_of(keys)
-
-    assert set(faults) == set(found)
-    assert all(says in found[key] for key, says in faults.items())
+    assert set(refused.split()) == set(faults_of(keys))
 
 
 @pytest.mark.parametrize(
