@@ -109,7 +109,7 @@ def test_verl_gets_each_row_once_within_its_limit(engine, lengths, more, divisor
     assert len(rows) >= (least or 1)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(masked_rows, min_size=2, max_size=4), st.integers(0, 60))
 def test_ranks_of_verl_have_as_many_microbatches(engine, ranks, more):
     """All of them, or all raise: none waits for another in a collective."""

@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from packplan.adapters.losses import FusedLoss, PackedLoss
@@ -58,7 +58,6 @@ cases = {
 }
 
 
-@settings(max_examples=60)
 @given(**cases)
 def test_microbatches_hold_every_token_where_it_belongs(mode, lengths, shards, global_batch, multiple):
     """In place and position; per-token results come back sequence by sequence, in order."""
@@ -139,7 +138,6 @@ def test_a_field_runs_along_the_sequence_where_it_is_declared():
         assert 2 == found.count(one)
 
 
-@settings(max_examples=40)
 @given(case=st.fixed_dictionaries(cases), more=st.integers(1, 5))
 @example(case={"mode": "packed", "lengths": [5, 2, 3], "shards": 1, "global_batch": 3, "multiple": 4}, more=2)
 def test_fields_are_padded_with_their_own_value(case, more):

@@ -6,7 +6,7 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import packplan as pp
@@ -87,7 +87,6 @@ def test_a_sample_is_learned_as_it_says(columns, labels):
 ROWS = st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=2, max_size=5, unique_by=tuple)
 
 
-@settings(max_examples=25)
 @given(ROWS, st.data())
 def test_other_rows_of_equal_lengths_have_another_digest(ids, data):
     """One other token, label or value of an image, or two rows in each other's place."""
