@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("HOST_PYTHON", sys.executable)
 """Interpreter with the hosts; without one, the pinned ones of this environment take a few cells."""
 
-DEADLINE_S = 600
+DEADLINE_S = 900
 
 
 def cell(trainer: str, model: str, ranks: int, accumulation: int, workers: int) -> dict[str, Any]:
