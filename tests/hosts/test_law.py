@@ -79,7 +79,7 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def found(folders) -> dict[str, list[dict[str, Any]]]:
-    """What each rank of each cell found, by the cell's name."""
+    """Findings of each rank, by the name of its cell."""
     return {
         path.name: [json.loads(rank.read_text()) for rank in sorted(path.glob("found*.json"))]
         or [path.read_text()[-2000:] for path in sorted(path.glob("errors*.txt"))]
