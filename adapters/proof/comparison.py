@@ -272,14 +272,17 @@ def precision_of(model: torch.nn.Module) -> Precision:
     return names.get(next(model.parameters()).dtype, "float32")
 
 
-def limit_of(model: torch.nn.Module, precision: Precision | None = None) -> float:
+def limit_of(model: torch.nn.Module, precision: Precision | None = None, *, experts: bool = True) -> float:
     """
-    Return the largest difference of packed logits that rounding explains; *precision* None is that
-    of the weights.
+    Return the largest difference of packed logits that rounding explains.
+
+    Args:
+        model: Model that computes.
+        precision: Precision of its products; None takes that of the weights.
+        experts: Whether rounding may choose other experts, where typical tokens are compared.
     """
-    return loaded_limit(_epsilon_of(model, precision), layers=_layers_of(model)) + (
-        _OTHER_EXPERTS if rounds_choices(model) else 0
-    )
+    rounding = loaded_limit(_epsilon_of(model, precision), layers=_layers_of(model))
+    return rounding + (_OTHER_EXPERTS if experts and rounds_choices(model) else 0)
 
 
 def rounds_choices(model: torch.nn.Module) -> bool:

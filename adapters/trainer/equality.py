@@ -63,8 +63,8 @@ class PackComparison:
 
     @property
     def rounding(self) -> float:
-        """Largest difference of logits that rounding explains."""
-        return limit_of(self.trainer.model, self.trainer.precision)
+        """Largest difference of logits that rounding explains, with the same experts."""
+        return limit_of(self.trainer.model, self.trainer.precision, experts=False)
 
     def findings(self, pack: int) -> Iterator[Deviation]:
         """
