@@ -59,7 +59,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         "modified_first_fit_decreasing": Algorithm("1", over_runs=True),
         "concatenative": Algorithm("1", keeps_order=True),
         "first_fit_shuffle": Algorithm("1", draws=True),
-        "balanced": Algorithm("3", weighs=True, reports=True),
+        "balanced": Algorithm("4", weighs=True, reports=True),
         "certified": Algorithm(f"1, scipy {scipy.__version__}", draws=True, reports=True),
     }
 )

@@ -1,5 +1,5 @@
 """
-Balanced: packs of equal work within the capacity, at most one in two hundred more than the fewest.
+Balanced: packs of equal work within the capacity, at most one in two hundred more than `auto`.
 
 Groups of some thousand packs are levelled separately, so time and memory are linear in the samples.
 Samples in order of length and work are dealt to the groups in turn, so groups are alike.
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from packplan.core.bounds import find_bound
 from packplan.core.errors import counted
 from packplan.core.lengths import IntArray
+from packplan.core.packers.auto import auto
 from packplan.core.packers.best_fit_decreasing import best_fit_decreasing
-from packplan.core.packers.certified import certified
 from packplan.core.packers.exchange import Exchange
 from packplan.core.packs import Packs
 from packplan.core.runs import Runs
@@ -71,7 +71,7 @@ def balanced(
             number and of equal work; shape (num_samples,). None starts longest first.
     """
     units = in_units(WorkModel.estimated({}).trained().sample_flops(lengths) if works is None else works)
-    packs, fewest = _fewest(lengths, capacity=capacity, report=report)
+    packs, fewest = _fewest(lengths, capacity=capacity)
     limit = min(lengths.size, fewest + fewest // MORE)
     labels = _spread(lengths, units, keys, num=limit, capacity=capacity, report=report)
     if labels is None:
@@ -86,15 +86,16 @@ def _best_fit(lengths: IntArray, capacity: int) -> Packs:
     return best_fit_decreasing(runs, capacity=capacity).packs(lengths, runs)
 
 
-def _fewest(lengths: IntArray, *, capacity: int, report: Callable[[str], None]) -> tuple[Packs, int]:
+def _fewest(lengths: IntArray, *, capacity: int) -> tuple[Packs, int]:
     """
     Return known packs, and a number of packs near the fewest: the quick bound if best fit is close
-    to it, else that of the certified packing.
+    to it, else that of `auto`.
     """
     packs = _best_fit(lengths, capacity)
     num = find_bound(lengths, capacity=capacity, known=len(packs), effort=0).packs
     if len(packs) > num + num // MORE:
-        packs = certified(lengths, capacity=capacity, seed=0, report=report)
+        runs = Runs.from_lengths(lengths)
+        packs = auto(runs, capacity=capacity).packs(lengths, runs)
         num = len(packs)
     return packs, num
 
