@@ -25,7 +25,7 @@ from packplan.core.packers.auto import auto
 from packplan.core.packers.best_fit_decreasing import best_fit_decreasing
 from packplan.core.packers.exchange import Exchange
 from packplan.core.packs import Packs
-from packplan.core.runs import Runs
+from packplan.core.runs import PackingTrace, Runs
 from packplan.core.work import WorkModel, in_units
 
 MORE = 200
@@ -81,9 +81,9 @@ def balanced(
     return Packs.from_labels(np.unique(labels, return_inverse=True)[1].astype(np.int32))
 
 
-def _best_fit(lengths: IntArray, capacity: int) -> Packs:
+def _packed(lengths: IntArray, capacity: int, algorithm: Callable[..., PackingTrace] = best_fit_decreasing) -> Packs:
     runs = Runs.from_lengths(lengths)
-    return best_fit_decreasing(runs, capacity=capacity).packs(lengths, runs)
+    return algorithm(runs, capacity=capacity).packs(lengths, runs)
 
 
 def _fewest(lengths: IntArray, *, capacity: int) -> tuple[Packs, int]:
@@ -91,11 +91,10 @@ def _fewest(lengths: IntArray, *, capacity: int) -> tuple[Packs, int]:
     Return known packs, and a number of packs near the fewest: the quick bound if best fit is close
     to it, else that of `auto`.
     """
-    packs = _best_fit(lengths, capacity)
+    packs = _packed(lengths, capacity)
     num = find_bound(lengths, capacity=capacity, known=len(packs), effort=0).packs
     if len(packs) > num + num // MORE:
-        runs = Runs.from_lengths(lengths)
-        packs = auto(runs, capacity=capacity).packs(lengths, runs)
+        packs = _packed(lengths, capacity, auto)
         num = len(packs)
     return packs, num
 
@@ -106,7 +105,7 @@ def _within(packs: Packs, lengths: IntArray, *, limit: int, capacity: int) -> In
     else in *packs*.
     """
     for share in _SHARES:
-        smaller = _best_fit(lengths, max(int(lengths.max()), capacity * share // 1000))
+        smaller = _packed(lengths, max(int(lengths.max()), capacity * share // 1000))
         if len(smaller) <= limit:
             packs = smaller
             break
