@@ -102,13 +102,13 @@ def test_a_tuner_trains_saves_resumes_and_passes_the_check(  # noqa: PLR0917  # 
     if model.endswith("vl"):
         small = {"template": {"max_length": 400}, "custom": {"train_jsonl": str(scenes)}}
     whole = write_run(model, name="whole", training=several, **small)
-    prepared = []
+    prepared, plain = [], way.prepare
 
     def noted(*arguments, **options):
-        prepared.append(way.prepare(*arguments, **options))
+        prepared.append(plain(*arguments, **options))
         return prepared[-1]
 
-    monkeypatch.setattr("packplan.app.sft.train.prepare", noted)
+    monkeypatch.setattr(way, "prepare", noted)
     execute(whole)
     again = {**several, "resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-1"), "save_steps": 2}
     execute(write_run(model, name="resumed", training=again, **small))
