@@ -73,7 +73,7 @@ def test_deepspeed_reaches_ms_swift_as_it_was_written(write_run, monkeypatch):
         ({"fsdp_config": {"fsdp_version": 2}}, "has no effect without training.fsdp"),
         ({"deepspeed": {"tensor_parallel": {"autotp_size": 2}}}, "plans count every rank: remove tensor_parallel"),
         ({"deepspeed": "zero2"}, "training"),
-        ({"parallelism_config": {"tp_size": 2}}, "joins several ranks to one learner"),
+        ({"parallelism_config": {"tp_size": 2}}, "lets ranks share rows"),
         ({"label_smoothing_factor": 0.1}, "is averaged over packs"),
     ],
 )
