@@ -19,6 +19,7 @@ from transformers import (
 
 from packplan.adapters.hf import balance
 from packplan.adapters.hf.refusals import is_old_trl
+from tests.e2e.unpad_rank import shard, whole
 from tests.hosts.law import CONFIGS, fork_ranks, tokenizer
 
 ROWS, PROMPT, ANSWER = 4, 6, 20
@@ -27,8 +28,6 @@ PAIRED = ("DPOTrainer", "RewardTrainer")
 NEAR = {"Trainer": 1e-6, "SFTTrainer": 1e-6, "RewardTrainer": 1e-12}
 NEAR |= dict.fromkeys(("DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer"), 1e-12 if is_old_trl() else 1e-6)
 """Relative differences of float64; transformers' loss and the head of newer TRL take float32."""
-
-_ON_RANKS = (("DPOTrainer", "sigmoid"), ("SFTTrainer", "nll"), ("GRPOTrainer", "dapo"), ("GRPOTrainer", "bnpo"))
 
 MEANS_OF_RANKS = ("entropy", "kl", "clip_ratio")
 """Beginnings of values of which older TRL logs a mean or extreme of the ranks' means."""
@@ -47,6 +46,7 @@ def model_of(*, rewards: bool = False, dtype: torch.dtype = torch.float64, **siz
 
 def trainer_of(host: str, out: Any, *, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
     """Return a trainer as its users make it."""
+    adapters = settings.pop("peft_config", None)
     common = {
         "output_dir": str(out), "per_device_train_batch_size": ROWS, "gradient_accumulation_steps": 2, "bf16": False,
         "report_to": [], "use_cpu": True, "seed": 1, "disable_tqdm": True, "save_strategy": "no", "max_steps": 2,
@@ -75,6 +75,8 @@ def trainer_of(host: str, out: Any, *, dtype: torch.dtype = torch.float64, **set
         if host == "KTOTrainer":
             data = {"prompt": ["<end>"] * 64, "completion": ["<end>"] * 64, "label": [True, False] * 32}
         given["train_dataset"] = Dataset.from_dict(data)
+    if adapters is not None:
+        given |= {"peft_config": adapters, "ref_model": None}
     return getattr(trl, host)(model, args=config(**common), **given)
 
 
@@ -145,7 +147,9 @@ def step_of(trainer: Any, batches: list[dict[str, Any]], model: Any = None) -> d
     logged = getattr(trainer, "_metrics", {"train": {}})["train"]
     found = {
         "loss": loss,
-        "gradients": {name: one.grad.clone() for name, one in trainer.model.named_parameters()},
+        "gradients": {
+            name: whole(one.grad).clone() for name, one in trainer.model.named_parameters() if one.requires_grad
+        },
         "logged": {name: sum(values) / len(values) for name, values in logged.items() if name != "step_time"},
     }
     logged.clear()
@@ -164,9 +168,12 @@ def be_rank() -> None:
     """Hold steps of two ranks against the trainers' own; an error fails the rank."""
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    for host, loss in _ON_RANKS:
+    for host, loss, share in (
+        ("DPOTrainer", "sigmoid", None), ("DPOTrainer", "sigmoid", shard), ("SFTTrainer", "nll", None),
+        ("GRPOTrainer", "dapo", None), ("GRPOTrainer", "bnpo", None),
+    ):  # fmt: skip
         trainer = trainer_of(host, "out", loss_type=loss, ddp_find_unused_parameters=False)
-        model = trainer.accelerator.prepare(trainer.model)
+        model = (share or trainer.accelerator.prepare)(trainer.model)
         batches = [
             batch_of(host, torch.Generator().manual_seed(10 * rank + number), longest=1 / (1 + rank))
             for number in (0, 1)

@@ -12,6 +12,7 @@ pytest.importorskip("trl")
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig
 
 from packplan.adapters.hf import balance
 from packplan.adapters.hf.balance import split_to
@@ -93,10 +94,11 @@ def test_a_step_is_the_trainers_own(host, tmp_path):
     assert counts.steps == len(LOSSES[host]) < counts.microbatches / 2
 
 
+@pytest.mark.parametrize("adapters", [None, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)])
 @pytest.mark.parametrize("host", ["DPOTrainer", "GRPOTrainer"])
-def test_padded_microbatches_in_float32(host, tmp_path):
-    """Rows times the longest are within the limit; lengths count in multiples."""
-    trainer, batches = trainer_of(host, tmp_path, dtype=torch.float32), batches_of(host, 3)
+def test_padded_microbatches_in_float32(host, adapters, tmp_path):
+    """Rows times the longest are within the limit; lengths count in multiples; LoRA too."""
+    trainer, batches = trainer_of(host, tmp_path, dtype=torch.float32, peft_config=adapters), batches_of(host, 3)
     own = step_of(trainer, batches)
     balance(trainer, max_tokens=96, padded=True, length_multiple=4)
     seen = limits_of(trainer.model, [])
@@ -112,15 +114,12 @@ def test_log_probabilities_without_gradients_have_a_limit_of_their_own(tmp_path)
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     answers = batch["completion_mask"]
+    ask, given = trainer._get_per_token_logps_and_entropies, (trainer.model, ids, mask, answers.shape[1], 4)
     with torch.no_grad():
-        own = trainer._get_per_token_logps_and_entropies(
-            trainer.model, ids, mask, answers.shape[1], 4, compute_entropy=True
-        )
+        own = ask(*given, compute_entropy=True)
         balance(trainer, max_tokens=500, logprob_max_tokens=40)
         seen = limits_of(trainer.model, [])
-        new = trainer._get_per_token_logps_and_entropies(
-            trainer.model, ids, mask, answers.shape[1], 4, compute_entropy=True
-        )
+        new = trainer._get_per_token_logps_and_entropies(*given, compute_entropy=True)
     assert len(own) == len(new)
     for before, after in zip(own[:2], new, strict=False):
         assert before.shape == after.shape

@@ -87,7 +87,6 @@ class Watch(TrainerCallback):
 
     losses: list[float] = []  # noqa: RUF012  # one run for each process
     positions = 0
-    group: Any = None
 
     @classmethod
     def count(cls, module: Any, inputs: Any) -> None:
