@@ -259,7 +259,7 @@ def unpadded_section(reasons: Mapping[str, Mapping[str, str]], *, date: str) -> 
 
 def _padding_in_words(reasons: Mapping[str, str]) -> str:
     if "right of" in reasons:
-        return f"none: {reasons['right of'].partition(': ')[0]}"
+        return f"none: {reasons['right of'].rpartition(', ')[2]}"
     return "every" if not reasons else f"every but {' and '.join(f'{side} tokens' for side in reasons)}"
 
 

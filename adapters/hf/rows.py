@@ -86,7 +86,7 @@ class RowLayout:
 
             batch = split_pixel_values_by_grid(dict(batch))
         elif unknown := sorted(set(batch) - _KEYS) or ["no attention_mask"] * ("attention_mask" not in batch):
-            fact = f"the trainer's batch has {', '.join(unknown)}: balance cannot cut that by rows"
+            fact = f"the trainer's batch has {', '.join(unknown)}: unpad alone serves it"
             raise ArgumentError("host", fact, {"unknown": unknown})
         each, masks = 1 + self.pairs, [batch[name] for name in self.masks]
         num, prompt = len(masks[0]) // each, masks[0].shape[1] if self.answers else 0

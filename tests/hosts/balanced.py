@@ -62,21 +62,20 @@ def trainer_of(host: str, out: Any, *, dtype: torch.dtype = torch.float64, **set
         data = {"prompt": ["<end>"] * 64}
         common |= {"num_generations": 2, "max_completion_length": ANSWER, "beta": 0.0}
     config = getattr(trl, host.replace("Trainer", "Config"))
-    given: dict[str, Any] = {"processing_class": tokenizer(), "train_dataset": Dataset.from_dict(data)}
+    given: dict[str, Any] = {"processing_class": tokenizer(), "peft_config": adapters}
+    given["train_dataset"] = Dataset.from_dict(data)
     if host in ("GRPOTrainer", "RLOOTrainer"):
         given["reward_funcs"] = lambda completions, **_: [float(number % 3) for number in range(len(completions))]
     if host == "SFTTrainer":
         common |= {"dataset_kwargs": {"skip_prepare_dataset": True}}
     if host in ("DPOTrainer", "KTOTrainer"):
-        given["ref_model"] = model_of(dtype=dtype, initializer_range=0.2)
+        given["ref_model"] = model_of(dtype=dtype, initializer_range=0.2) if adapters is None else None
         common |= {"max_length": 18}  # older TRL truncates in the loss
     if host in ("DPOTrainer", "RewardTrainer", "KTOTrainer"):
         data = {"prompt": ["<end>"] * 64, "chosen": ["<end>"] * 64, "rejected": ["<pad>"] * 64}
         if host == "KTOTrainer":
             data = {"prompt": ["<end>"] * 64, "completion": ["<end>"] * 64, "label": [True, False] * 32}
         given["train_dataset"] = Dataset.from_dict(data)
-    if adapters is not None:
-        given |= {"peft_config": adapters, "ref_model": None}
     return getattr(trl, host)(model, args=config(**common), **given)
 
 
