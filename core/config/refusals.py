@@ -37,10 +37,7 @@ _SHARES = "lets ranks share rows"
 REFUSALS = (
     Refusal("auto_find_batch_size", ("sft", "plugin", "trainer"), "changes the batch, which decides the steps"),
     Refusal("group_by_length", ("sft", "plugin", "trainer"), _DRAWS),
-    Refusal(
-        "ignore_data_skip", ("sft", "plugin", "trainer"), "lets a resumed run train packs twice",
-        "remove it, or set model.model to its weights",
-    ),
+    Refusal("ignore_data_skip", ("sft", "plugin", "trainer"), "lets a resumed run train packs twice"),
     *(
         Refusal(name, ("sft",), _DRAWS, "use training.train_dataloader_shuffle")
         for name in ("sortish_sampler", "train_sampling_strategy")
@@ -67,6 +64,7 @@ REFUSALS = (
     ),
     Refusal("packing", ("trainer", "balance"), "packs rows by itself"),
     Refusal("eval_packing", ("trainer",), "packs rows by itself"),
+    Refusal("include_for_metrics", ("trainer",), "hands inputs of padded rows to metrics of packs"),
     *(
         Refusal(f"accelerator_config.{name}", ("trainer",), "hands the batches of one rank out to all")
         for name in ("dispatch_batches", "split_batches")

@@ -338,7 +338,7 @@ def test_megatron_is_planned_as_swift_sft_with_its_batches(command, capsys):
     started = ["torchrun", "--nproc_per_node", "4", "-m", "swift.cli._megatron.sft", *shared, *own.split()]
 
     assert 0 == plan(["build", *words])
-    built = capsys.readouterr().err
+    capsys.readouterr()
     assert 0 == plan(["build", *started])
     again = capsys.readouterr().err
     assert 0 == plan(["show", "--json", value(words, "--output_dir")])
@@ -346,7 +346,6 @@ def test_megatron_is_planned_as_swift_sft_with_its_batches(command, capsys):
     assert 2 == plan(["fit", *started])
 
     assert "the stored plan fits and is used again" in again
-    assert "on 2 ranks" in built
     assert "on 2 ranks" in again
     packs, schedule = shown["plan"]["num_packs"], shown["schedule"]
     assert (-(-packs // 12), 12) == (schedule["steps_per_epoch"], schedule["effective_batch_size"])

@@ -195,6 +195,7 @@ def twice(out: Path) -> None:
 
 CASES = {
     "train_dataset is a Streamed": lambda out: use_plan(given(out, Streamed(), max_steps=1), PLAN),
+    "include_for_metrics is set": lambda out: use_plan(given(out, include_for_metrics=["inputs"]), PLAN),
     "accelerator_config.dispatch_batches": lambda out: use_plan(
         given(out, accelerator_config={"dispatch_batches": True}), PLAN
     ),
