@@ -53,7 +53,7 @@ def llama() -> Any:
 
 def plan() -> pp.Plan:
     """Return a plan of the packs above."""
-    planned = pp.plan(list(LENGTHS), 40)
+    planned = pp.plan(list(LENGTHS), 40, algorithm="constant_volume")
     assert planned.packs.tolist() == PACKS
     return planned
 

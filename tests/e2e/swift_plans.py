@@ -61,7 +61,7 @@ class Ran:
 
     def plan(self, length: int) -> pp.Plan:
         """Plan of the rows that ms-swift has."""
-        return pp.plan([sum(map(len, row)) for row in self.rows()], length)
+        return pp.plan([sum(map(len, row)) for row in self.rows()], length, algorithm="constant_volume")
 
     def planned(self, plan: pp.Plan, schedule: pp.EpochSchedule, rank: int = 0) -> list[tuple[int, list[list[int]]]]:
         """Step and sequences of each microbatch that a schedule gives a rank."""
