@@ -334,10 +334,7 @@ def other_model(demo, folder: Path, *, labels: int = 0) -> Path:
 
 REFUSED = {
     "--streaming true --max_steps 3": "--streaming: gives no lengths before training",
-    "--group_by_length true": "--group_by_length: draws batches by itself",
     "--sequence_parallel_size 2": "--sequence_parallel_size: lets ranks share rows",
-    "--ignore_data_skip true": "--ignore_data_skip: lets a resumed run train packs twice",
-    "--auto_find_batch_size true": "--auto_find_batch_size: changes the batch",
     "--packing false": "--packing: is false",
 }
 """Arguments -> the beginning of the message by which they are refused."""

@@ -1,12 +1,15 @@
 """Advice on unknown keys points to the right place, and never to a key of another meaning."""
 
+from types import SimpleNamespace
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from packplan.adapters.config.run import load_mixes, parse_config
 from packplan.adapters.config.values import known_keys
-from packplan.core.config import RunConfig, closest, refused_settings, unknown_key
+from packplan.core.config import Host, RunConfig, closest, refusals_of, refused_settings, unknown_key
 from packplan.core.errors import ConfigError
 from tests.documents import KEYS, faults_of
 
@@ -49,6 +52,19 @@ def test_a_refused_key_at_a_wrong_level_is_told_why(key):
     typo = key.replace("e", "ee", 1)
     reason = faults_of({f"training.{typo}": 1})[f"training.{typo}"]
     assert f"is no known key; {key}, which it resembles, {REFUSED[key]}" == reason
+
+
+@pytest.mark.parametrize("host", get_args(Host))
+def test_a_host_refuses_what_is_on(host):
+    """Switches, sizes above 1, settings of a section; not what is absent, off, or a size of 1."""
+    settings = refused_settings(host)
+    sizes = {name for name in settings if name.endswith("_size")}
+    for value, told in ((True, {*settings}), (2, {*settings}), (1, {*settings} - sizes), (False, set()), (None, set())):
+        section = SimpleNamespace(**{name.rpartition(".")[2]: value for name in settings})
+        section.accelerator_config = section
+        assert told == {one.setting for one in refusals_of(section, host)}
+    assert all(str(one).startswith(f"{one.effect}: ") for one in settings.values())
+    assert not [*refusals_of(object(), host)]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,9 @@ def test_an_array_is_read_number_by_number():
     assert [1, 2] == list(from_plain(Numbers, {"numbers": [1, 2]}).numbers)
     with pytest.raises(ValueError, match="numbers"):
         from_plain(Numbers, {"numbers": [1, "2"]})
+    for plain, fault in (({}, "has no numbers"), ({"numbers": [1], "other": 2}, "has the unknown key other")):
+        with pytest.raises(ValueError, match=fault):
+            from_plain(Numbers, plain)
 
 
 def test_lengths_near_the_largest_are_rounded_up():
