@@ -71,4 +71,4 @@ $(READY): constraints.txt pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(HOSTS) runs
+	rm -rf $(VENV) $(HOSTS) runs/demo

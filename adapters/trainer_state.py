@@ -19,8 +19,8 @@ _SEAL = "packplan_sha256"
 
 def seal_saves(state: Any) -> None:
     """Let a `TrainerState` be saved with its digest from now on."""
-    kind = type(state)
-    state.__class__ = type(f"Sealed{kind.__name__}", (kind,), {"save_to_json": _save})
+    if type(state).save_to_json is not _save:
+        state.__class__ = type(f"Sealed{type(state).__name__}", (type(state),), {"save_to_json": _save})
 
 
 def _save(state: Any, json_path: str) -> None:

@@ -291,7 +291,7 @@ def fit(steps: Sequence[MeasuredStep]) -> StepTime:
     >>> [round(one, 6) for one in attrs.astuple(fit(steps))]
     [2.0, 0.0, 3.0, 0.0, 0.0]
     """
-    # Takes a third of a second to import, which guesses do not need.
+    # Takes a third of a second to import, which others of this module do not need.
     from scipy.optimize import linprog  # noqa: PLC0415
 
     table = np.array([attrs.astuple(one) for one in steps], dtype=np.float64)

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from packplan.adapters.loaders.positions import TYPES as MEDIA_TYPES
-from packplan.core.errors import ArgumentError, Difference, PackplanError, StaleError, counted
+from packplan.core.errors import ArgumentError, Difference, MismatchError, PackplanError, StaleError, counted
 from packplan.core.lengths import IntArray
 from packplan.core.surface import Plan
 
@@ -433,13 +433,13 @@ def refuse_other_packs(batches: Sequence[Mapping[str, Any]], planned: Iterable[S
         planned: Pack indices of each batch by the schedule, as a `Step` has them.
 
     Raises:
-        ArgumentError: One has another pack, or is missing.
+        MismatchError: One has another pack, or is missing.
     """
     for batch, pack in zip_longest(batches, planned):
         found: Any = None if batch is None else batch.get(PACK)
         if pack is None or np.atleast_1d(found).tolist() != list(pack):
             fact = f"the loader's batch is pack {found}, but the schedule's is {pack and list(pack)}"
-            raise ArgumentError("host", f"{fact}: another loader or epoch is served", {"found": found, "planned": pack})
+            raise MismatchError("coverage", f"{fact}: another loader or epoch is served")
 
 
 def learned(labels: torch.Tensor) -> int:

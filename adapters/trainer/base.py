@@ -489,12 +489,12 @@ def _optimizer_settings(optimizer: Any) -> dict[str, str]:
 
 def require_packs(what: str, planned: list[int], consumed: list[int]) -> None:
     """
-    Raise CoverageError unless exactly the planned packs were consumed.
+    Raise MismatchError unless exactly the planned packs were consumed.
 
     Args:
-        what: Name of the consumer for the message: an epoch, or an evaluation.
-        planned: Positions of this rank's planned packs.
-        consumed: Positions of the packs that it consumed, in any order.
+        what: Name of the consumer for the message.
+        planned: Positions of the planned packs.
+        consumed: Positions of the packs that were consumed, in any order.
     """
     if planned == consumed:
         return

@@ -17,7 +17,7 @@ COMMANDS = {
     "build": (build, "measure and plan"),
     "show": (show, "figures of what is stored"),
     "whatif": (whatif, "the same figures for other packing lengths and ranks"),
-    "time": (time, "how long training takes, from measured steps or as a guess"),
+    "time": (time, "how long training takes, from measured steps"),
     "fit": (fit, "memory of a step, and the longest packing length that fits"),
     "verify": (verify, "check that what is stored is what training would use"),
     "diff": (diff, "compare two runs"),

@@ -9,6 +9,7 @@ import attrs
 import pytest
 
 from packplan.adapters.loaders.batches import PackBatches
+from packplan.adapters.loaders.rows import PACK, refuse_other_packs
 from packplan.core import errors
 from packplan.core.align import align_plan
 from packplan.core.batch import resolve_accumulation
@@ -139,10 +140,7 @@ EXAMPLES = (
     ),
     RunError("not_finite", "loss is nan, so the policy was not updated and not saved"),
     RunError.worker(2, "train", "its process ended"),
-    errors.MismatchError(
-        "coverage",
-        "the epoch on rank 1 did not consume what was planned: packs missing 17, packs in excess 3",
-    ),
+    raised(refuse_other_packs, [{PACK: 5}], [(4,)]),
     errors.MismatchError("unequal", "packed training is not the same training: logits, isolation differ"),
     errors.MismatchError(
         "unequal_lengths",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import packplan as pp
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
-from packplan.core.errors import ArgumentError, CorruptArtefactError, StaleError
+from packplan.core.errors import ArgumentError, CorruptArtefactError, MismatchError, StaleError
 from packplan.core.fingerprint import Fingerprint, RunIdentity, seal, unseal
 from packplan.core.schedule import EpochSchedule
 from tests.references import changed
@@ -141,7 +141,7 @@ def test_packs_that_are_not_the_schedules_are_refused(found):
 
     refuse_other_packs([{"packplan_pack": 0}, {"packplan_pack": [1]}], [(0,), (1,)])
 
-    with pytest.raises(ArgumentError, match=r"the loader's batch is pack .*, but the schedule's is"):
+    with pytest.raises(MismatchError, match=r"the loader's batch is pack .*, but the schedule's is"):
         refuse_other_packs([{"packplan_pack": pack} for pack in found], [(0,), (1,)])
 
 
