@@ -19,7 +19,7 @@ _SEAL = "packplan_sha256"
 
 def seal_saves(state: Any) -> None:
     """Let a `TrainerState` be saved with its digest from now on."""
-    if type(state).save_to_json is not _save:
+    if getattr(type(state), "save_to_json", None) is not _save:
         state.__class__ = type(f"Sealed{type(state).__name__}", (type(state),), {"save_to_json": _save})
 
 
