@@ -15,6 +15,7 @@ from pathlib import Path
 import swift
 from swift.arguments import BaseArguments
 
+from packplan.core.config import refusals_of
 from packplan.core.errors import ConfigError, Fault
 
 _BATCH = {"micro_batch_size": 1, "global_batch_size": 16}
@@ -26,41 +27,39 @@ _SHARING = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "conte
 _SAME = ("num_train_epochs", "output_dir", "add_version", "train_dataloader_shuffle", "group_by_length")
 """Arguments beside those of data, model and template that mean the same in both commands."""
 
-_FOLDER = Path("megatron") / "arguments"
 
-
-def as_sft(words: Sequence[str], *, started: int | None, world_size: int | None) -> tuple[list[str], int]:
+def as_sft(words: Sequence[str], *, started: int, world_size: int | None) -> tuple[list[str], int]:
     """
     Return the arguments of `swift sft` that a command of `megatron sft` is planned by, and its
     data-parallel ranks.
 
     Args:
         words: Arguments of `megatron sft`.
-        started: Ranks that the command starts; None if *world_size* is given.
+        started: Ranks that the command starts; not used if *world_size* is given.
         world_size: Data-parallel ranks; None divides those that are started by those that share a
             row.
 
     Raises:
-        ConfigError: Ranks or batch do not divide, or an argument is none of Megatron's.
+        ConfigError: Ranks or batch do not divide, or an argument is refused.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, default in (_BATCH | dict.fromkeys(_SHARING, 1)).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--train_iters", type=int, default=-1)
     own, rest = parser.parse_known_args(words)
-    tensor, pipeline, context = (getattr(own, name) for name in _SHARING)
-    if context > 1:
-        _refuse("--context_parallel_size", "lets ranks share rows, which the plugin cannot do: set it to 1")
+    if below := [name for name in (*_BATCH, *_SHARING) if getattr(own, name) < 1]:
+        _refuse(f"--{below[0]}", f"is {getattr(own, below[0])}, but has to be at least 1")
+    for refusal in refusals_of(own, "plugin"):
+        _refuse(f"--{refusal.setting}", str(refusal))
+    sharing = own.tensor_model_parallel_size * own.pipeline_model_parallel_size
     if world_size is None:
-        world_size, left = divmod(started or 1, tensor * pipeline)
-        if left or not world_size:
-            _refuse("ranks", f"are {started}, which {tensor * pipeline} that share a model do not divide: start others")
+        world_size, left = divmod(started, sharing)
+        if left:
+            _refuse("ranks", f"are {started}, which {sharing} that share a model do not divide: start others")
     size, packs = own.micro_batch_size, own.global_batch_size
     if packs % (size * world_size):
-        _refuse(
-            "--global_batch_size",
-            f"is {packs}, which {world_size} data-parallel ranks with batches of {size} do not divide: change it",
-        )
+        reason = f"is {packs}, which {world_size} data-parallel ranks with batches of {size} do not divide: change it"
+        _refuse("--global_batch_size", reason)
     batch = f"--per_device_train_batch_size {size} --gradient_accumulation_steps {packs // (size * world_size)}"
     return [*_shared(rest), *f"{batch} --max_steps {own.train_iters}".split()], world_size
 
@@ -82,7 +81,8 @@ def _shared(words: Sequence[str]) -> list[str]:
 
 def _own_names() -> set[str]:
     """Return the names of Megatron's arguments, from their source: it cannot be imported here."""
-    sources = [Path(swift.__file__).parent / _FOLDER / name for name in ("megatron_args.py", "sft_args.py")]
+    folder = Path(swift.__file__).parent / "megatron" / "arguments"
+    sources = [folder / name for name in ("megatron_args.py", "sft_args.py")]
     classes = [node for source in sources for node in ast.parse(source.read_text(encoding="utf-8")).body]
     return {
         field.target.id

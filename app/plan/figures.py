@@ -4,11 +4,10 @@ from collections.abc import Iterator, Sequence
 
 from packplan.app.cli.forecasts import time_rows
 from packplan.app.plan.stored import PlanView
-from packplan.app.planning.log_lines import BOUNDS, drawn_of_sources
+from packplan.app.planning.log_lines import BOUNDS, auto_line, drawn_of_sources
 from packplan.core.errors import agree, counted
 from packplan.core.inspection import Meetings, SourceSummary
 from packplan.core.memory import MARGIN, with_margin, written_bytes
-from packplan.core.plan import packs_by_auto
 from packplan.core.samples import video_totals
 
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -116,12 +115,8 @@ def _packs(view: PlanView) -> Iterator[_Row]:
     plan = view.plan_summary
     remark = f"of {counted(plan.packing_length, 'token')}; no plan has fewer than {plan.lower_bound:,}"
     yield True, "packs", f"{plan.num_packs:,}", remark
-    raw, inputs = view.stored.plan.plan, view.stored.plan.key.inputs
-    algorithm = str(inputs["algorithm"]).split()[0]
-    if "replanned" not in inputs and (found := packs_by_auto(raw, view.stored.lengths.tokens, algorithm=algorithm)):
-        instead = f"instead of {len(raw.packs) + len(raw.dropped_packs):,}"
-        remark = f"training.packing_algorithm: auto needs {counted(found, 'pack')} {instead}"
-        yield True, "  with auto", f"{found:,}", remark
+    if line := auto_line(view.planned):
+        yield True, "  with auto", "fewer", line
     yield False, "  samples of each", f"{plan.samples_per_pack:.2f}", "on average"
     exceed = agree(plan.oversized_packs, "exceeds", "exceed")
     remark = f"tokens; {plan.oversized_packs:,} {exceed} 110 % of the packing length"

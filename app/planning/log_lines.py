@@ -46,9 +46,21 @@ Line = tuple[int, str]
 
 
 def log_plan(planned: Split) -> None:
-    """Log a planned split in words."""
+    """Log a planned split in words, and what `auto` would save."""
     for level, line in describe(planned):
         log.log(level, line)
+    if saves := auto_line(planned):
+        log.info("%s: %s", planned.name, saves)
+
+
+def auto_line(planned: Split) -> str | None:
+    """Pack again, and return in words how many packs `auto` needs; None if it saves hardly any."""
+    raw, policy = planned.raw, planned.policy
+    if not policy.packing or policy.replanned:
+        return None
+    found = packs_by_auto(raw, column(planned.table, "length").astype(np.int64), algorithm=policy.algorithm)
+    instead = f"instead of {len(raw.packs) + len(raw.dropped_packs):,}"
+    return f"training.packing_algorithm: auto needs {counted(found, 'pack')} {instead}" if found else None
 
 
 def steps_line(planned: Split, schedule: EpochSchedule) -> str:
@@ -206,9 +218,6 @@ def _describe_packs(planned: Split) -> Iterator[Line]:
         else:
             yield _note(line)
     policy = planned.policy
-    if not policy.replanned and (found := packs_by_auto(raw, lengths, algorithm=policy.algorithm)):
-        instead = f"instead of {len(raw.packs) + len(raw.dropped_packs):,}"
-        yield _note(f"training.packing_algorithm: auto needs {counted(found, 'pack')} {instead}")
     low = low_fill(raw, lengths)
     if low is not None:
         yield _warning(f"fill is {low.fill:.4f}, since {_reason(low, policy)}")

@@ -40,18 +40,13 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
         raise
     splits = {}
     for name, encoder in encoders.items():
+        source = whole(open_measurer(config, encoder))
         splits[name] = Split(
-            name,
-            policy_of(config, name),
-            alignment(config, name),
-            _recipe_of(config, name, encoder),
-            config.custom.max_bad_share if config.custom.on_bad_record == "skip" else None,
-            config.training.packing_length_cache_persist_every,
-            open_stores(config, name),
-            encoder,
-            source := whole(open_measurer(config, encoder)),
-            open_known(config, source),
-        )
+            name, policy_of(config, name), alignment(config, name), _recipe_of(config, name, encoder),
+            max_bad_share=config.custom.max_bad_share if config.custom.on_bad_record == "skip" else None,
+            flush_every=config.training.packing_length_cache_persist_every,
+            stores=open_stores(config, name), encoder=encoder, source=source, known=open_known(config, source),
+        )  # fmt: skip
     return splits
 
 

@@ -331,14 +331,13 @@ def test_rows_that_ms_swift_leaves_out_are_counted_and_named(command, capsys):
 
 
 def test_megatron_is_planned_as_swift_sft_with_its_batches(command, capsys):
-    """Its own arguments change nothing; ranks that share a model train the same packs."""
+    """Arguments of Megatron alone change nothing; ranks that share a model train the same packs."""
     words = command("text", "--train_dataloader_shuffle true")
     own = "--tensor_model_parallel_size 2 --micro_batch_size 2 --global_batch_size=12 --lr 1e-4 --moe_grouped_gemm true"
     shared = [word for flag in words if flag in SHARED for word in (flag, value(words, flag))]
     started = ["torchrun", "--nproc_per_node", "4", "-m", "swift.cli._megatron.sft", *shared, *own.split()]
 
     assert 0 == plan(["build", *words])
-    capsys.readouterr()
     assert 0 == plan(["build", *started])
     again = capsys.readouterr().err
     assert 0 == plan(["show", "--json", value(words, "--output_dir")])
@@ -384,6 +383,7 @@ def elsewhere(words: list[str]) -> list[str]:
         ("megatron rlhf --model m", "megatron rlhf: is not planned"),
         ("megatron sft --context_parallel_size 2", "--context_parallel_size: lets ranks share rows"),
         ("megatron sft --pipeline_model_parallel_size 3", "ranks: are 2, which 3 that share a model do not divide"),
+        ("megatron sft --micro_batch_size 0", "--micro_batch_size: is 0, but has to be at least 1"),
         ("megatron sft --global_batch_size 3", "--global_batch_size: is 3, which 2 data-parallel ranks"),
         ("megatron sft --num_train_epoch 3", "--num_train_epoch: is no argument of megatron sft"),
         ("python train.py --model m", "python: names no command of ms-swift"),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.app.planning.log_lines import describe
+from packplan.app.planning.log_lines import describe, log_plan
 from packplan.app.planning.measure import REPEATED_SAMPLES
 from packplan.app.planning.split import Ranks, alignment
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig, plan_policy
@@ -336,10 +336,12 @@ def test_samples_that_teach_nothing_are_counted_and_all_of_them_are_refused_in_t
 
 
 @pytest.mark.parametrize(("algorithm", "says"), [("constant_volume", 1), ("auto", 0), ("concatenative", 0)])
-def test_the_log_says_how_many_packs_auto_needs_where_that_saves_some(algorithm, says):
+def test_the_log_says_how_many_packs_auto_needs_where_that_saves_some(caplog, algorithm, says):
     planned = Desk(ListSource([25, 19, 15, 8, 9])).plan(packing_length=40, algorithm=algorithm, min_fill_ratio="0")
 
-    lines = [line for _, line in describe(planned) if "auto" in line]
+    with caplog.at_level(logging.INFO):
+        log_plan(planned)
+    lines = [line for line in caplog.messages if "auto" in line]
 
     assert ["train: training.packing_algorithm: auto needs 2 packs instead of 3"] * says == lines
 
