@@ -20,7 +20,7 @@ import attrs
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_logging_options, command_parser, run_command, run_program
 from packplan.app.wiring.model_path import model_path
-from packplan.core.errors import ProofError
+from packplan.core.errors import MismatchError
 
 if TYPE_CHECKING:
     from packplan.app.wiring.probing import BackendProbe
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not run.packs:
             where = next((f"; first in {one.mixes_in}" for one in found if one.mixes_in is not None), "")
             fact = f"samples may not share packs of {options.model}: {run.reason}{where}"
-            raise ProofError("leak", fact, {"module": run.mixes_in})
+            raise MismatchError("leak", fact, {"module": run.mixes_in})
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet, kept="nothing is kept")
 

@@ -3,7 +3,7 @@
 import attrs
 import numpy as np
 
-from packplan.core.errors import PlanError, counted
+from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import MOST_RANKS, IntArray, whole_number
 from packplan.core.packs import Packs, concatenate
 from packplan.core.plan import RawPlan
@@ -64,7 +64,7 @@ def align_plan(
             smaller last batch.
 
     Raises:
-        PlanError: No pack, or dropping would leave no batch.
+        ArgumentError: No pack, or dropping would leave no batch.
 
     >>> from packplan.core.plan import build_raw_plan
     >>> plan = build_raw_plan([5, 5, 5], packing_length=5)
@@ -146,7 +146,7 @@ def require_a_batch(num: int, *, world_size: int, batch_size: int, drop_last: bo
         drop_last: Drop packs and batches that do not fill all ranks.
 
     Raises:
-        PlanError: The ranks get no batch.
+        ArgumentError: The ranks get no batch.
     """
     mine = aligned_size(num, world_size, drop_last) // world_size
     if not batches_of(mine, batch_size=batch_size, drop_last=drop_last):
@@ -157,4 +157,4 @@ def require_a_batch(num: int, *, world_size: int, batch_size: int, drop_last: bo
             else f"{counted(num, 'pack')} {cannot}"
         )
         details = {"num_packs": num, "world_size": world_size, "batch_size": batch_size}
-        raise PlanError("too_short", f"{what} while the remainder is dropped", details)
+        raise ArgumentError("too_short", f"{what} while the remainder is dropped", details)

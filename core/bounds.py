@@ -4,11 +4,10 @@ from math import inf
 
 import attrs
 
-from packplan.core.any_fit import fit_decreasing
 from packplan.core.lengths import Lengths, lengths_up_to, whole_number
 from packplan.core.patterns.certificate import BoundKind, certify, quick_bound, reduced
 from packplan.core.patterns.effort import Effort
-from packplan.core.runs import Runs
+from packplan.core.runs import Runs, fit_decreasing
 
 _FIXED_EFFORT, _EFFORT_OF_A_SAMPLE = 120_000, 0.3
 """

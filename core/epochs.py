@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from packplan.core.align import require_a_batch
 from packplan.core.checksum import plan_checksum
-from packplan.core.errors import PlanError
+from packplan.core.errors import ArgumentError
 from packplan.core.fingerprint import Fingerprint, Value
 from packplan.core.lengths import IntArray
 from packplan.core.mixes import Mixes, select
@@ -179,7 +179,7 @@ def plan_epoch(
         report: Called with a progress message.
 
     Raises:
-        PlanError: No pack remains.
+        ArgumentError: No pack remains.
     """
     chosen = select_epoch(recipe, policy, samples, epoch)
     lengths, works = samples.lengths, samples.works
@@ -233,14 +233,14 @@ def with_epochs(
         alike_from: First epoch from which on all draw by the same recipe.
 
     Raises:
-        PlanError: An epoch has no pack for a rank, or there are too many epochs.
+        ArgumentError: An epoch has no pack for a rank, or there are too many epochs.
     """
     records: list[EpochRecord] = []
     start, total = schedule.start, 0
     wanted = MOST_EPOCHS if schedule.max_steps > 0 else Fraction(str(schedule.num_train_epochs))
     if wanted > MOST_EPOCHS:
         fact = f"{schedule.num_train_epochs:,} epochs are asked for, and no more than {MOST_EPOCHS:,} can be planned"
-        raise PlanError("too_many_epochs", fact, {"epochs": MOST_EPOCHS})
+        raise ArgumentError("too_many_epochs", fact, {"epochs": MOST_EPOCHS})
     plain, is_enough = attrs.evolve(schedule, works=None, group_by_work=0), False
     while not is_enough:
         epoch = len(records)
@@ -259,12 +259,12 @@ def with_epochs(
         if not is_enough and (is_last or too_far):
             where = f"at optimizer step {total:,}" if is_last else f"long before optimizer step {schedule.max_steps:,}"
             fact = f"epochs 0 to {MOST_EPOCHS - 1:,} end {where}, and no more epochs can be planned"
-            raise PlanError("too_many_epochs", fact, {"epochs": MOST_EPOCHS, "steps": total})
+            raise ArgumentError("too_many_epochs", fact, {"epochs": MOST_EPOCHS, "steps": total})
     return attrs.evolve(plain, num_packs=tuple(one.num_packs for one in records)), tuple(records)
 
 
 def _require_batches(record: EpochRecord, schedule: EpochSchedule) -> None:
-    """Refuse an epoch without a batch for each rank; PlanError names it."""
+    """Refuse an epoch without a batch for each rank; ArgumentError names it."""
     try:
         require_a_batch(
             record.num_packs,
@@ -272,8 +272,8 @@ def _require_batches(record: EpochRecord, schedule: EpochSchedule) -> None:
             batch_size=schedule.batch_size,
             drop_last=schedule.dataloader_drop_last,
         )
-    except PlanError as error:
-        raise PlanError(error.kind, f"epoch {record.epoch}: {error.fact}", error.details) from None
+    except ArgumentError as error:
+        raise ArgumentError(error.kind, f"epoch {record.epoch}: {error.fact}", error.details) from None
 
 
 def plan_key(recipe: EpochRecipe | None, policy: PlanPolicy, lengths_digest: str) -> Fingerprint:

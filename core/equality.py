@@ -469,7 +469,7 @@ def choose_attention(
     if leak is None and verdict is not None and not passes:
         leak = verdict.reason
     if attn_impl == VARLEN and verdict is not None and not passes:
-        raise ModelError.attention(VARLEN, verdict.reason)
+        raise ModelError("attention", f"attn_impl {VARLEN} cannot be taken: {verdict.reason}")
     why = "attn_impl names it" if attn_impl != AUTO else f"attn_impl is {AUTO}"
     if verdict is None:
         return AttentionChoice(NATIVE if attn_impl == AUTO else attn_impl, why, leak=leak)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.bounds import Bound, find_bound, usual_effort
-from packplan.core.errors import PlanError, agree, counted, ranging
+from packplan.core.errors import ArgumentError, agree, counted, ranging
 from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, share, whole_number
 from packplan.core.packers import algorithm_named, pack, redraw
 from packplan.core.packs import Packs, by_first_index, concatenate
@@ -136,7 +136,7 @@ def build_raw_plan(
 
     Raises:
         ArgumentError: A length is not a positive whole number.
-        PlanError: No pack remains.
+        ArgumentError: No pack remains.
         ValueError: A field has an invalid value.
         TypeError: A field does not exist, `packing_length` is missing, or *policy* is no
             `PlanPolicy`.
@@ -277,12 +277,12 @@ def packs_by_auto(plan: RawPlan, lengths: Lengths, *, algorithm: str) -> int | N
     return found if (grouped - found) * _SAVED > grouped else None
 
 
-def no_samples() -> PlanError:
+def no_samples() -> ArgumentError:
     """Return the error of a data set without samples."""
-    return PlanError("empty", "the data set is empty: 0 samples give no pack")
+    return ArgumentError("empty", "the data set is empty: 0 samples give no pack")
 
 
-def _empty_plan(lengths: IntArray, skipped: IntArray, dropped: Packs, policy: PlanPolicy) -> PlanError:
+def _empty_plan(lengths: IntArray, skipped: IntArray, dropped: Packs, policy: PlanPolicy) -> ArgumentError:
     """Return the error of a plan that is left without packs."""
     if not lengths.size:
         return no_samples()
@@ -302,7 +302,7 @@ def _empty_plan(lengths: IntArray, skipped: IntArray, dropped: Packs, policy: Pl
             f"{details['fullest']:g} of {capacity}"
         )
     fact = f"none of {counted(lengths.size, 'sample')} is left to train on: {'; '.join(reasons)}"
-    return PlanError("all_dropped" if len(dropped) else "all_skipped", fact, details)
+    return ArgumentError("all_dropped" if len(dropped) else "all_skipped", fact, details)
 
 
 def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
@@ -314,7 +314,7 @@ def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
         policy: How samples are planned.
 
     Raises:
-        PlanError: A sample is longer. The first one and their number are named.
+        ArgumentError: A sample is longer. The first one and their number are named.
     """
     array, limit = as_lengths(lengths, least=0), policy.packing_length
     over = np.flatnonzero(array > limit)
@@ -325,7 +325,7 @@ def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
             f"sample {first} has {counted(int(array[first]), 'token')}, but a pack holds {limit:,} (packing_length); "
             f"{num:,} of {counted(num_samples, 'sample')} {agree(num)} too long, the longest has {longest:,}"
         )
-        raise PlanError("too_long", fact, {"index": first, "num_too_long": num, "longest": longest})
+        raise ArgumentError("too_long", fact, {"index": first, "num_too_long": num, "longest": longest})
 
 
 def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
@@ -340,7 +340,7 @@ def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
         policy: Policy of the plan.
 
     Raises:
-        PlanError: More than one pack is dropped, with more than `max_dropped_share` of the
+        ArgumentError: More than one pack is dropped, with more than `max_dropped_share` of the
             tokens.
 
     >>> policy = PlanPolicy(packing_length=100, min_fill_ratio="0.5")
@@ -358,7 +358,7 @@ def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
         f"{plan.dropped_tokens / plan.num_tokens:.2%} of all tokens, where max_dropped_share is "
         f"{policy.max_dropped_share}"
     )
-    raise PlanError("dropped_tokens", fact, {"num_dropped": plan.dropped_samples, "enough": enough})
+    raise ArgumentError("dropped_tokens", fact, {"num_dropped": plan.dropped_samples, "enough": enough})
 
 
 def unsupervised_samples(plan: RawPlan, supervised: Lengths) -> IntArray:
@@ -385,12 +385,12 @@ def refuse_unsupervised(plan: RawPlan, supervised: Lengths) -> None:
         supervised: Tokens of each record that the loss counts; shape (num_records,).
 
     Raises:
-        PlanError: No planned sample has a supervised token.
+        ArgumentError: No planned sample has a supervised token.
     """
     nothing = unsupervised_samples(plan, supervised)
     if nothing.size == plan.planned_samples:
         fact = f"none of {counted(nothing.size, 'planned sample')} has a supervised token, so nothing would be learned"
-        raise PlanError("unsupervised", fact, {"num_samples": nothing.size, "sample": int(nothing[0])})
+        raise ArgumentError("unsupervised", fact, {"num_samples": nothing.size, "sample": int(nothing[0])})
 
 
 def one_sample_packs(lengths: Lengths, *, packing_length: int, allow_single_long: bool = True) -> RawPlan:
@@ -403,7 +403,7 @@ def one_sample_packs(lengths: Lengths, *, packing_length: int, allow_single_long
         allow_single_long: Keep long samples; otherwise skip them.
 
     Raises:
-        PlanError: No sample remains.
+        ArgumentError: No sample remains.
     """
     array = as_lengths(lengths)
     is_long = array >= whole_number("packing_length", packing_length)

@@ -91,7 +91,7 @@ class Plan:
 
         Raises:
             ValueError: *packs_per_step* is no multiple of *world_size*, or an argument is invalid.
-            PlanError: The packs that *drop_last* leaves do not fill the ranks.
+            ArgumentError: The packs that *drop_last* leaves do not fill the ranks.
         """
         world_size = whole_number("world_size", world_size, most=MOST_RANKS)
         packs_per_step = world_size if packs_per_step is None else whole_number("packs_per_step", packs_per_step)
@@ -128,9 +128,9 @@ def plan(lengths: Lengths, packing_length: int, **options: Any) -> Plan:
             is `auto` by default.
 
     Raises:
-        ArgumentError: A length is not a positive whole number.
-        PlanError: No pack remains, a sample is longer than `refuse_longer` allows, or packs below
-            `min_fill_ratio` hold more than `max_dropped_share` of the tokens.
+        ArgumentError: A length is not a positive whole number, no pack remains, a sample is longer
+            than `refuse_longer` allows, or packs below `min_fill_ratio` hold more than
+            `max_dropped_share` of the tokens.
         ValueError: An option has an invalid value. TypeError: There is no such option.
     """
     array, policy = as_lengths(lengths), PlanPolicy(packing_length=packing_length, **{"algorithm": "auto", **options})

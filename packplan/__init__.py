@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from packplan.core.context_parallel import cu_seqlens as cu_seqlens
     from packplan.core.context_parallel import padded_length as padded_length
     from packplan.core.errors import ArgumentError as ArgumentError
-    from packplan.core.errors import PlanError as PlanError
     from packplan.core.metrics import packing_metrics as packing_metrics
     from packplan.core.packers import ALGORITHMS as ALGORITHMS
     from packplan.core.packers import pack as pack
@@ -51,7 +50,7 @@ _NAMES = MappingProxyType(
         "packplan.core.bounds": ("lower_bound",),
         "packplan.core.checksum": ("plan_checksum",),
         "packplan.core.context_parallel": ("chunk_positions", "cu_seqlens", "padded_length"),
-        "packplan.core.errors": ("ArgumentError", "PlanError"),
+        "packplan.core.errors": ("ArgumentError",),
         "packplan.core.metrics": ("packing_metrics",),
         "packplan.core.packers": ("ALGORITHMS", "pack"),
         "packplan.core.packs": ("Packs",),

@@ -33,9 +33,6 @@ WAY = {
 }
 """Step of a sample's way -> the file where it begins to be read."""
 
-IMPLIED = {"core/errors"}
-"""Rooms that nearly all others import."""
-
 WIDTH, BOX, ROW = 960, (112, 28), 52
 
 STYLE = """.ground { fill: #ffffff } text { font: 14px system-ui, sans-serif; fill: #1f2328 } .small { font-size: 11px }
@@ -67,7 +64,7 @@ def arrows() -> dict[str, set[str]]:
     """Return each room, and those of its own layer that it imports; rooms of a layer are sorted."""
     found: dict[str, set[str]] = {}
     for path in sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")):
-        if "/" not in (room := room_of(path)) or room in IMPLIED:
+        if "/" not in (room := room_of(path)):
             continue
         below = found.setdefault(room, set())
         nodes = [

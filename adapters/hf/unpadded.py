@@ -11,7 +11,7 @@ from packplan.adapters.hf.unpad import unpad
 from packplan.adapters.models import Gradients, add_gradients, weight_gradients
 from packplan.adapters.proof.comparison import Outcome, compare, limit_of
 from packplan.adapters.proof.taking import restored, untouched
-from packplan.core.errors import ArgumentError, ProofError
+from packplan.core.errors import ArgumentError, MismatchError
 
 
 @attrs.frozen
@@ -46,7 +46,7 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
         limit: Largest relative difference. None takes what rounding explains.
 
     Raises:
-        ProofError: The loss or the gradients differ.
+        MismatchError: The loss or the gradients differ.
         ArgumentError: The batch has no padding, so nothing is compared.
         ModelError: The model cannot be hooked.
     """
@@ -80,7 +80,7 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
             f"without padding the loss is {loss:.7g} where {due:.7g} is due, and gradients differ by "
             f"{found.gradients:.2g} of their norm, where {limit:.0e} is allowed"
         )
-        raise ProofError("unlike_padded", fact, attrs.asdict(found))
+        raise MismatchError("unlike_padded", fact, attrs.asdict(found))
     return found
 
 

@@ -28,7 +28,7 @@ from packplan.adapters.proof.gradients import Reach, Watched, in_words, logit_re
 from packplan.adapters.proof.modules import MixingModule, first_different, first_mixing
 from packplan.adapters.proof.taking import refuse_hidden_weights
 from packplan.core.equality import EQUAL
-from packplan.core.errors import ArgumentError, ModelError, ProofError
+from packplan.core.errors import ArgumentError, MismatchError, ModelError
 
 
 @attrs.frozen
@@ -62,7 +62,7 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
             which `position_ids` restart; without these, each of several rows is a sample.
 
     Raises:
-        ProofError: A sample depends on another one. It is an AssertionError, and names the first
+        MismatchError: A sample depends on another one. It is an AssertionError, and names the first
             two samples and the first module that mixes them.
         ArgumentError: The batch has no packed rows, or its parts disagree on where samples begin.
         ModelError: The model cannot be asked: it has no gradients, or is random.
@@ -103,7 +103,7 @@ def assert_equal_to_alone(
             weights and the number of layers.
 
     Raises:
-        ProofError: A sample differs. It is an AssertionError, and names the sample and the first
+        MismatchError: A sample differs. It is an AssertionError, and names the sample and the first
             module that computes something else.
         ArgumentError: The batch has no packed rows, or its parts disagree on where samples begin.
         ModelError: The model cannot be asked: it has no gradients, or is random.
@@ -124,11 +124,11 @@ def assert_equal_to_alone(
     for number, different in enumerate(apart.losses):
         if not different <= limit:
             fact = f"the loss of sample {number} differs from that of the sample alone by {different:.2g}"
-            raise ProofError("unlike_alone", f"{fact}, where {limit:.0e} is allowed", {"sample": number})
+            raise MismatchError("unlike_alone", f"{fact}, where {limit:.0e} is allowed", {"sample": number})
     if not apart.gradients <= limit:
         fact = f"gradients differ from the sum of the samples' own by {apart.gradients:.2g}, where {limit:.0e}"
         fact += f" is allowed; most of all that of {apart.weight}"
-        raise ProofError("unlike_alone", fact, {"weight": apart.weight})
+        raise MismatchError("unlike_alone", fact, {"weight": apart.weight})
     return Differences(max(apart.logits), max(apart.losses, default=0.0), apart.gradients, limit)
 
 
@@ -157,7 +157,7 @@ def _sound_pass(model: torch.nn.Module, row: PackedBatch) -> tuple[Watched, torc
     return watched, logits
 
 
-def _leak(model: Any, row: PackedBatch, reach: Reach) -> ProofError:
+def _leak(model: Any, row: PackedBatch, reach: Reach) -> MismatchError:
     where = first_mixing(model, row, reach.reader)
     fact = (
         f"samples of the row are not apart: sample {reach.reader} depends on sample {reach.source}, by a gradient of "
@@ -165,16 +165,16 @@ def _leak(model: Any, row: PackedBatch, reach: Reach) -> ProofError:
     )
     if getattr(getattr(model, "config", None), "use_cache", False) and "use_cache" not in row.inputs:
         fact += ". Its config.use_cache is true, under which transformers takes a row as one sample: set it to False"
-    return ProofError("leak", fact, {"samples": (reach.reader, reach.source), "module": where and where.name})
+    return MismatchError("leak", fact, {"samples": (reach.reader, reach.source), "module": where and where.name})
 
 
 def _unlike(
     model: torch.nn.Module, row: PackedBatch, sample: Sample, number: int, *, different: float, limit: float
-) -> ProofError:
+) -> MismatchError:
     where = first_different(model, row, sample.inputs, row.places[number], limit=limit)
     fact = f"the logits of sample {number} differ from those of the sample alone by {different:.2g}"
     fact += f", where {limit:.0e} is allowed{_first(where)}"
-    return ProofError("unlike_alone", fact, {"sample": number, "module": where and where.name})
+    return MismatchError("unlike_alone", fact, {"sample": number, "module": where and where.name})
 
 
 def _first(where: MixingModule | None) -> str:
@@ -184,7 +184,7 @@ def _first(where: MixingModule | None) -> str:
 def _refuse_crossing_labels(row: PackedBatch) -> None:
     """
     Refuse labels by which the last token of a sample would learn the first one of the next;
-    ProofError.
+    MismatchError.
     """
     if row.labels is None:
         return
@@ -194,4 +194,4 @@ def _refuse_crossing_labels(row: PackedBatch) -> None:
     for number, (before, (at, span)) in enumerate(pairwise(row.places), 1):
         if before[0] == at and int(row.labels[at, span.start]) != IGNORED_LABEL:
             fact = f"sample {number - 1} would learn the first token of sample {number}: its label has to be -100"
-            raise ProofError("unlike_alone", fact, {"sample": number})
+            raise MismatchError("unlike_alone", fact, {"sample": number})

@@ -33,7 +33,7 @@ from packplan.adapters.proof.comparison import (
 )
 from packplan.adapters.proof.taking import TakenStep, gradients_of, take_step, untouched
 from packplan.core.equality import EQUAL, Precision
-from packplan.core.errors import ArgumentError, PackplanError, ProofError, counted
+from packplan.core.errors import ArgumentError, MismatchError, PackplanError, counted
 from packplan.core.surface import Plan
 
 
@@ -119,7 +119,7 @@ def assert_step_loss(
         limit: Largest relative difference. None takes what rounding explains.
 
     Raises:
-        ProofError: The loss or the gradients differ, or the step has other samples than the plan.
+        MismatchError: The loss or the gradients differ, or the step has other samples than planned.
             It is an AssertionError, and names the factor.
         ArgumentError: The trainer or its batches cannot be read, or the function updates weights.
         ModelError: The model has no gradients to compare.
@@ -219,7 +219,7 @@ def _planned(step: TakenStep, trainer: Any, plan: Plan, *, rows: Any, packs: Seq
 
 
 def _refuse_other_samples(served: list[_Served], planned: list[_Served]) -> None:
-    """Refuse a step that does not train each planned sample once, with its labels; ProofError."""
+    """Refuse a step that does not train each planned sample once, by its labels; MismatchError."""
     learned = {one.key: one.learned for one in planned}
     found, due = (Counter(one.key for one in samples) for samples in (served, planned))
     names = {one.key: one.name for samples in (served, planned) for one in samples}
@@ -275,7 +275,7 @@ def _factor(found: Gradients, expected: Gradients) -> float:
 
 
 def _refuse_differences(step: TakenStep, found: StepLoss, apart: Comparison) -> None:
-    """Refuse a step that differs on any rank, on all of them; ProofError."""
+    """Refuse a step that differs on any rank, on all of them; MismatchError."""
     if not step.gradients:
         raise ArgumentError("host", "the step left no gradients: the function has to leave them in the weights")
     norms = _gathered(math.hypot(*(float(one.double().norm()) for one in step.gradients.values())))
@@ -328,5 +328,5 @@ def _add_over_ranks(model: torch.nn.Module, gradients: Gradients) -> None:
             dist.all_reduce(gradients[name])
 
 
-def _unlike(fact: str, **details: Any) -> ProofError:
-    return ProofError("unlike_step", fact, details)
+def _unlike(fact: str, **details: Any) -> MismatchError:
+    return MismatchError("unlike_step", fact, details)

@@ -22,7 +22,7 @@ from packplan.adapters import files
 from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.epochs import EpochRecord
-from packplan.core.errors import CorruptArtefactError, PlanError
+from packplan.core.errors import ArgumentError, CorruptArtefactError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import RawPlan, plan_from_arrays, plan_to_arrays
 from packplan.core.ports import StoredPlan
@@ -246,7 +246,7 @@ def _alignment_faults(path: Path, manifest: Mapping[str, Any], plan: RawPlan) ->
     try:
         aligned = align_plan(plan, world_size=manifest["world_size"], dataloader_drop_last=drop_last)
         differing = [name for name, value in _alignment(aligned).items() if manifest.get(name) != value]
-    except PlanError as error:
+    except ArgumentError as error:
         differing = [str(error)]
     if path.name != f"plan_ws{manifest['world_size']}.json":
         differing.append("file name")

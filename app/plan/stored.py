@@ -72,7 +72,7 @@ class StoredSplit:
             world_size: Ranks; None takes the most that the plan was aligned for.
 
         Raises:
-            PlanError: The ranks would get no batch.
+            ArgumentError: The ranks would get no batch.
             ArgumentError: The ranks cannot realise the batch.
         """
         raw, work = self.plan.plan, work_of(config, self.lengths.rows.table)

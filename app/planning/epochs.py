@@ -53,7 +53,7 @@ class EpochPlanner:
         return cls(split.policy, split.recipe or EpochRecipe(), samples)
 
     def plan(self, epoch: int) -> EpochPlan:
-        """Return the plan of an epoch; PlanError if it drops too much, or no pack remains."""
+        """Return the plan of an epoch; ArgumentError if it drops too much, or no pack remains."""
         plan = plan_epoch(self.recipe, self.policy, self.samples, epoch, quick_bound=True)
         refuse_dropped(plan.raw, self.samples.lengths, self.policy)
         return plan

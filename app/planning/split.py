@@ -214,7 +214,7 @@ class Split:
         return plan_key(self.recipe, self.policy, lengths_digest)
 
     def align(self, world_size: int) -> AlignedPlan:
-        """Return the plan for a number of ranks; PlanError if they would get no batch."""
+        """Return the plan for a number of ranks; ArgumentError if they would get no batch."""
         return align_plan(self.raw, world_size=world_size, **self.alignment)
 
     @property
@@ -249,7 +249,7 @@ def plan_split(split: Split, ranks: Ranks, *, world_size: int | None = None) -> 
 
     Raises:
         PackplanError: Any error of rank 0, on every rank; MismatchError if ranks hold
-            different plans; PlanError, before anything is stored, if there are no samples.
+            different plans; ArgumentError, before anything is stored, if there are no samples.
     """
     name, source = split.name, split.source
     if not len(source):

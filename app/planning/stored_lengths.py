@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from packplan.core.config import RunConfig, configured_inputs, with_remedy
-from packplan.core.errors import NotBuiltError, PlanError, counted
+from packplan.core.errors import ArgumentError, NotBuiltError, counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray, Lengths
 from packplan.core.plan import RawPlan, refuse_dropped, refuse_longer, refuse_unsupervised
@@ -46,14 +46,14 @@ def refusals(
     """
     try:
         refuse_longer(lengths, policy)
-    except PlanError as error:
+    except ArgumentError as error:
         yield f"training refuses the data: {with_remedy(error)}"
     try:
         if plan is not None:
             refuse_dropped(plan, lengths, policy)
             if supervised is not None:
                 refuse_unsupervised(plan, supervised)
-    except PlanError as error:
+    except ArgumentError as error:
         yield f"training refuses the plan: {with_remedy(error)}"
 
 

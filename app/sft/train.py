@@ -108,7 +108,7 @@ def _schedule_packs(
 
     Raises:
         StaleError: The checkpoint was made on another plan.
-        PlanError: An epoch has no packs.
+        ArgumentError: An epoch has no packs.
     """
     train.works = work_of(config, train.table).samples
     pack_works = train.raw.packs.sums(train.works.flops)

@@ -64,8 +64,8 @@ def with_remedy(error: PackplanError) -> str:
     """
     Return the text of an error with its remedy, if it has one, in keys of a run's YAML.
 
-    >>> from packplan.core.errors import PlanError
-    >>> with_remedy(PlanError("too_short", "3 packs cannot feed 4 ranks"))
+    >>> from packplan.core.errors import ArgumentError
+    >>> with_remedy(ArgumentError("too_short", "3 packs cannot feed 4 ranks"))
     '3 packs cannot feed 4 ranks; set training.dataloader_drop_last: false'
     """
     fact, kind = str(error), error.kind

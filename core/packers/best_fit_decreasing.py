@@ -3,8 +3,7 @@ Best-fit decreasing: longest samples first, each into the fullest bin that fits,
 first.
 """
 
-from packplan.core.any_fit import fit_decreasing
-from packplan.core.runs import PackingTrace, Runs
+from packplan.core.runs import PackingTrace, Runs, fit_decreasing
 
 
 def best_fit_decreasing(runs: Runs, *, capacity: int) -> PackingTrace:

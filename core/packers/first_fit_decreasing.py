@@ -1,7 +1,6 @@
 """First-fit decreasing: longest samples first, each into the first bin that fits."""
 
-from packplan.core.any_fit import fit_decreasing
-from packplan.core.runs import PackingTrace, Runs
+from packplan.core.runs import PackingTrace, Runs, fit_decreasing
 
 
 def first_fit_decreasing(runs: Runs, *, capacity: int) -> PackingTrace:

@@ -14,8 +14,7 @@ from collections import Counter
 
 import attrs
 
-from packplan.core.any_fit import fit_decreasing
-from packplan.core.runs import PackingTrace, Runs
+from packplan.core.runs import PackingTrace, Runs, fit_decreasing
 
 
 @attrs.define

@@ -124,7 +124,7 @@ class EpochSchedule:
     """
     Order of packs, steps and batches from a given progress on.
 
-    Every whole epoch gives each rank a batch, so that no count of steps is 0: PlanError if
+    Every whole epoch gives each rank a batch, so that no count of steps is 0: ArgumentError if
     it would not. What an epoch has left after a resume on other ranks may give none: then it takes
     no further step.
     """

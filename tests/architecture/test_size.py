@@ -51,12 +51,12 @@ def test_a_small_module_has_a_reason():
 
 def test_lower_never_raises(tmp_path, monkeypatch):
     """A room that grew keeps its ceiling, and fails; one that shrank is held at its new size."""
-    text = "# a comment\ncore/plan 1 core/plan.py\ncore/any_fit 99999 core/any_fit.py\n"
+    text = "# a comment\ncore/plan 1 core/plan.py\ncore/align 99999 core/align.py\n"
     monkeypatch.setattr(size, "CEILINGS", tmp_path / "ceilings.txt")
     size.CEILINGS.write_text(text)
 
     size.lower()
 
     assert 1 == size.ceilings()["core/plan"][0]
-    assert size.room_size("core/any_fit", ["core/any_fit.py"]) == size.ceilings()["core/any_fit"][0]
+    assert size.room_size("core/align", ["core/align.py"]) == size.ceilings()["core/align"][0]
     assert size.CEILINGS.read_text().startswith("# a comment\n")

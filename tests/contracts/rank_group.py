@@ -23,7 +23,7 @@ def main(scene: str, out: str) -> None:
     import numpy as np
 
     from packplan.adapters.ranks import heartbeat, torch_group
-    from packplan.core.errors import PackplanError, PlanError
+    from packplan.core.errors import ArgumentError, PackplanError
 
     def note(**said: object) -> None:
         part = Path(out, f"{group.rank}.part")
@@ -34,7 +34,7 @@ def main(scene: str, out: str) -> None:
         report("3 of 4 are measured")
         note(building=True)
         if scene == "fails":
-            raise PlanError("too_short", "3 packs cannot feed 8 ranks")
+            raise ArgumentError("too_short", "3 packs cannot feed 8 ranks")
         if scene == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if scene in {"slow", "silent"}:
@@ -78,10 +78,10 @@ def main(scene: str, out: str) -> None:
 def _refuse(out: str) -> None:
     """Have rank 1 refuse the run, and note what rank 0 makes of it."""
     from packplan.adapters.ranks import torch_group
-    from packplan.core.errors import PlanError, RunError
+    from packplan.core.errors import ArgumentError, RunError
 
     try:
-        refusal = PlanError("too_short", "3 packs cannot feed 8 ranks") if os.environ["RANK"] == "1" else None
+        refusal = ArgumentError("too_short", "3 packs cannot feed 8 ranks") if os.environ["RANK"] == "1" else None
         torch_group.meet(refusal=refusal)
     except RunError as error:
         Path(out, "0.json").write_text(json.dumps({"error": f"RunError: {error}"}))
@@ -120,10 +120,10 @@ def _lose_in_comparison(group: TorchGroup) -> None:
 
 
 def _tell(group: TorchGroup) -> None:
-    from packplan.core.errors import PlanError
+    from packplan.core.errors import ArgumentError
 
     if group.rank == 1:
-        group.fail(PlanError("too_short", "3 packs cannot feed 8 ranks"))
+        group.fail(ArgumentError("too_short", "3 packs cannot feed 8 ranks"))
         os._exit(0)
     group.gather("mine")
 

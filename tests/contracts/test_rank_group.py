@@ -76,7 +76,7 @@ def test_rank_zeros_failure_is_told_in_its_own_words_within_seconds(play):
     """The same sentence on both, with the key that helps on those that print no other."""
     first, second = play("fails")
 
-    assert first["error"].startswith("PlanError: 3 packs cannot feed 8 ranks")
+    assert first["error"].startswith("ArgumentError: 3 packs cannot feed 8 ranks")
     assert second["error"].startswith("RunError: rank 0 failed: 3 packs cannot feed 8 ranks; set training.")
     assert abs(second["at"] - first["at"]) < 5
 

@@ -15,7 +15,7 @@ from packplan.adapters.attention import attend_as
 from packplan.adapters.attention.states import split_states
 from packplan.adapters.probe.small_model import SmallModels
 from packplan.core.equality import AttentionChoice
-from packplan.core.errors import ArgumentError, ModelError, ProofError
+from packplan.core.errors import ArgumentError, MismatchError, ModelError
 from packplan.testing import assert_equal_to_alone, assert_isolated
 from tools.families import default_config
 
@@ -102,7 +102,7 @@ def test_families_that_positions_do_not_keep_apart_are_found(family, module):
         batch.pop("position_ids")
     starts = [0, 33, 36, 106]
 
-    with pytest.raises(ProofError, match=rf"sample 1 depends on sample 0, .*{module}$") as caught:
+    with pytest.raises(MismatchError, match=rf"sample 1 depends on sample 0, .*{module}$") as caught:
         assert_isolated(model, batch, starts)
     assert (1, 0) == caught.value.details["samples"]
     with pytest.raises(AssertionError, match="logits of sample 1 differ"):
@@ -145,7 +145,7 @@ REPORTED = {
 @pytest.mark.parametrize(("make", "batch", "module"), REPORTED.values(), ids=REPORTED)
 def test_reported_leaks_are_found(make, batch, module):
     """Each by the module that its report names."""
-    with pytest.raises(ProofError, match=rf"sample 1 depends on sample 0, .*layers\.0\.{module} "):
+    with pytest.raises(MismatchError, match=rf"sample 1 depends on sample 0, .*layers\.0\.{module} "):
         assert_isolated(make(), batch(), [0, 33, 36, 106])
 
 
@@ -162,7 +162,7 @@ def test_a_window_over_the_border_is_found(monkeypatch):
     config = default_config("gemma3_text")
     config.layer_types = ["full_attention", "sliding_attention"] * (config.num_hidden_layers // 2)
 
-    with pytest.raises(ProofError, match=r"first in model\.layers\.1\.self_attn \(Gemma3Attention\)"):
+    with pytest.raises(MismatchError, match=r"first in model\.layers\.1\.self_attn \(Gemma3Attention\)"):
         assert_isolated(model_of("gemma3_text", config=config), positions_alone(batch_of()))
 
 
@@ -171,7 +171,7 @@ def test_a_cache_that_hides_the_borders_is_named():
     model = model_of("llama")
     model.config.use_cache = True
 
-    with pytest.raises(ProofError, match=r"config\.use_cache is true"):
+    with pytest.raises(MismatchError, match=r"config\.use_cache is true"):
         assert_isolated(model, positions_alone(batch_of()))
 
 
@@ -181,7 +181,7 @@ def test_factors_that_follow_the_row_are_found_by_equality_alone():
     model, batch = model_of("llama", config=LlamaConfig(rope_parameters=dynamic)), positions_alone(batch_of())
 
     assert_isolated(model, batch)
-    with pytest.raises(ProofError, match=r"first in model\.rotary_emb \(LlamaRotaryEmbedding\)"):
+    with pytest.raises(MismatchError, match=r"first in model\.rotary_emb \(LlamaRotaryEmbedding\)"):
         assert_equal_to_alone(model, batch)
 
 
@@ -287,7 +287,7 @@ def test_a_model_of_no_library_passes():
 @pytest.mark.parametrize("experts", [False, True])
 def test_the_first_module_that_mixes_is_named(leak, module, experts):
     """Not its parts, the ones around it, later ones, or one that orders tokens otherwise."""
-    with pytest.raises(ProofError, match=rf"; first in {module}$"):
+    with pytest.raises(MismatchError, match=rf"; first in {module}$"):
         assert_isolated(Tiny(leak=leak, experts=experts), positions_alone(batch_of()))
 
 
@@ -327,11 +327,11 @@ def test_several_rows_with_padding_are_asked(left, experts):
 
     assert_isolated(Rows(experts=experts), batch)
     assert_equal_to_alone(Rows(experts=experts), batch)
-    with pytest.raises(ProofError, match=r"sample 1 depends on sample 0, .*; first in blocks\.1\.mix \(Mean\)$"):
+    with pytest.raises(MismatchError, match=r"sample 1 depends on sample 0, .*; first in blocks\.1\.mix \(Mean\)$"):
         assert_isolated(Rows(leak="mask", experts=experts), batch)
-    with pytest.raises(ProofError, match=r"sample 0 depends on sample [34], .*; first in blocks\.1 \(Block\)$"):
+    with pytest.raises(MismatchError, match=r"sample 0 depends on sample [34], .*; first in blocks\.1 \(Block\)$"):
         assert_isolated(Rows(leak="rows", experts=experts), batch)
-    with pytest.raises(ProofError, match=r"logits of sample 0 differ .*; first in blocks\."):
+    with pytest.raises(MismatchError, match=r"logits of sample 0 differ .*; first in blocks\."):
         assert_equal_to_alone(Rows(leak="rows", experts=experts), batch)
 
 
@@ -342,7 +342,7 @@ def test_rows_that_are_samples_are_asked():
 
     assert_isolated(model_of("llama", "sdpa"), batch)
     assert_equal_to_alone(model_of("llama", "sdpa"), batch)
-    with pytest.raises(ProofError, match=r"sample 1 depends on sample 0, .*layers\.0\.self_attn"):
+    with pytest.raises(MismatchError, match=r"sample 1 depends on sample 0, .*layers\.0\.self_attn"):
         assert_isolated(model_of("llama", "sdpa"), packed)
 
 
@@ -354,13 +354,13 @@ def test_borders_of_each_row_are_compared():
     with pytest.raises(ArgumentError, match=r"begins sample 1 of row 1 at token 50 by starts, but at token 51 by pos"):
         assert_isolated(Rows(), batch, [[0, 33, 36], [0, 50]])
     batch["labels"][1, 51] = 20
-    with pytest.raises(ProofError, match="sample 3 would learn the first token of sample 4"):
+    with pytest.raises(MismatchError, match="sample 3 would learn the first token of sample 4"):
         assert_equal_to_alone(Rows(), batch)
 
 
 def test_a_leak_that_only_gradients_show_is_found_by_gradients():
     """Its logits and losses are those of the samples alone."""
-    with pytest.raises(ProofError, match=r"gradients differ from the sum of the samples' own by .* most of all"):
+    with pytest.raises(MismatchError, match=r"gradients differ from the sum of the samples' own by .* most of all"):
         assert_equal_to_alone(Tiny(leak="backward"), positions_alone(batch_of()))
 
 
@@ -369,7 +369,7 @@ def test_a_label_over_the_border_is_refused():
     batch = positions_alone(batch_of())
     batch["labels"] = batch["input_ids"].clone()
 
-    with pytest.raises(ProofError, match="sample 0 would learn the first token of sample 1"):
+    with pytest.raises(MismatchError, match="sample 0 would learn the first token of sample 1"):
         assert_equal_to_alone(Tiny(), batch)
 
 
@@ -490,7 +490,7 @@ def test_batches_of_ms_swifts_template_are_asked(demo, name):
     assert_isolated(model, batch, starts)
     assert_equal_to_alone(model, batch, starts, alone=alone)
     if sees:
-        with pytest.raises(ProofError, match=r"layers\.0\.self_attn"):
+        with pytest.raises(MismatchError, match=r"layers\.0\.self_attn"):
             assert_isolated(model, {**batch, "position_ids": batch["position_ids"][1:]}, starts)
 
 
@@ -561,7 +561,7 @@ def test_adapters_are_asked_with_their_model():
 
     assert_isolated(model, positions_alone(batch_of()))
     assert 0 < assert_equal_to_alone(model, positions_alone(batch_of())).gradients < 2e-6
-    with pytest.raises(ProofError, match=r"first in base_model\.model\.model\.layers\.0\.conv \(Lfm2ShortConv\)"):
+    with pytest.raises(MismatchError, match=r"first in base_model\.model\.model\.layers\.0\.conv \(Lfm2ShortConv\)"):
         assert_isolated(leaking, positions_alone(batch_of()))
 
 
@@ -585,5 +585,5 @@ def test_embeddings_may_be_given():
     batch = {"inputs_embeds": given, "position_ids": batch_of()["position_ids"]}
 
     assert_isolated(Embedded(), batch)
-    with pytest.raises(ProofError, match=r"blocks\.1\.mix"):
+    with pytest.raises(MismatchError, match=r"blocks\.1\.mix"):
         assert_isolated(Embedded(leak="mask"), batch)

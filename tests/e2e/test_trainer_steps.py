@@ -69,7 +69,7 @@ def test_sound_steps_pass(found, name):
 @pytest.mark.parametrize(("name", "said"), FAULTS.items(), ids=FAULTS)
 def test_faults_are_found_with_their_factor_and_reason(found, name, said):
     """Of division, of reduction, of shared rows, of samples, of labels."""
-    assert found[name].startswith("ProofError: ")
+    assert found[name].startswith("MismatchError: ")
     assert re.search(said, found[name]), found[name]
 
 

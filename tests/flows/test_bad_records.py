@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from packplan.app.plan.build import list_failures
 from packplan.app.planning.measure import REPEATED_SAMPLES, measure
-from packplan.core.errors import DataSetError, PlanError, RecordError
+from packplan.core.errors import ArgumentError, DataSetError, RecordError
 from packplan.core.samples import BAD, column, from_row
 from tests.fakes import CountedLengthStore, ListSource
 from tests.flows.desk import Desk
@@ -68,8 +68,8 @@ def test_the_packs_are_those_of_the_good_records_alone(lengths, algorithm, packi
     changes = {"algorithm": algorithm, "packing": packing, "allow_single_long": single_long}
     try:
         alone = planned(ListSource([lengths[index] for index in good]), CountedLengthStore(), **changes)
-    except PlanError:
-        with pytest.raises(PlanError):
+    except ArgumentError:
+        with pytest.raises(ArgumentError):
             planned(FaultySource(lengths), CountedLengthStore(), **changes)
         return
     event(f"bad: {len(good) < len(lengths)}, long: {bool(alone.raw.single_long)}, {algorithm}")

@@ -13,10 +13,10 @@ from packplan.app.planning.measure import REPEATED_SAMPLES
 from packplan.app.planning.split import Ranks, alignment
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig, plan_policy
 from packplan.core.errors import (
+    ArgumentError,
     CorruptArtefactError,
     DataSetError,
     MismatchError,
-    PlanError,
     RecordError,
     StaleError,
 )
@@ -219,7 +219,7 @@ def test_a_source_without_samples_is_refused_before_anything_is_stored():
     """Not even a lock is taken."""
     desk = Desk(ListSource([]))
 
-    with pytest.raises(PlanError, match="the data set is empty"):
+    with pytest.raises(ArgumentError, match="the data set is empty"):
         desk.plan()
     assert [] == desk.lock.waits
     assert desk.lengths.origin() is None
@@ -261,7 +261,7 @@ def test_a_sample_over_the_limit_is_refused_though_a_plan_is_stored():
     desk = Desk(ListSource([*LENGTHS, 95]))
     desk.plan()
 
-    with pytest.raises(PlanError, match="sample 8 has 95 tokens"):
+    with pytest.raises(ArgumentError, match="sample 8 has 95 tokens"):
         desk.plan(refuse_longer=True)
 
 
@@ -277,7 +277,7 @@ def test_a_plan_too_short_for_the_ranks_is_refused_where_it_is_planned(changes, 
     desk = Desk(group=ScriptedGroup(world_size=2 if "packing_length" in changes else 1))
     batch_size = 1 if "packing_length" in changes else 9
 
-    with pytest.raises(PlanError, match=says):
+    with pytest.raises(ArgumentError, match=says):
         desk.plan(dataloader_drop_last=True, batch_size=batch_size, **changes)
 
     assert [] == desk.plans.aligned
@@ -293,7 +293,7 @@ def test_a_plan_that_drops_much_of_the_data_is_refused_where_it_is_planned():
     desk = Desk(ListSource(UNMATCHED))
 
     for _ in range(2):
-        with pytest.raises(PlanError, match="6 of 9 samples "):
+        with pytest.raises(ArgumentError, match="6 of 9 samples "):
             desk.plan(min_fill_ratio="0.8")
     assert [] == desk.plans.aligned
 
@@ -326,7 +326,7 @@ def test_samples_that_teach_nothing_are_counted_and_all_of_them_are_refused_in_t
     assert planned.teaches
 
     for _ in range(2):
-        with pytest.raises(PlanError, match="none of 8 planned samples has a supervised token"):
+        with pytest.raises(ArgumentError, match="none of 8 planned samples has a supervised token"):
             train.plan(drop_last=False)
     planned = evaluation.plan(name="eval", drop_last=False)
     assert not planned.teaches

@@ -6,7 +6,7 @@ import pytest
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.plan.verify import verify
-from packplan.core.errors import NotBuiltError, PlanError, RecordError
+from packplan.core.errors import ArgumentError, NotBuiltError, RecordError
 from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan
 from tests.fakes import EditedSource, FailingSource, ListSource, RestlessSource
@@ -188,7 +188,7 @@ def test_a_plan_that_training_refuses_is_a_finding(tmp_path):
     assert "training refuses the plan: 6 of 9 samples" in finding
 
     (masked := tmp_path / "masked").mkdir()
-    with pytest.raises(PlanError, match="supervised"):
+    with pytest.raises(ArgumentError, match="supervised"):
         build(masked, MaskedSource(LENGTHS), drop_last=False)
     (finding,) = found(masked, MaskedSource(LENGTHS), drop_last=False)
     assert "training refuses the plan: none of 8 planned samples has a supervised token" in finding

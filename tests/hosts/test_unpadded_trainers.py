@@ -12,7 +12,7 @@ from datasets import Dataset
 import packplan as pp
 from packplan.adapters.hf.packed_calls import TextStack
 from packplan.adapters.hf.refusals import is_old_trl
-from packplan.core.errors import ArgumentError, ProofError
+from packplan.core.errors import ArgumentError, MismatchError
 from packplan.hf import unpad, use_plan
 from packplan.testing import assert_step_loss, assert_unpadded_equal
 from tests.hosts.law import CONFIGS, rows_of, tokenizer
@@ -119,7 +119,7 @@ def test_a_fault_is_an_error_with_both_losses(tmp_path, monkeypatch):
 
     monkeypatch.setattr(TextStack, "put_back", shift)
 
-    with pytest.raises(ProofError, match="is due"):
+    with pytest.raises(MismatchError, match="is due"):
         assert_unpadded_equal(trainer)
 
 

@@ -5,7 +5,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.core.align import align_plan
-from packplan.core.errors import PlanError
+from packplan.core.errors import ArgumentError
 from packplan.core.plan import one_sample_packs
 from tests.strategies import raw_plans
 
@@ -34,7 +34,7 @@ def test_dropping_cuts_the_tail_alone(plan, world_size):
     """The longest prefix that the ranks divide remains; if it is empty, that is an error."""
     num_packs = len(plan.packs)
     if num_packs < world_size:
-        with pytest.raises(PlanError) as raised:
+        with pytest.raises(ArgumentError) as raised:
             align_plan(plan, world_size=world_size, dataloader_drop_last=True)
         assert {"num_packs": num_packs, "world_size": world_size, "batch_size": 1} == raised.value.details
         return
@@ -59,7 +59,7 @@ def test_too_few_packs_are_an_error_with_the_numbers(num, world_size, batch_size
     plan = one_sample_packs([5] * num, packing_length=5)
     options = {"world_size": world_size, "batch_size": batch_size}
 
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(ArgumentError) as caught:
         align_plan(plan, **options, dataloader_drop_last=True)
 
     assert ("too_short", fact) == (caught.value.kind, str(caught.value))

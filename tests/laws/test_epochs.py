@@ -26,7 +26,7 @@ from packplan.core.epochs import (
     select_epoch,
     with_epochs,
 )
-from packplan.core.errors import PlanError
+from packplan.core.errors import ArgumentError
 from packplan.core.mixes import Mix, Mixes, Source, drawn_faults
 from packplan.core.plan import build_raw_plan
 from packplan.core.policy import PlanPolicy
@@ -148,7 +148,7 @@ def test_a_resume_beyond_fewer_epochs_knows_the_epoch_it_is_in():
     assert (2, 4, []) == (len(records), resumed.total_steps, list(resumed.steps()))
     one = record(0)
     last = MOST_EPOCHS * 3
-    with pytest.raises(PlanError, match=f"epochs 0 to {MOST_EPOCHS - 1:,} end at optimizer step {last:,}, and"):
+    with pytest.raises(ArgumentError, match=f"epochs 0 to {MOST_EPOCHS - 1:,} end at optimizer step {last:,}, and"):
         with_epochs(attrs.evolve(schedule, max_steps=last + 1), lambda _: one)
     assert MOST_EPOCHS == len(with_epochs(attrs.evolve(schedule, max_steps=last), lambda _: one)[1])
 
@@ -163,7 +163,7 @@ def test_far_too_many_epochs_are_refused_before_they_are_planned(wanted):
         samples = EpochSamples(lengths=np.array([6] * (1 if epoch < 2 else 3)))
         return record_of(plan_epoch(EpochRecipe(), PlanPolicy(packing_length=10), samples, epoch), samples)
 
-    with pytest.raises(PlanError, match=r"epochs .* no more .*can be planned") as caught:
+    with pytest.raises(ArgumentError, match=r"epochs .* no more .*can be planned") as caught:
         with_epochs(plain_schedule(9, 1, **wanted), record, alike_from=2)
     assert "too_many_epochs" == caught.value.kind
     assert ([0, 1, 2] if "max_steps" in wanted else []) == planned
@@ -177,7 +177,7 @@ def test_an_epoch_without_a_pack_for_each_rank_is_refused():
     samples = EpochSamples(lengths=np.array([6, 6, 6]))
     schedule = plain_schedule(9, 4, dataloader_drop_last=True)
 
-    with pytest.raises(PlanError, match=r"^epoch 0: 3 packs cannot feed 4 ranks"):
+    with pytest.raises(ArgumentError, match=r"^epoch 0: 3 packs cannot feed 4 ranks"):
         with_epochs(schedule, lambda epoch: record_of(plan_epoch(recipe, policy, samples, epoch), samples))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.distributions import trace
 from packplan.core import packers
-from packplan.core.errors import PlanError, ranging
+from packplan.core.errors import ArgumentError, ranging
 from packplan.core.plan import (
     build_raw_plan,
     one_sample_packs,
@@ -35,7 +35,7 @@ def planned(lengths, packing_length, **fields):
     """Return the plan; another example is drawn if no pack remains."""
     try:
         return build_raw_plan(lengths, packing_length=packing_length, **fields)
-    except PlanError:
+    except ArgumentError:
         reject()
 
 
@@ -94,7 +94,7 @@ def test_without_packing_each_sample_is_alone(case, allow):
     lengths, packing_length = case
     kept = [[i] for i, length in enumerate(lengths) if allow or length < packing_length]
     if not kept:
-        with pytest.raises(PlanError):
+        with pytest.raises(ArgumentError):
             one_sample_packs(lengths, packing_length=packing_length, allow_single_long=allow)
         return
 
@@ -132,7 +132,7 @@ def test_a_plan_that_drops_more_than_its_share_is_refused(case, ratio, share):
         assert refuse_dropped(plan, lengths, policy) is None
         return
 
-    with pytest.raises(PlanError) as raised:
+    with pytest.raises(ArgumentError) as raised:
         refuse_dropped(plan, lengths, policy)
 
     error = raised.value
@@ -153,7 +153,7 @@ def test_longer_samples_are_refused_where_that_is_asked_for(case):
         assert refuse_longer(lengths, policy) is None
         return
 
-    with pytest.raises(PlanError, match=f"{len(over)} of {len(lengths)} sample") as raised:
+    with pytest.raises(ArgumentError, match=f"{len(over)} of {len(lengths)} sample") as raised:
         refuse_longer([*lengths, 0], policy)
 
     error = raised.value
@@ -174,7 +174,7 @@ def test_planned_samples_that_teach_nothing_are_counted_and_all_of_them_are_refu
     if nothing != packed:
         assert refuse_unsupervised(plan, supervised) is None
         return
-    with pytest.raises(PlanError, match=f"none of {len(packed)} planned sample") as raised:
+    with pytest.raises(ArgumentError, match=f"none of {len(packed)} planned sample") as raised:
         refuse_unsupervised(plan, supervised)
     assert ("unsupervised", packed[0]) == (raised.value.kind, raised.value.details["sample"])
 
@@ -193,7 +193,7 @@ def test_planned_samples_that_teach_nothing_are_counted_and_all_of_them_are_refu
 )  # fmt: skip
 def test_no_pack_left_is_an_error_that_says_why(kind, says, plan):
     """Empty data, only long samples, or only underfilled packs."""
-    with pytest.raises(PlanError, match=says) as raised:
+    with pytest.raises(ArgumentError, match=says) as raised:
         plan()
     assert kind == raised.value.kind
 
@@ -201,7 +201,7 @@ def test_no_pack_left_is_an_error_that_says_why(kind, says, plan):
 @given(st.lists(st.integers(51, 64), min_size=1), st.sampled_from(["0.65", "1"]))
 def test_an_empty_plan_names_the_lengths_and_a_ratio_that_leaves_a_pack(lengths, ratio):
     """The named ratio leaves a pack, and a higher one does not."""
-    with pytest.raises(PlanError) as it:
+    with pytest.raises(ArgumentError) as it:
         build_raw_plan(lengths, packing_length=100, min_fill_ratio=ratio)
 
     error = it.value
@@ -209,7 +209,7 @@ def test_an_empty_plan_names_the_lengths_and_a_ratio_that_leaves_a_pack(lengths,
     assert f"(samples of {ranging(min(lengths), max(lengths), 'token')})" in str(error)
     named = error.details["fullest"]
     assert build_raw_plan(lengths, packing_length=100, min_fill_ratio=named).packs
-    with pytest.raises(PlanError):
+    with pytest.raises(ArgumentError):
         build_raw_plan(lengths, packing_length=100, min_fill_ratio=Decimal(str(named)) + Decimal("0.01"))
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from packplan.core.align import align_plan
 from packplan.core.checksum import plan_checksum
-from packplan.core.errors import PlanError, StaleError
+from packplan.core.errors import ArgumentError, StaleError
 from packplan.core.plan import build_raw_plan
 from packplan.core.schedule import ORDER_VERSION, EpochSchedule, Progress, ResumeState
 from tests.strategies import plain_schedule, raw_plans
@@ -74,7 +74,7 @@ def test_a_schedule_gives_every_rank_a_batch_or_is_none(num_packs, world_size, b
     event(f"dropped, and too few: {drop_last and num_packs < world_size * batch_size}")
     options = {"dataloader_drop_last": drop_last, "batch_size": batch_size, "num_train_epochs": 2}
     if num_packs < (world_size * batch_size if drop_last else 1):
-        with pytest.raises(PlanError) as caught:
+        with pytest.raises(ArgumentError) as caught:
             plain_schedule(num_packs, world_size, **options)
         assert (num_packs, world_size, batch_size) == tuple(caught.value.details.values())
         return

@@ -8,7 +8,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.core.align import align_plan
-from packplan.core.errors import PlanError
+from packplan.core.errors import ArgumentError
 from packplan.core.inspection import summarise, summarise_schedule, summarise_sources
 from packplan.core.metrics import padded_positions
 from packplan.core.plan import build_raw_plan, one_sample_packs
@@ -24,7 +24,7 @@ def plans(draw):
     options = {"allow_single_long": draw(st.booleans()), "min_fill_ratio": draw(st.sampled_from(["0", "0.65", "0.9"]))}
     try:
         return build_raw_plan(lengths, packing_length=packing_length, **options), lengths
-    except PlanError:
+    except ArgumentError:
         return build_raw_plan(lengths, packing_length=packing_length, drop_last=False), lengths
 
 

@@ -9,7 +9,7 @@ from hypothesis import assume, event, given, reject
 from hypothesis import strategies as st
 
 import packplan as pp
-from packplan.core.errors import PlanError
+from packplan.core.errors import ArgumentError
 from packplan.core.schedule import EpochSchedule
 from tests.strategies import raw_lengths
 
@@ -110,7 +110,7 @@ def test_a_table_has_the_figures_and_a_page_draws_the_packs(case, skips):
     lengths, packing_length = case
     try:
         plan = pp.plan(lengths, packing_length, allow_single_long=not skips)
-    except PlanError:
+    except ArgumentError:
         reject()
     table = plan.show()
     event(f"skipped: {bool(plan.raw.skipped_long)}, long: {bool(plan.raw.single_long)}")
@@ -132,15 +132,15 @@ def test_no_option_of_planning_is_ignored(lengths):
     """Samples that are too long and packs that are dropped are refused if an option says so."""
     limit = max(lengths) - 1
     assume(limit >= 1)
-    with pytest.raises(pp.PlanError, match=r"a pack holds .* \(packing_length\)"):
+    with pytest.raises(pp.ArgumentError, match=r"a pack holds .* \(packing_length\)"):
         pp.plan(lengths, limit, refuse_longer=True)
 
     try:
         found = pp.plan(lengths, 100, min_fill_ratio="0.9", max_dropped_share=1)
-    except PlanError:  # no pack is as full
+    except ArgumentError:  # no pack is as full
         reject()
     if len(found.raw.dropped_packs) > 1:
         event("packs are dropped")
         assert f"{len(found.raw.dropped_packs)} more are dropped" in repr(found.show())
-        with pytest.raises(pp.PlanError):
+        with pytest.raises(pp.ArgumentError):
             pp.plan(lengths, 100, min_fill_ratio="0.9", max_dropped_share=0)

@@ -22,28 +22,13 @@ def test_a_noun_agrees_with_its_number():
 
 def test_a_remedy_names_a_key_with_its_value():
     """Numbers of the error are in it; a text of several lines gets another one; some have none."""
-    with pytest.raises(errors.PlanError) as raised:
+    with pytest.raises(errors.ArgumentError) as raised:
         refuse_longer([9], PlanPolicy(packing_length=8, refuse_longer=True))
     assert with_remedy(raised.value).endswith("; raise template.max_length to 9")
     assert with_remedy(errors.StaleError.lengths("runs", (Difference("key", 1, 2),))).split("\n")[2].startswith("  use")
     assert with_remedy(errors.ModelError.isolation("llama", "sdpa", "why")).endswith("; set model.attn_impl: auto")
     assert with_remedy(errors.ModelError.isolation("llama", "auto", "why")).endswith("; set training.packing: false")
     assert "1 finding" == with_remedy(errors.MismatchError("unsound", "1 finding"))
-
-
-def test_a_shortened_text_says_how_much_is_left_out():
-    """Its beginning and its end are there; what is short is as it was."""
-    found = errors.shortened("the image " + "x" * 75_852 + " does not exist: name another")
-
-    assert errors.MAX_LINE == len(found)
-    assert found.startswith("the image xxx")
-    assert "… 75,891 characters …" in found
-    assert found.endswith("xxx does not exist: name another")
-    assert "as it was" == errors.shortened("as it was")
-    lines = errors.shortened("\n".join(map(str, range(1000)))).split("\n")
-    assert ["0", "1"] == lines[:2]
-    assert ["  … 941 more lines …", "998", "999"] == lines[-3:]
-    assert errors.MAX_LINES == len(lines)
 
 
 PASSED = ProbeResult(0, 3e-7)

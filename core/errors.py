@@ -6,42 +6,31 @@ Everything that this project raises on purpose.
     │   ├── ConfigError             the YAML: every fault at once, each with its path
     │   ├── RecordError             one record of a data file: place and reason
     │   ├── DataSetError            a data set as a whole
-    │   ├── ArgumentError           an argument of a library function; a ValueError too
-    │   │   └── PlanError           the samples give no plan that the ranks can train
+    │   ├── ArgumentError           an argument of a library function, or samples that give no plan;
+    │   │                           a ValueError too
     │   ├── ModelError              a model may not pack, or not as the run says
     │   ├── StaleError              stored lengths, a checkpoint, an image or a sample changed
     │   ├── NotBuiltError           nothing is stored yet
     │   ├── OutputError             a file or folder cannot be written, or another job writes it
     │   └── RunError                a run that has begun cannot go on
-    └── VerificationError           something is not what it claims to be: exit status 3
-        ├── MismatchError           packs, ranks, samples or artefacts are not as planned
-        ├── ProofError              samples of a pack are not apart, or not as they are alone
+    └── VerificationError           something is not what it has to be: exit status 3
+        ├── MismatchError           packs, ranks or samples are not what was planned, or are alone;
+        │                           an AssertionError too
         └── CorruptArtefactError    a stored file is not what was written
 
-Errors that several things raise have a `kind`, by which a program tells them apart. They state
-a fact in the words of the library; `core.config.remedies` adds what helps, in keys of a YAML.
-Fields are positional, so that errors survive pickling between processes.
+A class is what a caller tells apart; a `kind` is one fact that a class states. The fact is in the
+words of the library, and `core.config.with_remedy` adds what helps, in keys of a YAML. Fields are
+positional, so that errors survive pickling between processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import takewhile
+from collections.abc import Iterable, Mapping
+from itertools import groupby, takewhile
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import attrs
-
-from packplan.core.errors.words import (
-    MAX_LINE,
-    MAX_LINES,
-    agree,
-    counted,
-    in_lines,
-    in_ranges,
-    ranging,
-    shortened,
-)
 
 
 class PackplanError(Exception):
@@ -65,8 +54,18 @@ class UserError(PackplanError):
     """The caller can fix it."""
 
 
-class VerificationError(PackplanError):
-    """Something stored or shared is not what it claims to be."""
+@attrs.define(eq=False)
+class _FactError(PackplanError):
+    """An error that states one of several facts."""
+
+    kind: str
+
+    fact: str
+
+    details: Mapping[str, Any] = attrs.field(factory=dict)
+
+    def _text(self) -> str:
+        return self.fact
 
 
 @attrs.frozen
@@ -137,45 +136,20 @@ class DataSetError(UserError):
 
 
 @attrs.define(eq=False)
-class ArgumentError(UserError, ValueError):
-    """An argument of a library function cannot be used: lengths, a batch, the number of ranks."""
-
-    kind: Literal[
-        "length", "works", "too_few_samples", "over_budget", "uneven_shards", "batch", "batch_size",
-        "whole_batch_loss", "ranks", "host", "packed_batch", "empty", "all_skipped", "all_dropped", "dropped_tokens",
-        "too_long", "too_short", "unsupervised", "too_many_epochs",
-    ]  # fmt: skip
-
-    fact: str
-
-    details: Mapping[str, Any] = attrs.field(factory=dict)
-
-    def _text(self) -> str:
-        return self.fact
-
-
-@attrs.define(eq=False)
-class PlanError(ArgumentError):
+class ArgumentError(_FactError, UserError, ValueError):
     """
-    Samples give no plan that the ranks can train.
+    An argument of a library function cannot be used, or samples give no plan.
 
-    Kinds: `empty` (there is no sample), `all_skipped`, `all_dropped` (no pack remains),
-    `dropped_tokens` (the fill filter drops too many tokens), `too_long` (a sample is longer than a
-    pack), `too_short` (too few packs for the ranks), `unsupervised` (no planned sample has a
-    supervised token), `too_many_epochs` (more than are planned before the first step).
+    Kinds of samples that give no plan: `empty` (there is none), `all_skipped`, `all_dropped` (no
+    pack remains), `dropped_tokens` (the fill filter drops too many tokens), `too_long` (a sample is
+    longer than a pack), `too_short` (too few packs for the ranks), `unsupervised` (no planned
+    sample has a supervised token), `too_many_epochs` (more than are planned before the first step).
     """
 
 
 @attrs.define(eq=False)
-class ModelError(UserError):
+class ModelError(_FactError, UserError):
     """A model may not pack, or not with this attention, or cannot be asked, weighed or traced."""
-
-    kind: Literal["isolation", "attention", "probe", "work", "trace"]
-    fact: str
-    details: Mapping[str, Any] = attrs.field(factory=dict)
-
-    def _text(self) -> str:
-        return self.fact
 
     @classmethod
     def isolation(cls, model_type: str, attn_impl: str, reason: str) -> ModelError:
@@ -183,33 +157,17 @@ class ModelError(UserError):
         Return the error of a model whose samples may not share packs.
 
         Args:
-            model_type: Its `model_type`.
+            model_type: The model's `model_type`.
             attn_impl: Attention that the run asks for.
             reason: Fact that forbids it, as a clause.
         """
         fact = f"{model_type} may not pack under attn_impl {attn_impl}: {reason}"
         return cls("isolation", fact, {"model_type": model_type, "attn_impl": attn_impl})
 
-    @classmethod
-    def attention(cls, attn_impl: str, reason: str) -> ModelError:
-        """Return the error of an attention that the model does not run under."""
-        return cls("attention", f"attn_impl {attn_impl} cannot be taken: {reason}", {"attn_impl": attn_impl})
-
 
 @attrs.define(eq=False)
-class StaleError(UserError):
+class StaleError(_FactError, UserError):
     """Something stored was made from other inputs than those of this run."""
-
-    kind: Literal[
-        "stale_lengths", "borrowed_lengths", "table_lengths", "changed_plan", "changed_order", "changed_image",
-        "changed_sample", "changed_copy",
-    ]  # fmt: skip
-
-    fact: str
-    details: Mapping[str, Any] = attrs.field(factory=dict)
-
-    def _text(self) -> str:
-        return self.fact
 
     @classmethod
     def lengths(cls, where: str, differences: tuple[Difference, ...]) -> StaleError:
@@ -222,8 +180,9 @@ class StaleError(UserError):
         """Return the error of a checkpoint that was trained from another plan."""
         head = f"{checkpoint} was trained from another plan or in another way, so this run cannot go on with it"
         reordered = any(difference.key == "order_version" for difference in differences)
-        kind: Literal["changed_order", "changed_plan"] = "changed_order" if reordered else "changed_plan"
-        return cls(kind, in_lines(head, differences), {"differences": differences})
+        return cls(
+            "changed_order" if reordered else "changed_plan", in_lines(head, differences), {"differences": differences}
+        )
 
     @classmethod
     def file(cls, name: str, found: str) -> StaleError:
@@ -270,22 +229,16 @@ class OutputError(UserError):
 
     path: str
     reason: str
-    kind: Literal["refused", "locked"] = "refused"
+    kind: str = "refused"
+    """`refused`, or `locked` by another job."""
 
     def _text(self) -> str:
         return f"{self.path} cannot be written: {self.reason}"
 
 
 @attrs.define(eq=False)
-class RunError(UserError):
+class RunError(_FactError, UserError):
     """A run that has begun cannot go on: its ranks, its processes, or its numbers."""
-
-    kind: Literal["rank_zero", "rank_gone", "different_runs", "lost_process", "memory", "not_finite", "worker"]
-    fact: str
-    details: Mapping[str, Any] = attrs.field(factory=dict)
-
-    def _text(self) -> str:
-        return self.fact
 
     @classmethod
     def worker(cls, worker: int, method: str, reason: str) -> RunError:
@@ -293,36 +246,21 @@ class RunError(UserError):
         Return the error of a worker of reinforcement learning that raised or died.
 
         Args:
-            worker: Its rank.
+            worker: Rank of the worker.
             method: Name of the method that it computed.
-            reason: Its own error.
+            reason: Error of the worker itself.
         """
         fact = f"worker {worker} failed in {method}: {reason}"
         return cls("worker", fact, {"worker": worker, "method": method})
 
 
-@attrs.define(eq=False)
-class MismatchError(VerificationError):
-    """Packs, ranks, samples or artefacts are not what was planned."""
-
-    kind: Literal["coverage", "unequal", "unequal_lengths", "unsound", "ranks_disagree", "too_large"]
-    fact: str
-    details: Mapping[str, Any] = attrs.field(factory=dict)
-
-    def _text(self) -> str:
-        return self.fact
+class VerificationError(PackplanError):
+    """Something is not what it has to be."""
 
 
 @attrs.define(eq=False)
-class ProofError(VerificationError, AssertionError):
-    """Samples of a pack are not apart, or they or a step are not equal to themselves alone."""
-
-    kind: Literal["leak", "unlike_alone", "unlike_padded", "unlike_step"]
-    fact: str
-    details: Mapping[str, Any] = attrs.field(factory=dict)
-
-    def _text(self) -> str:
-        return self.fact
+class MismatchError(_FactError, VerificationError, AssertionError):
+    """Packs, ranks or samples are not what was planned, or samples are not as they are alone."""
 
 
 @attrs.define(eq=False)
@@ -389,3 +327,103 @@ def _ranks(ranks: list[int]) -> str:
     named = ", ".join(map(str, ranks[:_MOST]))
     others = f" and {len(ranks) - _MOST:,} more" if len(ranks) > _MOST else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {named}{others}"
+
+
+def counted(number: int, name: str) -> str:
+    """
+    Return the number with its noun, in the plural where that is due: `1 pack`, `2 epochs`, `0
+    batches`.
+    """
+    return f"{number:,} {name}" + ("" if number == 1 else "es" if name.endswith("tch") else "s")
+
+
+def agree(number: int, one: str = "is", many: str = "are") -> str:
+    """
+    Return the verb that agrees with a number: `is` or `are`, or what is given instead.
+
+    Args:
+        number: How many there are.
+        one: The verb for exactly one.
+        many: The verb for any other number.
+    """
+    return one if number == 1 else many
+
+
+def ranging(lowest: int, highest: int, name: str) -> str:
+    """
+    Return what numbers range over, with their noun: `7 tokens`, or `7 to 9 tokens`.
+
+    Args:
+        lowest: The least of them.
+        highest: The greatest.
+        name: The noun, in the singular.
+    """
+    return counted(highest, name) if lowest == highest else f"{lowest:,} to {counted(highest, name)}"
+
+
+def in_ranges(indices: Iterable[int], *, most: int | None = None) -> str:
+    """
+    Return all indices in their order, those that follow each other as a range, and ranges that
+    repeat as one.
+
+    Args:
+        indices: Whole numbers.
+        most: Ranges that are written; an ellipsis stands for the others. None writes all.
+
+    >>> in_ranges([0, 1, 2, 7, 9, 10]), in_ranges([0, 1, 0, 1, 0]), in_ranges([1, 3, 5], most=2)
+    ('0..2, 7, 9..10', '0..1 x 2, 0', '1, 3, …')
+    """
+    ranges: list[tuple[int, int]] = []
+    for index in indices:
+        if ranges and index == ranges[-1][1] + 1:
+            ranges[-1] = ranges[-1][0], index
+        else:
+            ranges.append((index, index))
+    parts = []
+    for (first, last), same in groupby(ranges):
+        times = len(list(same))
+        parts.append((f"{first}..{last}" if first < last else f"{first}") + (f" x {times}" if times > 1 else ""))
+    return ", ".join([*parts[:most], "…"] if most is not None and len(parts) > most else parts)
+
+
+def in_lines(head: str, items: Iterable[object]) -> str:
+    """
+    Return a headline with a line for each item below it.
+
+    >>> print(in_lines("the run has 1 fault", ["seed: is x"]))
+    the run has 1 fault:
+      seed: is x
+    """
+    return "\n  ".join([f"{head}:", *map(str, items)])
+
+
+MAX_LINE, MAX_LINES = 500, 60
+"""
+Characters of a line of an error's text, and lines of it: whatever it quotes, the fact and the
+remedy can be read.
+"""
+
+
+def shortened(text: str) -> str:
+    r"""
+    Return *text* with the middle of its long lines, and of too many lines, left out.
+
+    >>> text = shortened("the image " + "x" * 75_852 + " does not exist")
+    >>> len(text), text[:12], text[-16:], "… 75,877 characters …" in text
+    (500, 'the image xx', 'x does not exist', True)
+    >>> shortened("\n".join(map(str, range(1000)))).split("\n")[-3:]
+    ['  … 941 more lines …', '998', '999']
+    """
+    lines = text.split("\n")
+    if len(lines) > MAX_LINES:
+        left_out = f"  … {len(lines) - MAX_LINES + 1:,} more lines …"
+        lines = [*lines[: MAX_LINES - 3], left_out, *lines[-2:]]
+    return "\n".join(map(_shortened_line, lines))
+
+
+def _shortened_line(line: str) -> str:
+    if len(line) <= MAX_LINE:
+        return line
+    left_out = f" … {len(line):,} characters … "
+    kept = MAX_LINE - len(left_out)
+    return f"{line[: kept - kept // 2]}{left_out}{line[len(line) - kept // 2 :]}"
