@@ -1,9 +1,12 @@
 """
-Copies of data files at places, in a folder of this machine.
+Copies of files at places of other machines, in folders of this one: data files, and media of
+records.
 
-A file is copied whole: records are read in shuffled order, by their places in the file, and
-training needs no network. The copy stands under the digest of its content, beside a note of the
-place, its size and its version. A start asks for these again, and copies a file that has changed.
+Training needs no network, and reads records in shuffled order: so files are copied whole. Each copy
+stands under the digest of its content, beside a note of its place. A data file is asked for again
+at each start, and copied again where it changed. A medium is fetched once: whoever asks again, in
+another process or years later, gets the same bytes without a network, or is told that they are
+gone. Queries and names in places may be credentials: no message and no note has them.
 """
 
 import contextlib
@@ -11,24 +14,71 @@ import glob
 import hashlib
 import logging
 import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from packplan.adapters import files
+from packplan.adapters.progress import BRIEF_S, progress
+from packplan.adapters.samples.image_headers import read_size
 from packplan.adapters.samples.places import Patience, RefusedError, Standing, fetch, listed, standing_of
-from packplan.core.errors import CorruptArtefactError, DataSetError
-from packplan.core.samples import folder_of, scheme_of, without_credentials, without_signature
+from packplan.core.errors import CorruptArtefactError, DataSetError, counted
+from packplan.core.samples import (
+    Image,
+    UnusableRecordError,
+    Video,
+    folder_of,
+    is_place,
+    located,
+    scheme_of,
+    without_credentials,
+    without_signature,
+)
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 2**36
-"""Bytes of a data file: 64 GiB."""
+MOST_BYTES = {"file": 2**36, "video": 2**33, "image": 2**26}
+"""Kind of a copy -> bytes that it may have; a file holds records."""
+
+_AT_ONCE = 16
+"""Media that are fetched at the same time."""
 
 _PATIENCE = Patience(all_s=None)
+"""Times to wait for a data file."""
 
-_SCHEMA = "packplan.place/1"
+_SCHEMA, _MEDIUM_SCHEMA = "packplan.place/1", "packplan.medium/1"
 
 _FOLDER, _NOTE = "place-", "note.json"
+
+
+def _key(place: str) -> str:
+    """Return the name of a place in a folder of copies, however it is signed."""
+    return hashlib.sha256(without_signature(place).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _read_note(path: Path, schema: str) -> dict[str, Any] | None:
+    """Return the note of a copy; None if there is none, or a damaged one."""
+    with contextlib.suppress(CorruptArtefactError), files.writing(path):
+        return files.read_manifest(path, schema)
+    return None
+
+
+def _make(folder: Path) -> None:
+    with files.writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def _publish(fetched: Path, copy: Path) -> None:
+    """Move what was fetched to its place under its digest."""
+    _make(copy.parent)
+    with files.writing(copy):
+        fetched.replace(copy)
+        files.sync_folder(copy.parent)
+
+
+# Data files.
 
 
 def local_files(name: str, cache: Path) -> list[Path]:
@@ -43,7 +93,16 @@ def local_files(name: str, cache: Path) -> list[Path]:
         DataSetError: A file is not to be had, or no file matches.
         OutputError: There is no room for a copy.
     """
-    return [_local(place, cache) for place in _matching(name)]
+    if scheme_of(name) in {"http", "https"} or not glob.has_magic(name):
+        return [_local_file(name, cache)]
+    try:
+        found = listed(name)
+    except RefusedError as error:
+        raise _unread(name, error) from None
+    if not found:
+        message = f"{without_credentials(name)} matches no file: name existing data files"
+        raise DataSetError(message)
+    return [_local_file(place, cache) for place in found]
 
 
 def origin_of(path: Path) -> tuple[str, str] | None:
@@ -53,41 +112,25 @@ def origin_of(path: Path) -> tuple[str, str] | None:
     """
     if not path.parent.parent.name.startswith(_FOLDER):
         return None
-    note = _note(path.parent.parent / _NOTE)
+    note = _read_note(path.parent.parent / _NOTE, _SCHEMA)
     return None if note is None else (str(note["place"]), str(note["folder"]))
-
-
-def _matching(name: str) -> list[str]:
-    """Return the place of a name, or those of a pattern; DataSetError if there is none."""
-    if scheme_of(name) in {"http", "https"} or not glob.has_magic(name):
-        return [name]
-    try:
-        found = listed(name)
-    except RefusedError as error:
-        raise _unread(name, error) from None
-    if not found:
-        message = f"{without_credentials(name)} matches no file: name existing data files"
-        raise DataSetError(message)
-    return found
 
 
 def _unread(name: str, error: Exception) -> DataSetError:
     return DataSetError(f"{without_credentials(name)} cannot be read: {error}")
 
 
-def _local(place: str, cache: Path) -> Path:
+def _local_file(place: str, cache: Path) -> Path:
     """Return the copy of the file at a place, as it is now."""
-    key = hashlib.sha256(without_signature(place).encode("utf-8", "surrogatepass")).hexdigest()[:32]
-    folder = cache / f"{_FOLDER}{key}"
-    with files.writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    folder = cache / f"{_FOLDER}{_key(place)}"
+    _make(folder)
     with files.held(folder / "lock", f"for a copy of {without_credentials(place)}"):
-        note = _note(folder / _NOTE)
+        note = _read_note(folder / _NOTE, _SCHEMA)
         copy = folder / note["sha256"] / note["name"] if note else folder
         known = Standing(note["size"], note["version"]) if note else Standing(0, "")
         has_copy = copy.is_file() and copy.stat().st_size == known.size
         try:
-            standing = standing_of(place, most=MOST_BYTES, patience=_PATIENCE)
+            standing = standing_of(place, most=MOST_BYTES["file"], patience=_PATIENCE)
         except RefusedError as error:
             if not has_copy:
                 raise _unread(place, error) from None
@@ -95,40 +138,174 @@ def _local(place: str, cache: Path) -> Path:
             return copy
         if has_copy and standing.version and standing == known:
             return copy
-        fetched = _fetch_copy(place, folder, standing)
+        fetched = _fetch_file(place, folder, standing)
         if has_copy and fetched != copy:
             log.warning("%s is another file than before: it was fetched again", without_credentials(place))
         return fetched
 
 
-def _fetch_copy(place: str, folder: Path, standing: Standing) -> Path:
+def _fetch_file(place: str, folder: Path, standing: Standing) -> Path:
     """Return a new copy of the file at a place."""
-    target, name, shown = folder / "fetched", _name_of(place), without_credentials(place)
+    target, shown = folder / "fetched", without_credentials(place)
+    # Its end says which format it has.
+    name = re.sub(r"[^\w.-]", "_", re.sub(r"[?#].*", "", place).rpartition("/")[2])[-100:].lstrip(".") or "data"
     try:
-        sha256 = fetch(place, target, most=MOST_BYTES, patience=_PATIENCE)
-        if standing != standing_of(place, most=MOST_BYTES, patience=_PATIENCE):
+        sha256 = fetch(place, target, most=MOST_BYTES["file"], patience=_PATIENCE)
+        if standing != standing_of(place, most=MOST_BYTES["file"], patience=_PATIENCE):
             raise RefusedError("it changed while it was fetched: start again when it is complete")  # noqa: TRY301
     except RefusedError as error:
         raise _unread(place, error) from None
-    copy = folder / sha256 / name
-    with files.writing(copy):
-        copy.parent.mkdir(exist_ok=True)
-        target.replace(copy)
-        files.sync_folder(copy.parent)
+    _publish(target, copy := folder / sha256 / name)
     note = {"schema": _SCHEMA, "place": shown, "folder": folder_of(place), "sha256": sha256, "name": name}
     files.write_manifest(folder / _NOTE, {**note, "size": copy.stat().st_size, "version": standing.version})
     log.info("%s is copied once: %s", shown, copy)
     return copy
 
 
-def _name_of(place: str) -> str:
-    """Return the name of a copy, whose end says which format it has."""
-    last = re.sub(r"[?#].*", "", place).rpartition("/")[2]
-    return re.sub(r"[^\w.-]", "_", last)[-100:].lstrip(".") or "data"
+# Media.
 
 
-def _note(path: Path) -> dict[str, Any] | None:
-    """Return the note of a copy; None if there is none, or a damaged one."""
-    with contextlib.suppress(CorruptArtefactError), files.writing(path):
-        return files.read_manifest(path, _SCHEMA)
-    return None
+def joined(folder: str, path: str) -> str:
+    """
+    Return the path or the place of a medium.
+
+    Args:
+        folder: Folder or place that relative media of its record start at.
+        path: Path or place in the record.
+    """
+    if is_place(path):
+        return path
+    return located(folder, path) if is_place(folder) else str(Path(folder, path))
+
+
+def local_medium(medium: Image | Video, folder: str, cache: "MediaCache | None", *, is_video: bool = False) -> Any:
+    """
+    Return a medium of a record by its path on this machine, and one that stands in the record as it
+    is.
+
+    Args:
+        medium: Image or video, or the frames of one.
+        folder: Folder or place that relative media of the record start at.
+        cache: Media that are at places; None refuses those.
+        is_video: Whether it is a video.
+
+    Raises:
+        ValueError: It is at a place, and cannot be had.
+        OutputError: There is no room for it.
+    """
+    if isinstance(medium, bytes):
+        return medium
+    if isinstance(medium, tuple):
+        return tuple(local_medium(frame, folder, cache) for frame in medium)
+    if not is_place(place := joined(folder, medium)):
+        return place
+    if cache is None:
+        reason = f"the record names {medium[:60]!r} at a place of another machine: name a folder for what is fetched"
+        raise UnusableRecordError(reason, "media_cache")
+    return cache.path(place, is_video=is_video)
+
+
+class MediaCache:
+    """Fetches images and videos, and keeps them."""
+
+    def __init__(self, folder: Path, *, patience: Patience | None = None) -> None:
+        """
+        Keep media in a folder, which several processes may share.
+
+        Args:
+            folder: Made if there is none.
+            patience: Times to wait for a medium.
+        """
+        self.folder, self._patience = folder, patience or Patience()
+        self._failed: dict[str, str] = {}
+        """Place -> why its medium is not to be had; asked once in a process."""
+
+    def path(self, url: str, *, is_video: bool = False) -> str:
+        """
+        Return the file of a medium, fetched if it is not there yet.
+
+        Args:
+            url: Place of the medium.
+            is_video: Whether it is a video, which may be larger.
+
+        Raises:
+            ValueError: It cannot be had, or is no image, and why.
+            OutputError: There is no room for it.
+        """
+        if (found := self._file(url)) is not None:
+            return found
+        kind, lock = "video" if is_video else "image", self._note_file(url).with_name("lock")
+        _make(lock.parent)
+        # One thread of one process fetches; those of other media seldom wait.
+        with files.held(lock, "for a medium of another process"):
+            if (found := self._file(url)) is not None:
+                return found
+            if url not in self._failed:
+                try:
+                    return self._fetch(url, kind)
+                except RefusedError as error:
+                    self._failed[url] = f"the {kind} {without_credentials(url)[:500]} cannot be fetched: {error}"
+        raise ValueError(self._failed[url])
+
+    def prefetch(self, images: Iterable[str], videos: Iterable[str] = ()) -> None:
+        """
+        Fetch media that are not there yet, several at a time; those that fail say so later.
+
+        Args:
+            images: Places of images.
+            videos: Places of videos.
+        """
+        wanted = {url: partial(self.path, url) for url in images}
+        wanted |= {url: partial(self.path, url, is_video=True) for url in videos}
+        missing = [call for url, call in wanted.items() if self._file(url) is None]
+        if not missing:
+            return
+        bar = progress(total=len(missing), desc="fetching media", unit=" media", delay=BRIEF_S)
+        with bar, ThreadPoolExecutor(_AT_ONCE) as pool:
+            for _ in pool.map(_try, missing):
+                bar.update()
+
+    def _note_file(self, url: str) -> Path:
+        key = _key(url)
+        return self.folder / "urls" / key[:2] / f"{key}.json"
+
+    def _content(self, sha256: str) -> Path:
+        return self.folder / sha256[:2] / sha256
+
+    def _file(self, url: str) -> str | None:
+        """Return the file of a place's medium; None if it is not there whole."""
+        if (note := _read_note(self._note_file(url), _MEDIUM_SCHEMA)) is None:
+            return None
+        path = self._content(note["sha256"])
+        return str(path) if path.is_file() and path.stat().st_size == int(note["bytes"]) else None
+
+    def _fetch(self, url: str, kind: str) -> str:
+        """Fetch a medium, keep it and return its file; RefusedError if it cannot be had."""
+        note_file = self._note_file(url)
+        known, fetched = _read_note(note_file, _MEDIUM_SCHEMA), note_file.with_suffix(".fetched")
+        try:
+            sha256 = fetch(url, fetched, most=MOST_BYTES[kind], patience=self._patience)
+            if kind == "image":
+                _require_image(fetched)
+            if known is not None and known["sha256"] != sha256:
+                raise RefusedError("it was fetched before, its file is gone, and the server has another one now")
+            _publish(fetched, target := self._content(sha256))
+        finally:
+            fetched.unlink(missing_ok=True)
+        note = {"schema": _MEDIUM_SCHEMA, "url": without_credentials(url)[:500], "sha256": sha256}
+        files.write_manifest(note_file, {**note, "bytes": target.stat().st_size})
+        return str(target)
+
+
+def _try(call: Callable[[], object]) -> None:
+    with contextlib.suppress(ValueError):  # which is said again, where the record is known
+        call()
+
+
+def _require_image(fetched: Path) -> None:
+    """Refuse what came if it is no image whose pixels can be read."""
+    try:
+        read_size(held := fetched.read_bytes(), decode=True)
+    except ValueError as error:
+        why = str(error).split(" in the record ", maxsplit=1)[-1]
+        raise RefusedError(f"what came, {counted(len(held), 'byte')}, {why}") from None

@@ -13,13 +13,12 @@ import attrs
 import PIL.Image
 from swift.template import Template
 
-from packplan.adapters.samples.files import copy_faults, joined, open_records, sources_of
-from packplan.adapters.samples.image_headers import Head, image_facts, read_size
+from packplan.adapters.samples.copies import MediaCache, joined, local_medium
+from packplan.adapters.samples.files import copy_faults, open_records, sources_of
+from packplan.adapters.samples.image_headers import image_facts, read_size
 from packplan.adapters.samples.image_lengths import shrunk
 from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial, measured
-from packplan.adapters.samples.places import Remote
 from packplan.adapters.samples.template import open_template
-from packplan.adapters.samples.urls import MediaCache
 from packplan.adapters.samples.video.facts import VideoFacts, frames_of, video_facts
 from packplan.adapters.samples.video.lengths import VideoLengths
 from packplan.adapters.samples.video.reading import (
@@ -81,12 +80,6 @@ class SampleSpec:
 
     inputs: Mapping[str, Value] = attrs.field(factory=dict)
     """Further inputs of lengths: what a command of ms-swift says."""
-
-    heads: bool = False
-    """
-    Whether images and videos at places are known by parts of their files, and others of their size
-    encoded in their place: nothing is trained.
-    """
 
 
 class SwiftEncoder:
@@ -150,11 +143,10 @@ class SwiftEncoder:
             return self.encode_messages(index, sample)
         except RecordError:
             # A damaged image is the likelier reason, and a better one.
-            whole = self.read(index, whole=True)
             with self.named(index):
-                for image in whole.get("images", ()):
+                for image in images:
                     read_size(image, decode=True)
-            for video in whole.get("videos", ()):
+            for video in videos:
                 self.decode_video(index, video, sampling=sampling_of(self.spec.template))
             raise
 
@@ -168,41 +160,28 @@ class SwiftEncoder:
         runs = groupby(pairs, key=lambda pair: pair[0] != IGNORED_LABEL)
         return [(trained, self.template.safe_decode([token for _, token in run])) for trained, run in runs]
 
-    def read(self, index: int, *, whole: bool = False) -> dict[str, Any]:
+    def read(self, index: int) -> dict[str, Any]:
         """
         Return sample *index* as messages, with the paths of its media, or the bytes of images.
-
-        Args:
-            index: Index of the sample.
-            whole: Whether media at places are fetched whole, even where parts of them are enough.
 
         Raises:
             RecordError: The record cannot become a sample.
             StaleError: The record is not the one whose digest is known.
         """
-        return self.sample_of(index, self.records.read(index)[0], whole=whole)
+        return self.sample_of(index, self.records.read(index)[0])
 
-    def sample_of(self, index: int, record: object, *, whole: bool = False) -> dict[str, Any]:
-        """
-        Return the sample of a record that was read already, as `read` does.
-
-        Args:
-            index: Index of the sample.
-            record: JSON value of the record.
-            whole: Whether media at places are fetched whole, even where parts of them are enough.
-
-        Raises:
-            RecordError: It cannot become a sample.
-        """
+    def sample_of(self, index: int, record: object) -> dict[str, Any]:
+        """Return the sample of a record that was read already, as `read` does."""
         with self.named(index, "the record "):
             known = shaped(record, self.spec.custom.columns)
             self._refuse_mixed(index, known.shape)
             sample = self._to_messages(known)
         folder = self.records.folder(index)
-        if "images" in sample:
-            sample["images"] = [self._locate_image(index, image, folder, whole=whole) for image in sample["images"]]
-        if "videos" in sample:
-            sample["videos"] = [self._locate_video(index, video, folder, whole=whole) for video in sample["videos"]]
+        with self.named(index):
+            for kind in ("images", "videos"):
+                if kind in sample:
+                    held = sample[kind]
+                    sample[kind] = [local_medium(one, folder, self._media, is_video=kind == "videos") for one in held]
         self._refuse_unread(index, sample)
         return sample
 
@@ -218,62 +197,11 @@ class SwiftEncoder:
             literal_image_tags=custom.literal_image_tags,
         )
 
-    def _locate_image(self, index: int, image: Image, folder: str, *, whole: bool) -> Image:
-        """
-        Return an image of a record by its path, or as bytes; RecordError if it cannot be fetched.
-        """
-        if isinstance(image, bytes):
-            return image
-        if not is_place(place := joined(folder, image)):
-            return place
-        media = self._cache_of(index, image)
-        with self.named(index):
-            return media.path(place) if whole or not self.spec.heads else media.head(place)
-
-    def _locate_video(self, index: int, video: Video, folder: str, *, whole: bool) -> Video:
-        """
-        Return a video whose paths start at the folder of its record, or of which parts are read;
-        RecordError if it cannot be fetched.
-        """
-        if isinstance(video, tuple):
-            return tuple(self._one_placed(index, frame, folder, whole=whole, is_video=False) for frame in video)
-        return self._one_placed(index, video, folder, whole=whole, is_video=True)
-
-    def _one_placed(self, index: int, path: str, folder: str, *, whole: bool, is_video: bool) -> str:
-        if not is_place(place := joined(folder, path)):
-            return place
-        media = self._cache_of(index, path)
-        with self.named(index):
-            if whole or not self.spec.heads:
-                return media.path(place, is_video=is_video)
-            return media.video(place, is_frame=not is_video)
-
-    def _cache_of(self, index: int, path: str) -> MediaCache:
-        """Return the cache of media at places; RecordError if there is none."""
-        if self._media is None:
-            reason = f"the record names {path[:60]!r} at a place of another machine"
-            raise self.fault(index, reason, "name a folder that it is fetched into, in custom.media_cache")
-        return self._media
-
     def fetch_media(self, indices: Iterable[int]) -> None:
         """Fetch the media of these samples that are at places; those that fail say so when read."""
         if self._media is not None:
             places = [self._places(index) for index in indices]
             self._media.prefetch(*(chain.from_iterable(one[kind] for one in places) for kind in (0, 1)))
-
-    def fetch_heads(self, indices: Iterable[int]) -> None:
-        """Fetch the heads of media of these samples, if heads are enough; forget others."""
-        if self._media is not None and self.spec.heads:
-            places = [self._places(index) for index in indices]
-            self._media.prefetch_heads(*(chain.from_iterable(one[kind] for one in places) for kind in (0, 1)))
-
-    def reads_parts(self, sample: Mapping[str, Any]) -> bool:
-        """Return whether only parts of a sample's videos are here, so that it cannot be encoded."""
-        return self.spec.heads and any(
-            isinstance(part, Remote)
-            for video in sample.get("videos", ())
-            for part in (video if isinstance(video, tuple) else (video,))
-        )
 
     def why_in_full(self, _: dict[str, Any]) -> str | None:
         """
@@ -388,7 +316,7 @@ class SwiftEncoder:
             listed = [video if isinstance(video, list) else frames_of(video) or video for video in videos]
             sample = {**sample, "videos": [list(video) if isinstance(video, tuple) else video for video in listed]}
         if images := sample.get("images"):
-            held = [_as_encoded(image) for image in images]
+            held = [{"bytes": image, "path": None} if isinstance(image, bytes) else image for image in images]
             sample = {**sample, "images": held}
         try:
             encoded = dict(self.template.encode(sample, return_length=True))
@@ -543,13 +471,6 @@ def _places_of(media: Iterable[Image | Video], folder: str) -> list[str]:
     """Return the places of those media that are at one."""
     named = (one for one in media if isinstance(one, str) and (is_place(folder) or is_place(one)))
     return [place for one in named if is_place(place := joined(folder, one))]
-
-
-def _as_encoded(image: Image) -> Any:
-    """Return an image as templates take it; of one whose head is known, a black one of its size."""
-    if isinstance(image, Head):
-        return PIL.Image.new("RGB", read_size(image))
-    return {"bytes": image, "path": None} if isinstance(image, bytes) else image
 
 
 def _video_name(video: Video) -> str:

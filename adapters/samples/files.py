@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from packplan.adapters.samples.copies import origin_of
+from packplan.adapters.samples.copies import joined, origin_of
 from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.formats.arrow_rows import ArrowFile, is_arrow_folder, parts_of_folder
 from packplan.adapters.samples.formats.json_value import read_value
@@ -357,19 +357,6 @@ def _absolute(medium: Image | Video, folder: str) -> Any:
     if isinstance(medium, bytes):
         return medium
     return place if is_place(place := joined(folder, medium)) else os.path.realpath(place)
-
-
-def joined(folder: str, path: str) -> str:
-    """
-    Return the path or the place of a medium.
-
-    Args:
-        folder: Folder or place that relative media of its record start at.
-        path: Path or place in the record.
-    """
-    if is_place(path):
-        return path
-    return located(folder, path) if is_place(folder) else str(Path(folder, path))
 
 
 def as_json(value: Any) -> Any:

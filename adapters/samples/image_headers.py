@@ -5,32 +5,12 @@ import stat
 import warnings
 from io import BytesIO
 from pathlib import Path
-from typing import Self
 
 from PIL import Image, UnidentifiedImageError
 
 from packplan.core.errors import counted
 from packplan.core.samples import HEAD_BYTES, MediaFacts
 from packplan.core.samples import Image as Held
-
-
-class Head(bytes):
-    """First bytes of an image file; the others are elsewhere."""
-
-    num_bytes: int
-    """Bytes of the whole file."""
-
-    def __new__(cls, held: bytes, num_bytes: int) -> Self:
-        """
-        Return the head of a file.
-
-        Args:
-            held: First bytes of the file.
-            num_bytes: Bytes of the whole file.
-        """
-        head = super().__new__(cls, held)
-        head.num_bytes = num_bytes
-        return head
 
 
 def read_size(image: Held, *, decode: bool = False) -> tuple[int, int]:
@@ -82,7 +62,7 @@ def image_facts(image: Held, *, decode: bool = False) -> MediaFacts:
     """
     width, height = read_size(image, decode=decode)
     if isinstance(image, bytes):
-        head, size = image[:HEAD_BYTES], image.num_bytes if isinstance(image, Head) else len(image)
+        head, size = image[:HEAD_BYTES], len(image)
     else:
         with Path(image).open("rb") as file:
             head, size = file.read(HEAD_BYTES), Path(image).stat().st_size

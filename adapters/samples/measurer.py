@@ -136,13 +136,8 @@ class SwiftMeasurer:
         return self._encoder.records.record_digest(index), absolute(self._encoder.records.folder(index))
 
     def measure(self, index: int, *, by_headers: bool = False) -> Measurement:
-        """
-        Encode and measure sample *index*; see `core.ports`.
-
-        One whose videos are at places is encoded with others in their place.
-        """
-        spec = self._encoder.spec
-        if by_headers or (spec.heads and self._encoder.reads_parts(self._encoder.read(index))):
+        """Encode and measure sample *index*; see `core.ports`."""
+        if by_headers:
             return self.quick.by_headers(index)
         # Whether a sample is truncated, or happens to fit exactly, shows only without the limit.
         with untruncated(self._encoder.template):
@@ -166,8 +161,7 @@ class SwiftMeasurer:
         if epoch is not None or not isinstance(indices, range):
             yield from self.measure_elsewhere(indices, epoch=epoch or 0)
             return
-        if not self._encoder.spec.heads:
-            self._encoder.fetch_media(indices)
+        self._encoder.fetch_media(indices)
         size, started = (_TRIED if self._workers > 1 else AT_ONCE), time.perf_counter()
         for done in range(0, len(indices), size):
             if done and self._workers > 1:
@@ -246,7 +240,7 @@ class SwiftMeasurer:
 
     def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """Return the current facts of the media files of sample *index*; see `core.ports`."""
-        sample = self._encoder.read(index, whole=decode)
+        sample = self._encoder.read(index)
         facts = self._encoder.image_facts(index, sample.get("images", ()), decode=decode)
         videos = sample.get("videos", ())
         if decode:

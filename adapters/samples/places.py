@@ -1,24 +1,19 @@
 """
 Files at places of other machines, read by fsspec: http, S3, Google Cloud, hubs, Azure.
 
-Credentials are found as the libraries do, and are in no message. What is read is counted over all
-processes that are forked from this one.
+Credentials are found as the libraries do, and are in no message.
 """
-
-from __future__ import annotations
 
 import errno
 import hashlib
 import http
-import io
-import multiprocessing
 import os
 import re
 import time
 import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import attrs
 from fsspec.callbacks import Callback
@@ -29,9 +24,6 @@ from packplan.core.errors import counted
 from packplan.core.samples import PACKAGES, scheme_of, without_credentials
 
 T = TypeVar("T")
-
-BLOCK = 2**16
-"""Bytes of a video that are asked for at once."""
 
 _HTTP = frozenset({"http", "https"})
 
@@ -83,10 +75,6 @@ class RefusedError(Exception):
     """A file is not to be had; asking again would not help."""
 
 
-class NoPartsError(RefusedError):
-    """A server sends files whole, or does not say how long they are."""
-
-
 class Standing(NamedTuple):
     """Size and version of a file at a place."""
 
@@ -95,34 +83,6 @@ class Standing(NamedTuple):
 
     version: str
     """Tag of the content, or the time of its last change; empty where the place says neither."""
-
-
-class Traffic:
-    """Requests to places, and bytes that came, over this process and those forked from it."""
-
-    def __init__(self) -> None:
-        self._requests, self._bytes = (multiprocessing.Value("q", 0) for _ in range(2))
-
-    def count(self, num_bytes: int) -> None:
-        """Count a request, and the bytes that came."""
-        for value, number in ((self._requests, 1), (self._bytes, num_bytes)):
-            with value.get_lock():
-                value.value += number
-
-    def reset(self) -> None:
-        """Count from nothing."""
-        self._requests.value = self._bytes.value = 0
-
-    def __str__(self) -> str:
-        return f"{counted(self._bytes.value, 'byte')} in {counted(self._requests.value, 'request')}"
-
-    @property
-    def requests(self) -> int:
-        """Number of requests."""
-        return int(self._requests.value)
-
-
-traffic = Traffic()
 
 
 def standing_of(place: str, *, most: int, patience: Patience) -> Standing:
@@ -138,34 +98,11 @@ def standing_of(place: str, *, most: int, patience: Patience) -> Standing:
         RefusedError: There is none, or it is too large.
     """
     about = _ask(place, patience, lambda system, path: system.info(path))
-    traffic.count(0)
     if about.get("type") == "directory":
         raise RefusedError("it is no file, but a folder")
     size = None if about.get("size") is None else int(about["size"])
     _require_size(size or 0, most)
     return Standing(size, str(next((about[name] for name in _VERSIONS if about.get(name)), "")))
-
-
-def read_part(place: str, start: int, stop: int, *, patience: Patience) -> bytes:
-    """
-    Return the bytes of a file from *start* to before *stop*, which are in it.
-
-    Args:
-        place: Place of the file.
-        start: First byte.
-        stop: End.
-        patience: Times to wait.
-
-    Raises:
-        RefusedError: They are not to be had.
-    """
-    held: bytes = _ask(place, patience, lambda system, path: system.cat_file(path, start=start, end=stop))
-    traffic.count(len(held))
-    # A server that sends no parts sends all.
-    held = held[: stop - start] if start == 0 else held
-    if len(held) != stop - start:
-        raise RefusedError(f"{len(held):,} of {counted(stop - start, 'byte')} came")
-    return held
 
 
 def fetch(place: str, target: Path, *, most: int, patience: Patience) -> str:
@@ -188,8 +125,7 @@ def fetch(place: str, target: Path, *, most: int, patience: Patience) -> str:
         _ask(place, patience, lambda system, path: system.get_file(path, str(target), callback=_Bounded(most, bar)))
         with target.open("rb") as file:
             os.fsync(file.fileno())
-            traffic.count(size := os.fstat(file.fileno()).st_size)
-            _require_size(size, most)
+            _require_size(os.fstat(file.fileno()).st_size, most)
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -199,107 +135,7 @@ def listed(pattern: str) -> list[str]:
     def ask(system: Any, path: str) -> list[str]:
         return sorted(system.unstrip_protocol(one) for one in system.glob(path))
 
-    found = _ask(pattern, Patience(), ask)
-    traffic.count(0)
-    return found
-
-
-class Remote(str):
-    """
-    Name of a video, or of a frame, at a place, of which parts are read.
-
-    As a text, it is the place without credentials. Blocks that came are kept with it, by fsspec.
-    """
-
-    __slots__ = ("_ask", "_file")
-
-    _ask: Callable[[Callable[[Any, str], Any]], Any]
-    _file: Any
-
-    def __new__(cls, place: str, *, most: int, patience: Patience) -> Self:
-        """
-        Open a file, and read its last block.
-
-        Args:
-            place: Place of the file.
-            most: Bytes that it may have.
-            patience: Times to wait for a block.
-
-        Raises:
-            RefusedError: It is not to be had.
-            NoPartsError: It is not to be had by parts.
-        """
-        remote = super().__new__(cls, without_credentials(place))
-        remote._ask = lambda call: _ask(place, patience, call)
-        remote._file = remote._ask(lambda system, path: system.open(path, block_size=BLOCK, cache_type="blockcache"))
-        traffic.count(0)
-        if not remote._file.size:
-            raise NoPartsError("its server does not say how long it is")
-        _require_size(remote._file.size, most)
-        remote.read_at(remote._file.size - 1, 1)
-        return remote
-
-    def open(self) -> RemoteFile:
-        """Open it, at its beginning."""
-        return RemoteFile(self, self._file.size)
-
-    def read_at(self, place: int, size: int) -> bytes:
-        """Return bytes of the file, as `read` does; RefusedError if they are not to be had."""
-        before = self._file.cache.total_requested_bytes
-
-        def read(*_: object) -> bytes:
-            try:
-                self._file.seek(place)
-                return bytes(self._file.read(size))
-            except ValueError as error:
-                raise NoPartsError(without_secrets(error)) from None
-
-        held: bytes = self._ask(read)
-        if came := self._file.cache.total_requested_bytes - before:
-            traffic.count(came)
-        return held
-
-
-class RemoteFile(io.RawIOBase):
-    """A file of which parts are asked for as they are read."""
-
-    def __init__(self, remote: Remote, size: int) -> None:
-        """
-        Begin at the first byte.
-
-        Args:
-            remote: The file.
-            size: Bytes of it.
-        """
-        super().__init__()
-        self._remote, self._size, self._place = remote, size, 0
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the place of the next byte."""
-        return self._place
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a byte, and return its place."""
-        self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
-        return self._place
-
-    def read(self, size: int | None = -1) -> bytes:
-        """Return so many bytes, or those up to the end; ValueError if they are not to be had."""
-        try:
-            held = self._remote.read_at(self._place, -1 if size is None else size)
-        except RefusedError as error:
-            message = f"the video {self._remote} cannot be read: {error}"
-            raise ValueError(message) from None
-        self._place += len(held)
-        return held
+    return _ask(pattern, Patience(), ask)
 
 
 class _Bounded(Callback):  # type: ignore[misc]  # fsspec has no types

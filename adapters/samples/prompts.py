@@ -6,12 +6,12 @@ from typing import Any
 
 import PIL.Image
 
+from packplan.adapters.samples.copies import MediaCache, local_medium
 from packplan.adapters.samples.image_headers import read_size
-from packplan.adapters.samples.urls import MediaCache
 from packplan.core.config import CustomConfig
 from packplan.core.errors import RecordError
 from packplan.core.ports import Records
-from packplan.core.samples import Image, UnusableRecordError, is_place, located, shaped, to_messages
+from packplan.core.samples import Image, UnusableRecordError, shaped, to_messages
 
 _TAG = "<image>"
 
@@ -84,17 +84,9 @@ class Prompts:
 
     def _image(self, index: int, image: Image) -> PIL.Image.Image:
         """Return an image, which is named from the folder of its record, or held by it."""
-        if isinstance(image, bytes):
-            read_size(image)
-            return PIL.Image.open(io.BytesIO(image)).convert("RGB")
-        folder = self._records.folder(index)
-        path = image if is_place(image) else located(folder, image) if is_place(folder) else str(Path(folder, image))
-        if is_place(path):
-            if self._media is None:
-                raise UnusableRecordError("has an image at a place of another machine: name a custom.media_cache")
-            path = self._media.path(path)
+        path = local_medium(image, self._records.folder(index), self._media)
         read_size(path)
-        return PIL.Image.open(path).convert("RGB")
+        return PIL.Image.open(io.BytesIO(path) if isinstance(path, bytes) else path).convert("RGB")
 
 
 def _parts(text: str, *, tagged: bool) -> list[dict[str, str]]:

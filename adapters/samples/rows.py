@@ -104,17 +104,10 @@ class RowsEncoder(SwiftEncoder):
             return f"rows with boxes, videos, sound or {_IMAGE_PATH} are encoded in full"
         return None
 
-    def sample_of(self, index: int, record: object, *, whole: bool = False) -> dict[str, Any]:  # noqa: ARG002
+    def sample_of(self, index: int, record: object) -> dict[str, Any]:
         """
-        Return the sequence of a row as messages and media.
-
-        Args:
-            index: Index of the sequence.
-            record: The row.
-            whole: No matter here: a row has its images, or names them.
-
-        Raises:
-            RecordError: ms-swift does not take it.
+        Return the sequence of a row as messages and media; RecordError if ms-swift does not take
+        it.
         """
         if self._kind != "causal_lm":
             return {"messages": [], _OTHERS: record}

@@ -12,7 +12,6 @@ import attrs
 from packplan.adapters import files
 from packplan.adapters.config.layers import read_document
 from packplan.adapters.config.run import parse_config
-from packplan.adapters.samples.places import traffic
 from packplan.adapters.stores.length_table import read_length_table, read_length_table_key, write_length_table
 from packplan.app.planning.measure import KnownTable
 from packplan.app.planning.split import Split
@@ -55,7 +54,6 @@ def measuring_run(
     document = own if path is None else read_document(Path(path))
     named = [*overrides, *([f"model.model={json.dumps(model)}"] if model else [])]
     config = parse_config(document, path or "packplan measure", trainer_keys(), overrides=named)
-    traffic.reset()
     if data:
         names = {name: source for name, source in config.custom.source_names.items() if name in data}
         custom = attrs.evolve(
@@ -73,7 +71,7 @@ def measuring_run(
     if custom.media_cache is None:
         custom = attrs.evolve(custom, media_cache=str(store_folder(output) / "media"))
     training = attrs.evolve(training, output_dir=str(store_folder(output)))
-    return attrs.evolve(config, custom=custom, training=training, trains=False)
+    return attrs.evolve(config, custom=custom, training=training)
 
 
 def store_folder(output: Path) -> Path:
@@ -163,8 +161,6 @@ def publish_table(split: Split, stored: Stored, output: Path) -> None:
         for index, has_media in enumerate(num_media(stored.table).astype(bool).tolist())
     )
     write_length_table(stored, identities, output, key=source.fingerprint(), files=split.encoder.data_files())
-    if traffic.requests:
-        log.info("read from other machines: %s", traffic)
     folder = store_folder(output)
     with files.writing(folder):
         shutil.rmtree(folder)

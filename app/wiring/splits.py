@@ -68,8 +68,7 @@ def open_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
         refuse_packing(template)
     for split, files in names.items():
         if files:
-            heads = not config.trains
-            spec = SampleSpec(config.model, config.template, custom, files, config.packing_length, cache, heads=heads)
+            spec = SampleSpec(config.model, config.template, custom, files, config.packing_length, cache)
             encoders[split] = SwiftEncoder(spec, template=template)
             encoders[split].require_images()
             _log_records(split, encoders[split])

@@ -491,9 +491,6 @@ class RunConfig:
     command: Any = key(None, by_command=True)
     """Command of ms-swift that trains the run, as it resolves it; None for `packplan sft`."""
 
-    trains: bool = key(True, by_command=True)
-    """Whether the data are for training; else they are measured alone, by parts of media."""
-
     @property
     def packing_length(self) -> int:
         """

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import io
 import json
-import re
 import threading
 import time
 from collections import Counter
@@ -13,17 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from packplan.adapters.samples import places
-from packplan.adapters.samples import urls as fetching
-from packplan.adapters.samples.image_headers import image_facts
+from packplan.adapters.samples.copies import MOST_BYTES, MediaCache
 from packplan.adapters.samples.places import Patience
-from packplan.adapters.samples.urls import MediaCache
 from packplan.core.errors import OutputError
-from packplan.core.samples import HEAD_BYTES
 
 
 def png(color: str) -> bytes:
@@ -32,18 +27,7 @@ def png(color: str) -> bytes:
     return sink.getvalue()
 
 
-def noise(**options) -> bytes:
-    """Return a JPEG of more than 64 KiB."""
-    sink = io.BytesIO()
-    pixels = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(sink, "jpeg", quality=95, **options)
-    return sink.getvalue()
-
-
-RED, LARGE = png("red"), noise()
-
-LATE = noise(icc_profile=bytes(100_000))
-"""An image whose width and height stand behind the first 64 KiB."""
+RED = png("red")
 
 QUICK = Patience(all_s=0.5, silence_s=0.3, waits_s=(0.0, 0.0))
 
@@ -83,16 +67,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
         self.asked: Counter[str] = Counter()
-        self.sent: Counter[str] = Counter()
-        """Bytes by path, where parts are asked for."""
-        self.sends_parts = True
-        self.images = {
-            "/large.jpg": LARGE,
-            "/late.jpg": LATE,
-            "/red.png": RED,
-            "/blue": png("blue"),
-            "/%20é.png": png("green"),
-        }
+        self.images = {"/red.png": RED, "/blue": png("blue"), "/%20é.png": png("green")}
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
 
@@ -111,10 +86,6 @@ class Answers(BaseHTTPRequestHandler):
     def do_GET(self):
         """Answer by path: a redirect, a server that is busy twice, a fault, or an image."""
         self.server.asked[self.path] += self.command == "GET"
-        part = re.fullmatch(r"bytes=0-(\d+)", self.headers.get("Range", ""))
-        if self.path in self.server.images and part and self.server.sends_parts:
-            self._send_part(self.server.images[self.path], int(part[1]) + 1)
-            return
         reply = REPLIES.get(self.path.partition("?")[0], Reply(self.server.images.get(self.path, RED)))
         if self.path.startswith("/to/"):
             reply = Reply(b"", 302, {"Location": self.path.removeprefix("/to/")})
@@ -134,14 +105,6 @@ class Answers(BaseHTTPRequestHandler):
                 self.wfile.write(bytes([byte]))
             self.wfile.write(b"" if reply.pause_s else reply.body)
 
-    def _send_part(self, held: bytes, end: int) -> None:
-        self.server.sent[self.path] += len(held[:end]) * (self.command == "GET")
-        self.send_response(206)
-        self.send_header("Content-Length", str(len(held[:end])))
-        self.send_header("Content-Range", f"bytes 0-{len(held[:end]) - 1}/{len(held)}")
-        self.end_headers()
-        self.wfile.write(held[:end] if self.command == "GET" else b"")
-
 
 @pytest.fixture(scope="module")
 def serving():
@@ -158,9 +121,7 @@ def serving():
 @pytest.fixture
 def server(serving):
     serving.asked.clear()
-    serving.sent.clear()
     serving.images["/red.png"] = RED
-    serving.sends_parts = True
     return serving
 
 
@@ -224,18 +185,17 @@ def test_many_are_fetched_together_and_each_once(cache, server):
     ],
 )
 def test_what_is_no_whole_image_is_refused_and_not_kept(cache, server, path, says, monkeypatch):
-    """Nor is its head; within the time and the bytes that it may take, and asked for once."""
-    monkeypatch.setattr(fetching, "_MOST_BYTES", 1000)
-    for way in ["path", "head"][: 1 if path == "/damaged" else 2]:  # whose head is whole
-        held, started = cache(), time.monotonic()
-        server.asked.clear()
-        for _ in range(2):
-            with pytest.raises(ValueError, match=f"cannot be fetched: .*({says})"):
-                getattr(held, way)(f"{server.url}{path}")
+    """Within the time and the bytes that it may take, and asked for once."""
+    monkeypatch.setitem(MOST_BYTES, "image", 1000)
+    held, started = cache(), time.monotonic()
 
-        assert time.monotonic() - started < 3
-        assert [] == left(held)
-        assert server.asked[path] <= 6
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"cannot be fetched: .*({says})"):
+            held.path(f"{server.url}{path}")
+
+    assert time.monotonic() - started < 3
+    assert [] == left(held)
+    assert server.asked[path] <= 6
 
 
 def test_a_redirect_from_https_to_http_is_refused(cache, server, monkeypatch):
@@ -250,9 +210,8 @@ def test_a_redirect_from_https_to_http_is_refused(cache, server, monkeypatch):
     monkeypatch.setattr(places, "_systems", {})
     held, url = cache(), f"{server.url}/red.png?key=hidden"
 
-    for call in (held.path, held.head):
-        with pytest.raises(ValueError, match=r"sends on to 'http://127.0.0.1:\d+/red.png\?…', and not by https"):
-            call(f"{server.url}/to/{url}")
+    with pytest.raises(ValueError, match=r"sends on to 'http://127.0.0.1:\d+/red.png\?…', and not by https"):
+        held.path(f"{server.url}/to/{url}")
 
     assert {url} == {*asked_of}
 
@@ -281,52 +240,14 @@ def test_another_image_in_place_of_one_that_is_gone_is_refused(cache, server):
     assert first != cache().path(url)
 
 
-@pytest.mark.parametrize("sends_parts", [True, False])
-@pytest.mark.parametrize("name", ["large.jpg", "red.png"])
-def test_the_head_of_an_image_gives_the_facts_of_all_of_it(cache, server, name, sends_parts, monkeypatch):
-    """No more of it is asked for, from a server that sends parts; nothing is kept."""
-    server.sends_parts, url = sends_parts, f"{server.url}/{name}"
-    held = cache()
-    held.prefetch_heads([url, url])
-
-    head = held.head(url)
-
-    whole = server.images[f"/{name}"]
-    assert image_facts(whole) == image_facts(head)
-    assert whole[:HEAD_BYTES] == head
-    assert [] == left(held)
-    assert 1 == server.asked[f"/{name}"]
-    assert server.sent[f"/{name}"] == (min(len(whole), HEAD_BYTES) if sends_parts else 0)
-    held.prefetch_heads([])
-    assert held.head(url) is head
-    monkeypatch.setattr(fetching, "_KEPT_HEADS", 0)
-    held.prefetch_heads([])
-    assert held.head(url) == head
-    assert 2 == server.asked[f"/{name}"]
-
-
-def test_an_image_whose_head_does_not_say_its_size_is_fetched_whole(cache, server):
-    """And so is known by its file from then on, as one that was fetched before."""
-    url = f"{server.url}/late.jpg"
-    held = cache()
-
-    path = held.head(url)
-
-    assert path == held.path(url) == cache().head(url)
-    assert image_facts(LATE) == image_facts(path)
-    assert 2 == server.asked["/late.jpg"]
-
-
 def test_what_may_be_a_credential_is_in_no_message_and_no_note(cache, server):
     """Neither a query, which may be a signature, nor a password, with which no server is asked."""
     held = cache()
-    for call in (held.path, held.head):
-        with pytest.raises(ValueError, match="fetched") as raised:
-            call(f"{server.url}/private?signature=hidden#hidden")
-        assert "/private?… cannot" in str(raised.value)
-        with pytest.raises(ValueError, match="it holds a name or a password") as raised:
-            call(f"{server.url.replace('//', '//me:hidden@')}/red.png")
-        assert "hidden" not in str(raised.value)
+    with pytest.raises(ValueError, match=r"/private\?… cannot be fetched"):
+        held.path(f"{server.url}/private?signature=hidden#hidden")
+    with pytest.raises(ValueError, match="it holds a name or a password") as raised:
+        held.path(f"{server.url.replace('//', '//me:hidden@')}/red.png")
+    assert "hidden" not in str(raised.value)
     assert [] == [path for path in server.asked if "red" in path]
 
     held.path(f"{server.url}/red.png?signature=hidden")

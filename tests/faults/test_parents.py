@@ -107,7 +107,7 @@ STARTERS = {
     "adapters/lifeline.py": {"multiprocessing", "concurrent"},
     "adapters/ranks/heartbeat.py": {"multiprocessing"},
     "adapters/samples/places.py": {"multiprocessing"},  # numbers that processes share
-    "adapters/samples/urls.py": {"concurrent"},  # threads, which end with their process
+    "adapters/samples/copies.py": {"concurrent"},  # threads, which end with their process
     "app/planning/epochs.py": {"concurrent"},  # a thread
     "benchmarks/beside.py": {"multiprocessing"},  # each asks to end with its parent
     "benchmarks/child.py": {"multiprocessing"},

@@ -129,7 +129,6 @@ class QuickMeasurer:
         Measure samples, and return the digests of their records too, all zero where they are not
         known; ShortcutError if one of those that are encoded too is measured otherwise then.
         """
-        self._encoder.fetch_heads(indices)
         digests = [b""] * len(indices)
         read: list[_Read | RecordError] = []
         for place, index in enumerate(indices):
@@ -189,8 +188,6 @@ class QuickMeasurer:
         """Encode and measure a sample, with stand-ins for its media if their cost is known."""
         encoder, images, videos = self._encoder, one.sample.get("images", ()), one.sample.get("videos", ())
         if not (images or videos) or one.images is None:
-            if encoder.reads_parts(one.sample):
-                encoder.read(one.index, whole=True)  # from then on, it is read from its files
             return self._in_full(one.index)
         standing = {
             **one.sample,

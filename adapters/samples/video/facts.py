@@ -17,8 +17,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from packplan.adapters.samples.image_headers import Head, read_size
-from packplan.adapters.samples.places import Remote
+from packplan.adapters.samples.image_headers import read_size
 from packplan.core.errors import counted
 from packplan.core.samples import HEAD_BYTES, MediaFacts, Video
 
@@ -86,7 +85,7 @@ def frames_of(video: Video) -> tuple[str, ...] | None:
     if isinstance(video, tuple):
         return video
     folder = Path(video)
-    if isinstance(video, Remote) or not folder.is_dir():
+    if not folder.is_dir():
         return None
     frames = sorted(path for path in folder.iterdir() if path.suffix.lower() in FRAMES)
     if not frames:
@@ -116,12 +115,8 @@ def video_facts(video: Video, *, max_seconds: float) -> VideoFacts:
 def _of_frames(frames: Sequence[str]) -> VideoFacts:
     sizes, total, digest = set(), 0, hashlib.sha256()
     for frame in frames:
-        if isinstance(frame, Remote):
-            size, head = _bytes_of(frame)
-            sizes.add(read_size(Head(head[:HEAD_BYTES], size)))
-        else:
-            sizes.add(read_size(frame))
-            size, head = _bytes_of(frame)
+        sizes.add(read_size(frame))
+        size, head = _bytes_of(frame)
         if len(sizes) > 1:
             message = f"the frame {frame} is of another size than those before it: frames of a video have one size"
             raise ValueError(message)
@@ -136,7 +131,7 @@ def _of_frames(frames: Sequence[str]) -> VideoFacts:
 
 def _bytes_of(path: str) -> tuple[int, bytes]:
     """Return the size of a file, and its first and last bytes."""
-    with path.open() if isinstance(path, Remote) else Path(path).open("rb") as file:
+    with Path(path).open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)
         head = file.read(HEAD_BYTES)
@@ -153,7 +148,7 @@ def _of_file(path: str, max_seconds: float) -> VideoFacts:
 
     try:
         # A pipe would wait for a writer that never comes.
-        if not isinstance(path, Remote) and not stat.S_ISREG(Path(path).stat().st_mode):
+        if not stat.S_ISREG(Path(path).stat().st_mode):
             message = f"the video {path} is a pipe or a device: name a video file, or a folder of frames"
             raise ValueError(message)
         with open_video(path) as container:
@@ -302,11 +297,8 @@ def _turns(frame: Any) -> int:
 
 def open_video(path: str) -> Any:
     """
-    Open a container; a playlist could name other files, of which none on the network is opened, and
-    none at all where the container is there.
+    Open a container; a playlist could name other files, of which none on the network is opened.
     """
     import av
 
-    if isinstance(path, Remote):
-        return av.open(path.open(), options={"protocol_whitelist": "none"})
     return av.open(path, options={"protocol_whitelist": "file"})
