@@ -14,7 +14,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,10 @@ from packplan.core.samples import (
     Image,
     Video,
     is_place,
-    located,
     place_fault,
     shaped,
     to_images,
     to_videos,
-    with_moved_media,
     without_credentials,
 )
 
@@ -298,7 +295,7 @@ def _kind_of(path: Path, name: str) -> tuple[str, bool]:
 
 def copied_line(records: Records, index: int, onto: Path, *, columns: Mapping[str, str] | None = None) -> bytes:
     """
-    Return a record as a line of a JSON Lines file in another folder, with the same media.
+    Return a record as a line of a JSON Lines file in a folder, where it is read as the same record.
 
     Args:
         records: The data.
@@ -307,37 +304,13 @@ def copied_line(records: Records, index: int, onto: Path, *, columns: Mapping[st
         columns: Names of the record's keys -> names of `core.samples.READ`.
 
     Raises:
-        RecordError: The copy would not be read as the same record.
+        RecordError: It would be read otherwise there, as one that names media from its own folder.
     """
     record, folder, where = records[index], records.folder(index), str(records.where(index))
-    copy = record
-    if isinstance(record, dict):
-        copy = with_moved_media(record, partial(_move_medium, folder=folder, onto=onto), columns=columns)
-    line = json.dumps(as_json(copy), ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+    line = json.dumps(as_json(record), ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
     if _as_read(record, folder, columns) != _as_read(read_value(line, where), str(onto), columns):
-        raise RecordError(where, "a copy of the record in another folder would be read otherwise: copy it by hand")
+        raise RecordError(where, f"a copy in {onto} would be read otherwise: name a file in {folder}")
     return line + b"\n"
-
-
-def _move_medium(medium: str | bytes, folder: str, onto: Path) -> Any:
-    """Return what names a medium from another folder; one that stands in the record stays."""
-    if isinstance(medium, bytes):
-        coded = base64.b64encode(medium).decode()
-        return coded if _is_inline(coded) else {"bytes": coded}
-    if _is_inline(medium) or is_place(medium) or Path(medium).is_absolute():
-        return medium
-    if is_place(folder):
-        return located(folder, medium)
-    # A folder may be a link, from whose parent `..` does not lead back.
-    return os.path.relpath(os.path.realpath(Path(folder, medium).parent) + f"/{Path(medium).name}", onto.resolve())
-
-
-def _is_inline(text: str) -> bool:
-    """Return whether a text is an image itself, or nothing that is read."""
-    try:
-        return not isinstance(to_images(text, urls=True)[0], str)
-    except ValueError:
-        return True
 
 
 def _as_read(record: Any, folder: str, columns: Mapping[str, str] | None) -> dict[str, Any] | None:

@@ -102,7 +102,7 @@ def write_records(
     records: Records, output: Path, sources: Sequence[str], indices: Sequence[int], *, columns: Mapping[str, str]
 ) -> None:
     """
-    Write some records to one JSON Lines file, with the same images.
+    Write some records to one JSON Lines file, in the folder of relative media that they name.
 
     Args:
         records: The data.

@@ -36,7 +36,7 @@ from packplan.core.samples.places import (
     without_signature,
 )
 from packplan.core.samples.records import REFUSED, shaped, to_messages
-from packplan.core.samples.shapes import MIXABLE, READ, Shaped, with_moved_media
+from packplan.core.samples.shapes import MIXABLE, READ, Shaped
 from packplan.core.samples.sources import BadRecord, DataFile, Where, by_source
 from packplan.core.samples.tools import CALL, RESPONSE
 from packplan.core.samples.values import UnusableRecordError

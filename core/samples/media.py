@@ -3,7 +3,7 @@
 import base64
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from packplan.core.samples.places import is_place, without_credentials
@@ -110,24 +110,6 @@ def shows_medium(part: Any) -> bool:
     held = {name for name, value in part.items() if not is_empty(value)} if isinstance(part, Mapping) else set()
     kind = part["type"] if "type" in held else None
     return isinstance(kind, str) and kind in PARTS and (held == {"type"} or not held.isdisjoint(_NAMING))
-
-
-def moved_media(value: Any, move: Callable[[str | bytes], Any]) -> Any:
-    """
-    Return the value of a key of media, or a part that shows one, with each medium where it is now.
-
-    Args:
-        value: A text or bytes, an object of one, or a list of them.
-        move: Function that takes a text or bytes, and returns what to write for it.
-    """
-    if isinstance(value, list):
-        return [moved_media(one, move) for one in value]
-    if isinstance(value, Mapping):
-        named = [name for name in _NAMING if not is_empty(value.get(name)) and not value.get("bytes")]
-        # Of whom an image is, beside its path, is no place.
-        named = [name for name in named if name != "source" or isinstance(value[name], Mapping)]
-        return {**value, **{name: moved_media(value[name], move) for name in named}}
-    return move(value) if value and isinstance(value, (str, bytes)) else value
 
 
 def _image_from_base64(image: str) -> bytes | None:

@@ -6,9 +6,8 @@ answer. This module reads them in the same way. If ms-swift would leave somethin
 between two columns, the record is refused with a remedy.
 """
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -20,12 +19,10 @@ from packplan.core.samples.media import (
     PLACES,
     VIDEO_KEYS,
     VIDEO_TAG,
-    moved_media,
     refuse_sizes,
-    shows_medium,
 )
 from packplan.core.samples.tools import CALL, RESPONSE, in_text, with_blocks, with_calls
-from packplan.core.samples.values import UnusableRecordError, fail, has, is_empty, parsed
+from packplan.core.samples.values import fail, has, is_empty, parsed
 
 IMAGE_TAG = "<image>"
 
@@ -146,56 +143,12 @@ def _rename_keys(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mappi
     """Return a record with its keys renamed by *columns*, and known keys in lower case."""
     renamed: dict[str, Any] = {}
     for name, held in record.items():
-        known = _known_name(name, columns)
+        known = columns.get(name) or (name.lower() if name.lower() in READ else name)
         if not has(renamed, known):
             renamed[known] = held
         elif not is_empty(held):
             fail(f"has {known!r} twice, once as {name!r}: remove one, or give one another name", argument="columns")
     return renamed
-
-
-def _known_name(name: str, columns: Mapping[str, str]) -> str:
-    return columns.get(name) or (name.lower() if name.lower() in READ else name)
-
-
-def with_moved_media(
-    record: Mapping[str, Any], move: Callable[[str | bytes], Any], *, columns: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """
-    Return a record with each image and video where it is now, and all else as it is.
-
-    Args:
-        record: A JSON object of a data file.
-        move: Function that takes a text or bytes, and returns what to write for it.
-        columns: Names of the record's keys -> names of `READ`.
-
-    >>> with_moved_media({"Image": "a.png", "answer": "a.png"}, "b/{}".format)
-    {'Image': 'b/a.png', 'answer': 'a.png'}
-    """
-    moved = dict(record)
-    for name, held in record.items():
-        known = _known_name(name, columns or {})
-        if known in {*IMAGE_KEYS, *VIDEO_KEYS}:
-            moved[name] = moved_media(held, move)
-        elif known in MESSAGE_KEYS and isinstance(held, str):
-            with contextlib.suppress(UnusableRecordError):  # which is said when it is read
-                listed = parsed(held, "")
-                moved[name] = held if (found := _moved_parts(listed, move)) == listed else found
-        elif known in {*MESSAGE_KEYS, *QUERY_KEYS, *RESPONSE_KEYS}:
-            moved[name] = _moved_parts(held, move)
-    return moved
-
-
-def _moved_parts(value: Any, move: Callable[[str | bytes], Any]) -> Any:
-    """Return messages, or what one says, with the media of their parts where they are now."""
-    if isinstance(value, list):
-        return [_moved_parts(one, move) for one in value]
-    if not isinstance(value, Mapping):
-        return value
-    if shows_medium(value):
-        return moved_media(value, move)
-    listed = (name for name in ("content", "value") if isinstance(value.get(name), list))
-    return {**value, **{name: _moved_parts(value[name], move) for name in listed}}
 
 
 def _under_one_name(record: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:

@@ -1,102 +1,63 @@
-"""A record that is copied into another folder is read as the same record."""
+"""A record that is written into another file is read as the same record, or refused."""
 
 import base64
 import json
 import os
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from packplan.adapters.samples.files import copied_line, open_records
 from packplan.core.errors import RecordError
 from packplan.core.samples import to_messages
-from tests.records import ANSWER, QUESTION, asked, chat
-
-pytestmark = pytest.mark.covers
-
+from tests.records import asked
 
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + b"\xff" * 120
-CODED = base64.encodebytes(PNG).decode()
 
 
-def seen(*content, **more):
-    return asked([*content, {"type": "text", "text": "?"}], **more)
+@pytest.mark.parametrize(
+    "record",
+    [
+        asked("<image>", images=["0.png"]),
+        asked("<image>", image={"path": "0.png", "source": "a.txt"}),
+        asked([{"type": "image_url", "image_url": {"url": "0.png"}}, {"type": "text", "text": "?"}]),
+        {"q": "?", "r": "so.", "bild": "0.png"},
+        asked("?", videos=[["0.png", {"path": "0.png"}]]),
+    ],
+)
+def test_a_record_that_names_media_is_copied_within_their_folder(tmp_path, record):
+    """By whatever link leads there; elsewhere, the names would be those of other files."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    (tmp_path / "data" / "a.jsonl").write_text(json.dumps(record))
+    records, columns = (
+        open_records((str(tmp_path / "data" / "a.jsonl"),)),
+        {"q": "query", "r": "response", "bild": "image"},
+    )
+
+    assert record == json.loads(copied_line(records, 0, tmp_path / "link", columns=columns))
+    with pytest.raises(RecordError, match=rf"a.jsonl, line 1: a copy in .* name a file in {tmp_path}/data"):
+        copied_line(records, 0, tmp_path, columns=columns)
 
 
-NOTATIONS = [
-    asked("<image>", images=["0.png"]),
-    asked("<image>", images=[{"url": "0.png"}, {"path": "0.png", "bytes": None}][:1]),
-    asked("<image>", image={"path": "0.png", "source": "a.txt"}),
-    {"Query": "?", "Response": "0.png", "Image": "0.png"},
-    {"q": "?", "r": "so.", "bild": "0.png"},
-    {"image": "./0.png", "conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "so."}]},
-    seen({"type": "image", "image": "0.png"}),
-    seen({"type": "image", "path": "0.png"}),
-    seen({"type": "image_url", "image_url": {"url": "0.png", "detail": "low"}}),
-    seen({"type": "image", "source": {"type": "url", "url": "0.png"}}),
-    {"conversations": [{"from": "human", "value": [{"type": "image", "image": "0.png"}]}, ANSWER]},
-    {"messages": json.dumps(seen({"type": "image", "image": "0.png"})["messages"])},
-    {"prompt": seen({"type": "image", "url": "0.png"})["messages"][:1], "completion": [ANSWER]},
-    asked("?", videos=[["0.png", {"path": "0.png"}]]),
-    seen({"type": "video_url", "video_url": {"url": "0.png"}}),
-    asked("<image>", images=[CODED]),
-    asked("<image>", images=[{"bytes": CODED}]),
-    seen({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{CODED}"}}),
-    chat(QUESTION, {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'},
-         {"role": "tool", "content": [{"type": "image", "image": "0.png"}]}, ANSWER),
-    chat(QUESTION, {"role": "tool_call", "content": {"name": "f", "arguments": {"image": "0.png"}}}, image="0.png"),
-    {"images": ["0.png"], "objects": [{"desc": "0.png", "bbox_2d": [1, 2, 3, 4]}]},
-]  # fmt: skip
-"""Records that show one medium, in each notation, in a folder with `0.png`."""
+def test_images_that_stand_in_a_row_are_written_in_base64(tmp_path):
+    """And are the same bytes in whatever folder."""
+    rows = [asked("<image>", images=[image]) for image in (PNG, {"bytes": PNG, "path": None})]
+    for number, row in enumerate(rows):
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / f"{number}.parquet")
+        records = open_records((str(tmp_path / f"{number}.parquet"),), cache=tmp_path / "cache")
+
+        copied = json.loads(copied_line(records, 0, tmp_path / "to"))
+
+        assert [PNG] == to_messages(copied)["images"]
+        assert base64.b64encode(PNG).decode() in json.dumps(copied)
 
 
-def shown(path):
-    """Return the messages of the only record of a file, and what its media hold."""
-    records = open_records((str(path),))
-    sample = to_messages(records[0], columns={"q": "query", "r": "response", "bild": "image"})
-    videos = [video if isinstance(video, tuple) else (video,) for video in sample.pop("videos", ())]
-    media = [*sample.pop("images", ()), *(frame for video in videos for frame in video)]
-    return sample, [one if isinstance(one, bytes) else (path.parent / one).read_bytes() for one in media]
-
-
-@pytest.mark.parametrize("record", NOTATIONS, ids=range(len(NOTATIONS)))
-def test_a_copy_shows_the_same_media(tmp_path, record):
-    """From another folder, through links on both sides, where the same name is another image."""
-    for folder, held in (("data/real", PNG), ("out/real", b"another image")):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "0.png").write_bytes(held)
-    for link, target in (("in", "data/real"), ("to", "out/real")):
-        (tmp_path / link).symlink_to(tmp_path / target)
-    (tmp_path / "in" / "a.jsonl").write_text(json.dumps(record))
-    columns = {"q": "query", "r": "response", "bild": "image"}
-
-    line = copied_line(open_records((str(tmp_path / "in" / "a.jsonl"),)), 0, tmp_path / "to", columns=columns)
-
-    (tmp_path / "to" / "b.jsonl").write_bytes(line)
-    sample, media = shown(tmp_path / "to" / "b.jsonl")
-    assert shown(tmp_path / "in" / "a.jsonl") == (sample, media)
-    assert {PNG} == {*media}
-
-
-def test_what_names_no_media_is_written_as_it_is(tmp_path):
-    """Parts of messages may have any shape: what is wrong with one is said where it is read."""
-    record = {"messages": ["none", {"content": ["text", None, {"type": "text", "text": "more"}]}]}
-    record |= {"images": [{"path": "/0.png", "source": "a.txt"}, "", None], "source": {"path": "a.txt"}}
-    (tmp_path / "a.jsonl").write_text(json.dumps(record))
-
-    assert record == json.loads(copied_line(open_records((str(tmp_path / "a.jsonl"),)), 0, tmp_path / "b"))
-
-
-def test_a_copy_that_would_be_read_otherwise_is_refused(tmp_path):
-    """As a path that JSON cannot write, or one in the JSON of a tool, which is text."""
+def test_a_path_that_no_text_holds_is_refused(tmp_path):
     folder = tmp_path / os.fsdecode(b"\xe9")
     folder.mkdir()
-    (tmp_path / "link").symlink_to(folder)
-    (tmp_path / "a.jsonl").write_text(json.dumps(asked("<image>", images=["link/0.png"])))
+    (tmp_path / "a.jsonl").write_text(json.dumps(asked("<image>", images=["0.png"])))
 
-    told = {"role": "tool", "content": [{"content": [{"type": "image", "url": "0.png"}]}]}
-    call = {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'}
-    (tmp_path / "b.jsonl").write_text(json.dumps(chat(QUESTION, call, told, ANSWER)))
-
-    for name, reason in (("a", "is not UTF-8 text"), ("b", "a copy of the record .* would be read otherwise")):
-        with pytest.raises(RecordError, match=rf"{name}\.jsonl, line 1: {reason}"):
-            copied_line(open_records((str(tmp_path / f"{name}.jsonl"),)), 0, tmp_path / "to")
+    with pytest.raises(RecordError, match=r"a\.jsonl, line 1: a copy"):
+        copied_line(open_records((str(tmp_path / "a.jsonl"),)), 0, folder)
