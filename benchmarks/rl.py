@@ -1,7 +1,7 @@
 """
 Cut RL batches into microbatches: the time it takes, how even the workers are, and positions saved.
 
-Balanced, in turn, by dynamic batching and by padding, the same batches of drawn lengths are cut.
+Balanced, in turn and by dynamic batching, the same batches of drawn lengths are cut.
 Time is processor time. Work is that of the busiest worker over the mean worker's, for whole global
 batches, and for microbatches that run at the same time.
 """
@@ -14,12 +14,13 @@ from functools import partial
 from typing import get_args
 
 import attrs
+import numpy as np
 
 from benchmarks.distributions import DISTRIBUTIONS, TEXT_MODEL
 from benchmarks.options import add_number
 from benchmarks.table import Columns, show
 from packplan.core.lengths import IntArray
-from packplan.core.shard import Sharding, batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
+from packplan.core.shard import Sharding, shard_dynamic, shard_packed
 from packplan.core.work import Meeting
 
 
@@ -84,25 +85,30 @@ def run(options: argparse.Namespace) -> None:
         "packed, balanced": partial(shard_packed, **workers, **budget, meeting=options.meeting),
         "packed, round robin": partial(shard_packed, **workers, **budget, assignment="round_robin"),
         "dynamic": partial(shard_dynamic, **workers, **budget, sequence_length_round=64),
-        "padded": partial(shard_plain, **workers, allow_uneven=True),
     }
     distribution = DISTRIBUTIONS[options.distribution]
     batches = [distribution.lengths(options.sequences, seed=seed) for seed in range(options.batches)]
     show([_cut(way, cut, batches) for way, cut in ways.items()], COLUMNS, left={"cut"}, as_json=options.json)
 
 
+def imbalances(sharding: Sharding) -> tuple[float, float]:
+    """
+    Return the work of the busiest worker over the mean: for global batches, and for microbatches.
+    """
+    works = sharding.by_worker(sharding.works)
+    ends = np.cumsum((0, *sharding.num_microbatches[:-1]))
+    mean = float(works.mean(axis=0).sum())
+    return float(np.add.reduceat(works, ends, axis=1).max(axis=0).sum()) / mean, float(works.max(axis=0).sum()) / mean
+
+
 def _cut(way: str, cut: Callable[[IntArray], Sharding], batches: list[IntArray]) -> RlRow:
-    times, metrics = [], []
+    found = []
     for lengths in batches:
         start = time.process_time()
         sharding = cut(lengths)
-        times.append(time.process_time() - start)
-        metrics.append(pooled(batch_metrics(sharding)))
-    shares = ("computed_share", "work_imbalance", "microbatch_imbalance")
-    return RlRow(
-        way=way,
-        cpu_ms=1000 * statistics.median(times),
-        microbatches=statistics.median(one.works.shape[1] for one in metrics),
-        utilisation=statistics.median(one.packing.utilisation for one in metrics),
-        **{name: statistics.median(getattr(one, name) for one in metrics) for name in shares},
-    )
+        cpu_ms, positions = 1000 * (time.process_time() - start), int(sharding.positions.sum())
+        padded = sum(map(len, sharding.slots)) * int(lengths.max())
+        utilisation = int(lengths.sum()) / (len(sharding.slots) * sharding.capacity)
+        numbers = (cpu_ms, sum(sharding.num_microbatches), utilisation, positions / padded, *imbalances(sharding))
+        found.append(numbers)
+    return RlRow(way, *map(statistics.median, zip(*found, strict=True)))

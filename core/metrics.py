@@ -1,8 +1,6 @@
-"""
-Utilisation, waste, balance, efficiency and gap of packs, for one call of a packer or for many.
-"""
+"""Utilisation, waste, balance, efficiency and gap of packs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from math import exp, lgamma, sqrt
 
@@ -10,7 +8,7 @@ import attrs
 import numpy as np
 
 from packplan.core.bounds import lower_bound, usual_effort
-from packplan.core.lengths import IntArray, Lengths, as_lengths, whole_number
+from packplan.core.lengths import Lengths, as_lengths, whole_number
 from packplan.core.packs import Packs
 
 
@@ -23,10 +21,10 @@ class PackingMetrics:
     num_tokens: int
 
     lower_bound: int
-    """Number of packs that no packing can go below; over several calls, the sum."""
+    """Number of packs that no packing can go below."""
 
     full_packs: int
-    """`ceil(tokens / capacity)`; over several calls, the sum."""
+    """`ceil(tokens / capacity)`."""
 
     fill: Fraction
     """Sum of `load / capacity` over all packs."""
@@ -67,7 +65,7 @@ def packing_metrics(
     lengths: Lengths, packs: Packs | Sequence[Sequence[int]], *, capacity: int, bound: int | None = None
 ) -> PackingMetrics:
     """
-    Return the metrics of the packs of one call.
+    Return the metrics of packs.
 
     Args:
         lengths: Tokens of each sample, >= 1.
@@ -98,50 +96,16 @@ def packing_metrics(
         effort = usual_effort(packed.size)
         found = lower_bound(fitting, capacity=capacity, known=len(packs), effort=effort)
         bound = packed.size - fitting.size + found
-    return metrics_of_loads(loads, capacity=capacity, bound=whole_number("bound", bound))
-
-
-def metrics_of_loads(loads: IntArray, *, capacity: int, bound: int) -> PackingMetrics:
-    """
-    Return the metrics of packs of these loads.
-
-    Args:
-        loads: Tokens in each pack; at least one pack.
-        capacity: Tokens a pack may hold, >= 1.
-        bound: Lower bound on the number of packs.
-    """
     different, times = np.unique(loads, return_counts=True)
     counted = list(zip(different.tolist(), times.tolist(), strict=True))
     num_tokens = int(loads.sum())
     return PackingMetrics(
         num_packs=loads.size,
         num_tokens=num_tokens,
-        lower_bound=bound,
+        lower_bound=whole_number("bound", bound),
         full_packs=-(-num_tokens // capacity),
         fill=Fraction(num_tokens, capacity),
         fill_squared=Fraction(sum(load**2 * times for load, times in counted), capacity**2),
-    )
-
-
-def aggregate(calls: Iterable[PackingMetrics]) -> PackingMetrics:
-    """
-    Return the metrics of the packs of several calls together. Capacities may differ.
-
-    >>> one = packing_metrics([60, 20, 50], Packs.from_lists([[0, 1], [2]]), capacity=80)
-    >>> aggregate([one, one]).num_packs
-    4
-    """
-    rows = list(calls)
-    if not rows:
-        message = "there is no call to aggregate"
-        raise ValueError(message)
-    return PackingMetrics(
-        num_packs=sum(row.num_packs for row in rows),
-        num_tokens=sum(row.num_tokens for row in rows),
-        lower_bound=sum(row.lower_bound for row in rows),
-        full_packs=sum(row.full_packs for row in rows),
-        fill=sum((row.fill for row in rows), Fraction()),
-        fill_squared=sum((row.fill_squared for row in rows), Fraction()),
     )
 
 

@@ -1,1 +1,1 @@
-"""RL engines of others that cut their batches by `core.shard`: one hook each, a module by name."""
+"""RL engines of others that cut their batches by `core.shard`, each by one hook."""

@@ -5,20 +5,27 @@ Run against verl 0.9.1. Its own function packs by work and then counts up the mi
 keep the limit; this one keeps it at once, in as few microbatches as the packer needs.
 """
 
+import sys
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from packplan.adapters.engines.hooks import replace
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.shard import Sharding, shard_packed
 
 
 def install() -> None:
-    """Let verl cut by `rearrange_micro_batches` of this module, in this process."""
-    replace("verl.utils.seqlen_balancing", rearrange_micro_batches)
+    """
+    Let verl cut by `rearrange_micro_batches` of this module, in this process; also where another
+    module of verl has imported its own by name.
+    """
+    original = import_module("verl.utils.seqlen_balancing").rearrange_micro_batches
+    for name, module in list(sys.modules.items()):
+        if name.startswith("verl.") and getattr(module, "rearrange_micro_batches", None) is original:
+            vars(module)["rearrange_micro_batches"] = rearrange_micro_batches
 
 
 def rearrange_micro_batches(  # noqa: PLR0917  # verl's own arguments, by place

@@ -10,7 +10,7 @@ from packplan.adapters.hf.packed_calls import HOOKED
 from packplan.adapters.hf.unpad import unpad
 from packplan.adapters.models import Gradients, add_gradients, weight_gradients
 from packplan.adapters.proof.comparison import Outcome, compare, limit_of
-from packplan.adapters.proof.taking import restored, untouched
+from packplan.adapters.proof.steps import restored, untouched
 from packplan.core.errors import ArgumentError, MismatchError
 
 

@@ -4,6 +4,6 @@ Proof that packed samples are apart, on any model of torch and on anybody's batc
 `batches` reads where samples begin, and cuts a packed batch into its samples. `comparison` computes
 samples packed and alone, and compares both. `gradients` computes which samples a result depends on.
 `modules` finds the first module that mixes samples, or that computes something else than for a
-sample alone. `checks` has the two assertions on a batch. `taking` runs an optimizer step of a
-trainer, and `steps` has the assertion on its loss. `packplan.testing` offers all three.
+sample alone. `checks` has the two assertions on a batch, and `steps` the one on the loss of a
+trainer's step. `packplan.testing` offers all three.
 """

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch.distributed.tensor import DTensor
 
 from packplan.adapters.loaders.rows import IGNORED_LABEL
 from packplan.adapters.models import evaluating
@@ -26,7 +27,6 @@ from packplan.adapters.proof.comparison import (
 )
 from packplan.adapters.proof.gradients import Reach, Watched, in_words, logit_reaches
 from packplan.adapters.proof.modules import MixingModule, first_different, first_mixing
-from packplan.adapters.proof.taking import refuse_hidden_weights
 from packplan.core.equality import EQUAL
 from packplan.core.errors import ArgumentError, MismatchError, ModelError
 
@@ -137,9 +137,23 @@ def _computing(model: torch.nn.Module) -> Iterator[None]:
     """Let a model compute with gradients, and without chance; ModelError if it cannot."""
     if torch.is_inference_mode_enabled() or any(one.is_inference() for one in model.parameters()):
         raise ModelError("probe", "it is in inference mode, which has no gradients: build and ask it outside")
-    refuse_hidden_weights(model, sharded=False)
+    refuse_hidden_weights(model)
     with evaluating(model), torch.enable_grad():
         yield
+
+
+def refuse_hidden_weights(model: torch.nn.Module) -> None:
+    """Refuse weights of which this process holds nothing, or a part; ModelError names the first."""
+    for name, weight in model.named_parameters():
+        reason = ""
+        if weight.numel() == 0:
+            reason = "is a placeholder of size 0, as ZeRO-3 leaves it"
+        elif "_flat_param" in name:
+            reason = "is flattened, as FSDP 1 leaves it"
+        elif isinstance(weight, DTensor):
+            reason = "is sharded (DTensor), as FSDP 2 leaves it"
+        if reason:
+            raise ModelError("probe", f"its weight {name} {reason}: ask the model before its weights are sharded")
 
 
 def _sound_pass(model: torch.nn.Module, row: PackedBatch) -> tuple[Watched, torch.Tensor]:

@@ -1,60 +1,56 @@
 """
-Assertion that the loss of an optimizer step is the mean over all of its learned tokens.
+Assertion that an optimizer step of the user's own trainer is the mean over its learned tokens.
 
-The reference computes each sample of the step by itself, in float32 from its logits. So nothing of
-it depends on batches, ranks or the trainer's own loss.
+A trainer of transformers runs its own `train` to the end of the first step: its loader, its
+accumulation, its number of items, its `training_step`, its log. The update of the weights is left
+out. A function runs whatever it runs. Afterwards weights, gradients, buffers, random state and the
+trainer's attributes are as before.
+
+The reference computes the batches of the step again, without dropout, and takes the mean over the
+learned tokens of all ranks, in float32 from the logits. So nothing of it depends on the trainer's
+own loss. Whether samples of a batch are apart is asked by `checks`.
 """
 
-from __future__ import annotations
-
+import copy
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
-from hashlib import blake2b
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from packplan.adapters.loaders.rows import IGNORED_LABEL, RowsOfPacks, pad_rows, types_of
-from packplan.adapters.models import Gradients, weight_gradients
-from packplan.adapters.proof.batches import PackedBatch, shifted
-from packplan.adapters.proof.comparison import (
-    Comparison,
-    Outcome,
-    Sample,
-    compare,
-    limit_of,
-    precision_of,
-    run_alone,
-)
-from packplan.adapters.proof.taking import TakenStep, gradients_of, take_step, untouched
+from packplan.adapters.loaders.rows import IGNORED_LABEL
+from packplan.adapters.models import Gradients, same_state
+from packplan.adapters.proof.batches import PackedBatch
+from packplan.adapters.proof.checks import refuse_hidden_weights
+from packplan.adapters.proof.comparison import Outcome, Sample, compare, limit_of, logits_of, precision_of, run_alone
 from packplan.core.equality import EQUAL, Precision
-from packplan.core.errors import ArgumentError, MismatchError, PackplanError, counted
-from packplan.core.surface import Plan
+from packplan.core.errors import ArgumentError, MismatchError, ModelError, PackplanError, counted
+
+_NO_MEAN = ("label_smoothing_factor", "output_router_logits")
+"""Settings that add something to the loss that is no mean over tokens."""
+
+_SHARING = ("tp_size", "cp_size", "sp_size")
+"""Settings of accelerate by which ranks share rows."""
 
 
 @attrs.frozen
 class StepLoss:
-    """An optimizer step, compared with its samples alone."""
+    """An optimizer step, compared with the mean over its learned tokens."""
 
     loss: float | None
     """Loss that the trainer reports; None if it reports none."""
 
     due: float
-    """Mean of the samples alone."""
+    """Mean over the learned tokens."""
 
     gradients: float
-    """Norm of the gradients' difference, over the sum of the norms of the samples' own."""
+    """Norm of the gradients' difference, over the sum of the norms of the batches' own."""
 
     factor: float
     """Size of the gradients along those that are due; 1 is due."""
-
-    samples: int
-    """Samples of the step that learn a token."""
 
     tokens: int
     """Tokens that are learned."""
@@ -63,42 +59,9 @@ class StepLoss:
     """Largest relative difference that was allowed."""
 
 
-@attrs.frozen(eq=False)
-class _Served:
-    """A sample of a step, and where it was served."""
-
-    name: str
-    """Words that name it."""
-
-    key: str
-    """Digest of its tokens."""
-
-    learned: int
-    """Tokens that are learned."""
-
-    sample: Sample | None
-    """The sample alone; None if it is computed elsewhere."""
-
-    rank: int
-
-    @classmethod
-    def of(cls, name: str, key: str, targets: torch.Tensor, sample: Sample | None) -> _Served:
-        """Return a sample of this rank that has these targets."""
-        return cls(name, key, int((targets != IGNORED_LABEL).sum()), sample, _rank())
-
-
-def assert_step_loss(
-    trainer: Any,
-    plan: Plan | None = None,
-    *,
-    model: torch.nn.Module | None = None,
-    rows: Any = None,
-    packs: Sequence[int] | None = None,
-    ranks_per_row: int | None = None,
-    limit: float | None = None,
-) -> StepLoss:
+def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limit: float | None = None) -> StepLoss:
     """
-    Assert that one optimizer step has the loss and the gradients of its samples alone.
+    Assert that one optimizer step has the loss and the gradients of the mean of its learned tokens.
 
     The first step of the training is computed: all its passes, forward and backward, on all ranks,
     without the update of the weights. All ranks call this. Dropout is off meanwhile. Weights,
@@ -107,204 +70,191 @@ def assert_step_loss(
     Args:
         trainer: Trainer of transformers, or a function that computes the gradients of one step and
             returns the loss that it reports, or None.
-        plan: Plan of the step: it has to train each sample of its packs once. None takes the
-            samples that the trainer serves.
-        model: Model that a function trains; None takes the trainer's.
-        rows: Tokenized rows of the plan by sample index; None takes those of a trainer that follows
-            the plan, or its training data.
-        packs: Packs of the step over all ranks; None takes those that a trainer that follows a plan
-            trains first.
-        ranks_per_row: Ranks that share each row (context, sequence or tensor parallelism); None
-            asks the trainer.
+        model: Model that a function trains, and gives the labels; None takes the trainer's.
         limit: Largest relative difference. None takes what rounding explains.
 
     Raises:
-        MismatchError: The loss or the gradients differ, or the step has other samples than planned.
-            It is an AssertionError, and names the factor.
+        MismatchError: The loss or the gradients differ. It is an AssertionError, and names the
+            factor.
         ArgumentError: The trainer or its batches cannot be read, or the function updates weights.
         ModelError: The model has no gradients to compare.
     """
-    step = take_step(trainer, model, sharing=ranks_per_row)
-    samples = _agreed(lambda: _served(step, planned=plan is not None))
-    if plan is not None:
-        served = samples
-        samples = _agreed(lambda: _planned(step, trainer, plan, rows=rows, packs=packs))
-        if step.sharing == 1:
-            _refuse_other_samples(served, samples)
-    tokens = sum(one.learned for one in samples)
-    if not tokens:
-        raise ArgumentError("packed_batch", "the step learns no token, so it has no loss to compare")
+    is_trainer = hasattr(trainer, "get_batch_samples") and hasattr(trainer, "train")
+    model = getattr(trainer, "model", None) if model is None else model
+    if not isinstance(model, torch.nn.Module) or not (is_trainer or callable(trainer)):
+        fact = "a step needs a trainer of transformers, or a function and its model (model=…)"
+        raise ArgumentError("host", f"{fact}, not a {type(trainer).__name__}")
+    model = getattr(model, "module", model)
+    refuse_hidden_weights(model)
+    if not any(one.requires_grad for one in model.parameters()):
+        raise ModelError("probe", "none of its weights trains (requires_grad), so a step has no gradients")
+    if is_trainer:
+        _refuse_settings(trainer, model)
+    computing = trainer.accelerator.autocast if is_trainer else nullcontext
+    with untouched(model), torch.enable_grad():
+        loss, gradients, batches = (_of_trainer if is_trainer else _of_function)(trainer, model)
+        samples, tokens = _agreed(batches)
+        model.eval()
+        expected = _mean(model, samples, tokens, computing)
+    if not gradients:
+        raise ArgumentError("host", "the step left no gradients: the function has to leave them in the weights")
     if limit is None:
-        precision = _precision_of(step)
-        limit = max(EQUAL[precision], limit_of(step.model, precision))
-    mine = [
-        attrs.evolve(one.sample, weights=torch.full(one.sample.targets.shape, 1 / tokens))
-        for one in samples
-        if one.learned and one.sample is not None
-    ]
-    with untouched(step.model), torch.enable_grad():
-        step.model.eval()
-        expected = _outcome_alone(step, mine)
-    apart = compare(Outcome(expected.loss if step.loss is None else step.loss, step.gradients), expected)
-    learning = sum(one.learned > 0 for one in samples)
-    factor = _factor(step.gradients, expected.gradients)
-    found = StepLoss(step.loss, expected.loss, apart.gradients, factor, learning, tokens, limit)
-    _refuse_differences(step, found, apart)
+        precision = _precision_of(model, computing)
+        limit = max(EQUAL[precision], limit_of(model, precision))
+    apart = compare(Outcome(expected.loss if loss is None else loss, gradients), expected)
+    along = sum(
+        float((gradients[name].double() * one).sum()) for name, one in expected.gradients.items() if name in gradients
+    )
+    factor = along / (sum(float((one.double() ** 2).sum()) for one in expected.gradients.values()) or 1.0)
+    found = StepLoss(loss, expected.loss, apart.gradients, factor, tokens, limit)
+    facts = []
+    if loss is not None and not apart.loss <= limit:
+        facts.append(f"the step's loss is {loss:.5g}, {loss / found.due:.4g} times the {found.due:.5g} that is due")
+    if not (found.gradients <= limit and abs(factor - 1) <= limit):
+        facts.append(f"the gradients are {factor:.4g} times those that are due, and differ by {found.gradients:.2g}")
+    for told in _gathered("; ".join(facts)):  # a rank may differ alone
+        if told:
+            numbers = f"{counted(_world_size(), 'rank')} of {counted(len(batches), 'batch')} each"
+            raise MismatchError("unlike_step", f"{told}; {numbers} took the step", attrs.asdict(found))
     return found
 
 
-def _precision_of(step: TakenStep) -> Precision:
-    """Return the type in which a step computes."""
-    device = next(step.model.parameters()).device.type
-    with step.computing():
-        if torch.is_autocast_enabled(device):
-            return "bfloat16" if torch.get_autocast_dtype(device) == torch.bfloat16 else "float16"
-    return precision_of(step.model)
+def _refuse_settings(trainer: Any, model: Any) -> None:
+    """
+    Refuse a loss that is no mean, rows that ranks share, and gradients that an engine keeps;
+    ArgumentError.
+    """
+    settings = {**vars(trainer.args), **vars(getattr(model, "config", object))}
+    for name in _NO_MEAN:
+        if settings.get(name):
+            raise ArgumentError("host", f"{name} is set, so the trainer's loss is no mean over tokens: set it to 0")
+    kind = str(getattr(trainer.accelerator, "distributed_type", "")).rpartition(".")[2]
+    if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        fact = f"the trainer shards by {kind}, which hides gradients: ask it without, or give a function of your loop"
+        raise ArgumentError("host", fact)
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    if any((getattr(parallel, name, None) or 1) > 1 for name in _SHARING):
+        raise ArgumentError("host", "ranks of the trainer share rows (parallelism_config): ask it without")
+    if getattr(trainer.accelerator, "scaler", None) is not None:
+        raise ArgumentError("host", "the trainer scales its loss for float16: ask it in bfloat16 or float32")
 
 
-def _agreed(make: Callable[[], list[_Served]]) -> list[_Served]:
-    """Return all ranks' samples, this rank's with tensors; raise on all ranks what one raises."""
+def _of_function(function: Callable[[], Any], model: torch.nn.Module) -> tuple[Any, Gradients, list[Any]]:
+    """Return the loss, the gradients and the batches of a function's step."""
+    batches: list[Mapping[str, Any]] = []
+
+    def note(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        batches.append({**({"input_ids": positional[0]} if positional else {}), **named})
+
+    versions = [one._version for one in model.parameters()]  # noqa: SLF001  # has no public name
+    with model.register_forward_pre_hook(note, with_kwargs=True):
+        loss = function()
+    if versions != [one._version for one in model.parameters()]:  # noqa: SLF001  # see above
+        raise ArgumentError("host", "the step changed weights: leave the optimizer's update out of the function")
+    return None if loss is None else float(loss), _gradients_of(model), batches
+
+
+def _of_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, list[Any]]:
+    """Return the loss, the gradients and the batches of a trainer's step."""
+    from transformers import TrainerCallback
+
+    found: dict[str, Any] = {"loss": None, "gradients": {}}
+    batches: list[Mapping[str, Any]] = []
+    patches = ExitStack()
+
+    class OneStep(TrainerCallback):
+        """Leaves the update out, and ends after the first step."""
+
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            found["gradients"] = _gradients_of(model)
+            for owner in (trainer.optimizer, trainer.lr_scheduler):
+                patches.enter_context(replaced(owner, step=lambda *_, **__: None))
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002  # transformers passes them
+            control.should_log = control.should_training_stop = True
+
+        def on_log(self, *_: Any, logs: Mapping[str, Any], **__: Any) -> None:
+            if found["loss"] is None:
+                found["loss"] = logs.get("loss")
+
+    serve = trainer.get_batch_samples
+
+    def note(*arguments: Any, **options: Any) -> Any:
+        served = serve(*arguments, **options)
+        batches.extend(dict(batch) for batch in served[0])
+        return served
+
+    handler = copy.copy(trainer.callback_handler)
+    handler.callbacks = [OneStep()]
+    quiet = {"max_grad_norm": 0.0, "eval_on_start": False, "load_best_model_at_end": False, "report_to": []}
+    with patches, replaced(trainer.args, **quiet), restored(trainer), restored(model):  # accelerate wraps its forward
+        vars(trainer).update(get_batch_samples=note, callback_handler=handler, neftune_noise_alpha=None)
+        trainer.control = type(trainer.control)()
+        trainer.train()
+        trainer.accelerator.free_memory()
+    return found["loss"], found["gradients"], batches
+
+
+def _gradients_of(model: torch.nn.Module) -> Gradients:
+    """Return a copy of the gradients of a model's weights."""
+    return {name: one.grad.detach().clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def _agreed(batches: list[Any]) -> tuple[list[Sample], int]:
+    """Return this rank's batches and all ranks' learned tokens; raise on all what one raises."""
+    samples, error = [], None
     try:
-        mine, error = make(), None
+        samples = [_whole(batch) for batch in batches]
     except PackplanError as raised:
-        mine, error = [], raised
-    shared = _gathered(([attrs.evolve(one, sample=None) for one in mine], error))
+        error = raised
+    shared = _gathered((sum(int((one.targets != IGNORED_LABEL).sum()) for one in samples), error))
     for _, failure in shared:
         if failure is not None:
             raise failure
-    return [one for rank, (theirs, _) in enumerate(shared) for one in (mine if rank == _rank() else theirs)]
+    tokens = sum(number for number, _ in shared)
+    if not tokens:
+        raise ArgumentError("packed_batch", "the step learns no token, so it has no loss to compare")
+    return samples, tokens
 
 
-def _served(step: TakenStep, *, planned: bool) -> list[_Served]:
-    """Return the samples that reached this rank; none if rows are shared and a plan tells them."""
-    if _rank() % step.sharing or (planned and step.sharing > 1):
-        return []
-    samples = []
-    for number, batch in enumerate(step.batches):
-        read = PackedBatch.read(batch, None, at_least=1)
-        if not planned and read.labels is None:
-            raise ArgumentError("packed_batch", "the model is given no labels, so give the plan and its rows")
-        alone = [None] * len(read.places) if planned else read.samples()
-        for place, (targets, own) in enumerate(zip(read.targets(), alone, strict=True)):
-            key = _digest(read.inputs["input_ids"][read.places[place]])
-            samples.append(_Served.of(f"sample {place} of batch {number} on rank {_rank()}", key, targets, own))
-    return samples
+def _whole(batch: Mapping[str, Any]) -> Sample:
+    """Return a batch as one sample, in which no token learns one of another sample."""
+    read = PackedBatch.read(batch, None, at_least=1)
+    if read.labels is None:
+        raise ArgumentError("packed_batch", "the model is given no labels, so nothing says what the step learns")
+    targets = torch.full(read.shape, IGNORED_LABEL)
+    for place, own in zip(read.places, read.targets(), strict=True):
+        targets[place] = own.to(targets.device)
+    return Sample(read.inputs, targets.flatten())
 
 
-def _planned(step: TakenStep, trainer: Any, plan: Plan, *, rows: Any, packs: Sequence[int] | None) -> list[_Served]:
-    """Return this rank's share of the samples that the plan has for the step."""
-    if packs is None:
-        schedule = getattr(trainer, "schedule", None)
-        if schedule is None:
-            raise ArgumentError("host", "the trainer follows no plan, so nothing says what its step holds: give packs")
-        ranks = range(schedule.world_size)
-        packs = [pack for rank in ranks for batch in next(iter(schedule.steps(rank=rank))).batches for pack in batch]
-    planned: Any = getattr(trainer, "_train_packs", None)
-    if rows is None and not isinstance(planned, RowsOfPacks):
-        rows = getattr(trainer, "train_dataset", None)
-        if rows is None:
-            raise ArgumentError("host", "the plan's rows are not known: give rows, by sample index")
-    read = planned.row if rows is None else rows.__getitem__
-    types = types_of(step.model)
-    samples = []
-    for pack in packs:
-        for index in plan.packs[pack]:
-            batch = pad_rows([read(index)], types=types)
-            labels = batch.pop("labels")[0]
-            del batch["attention_mask"]
-            sample = Sample(batch, shifted(labels))
-            key = _digest(batch["input_ids"][0])
-            samples.append(_Served.of(f"sample {index} (pack {pack})", key, sample.targets, sample))
-    return samples[_rank() :: _world_size()]
+def _mean(model: torch.nn.Module, samples: list[Sample], tokens: int, computing: Callable[[], Any]) -> Outcome:
+    """Return the mean over the learned tokens of all ranks, of which this rank computes its own."""
+    device = next(model.parameters()).device
+
+    def call(**inputs: Any) -> torch.Tensor:
+        given = {key: one.to(device) if torch.is_tensor(one) else one for key, one in inputs.items()}
+        shape: Any = next(given[key] for key in ("input_ids", "inputs_embeds") if key in given).shape[:2]
+        with computing():
+            return logits_of(model(**given), tuple(shape)).flatten(0, 1)[None]
+
+    weighted = [attrs.evolve(one, weights=torch.full(one.targets.shape, 1 / tokens)) for one in samples]
+    mine = run_alone(model, weighted, call=call, keep=False)
+    names = {name for rank in _gathered(list(mine.gradients)) for name in rank}
+    for name, weight in model.named_parameters():
+        if _world_size() > 1 and name in names:
+            dist.all_reduce(mine.gradients.setdefault(name, torch.zeros_like(weight)))
+    losses, norms, scales = zip(*_gathered((mine.loss, mine.norms, mine.scale)), strict=True)
+    return attrs.evolve(mine, loss=math.fsum(losses), norms=sum(norms), scale=max(scales))
 
 
-def _refuse_other_samples(served: list[_Served], planned: list[_Served]) -> None:
-    """Refuse a step that does not train each planned sample once, by its labels; MismatchError."""
-    learned = {one.key: one.learned for one in planned}
-    found, due = (Counter(one.key for one in samples) for samples in (served, planned))
-    names = {one.key: one.name for samples in (served, planned) for one in samples}
-    teaches = {one.key for samples in (served, planned) for one in samples if one.learned}
-    for key in {**due, **found}:
-        if key in teaches and found[key] != due[key]:
-            ranks = sorted({one.rank for one in served if one.key == key})
-            where = f" (ranks {', '.join(map(str, ranks))})" if len(ranks) > 1 else ""
-            fact = f"the step trains {names[key]} {_times(found[key])}{where}, and the plan {_times(due[key])}"
-            raise _unlike(fact)
-    for one in served:
-        if one.learned != learned.get(one.key, 0):
-            fact = f"{names[one.key]} teaches {learned[one.key]:,} tokens, but {one.learned:,} in its batch"
-            raise _unlike(f"{fact}: the collator changes labels")
-
-
-def _times(number: int) -> str:
-    return {0: "not at all", 1: "once"}.get(number, f"{number} times")
-
-
-def _outcome_alone(step: TakenStep, mine: list[Sample]) -> Outcome:
-    """Return the outcome of all ranks' samples, each alone, of which this rank computes its own."""
-    sharded = _is_sharded(step.model)
-    if sharded:  # all ranks run as many passes, since each gathers weights
-        shares = _gathered(len(mine))
-        if not all(shares):
-            fact = f"a rank has no sample of the step's {sum(shares)}, and all have to run a pass"
-            raise ArgumentError("host", fact)
-        filler = attrs.evolve(mine[-1], weights=torch.zeros(mine[-1].targets.shape))
-        mine = [*mine, *[filler] * (max(shares) - len(mine))]
-    take = _sharded_gradients if sharded else weight_gradients
-    outcome = run_alone(step.model, mine, call=step.call, gradients=take, keep=False)
-    if not sharded:
-        _add_over_ranks(step.model, outcome.gradients)
-    losses, norms, scales = zip(*_gathered((outcome.loss, outcome.norms, outcome.scale)), strict=True)
-    norm = outcome.norms if sharded else sum(norms)
-    return attrs.evolve(outcome, loss=math.fsum(losses), norms=norm, scale=max(scales))
-
-
-def _sharded_gradients(model: torch.nn.Module, loss: torch.Tensor) -> Gradients:
-    """Return gradients of the sum of all ranks' losses; FSDP averages them in a backward pass."""
-    (loss * _world_size()).backward()  # type: ignore[no-untyped-call]
-    found = gradients_of(model)
-    model.zero_grad()
-    return found
-
-
-def _factor(found: Gradients, expected: Gradients) -> float:
-    """Return the size of gradients along the expected ones, over the size of those."""
-    due = sum(float((one.double() ** 2).sum()) for one in expected.values())
-    along = (float((found[name].double() * one.double()).sum()) for name, one in expected.items() if name in found)
-    return sum(along) / (due or 1.0)
-
-
-def _refuse_differences(step: TakenStep, found: StepLoss, apart: Comparison) -> None:
-    """Refuse a step that differs on any rank, on all of them; MismatchError."""
-    if not step.gradients:
-        raise ArgumentError("host", "the step left no gradients: the function has to leave them in the weights")
-    norms = _gathered(math.hypot(*(float(one.double().norm()) for one in step.gradients.values())))
-    if max(norms) - min(norms) > found.limit * max(norms):
-        raise _unlike("the ranks have different gradients: they were not reduced before the update")
-    loss_apart, loss = max(_gathered((apart.loss, found.loss or 0.0)))
-    facts = []
-    if loss_apart > found.limit:
-        ratio = loss / found.due
-        facts.append(f"the step's loss is {loss:.5g}, {ratio:.4g} times the {found.due:.5g} that is due")
-    if not (found.gradients <= found.limit and abs(found.factor - 1) <= found.limit):
-        factor = f"{found.factor:.4g} times those that are due"
-        facts.append(f"the gradients are {factor}, and differ by {found.gradients:.2g}")
-    if facts:
-        numbers = f"{counted(_world_size(), 'rank')} of {counted(len(step.batches), 'batch')} each"
-        raise _unlike(f"{'; '.join(facts)}; {numbers} took the step", factor=found.factor, loss=loss, due=found.due)
-
-
-def _is_sharded(model: torch.nn.Module) -> bool:
-    return any(isinstance(one, DTensor) for one in model.parameters())
-
-
-def _digest(ids: torch.Tensor) -> str:
-    """Return the digest of a sample's tokens."""
-    return blake2b(np.asarray(ids.flatten().tolist(), dtype=np.int64).tobytes(), digest_size=16).hexdigest()
-
-
-def _rank() -> int:
-    return dist.get_rank() if _world_size() > 1 else 0
+def _precision_of(model: torch.nn.Module, computing: Callable[[], Any]) -> Precision:
+    """Return the type in which a step computes."""
+    device = next(model.parameters()).device.type
+    with computing():
+        if torch.is_autocast_enabled(device):
+            return "bfloat16" if torch.get_autocast_dtype(device) == torch.bfloat16 else "float16"
+    return precision_of(model)
 
 
 def _world_size() -> int:
@@ -319,14 +269,44 @@ def _gathered(value: Any) -> list[Any]:
     return found
 
 
-def _add_over_ranks(model: torch.nn.Module, gradients: Gradients) -> None:
-    """Add gradients up over the ranks, in place; a rank without one has zeros."""
-    names = {name for rank in _gathered(list(gradients)) for name in rank}
-    for name, weight in model.named_parameters():
-        if _world_size() > 1 and name in names:
-            gradients.setdefault(name, torch.zeros_like(weight))
-            dist.all_reduce(gradients[name])
+@contextmanager
+def untouched(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Turn dropout off in training too, and restore gradients, buffers, modes and random state at the
+    end.
+    """
+    with ExitStack() as stack:
+        for weight in model.parameters():
+            stack.callback(setattr, weight, "grad", weight.grad)
+            weight.grad = None
+        for module in model.modules():
+            names = [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+            if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # noqa: SLF001  # base of all of them
+                names.append("p")
+            stack.enter_context(replaced(module, training=module.training, **dict.fromkeys(names, 0.0)))
+        stack.enter_context(same_state(model))
+        yield
 
 
-def _unlike(fact: str, **details: Any) -> MismatchError:
-    return MismatchError("unlike_step", fact, details)
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Give an object other values of its own attributes, inside."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            vars(owner).pop(name, None)
+        vars(owner).update(before)
+
+
+@contextmanager
+def restored(owner: Any) -> Iterator[None]:
+    """Restore all attributes of an object at the end."""
+    before = dict(vars(owner))
+    try:
+        yield
+    finally:
+        vars(owner).clear()
+        vars(owner).update(before)

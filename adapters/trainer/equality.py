@@ -23,7 +23,7 @@ from packplan.adapters.models import evaluating, weight_gradients
 from packplan.adapters.proof.batches import shifted
 from packplan.adapters.proof.comparison import Outcome, Sample, compare, limit_of, outcome_of, run_alone, watch_pass
 from packplan.adapters.proof.gradients import Watched, logit_reaches
-from packplan.adapters.proof.taking import replaced
+from packplan.adapters.proof.steps import replaced
 from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.samples.media import IMAGES, VIDEOS
 from packplan.adapters.trainer.base import model_inputs

@@ -3,7 +3,6 @@ Arguments that all ways of sharding share, checked.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from heapq import heapreplace
 from itertools import accumulate, pairwise
 from typing import Literal, Self, get_args
 
@@ -14,53 +13,6 @@ from numpy.typing import NDArray
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, rounded_up, squares, whole_number
 from packplan.core.work import WorkModel
-
-
-def checked_groups(groups: Lengths, batches: Sequence[range]) -> IntArray:
-    """
-    Return the group of each sequence, numbered from 0.
-
-    Args:
-        groups: Label of each sequence, a whole number.
-        batches: Sequences of each global batch.
-
-    Raises:
-        ArgumentError: Labels are not one whole number for each sequence, or a group has sequences
-            in several global batches.
-    """
-    labels, num = np.asarray(groups), batches[-1].stop
-    if labels.shape != (num,) or labels.dtype.kind not in "iu":
-        fact = f"groups are labels of shape {labels.shape} and type {labels.dtype}, but the batch has {num:,} sequences"
-        raise ArgumentError("batch", f"{fact}: give a whole number for each")
-    names, numbers = np.unique(labels, return_inverse=True)
-    batch_of = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
-    last = np.zeros(names.size, dtype=np.int64)
-    np.maximum.at(last, numbers, batch_of)
-    if (split := np.flatnonzero(last[numbers] != batch_of)).size:
-        name, first = labels[split[0]], batch_of[split[0]]
-        fact = f"group {name} has sequences in global batches {first:,} and {last[numbers[split[0]]]:,}"
-        raise ArgumentError("batch", f"{fact}: order the batch by group, and end global batches with groups")
-    return numbers
-
-
-def assign_groups(groups: IntArray, values: IntArray, shards: int) -> list[IntArray]:
-    """
-    Return the sequences of each worker: groups in descending order, each to the least loaded.
-
-    Args:
-        groups: Group of each sequence, >= 0.
-        values: Work of each sequence, in whole units.
-        shards: Workers.
-    """
-    sums = np.zeros(int(groups.max()) + 1, dtype=np.int64)
-    np.add.at(sums, groups, values)
-    workers = np.zeros_like(sums)
-    heap = list(range(shards))  # load and worker in one number
-    for group in np.argsort(-sums, kind="stable").tolist():
-        workers[group] = heap[0] % shards
-        heapreplace(heap, heap[0] + int(sums[group]) * shards)
-    return [np.flatnonzero(workers[groups] == worker) for worker in range(shards)]
-
 
 OF_TOKENS = frozenset(
     {
@@ -129,9 +81,6 @@ BatchSize = int | Sequence[int] | NDArray[np.integer]
 WhenLong = Literal["error", "alone"]
 """Whether a sequence over the budget is an error or a microbatch of its own."""
 
-WhenShort = Literal["fill", "error"]
-"""Whether too few sequences are filled up with weight 0 or an error."""
-
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """
@@ -190,24 +139,11 @@ class SequenceWorks:
     """Work of each sequence that no padding changes; shape (num_sequences,)."""
 
     @classmethod
-    def from_arguments(cls, work: Work | None, media_work: Sequence[float] | FloatArray | None, num: int) -> Self:
-        """
-        Return the works of sequences.
-
-        Args:
-            work: Work of the model or of each sequence; None counts squares of widths.
-            media_work: Work of each sequence's images and videos; None for none.
-            num: Sequences.
-
-        Raises:
-            ArgumentError: Numbers are not one for each sequence, or negative.
-        """
-        own = np.zeros(num) if media_work is None else checked_works(media_work, num, of="media")
-        if work is None:
-            return cls(squares, own)
-        if isinstance(work, WorkModel):
-            return cls(work.sample_flops, own)
-        return cls(lambda widths: np.zeros(widths.shape), own + checked_works(work, num, of="sequences"))
+    def from_arguments(cls, work: Work | None, num: int) -> Self:
+        """Return the works of *num* sequences; None counts squares of widths."""
+        if work is None or isinstance(work, WorkModel):
+            return cls(squares if work is None else work.sample_flops, np.zeros(num))
+        return cls(lambda widths: np.zeros(widths.shape), checked_works(work, num, of="sequences"))
 
 
 def global_batches(num: int, batch_size: BatchSize) -> list[range]:
@@ -233,24 +169,12 @@ def global_batches(num: int, batch_size: BatchSize) -> list[range]:
     return [range(start, min(start + size, num)) for start in range(0, num, size)]
 
 
-def filled(costs: IntArray, wanted: int, when_short: WhenShort) -> IntArray:
+def filled(costs: IntArray, wanted: int) -> IntArray:
     """
     Return the sequences of a global batch, filled with the shortest; shape (>= wanted,).
 
     Args:
         costs: Positions of each sequence.
         wanted: Fewest slots.
-        when_short: Whether to fill or raise if there are fewer sequences.
-
-    Raises:
-        ArgumentError: There are fewer, and *when_short* is `error`.
     """
-    short = max(0, wanted - costs.size)
-    require_choice("when_short", when_short, get_args(WhenShort))
-    if short and when_short == "error":
-        fact = (
-            f"{counted(costs.size, 'sequence')} cannot give {counted(wanted, 'microbatch')} or workers one each: "
-            "fill up with weight 0 (when_short='fill')"
-        )
-        raise ArgumentError("batch", fact, {"num": costs.size, "wanted": wanted})
-    return np.concatenate([np.arange(costs.size), np.full(short, costs.argmin())])
+    return np.concatenate([np.arange(costs.size), np.full(max(0, wanted - costs.size), costs.argmin())])

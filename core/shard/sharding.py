@@ -22,7 +22,7 @@ from packplan.core.lengths import IntArray
 from packplan.core.packs import Packs
 from packplan.core.shard.inputs import SequenceWorks
 
-Mode = Literal["packed", "dynamic", "plain"]
+Mode = Literal["packed", "dynamic"]
 
 _Number = TypeVar("_Number", np.int64, np.float64)
 

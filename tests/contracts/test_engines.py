@@ -1,9 +1,9 @@
-"""Engines of others that cut by ours: each hook keeps what the engine expects of its function."""
+"""verl cuts by ours: the hook keeps what the engine expects of its function."""
 
 import sys
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import chain, pairwise
+from itertools import chain
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -13,13 +13,11 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from packplan.adapters.engines import nemo_rl, slime, verl
+from packplan.adapters.engines import verl
 from packplan.core.errors import ArgumentError
 
 HAS_VERL = bool(find_spec("verl") and find_spec("tensordict"))
 """Whether verl is here. It pins an older transformers, so it has an environment of its own."""
-
-lists_of_lengths = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
 masked_rows = st.lists(st.integers(0, 50), min_size=1, max_size=40).filter(any)
 """Tokens of rows, some of which are masked throughout."""
@@ -211,73 +209,3 @@ def test_no_more_microbatches_than_verl_makes(engine):
             found.append((len(rows), max(works) / np.mean(works)))
     assert all(own[0] <= other[0] for own, other in zip(ours, theirs, strict=True))
     assert np.mean([own[1] for own in ours]) < 1.05
-
-
-@given(lists_of_lengths, st.integers(1, 4), st.integers(0, 60), st.integers(0, 6))
-def test_workers_of_nemo_rl_get_equal_work(lengths, workers, more, least):
-    """Bins in turn are the microbatches of its workers; too few sequences are a ValueError."""
-    packer = nemo_rl.get_packer(
-        SimpleNamespace(value="MODIFIED_FIRST_FIT_DECREASING"), max(lengths) + more,
-        min_bin_count=least, bin_count_multiple=workers,
-    )  # fmt: skip
-    try:
-        bins = packer.pack(lengths)
-    except ValueError as error:
-        assert "cannot give" in str(error)  # noqa: PT017  # only for some inputs
-        return
-
-    assert list(range(len(lengths))) == sorted(chain(*bins))
-    assert all(0 < sum(lengths[i] for i in held) <= max(lengths) + more for held in bins)
-    assert len(bins) >= least
-    assert 0 == len(bins) % workers
-    with pytest.raises(ArgumentError, match="collects no metrics"):
-        nemo_rl.get_packer("concatenative", 10, collect_metrics=True)
-
-
-def slime_args(**options):
-    """Return arguments of slime's."""
-    return SimpleNamespace(use_dynamic_batch_size=True, max_tokens_per_gpu=30, balance_data=True, **options)
-
-
-PARALLEL = {"dp_size": 2, "cp_size": 2, "vpp_size": 2, "microbatch_group_size_per_vp_stage": 2}
-
-
-@given(st.lists(st.integers(1, 90), min_size=48, max_size=60), st.booleans(), st.sampled_from([1, 2]))
-def test_slime_gets_its_schedule(lengths, balance, vpp_size):
-    """Equal counts, the limit, each kept sample once, and microbatches that tile each rank."""
-    rollouts = [7 * (sample // 3) for sample in range(len(lengths))]  # three samples of a rollout
-    args = slime_args(hidden_size=64, num_layers=2)
-    args.balance_data = balance
-    partitions, places, num_microbatches, sizes = slime.build_dp_schedule(
-        args, {**PARALLEL, "vpp_size": vpp_size}, lengths, global_batch_size=8, rollout_indices=rollouts
-    )
-
-    assert [8] * (len(set(rollouts)) // 8) == sizes
-    assert list(range(24 * len(sizes))) == sorted(chain(*partitions))
-    for partition, microbatches in zip(partitions, places, strict=True):
-        assert sum(num_microbatches) == len(microbatches)
-        assert list(range(len(partition))) == list(chain(*microbatches))
-        held = [[lengths[partition[place]] for place in microbatch] for microbatch in microbatches]
-        assert all(sum(tokens) <= 60 or len(tokens) == 1 for tokens in held)
-        ends = np.cumsum([0, *num_microbatches])
-        for step, (start, stop) in enumerate(pairwise(ends.tolist())):
-            samples = [partition[place] for microbatch in microbatches[start:stop] for place in microbatch]
-            assert {step} == {sample // 24 for sample in samples}
-    assert all(0 == num % vpp_size for num in num_microbatches)
-
-
-def test_what_slime_cannot_get_is_refused():
-    """Microbatches of a fixed size, less than a step, and fewer samples than microbatches."""
-    options = {"global_batch_size": 4, "rollout_indices": [0, 1, 2]}
-    with pytest.raises(ArgumentError, match="a fixed size are slime's own"):
-        slime.build_dp_schedule(SimpleNamespace(use_dynamic_batch_size=False), PARALLEL, [1, 1, 1], **options)
-    with pytest.raises(ArgumentError, match="a step takes 4 rollouts, but the batch has 3"):
-        slime.build_dp_schedule(slime_args(), PARALLEL, [1, 1, 1], **options)
-    with pytest.raises(
-        ArgumentError, match="a step has 3 samples, but its ranks need 4 microbatches: raise --global-b"
-    ):
-        slime.build_dp_schedule(slime_args(), PARALLEL, [1, 1, 1], **{**options, "global_batch_size": 3})
-    unlimited = slime_args()
-    unlimited.max_tokens_per_gpu = None
-    with pytest.raises(ArgumentError, match="no limit of tokens: set --max-tokens-per-gpu"):
-        slime.build_dp_schedule(unlimited, PARALLEL, [1, 1, 1], **{**options, "global_batch_size": 3})

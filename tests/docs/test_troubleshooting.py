@@ -19,7 +19,7 @@ from packplan.core.lengths import checked_works
 from packplan.core.packers import pack
 from packplan.core.plan import build_raw_plan, refuse_dropped, refuse_longer, refuse_unsupervised
 from packplan.core.policy import PlanPolicy
-from packplan.core.shard import shard_packed, shard_plain
+from packplan.core.shard import shard_packed
 from packplan.core.surface import plan
 
 pytestmark = pytest.mark.covers
@@ -72,8 +72,7 @@ EXAMPLES = (
         max_tokens_per_microbatch=512,
         sequence_length_pad_multiple=64,
     ),
-    raised(shard_plain, [1] * 30, shards=8, batch_size=30),
-    raised(shard_plain, [], shards=8, batch_size=30),
+    raised(shard_packed, [], shards=8, batch_size=30, max_tokens_per_microbatch=8),
     raised(
         resolve_accumulation,
         effective_batch_size=30,

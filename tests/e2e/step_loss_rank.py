@@ -11,20 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-import packplan as pp
-from packplan.adapters.context_parallel import context_parallel
-from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import PackplanError
 from packplan.testing import assert_step_loss
-from tests.e2e.context_parallel_rank import LeakyLayout
 
 LENGTHS = (20, 3, 9, 31, 12, 5, 26, 14)
 
 PACKS = [[0, 5, 7], [1], [2, 3], [4, 6]]
-"""Packs of the plan; each rank of two has two."""
+"""Packs of the step; each rank of two has two."""
 
 WORDS = 50
 
@@ -51,18 +46,11 @@ def llama() -> Any:
     return model
 
 
-def plan() -> pp.Plan:
-    """Return a plan of the packs above."""
-    planned = pp.plan(list(LENGTHS), 40, algorithm="constant_volume")
-    assert planned.packs.tolist() == PACKS
-    return planned
-
-
 class Loop:
     """A loop of torch: packs are batches, and gradients are averaged over the ranks."""
 
-    def __init__(self, *, rank: int, world_size: int, model: Any = None) -> None:
-        self.model = llama() if model is None else model
+    def __init__(self, *, rank: int, world_size: int) -> None:
+        self.model = llama()
         collator = DataCollatorWithFlattening(return_tensors="pt")
         packs = PACKS[rank * 4 // world_size : (rank + 1) * 4 // world_size]
         self.world_size = world_size
@@ -101,99 +89,30 @@ def loop_cases(rank: int, world_size: int) -> dict[str, Callable[[], Any]]:
     loop = Loop(rank=rank, world_size=world_size)
     learned, ranks = loop.learned, world_size
     own = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in loop.batches)
-    batches = len(loop.batches)
-    tokens = sum(LENGTHS)
 
     def of(divide: Callable[[torch.Tensor, int], torch.Tensor], **options: Any) -> Callable[[], Any]:
-        return lambda: assert_step_loss(lambda: loop.step(divide), model=loop.model, **options)
+        return lambda: assert_step_loss(lambda: loop.step(divide, **options), model=loop.model)
 
     def stepping() -> float:
         with torch.no_grad():
             next(loop.model.parameters()).add_(0.0)
         return 0.0
 
-    cases = {
-        "sound": of(lambda total, _: total * ranks / learned),
-        "sound by a plan": of(lambda total, _: total * ranks / learned, plan=plan(), rows=rows(), packs=range(4)),
-        "accumulation is not divided by": of(lambda total, count: total / count),
-        "world size twice": of(lambda total, _: total / learned),
-        "mean of batches": of(lambda total, count: total / count / batches),
-        "ranks of unequal token counts": of(lambda total, _: total / own),
-        "ignored labels are counted": of(lambda total, _: total * ranks / tokens),
-        "sum": of(lambda total, _: total * ranks),
-        "tail packs are trained again": of(
-            lambda total, _: total * ranks / learned, plan=plan(), rows=rows(), packs=[0, 1, 2]
-        ),
-        "no update belongs in it": lambda: assert_step_loss(stepping, model=loop.model),
-        "nothing is computed": lambda: assert_step_loss(lambda: 1.0, model=loop.model),
-    }  # fmt: skip
-    if world_size > 1:
-        cases["gradients stay apart"] = lambda: assert_step_loss(
-            lambda: loop.step(lambda total, _: total * ranks / learned, reduced=False), model=loop.model
-        )
-        cases["sharded weights"] = sharded_case(rank, world_size, learned)
-        cases |= shared_row_cases(rank)
-    return cases
-
-
-def sharded_case(rank: int, world_size: int, learned: int) -> Callable[[], Any]:
-    """Return a step of a model whose weights FSDP 2 shards."""
-    loop = Loop(rank=rank, world_size=world_size)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
-    fully_shard(loop.model.model.layers[0], mesh=mesh)
-    fully_shard(loop.model, mesh=mesh)
-
-    def step() -> float:
-        return loop.step(lambda total, _: total * world_size / learned, reduced=False)
-
-    return lambda: assert_step_loss(step, model=loop.model, plan=plan(), rows=rows(), packs=range(4))
-
-
-def shared_row_cases(rank: int) -> dict[str, Callable[[], Any]]:
-    """Return steps in which two ranks share each row."""
-    model, memorised = llama(), rows()
-    model.config._attn_implementation_internal = "sdpa"
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)
-    for _ in range(24):  # a loss that is low, unless samples see one another
-        for row in memorised:
-            ids = torch.tensor([row["input_ids"]])
-            model(input_ids=ids, labels=torch.tensor([row["labels"]])).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def step(kind: type[PackedLayout], *, by_part: bool = False) -> float:
-        total = torch.zeros(())
-        samples = [memorised[index] for index in PACKS[2]]
-        count = sum(len(row["input_ids"]) - 2 for row in samples)
-        layout = kind.from_lengths([len(row["input_ids"]) for row in samples], cp_size=2)
-        ids, labels = torch.full((layout.num_positions,), 7), torch.full((layout.num_positions,), -100)
-        ids[layout.is_token] = torch.tensor([one for row in samples for one in row["input_ids"]])
-        labels[layout.is_token] = torch.tensor([one for row in samples for one in row["labels"]])
-        places = torch.as_tensor(layout.positions(rank))
-        follows = torch.as_tensor(layout.targets)
-        targets = torch.where(follows < 0, -100, labels[follows])[places]
-        inputs = {"input_ids": ids[None, places], "position_ids": torch.as_tensor(layout.position_ids)[None, places]}
-        with context_parallel(model, layout=layout):
-            logits = model(**inputs).logits[0]
-            loss = F.cross_entropy(logits, targets, reduction="sum") / (
-                int((targets != -100).sum()) if by_part else count
-            )
-            loss.backward()
-        total += loss.detach()
-        dist.all_reduce(total)
-        for weight in model.parameters():
-            dist.all_reduce(weight.grad)
-        return float(total)
-
-    def of(kind: type[PackedLayout], **options: Any) -> Callable[[], Any]:
-        return lambda: assert_step_loss(
-            lambda: step(kind, **options), plan(), model=model, rows=memorised, packs=[2], ranks_per_row=2
-        )
+    def unlabelled() -> float:
+        return float(loop.model(input_ids=loop.batches[0]["input_ids"]).logits.sum())
 
     return {
-        "shared rows": of(PackedLayout),
-        "shared rows leak": of(LeakyLayout),
-        "shared rows average their parts": of(PackedLayout, by_part=True),
+        "sound": of(lambda total, _: total * ranks / learned),
+        "accumulation is not divided by": of(lambda total, count: total / count),
+        "world size twice": of(lambda total, _: total / learned),
+        "mean of batches": of(lambda total, count: total / count / len(loop.batches)),
+        "ranks of unequal token counts": of(lambda total, _: total / own),
+        "ignored labels are counted": of(lambda total, _: total * ranks / sum(LENGTHS)),
+        "sum": of(lambda total, _: total * ranks),
+        "gradients stay apart": of(lambda total, _: total * ranks / learned, reduced=False),
+        "no update belongs in it": lambda: assert_step_loss(stepping, model=loop.model),
+        "nothing is computed": lambda: assert_step_loss(lambda: 1.0, model=loop.model),
+        "nothing is labelled": lambda: assert_step_loss(unlabelled, model=loop.model),
     }
 
 
@@ -214,21 +133,7 @@ class TwiceDivided(Trainer):
         return loss / self.args.world_size
 
 
-class EachTrainsAll(Trainer):
-    """Both ranks train the same packs."""
-
-    def get_train_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(self.train_dataset, batch_size=2, collate_fn=self.data_collator)
-
-
-class PromptsToo(DataCollatorWithFlattening):
-    """Teaches the tokens of prompts too."""
-
-    def __call__(self, features: Any, **options: Any) -> Any:
-        return super().__call__([{"input_ids": one["input_ids"]} for one in features], **options)
-
-
-def trainer_of(kind: type[Trainer] = Trainer, *, collator: Any = None, **settings: Any) -> Trainer:
+def trainer_of(kind: type[Trainer] = Trainer, **settings: Any) -> Trainer:
     """Return a trainer of transformers, whose first step has all rows."""
     args = TrainingArguments(
         tempfile.mkdtemp(), per_device_train_batch_size=2, report_to=[], use_cpu=True, max_steps=2, disable_tqdm=True,
@@ -236,12 +141,11 @@ def trainer_of(kind: type[Trainer] = Trainer, *, collator: Any = None, **setting
         learning_rate=1e-2, **settings,
     )  # fmt: skip
     args.max_epochs = None  # ms-swift's callbacks, which it gives all trainers, ask for it
-    return kind(llama(), args, train_dataset=rows(), data_collator=collator or DataCollatorWithFlattening())
+    return kind(llama(), args, train_dataset=rows(), data_collator=DataCollatorWithFlattening())
 
 
 def trainer_cases() -> dict[str, Callable[[], Any]]:
     """Return trainers of transformers, sound and with a fault."""
-    whole = range(len(PACKS))
     return {
         "trainer": lambda: assert_step_loss(trainer_of()),
         "trainer in bfloat16": lambda: assert_step_loss(trainer_of(bf16=True)),
@@ -251,11 +155,6 @@ def trainer_cases() -> dict[str, Callable[[], Any]]:
             trainer_of(average_tokens_across_devices=False)
         ),
         "trainer smooths labels": lambda: assert_step_loss(trainer_of(label_smoothing_factor=0.1)),
-        "trainer of others' samples": lambda: assert_step_loss(trainer_of(EachTrainsAll), plan(), packs=whole),
-        "trainer teaches prompts": lambda: assert_step_loss(
-            trainer_of(collator=PromptsToo()), plan(), packs=whole
-        ),
-        "trainer with no plan": lambda: assert_step_loss(trainer_of(), plan()),
         "trainer trains on": lambda: json.dumps([trained(asked=asked) for asked in (True, False)]),
     }  # fmt: skip
 

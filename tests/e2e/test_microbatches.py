@@ -14,7 +14,7 @@ from packplan.adapters.losses import FusedLoss, PackedLoss
 from packplan.adapters.microbatches import WEIGHTS, BatchedData, concatenate, pack_row, pad_rows
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import ArgumentError
-from packplan.core.shard import shard_dynamic, shard_packed, shard_plain
+from packplan.core.shard import shard_dynamic, shard_packed
 
 pytestmark = pytest.mark.covers
 
@@ -44,13 +44,11 @@ def cut(mode, lengths, shards, global_batch, multiple):
     budget = {"max_tokens_per_microbatch": 3 * (max(lengths) + multiple)}
     if mode == "packed":
         return shard_packed(lengths, **workers, **budget, sequence_length_pad_multiple=multiple)
-    if mode == "dynamic":
-        return shard_dynamic(lengths, **workers, **budget, sequence_length_round=multiple)
-    return shard_plain(lengths, **workers, allow_uneven=True, micro_batch_size=2, sequence_length_round=multiple)
+    return shard_dynamic(lengths, **workers, **budget, sequence_length_round=multiple)
 
 
 cases = {
-    "mode": st.sampled_from(["packed", "dynamic", "plain"]),
+    "mode": st.sampled_from(["packed", "dynamic"]),
     "lengths": st.lists(st.integers(1, 20), min_size=1, max_size=20),
     "shards": st.integers(1, 3),
     "global_batch": st.integers(1, 24),
@@ -274,7 +272,7 @@ def test_what_a_batch_cannot_be_asked_for_is_refused():
     with pytest.raises(ArgumentError, match="field texts is a list"):
         batch.tensor("texts")
     with pytest.raises(ArgumentError, match="made for sequences of other lengths"):
-        batch.shard(shard_plain([1, 2, 2], shards=1, batch_size=3))
+        batch.shard(shard_packed([1, 2, 2], shards=1, batch_size=3, max_tokens_per_microbatch=4))
     for ask in (batch.tensor, lambda name: batch[name]):
         with pytest.raises(ArgumentError, match="the batch has no field gone, but input_ids, texts"):
             ask("gone")

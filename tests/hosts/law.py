@@ -167,7 +167,7 @@ def train(cell: dict[str, Any], rank: int) -> None:
     plan = pp.plan([len(row["input_ids"]) for row in rows], PACKING_LENGTH)
     trainer = trainer_of(cell, model, rows, out / "run")
     schedule = use_plan(trainer, plan, eval_plan=plan)
-    asked = assert_step_loss(trainer, plan)
+    asked = assert_step_loss(trainer)
     watch = Watch(model, cell.get("kill_after"))
     trainer.add_callback(watch)
     trainer.train(resume_from_checkpoint=True if cell.get("resume") else None)

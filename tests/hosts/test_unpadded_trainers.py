@@ -158,11 +158,11 @@ def test_a_plan_in_trl_trains_images(tmp_path):
     plan = pp.plan(lengths, sum(lengths) - 1)
 
     schedule = use_plan(trainer, plan)
-    found = assert_step_loss(trainer, plan)
+    found = assert_step_loss(trainer)
     trainer.args.max_epochs = None  # see `logged`
     trainer.train()
 
-    assert len(rows) == found.samples
+    assert found.tokens > len(rows)
     assert schedule.total_steps == trainer.state.global_step
     assert 0 < trainer.unpadding.counts.real < trainer.unpadding.counts.padded
 
@@ -184,7 +184,7 @@ def test_a_plan_goes_with_what_else_leaves_padding_out(host, tmp_path):
 
     use_plan(trainer, plan)
 
-    assert_step_loss(trainer, plan)
+    assert_step_loss(trainer)
 
 
 def test_metrics_see_a_pack_as_one_row(tmp_path):

@@ -4,10 +4,9 @@ import statistics
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from packplan.core.bounds import lower_bound
-from packplan.core.metrics import aggregate, packing_metrics
+from packplan.core.metrics import packing_metrics
 from packplan.core.packers import pack
 from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan
@@ -31,27 +30,6 @@ def test_packing_efficiency_metrics_are_as_the_specification_defines_them(case):
     assert found == packing_metrics(lengths, packs, capacity=capacity, bound=found.lower_bound)
 
 
-@given(st.lists(packable(min_size=1, max_size=20), min_size=1, max_size=4))
-def test_metrics_of_several_calls_are_those_of_all_their_packs(cases):
-    """Whatever the capacities: shares over all packs, bounds and full packs summed."""
-    calls, shares, full, bounds = [], [], 0, 0
-    for lengths, capacity in cases:
-        packs = pack(lengths, capacity=capacity)
-        calls.append(packing_metrics(lengths, packs, capacity=capacity))
-        shares += [sum(lengths[i] for i in members) / capacity for members in packs]
-        full += -(-sum(lengths) // capacity)
-        bounds += lower_bound(lengths, capacity=capacity)
-
-    found = aggregate(calls)
-
-    assert len(shares) == found.num_packs
-    assert sum(sum(lengths) for lengths, _ in cases) == found.num_tokens
-    assert statistics.fmean(shares) == pytest.approx(found.utilisation)
-    assert 1 - statistics.pstdev(shares) / statistics.fmean(shares) == pytest.approx(found.balance)
-    assert full / len(shares) == pytest.approx(found.efficiency)
-    assert len(shares) / bounds - 1 == pytest.approx(found.gap)
-
-
 @given(raw_lengths())
 def test_a_plan_with_long_samples_can_be_measured(case):
     """A sample over the capacity counts as a pack of its own, also in the bound."""
@@ -62,15 +40,13 @@ def test_a_plan_with_long_samples_can_be_measured(case):
 
 
 def test_what_cannot_be_measured_is_refused():
-    """No pack, a sample without a length, a bound below one, no call."""
+    """No pack, a sample without a length, a bound below one."""
     with pytest.raises(ValueError, match="no pack to measure"):
         packing_metrics([1], Packs.from_lists([]), capacity=2)
     with pytest.raises(ValueError, match="sample 7 is in a pack, but there are 2 lengths"):
         packing_metrics([1, 2], [[0, 7]], capacity=2)
     with pytest.raises(ValueError, match="bound is 0"):
         packing_metrics([1, 2], [[0], [1]], capacity=2, bound=0)
-    with pytest.raises(ValueError, match="no call to aggregate"):
-        aggregate([])
 
 
 def test_lists_of_lists_are_measured_as_packs():

@@ -9,14 +9,15 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from benchmarks.distributions import DISTRIBUTIONS
+from benchmarks.rl import imbalances
 from packplan.core.errors import ArgumentError
 from packplan.core.packers import ALGORITHMS, pack
-from packplan.core.shard import batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
+from packplan.core.shard import shard_dynamic, shard_packed
 from packplan.core.shard.rounds import spread
 from packplan.core.work import WorkModel
 from tests.references import spread_slowly
 
-MODES = ("packed", "round_robin", "dynamic", "plain")
+MODES = ("packed", "round_robin", "dynamic")
 
 
 MODEL = WorkModel(per_position=14 * 10**9, per_pair=4 * 28 * 3584)
@@ -44,9 +45,6 @@ def cut(case, **options):
     """Shard a batch in its mode."""
     lengths, mode = case["lengths"], case["mode"]
     workers = {"shards": case["shards"], "batch_size": case["batch_size"]}
-    if mode == "plain":
-        uneven = {"allow_uneven": True, "sequence_length_round": case["multiple"]}
-        return shard_plain(lengths, **workers, **uneven, **options)
     budget = {"max_tokens_per_microbatch": case["budget"]}
     if mode == "dynamic":
         return shard_dynamic(lengths, **workers, **budget, sequence_length_round=case["multiple"], **options)
@@ -84,7 +82,7 @@ def test_every_sequence_is_computed_once_within_the_budget(case):
                 assert 0 == width % multiple
                 assert max(padded[i] for i in members) <= width
                 assert not is_row or sum(padded[i] for i in members) == width <= case["budget"]
-                assert is_row or case["mode"] == "plain" or len(members) * width <= case["budget"]
+                assert is_row or len(members) * width <= case["budget"]
     assert list(range(len(lengths))) == sorted(real)
 
 
@@ -171,11 +169,12 @@ def test_microbatches_that_run_together_have_equal_work(name, shards, budget, si
     for seed in range(3):
         lengths = DISTRIBUTIONS[name].lengths(size, seed=seed)
         options = {"shards": shards, "batch_size": size, "max_tokens_per_microbatch": budget, "work": MODEL}
-        even = pooled(batch_metrics(shard_packed(lengths, **options)))
-        in_turn = pooled(batch_metrics(shard_packed(lengths, **options, assignment="round_robin")))
-        step = pooled(batch_metrics(shard_packed(lengths, **options, meeting="step")))
-        found.append([even.microbatch_imbalance, even.work_imbalance, step.work_imbalance])
-        assert in_turn.microbatch_imbalance > 1 + 3 * (most - 1)
+        even, in_turn, step = (
+            imbalances(shard_packed(lengths, **options, **other))
+            for other in ({}, {"assignment": "round_robin"}, {"meeting": "step"})
+        )
+        found.append([*even, step[0]])
+        assert in_turn[1] > 1 + 3 * (most - 1)
 
     assert np.median(found, axis=0).max() <= most
 
@@ -237,19 +236,16 @@ def test_packed_microbatches_are_full(algorithm, pad, least):
             lengths, shards=4, batch_size=256, max_tokens_per_microbatch=1200, sequence_length_pad_multiple=pad,
             algorithm=algorithm,
         )  # fmt: skip
-        assert all(batch.packing.utilisation >= least for batch in batch_metrics(sharding))
+        assert lengths.sum() / (len(sharding.slots) * 1200) >= least
 
 
 def test_fewer_sequences_than_workers_starve_nobody():
-    """The shortest is computed again with weight 0; or it is an error, where asked."""
+    """The shortest is computed again with weight 0."""
     options = {"shards": 4, "batch_size": 8, "max_tokens_per_microbatch": 9}
     for shard in (shard_packed, shard_dynamic):
         sharding = shard([9, 3], **options)
         assert [0, 1, 1, 1] == sorted(batch.indices.tolist()[0] for (batch,) in sharding)
         assert [0, 0, 1, 1] == sorted(sharding.weights.tolist())
-        with pytest.raises(ArgumentError, match="2 sequences cannot give 4 microbatches"):
-            shard([9, 3], **options, when_short="error")
-    assert 1 == shard_plain([9, 3], shards=3, batch_size=8, allow_uneven=True).num_filler
 
 
 @pytest.mark.parametrize("shard", [shard_packed, shard_dynamic])
@@ -268,17 +264,13 @@ def test_a_sequence_over_the_budget_is_named(shard):
 
 
 def test_what_cannot_be_sharded_is_refused():
-    """No sequence; plain shards that are not even, unless allowed."""
+    """No sequence, no worker, and options that there are not."""
     for shard in (shard_packed, shard_dynamic):
         with pytest.raises(ArgumentError, match="no sequence"):
             shard([], shards=1, batch_size=1, max_tokens_per_microbatch=1)
-    with pytest.raises(ArgumentError, match="no sequence"):
-        shard_plain([], shards=1, batch_size=1)
-    with pytest.raises(ArgumentError, match="3 sequences of a batch cannot be divided evenly over 2 workers"):
-        shard_plain([1, 1, 1], shards=2, batch_size=3)
-    with pytest.raises(ValueError, match="shards is 0"):
-        shard_plain([1], shards=0, batch_size=1)
-    for option in ("assignment", "microbatch_order", "when_short", "when_long", "row_width", "meeting"):
+        with pytest.raises(ValueError, match="shards is 0"):
+            shard([1], shards=0, batch_size=1, max_tokens_per_microbatch=1)
+    for option in ("assignment", "microbatch_order", "when_long", "row_width", "meeting"):
         with pytest.raises(ValueError, match=f"{option} is 'zzz', but has to be one of"):
             shard_packed([1], shards=1, batch_size=1, max_tokens_per_microbatch=1, **{option: "zzz"})
 
@@ -294,7 +286,7 @@ def test_a_sequence_over_the_budget_may_be_alone(case, budget):
     require_rules(sharding, {**case, "budget": max(budget, *padded, 0)})
     for members, positions in zip(sharding.slots, sharding.positions.tolist(), strict=True):
         assert positions <= budget or len(members) == 1
-    assert all(0 < batch.packing.utilisation <= 1 for batch in batch_metrics(sharding))
+    assert max(sharding.positions) <= sharding.capacity
 
 
 @given(batches(modes=("packed", "round_robin")), st.integers(1, 6), st.integers(1, 3))
@@ -327,128 +319,45 @@ def test_every_global_batch_has_the_size_that_is_asked_for(case, data):
     assert cut(case).slots == named.slots
 
 
-@given(batches(modes=("packed",)), st.data())
-def test_a_group_stays_on_one_worker(case, data):
-    """Whatever the labels, and with all rules of a cut, options included."""
-    num, size = len(case["lengths"]), case["batch_size"]
-    labels = data.draw(st.lists(st.integers(-5, 5), min_size=num, max_size=num))
-    groups = [100 * (index // size) + label for index, label in enumerate(labels)]
-    least, multiple, meeting = (
-        data.draw(st.sampled_from(choices)) for choices in ([1, 3], [1, 2], ["step", "microbatch"])
-    )
-    options = {"min_microbatches": least, "microbatch_multiple": multiple, "meeting": meeting}
-    sharding = cut(case, groups=groups, **options)
-
-    require_rules(sharding, case)
-    assert all(num >= least and num % multiple == 0 for num in sharding.num_microbatches)
-    owners = {}
-    for rank, worker in enumerate(sharding):
-        for batch in worker:
-            for index in batch.indices[batch.weights == 1].tolist():
-                owners.setdefault(groups[index], set()).add(rank)
-    event(f"workers with groups: {len(set().union(*owners.values()))}, filler: {sharding.num_filler > 0}")
-    assert {1} == set(map(len, owners.values()))
-
-
-@given(batches(), st.data())
-def test_work_of_media_is_added_to_that_of_the_text(case, data):
-    """To each microbatch, that of its own sequences; and sequences are spread by both together."""
-    num = len(case["lengths"])
-    media = data.draw(st.lists(st.integers(0, 9000), min_size=num, max_size=num))
-    sharding = cut(case, media_work=media)
-
-    if sharding.mode == "packed":
-        padded = [-(-length // case["multiple"]) * case["multiple"] for length in case["lengths"]]
-        numbers = [float(width**2 + extra) for width, extra in zip(padded, media, strict=True)]
-        alone = cut(case, work=numbers)
-        assert alone.slots == sharding.slots
-        assert alone.works.tolist() == sharding.works.tolist()
-    else:
-        text = cut(case)
-        assert text.slots == sharding.slots
-        own = [sum(media[i] for i in members) for members in sharding.slots]
-        assert own == (sharding.works - text.works).tolist()
-
-
 @given(batches(modes=("packed", "round_robin")))
 def test_rows_of_one_width(case):
-    """That of the longest row of a global batch, or the budget; metrics count these positions."""
-    multiple = case["multiple"]
-    case["budget"] += -case["budget"] % multiple
-    own, longest, budget = (cut(case, row_width=name) for name in ("own", "longest", "budget"))
+    """That of the longest row of a global batch."""
+    own, longest = (cut(case, row_width=name) for name in ("own", "longest"))
 
-    assert own.slots == longest.slots == budget.slots
-    assert {case["budget"]} == set(budget.widths.tolist())
+    assert own.slots == longest.slots
     for number in range(len(own.num_microbatches)):
         widths = {width for worker in longest for width in worker[number].widths.tolist()}
         assert {max(int(worker[number].widths.max()) for worker in own)} == widths
-    assert case["budget"] * len(budget.slots) == pooled(batch_metrics(budget)).computed_tokens
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"groups": [1, 1, 2], "assignment": "round_robin"}, "assignment='round_robin' assigns packs in turn"),
-        ({"groups": [1, 2]}, r"groups are labels of shape \(2,\) and type int64, but the batch has 3"),
-        ({"groups": [1.5, 2.5, 2.5]}, "type float64"),
-        ({"groups": [7, 1, 7], "batch_size": 2}, "group 7 has sequences in global batches 0 and 1"),
-        ({"groups": [1, 1, 1], "when_short": "error"}, "have 1 sequence fewer than its 1"),
-        ({"row_width": "budget", "when_long": "alone"}, "exclude each other"),
-        ({"row_width": "budget", "sequence_length_pad_multiple": 4}, "do not end at a multiple of 4"),
         ({"batch_size": [2, 2]}, "batch_size adds up to 4, but the batch has 3 sequences"),
         ({"batch_size": []}, "batch_size adds up to 0"),
         ({"work": [1.0, 2.0]}, "works and sequences differ in number"),
         ({"work": [1.0, -2.0, 1.0]}, "work 1 is -2.0"),
-        *(({"media_work": wrong}, "media") for wrong in ([1.0], [1.0, -1.0, 1.0], [1.0, np.nan, 1.0])),
     ],
 )
-def test_options_that_exclude_each_other_are_refused(options, says):
+def test_options_that_do_not_match_the_batch_are_refused(options, says):
     """With their names, before anything is cut."""
     with pytest.raises(ArgumentError, match=says):
         shard_packed([3, 2, 4], **{"shards": 2, "batch_size": 3, "max_tokens_per_microbatch": 10, **options})
 
 
 @given(batches())
-def test_metrics_count_what_the_microbatches_hold(case):
-    """Per batch and pooled, against counting sequence by sequence."""
-    sharding = cut(case)
-    global_batches = batch_metrics(sharding)
-    together = pooled(global_batches)
+def test_works_and_positions_count_what_the_microbatches_hold(case):
+    """Against counting sequence by sequence."""
+    sharding, multiple = cut(case), case["multiple"]
+    padded = [-(-length // multiple) * multiple for length in case["lengths"]]
 
-    lengths, multiple = case["lengths"], case["multiple"]
-    busiest = 0
-    for number, measured in enumerate(global_batches):
-        parts = [worker[number] for worker in sharding]
-        held = lengths[number * case["batch_size"] :][: case["batch_size"]]
-        tokens, is_packed = sum(held), sharding.mode == "packed"
-        rows = [list(zip(part.microbatches, part.widths.tolist(), strict=True)) for part in parts]
-        computed = sum(width * (1 if is_packed else len(members)) for worker in rows for members, width in worker)
-        padded = [-(-length // multiple) * multiple for length in lengths]
-        works = [
-            [
-                sum(padded[i] ** 2 for i in members) if is_packed else len(members) * width**2
-                for members, width in worker
-            ]
-            for worker in rows
-        ]
-        num = sharding.num_microbatches[number]
-        assert tokens == measured.packing.num_tokens
-        assert computed == measured.computed_tokens
-        assert tokens / computed == measured.useful_share
-        assert computed / (len(held) * max(held)) == measured.computed_share
-        assert tokens / (num * case["shards"] * sharding.capacity) == pytest.approx(measured.packing.utilisation)
-        assert works == measured.works.tolist()
-        assert sum((part.weights == 0).sum() for part in parts) == measured.num_filler
-        busiest += max(map(sum, works))
-        columns = list(zip(*works, strict=True))
-        for column, imbalance in zip(columns, measured.imbalances, strict=True):
-            assert max(column) * len(column) / sum(column) == pytest.approx(imbalance)
-        waited = sum(map(max, columns)) * case["shards"] / sum(map(sum, columns))
-        assert waited == pytest.approx(measured.microbatch_imbalance)
-    assert sum(lengths) == together.packing.num_tokens
-    assert busiest * case["shards"] / int(sharding.works.sum()) == pytest.approx(together.work_imbalance)
-    assert together.num_filler == sharding.num_filler
-    assert set(together.logs()) >= {"utilisation", "waste_ratio", "balance", "efficiency", "work_imbalance"}
+    for members, width, positions, work in zip(
+        sharding.slots, sharding.widths, sharding.positions, sharding.works, strict=True
+    ):
+        rows = 1 if sharding.mode == "packed" else len(members)
+        assert rows * width == positions
+        assert work == (sum(padded[i] ** 2 for i in members) if sharding.mode == "packed" else rows * width**2)
+    assert sharding.num_filler == (sharding.weights == 0).sum()
 
 
 @given(batches(modes=("packed",)), st.sampled_from(sorted(set(ALGORITHMS) - {"certified"})))

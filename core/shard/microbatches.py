@@ -1,0 +1,283 @@
+"""
+Microbatches of RL batches: one packed row each, or rows of similar length padded to one width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, whole_number
+from packplan.core.packers import pack, with_bin_count
+from packplan.core.packs import Packs
+from packplan.core.shard.assignment import (
+    assign_packs,
+    balanced,
+    fewer_rounds,
+    rotate_to_least_loaded,
+    round_up,
+    with_filler,
+)
+from packplan.core.shard.inputs import (
+    BatchSize,
+    SequenceWorks,
+    WhenLong,
+    Work,
+    filled,
+    global_batches,
+    padded_lengths,
+    require_choice,
+)
+from packplan.core.shard.rounds import in_rounds, spread
+from packplan.core.shard.sharding import Part, Sharding, join
+from packplan.core.work import Meeting, in_units
+
+_MOST_MICROBATCHES = 10_000_000
+"""Microbatches of a global batch that are asked for, at most: arrays have a place for each."""
+
+RowWidth = Literal["own", "longest"]
+"""Positions of a packed row: those of its sequences, or of the longest row of its global batch."""
+
+
+def shard_packed(
+    lengths: Lengths,
+    *,
+    shards: int,
+    batch_size: BatchSize,
+    max_tokens_per_microbatch: int,
+    sequence_length_pad_multiple: int = 1,
+    algorithm: str = "modified_first_fit_decreasing",
+    assignment: Literal["balanced", "round_robin"] = "balanced",
+    microbatch_order: Literal["packer", "largest_first"] = "packer",
+    microbatch_multiple: int = 1,
+    min_microbatches: int = 1,
+    row_width: RowWidth = "own",
+    when_long: WhenLong = "error",
+    seed: int = 0,
+    work: Work | None = None,
+    meeting: Meeting = "microbatch",
+) -> Sharding:
+    """
+    Cut a batch into microbatches that become one packed row each.
+
+    Args:
+        lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
+        shards: Data-parallel workers, >= 1.
+        batch_size: Sequences of a global batch, over all workers; the last one may have fewer. A
+            list gives the size of each global batch.
+        max_tokens_per_microbatch: Tokens of a row, padding included.
+        sequence_length_pad_multiple: Each sequence is padded to a multiple of it.
+        algorithm: A name in `core.packers.ALGORITHMS`. It decides the number of microbatches.
+        assignment: `balanced` assigns sequences so that workers wait for each other as little as
+            possible. `round_robin` assigns the algorithm's packs in turn.
+        microbatch_order: Order of a worker's microbatches in a global batch. `packer` orders by
+            first sequence. `largest_first` orders by descending tokens, so that the peak of memory
+            comes first.
+        microbatch_multiple: Divisor of the microbatches of a worker in a global batch, for virtual
+            pipeline stages.
+        min_microbatches: Fewest microbatches of a worker in a global batch, for pipeline stages.
+        row_width: Positions that rows are padded to: those of the `longest` row of the global
+            batch, where stages of a pipeline exchange buffers of one shape.
+        when_long: Whether a sequence over the budget is an error, or the one sequence of its row
+            (`alone`).
+        seed: Seed of random algorithms.
+        work: Work of the model; None counts the square of a sequence's length. Or the work of each
+            sequence, in any unit.
+        meeting: Point where workers wait for each other. `microbatch`, as under FSDP, equalises
+            microbatches that run together. `step`, the end of a global batch, equalises the sums of
+            workers, and then microbatches as far as possible.
+
+    Raises:
+        ArgumentError: A sequence does not fit a row and `when_long` is `error`, there is no
+            sequence, or sizes or works do not match them.
+
+    >>> lengths = [900, 850, 1000, 950]
+    >>> sharding = shard_packed(lengths, shards=2, batch_size=4, max_tokens_per_microbatch=1024)
+    >>> [batch.microbatches for worker in sharding for batch in worker]
+    [[[1], [2]], [[0], [3]]]
+    """
+    capacity = whole_number("max_tokens_per_microbatch", max_tokens_per_microbatch)
+    shards = whole_number("shards", shards, most=MOST_RANKS)
+    multiple = whole_number("microbatch_multiple", microbatch_multiple)
+    least = round_up(whole_number("min_microbatches", min_microbatches), multiple)
+    whole_number("the number of microbatches of all workers", shards * least, most=_MOST_MICROBATCHES)
+    require_choice("assignment", assignment, ("balanced", "round_robin"))
+    require_choice("microbatch_order", microbatch_order, ("packer", "largest_first"))
+    require_choice("meeting", meeting, get_args(Meeting))
+    require_choice("row_width", row_width, get_args(RowWidth))
+    array, padded = padded_lengths(lengths, sequence_length_pad_multiple, capacity, when_long)
+    # A sequence over the budget counts as a full row, so that it is alone.
+    costs_of = np.minimum(padded, capacity)
+    works_of = SequenceWorks.from_arguments(work, array.size)
+    # At least 1, so that a microbatch with sequences is never taken for an empty one.
+    units = np.maximum(in_units(works_of.of_rows(padded) + works_of.own), 1)
+    done = np.zeros(shards, dtype=np.int64)
+    balance, parts = assignment == "balanced", []
+    for batch in global_batches(array.size, batch_size):
+        costs, works = costs_of[batch.start : batch.stop], units[batch.start : batch.stop]
+        packs = pack(costs, capacity=capacity, algorithm=algorithm, seed=seed)
+        if balance:
+            packs = fewer_rounds(packs, costs, capacity=capacity, rounds_of=shards * multiple)
+        rounds = max(least, round_up(len(packs), shards * multiple) // shards)
+        items = filled(costs, shards * rounds)
+        costs, works, sizes = costs[items], works[items], padded[items + batch.start]
+        labels = _cut_evenly(
+            packs, costs, works, shards=shards, rounds=rounds, capacity=capacity, meeting=meeting if balance else None
+        )
+        widest = int(np.bincount(labels, sizes).max()) if row_width == "longest" else 0
+        if balance:
+            labels, done = rotate_to_least_loaded(labels, works, done, rounds)
+        loads = sizes if microbatch_order == "largest_first" else works if balance else None
+        labels = _ordered(labels, items, loads, rounds=rounds, by_round=loads is works)
+        parts.append(Part(items + batch.start, labels, rounds, widest))
+    return join(
+        "packed", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_pad_multiple),
+        work=works_of,
+    )  # fmt: skip
+
+
+def _ordered(labels: IntArray, items: IntArray, loads: IntArray | None, *, rounds: int, by_round: bool) -> IntArray:
+    """
+    Renumber the microbatches of each worker by falling loads, or else by first sequence; return the
+    label of each slot. Rounds of similar loads are ordered by the first sequence of a round.
+    """
+    num = int(labels.max()) + 1
+    first = np.full(num, int(items.max()) + 1)
+    np.minimum.at(first, labels, items)
+    sums = np.zeros(num, dtype=np.int64)
+    if loads is not None:
+        np.add.at(sums, labels, loads)
+    order = np.lexsort((first, -sums, np.arange(num) // rounds))
+    if by_round:
+        # Round k has every worker's k-th heaviest.
+        of_rounds = order.reshape(-1, rounds)
+        order = of_rounds[:, np.argsort(first[of_rounds].min(axis=0), kind="stable")].ravel()
+    return np.argsort(order)[labels]
+
+
+def _cut_evenly(
+    packs: Packs,
+    costs: IntArray,
+    works: IntArray,
+    *,
+    shards: int,
+    rounds: int,
+    capacity: int,
+    meeting: Meeting | None,
+) -> IntArray:
+    """
+    Return the microbatch of each item, worker by worker.
+
+    A meeting of None assigns packs in turn.
+    """
+    if meeting is None:
+        return assign_packs(_whole(packs, costs, shards * rounds), works, shards, balance=False)
+    even = None
+    by_round = spread(costs, works, shards=shards, rounds=rounds, capacity=capacity)
+    if by_round is not None:
+        even = in_rounds(by_round, costs, works, shards=shards, capacity=capacity)
+        # No cut has a busiest worker below the mean.
+        mean = -(-int(works.sum()) // shards)
+        if meeting == "microbatch" or _busiest(even, works, shards) <= _nearly(mean):
+            return even
+    by_worker = balanced(costs, works, shards=shards, per_shard=rounds, capacity=capacity)
+    if by_worker is None:
+        by_worker = assign_packs(_whole(packs, costs, shards * rounds), works, shards, balance=True)
+    if even is None:
+        even = in_rounds(by_worker, costs, works, shards=shards, capacity=capacity)
+    level_enough = _busiest(even, works, shards) <= _nearly(_busiest(by_worker, works, shards))
+    return even if meeting == "microbatch" or level_enough else by_worker
+
+
+def _whole(packs: Packs, costs: IntArray, num: int) -> Packs:
+    """Return the packs with filler, split to *num* microbatches."""
+    return with_bin_count(with_filler(packs, costs.size), costs, minimum=num, multiple=1)
+
+
+def _busiest(labels: IntArray, works: IntArray, shards: int) -> int:
+    """Return the work of the busiest worker."""
+    rounds = (int(labels.max()) + 1) // shards
+    sums = np.zeros(shards, dtype=np.int64)
+    np.add.at(sums, labels // rounds, works)
+    return int(sums.max())
+
+
+def _nearly(work: int) -> int:
+    """Return the work that counts as equal: even microbatches may add a thousandth."""
+    return work + work // 1000
+
+
+def shard_dynamic(
+    lengths: Lengths,
+    *,
+    shards: int,
+    batch_size: BatchSize,
+    max_tokens_per_microbatch: int,
+    sequence_length_round: int = 1,
+    when_long: WhenLong = "error",
+    work: Work | None = None,
+) -> Sharding:
+    """
+    Cut a batch into microbatches of sequences of similar length, padded to one width.
+
+    Sequences of a global batch are sorted by length and assigned to the workers one by one, so that
+    all workers share the boundaries and widths of their microbatches. A width is the longest
+    sequence of any worker, rounded up.
+
+    Args:
+        lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
+        shards: Data-parallel workers, >= 1.
+        batch_size: Sequences of a global batch, over all workers; the last one may have fewer. A
+            list gives the size of each global batch.
+        max_tokens_per_microbatch: Limit of sequences times width.
+        sequence_length_round: Widths are multiples of it.
+        when_long: Whether a sequence wider than the budget is an error, or the one row of its
+            microbatch (`alone`).
+        work: Work of the model; None counts the square of a row's width. Or the work of each
+            sequence, in any unit.
+
+    Raises:
+        ArgumentError: A sequence alone is wider than the budget and `when_long` is `error`, there
+            is no sequence, or sizes or works do not match them.
+
+    >>> sharding = shard_dynamic([2, 8, 4, 16, 28, 32, 2, 32], shards=2, batch_size=8,
+    ...     max_tokens_per_microbatch=32, sequence_length_round=4)
+    >>> [(batch.boundaries, batch.widths.tolist()) for worker in sharding for batch in worker]
+    [([[0, 2], [2, 3], [3, 4]], [8, 28, 32]), ([[0, 2], [2, 3], [3, 4]], [8, 28, 32])]
+    """
+    capacity = whole_number("max_tokens_per_microbatch", max_tokens_per_microbatch)
+    shards = whole_number("shards", shards, most=MOST_RANKS)
+    array, padded = padded_lengths(lengths, sequence_length_round, capacity, when_long)
+    works = SequenceWorks.from_arguments(work, array.size)
+    parts = []
+    for batch in global_batches(array.size, batch_size):
+        costs = padded[batch.start : batch.stop]
+        items = filled(costs, round_up(costs.size, shards))
+        ascending = items[np.argsort(array[batch.start : batch.stop][items], kind="stable")]
+        # Microbatch of each row. A row is as wide as the longest sequence of any worker.
+        rows = costs[ascending[shards - 1 :: shards]]
+        # A row over the budget counts as a full microbatch, so that it is alone.
+        numbers = _numbers(np.minimum(rows, capacity).tolist(), capacity)
+        widths = rows[np.flatnonzero(np.diff(numbers, append=numbers[-1] + 1))]
+        labels = np.tile(np.arange(shards) * widths.size, rows.size) + np.repeat(numbers, shards)
+        parts.append(Part(ascending + batch.start, labels, widths.size, widths))
+    return join(
+        "dynamic", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_round),
+        work=works,
+    )  # fmt: skip
+
+
+def _numbers(rows: Sequence[int], capacity: int) -> IntArray:
+    """
+    Return the microbatch of each row. A microbatch takes the rows that fit at the width of the
+    last.
+    """
+    numbers = []
+    number = start = 0
+    for row, width in enumerate(rows):
+        if (row + 1 - start) * width > capacity:
+            number, start = number + 1, row
+        numbers.append(number)
+    return np.array(numbers)
