@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -125,13 +125,8 @@ def held(path: Path, purpose: str, *, wait: Callable[[], str] = str) -> Iterator
 
 def write_bytes(path: Path, data: bytes | memoryview) -> None:
     """Publish *data* under *path*: written under another name, flushed, renamed."""
-    write_chunks(path, [data])
-
-
-def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Publish *chunks* in order, as `write_bytes` does."""
     with writing(path), publishing(path) as file:
-        file.writelines(chunks)
+        file.write(data)
 
 
 @contextmanager

@@ -26,11 +26,11 @@ from packplan.app.cli.command import (
     add_logging_options,
     command_parser,
     parse_arguments,
+    plain_console,
     positive_number,
     run_command,
     run_program,
 )
-from packplan.app.cli.console import plain_console
 from packplan.app.wiring import stores
 from packplan.core.config import RunConfig
 from packplan.core.equality import CHECKS, Deviation, Verdict, choose_packs, judge, kind

@@ -1,13 +1,12 @@
 """
-Memory of a training step on one rank, in bytes: kinds of it, its peak over a traced step, parts of
-ranks, estimates from sizes alone, and the longest packing length that fits.
+Memory of a training step on one rank, in bytes: kinds of it, its peak over a traced step, and the
+longest packing length that fits.
 """
 
 import math
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from functools import partial
 from math import ceil
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -54,13 +53,10 @@ def written_bytes(number: float) -> str:
     return f"{number:,.2f} GiB"
 
 
-Sharding = Literal["ddp", "fsdp2", "zero2", "zero3"]
+Sharding = Literal["ddp", "fsdp2"]
 
 SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
-"""Ways in which ranks share a model: whole on each, by FSDP 2, or by ZeRO of DeepSpeed."""
-
-UNMEASURED: frozenset[Sharding] = frozenset({"zero2", "zero3"})
-"""Those that are computed from sizes, and were never compared with a measured peak."""
+"""Ways in which ranks share a model: whole on each, or by FSDP 2."""
 
 _FULL_PRECISION = 4
 
@@ -70,56 +66,6 @@ _STATES: Mapping[str, float] = MappingProxyType(
 """Part of an optimizer's name -> bytes of its states for each weight; others are as Adam's."""
 
 _ADAM = 8
-
-
-@attrs.frozen
-class RankParts:
-    """Bytes that one rank holds throughout a step, without activations."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-
-    buckets: int = 0
-    """Buckets in which ranks sum their gradients."""
-
-    @property
-    def total(self) -> int:
-        """Sum of the parts."""
-        return sum(attrs.astuple(self))
-
-
-def rank_parts(
-    weights: int, trained: int, optimizer: int, *, sharding: Sharding, world_size: int, itemsize: int = _FULL_PRECISION
-) -> RankParts:
-    """
-    Return the parts of one rank.
-
-    Args:
-        weights: Bytes of all weights.
-        trained: Bytes of the trained ones.
-        optimizer: Bytes of the optimizer of all trained weights.
-        sharding: Way in which ranks share them.
-        world_size: Ranks, >= 1.
-        itemsize: Bytes of one trained weight. ZeRO keeps a copy in float32 of smaller ones, and
-            the optimizer's states in float32.
-
-    >>> rank_parts(100, 40, 80, sharding="fsdp2", world_size=4)
-    RankParts(weights=25, gradients=10, optimizer=20, buckets=0)
-    """
-    if sharding in UNMEASURED and itemsize < _FULL_PRECISION:
-        optimizer = optimizer * _FULL_PRECISION // itemsize + trained * _FULL_PRECISION // itemsize
-    share = dict.fromkeys(("weights", "gradients", "optimizer"), world_size)
-    if sharding in ("ddp", "zero2"):
-        share["weights"] = 1
-    if sharding == "ddp":
-        share["gradients"] = share["optimizer"] = 1
-    return RankParts(
-        math.ceil(weights / share["weights"]),
-        math.ceil(trained / share["gradients"]),
-        math.ceil(optimizer / share["optimizer"]),
-        trained if sharding == "ddp" and world_size > 1 else 0,
-    )
 
 
 def optimizer_bytes(name: str, *, num_trained: int, itemsize: int) -> int:
@@ -136,38 +82,6 @@ def optimizer_bytes(name: str, *, num_trained: int, itemsize: int) -> int:
     """
     found = next((size for part, size in _STATES.items() if part in name), _ADAM)
     return math.ceil(num_trained * found * (1 if "bit" in name else itemsize / _FULL_PRECISION))
-
-
-def estimated_activations(
-    sizes: Mapping[str, Any], *, tokens: int, supervised: int, patches: int, itemsize: int, checkpointing: bool
-) -> int:
-    """
-    Return a rough estimate of a pack's activations and temporaries in bytes, by the keys of a
-    model's configuration. It ignores experts.
-
-    Args:
-        sizes: Content of config.json, or of its text part.
-        tokens: Tokens of the pack.
-        supervised: Tokens with a loss, whose logits and gradients are held in float32.
-        patches: Patches of the pack's images and videos.
-        itemsize: Bytes of one activation.
-        checkpointing: Whether layers are computed again.
-    """
-    part, seeing = sizes.get("text_config"), sizes.get("vision_config")
-    text: Mapping[str, Any] = part if isinstance(part, Mapping) else sizes
-    of_layers = partial(_layer_numbers, checkpointing=checkpointing)
-    found = tokens * of_layers(text) + (patches * of_layers(seeing) if isinstance(seeing, Mapping) else 0)
-    return found * itemsize + 3 * _FULL_PRECISION * supervised * int(text.get("vocab_size") or 0)
-
-
-def _layer_numbers(sizes: Mapping[str, Any], *, checkpointing: bool) -> int:
-    """Return the numbers that the layers of a text model or a vision tower hold for a position."""
-    width = int(sizes.get("hidden_size") or sizes.get("embed_dim") or 0)
-    layers = int(sizes.get("num_hidden_layers") or sizes.get("depth") or 0)
-    inner = int(sizes.get("intermediate_size") or 4 * width)
-    # Norms in float32, queries, keys, values and outputs; gate, input and product of the inner one.
-    layer = 12 * width + 4 * inner
-    return layers * width + layer if checkpointing else layers * layer
 
 
 Kind = Literal["weights", "gradients", "optimizer", "activations", "temporaries"]
@@ -260,33 +174,21 @@ class StepTrace:
         return np.where(self.kinds < 0, passing, self.kinds)
 
 
-def candidate_packs(
-    tokens: NDArray[Any],
-    supervised: NDArray[Any],
-    patches: NDArray[Any],
-    *,
-    per_token: float,
-    per_supervised: float,
-    per_patch: float,
-) -> tuple[int, ...]:
+def candidate_packs(tokens: NDArray[Any], supervised: NDArray[Any], patches: NDArray[Any]) -> tuple[int, ...]:
     """
-    Return the packs that may need the most memory: the one of most bytes by a rough estimate, and
-    the second one where packs have images, whose sizes the estimate ignores.
+    Return the packs that may need the most memory: of the most tokens, of the most with a loss, of
+    the most patches, and of the largest sum of shares of these.
 
     Args:
         tokens: Tokens of each pack; shape (num_packs,).
         supervised: Tokens of each pack with a loss; same shape.
         patches: Vision patches of each pack; same shape.
-        per_token: Bytes of a token, roughly.
-        per_supervised: Bytes of a token's logits, roughly.
-        per_patch: Bytes of a patch, roughly.
 
-    >>> tokens, supervised, patches = np.array([[9, 8], [1, 2], [0, 0]])
-    >>> candidate_packs(tokens, supervised, patches, per_token=1, per_supervised=3, per_patch=1)
-    (1,)
+    >>> candidate_packs(*np.array([[9, 8, 8], [1, 2, 3], [0, 0, 0]]))
+    (0, 2)
     """
-    rough = tokens * per_token + supervised * per_supervised + patches * per_patch
-    return tuple(np.argsort(-rough, kind="stable")[: 2 if patches.any() else 1].tolist())
+    shares = [one / one.max() for one in (tokens, supervised, patches) if one.any()]
+    return tuple(dict.fromkeys(int(one.argmax()) for one in (*shares, np.sum(shares, axis=0))))
 
 
 MARGIN = 0.1
@@ -316,30 +218,6 @@ class Longest:
     """Whether the model's positions end there, and not the memory."""
 
 
-def peak_of_full(known: Mapping[int, int], tokens: int) -> int | None:
-    """
-    Return the peak of a full pack in bytes, by a line through the two nearest lengths.
-
-    Args:
-        known: Packing length -> traced peak of a full pack, in bytes.
-        tokens: Packing length that is asked for.
-
-    Returns:
-        The traced peak, where there is one; None with fewer than two lengths.
-
-    >>> peak_of_full({512: 1100, 1024: 2100}, 2048)
-    4100
-    """
-    if tokens in known or len(known) < _TWO:
-        return known.get(tokens)
-    length, other = sorted(known, key=lambda one: abs(one - tokens))[:2]
-    slope = (known[other] - known[length]) / (other - length)
-    return round(known[length] + slope * (tokens - length))
-
-
-_TWO = 2
-
-
 def with_margin(peak: float) -> int:
     """Return the bytes that a GPU needs for a peak."""
     return ceil(peak * (1 + MARGIN))
@@ -362,7 +240,7 @@ def longest_fitting(peak_at: Callable[[int], int], *, start: int, limit: int, mo
     9984
     """
     room = limit / (1 + MARGIN)
-    known = {one: peak_at(one) for one in {start, other_length(start, most)}}
+    known = {one: peak_at(one) for one in {start, _other_length(start, most)}}
     error: float | None = None
     for _ in range(_ATTEMPTS):
         length, expected = _on_line(known, room, most=most)
@@ -379,7 +257,7 @@ def longest_fitting(peak_at: Callable[[int], int], *, start: int, limit: int, mo
     return Longest(longest, known.get(longest, min(known.values())), error or 0.0, limited=longest == most)
 
 
-def other_length(start: int, most: int) -> int:
+def _other_length(start: int, most: int) -> int:
     """Return the second length of a line: twice the first, which has its images' share, or half."""
     return 2 * start if 2 * start <= most else max(1, start // 2)
 

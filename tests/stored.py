@@ -30,7 +30,6 @@ def store_run(
     world_sizes: Sequence[int] = (2,),
     measured: int | None = None,
     repeatability: bool = True,
-    verdict: PackingVerdict | None = None,
     files: Sequence[DataFile] = (),
     supervised: int | Sequence[int] = 1,
     **overlay: dict[str, Any],
@@ -49,8 +48,6 @@ def store_run(
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(sections))
     config = read_config(path)
-    if verdict is not None:
-        keep_verdict(config, verdict)
     for split, of in (("train", lengths), ("eval", eval_lengths)):
         if of:
             shutil.rmtree(split_folder(config.training.output_dir, split), ignore_errors=True)

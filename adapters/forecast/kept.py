@@ -1,4 +1,4 @@
-"""Measurements of a run on disk, beside its plans: a JSON file for each way to train."""
+"""Calibrations of a run on disk, beside its plans: a JSON file for each way to train."""
 
 import platform
 from collections.abc import Iterator, Mapping
@@ -29,20 +29,23 @@ def machine_name() -> str:
     return platform.node() or "this machine"
 
 
-class DiskMeasurements:
-    """Keeps measurements of one kind in a folder, each under all that it depends on."""
+class DiskCalibrations:
+    """Keeps calibrations of a run in a folder, each under all that it depends on."""
 
-    def __init__(self, folder: Path, *, schema: str, field: str) -> None:
-        self._folder, self._schema, self._field = folder, schema, field
+    SCHEMA = "packplan calibration 1"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def entries(self) -> Iterator[tuple[Fingerprint, Mapping[str, Any]]]:
         """Yield each key, and what is stored under it; CorruptArtefactError if it is damaged."""
         for file in sorted(self._folder.glob("*.json")):
-            yield from self._read(file)
-
-    def load(self, key: Fingerprint) -> Mapping[str, Any]:
-        """Return what is stored under a key, or nothing; CorruptArtefactError if it is damaged."""
-        return next((measured for _, measured in self._read(self._path(key))), {})
+            try:
+                manifest = files.read_manifest(file, self.SCHEMA)
+            except CorruptArtefactError as error:
+                raise CorruptArtefactError(error.path, error.reason, "delete it, and measure again") from None
+            if manifest is not None:
+                yield Fingerprint(manifest["fingerprint"]), manifest["calibration"]
 
     def save(self, key: Fingerprint, measured: Mapping[str, Any]) -> None:
         """
@@ -54,16 +57,5 @@ class DiskMeasurements:
         """
         with files.writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-        content = {"schema": self._schema, "fingerprint": dict(key.inputs), self._field: dict(measured)}
-        files.write_manifest(self._path(key), content)
-
-    def _read(self, file: Path) -> Iterator[tuple[Fingerprint, Mapping[str, Any]]]:
-        try:
-            manifest = files.read_manifest(file, self._schema)
-        except CorruptArtefactError as error:
-            raise CorruptArtefactError(error.path, error.reason, "delete it, and measure again") from None
-        if manifest is not None:
-            yield Fingerprint(manifest["fingerprint"]), manifest[self._field]
-
-    def _path(self, key: Fingerprint) -> Path:
-        return self._folder / f"{key.digest[:16]}.json"
+        content = {"schema": self.SCHEMA, "fingerprint": dict(key.inputs), "calibration": dict(measured)}
+        files.write_manifest(self._folder / f"{key.digest[:16]}.json", content)

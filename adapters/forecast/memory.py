@@ -3,7 +3,6 @@ Memory of one training step on one rank, traced: the trainer's own batch, loss, 
 checkpointing and optimizer on a model without numbers.
 
 Ranks under FSDP 2 are traced in a group that exchanges nothing, as accelerate wraps the model.
-Other ways to share a model are computed from the trace of the whole one.
 """
 
 import gc
@@ -30,9 +29,12 @@ from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.trainer.base import PackingTrainer
 from packplan.adapters.trainer.packed_dataset import EncodedPack, Sample
 from packplan.core.errors import ModelError
-from packplan.core.memory import UNMEASURED, Kind, Sharding, StepTrace, optimizer_bytes, rank_parts
+from packplan.core.memory import Kind, Sharding, StepTrace, optimizer_bytes
 
 log = logging.getLogger(__name__)
+
+_MOST_TOKENS = 131_072
+"""Longest packing length that is looked at where a model says none."""
 
 
 class OutlineTrainer(PackingTrainer):
@@ -43,20 +45,6 @@ class OutlineTrainer(PackingTrainer):
 
     def _compute_acc(self, *_: Any, **__: Any) -> None:
         """Compute no accuracy, which reads numbers; its memory is a few bytes a token."""
-
-
-def weights_of(model: torch.nn.Module, *, trained: bool = False) -> tuple[int, int, int]:
-    """
-    Return the number of weights, their bytes, and the bytes of the widest one.
-
-    Args:
-        model: Model, perhaps on the device `meta`.
-        trained: Count those with gradients alone.
-    """
-    held = [one for one in model.parameters() if one.requires_grad or not trained]
-    sizes = [one.numel() * one.element_size() for one in held]
-    widest = max((one.element_size() for one in held), default=4)
-    return sum(one.numel() for one in held), sum(sizes), widest
 
 
 @attrs.define(eq=False)
@@ -126,7 +114,37 @@ class StepTracer:
             trace = tracer.trace(kinds, start=start, forward_end=forward_end, optimizer=optimizer, update=update)
             for one in trained:
                 one.grad = None
-        return self._of_rank(trace)
+        if self.sharding == "fsdp2" or self.world_size == 1:
+            return trace
+        return attrs.evolve(trace, buckets=sum(one.numel() * one.element_size() for one in trained))
+
+    @property
+    def positions(self) -> int:
+        """Most tokens that the model has positions for."""
+        config = self.trainer.template.get_base_model(self.trainer.model).config.get_text_config()
+        return int(getattr(config, "max_position_embeddings", None) or _MOST_TOKENS)
+
+    @staticmethod
+    def of_length(samples: Sequence[Sample], tokens: int) -> list[Sample]:
+        """
+        Return samples of a pack of so many tokens: the given ones that fit, repeated, and text.
+
+        Text has the given samples' share of tokens with a loss.
+
+        Args:
+            samples: Encoded samples of a pack.
+            tokens: Tokens of the new pack, >= 1.
+        """
+        length = sum(one["length"] for one in samples)
+        share = sum(label != IGNORED_LABEL for one in samples for label in one["labels"]) / length
+        chosen: list[Sample] = []
+        for sample in chain.from_iterable(
+            repeat(sorted(samples, key=lambda one: int(one["length"])), 1 + tokens // length)
+        ):
+            if sample["length"] <= tokens:
+                chosen.append(sample)
+                tokens -= sample["length"]
+        return [*chosen, _text(samples[0], tokens, share)] if tokens else chosen
 
     def _batch(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """
@@ -187,51 +205,6 @@ class StepTracer:
             kinds=passing.kinds[born], logits=passing.logits[born],
         ).peak().total  # fmt: skip
 
-    def _of_rank(self, trace: StepTrace) -> StepTrace:
-        """Return the trace of one rank, where it is computed from that of the whole model."""
-        if self.sharding == "fsdp2" or self.world_size == 1:
-            return trace
-        _, trained, itemsize = weights_of(self.trainer.model, trained=True)
-        _, weights, _ = weights_of(self.trainer.model)
-        parts = rank_parts(
-            weights, trained, trace.optimizer, sharding=self.sharding, world_size=self.world_size, itemsize=itemsize
-        )
-        if self.sharding not in UNMEASURED:
-            return attrs.evolve(trace, buckets=parts.buckets)
-        # Blocks shrink to this rank's part; the largest unit of weights is whole while it computes.
-        of = [trace.kinds == kind for kind in (0, 1)]
-        sizes = trace.sizes.astype(float)
-        sizes[of[0]] *= parts.weights / weights
-        sizes[of[1]] *= parts.gradients / trained
-        whole = 2 * max(_units(self.trainer.model)) if self.sharding == "zero3" else 0
-        bucket = min(trained, 2 * int(5e8))
-        return attrs.evolve(
-            trace, sizes=sizes.astype("int64"), optimizer=parts.optimizer, buckets=whole + bucket,
-            update=trace.update // self.world_size,
-        )  # fmt: skip
-
-
-def of_length(samples: Sequence[Sample], tokens: int) -> list[Sample]:
-    """
-    Return samples of a pack of so many tokens: the given ones that fit, repeated, and text.
-
-    Text has the given samples' share of tokens with a loss.
-
-    Args:
-        samples: Encoded samples of a pack.
-        tokens: Tokens of the new pack, >= 1.
-    """
-    length = sum(one["length"] for one in samples)
-    share = sum(label != IGNORED_LABEL for one in samples for label in one["labels"]) / length
-    chosen: list[Sample] = []
-    for sample in chain.from_iterable(
-        repeat(sorted(samples, key=lambda one: int(one["length"])), 1 + tokens // length)
-    ):
-        if sample["length"] <= tokens:
-            chosen.append(sample)
-            tokens -= sample["length"]
-    return [*chosen, _text(samples[0], tokens, share)] if tokens else chosen
-
 
 def _text(sample: Sample, tokens: int, share: float) -> Sample:
     """Return a sample of text alone, with the keys of another one."""
@@ -253,14 +226,6 @@ def _text(sample: Sample, tokens: int, share: float) -> Sample:
 
 def _is_pixels(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 2
-
-
-def _units(model: torch.nn.Module) -> Iterator[int]:
-    """Yield the bytes of the weights of each layer, and of each weight outside of layers."""
-    layers = [one for part in model.modules() if isinstance(part, torch.nn.ModuleList) for one in part]
-    inside = {id(one) for layer in layers for one in layer.parameters()}
-    yield from (weights_of(layer)[1] for layer in layers)
-    yield from (one.numel() * one.element_size() for one in model.parameters() if id(one) not in inside)
 
 
 def shard_as_accelerate(model: Any, world_size: int, *, mixed: str) -> None:

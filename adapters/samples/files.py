@@ -6,21 +6,15 @@ Arrow are their own; CSV is known by its name; of other text, a JSON array begin
 Lines are what is left. JSON Lines and Arrow are read where they are, all else from a copy.
 """
 
-import base64
 import glob
-import json
-import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from packplan.adapters.samples.copies import joined, origin_of
+from packplan.adapters.samples.copies import origin_of
 from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.formats.arrow_rows import ArrowFile, is_arrow_folder, parts_of_folder
-from packplan.adapters.samples.formats.json_value import read_value
 from packplan.adapters.samples.formats.lines import CopiedRows, LinesFile
 from packplan.adapters.samples.formats.record_file import Named, RecordFile
 from packplan.adapters.samples.formats.rewriting import (
@@ -32,17 +26,11 @@ from packplan.adapters.samples.formats.rewriting import (
     copy_of,
     head_of,
 )
-from packplan.core.errors import DataSetError, RecordError
+from packplan.core.errors import DataSetError
 from packplan.core.ports import Records
 from packplan.core.samples import (
-    READ,
-    Image,
-    Video,
     is_place,
     place_fault,
-    shaped,
-    to_images,
-    to_videos,
     without_credentials,
 )
 
@@ -291,53 +279,3 @@ def _kind_of(path: Path, name: str) -> tuple[str, bool]:
         return suffix, is_packed
     is_array = _ARRAY_OF_OBJECTS.match(head) or (suffix == "json" and _ARRAY.match(head))
     return "array" if is_array else "lines", is_packed
-
-
-def copied_line(records: Records, index: int, onto: Path, *, columns: Mapping[str, str] | None = None) -> bytes:
-    """
-    Return a record as a line of a JSON Lines file in a folder, where it is read as the same record.
-
-    Args:
-        records: The data.
-        index: Index of the record.
-        onto: Folder of the file that it is written to.
-        columns: Names of the record's keys -> names of `core.samples.READ`.
-
-    Raises:
-        RecordError: It would be read otherwise there, as one that names media from its own folder.
-    """
-    record, folder, where = records[index], records.folder(index), str(records.where(index))
-    line = json.dumps(as_json(record), ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
-    if _as_read(record, folder, columns) != _as_read(read_value(line, where), str(onto), columns):
-        raise RecordError(where, f"a copy in {onto} would be read otherwise: name a file in {folder}")
-    return line + b"\n"
-
-
-def _as_read(record: Any, folder: str, columns: Mapping[str, str] | None) -> dict[str, Any] | None:
-    """Return all that is read of a record, its media by their absolute places; None if nothing."""
-    try:
-        known = shaped(record, columns).record
-        images, videos = to_images(known.get("images"), urls=True), to_videos(known.get("videos"), urls=True)
-    except ValueError:
-        return None
-    media = {"images": [_absolute(one, folder) for one in images], "videos": [_absolute(one, folder) for one in videos]}
-    return {name: held for name, held in known.items() if name in READ and held is not None} | media
-
-
-def _absolute(medium: Image | Video, folder: str) -> Any:
-    if isinstance(medium, tuple):
-        return [_absolute(frame, folder) for frame in medium]
-    if isinstance(medium, bytes):
-        return medium
-    return place if is_place(place := joined(folder, medium)) else os.path.realpath(place)
-
-
-def as_json(value: Any) -> Any:
-    """Return a value of a column as JSON has it: bytes in base64, null for what is no number."""
-    if isinstance(value, dict):
-        return {name: as_json(held) for name, held in value.items()}
-    if isinstance(value, list):
-        return [as_json(held) for held in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else value

@@ -11,10 +11,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from packplan.adapters.lifeline import end_with_launcher
 from packplan.core.errors import OutputError, PackplanError, VerificationError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 KEPT = (
     "what was measured, planned and saved is kept; run again to go on (training: with "
@@ -217,6 +220,31 @@ def to_type(name: str) -> str:
         return f"packplan {name}"
     shown = os.path.relpath(own) if own.is_relative_to(Path.cwd()) else str(own)
     return f"{shlex.quote(shown)} {name}"
+
+
+def plain_console(width: int | None = None) -> "Console":
+    """
+    Return a console that prints text as it is, and lines as long as they are.
+
+    *width* is that of tables where standard output is no terminal.
+    """
+    from rich.console import Console
+
+    return Console(width=None if Console().is_terminal else width, highlight=False, markup=False, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """
+    Return seconds in hours, minutes, seconds or milliseconds.
+
+    >>> [duration(one) for one in (0.25, 9, 100, 7200)]
+    ['250 ms', '9.0 s', '1.7 min', '2.00 h']
+    """
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds >= 3600:
+        return f"{seconds / 3600:,.2f} h"
+    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"
 
 
 def whole_number(text: str, least: int = 0) -> int:

@@ -2,15 +2,16 @@
 Plan a run before it is paid for: `build` measures and plans as training would; the others look at
 what is stored.
 
-Without a GPU, and without loading a model; all but build, fit and verify load neither torch nor
-ms-swift. In place of a run's YAML, each takes a command of ms-swift as its last words (`packplan
-plan build swift sft --model ...`), or the folder of a plan that was built for one.
+Without a GPU, and without loading a model. `show`, `whatif` and `time` read the stored plan alone,
+and load neither torch nor ms-swift, unless a text is decoded or steps are timed. In place of a
+run's YAML, each takes a command of ms-swift as its last words (`packplan plan build swift sft
+--model ...`), or the folder of a plan that was built for one.
 """
 
 import argparse
 
 from packplan.app.cli.command import add_logging_options, command_parser, parse_arguments, run_command, run_program
-from packplan.app.plan import build, diff, fit, report, show, time, verify, whatif
+from packplan.app.plan import build, fit, show, time, verify, whatif
 from packplan.app.wiring.commands import split_command
 
 COMMANDS = {
@@ -20,8 +21,6 @@ COMMANDS = {
     "time": (time, "how long training takes, from measured steps"),
     "fit": (fit, "memory of a step, and the longest packing length that fits"),
     "verify": (verify, "check that what is stored is what training would use"),
-    "diff": (diff, "compare two runs"),
-    "report": (report, "one page to look at"),
 }
 
 

@@ -3,40 +3,26 @@ Measure and plan a run before it; `packplan sft run.yaml` then starts training a
 """
 
 import argparse
-import json
 import logging
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import numpy as np
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, positive_number, to_type
-from packplan.app.planning.bad import ReasonCounts
 from packplan.app.planning.epochs import plan_epochs
 from packplan.app.planning.log_lines import log_epochs, log_plan, log_schedule, steps_line
-from packplan.app.planning.measure import failures
 from packplan.app.planning.schedule import batch_of, require_static, split_schedule, warn_of_ignored
 from packplan.app.planning.split import Ranks, Split, plan_split
 from packplan.app.wiring import stores
 from packplan.app.wiring.attention import keep_verdict
 from packplan.app.wiring.commands import keep_command, ranks_of, read_run, require_inputs
-from packplan.app.wiring.mixes import write_records, writing_failures
 from packplan.app.wiring.works import work_of
 from packplan.core.config import RunConfig
-from packplan.core.errors import ConfigError, DataSetError, counted
+from packplan.core.errors import ConfigError
 from packplan.core.ports import RankGroup
 
 log = logging.getLogger(__name__)
-
-MOST_LISTED = 100
-"""Failures that are printed one by one, and reasons that they are counted by, at most."""
-
-WriteFailure = Callable[[Mapping[str, str]], None]
-"""Function that takes a failure: its split, its place and its reason."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,27 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=positive_number, metavar="N", help="ranks to align for (default: those that build)"
     )
-    parser.add_argument(
-        "--list-failures", action="store_true",
-        help="encode every record in full, list those that cannot become samples, beyond 100 by reason, and store "
-        "nothing",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="with --list-failures: print one JSON document")
-    parser.add_argument(
-        "--write-good", type=Path, metavar="FILE", help="with --list-failures: write the other records as JSON Lines"
-    )
-    parser.add_argument(
-        "--write-failures", type=Path, metavar="FILE", help="with --list-failures: write all of them as JSON Lines"
-    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Build, or list what cannot be built."""
-    others = {"--write-good": options.write_good, "--write-failures": options.write_failures, "--json": options.json}
-    if not options.list_failures and (given := [name for name, value in others.items() if value]):
-        raise ConfigError.at(given[0], "goes with --list-failures: add it")
-    with nullcontext() if options.list_failures else stores.ranks_refuse_together():
+    """Build, and log what to type next."""
+    with stores.ranks_refuse_together():
         config = read_run(options.config, options.overrides, world_size=options.world_size)
         require_inputs(config)
 
@@ -74,9 +45,6 @@ def run(options: argparse.Namespace) -> None:
             from packplan.app.wiring.splits import open_splits
             from packplan.app.wiring.training import ask_before_measuring, joined_ranks
 
-    if options.list_failures:
-        _list_failures(options, config)
-        return
     together = {"--split": options.split, "--world-size": options.world_size}
     with joined_ranks(config, use_cpu=True, options=together) as group:
         require_static(config)
@@ -89,29 +57,6 @@ def run(options: argparse.Namespace) -> None:
             if verdict is not None:
                 keep_verdict(config, verdict)
             _log_next(config, [options.config, *options.overrides], world_size)
-
-
-def _list_failures(options: argparse.Namespace, config: RunConfig) -> None:
-    """List the records that cannot become samples, and write the files that the options name."""
-    from packplan.app.wiring.splits import open_splits
-
-    chosen = _choose_splits(open_splits(config), options.split)
-    write_good = None
-    open_file: Callable[[], AbstractContextManager[WriteFailure | None]] = nullcontext
-    if options.write_good:
-        if ranks_of(config) is not None:
-            raise ConfigError.at("--write-good", "is for files: ms-swift leaves rows of a command out by itself")
-        if len(chosen) > 1:
-            raise ConfigError.at("--write-good", "writes one split: add --split train or --split eval")
-        name = chosen[0].name
-        paths = config.custom.train_jsonl if name == "train" else config.custom.val_jsonl
-        records, columns = chosen[0].encoder.records, config.custom.columns
-        write_good = partial(write_records, records, options.write_good, paths, columns=columns)
-    if options.write_failures:
-        good = [str(options.write_good)] if options.write_good else []
-        read = [*config.custom.train_jsonl, *config.custom.val_jsonl, *good]
-        open_file = partial(writing_failures, options.write_failures, read)
-    list_failures(chosen, as_json=options.json, write_good=write_good, open_file=open_file)
 
 
 def _log_next(config: RunConfig, words: list[str], world_size: int) -> None:
@@ -167,53 +112,3 @@ def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world
             log_epochs(split, schedule)
             log_schedule(config, schedule)
     keep_command(config)
-
-
-def list_failures(
-    splits: Sequence[Split],
-    *,
-    as_json: bool = False,
-    write_good: Callable[[list[int]], None] | None = None,
-    open_file: Callable[[], AbstractContextManager[WriteFailure | None]] = nullcontext,
-) -> None:
-    """
-    Print the first records that cannot become a sample, and count all by reason.
-
-    Args:
-        splits: Splits to look through.
-        as_json: Print one JSON document instead of lines.
-        write_good: Takes the other records of the only split.
-        open_file: Opens what takes all failures.
-
-    Raises:
-        DataSetError: There is one.
-    """
-    reasons, first = ReasonCounts(), []
-    with open_file() as write:
-        for split in splits:
-            bad = np.zeros(len(split.source), dtype=bool)
-            for index, error in failures(split.name, split.source):
-                bad[index] = True
-                failure = {"split": split.name, "where": error.where, "reason": error.why}
-                if write is not None:
-                    write(failure)
-                if reasons.total < MOST_LISTED:
-                    first.append(failure)
-                    if not as_json:
-                        print(error)
-                reasons.add(error.reason)
-            if write_good is not None:
-                write_good(np.flatnonzero(~bad).tolist())
-        found, total = reasons.total, sum(len(split.source) for split in splits)
-        by_reason = reasons.most_common(MOST_LISTED)
-    if as_json:
-        document = {"records": total, "num_failures": found, "failures": first, "reasons": by_reason}
-        print(json.dumps(document, indent=2, ensure_ascii=False))
-    elif found > MOST_LISTED:
-        print(f"… and {found - MOST_LISTED:,} more; all by reason, without what each record says:")
-        print("\n".join(f"{count:>12,}  {reason}" for reason, count in by_reason.items()))
-    if found:
-        named = "what is named above" if found <= MOST_LISTED else "them (--write-failures FILE names all)"
-        message = f"{found:,} of {counted(total, 'record')} cannot become samples: fix or remove {named}"
-        raise DataSetError(message)
-    log.info("all records can become samples")

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from packplan.app.plan.stored import PlanView
+from packplan.app.plan.stored import StoredSplit
 from packplan.app.wiring import stores
 from packplan.core.config import RunConfig
 from packplan.core.errors import DataSetError, counted
@@ -18,72 +18,72 @@ from packplan.core.ports import Records
 from packplan.core.samples import from_tables
 
 
-def explain_sample(config: RunConfig, view: PlanView, sample: int) -> dict[str, Any]:
+def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[str, Any]:
     """
     Return the place of a sample, and the steps that train it.
 
     Args:
         config: The run.
-        view: Split of the sample.
+        opened: Split of the sample.
         sample: Index of its record.
 
     Raises:
         DataSetError: There is no such sample.
     """
-    for bad in view.stored.lengths.origin.bad:
+    for bad in opened.lengths.origin.bad:
         if bad.index == sample:
             message = f"record {sample} is no sample: {bad.where}: {bad.reason}"
             raise DataSetError(message)
     try:
-        place = place_of(view.stored.plan.plan, sample)
+        place = place_of(opened.split.raw, sample)
     except IndexError as error:
-        lengths = view.stored.lengths.tokens
-        if view.epochs is None:
+        lengths = opened.lengths.tokens
+        if opened.epochs is None:
             raise DataSetError(str(error)) from None
         if sample >= lengths.size:
             message = f"the data have no record {sample}: {counted(lengths.size, 'record')} were measured, from 0"
             raise DataSetError(message) from None
         place = Place("absent", None, ())
-    records = _records_of(config, view)
-    document = {"split": view.stored.name, **_sample(view, records, sample), "place": place.kind}
+    records = _records_of(config, opened)
+    document = {"split": opened.split.name, **_sample(opened, records, sample), "place": place.kind}
     if place.kind == "dropped":
         document["dropped_with"] = [member for member in place.pack_members if member != sample]
     elif place.pack is not None:
-        document["pack"] = _pack(view, records, place.pack)
+        document["pack"] = _pack(opened, records, place.pack)
     return document
 
 
-def explain_pack(config: RunConfig, view: PlanView, pack: int) -> dict[str, Any]:
+def explain_pack(config: RunConfig, opened: StoredSplit, pack: int) -> dict[str, Any]:
     """
     Return the samples of a pack, and the steps that train it.
 
     Args:
         config: The run.
-        view: Split of the pack.
+        opened: Split of the pack.
         pack: Index of the pack.
 
     Raises:
         DataSetError: There is no pack of that number.
     """
-    number = len(view.stored.plan.plan.packs)
+    number = len(opened.split.raw.packs)
     if pack >= number:
         message = f"the plan has no pack {pack}: it has {number:,}, from 0"
         raise DataSetError(message)
-    return {"split": view.stored.name, **_pack(view, _records_of(config, view), pack)}
+    return {"split": opened.split.name, **_pack(opened, _records_of(config, opened), pack)}
 
 
-def _records_of(config: RunConfig, view: PlanView) -> Records | None:
+def _records_of(config: RunConfig, opened: StoredSplit) -> Records | None:
     """Return the data of a split, if they are here and have as many records as were measured."""
     try:
-        records = stores.records_of(config, view.stored.name)
+        records = stores.records_of(config, opened.split.name)
     except DataSetError:
         return None
-    return records if len(records) == view.stored.lengths.origin.num_records else None
+    return records if len(records) == opened.lengths.origin.num_records else None
 
 
-def _pack(view: PlanView, records: Records | None, pack: int) -> dict[str, Any]:
-    plan, schedule = view.stored.plan.plan, view.schedule
-    samples = [_sample(view, records, sample) for sample in plan.packs[pack]]
+def _pack(opened: StoredSplit, records: Records | None, pack: int) -> dict[str, Any]:
+    plan, schedule = opened.split.raw, opened.schedule
+    samples = [_sample(opened, records, sample) for sample in plan.packs[pack]]
     tokens = sum(sample["length"] for sample in samples)
     return {
         "pack": pack,
@@ -91,14 +91,14 @@ def _pack(view: PlanView, records: Records | None, pack: int) -> dict[str, Any]:
         "packing_length": plan.packing_length,
         "fill": min(tokens / plan.packing_length, 1.0),
         "world_size": schedule.world_size,
-        "epoch": view.epoch,
-        "steps": [attrs.asdict(step) for step in scheduled_steps(schedule, pack, epoch=view.epoch)],
+        "epoch": opened.epoch,
+        "steps": [attrs.asdict(step) for step in scheduled_steps(schedule, pack, epoch=opened.epoch)],
         "samples": samples,
     }
 
 
-def _sample(view: PlanView, records: Records | None, sample: int) -> dict[str, Any]:
-    rows = view.stored.lengths.rows
+def _sample(opened: StoredSplit, records: Records | None, sample: int) -> dict[str, Any]:
+    rows = opened.lengths.rows
     (measured,) = from_tables(rows.table, rows.media, [sample])
     return {
         "sample": sample,

@@ -9,23 +9,37 @@ still fit the data is what verify finds. With --pack or --sample, one pack or sa
 import argparse
 import json
 import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import attrs
 from rich.console import Console
 from rich.table import Table
 
-from packplan.app.cli.command import add_config_arguments, whole_number, world_size
-from packplan.app.cli.console import plain_console
-from packplan.app.cli.forecasts import add_price
+from packplan.app.cli.command import add_config_arguments, plain_console, whole_number, world_size
 from packplan.app.plan.explain import as_text, explain_pack, explain_sample
-from packplan.app.plan.figures import deciding, epoch_lines, epoch_rows, figures
-from packplan.app.plan.stored import PlanView, as_document, inspect_plan, splits_of
+from packplan.app.plan.stored import StoredSplit, open_split, splits_of
+from packplan.app.planning.log_lines import BOUNDS, auto_line, drawn_of_sources
 from packplan.app.wiring.commands import read_run
 from packplan.core.config import RunConfig
-from packplan.core.errors import ConfigError, DataSetError, counted
+from packplan.core.errors import ConfigError, DataSetError, agree, counted
+from packplan.core.inspection import (
+    PlanSummary,
+    ScheduleSummary,
+    SourceSummary,
+    summarise,
+    summarise_schedule,
+    summarise_sources,
+)
+from packplan.core.samples import column, video_totals
 
 SHOWN = 10
 """Epochs that are printed without --all."""
+
+_BARS = " ▁▂▃▄▅▆▇█"
+
+Figure = tuple[bool, str, str, str]
+"""Whether a figure decides something, as losses, packs and steps do; its name, value and remark."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", action="store_true", help="with --sample: its text as the model gets it, and which of it is trained"
     )
-    add_price(parser)
-    parser.add_argument("--all", action="store_true", help="every figure and digest, and each source")
+    parser.add_argument("--all", action="store_true", help="every figure and digest, each source, each bad record")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     parser.set_defaults(run=run)
 
@@ -56,28 +69,21 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError.at("--text", "is of one sample: name it by --sample")
     config = read_run(options.config, options.overrides, world_size=options.world_size)
     explained = options.pack is not None or options.sample is not None
-    splits = splits_of(config, options.split or ("train" if explained else None))
-    views = [
+    splits = [
         # An evaluation has one epoch.
-        inspect_plan(
-            config,
-            split,
-            world_size=options.world_size,
-            epoch=options.epoch if split == "train" else None,
-            price=options.price,
-        )
-        for split in splits
+        open_split(config, name, world_size=options.world_size, epoch=options.epoch if name == "train" else None)
+        for name in splits_of(config, options.split or ("train" if explained else None))
     ]
     if explained:
         explain, number = (explain_pack, options.pack) if options.sample is None else (explain_sample, options.sample)
-        document = explain(config, views[0], number)
+        document = explain(config, splits[0], number)
         if options.text:
-            document["text"] = _text_of(config, views[0], options.sample)
+            document["text"] = _text_of(config, splits[0], options.sample)
         print(json.dumps(document, indent=2) if options.json else "\n".join(as_text(document, emphasise=in_green)))
     elif options.json:
-        print(json.dumps({"splits": {one.stored.name: as_document(one) for one in views}}, indent=2))
+        print(json.dumps({"splits": {one.split.name: as_document(one) for one in splits}}, indent=2))
     else:
-        for one in views:
+        for one in splits:
             _print(one, everything=options.all)
 
 
@@ -88,13 +94,13 @@ def in_green(text: str) -> str:
     return text if console.color_system is None or console.no_color else f"\x1b[32m{text}\x1b[39m"
 
 
-def _text_of(config: RunConfig, view: PlanView, sample: int) -> list[dict[str, Any]]:
+def _text_of(config: RunConfig, opened: StoredSplit, sample: int) -> list[dict[str, Any]]:
     """Return a sample's runs of tokens that are trained or not, decoded."""
     # ms-swift takes seconds to import, which no other look at a plan needs.
     from packplan.app.wiring.splits import open_encoders
 
-    encoder = open_encoders(config)[view.stored.name]
-    measured, parts = view.stored.lengths.origin.num_records, encoder.num_parts
+    encoder = open_encoders(config)[opened.split.name]
+    measured, parts = opened.lengths.origin.num_records, encoder.num_parts
     if len(encoder) != measured * parts:
         message = (
             f"the data have {counted(len(encoder) // parts, 'record')} now, but {measured:,} were measured: build again"
@@ -104,42 +110,223 @@ def _text_of(config: RunConfig, view: PlanView, sample: int) -> list[dict[str, A
     return [{"trained": trained, "text": text} for trained, text in runs]
 
 
-def _print(view: PlanView, *, everything: bool) -> None:
-    console = plain_console(100)
-    console.print(f"{view.stored.name}: {view.stored.where}", style="bold")
-    for line in view.warnings:
+def plan_summary(opened: StoredSplit) -> PlanSummary:
+    """Return the figures of the plan."""
+    supervised = column(opened.split.table, "supervised")
+    return summarise(opened.split.raw, opened.lengths.tokens, packed=opened.packed, supervised=supervised)
+
+
+def schedule_summary(opened: StoredSplit) -> ScheduleSummary:
+    """Return the figures of training over the plan, in the epoch that is shown."""
+    summary = summarise_schedule(
+        opened.split.raw, opened.lengths.tokens, opened.schedule, packed=opened.packed, works=opened.work.samples,
+        epoch=opened.epoch,
+    )  # fmt: skip
+    return summary if opened.epochs is None else attrs.evolve(summary, total_steps=opened.epochs.total_steps)
+
+
+def source_summaries(opened: StoredSplit) -> tuple[SourceSummary, ...]:
+    """Return the figures of the plan by source; none where older lengths name no files."""
+    files, rows = opened.lengths.origin.files, opened.lengths.rows
+    return summarise_sources(opened.split.raw, rows.table, files, media=rows.media) if files else ()
+
+
+def as_document(opened: StoredSplit) -> dict[str, Any]:
+    """Return a split for programs, as one document."""
+    split, origin, epochs = opened.split, opened.lengths.origin, opened.epochs
+    return {
+        "warnings": list(opened.warnings),
+        "plan": attrs.asdict(plan_summary(opened)),
+        "sources": [attrs.asdict(one) for one in source_summaries(opened)],
+        "videos": attrs.asdict(video_totals(split.table, opened.lengths.rows.media)),
+        "bad_records": [attrs.asdict(one) for one in origin.bad],
+        "schedule": attrs.asdict(schedule_summary(opened)),
+        "epochs": None
+        if epochs is None
+        else {
+            "shown": opened.epoch,
+            "total_steps": epochs.total_steps,
+            "epochs": [{**attrs.asdict(one), "steps": epochs.steps_in(one.epoch)} for one in opened.plan.epochs],
+        },
+        "checksums": _checksums(opened),
+        "fingerprints": {
+            name: {"sha256": key.digest, "inputs": dict(key.inputs)}
+            for name, key in (("lengths", origin.key), ("plan", opened.plan.key))
+        },
+        "aligned_for": list(opened.plan.world_sizes),
+    }
+
+
+def _checksums(opened: StoredSplit) -> dict[str, str]:
+    split = opened.split
+    return {
+        "raw_plan": split.raw_checksum, "aligned_plan": split.checksum, "lengths": opened.lengths.digest,
+        "data": split.data_digest,
+    }  # fmt: skip
+
+
+def _print(opened: StoredSplit, *, everything: bool) -> None:
+    console, name = plain_console(100), opened.split.name
+    console.print(f"{name}:", style="bold")
+    for line in opened.warnings:
         console.print(f"warning: {line}", style="yellow")
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_column(overflow="fold")
-    for group in figures(view) if everything else [deciding(view)]:
-        for row in group:
-            table.add_row(*row)
-        table.add_section()
+    for group in _groups(opened):
+        for decides, *row in group:
+            if decides or everything:
+                table.add_row(*row)
+        if everything:
+            table.add_section()
     console.print(table, soft_wrap=False)
-    if view.epochs is not None:
-        _print_epochs(console, view, most=None if everything else SHOWN)
-    checksums = as_document(view)["checksums"]
+    _print_epochs(console, opened, most=None if everything else SHOWN)
+    checksums = _checksums(opened)
     if not everything:
         console.print(f"raw_plan {checksums['raw_plan']}; --all prints every figure")
         return
-    for name, digest in checksums.items():
-        console.print(f"{name} {digest}")
-    for name, key in (("lengths", view.stored.lengths.origin.key), ("plan", view.stored.plan.key)):
-        console.print(f"fingerprint of the {name} {key.digest}")
+    for bad in opened.lengths.origin.bad:
+        console.print(f"left out: {bad.where}: {bad.reason}")
+    for what, digest in checksums.items():
+        console.print(f"{what} {digest}")
+    for what, key in (("lengths", opened.lengths.origin.key), ("plan", opened.plan.key)):
+        console.print(f"fingerprint of the {what} {key.digest}")
 
 
-def _print_epochs(console: Console, view: PlanView, *, most: int | None) -> None:
-    """Print a line for each epoch, at most so many, and what the one that is shown draws."""
-    head, *rows = epoch_rows(view)
+def _print_epochs(console: Console, opened: StoredSplit, *, most: int | None) -> None:
+    """Print a line for each epoch that has a plan of its own, at most so many."""
+    epochs, records = opened.epochs, opened.plan.epochs
+    if epochs is None:
+        return
     table = Table()
-    for name in head:
+    for name in ("epoch", "samples", "tokens", "packs", "fill", "steps", "sources"):
         table.add_column(name, justify="left" if name == "sources" else "right", overflow="fold")
-    for row in rows[:most]:
-        table.add_row(*row)
+    for one in records[:most]:
+        table.add_row(
+            f"{one.epoch:,}", f"{one.num_samples:,}", f"{one.num_tokens:,}", f"{one.num_packs:,}", f"{one.fill:.4f}",
+            f"{epochs.steps_in(one.epoch):,}", drawn_of_sources(one, opened.lengths.origin.files),
+        )  # fmt: skip
     console.print(table, soft_wrap=False)
-    if most is not None and len(rows) > most:
-        console.print(f"… and {counted(len(rows) - most, 'epoch')}; --all prints each")
-    for line in epoch_lines(view):
-        console.print(line)
+    if most is not None and len(records) > most:
+        console.print(f"… and {counted(len(records) - most, 'epoch')}; --all prints each")
+
+
+def _groups(opened: StoredSplit) -> Iterator[Iterator[Figure]]:
+    """Yield all figures of a split, in groups."""
+    plan = plan_summary(opened)
+    yield _sample_figures(plan, packed=opened.packed)
+    yield _source_figures(opened, teaches=plan.supervised_tokens is not None)
+    yield _video_figures(opened)
+    if opened.packed:
+        yield _pack_figures(plan, auto_line(opened.split))
+    yield _epoch_figures(opened)
+
+
+def _sample_figures(plan: PlanSummary, *, packed: bool) -> Iterator[Figure]:
+    yield True, "samples", f"{plan.num_samples:,}", counted(plan.num_tokens, "token")
+    remark = f"{counted(plan.planned_tokens, 'token')}, {plan.token_coverage:.2%}"
+    yield False, "  planned", f"{plan.planned_samples:,}", remark
+    if packed:
+        remark = f"{counted(plan.dropped_tokens, 'token')}, in {counted(plan.dropped_packs, 'underfilled pack')}"
+        yield plan.dropped_samples > 0, "  dropped", f"{plan.dropped_samples:,}", remark
+    remark = counted(plan.skipped_tokens, "token")
+    yield plan.skipped_samples > 0, "  skipped, too long", f"{plan.skipped_samples:,}", remark
+    if packed:
+        remark = counted(plan.long_tokens, "token")
+        yield plan.long_samples > 0, "  long, packs of their own", f"{plan.long_samples:,}", remark
+    if plan.supervised_tokens is not None and plan.unsupervised_samples is not None:
+        remark = f"{plan.supervised_tokens / plan.planned_tokens:.1%} of the planned ones: the loss counts them"
+        yield False, "supervised tokens", f"{plan.supervised_tokens:,}", remark
+        remark, none = "nothing is learned from them", plan.unsupervised_samples
+        yield none > 0, "  without supervised tokens", f"{none:,}", remark
+
+
+def _source_figures(opened: StoredSplit, *, teaches: bool) -> Iterator[Figure]:
+    sources = source_summaries(opened)
+    if sources:
+        yield False, "sources", f"{len(sources):,}", "samples of each:"
+    for one in sources:
+        shapes = sorted({file.shape for file in one.files})
+        parts = [
+            counted(one.num_tokens, "token"),
+            f"{one.supervised_tokens:,} supervised" if teaches else "",
+            f"longest {one.longest_sample:,}",
+            counted(one.images, "image") if one.images else "",
+            _describe_videos(one) if one.videos else "",
+            f"in {counted(one.num_packs, 'pack')}" if opened.packed else "",
+            f"{one.dropped_samples:,} dropped" if one.dropped_samples else "",
+            f"{one.skipped_samples:,} skipped" if one.skipped_samples else "",
+            f"{counted(one.bad_records, 'record')} left out" if one.bad_records else "",
+        ]
+        said = ", ".join(part for part in parts if part)
+        yield False, f"  {one.name}", f"{one.num_samples:,}", f"{said}; {' / '.join(shapes)}"
+        if one.num_samples:
+            low, median, high = one.length_quantiles
+            bars, first = _bars(one.length_histogram)
+            remark = f"tokens, the median; 5 % have up to {low:,}, 95 % up to {high:,}; {bars} by powers of two"
+            yield False, "    lengths", f"{median:,}", f"{remark} from {first:,}"
+
+
+def _bars(counts: Sequence[int]) -> tuple[str, int]:
+    """
+    Return a bar for each power of two of lengths, the highest of the most samples, and the least
+    length of the first.
+    """
+    first = next(place for place, count in enumerate(counts) if count)
+    shown, most = counts[first:], max(counts)
+    return "".join(_BARS[-(-count * (len(_BARS) - 1) // most)] for count in shown), 2**first
+
+
+def _describe_videos(source: SourceSummary) -> str:
+    """Return a source's videos in words."""
+    seconds = f"{source.video_milliseconds / 1000:,.1f} s"
+    return f"{counted(source.videos, 'video')} ({seconds}, {source.frames:,} frames, {source.video_patches:,} patches)"
+
+
+def _video_figures(opened: StoredSplit) -> Iterator[Figure]:
+    videos = video_totals(opened.split.table, opened.lengths.rows.media)
+    if not videos.videos:
+        return
+    remark = f"{videos.seconds:,.1f} s; {videos.decoded:,} were decoded to be measured"
+    yield False, "videos", f"{videos.videos:,}", remark
+    yield False, "  frames", f"{videos.frames:,}", "that are sampled of them"
+    yield False, "  patches", f"{videos.patches:,}", "of two frames each, before merging"
+
+
+def _pack_figures(plan: PlanSummary, auto: str | None) -> Iterator[Figure]:
+    remark = f"of {counted(plan.packing_length, 'token')}; no plan has fewer than {plan.lower_bound:,}"
+    yield True, "packs", f"{plan.num_packs:,}", remark
+    if auto:
+        yield True, "  with auto", "fewer", auto
+    yield False, "  samples of each", f"{plan.samples_per_pack:.2f}", "on average"
+    exceed = agree(plan.oversized_packs, "exceeds", "exceed")
+    remark = f"tokens; {plan.oversized_packs:,} {exceed} 110 % of the packing length"
+    yield False, "  longest", f"{plan.longest_pack:,}", remark
+    yield False, "  above the lower bound", f"{plan.gap:.3%}", f"dropped ones counted; {BOUNDS[plan.bound_kind]}"
+    yield True, "  fill", f"{plan.fill_mean:.4f}", f"95 % of packs reach {plan.fill_p5:.4f}"
+    yield False, "  worst fill", f"{plan.fill_worst:.4f}", "a long pack counts as full"
+    yield True, "  saved against padding", f"{plan.padding_saved:.1%}", "of the positions, estimated"
+
+
+def _epoch_figures(opened: StoredSplit) -> Iterator[Figure]:
+    schedule, trains = schedule_summary(opened), opened.split.name == "train"
+    unit, several = "packs" if opened.packed else "samples", schedule.world_size > 1
+    when = "an epoch" if opened.epochs is None else f"in epoch {opened.epoch}"
+    remark = f"{when}, {schedule.total_steps:,} in total; {schedule.effective_batch_size:,} {unit} a step"
+    yield trains, "optimizer steps" if trains else "forward passes", f"{schedule.steps_per_epoch:,}", remark
+    remark = f"of each rank in a step; {schedule.last_step_batches:,} in an epoch's last"
+    yield False, "  batches", f"{schedule.gradient_accumulation_steps:,}", remark
+    repeated = f", {schedule.repeated_packs:,} repeated" if schedule.repeated_packs else ""
+    left = f", {schedule.unaligned_packs:,} dropped" if schedule.unaligned_packs else ""
+    remark = f"{schedule.packs_per_rank:,} {unit} each in an epoch{repeated}{left}"
+    yield several, "ranks", f"{schedule.world_size:,}", remark
+    padded = "" if opened.packed else ", padded to the longest of a batch"
+    yield False, "  work", f"{schedule.work_per_step:,.4g}", f"a step, all ranks: {opened.work.unit}{padded}"
+    remark = f"busiest rank over the mean; worst step {schedule.worst_work_imbalance:.3f}"
+    yield several, "  imbalance", f"{schedule.work_imbalance:.4f}", remark
+    remark = "the same where ranks wait for each other in each microbatch"
+    yield False, "  of microbatches", f"{schedule.microbatch_imbalance:.4f}", remark
+    if schedule.above_bound is not None:
+        remark = f"packs of a step are assigned by work, even in each {opened.schedule.meeting}"
+        yield False, "  above the bound", f"{schedule.above_bound:.3%}", remark

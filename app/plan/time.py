@@ -7,18 +7,20 @@ it, an earlier run of this plan says the time, or nothing does.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from packplan.adapters.progress import loading_libraries
-from packplan.app.cli.command import add_config_arguments, world_size
-from packplan.app.cli.console import plain_console
-from packplan.app.cli.forecasts import add_price, duration, time_document, time_rows
-from packplan.app.plan.stored import inspect_plan
+from packplan.app.cli.command import add_config_arguments, duration, plain_console, world_size
+from packplan.app.plan.stored import open_split
 from packplan.app.wiring import stores
 from packplan.app.wiring.commands import read_run
-from packplan.core.errors import ConfigError, counted
+from packplan.app.wiring.forecasts import attention_name, earlier_timing, find_timing, run_forecast
+from packplan.core.config import RunConfig
+from packplan.core.errors import ConfigError, NotBuiltError, counted
 from packplan.core.forecast import RunForecast
 
 
@@ -29,13 +31,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=world_size, metavar="N", help="ranks (default: the most that were built for)"
     )
-    add_price(parser)
+    parser.add_argument("--price", type=_price, metavar="P", help="price of an hour of each rank's device, for a cost")
     parser.add_argument("--json", action="store_true", help="print one JSON document, with each step, not a table")
     parser.set_defaults(run=run)
 
 
+def _price(text: str) -> float:
+    """Read a price, for argparse."""
+    price = float(text)
+    if not 0 < price < float("inf"):
+        message = f"is {text}, but has to be above 0"
+        raise argparse.ArgumentTypeError(message)
+    return price
+
+
 def run(options: argparse.Namespace) -> None:
-    """Measure if that is asked for, then print."""
+    """Measure if --calibrate is given, then print the forecast."""
     ranks = options.world_size
     if options.calibrate:
         if ranks is not None:
@@ -44,26 +55,78 @@ def run(options: argparse.Namespace) -> None:
         if rank:
             return
     config = read_run(options.config, options.overrides, world_size=ranks)
-    view = inspect_plan(config, "train", world_size=ranks, price=options.price)
-    forecast = view.forecast
-    if view.unused:
-        print(f"warning: {view.unused}", file=sys.stderr)
+    forecast, ranks = _forecast(config, world_size=ranks)
     if forecast is None:
-        ranks = counted(view.schedule.world_size, "rank")
         how = "--calibrate trains some here, and times them"
-        print("null" if options.json else f"no step was measured on {ranks}: {how}")
-        return
-    told = {"world_size": view.schedule.world_size, "price": options.price}
-    if options.json:
-        print(json.dumps({**time_document(forecast, **told), "steps_of_epoch": forecast.steps.tolist()}, indent=2))
+        print("null" if options.json else f"no step was measured on {counted(ranks, 'rank')}: {how}")
+    elif options.json:
+        print(json.dumps(as_document(forecast, world_size=ranks, price=options.price), indent=2))
     else:
         console = plain_console(100)
-        for name, value, remark in [*time_rows(forecast, **told), *_parts(forecast)]:
+        for name, value, remark in _rows(forecast, world_size=ranks, price=options.price):
             console.print(f"{name:<22}{value:>12}  {remark}", soft_wrap=True, highlight=False)
 
 
-def _parts(forecast: RunForecast) -> Iterator[tuple[str, str, str]]:
-    """Yield the rows of a run's parts."""
+def _forecast(config: RunConfig, *, world_size: int | None) -> tuple[RunForecast | None, int]:
+    """Return the forecast of a run, None if nothing was measured, and its ranks."""
+    opened = open_split(config, "train", world_size=world_size)
+    train, ranks = opened.split, opened.schedule.world_size
+    timing, unused = find_timing(config, world_size=ranks, attention=attention_name(config))
+    if timing is None:
+        plan = opened.plan.key.digest if opened.plan.epochs else train.raw_checksum
+        timing = earlier_timing(config, world_size=ranks, plan=plan)
+    if unused:
+        print(f"warning: a stored calibration is not used: {unused}", file=sys.stderr)
+    if timing is None:
+        return None, ranks
+    evaluated = None
+    if config.custom.val_jsonl:
+        with contextlib.suppress(NotBuiltError):
+            evaluated = open_split(config, "eval", world_size=ranks).split
+    return run_forecast(config, timing, train.pack_stats(0), opened.schedule, train.works, evaluated=evaluated), ranks
+
+
+def _cost(forecast: RunForecast, *, world_size: int, price: float | None) -> float | None:
+    """Return the cost of a run; None without a price."""
+    return None if price is None else forecast.seconds / 3600 * world_size * price
+
+
+def as_document(forecast: RunForecast, *, world_size: int, price: float | None) -> dict[str, Any]:
+    """
+    Return a forecast for programs.
+
+    Args:
+        forecast: Forecast of the run.
+        world_size: Ranks, each on a device of its own.
+        price: Price of an hour of a device; None gives no cost.
+    """
+    pauses = {"evaluation": forecast.evaluation, "checkpoint": forecast.checkpoint}
+    return {
+        "seconds": forecast.seconds,
+        "hours": forecast.seconds / 3600,
+        "uncertainty": forecast.uncertainty,
+        "basis": forecast.timing.basis,
+        "step_error": forecast.timing.step_error,
+        "steps": forecast.last - forecast.first,
+        "step_seconds": forecast.mean_step,
+        "epoch_seconds": forecast.epoch_seconds,
+        **{f"{name}_seconds": pause.seconds for name, pause in pauses.items()},
+        **{f"{name}_every": pause.every for name, pause in pauses.items()},
+        "tokens_per_second": forecast.tokens_per_second,
+        "cost": _cost(forecast, world_size=world_size, price=price),
+        "world_size": world_size,
+        "steps_of_epoch": forecast.steps.tolist(),
+    }
+
+
+def _rows(forecast: RunForecast, *, world_size: int, price: float | None) -> Iterator[tuple[str, str, str]]:
+    """Yield the rows of a forecast: name, value and remark."""
+    sure = "" if forecast.uncertainty is None else f"+- {forecast.uncertainty:.1%} "
+    remark = f"{sure}on {counted(world_size, 'rank')}, {forecast.timing.basis}"
+    yield "predicted time", duration(forecast.seconds), remark
+    yield "  tokens a second", f"{forecast.tokens_per_second:,.0f}", "without evaluations and checkpoints"
+    if (spent := _cost(forecast, world_size=world_size, price=price)) is not None:
+        yield "  cost", f"{spent:,.2f}", f"at {price:,.2f} an hour of each rank's device"
     steps = forecast.steps
     slowest = f"the fastest of an epoch {duration(float(steps.min()))}, the slowest {duration(float(steps.max()))}"
     error = forecast.timing.step_error

@@ -1,8 +1,5 @@
 """
 Plan the stored lengths again with other packing lengths and on other numbers of ranks.
-
-Where a calibration fits (packplan plan time --calibrate), times are predicted, and for each number
-of ranks the best is marked: the least time per planned token.
 """
 
 import argparse
@@ -10,35 +7,26 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import attrs
 from rich.table import Table
 
 from packplan.adapters.progress import progress
-from packplan.app.cli.command import add_config_arguments, positive_numbers, world_sizes
-from packplan.app.cli.console import plain_console
-from packplan.app.cli.forecasts import add_price, cost, duration, time_document
+from packplan.app.cli.command import add_config_arguments, plain_console, positive_numbers, world_sizes
 from packplan.app.plan.stored import measured_recipe, splits_of
 from packplan.app.planning.schedule import split_schedule
 from packplan.app.planning.split import alignment, plan_samples, samples_of
 from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
 from packplan.app.wiring import stores
 from packplan.app.wiring.commands import ranks_of, read_run
-from packplan.app.wiring.forecasts import attention_name, find_full_peaks, find_timing, run_forecast
 from packplan.app.wiring.works import policy_of, work_of
 from packplan.core.align import align_plan
 from packplan.core.config import RunConfig, with_remedy
 from packplan.core.epochs import EpochRecipe
-from packplan.core.errors import ConfigError, counted
-from packplan.core.forecast import RunForecast, Timing
-from packplan.core.inspection import Alternative, PlanSummary, ScheduleSummary, best_of, what_if
-from packplan.core.memory import MARGIN, peak_of_full, with_margin, written_bytes
-from packplan.core.plan import RawPlan, refuse_dropped, refuse_longer
+from packplan.core.errors import ConfigError, UserError, counted
+from packplan.core.inspection import PlanSummary, ScheduleSummary, summarise, summarise_schedule
+from packplan.core.plan import refuse_dropped, refuse_longer
 from packplan.core.ports import StoredLengths
-from packplan.core.schedule import EpochSchedule, PackStats
-
-RULE = "predicted hours per planned token"
 
 COLUMNS: Mapping[str, Callable[[PlanSummary, ScheduleSummary], str]] = MappingProxyType(
     {
@@ -56,6 +44,22 @@ COLUMNS: Mapping[str, Callable[[PlanSummary, ScheduleSummary], str]] = MappingPr
 """Column of the table -> text of a planned alternative."""
 
 
+@attrs.frozen
+class Alternative:
+    """Figures of one packing length on one number of ranks."""
+
+    packing_length: int
+    world_size: int
+
+    plan: PlanSummary | None = None
+    """Figures with a quick lower bound; None without a plan."""
+
+    schedule: ScheduleSummary | None = None
+
+    problem: str | None = None
+    """Reason why there are no figures."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     add_config_arguments(parser)
@@ -66,7 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=world_sizes, metavar="N,N", help="ranks (default: 1, or those of a command)"
     )
-    add_price(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     parser.set_defaults(run=run)
 
@@ -89,24 +92,13 @@ def run(options: argparse.Namespace) -> None:
     ranks = options.world_size or [ranks_of(config) or 1]
     packing_lengths = options.max_length or [config.packing_length]
     _refuse_other_cuts(lengths, packing_lengths)
-    attention = attention_name(config)
-    timings: dict[int, Timing | None] = {}
-    for number in ranks:
-        timings[number], unused = find_timing(config, world_size=number, attention=attention)
-        if unused:
-            print(f"warning: a stored calibration is not used: {unused}", file=sys.stderr)
-    alternatives = list(
-        progress(
-            _alternatives(config, split, lengths, packing_lengths, timings, recipe=recipe),
-            total=len(packing_lengths) * len(ranks), desc="planning", unit=" combinations",
-        )
-    )  # fmt: skip
-    best = best_of(alternatives)
+    found = _alternatives(config, split, lengths, packing_lengths, ranks, recipe=recipe)
+    total = len(packing_lengths) * len(ranks)
+    alternatives = list(progress(found, total=total, desc="planning", unit=" combinations"))
     if options.json:
-        rows = [_document(one, best, options.price) for one in alternatives]
-        print(json.dumps({"split": split, "rule": RULE, "alternatives": rows}, indent=2))
+        print(json.dumps({"split": split, "alternatives": [attrs.asdict(one) for one in alternatives]}, indent=2))
     else:
-        _print(alternatives, best, options.price)
+        _print(alternatives)
 
 
 def _refuse_other_cuts(lengths: StoredLengths, packing_lengths: list[int]) -> None:
@@ -125,98 +117,55 @@ def _alternatives(
     split: str,
     stored: StoredLengths,
     packing_lengths: list[int],
-    timings: Mapping[int, Timing | None],
+    world_sizes: list[int],
     *,
     recipe: EpochRecipe | None,
 ) -> Iterator[Alternative]:
-    lengths, filled = stored.tokens, alignment(config, split)
-    flops, world_sizes = work_of(config, stored.rows.table).samples, list(timings)
-
-    def plan(packing_length: int) -> RawPlan:
+    """Yield every combination when it is planned, with its figures or the reason of none."""
+    lengths, table = stored.tokens, stored.rows.table
+    works, options = work_of(config, table).samples, alignment(config, split)
+    for packing_length in packing_lengths:
         other = attrs.evolve(config, template=attrs.evolve(config.template, max_length=packing_length))
-        policy = policy_of(other, split)
-        refuse_longer(lengths, policy)
-        name, table = f"packs of {packing_length:,}", stored.rows.table
-        raw = plan_samples(
-            name, policy, samples_of(policy, table, stored.origin.files), recipe=recipe, quick_bound=True
-        )
-        refuse_dropped(raw, lengths, policy)
-        return raw
-
-    peaks = {
-        ranks: find_full_peaks(config, world_size=ranks, data_digest=stored.origin.data_digest)
-        if split == "train" else {} for ranks in world_sizes
-    }  # fmt: skip
-
-    def schedule(raw: RawPlan, world_size: int) -> EpochSchedule:
-        aligned = align_plan(raw, world_size=world_size, **filled)
-        return split_schedule(config, split, aligned, raw.packs.sums(flops.flops))
-
-    def forecast(raw: RawPlan, trained: EpochSchedule) -> RunForecast | None:
-        stats, timing = PackStats.from_plan(raw, lengths, works=flops), timings[trained.world_size]
-        return None if timing is None else run_forecast(config, timing, stats, trained, flops)
-
-    return what_if(
-        lengths, packing_lengths=packing_lengths, world_sizes=world_sizes, plan=plan, schedule=schedule,
-        forecast=forecast, peak=lambda tokens, ranks: peak_of_full(peaks[ranks], tokens), works=flops,
-        explain=with_remedy,
-    )  # fmt: skip
+        policy, name = policy_of(other, split), f"packs of {packing_length:,}"
+        try:
+            refuse_longer(lengths, policy)
+            samples = samples_of(policy, table, stored.origin.files)
+            raw = plan_samples(name, policy, samples, recipe=recipe, quick_bound=True)
+            refuse_dropped(raw, lengths, policy)
+        except UserError as error:
+            yield from (Alternative(packing_length, ranks, problem=with_remedy(error)) for ranks in world_sizes)
+            continue
+        summary = summarise(raw, lengths)
+        for ranks in world_sizes:
+            try:
+                aligned = align_plan(raw, world_size=ranks, **options)
+                schedule = split_schedule(config, split, aligned, raw.packs.sums(works.flops))
+                over = summarise_schedule(raw, lengths, schedule, works=works)
+            except UserError as error:
+                yield Alternative(packing_length, ranks, problem=with_remedy(error))
+            else:
+                yield Alternative(packing_length, ranks, summary, over)
 
 
-def _document(one: Alternative, best: dict[int, Alternative], price: float | None) -> dict[str, Any]:
-    """Return an alternative for programs."""
-    forecast = one.forecast
-    return {
-        **attrs.asdict(one, filter=lambda field, _: field.name != "forecast"),
-        "time": None if forecast is None else time_document(forecast, world_size=one.world_size, price=price),
-        "best": best.get(one.world_size) is one,
-    }
-
-
-def _print(alternatives: list[Alternative], best: dict[int, Alternative], price: float | None) -> None:
+def _print(alternatives: list[Alternative]) -> None:
     table = Table()
-    times = (*(("time", "tokens/s", *(["cost"] if price else [])) if best else ()), "memory")
-    for name in ("max_length", "ranks", *COLUMNS, *times, ""):
-        table.add_column(name, justify="right" if name else "left")
+    for name in ("max_length", "ranks", *COLUMNS):
+        table.add_column(name, justify="right")
     for one in alternatives:
-        cells = ["-"] * (len(COLUMNS) + len(times))
+        cells = ["-"] * len(COLUMNS)
         if one.plan is not None and one.schedule is not None:
-            cells[: len(COLUMNS)] = [text(one.plan, one.schedule) for text in COLUMNS.values()]
-        if one.forecast is not None:
-            spent = cost(one.forecast, world_size=one.world_size, price=price)
-            told = duration(one.forecast.seconds), f"{one.forecast.tokens_per_second:,.0f}"
-            cells[len(COLUMNS) : -1] = [*told, *([] if spent is None else [f"{spent:,.2f}"])]
-        if one.peak is not None:
-            cells[-1] = written_bytes(with_margin(one.peak))
-        mark = "best" if best.get(one.world_size) is one else ""
-        table.add_row(f"{one.packing_length:,}", f"{one.world_size:,}", *cells, mark)
+            cells = [text(one.plan, one.schedule) for text in COLUMNS.values()]
+        table.add_row(f"{one.packing_length:,}", f"{one.world_size:,}", *cells)
     console = plain_console()
     # A terminal that is too narrow wraps the lines, but all digits are there.
     console.width = max(console.width, console.measure(table, options=console.options.update(width=1000)).maximum)
     console.print(table, soft_wrap=False)
-    for line in _notes(alternatives, best):
-        console.print(line)
-
-
-def _notes(alternatives: list[Alternative], best: dict[int, Alternative]) -> Iterator[str]:
-    """Yield what the table's columns mean, and what was not planned."""
-    if best:
-        yield f"best, for each number of ranks: the least {RULE}"
-    else:
-        yield "time, and which is best: packplan plan time --calibrate measures it"
-    for ranks, one in best.items():
-        if one.forecast is not None:
-            yield f"time on {counted(ranks, 'rank')}: {one.forecast.timing.basis}"
-    if any(one.peak for one in alternatives):
-        yield f"memory: of each rank, for full packs, with a margin of {MARGIN:.0%}; by packplan plan fit"
-    if any(one.plan and one.peak is None for one in alternatives):
-        yield "memory: packplan plan fit --world-size N says it for N ranks, and keeps it"
     if any(one.plan and one.plan.oversized_packs for one in alternatives):
-        yield (
+        console.print(
             "over 110 %: packs that exceed max_length by more than 10 %, each a long sample; "
             "training.packing_allow_single_long: false skips long samples"
         )
     for one in alternatives:
         if one.problem:
             where = f"max_length {one.packing_length:,}, {counted(one.world_size, 'rank')}"
-            yield f"not planned: {where}: {one.problem}"
+            console.print(f"not planned: {where}: {one.problem}")

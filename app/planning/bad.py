@@ -1,58 +1,20 @@
-"""Records that cannot become samples: how many there may be, and their reasons."""
+"""Records that cannot become samples, and how many there may be."""
 
 import logging
-import re
-from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
 
-from packplan.core.errors import MAX_LINE, DataSetError, RecordError, counted
+from packplan.core.errors import DataSetError, RecordError, counted
 from packplan.core.ports import LengthSource
 from packplan.core.samples import BadRecord
 
 log = logging.getLogger(__name__)
 
 _SHOWN = 5
-"""Bad records that the log names; `lengths.json` names all."""
+"""Bad records that the log names; `packplan plan show --all` names all."""
 
 
-_OTHERWISE = "custom.on_bad_record: skip leaves such records out; plan build --list-failures names all those of a run"
-
-
-MOST_REASONS = 1000
-"""Reasons that are counted apart, at most: others count together."""
-
-OTHER_REASONS = "other reasons"
-
-_OF_ONE_RECORD = re.compile(
-    r"""'[^']*'|"[^"]*"|(?<!\S)(?!\W*(?:model|template|custom|training)\.)\S*(?:[/\\\d]|\w\.\w)\S*"""
-)
-"""Parts of a reason that are of one record: quoted texts, numbers, names of files, addresses."""
-
-
-class ReasonCounts:
-    """Number of failures of each reason, in bounded memory, whatever the reasons quote."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    @property
-    def total(self) -> int:
-        """Number of failures."""
-        return self._counts.total()
-
-    def add(self, reason: str) -> None:
-        """Count a failure, by its reason without what it quotes of its record."""
-        kind = " ".join(_OF_ONE_RECORD.sub("…", reason[:MAX_LINE]).split())
-        kind = re.sub(r"…(?: …)+", "…", kind)
-        self._counts[kind if kind in self._counts or len(self._counts) < MOST_REASONS else OTHER_REASONS] += 1
-
-    def most_common(self, number: int) -> dict[str, int]:
-        """Return the most frequent reasons, with the sum of all others, frequent ones first."""
-        ordered = self._counts.most_common()
-        shown = [(reason, count) for reason, count in ordered if reason != OTHER_REASONS][:number]
-        others = self.total - sum(count for _, count in shown)
-        return dict(shown) | ({OTHER_REASONS: others} if others else {})
+_OTHERWISE = "custom.on_bad_record: skip leaves such records out, and plan show --all then names each"
 
 
 class BadRecords:
@@ -102,8 +64,8 @@ class BadRecords:
         if self._max_share is not None and len(records) > self._max_share * total:
             fact = (
                 f"{len(records):,} of {counted(total, 'record')} cannot become samples, which is more than "
-                f"custom.max_bad_share ({self._max_share}): fix them (packplan plan build run.yaml "
-                "--list-failures names all), or raise it:"
+                f"custom.max_bad_share ({self._max_share}): fix them, or raise it, and "
+                "plan show --all names each:"
             )
             message = "\n  ".join([fact, *(f"{one.where}: {one.reason}" for one in records[:_SHOWN])])
             raise DataSetError(message)
@@ -124,5 +86,5 @@ def left_out(records: Sequence[BadRecord], total: int) -> str:
         total: Number of all records of the data.
     """
     first = "; ".join(f"{one.where}: {one.reason}" for one in records[:_SHOWN])
-    more = f"; and {len(records) - _SHOWN:,} more, which lengths.json names" if len(records) > _SHOWN else ""
+    more = f"; and {len(records) - _SHOWN:,} more, which plan show --all names" if len(records) > _SHOWN else ""
     return f"{len(records):,} of {counted(total, 'record')} cannot become samples and are left out: {first}{more}"

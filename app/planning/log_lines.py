@@ -47,8 +47,9 @@ Line = tuple[int, str]
 
 def log_plan(planned: Split) -> None:
     """Log a planned split in words, and what `auto` would save."""
+    of = f"{planned.name}, its first epoch" if planned.recipe else planned.name
     for level, line in describe(planned):
-        log.log(level, line)
+        log.log(level, "%s: %s", of, line)
     if saves := auto_line(planned):
         log.info("%s: %s", planned.name, saves)
 
@@ -144,8 +145,7 @@ def drawn_of_sources(record: EpochRecord, files: Sequence[DataFile]) -> str:
 def describe(planned: Split) -> Iterator[Line]:
     """Yield the lines on a planned split, each with its log level."""
     for parts in (_describe_plan, _describe_packs, _describe_exceptions):
-        of = f"{planned.name}, its first epoch" if planned.recipe else planned.name
-        yield from ((level, f"{of}: {text}") for level, text in parts(planned))
+        yield from parts(planned)
 
 
 def _note(text: str) -> Line:

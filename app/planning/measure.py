@@ -273,15 +273,6 @@ def _measure_rows(split: Split, stored: Stored, *, bad: BadRecords, report: Repo
     return stored if done == first else store.stored()
 
 
-def failures(name: str, source: LengthSource) -> Iterator[tuple[int, RecordError]]:
-    """Yield each record that cannot become a sample, and what is wrong with it, in their order."""
-    with closing(source.measure_many(range(len(source)), in_full=True)) as outcomes:
-        told = progress(outcomes, desc=f"checking {name}", total=len(source), unit=" samples")
-        for index, outcome in enumerate(told):
-            if isinstance(outcome, RecordError):
-                yield index, outcome
-
-
 def _check_repeatability(source: LengthSource, stored: Stored) -> dict[str, Any]:
     """
     Encode some samples again, and compare: backwards here, and in another process and epoch, in a

@@ -1,10 +1,7 @@
 """
-Measurements of a run: its timing, by a calibration that fits or by steps of an earlier run, and its
-peak of memory. Without torch.
+Timing of a run, by a calibration that fits or by steps of an earlier run. Without torch.
 """
 
-import hashlib
-import json
 import math
 from pathlib import Path
 
@@ -12,10 +9,10 @@ import attrs
 import cattrs
 import numpy as np
 
-from packplan.adapters.forecast.kept import DiskMeasurements, device_name, machine_name
+from packplan.adapters.forecast.kept import DiskCalibrations, device_name, machine_name
 from packplan.adapters.model_folder import config_digest
 from packplan.adapters.trainer.checkpoints import read_seconds
-from packplan.app.cli.forecasts import duration
+from packplan.app.cli.command import duration
 from packplan.app.planning.schedule import split_schedule
 from packplan.app.planning.split import Split, table_works
 from packplan.app.wiring.attention import attention_by, stored_verdict
@@ -124,75 +121,9 @@ def attention_name(config: RunConfig) -> str | None:
         return None
 
 
-def memory_key(config: RunConfig, *, world_size: int, **packed: str) -> Fingerprint:
-    """
-    Return everything that the peak of a run's step depends on.
-
-    Args:
-        config: The run.
-        world_size: Data-parallel learners.
-        **packed: Digest of the plan of `train`, for the plan's own peak; of its data, for the
-            peaks of full packs of any length.
-    """
-    settings = json.dumps([attrs.asdict(config.model), attrs.asdict(config.training)], sort_keys=True, default=str)
-    return Fingerprint(
-        {
-            "ranks": world_size,
-            **packed,
-            "config.json": config_digest(config.model),
-            "settings": hashlib.sha256(settings.encode()).hexdigest(),
-        }
-    )
-
-
-def find_peak(config: RunConfig, *, world_size: int, plan: Fingerprint) -> int | None:
-    """
-    Return the stored peak of a run's step on a rank in bytes; None if none is stored for it.
-
-    Args:
-        config: The run.
-        world_size: Data-parallel learners.
-        plan: Fingerprint of the plan of `train`.
-
-    Raises:
-        CorruptArtefactError: It is damaged.
-    """
-    return max(_peaks(config, world_size=world_size, plan=plan.digest).values(), default=None)
-
-
-def find_full_peaks(config: RunConfig, *, world_size: int, data_digest: str) -> dict[int, int]:
-    """
-    Return the stored peaks of full packs of a run's data: packing length -> bytes of a rank.
-
-    Args:
-        config: The run.
-        world_size: Data-parallel learners.
-        data_digest: Digest of the records of `train`.
-
-    Raises:
-        CorruptArtefactError: They are damaged.
-    """
-    return _peaks(config, world_size=world_size, data=data_digest)
-
-
-def _peaks(config: RunConfig, *, world_size: int, **packed: str) -> dict[int, int]:
-    try:
-        peaks = open_peaks(config).load(memory_key(config, world_size=world_size, **packed))
-    except ConfigError:  # the model is not there
-        return {}
-    return {int(tokens): peak for tokens, peak in peaks.items()}
-
-
-def open_peaks(config: RunConfig) -> DiskMeasurements:
-    """Return the store of a run's peaks of memory, beside its plans: tokens of a pack -> bytes."""
-    folder = Path(config.training.output_dir) / "static_packing" / "memory"
-    return DiskMeasurements(folder, schema="packplan memory 2", field="peaks")
-
-
-def open_calibrations(config: RunConfig) -> DiskMeasurements:
+def open_calibrations(config: RunConfig) -> DiskCalibrations:
     """Return the store of a run's calibrations, beside its plans."""
-    folder = Path(config.training.output_dir) / "static_packing" / "calibrations"
-    return DiskMeasurements(folder, schema="packplan calibration 1", field="calibration")
+    return DiskCalibrations(Path(config.training.output_dir) / "static_packing" / "calibrations")
 
 
 def run_forecast(

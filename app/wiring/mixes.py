@@ -1,21 +1,13 @@
-"""
-Mixes of data sets that a run names; files of the records that `--list-failures` looks at.
-"""
+"""Mixes of data sets that a run names, and the recipe of its epochs."""
 
-import json
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from packplan.adapters import files
 from packplan.adapters.config.run import load_mixes
-from packplan.adapters.samples.files import copied_line, file_faults, open_records
+from packplan.adapters.samples.files import file_faults, open_records
 from packplan.app.wiring.inputs import records_cache
-from packplan.app.wiring.stores import writing_for
 from packplan.core.config import RunConfig
 from packplan.core.epochs import EpochRecipe
-from packplan.core.errors import ConfigError, DataSetError, Fault, counted
+from packplan.core.errors import ConfigError, DataSetError, Fault
 from packplan.core.mixes import Mixes, mixes_faults, stream_faults
 from packplan.core.ports import Records
 
@@ -38,9 +30,6 @@ def recipe_of(config: RunConfig, split: str) -> EpochRecipe | None:
         return EpochRecipe() if training.packing_epochs == "replanned" else None
     assert custom.fusion_config is not None  # noqa: S101  # `faults` refuses a schedule of no mix
     return EpochRecipe(mixes=load_mixes(custom.fusion_config), seed=training.seed)
-
-
-log = logging.getLogger(__name__)
 
 
 def open_mixes(path: str, *, cache: Path, measured: bool = False) -> tuple[Mixes, list[Records]]:
@@ -96,61 +85,3 @@ def mixes_of(config: RunConfig) -> tuple[Mixes, list[Records]]:
     if faults:
         raise ConfigError("the configuration", tuple(faults))
     return mixes, records
-
-
-def write_records(
-    records: Records, output: Path, sources: Sequence[str], indices: Sequence[int], *, columns: Mapping[str, str]
-) -> None:
-    """
-    Write some records to one JSON Lines file, in the folder of relative media that they name.
-
-    Args:
-        records: The data.
-        output: The file; readers see it whole or not at all.
-        sources: Names of the data files, which are not written over.
-        indices: Which records, in this order.
-        columns: Names of the records' keys -> names of `core.samples.READ`.
-
-    Raises:
-        ConfigError: The file cannot be written, or is one of the sources.
-        RecordError: A copy would not be read as the same record.
-    """
-    _require_other("--write-good", output, sources)
-    with writing_for("--write-good", output):
-        files.write_chunks(output, (copied_line(records, index, output.parent, columns=columns) for index in indices))
-    log.info("%s: %s", output, counted(len(indices), "record"))
-
-
-@contextmanager
-def writing_failures(output: Path, sources: Sequence[str]) -> Iterator[Callable[[Mapping[str, str]], None]]:
-    """
-    Yield a function that writes one failure as a line of a JSON Lines file, which readers see whole
-    at the end, or not at all.
-
-    Args:
-        output: The file, or a link to it.
-        sources: Names of files that are not written over.
-
-    Raises:
-        ConfigError: The file cannot be written, or is one of the sources.
-    """
-    _require_other("--write-failures", output, sources)
-    with ExitStack() as opened:
-        with writing_for("--write-failures", output):
-            file = opened.enter_context(files.publishing(output.resolve()))
-
-        def write(failure: Mapping[str, str]) -> None:
-            with writing_for("--write-failures", output):
-                file.write(json.dumps(failure, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
-
-        yield write
-        with writing_for("--write-failures", output):
-            opened.pop_all().close()
-    log.info("%s: all failures", output)
-
-
-def _require_other(option: str, output: Path, sources: Sequence[str]) -> None:
-    """Refuse to write over a folder or one of the sources."""
-    if output.is_dir() or any(output.resolve() == Path(source).resolve() for source in sources):
-        reason = "is a folder" if output.is_dir() else "is one of the sources, which would be lost"
-        raise ConfigError.at(option, f"{output} {reason}: name another file")

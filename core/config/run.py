@@ -291,7 +291,7 @@ class TrainingConfig:
     packing_group_by_work: int = key(0, neither=TRAINS, check=at_least(0), stream=_AS_PACKS_COME)
     """
     Window, in optimizer steps, within which each step gets packs of like work; 0: steps as drawn.
-    Grouped steps are biased; `show` reports by how much.
+    Grouped steps are biased.
     """
 
     packing_rehearse: bool | None = key(None, neither="trains nothing")

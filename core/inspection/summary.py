@@ -17,14 +17,14 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.lengths import IntArray, Lengths, as_lengths, squares
+from packplan.core.lengths import IntArray, Lengths, as_lengths
 from packplan.core.metrics import padded_positions
 from packplan.core.packs import filled
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.plan import RawPlan, unsupervised_samples
 from packplan.core.samples import MEDIA_COLUMNS, DataFile, MediaTable, Table, column, num_media, sample_indices
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
-from packplan.core.work import SampleWorks, expected_imbalance, floor_of
+from packplan.core.work import SampleWorks
 
 MAX_FILL = 0.8
 MIN_PACKS = 100
@@ -245,30 +245,6 @@ class ScheduleSummary:
     Work of the busiest rank of each microbatch over the mean rank, summed over the first epoch.
     """
 
-    unbalanced_work_imbalance: float
-    """`work_imbalance` without assigning packs by work."""
-
-    unbalanced_microbatch_imbalance: float
-    """`microbatch_imbalance` without assigning packs by work."""
-
-    work_spread: float
-    """
-    Standard deviation of the work of steps over its mean, without the last step. Grouping by work
-    raises it.
-    """
-
-    ungrouped_work_spread: float
-    """`work_spread` without grouping steps by work."""
-
-    pack_imbalance: float
-    """
-    Mean work of the heaviest of `world_size` random packs over the mean pack.
-    `microbatch_imbalance` is near it without assigning packs by work.
-    """
-
-    pack_imbalance_floor: float
-    """Lower bound of `pack_imbalance` for this number of packs of these samples."""
-
     above_bound: float | None
     """
     Excess of the work of the busiest ranks over its lower bound, as a share of the bound. None if
@@ -305,8 +281,8 @@ def summarise(
     longest = longest_pack(plan, array)
     gap = mean = p5 = worst = saved = None
     if packed:
-        filled = fills(plan, array)
-        mean, p5, worst = plan.fill, float(np.percentile(filled, 5, method="lower")), float(filled.min())
+        fills = np.divide(filled(plan.packs.loads(array), plan.packing_length), plan.packing_length)
+        mean, p5, worst = plan.fill, float(np.percentile(fills, 5, method="lower")), float(fills.min())
         gap = (len(plan.packs) + len(plan.dropped_packs) - plan.lower_bound) / plan.lower_bound
         batch_size = max(1, round(samples_per_pack))
         saved = 1 - plan.planned_tokens / padded_positions(array[plan.packs.indices], batch_size=batch_size)
@@ -329,11 +305,6 @@ def summarise(
         fill_worst=worst,
         padding_saved=saved,
     )
-
-
-def fills(plan: RawPlan, lengths: IntArray) -> NDArray[np.float64]:
-    """Return the fill of each pack, 1 for a pack of a long sample; shape (num_packs,)."""
-    return np.divide(filled(plan.packs.loads(lengths), plan.packing_length), plan.packing_length)
 
 
 def summarise_schedule(
@@ -359,15 +330,10 @@ def summarise_schedule(
     aligned = schedule.packs_per_epoch
     array = as_lengths(lengths, least=0)
     pack_stats = PackStats.from_plan(plan, array, packed=packed, works=works)
-    samples = (squares(array) if works is None else works.flops)[plan.packs.indices]
-    stats, plain = (
-        EpochStats.from_schedule(pack_stats, one, epoch)
-        for one in (schedule, attrs.evolve(schedule, works=None, group_by_work=0))
-    )
+    stats = EpochStats.from_schedule(pack_stats, schedule, epoch)
     steps = schedule.steps_per_epoch
     per_step = stats.works(0, steps)
     imbalances = per_step.max(axis=1) / per_step.mean(axis=1)
-    before = plain.works(0, steps)
     accumulation = schedule.gradient_accumulation_steps
     return ScheduleSummary(
         world_size=schedule.world_size,
@@ -384,25 +350,8 @@ def summarise_schedule(
         work_imbalance=float(imbalances.mean()),
         worst_work_imbalance=float(imbalances.max()),
         microbatch_imbalance=stats.microbatch_imbalance(0, steps),
-        unbalanced_work_imbalance=float((before.max(axis=1) / before.mean(axis=1)).mean()),
-        unbalanced_microbatch_imbalance=plain.microbatch_imbalance(0, steps),
-        work_spread=_relative_deviation(per_step),
-        ungrouped_work_spread=_relative_deviation(before),
-        pack_imbalance=expected_imbalance(pack_stats.work, world_size=schedule.world_size),
-        pack_imbalance_floor=expected_imbalance(
-            floor_of(samples, num_packs=len(plan.packs)), world_size=schedule.world_size
-        ),
         above_bound=None if schedule.works is None else schedule.above_bound(epoch),
     )
-
-
-def _relative_deviation(works: NDArray[np.float64]) -> float:
-    """
-    Return the standard deviation of the work of steps over its mean, without the last step; *works*
-    has shape (steps, world_size).
-    """
-    steps = works[:-1].sum(axis=1) if len(works) > 1 else works.sum(axis=1)
-    return float(steps.std() / steps.mean())
 
 
 QUANTILES = (5, 50, 95)

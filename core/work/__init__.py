@@ -7,8 +7,6 @@ from packplan.core.work.assignment import (
     Meeting,
     assign_steps,
     bounds_of_steps,
-    expected_imbalance,
-    floor_of,
     group_steps,
     in_units,
 )

@@ -86,19 +86,22 @@ def test_lengths_are_taken_over_from_another_run(write_run, run, tmp_path, monke
     assert "remove training.packing_lengths_from" in said
 
 
-def test_all_bad_records_are_listed_in_one_go(write_run, run, demo, tmp_path):
-    """Each with file, line and reason, damaged pixels too; nothing is stored."""
+def test_all_bad_records_are_named_in_one_go(write_run, run, demo, tmp_path):
+    """Each with file, line and reason, by a build that leaves them out; a torn image too."""
     (tmp_path / "torn.jpg").write_bytes((next((demo / "data").rglob("*.jpg"))).read_bytes()[:600])
     good = {"messages": [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "red dot"}]}
     torn = {"messages": [{"role": "user", "content": "<image>what?"}, good["messages"][1]], "images": ["torn.jpg"]}
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join([json.dumps(good), "{", json.dumps(good), json.dumps(torn), json.dumps({"id": 1})]))
 
-    said = run("build", write_run(custom={"train_jsonl": str(data)}), "--list-failures", status=2)
+    skipping = ["custom.on_bad_record=skip", "custom.max_bad_share=1"]
+    path = write_run(custom={"train_jsonl": str(data)})
+    run("build", path, *skipping)
 
-    assert [f"{data}, line {line}" for line in (2, 4, 5)] == [line.split(":")[0] for line in said.out.splitlines()]
-    assert "3 of 5 records cannot become samples" in said.err
-    assert not (tmp_path / "run" / "static_packing").exists()
+    bad = json.loads(run("show", path, "--json", *skipping).out)["splits"]["train"]["bad_records"]
+    assert [f"{data}, line {line}" for line in (2, 4, 5)] == [one["where"] for one in bad]
+    said = run("show", path, "--all", *skipping).out
+    assert all(f"left out: {one['where']}: {one['reason'][:20]}" in said for one in bad)
 
 
 @pytest.mark.usefixtures("encodes_elsewhere")
@@ -215,40 +218,3 @@ def test_the_text_of_a_sample_is_shown_with_what_of_it_is_trained(write_run, run
     write_lines(data, rows[:1])
     said = run("show", path, "--sample", 0, "--text", status=2).err
     assert "the data have 1 record now, but 4 were measured" in said
-
-
-def test_failures_are_written_whole_whatever_is_printed(write_run, run, tmp_path, monkeypatch):
-    """Beyond a hundred too; into no file that is read, and none is left where the writing stops."""
-    rows = [{"query": "say", "response": "blue"}, *({"query": f"no answer {n}"} for n in range(103)), {"id": 7}]
-    data, good, bad = (tmp_path / name for name in ("mixed.jsonl", "good.jsonl", "bad.jsonl"))
-    write_lines(data, rows)
-    path = str(write_run("qwen2", custom={"train_jsonl": str(data)}))
-    options = ["--list-failures", "--write-good", good, "--write-failures", bad]
-
-    said = run("build", path, *options, status=2)
-
-    assert "104 of 105 records cannot become samples" in said.err
-    written = [json.loads(line) for line in bad.read_text().splitlines()]
-    assert [f"{data}, line {line}" for line in range(2, 106)] == [one["where"] for one in written]
-    assert {("train", "split, where, reason")} == {(one["split"], ", ".join(one)) for one in written}
-    assert [rows[0]] == [json.loads(line) for line in good.read_text().splitlines()]
-    run("build", path, "--list-failures", f"custom.train_jsonl={good}")
-    run("build", path, "--list-failures", "--write-good", data, status=2)
-    document = json.loads(run("build", path, "--list-failures", "--json", status=2).out)
-    assert (105, 104, 100) == (document["records"], document["num_failures"], len(document["failures"]))
-    assert [103, 1] == list(document["reasons"].values())
-
-    monkeypatch.setattr("packplan.app.plan.build.failures", lambda *_: 1 / 0)
-    os.mkfifo(tmp_path / "pipe")
-    for file in (data, tmp_path, good, tmp_path / "gone" / "bad.jsonl", tmp_path / "pipe"):
-        said = run("build", path, *options[:3], "--write-failures", file, status=2)
-        assert f"--write-failures: {file} " in said.err
-    for option in ("--write-failures", "--write-good"):
-        said = run("build", path, option, tmp_path / "other.jsonl", status=2)
-        assert f"{option}: goes with --list-failures" in said.err
-    before = {file: file.stat() for file in tmp_path.iterdir()}
-    with pytest.raises(ZeroDivisionError):
-        run("build", path, *options)
-    assert before.keys() == set(tmp_path.iterdir())
-    assert before[bad] == bad.stat()
-    assert (tmp_path / "pipe").is_fifo()

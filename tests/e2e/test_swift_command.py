@@ -235,7 +235,7 @@ def user(content: object) -> dict[str, object]:
 
 def test_every_command_of_a_plan_takes_a_command_of_ms_swift(command, tmp_path, capsys, monkeypatch):
     """Its words, those of a launcher, a YAML for ms-swift, and the folder of its plan alone."""
-    words, page, keys = command("pairs"), tmp_path / "plan.html", tmp_path / "dpo.yaml"
+    words, keys = command("pairs"), tmp_path / "dpo.yaml"
     folder = value(words, "--output_dir")
     named = {flag.lstrip("-"): value(words, flag) for flag in words if flag.startswith("--")}
     keys.write_text(json.dumps({**named, "ENV": {"NPROC_PER_NODE": 2}}))
@@ -252,11 +252,8 @@ def test_every_command_of_a_plan_takes_a_command_of_ms_swift(command, tmp_path, 
     monkeypatch.delenv("NPROC_PER_NODE")
     assert 0 == plan(["verify", "--samples", "3", "--json", *words])
     assert {"passed": True, "findings": []} == json.loads(capsys.readouterr().out)
-    assert 0 == plan(["diff", "--json", folder, *words])
-    assert not any(json.loads(capsys.readouterr().out)["splits"]["train"]["samples"].values())
     assert 0 == plan(["whatif", folder, "--max-length", f"{PACKING_LENGTH},400", "--json"])
     rows = json.loads(capsys.readouterr().out)["alternatives"]
-    assert 0 == plan(["report", folder, "-o", str(page)])
     assert 0 == plugin.main(["swift", "-o", str(tmp_path / "plugin.py"), folder])
     assert 0 == plan(["show", folder, "--sample", "5", "--text"])
 
@@ -269,7 +266,6 @@ def test_every_command_of_a_plan_takes_a_command_of_ms_swift(command, tmp_path, 
     assert f"plan show {folder}; to train: the command with --external_plugins plugin.py" in again
     assert [2, 2] == [row["world_size"] for row in rows]
     assert rows[0]["plan"]["num_packs"] > rows[1]["plan"]["num_packs"]
-    assert "<svg" in page.read_text()
     assert "'ranks': 2" in (tmp_path / "plugin.py").read_text()
     assert "blue circle" in capsys.readouterr().out
 
@@ -286,7 +282,7 @@ def test_memory_is_traced_for_a_command(command, capsys):
     refused = capsys.readouterr().err
 
     assert 2 == adapters["world_size"]
-    assert adapters["parts"]["optimizer"] < full["parts"]["optimizer"]
+    assert adapters["packs"][0]["peak"]["optimizer"] < full["packs"][0]["peak"]["optimizer"]
     assert "has 2 faults" in refused
     assert "--per_device_train_batch_size: is 5" in refused
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from packplan.app.plan import __main__ as plan
 from tests.stored import store_run
 
 pytestmark = pytest.mark.slow
@@ -31,20 +30,6 @@ def start(*words: str, env: dict[str, str] | None = None, **streams) -> subproce
 def heed_ctrl_c() -> None:
     """Take an interrupt as a process does that a terminal started."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def report(tmp_path: Path, disk: Path) -> list[str]:
-    return ["report", str(store_run(tmp_path, world_sizes=(1,))), "-o", str(disk / "plan.html")]
-
-
-def test_a_file_that_does_not_fit_is_named_and_nothing_is_left(small_disk, tmp_path, capfd):
-    disk = small_disk(8192)
-
-    assert 2 == plan.main(report(tmp_path, disk))
-    said = capfd.readouterr().err
-    assert f"{disk}/" in said
-    assert "No space left on device" in said
-    assert [] == list(disk.iterdir())
 
 
 SHOW, HELP = ["packplan.app.plan", "show"], ["packplan", "--help"]

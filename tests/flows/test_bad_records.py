@@ -1,6 +1,5 @@
 """Bad records stop a run, or are flagged: for every rank, and for every later start."""
 
-from contextlib import nullcontext
 from decimal import Decimal
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.app.plan.build import list_failures
 from packplan.app.planning.measure import REPEATED_SAMPLES, measure
 from packplan.core.errors import ArgumentError, DataSetError, RecordError
 from packplan.core.samples import BAD, column, from_row
@@ -116,33 +114,6 @@ def test_more_than_the_share_stop_the_run():
         measured(FaultySource([-1]), CountedLengthStore())
 
 
-def test_a_million_failures_are_a_page(capsys):
-    """The first hundred, then counts by reason, which add up; where asked, each is written once."""
-    sources = {"train": FaultySource([-1] * 60 + [5] * 40 + [-1] * 100_000), "eval": ManyReasons([1] * 5000)}
-    splits = [Desk(source).split(name) for name, source in sources.items()]
-    written = []
-
-    with pytest.raises(DataSetError, match=r"105,060 of 105,100 records .* \(--write-failures FILE names all\)$"):
-        list_failures(splits, open_file=lambda: nullcontext(written.append))
-
-    lines = capsys.readouterr().out.splitlines()
-    assert [f"data, line {n}: is bad" for n in [*range(1, 61), *range(101, 141)]] == lines[:100]
-    assert "… and 104,960 more; all by reason, without what each record says:" == lines[100]
-    counts = {reason: int(count.replace(",", "")) for count, reason in (line.split(None, 1) for line in lines[101:])}
-    assert 100_060 == counts["is bad"]
-    assert (105_060, True) == (sum(counts.values()), len(counts) <= 101)
-    assert [100_060, 5000] == [sum(one["split"] == name for one in written) for name in sources]
-    assert 105_060 == len({one["where"] for one in written}) == len(written)
-
-
-class ManyReasons(ListSource):
-    """Records that are each bad in a way of their own, in words that no pattern tells apart."""
-
-    def measure(self, index, **_):
-        letters = "".join(chr(ord("a") + int(digit)) for digit in str(index))
-        raise RecordError(f"more, line {index + 1}", f"looks like {letters}")
-
-
 class UnreadSource(ListSource):
     """Records that no setting but the model's could make samples."""
 
@@ -158,7 +129,7 @@ def test_a_record_that_is_good_for_another_run_has_that_as_its_remedy():
 
     with pytest.raises(DataSetError, match=r"\n  data, line 1: has images: name a model that sees"):
         measured(UnreadSource([5, 6]), CountedLengthStore(), "0.1")
-    with pytest.raises(RecordError, match=r"line 1: is bad \(custom\.on_bad_record: skip leaves such records out;"):
+    with pytest.raises(RecordError, match=r"line 1: is bad \(custom\.on_bad_record: skip leaves such records out,"):
         measured(FaultySource([-1]), CountedLengthStore(), None)
 
 

@@ -56,7 +56,7 @@ def calibrate(path, *overrides, world_size=2, **others):
 
 
 def test_a_calibration_that_fits_is_used_and_its_error_is_said(store, said):
-    """By time, show and whatif alike, with a cost by rank; each step of an epoch is told."""
+    """With a cost by rank; each step of an epoch is told."""
     path = calibrate(store(training={"effective_batch_size": 4, "num_train_epochs": 2}))
 
     status, out, err = said("time", path, "--json", "--price", "3", "--world-size", "2")
@@ -69,24 +69,8 @@ def test_a_calibration_that_fits_is_used_and_its_error_is_said(store, said):
     assert 2 * told["epoch_seconds"] == pytest.approx(told["seconds"])  # it saves after 500 steps alone
     assert told["cost"] == pytest.approx(told["seconds"] / 3600 * 2 * 3)
     assert min(told["steps_of_epoch"]) > TIME.step + 2 * TIME.pack
-    shown = json.loads(said("show", path, "--json", "--price", "3", "--world-size", "2")[1])["splits"]["train"]["time"]
-    (row,) = json.loads(said("whatif", path, "--json", "--price", "3", "--world-size", "2")[1])["alternatives"]
-    assert {name: value for name, value in told.items() if name != "steps_of_epoch"} == shown == row["time"]
-    assert "20 steps measured on a made machine" in said("show", path, "--world-size", "2")[1]
-    assert "cost" in said("whatif", path, "--price", "3", "--world-size", "2")[1]
-
-
-def test_the_best_of_ranks_that_were_measured_trains_the_most_tokens_in_a_second(store, said):
-    """Times of ranks that were not measured are not guessed."""
-    path = calibrate(store())
-    words = ("--max-length", "60,80,100", "--world-size", "1,2")
-    rows = json.loads(said("whatif", path, "--json", *words)[1])["alternatives"]
-    rates = {row["packing_length"]: row["time"]["tokens_per_second"] for row in rows if row["world_size"] == 2}
-
-    best = [(row["packing_length"], row["world_size"]) for row in rows if row["best"]]
-    assert [(max(rates, key=rates.get), 2)] == best
-    assert {None} == {row["time"] for row in rows if row["world_size"] == 1}
-    assert "time on 2 ranks: 20 steps measured on a made machine" in said("whatif", path, *words)[1]
+    table = said("time", path, "--price", "3", "--world-size", "2")[1]
+    assert all(words in table for words in ("20 steps measured on a made machine", "cost", "an optimizer step"))
 
 
 @pytest.mark.parametrize(
@@ -103,11 +87,6 @@ def test_a_calibration_of_something_else_is_not_used_and_that_is_said(store, sai
     assert str(other) in err
     assert out.startswith("no step was measured on 2 ranks: --calibrate")
     assert "null" == said("time", path, "--world-size", "2", "--json")[1].strip()
-    assert f"a stored calibration is not used: {name}" in said("show", path, "--world-size", "2")[1]
-    _, out, err = said("whatif", path, "--world-size", "2")
-    assert f"a stored calibration is not used: {name}" in err
-    assert "packplan plan time --calibrate measures it" in out
-    assert "best " not in out
 
 
 def test_evaluations_and_checkpoints_are_counted(store, said):

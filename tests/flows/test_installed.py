@@ -122,7 +122,7 @@ def test_it_runs_where_other_packages_are_called_app_and_core(programs, foreign,
     of_ranks = run(foreign, *launcher, "-m", "packplan", "plan", "show", path)
 
     assert (0, "") == (shown.returncode, shown.stderr)
-    assert shown.stdout.startswith("train: ")
+    assert shown.stdout.startswith("train:")
     assert 0 == of_ranks.returncode, of_ranks.stderr
     assert 1 == of_ranks.stdout.count(shown.stdout.splitlines()[-1])
 

@@ -321,7 +321,7 @@ def test_samples_that_teach_nothing_are_counted_and_all_of_them_are_refused_in_t
     planned = Desk(some).plan(drop_last=False)
     lines = [line for level, line in describe(planned) if level == logging.WARNING]
     assert (
-        "train: 3 planned samples have no supervised token, 3 of which are truncated (template.max_length): 2..3, 7"
+        "3 planned samples have no supervised token, 3 of which are truncated (template.max_length): 2..3, 7"
     ) in lines
     assert planned.teaches
 

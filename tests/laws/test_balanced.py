@@ -1,17 +1,15 @@
 """Packs of equal work: under the limit, few more than are needed, and even."""
 
-from itertools import combinations
-
 import numpy as np
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
 from benchmarks.distributions import made_mix
+from benchmarks.work import expected_imbalance, floor_of
 from packplan.core.errors import ArgumentError
 from packplan.core.packers import pack
 from packplan.core.plan import build_raw_plan
-from packplan.core.work import expected_imbalance, floor_of
 from tests.strategies import packable
 
 
@@ -104,31 +102,3 @@ def test_a_plan_sets_long_samples_aside_with_their_works():
 
     assert (0,) == plan.single_long
     assert [[0], [1, 2], [3, 4], [5, 6]] == plan.packs.tolist()
-
-
-@given(
-    works=st.lists(st.integers(0, 50), min_size=1, max_size=7).map(np.array),
-    ranks=st.integers(1, 9),
-)
-def test_the_expected_imbalance_is_the_mean_over_all_draws(works, ranks):
-    """Every set of so many packs is as likely; zeros are even."""
-    draws = list(combinations(works.tolist(), min(ranks, works.size)))
-    mean = works.mean()
-
-    expected = sum(map(max, draws)) / len(draws) / mean if mean else 1.0
-
-    assert expected == pytest.approx(expected_imbalance(works, world_size=ranks))
-
-
-@given(works=st.lists(st.integers(0, 50), min_size=1, max_size=7).map(np.array), data=st.data())
-def test_no_packs_are_more_even_than_the_floor(works, data):
-    """Whichever samples go together, the heaviest packs are at least as heavy; nothing is lost."""
-    num = data.draw(st.integers(1, works.size))
-    labels = np.array(data.draw(st.lists(st.integers(0, num - 1), min_size=works.size, max_size=works.size)))
-    sums = np.sort(np.bincount(labels, works, minlength=num))[::-1]
-
-    floor = floor_of(works, num_packs=num)
-
-    assert num == floor.size
-    assert works.sum() == pytest.approx(floor.sum())
-    assert np.all(np.cumsum(floor) <= np.cumsum(sums) + 1e-9)

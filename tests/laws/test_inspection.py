@@ -1,6 +1,4 @@
-"""Inspection: places of samples, differences of plans, alternatives, and broken invariants."""
-
-import re
+"""Inspection: places of samples, and broken invariants."""
 
 import attrs
 import numpy as np
@@ -8,26 +6,11 @@ import pytest
 from hypothesis import event, given, reject
 from hypothesis import strategies as st
 
-from packplan.core.errors import ArgumentError, Difference, UserError
-from packplan.core.fingerprint import field_differences
-from packplan.core.forecast import StepTime, Timing, forecast_run
-from packplan.core.inspection import (
-    Alternative,
-    best_of,
-    place_of,
-    plan_difference,
-    plan_faults,
-    scheduled_steps,
-    summarise,
-    summarise_schedule,
-    what_if,
-)
+from packplan.core.errors import UserError
+from packplan.core.inspection import place_of, plan_faults, scheduled_steps, summarise, summarise_schedule
 from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan, one_sample_packs
-from packplan.core.schedule import EpochStats, PackStats
-from packplan.core.work import SampleWorks, WorkModel
 from tests.laws.test_summary import plans, schedules
-from tests.strategies import plain_schedule, raw_lengths
 
 
 @given(plans())
@@ -64,108 +47,6 @@ def test_every_turn_of_a_pack_is_one_that_a_rank_takes(drawn):
         (pack, turn.step, turn.rank) for pack in range(schedule.num_packs) for turn in scheduled_steps(schedule, pack)
     )
     assert taken == found
-
-
-def pack_members(plan, sample):
-    """Return all samples of the pack of a sample, None if it is in no pack."""
-    return next((pack for pack in plan.packs if sample in pack), None)
-
-
-@given(plans(), plans(), st.booleans())
-def test_differences_are_those_found_sample_by_sample(one, other, appended):
-    """Moved, lost and gained among packs, and of another length; none at all beside itself."""
-    (first, lengths), (second, others) = one, other
-    if appended:
-        others = lengths + others
-        second = build_raw_plan(others, packing_length=first.packing_length, drop_last=False)
-    everyone = range(max(len(lengths), len(others)))
-    before, after = [pack_members(first, i) for i in everyone], [pack_members(second, i) for i in everyone]
-
-    found = plan_difference(first, second, lengths, others)
-
-    assert [i for i in everyone if before[i] and after[i] and before[i] != after[i]] == found.moved.tolist()
-    assert [i for i in everyone if before[i] and not after[i]] == found.lost.tolist()
-    assert [i for i in everyone if after[i] and not before[i]] == found.gained.tolist()
-    common = range(min(len(lengths), len(others)))
-    assert [i for i in common if lengths[i] != others[i]] == found.resized.tolist()
-    itself = plan_difference(first, first, lengths, lengths)
-    assert [[], [], [], []] == [array.tolist() for array in attrs.astuple(itself)]
-    event(f"moved: {found.moved.size > 0}, lost: {found.lost.size > 0}, gained: {found.gained.size > 0}")
-
-
-def test_figures_differ_by_name():
-    """With both values; equal ones are not named."""
-    first = Alternative(80, 1, problem="none")
-
-    assert () == field_differences(first, first)
-    changed = attrs.evolve(first, world_size=2, problem=None)
-    assert (Difference("world_size", 1, 2), Difference("problem", "none", None)) == field_differences(first, changed)
-
-
-@given(
-    raw_lengths(min_size=4),
-    st.lists(st.integers(20, 300), min_size=1, max_size=3),
-    st.sets(st.integers(1, 5), min_size=1),
-)
-def test_whatif_plans_every_combination_as_planning_does(of, packing_lengths, world_sizes):
-    """Each has the figures of its own plan, or the reason why there is none."""
-    lengths, _ = of
-
-    def plan(packing_length):
-        return build_raw_plan(lengths, packing_length=packing_length, min_fill_ratio="0.9")
-
-    def schedule(raw, world_size):
-        if world_size == 3:
-            raise ArgumentError("batch_size", "4 is not divisible by 3 ranks")
-        return plain_schedule(len(raw.packs), world_size, dataloader_drop_last=world_size == 2)
-
-    found = list(
-        what_if(lengths, packing_lengths=packing_lengths, world_sizes=sorted(world_sizes), plan=plan, schedule=schedule)
-    )
-
-    assert [(n, w) for n in packing_lengths for w in sorted(world_sizes)] == [
-        (one.packing_length, one.world_size) for one in found
-    ]
-    for one in found:
-        summary, refused = _summary_or_reason(plan, one.packing_length, lengths)
-        if one.world_size == 3 and summary:
-            assert "not divisible by 3 ranks" in one.problem
-        elif one.problem is None or not summary:
-            assert (summary, refused) == (one.plan, one.problem)
-        else:
-            assert (2, "cannot feed") == (one.world_size, re.search("cannot feed", one.problem)[0])
-        assert (one.plan is None) == (one.schedule is None)
-    event(f"problems: {any(one.problem for one in found)}")
-
-
-def test_the_best_trains_the_most_tokens_in_a_second():
-    """For each number of ranks; of equal ones the shorter packs win, and what is refused never."""
-    lengths, timing = [40] * 6, Timing(StepTime(0, 0, 1e-12, 1e-12, 1e-12), "made up")
-    works = SampleWorks.from_lengths(WorkModel(per_position=4, per_pair=2), lengths)
-
-    def schedule(raw, world_size):
-        return plain_schedule(len(raw.packs), world_size)
-
-    def forecast(raw, trained):
-        stats = PackStats.from_plan(raw, works.lengths, works=works)
-        return forecast_run(timing, EpochStats.from_schedule(stats, trained, 0), trained, works)
-
-    found = list(
-        what_if(
-            lengths, packing_lengths=[40, 80, 120, 240], world_sizes=[1, 4], schedule=schedule, forecast=forecast,
-            plan=lambda length: build_raw_plan(lengths, packing_length=length, allow_single_long=False),
-        )
-    )  # fmt: skip
-
-    assert [1, 4] == [one.world_size for one in found if one.problem]  # all samples of 40 are long
-    best = best_of(found)
-    rates = {(one.packing_length, one.world_size): one.forecast.tokens_per_second for one in found if one.forecast}
-    # One rank never waits. Of four, one repeats a pack of 80 tokens, and two repeat those of 120.
-    assert rates[80, 1] == pytest.approx(rates[240, 1])
-    assert 80 == best[1].packing_length
-    assert rates[80, 4] == pytest.approx(3 * rates[80, 1]) == pytest.approx(1.5 * rates[120, 4])
-    assert 80 == best[4].packing_length
-    assert {} == best_of([Alternative(50, 1, problem="none")])
 
 
 def test_a_pack_at_the_ratio_is_not_underfilled():
@@ -255,10 +136,3 @@ def test_packs_of_other_samples_break_a_law_too():
     """One of length 0 is no sample; in padded batches each sample is alone."""
     assert "1 sample is not in the plan exactly once: sample 0 is 1 times" in plan_faults(SOUND, [0, *PLANNED[1:]])
     assert any("share no packs" in fault for fault in plan_faults(SOUND, PLANNED, packed=False))
-
-
-def _summary_or_reason(plan, packing_length, lengths):
-    try:
-        return summarise(plan(packing_length), lengths), None
-    except UserError as error:
-        return None, str(error)

@@ -22,7 +22,6 @@ from packplan.core.mixes import (
     schedule,
     select,
     stream_faults,
-    told_shares,
 )
 
 ratios = st.sampled_from(["0.1", "0.25", "1", "3", "0.7", "0.05"]).map(Decimal)
@@ -257,30 +256,6 @@ def test_each_epoch_has_its_entry_and_the_last_stays():
         drawn = schedule(mixes, sizes, seed=0, epoch=epoch)
         assert counts == np.histogram(selection, np.cumsum([0, *sizes]))[0].tolist()
         assert counts == np.bincount(drawn.source, minlength=3).tolist()
-        told = told_shares(mixes, lengths, sizes, selection, epoch=epoch)
-        assert [(file, n) for file, n in zip("bac", counts, strict=True) if n] == sorted(
-            ((one.file, one.samples) for one in told), key=lambda pair: "bac".index(pair[0])
-        )
-        assert int(lengths[selection].sum()) == sum(one.tokens for one in told)
-
-
-@given(mixes_by_tokens(), seeds)
-def test_told_shares_are_those_of_the_selection(given_mix, seed):
-    """In the unit of the mix; they sum up to 1, as those that were asked for do."""
-    mixes, lengths, sizes = given_mix
-    if [*mixes_faults(mixes, sizes), *drawn_faults(mixes, lengths, sizes, 1)]:
-        return
-    lengths = np.array(lengths)
-    selection = select(mixes, lengths, sizes, seed=seed, epoch=0)
-
-    told = told_shares(mixes, lengths, sizes, selection, epoch=0)
-
-    owner = np.repeat(np.arange(len(sizes)), sizes)[selection]
-    assert np.bincount(owner, minlength=len(sizes)).tolist() == [one.samples for one in told]
-    tokens = np.bincount(owner, lengths[selection], len(sizes))
-    assert tokens.tolist() == [one.tokens for one in told]
-    assert np.allclose(tokens / tokens.sum(), [one.share for one in told])
-    assert math.isclose(1, sum(one.asked_share for one in told))
 
 
 ONE = Decimal(1)

@@ -1,19 +1,15 @@
-"""Redrawn packs have the quality of the algorithm's own; meetings count pairs that meet again."""
+"""Redrawn packs have the quality of the algorithm's own."""
 
-from itertools import combinations
-from math import comb
 from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import event, example, given
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from benchmarks.distributions import DISTRIBUTIONS, trace
 from packplan.core.checksum import plan_checksum
-from packplan.core.inspection import meetings
 from packplan.core.packers import ALGORITHMS, pack, redraw
-from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan
 from packplan.core.policy import PlanPolicy
 from packplan.core.work import WorkModel
@@ -155,35 +151,3 @@ def test_a_plan_that_keeps_the_order_cannot_be_replanned():
     """All its epochs would pack alike."""
     with pytest.raises(ValueError, match="concatenative keeps the order of the data"):
         PlanPolicy(packing_length=8, algorithm="concatenative", replanned=True)
-
-
-pack_labels = st.lists(st.integers(-1, 5), min_size=1, max_size=20)
-"""Pack of each sample; -1 for none."""
-
-
-def packs_of(labels):
-    return Packs.from_lists([p for n in range(6) if (p := [i for i, label in enumerate(labels) if label == n])])
-
-
-@example(first=[-1, -1], second=[0, -1])
-@given(first=pack_labels, second=pack_labels)
-def test_meetings_are_counted_pair_by_pair(first, second):
-    """Among the samples that both plans have."""
-    one, other = packs_of(first), packs_of(second)
-    both = {i for p in one for i in p} & {i for p in other for i in p}
-    pairs, again = ({c for p in packs for c in combinations(sorted(both & set(p)), 2)} for packs in (one, other))
-
-    found = meetings(one, other)
-
-    assert (len(pairs), len(pairs & again)) == (found.pairs, found.pairs_again)
-    assert pytest.approx(len(pairs) * len(again) / max(1, comb(len(both), 2))) == found.expected
-
-
-@given(labels=pack_labels, repeated=st.lists(st.integers(0, 19), max_size=9))
-def test_a_sample_that_is_drawn_again_counts_in_its_first_pack(labels, repeated):
-    """Packs of repetitions behind the plan change nothing."""
-    packs = packs_of(labels)
-    known = [i for i in repeated if i in set(packs.indices.tolist())]
-    longer = Packs.from_lists([*packs, known] if known else [*packs])
-
-    assert meetings(packs, packs) == meetings(longer, packs) == meetings(packs, longer)

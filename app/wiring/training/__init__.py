@@ -2,10 +2,9 @@
 Constructs most adapters that need ms-swift or torch; `app.wiring.stores` constructs the others.
 """
 
-from packplan.adapters.forecast.memory import of_length, ranks_in_name, weights_of
 from packplan.app.wiring.splits import open_encoders, open_measurer, open_splits
 from packplan.app.wiring.stores import read_config
-from packplan.app.wiring.training.outlines import as_traced, open_outline, open_step_tracer
+from packplan.app.wiring.training.outlines import as_traced, open_step_tracer
 from packplan.app.wiring.training.ranks import alone_in_output, joined_ranks
 from packplan.app.wiring.training.trainers import (
     build_stream_trainer,

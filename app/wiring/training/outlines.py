@@ -1,12 +1,13 @@
 """Steps of a run that are traced for their memory: its model and trainer, without weights."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import attrs
 import torch
 
-from packplan.adapters.forecast.memory import OutlineTrainer, StepTracer
+from packplan.adapters.forecast.memory import OutlineTrainer, StepTracer, ranks_in_name
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.trainer.arguments import training_arguments
@@ -36,43 +37,34 @@ def as_traced(config: RunConfig) -> RunConfig:
     return attrs.evolve(config, model=model, training=attrs.evolve(config.training, trainer=kept))
 
 
-def open_outline(config: RunConfig, attention: AttentionChoice) -> Any:
-    """
-    Return the model that a run trains, with its freezes and adapters, on the device `meta`.
-
-    Args:
-        config: Result of `as_traced`.
-        attention: Attention of the run.
-    """
-    cpu = torch.device("cpu")
-    return open_model(config.model, config.training, attention=attention, device=cpu, outline=True)
-
-
+@contextmanager
 def open_step_tracer(
     config: RunConfig,
-    model: Any,
     samples: SwiftEncoder,
     *,
+    attention: AttentionChoice,
     sharding: Sharding,
     world_size: int,
     accumulates: bool,
-    on_gpu: bool,
-) -> StepTracer:
+) -> Iterator[StepTracer]:
     """
-    Return a tracer of the steps of one rank.
+    Yield a tracer of the steps of one rank, on the model that a run trains, with its freezes and
+    adapters, on the device `meta`.
 
     Args:
-        config: Result of `as_traced`.
-        model: Result of `open_outline`.
+        config: The run.
         samples: Samples of `train`.
+        attention: Attention of the result of `as_traced`.
         sharding: Way in which ranks share the model.
         world_size: Ranks.
         accumulates: Whether a step has several microbatches.
-        on_gpu: Whether the run trains on GPUs.
 
     Raises:
         ModelError: The model cannot be traced.
     """
+    on_gpu, config = not config.training.trainer.get("use_cpu"), as_traced(config)
+    cpu = torch.device("cpu")
+    model = open_model(config.model, config.training, attention=attention, device=cpu, outline=True)
     template = samples.template
     template.model = plain_model(model)
     arguments = training_arguments(config, per_device_train_batch_size=config.batch_size, gradient_accumulation_steps=1)
@@ -83,4 +75,5 @@ def open_step_tracer(
         group=OneRank(), eval_dataset=None, reduction=config.training.loss_reduction, model=model, args=arguments,
         template=template, train_dataset=None,
     )  # fmt: skip
-    return StepTracer(trainer, sharding, world_size, accumulates, on_gpu)
+    with ranks_in_name(world_size) if sharding == "fsdp2" else nullcontext():
+        yield StepTracer(trainer, sharding, world_size, accumulates, on_gpu)
