@@ -246,8 +246,7 @@ def test_a_typo_is_refused_without_torch_and_without_swift(tmp_path):
         run = run_of(tmp_path, key=key)
         calls += [[f"packplan.app.{name}", run, *override] for name in ("sft", "check")]
         calls += [["packplan.app.rl", run, "grpo.max_step=1"]]
-        calls += [[PLAN, name, run, *override] for name in ("build", "show", "whatif", "verify")]
-        calls += [[PLAN, "report", run, "-o", "p.html", *override], [PLAN, "diff", run, run, *override]]
+        calls += [[PLAN, name, run, *override] for name in ("build", "show", "whatif", "time", "fit", "verify")]
 
     for call, (status, heavy, said) in zip(calls, ends_of(calls), strict=True):
         assert (2, []) == (status, heavy), call

@@ -95,7 +95,7 @@ def test_all_bad_records_are_named_in_one_go(write_run, run, demo, tmp_path):
     data.write_text("\n".join([json.dumps(good), "{", json.dumps(good), json.dumps(torn), json.dumps({"id": 1})]))
 
     skipping = ["custom.on_bad_record=skip", "custom.max_bad_share=1"]
-    path = write_run(custom={"train_jsonl": str(data)})
+    path = write_run(custom={"train_jsonl": str(data)}, training={"packing_drop_last": False})
     run("build", path, *skipping)
 
     bad = json.loads(run("show", path, "--json", *skipping).out)["splits"]["train"]["bad_records"]
