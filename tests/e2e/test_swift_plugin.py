@@ -2,11 +2,9 @@
 
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import pairwise
@@ -30,8 +28,7 @@ from packplan.app import plugin
 from packplan.core.align import align_plan
 from packplan.core.errors import ConfigError
 from tests.e2e import plugin_run, rank_main
-from tests.e2e.swift_plans import LENGTH, NUM, PLAIN, ROOT, Ran
-from tests.network import free_port
+from tests.e2e.swift_plans import LENGTH, NUM, PLAIN, Ran
 from tests.processes import Started, finished, is_whole, wait_for
 
 # isort: split
@@ -151,7 +148,7 @@ def test_classifiers_learn_from_packs_as_from_samples(words, train, records):
 SCRIPT = """
 per_node=1
 NPROC_PER_NODE=$per_node \\
-{packplan} swift sft \\
+swift sft \\
     --model {demo}/models/qwen2 --model_type qwen2 --template qwen2_5 \\
     --tuner_type full --dataset '{records}/qwen2.jsonl#20' --max_length 256 \\
     --per_device_train_batch_size 2 --learning_rate 1e-5 --warmup_ratio 0.05 \\
@@ -159,33 +156,28 @@ NPROC_PER_NODE=$per_node \\
     --eval_steps 200 --save_steps 200 --logging_steps 5 --save_only_model true --num_train_epochs 1 \\
     --output_dir output/run --padding_free true \\
     --torch_dtype float32 --fp16 false --bf16 false --use_cpu true --report_to none --check_model false \\
-    --dataset_num_proc 1 --dataloader_num_workers 0 {more}
+    --dataset_num_proc 1 --dataloader_num_workers 0
 """
 """`examples/train/padding_free/sft.sh` of ms-swift, without what needs a GPU."""
 
 
-def test_a_script_of_ms_swift_s_examples_trains_packs_as_it_is(demo, records, tmp_path, monkeypatch):
-    """Planned before by the same words, and trained by the plugin."""
-    # The published torchvision is no CPU build, and ms-swift imports it first of all.
-    (tmp_path / "sitecustomize.py").write_text("import packplan.adapters\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+def test_a_script_of_ms_swift_s_examples_trains_packs_as_it_is(demo, records, tmp_path, server, start, monkeypatch):  # noqa: PLR0917  # fixtures
+    """Planned before by the words that its shell makes, and trained by the plugin."""
+    monkeypatch.chdir(tmp_path)
+    text = "swift() { printf '%s\\n' \"$@\"; }\n" + SCRIPT.format(demo=demo, records=records)
+    task, *words = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True).stdout.split("\n")[
+        :-1
+    ]
 
-    def run(packplan: str = "", more: str = "") -> str:
-        text = SCRIPT.format(demo=demo, records=records, packplan=packplan, more=more)
-        done = subprocess.run(["bash", "-c", text], cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert not done.returncode, done.stdout[-2000:] + done.stderr[-2000:]
-        return done.stdout + done.stderr
+    built = server.packplan("plan", "build", "swift", task, *words, env={"NPROC_PER_NODE": 1})
+    assert 0 == built.wait(), built.said
+    assert 0 == plugin.main(["swift", "-o", "plugin.py"])
+    _, (trained,) = start([*words, "--external_plugins", "plugin.py"], command=task)
+    assert 0 == trained.wait(), trained.said
 
-    built = run("packplan plan build")
-    assert 0 == plugin.main(["swift", "-o", str(tmp_path / "plugin.py")])
-    trained = run(more="--external_plugins plugin.py")
-
-    assert "planned packs replace --padding_free: --per_device_train_batch_size 2 counts packs" in trained
+    assert "planned packs replace --padding_free: --per_device_train_batch_size 2 counts packs" in trained.said
     told = r"\d+ steps? an epoch, \d+ in all on 1 rank|plan [0-9a-f]{12}"
-    assert set(re.findall(told, built)) == set(re.findall(told, trained)) != set()
+    assert set(re.findall(told, built.printed + built.said)) == set(re.findall(told, trained.said)) != set()
 
 
 @pytest.mark.parametrize("more", ["", "--truncation_strategy split --max_length 30 --packing_length 256"])

@@ -1,7 +1,6 @@
 """Steps of TRL's trainers on made batches, for tests of `balance`."""
 
 import os
-import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -194,5 +193,6 @@ def be_rank() -> None:
                 assert new["logged"][name] == pytest.approx(value, rel=1e-6, abs=1e-7), (host, name)
 
 
-if __name__ == "__main__":
-    sys.exit(not fork_ranks(2, lambda _: be_rank()))
+def main() -> int:
+    """Return 0 if two ranks hold."""
+    return int(not fork_ranks(2, lambda _: be_rank()))

@@ -284,7 +284,3 @@ def main(path: str) -> None:
     for cell in json.loads(Path(path).read_text()):
         Path(cell["out"]).mkdir(parents=True, exist_ok=True)
         fork_ranks(cell["ranks"], be_rank, cell)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

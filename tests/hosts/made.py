@@ -1,6 +1,5 @@
-"""Makes a tiny model and tokenized rows: `python -m tests.hosts.made FOLDER`."""
+"""Makes a tiny model and tokenized rows."""
 
-import sys
 from pathlib import Path
 
 from tests.hosts.law import model_of, rows_of
@@ -24,7 +23,3 @@ def main(folder: str) -> None:
     assert tokenizer(_TEXT)["input_ids"] == AutoTokenizer.from_pretrained(model)(_TEXT)["input_ids"]
     rows = [row for row in rows_of("qwen2") for _ in range(12)]  # a killed run is far from its end
     Dataset.from_list(rows).save_to_disk(Path(folder) / "rows")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,13 +1,17 @@
 """Reader of docs/use-it-in/, who copies a page's files and types its commands."""
 
+import importlib
 import os
 import re
+import runpy
 import shlex
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +42,26 @@ def commands(page: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if not line.startswith("pip ")]
 
 
+def call(name: str, folder: str, *given: str) -> Any:
+    """Call a function, named as `module:function`, in a folder."""
+    module, _, function = name.partition(":")
+    sys.path.insert(0, str(ROOT))
+    os.chdir(folder)
+    if "swift" in sys.modules:  # which the server of tests has imported: every trainer gets its callbacks
+        from transformers import trainer, trainer_callback
+
+        trainer.DEFAULT_CALLBACKS = [trainer_callback.DefaultFlowCallback]
+        trainer.DEFAULT_PROGRESS_CALLBACK = trainer_callback.ProgressCallback
+        trainer.PrinterCallback = trainer_callback.PrinterCallback
+    return getattr(importlib.import_module(module), function)(*given)
+
+
+def run_script(*words: str) -> None:
+    """Run a script as its command does."""
+    sys.argv = list(words)
+    runpy.run_path(words[0], run_name="__main__")
+
+
 class Reader:
     """Somebody who copies a page's files into a folder and types its commands."""
 
@@ -54,12 +78,16 @@ class Reader:
 
     def start(self, words: list[str]) -> subprocess.Popen[str]:
         """Type a command; what it prints goes to `printed.txt`."""
-        named = [str(self._given.get(word, word)) for word in words]
+        named = self.named(words)
         with (self.folder / "printed.txt").open("a") as printed:
             return subprocess.Popen(
                 [self._python / named[0], *named[1:]], cwd=self.folder, stdout=printed, stderr=subprocess.STDOUT,
                 text=True,
             )  # fmt: skip
+
+    def named(self, words: list[str]) -> list[str]:
+        """Return the words of a command with the reader's own paths."""
+        return [str(self._given.get(word, word)) for word in words]
 
     def run(self, words: list[str]) -> str:
         """Type a command, wait for its end, and return what it printed."""

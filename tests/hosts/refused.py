@@ -2,12 +2,12 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import packplan as pp
 from packplan.adapters.hf import use_plan
+from tests.hosts import law
 from tests.hosts.law import PACKING_LENGTH, cell_of, model_of, rows_of, trainer_of
 
 # isort: split
@@ -251,5 +251,7 @@ def main(out: str) -> None:
     (Path(out) / "told.json").write_text(json.dumps(told))
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
+def after_law(cells: str, out: str) -> None:
+    """Train the cells of a file, then do all: importing what they need takes longer than most."""
+    law.main(cells)
+    main(out)

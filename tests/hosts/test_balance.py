@@ -1,8 +1,6 @@
 """Steps of `balance` are the trainer's own: loss, gradients and logged values."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -20,7 +18,6 @@ from packplan.adapters.hf.refusals import checked_host, is_old_trl
 from packplan.adapters.hf.rows import RowLayout
 from packplan.core.errors import ArgumentError
 from tests.hosts.balanced import NEAR, PAIRED, batch_of, joined, nearness, step_of, trainer_of
-from tests.processes import ROOT
 
 # Newer transformers warns of a property that TRL reads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
@@ -205,10 +202,9 @@ def test_a_run_logs_the_same(host, tmp_path):
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
 
 
-def test_two_ranks_train_the_same(tmp_path):
+def test_two_ranks_train_the_same(apart, tmp_path):
     """Rows move for losses over rows or the step; they stay where a divisor is of a batch."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", "tests.hosts.balanced"], check=True, cwd=tmp_path, env=env)
+    apart("tests.hosts.balanced:main", folder=tmp_path)
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 20))

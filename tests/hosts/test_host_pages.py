@@ -54,7 +54,7 @@ def test_the_page_of_proofs_proves(reader):
 
 
 @pytest.mark.skipif(HOSTS is not None, reason="the demo, which makes the processor, needs ms-swift")
-def test_the_trainer_of_transformers_sees_images(demo, tmp_path):
+def test_the_trainer_of_transformers_sees_images(demo, apart, tmp_path):
     """By the page's second file, with the processor of a tiny model."""
     (picture, *_) = sorted((demo / "data").rglob("*.png")) or sorted((demo / "data").rglob("*.jpg"))
     text = "<|vision_start|><|image_pad|><|vision_end|>" + "a red dot " * 3
@@ -65,6 +65,6 @@ def test_the_trainer_of_transformers_sees_images(demo, tmp_path):
     given = {"path/to/vision-model": demo / "models" / "qwen2_5_vl", "path/to/records.jsonl": records}
     at = Reader("transformers", tmp_path, given, Path(sys.executable).parent)
 
-    printed = at.run(at.commands[-1])
+    printed = apart("tests.hosts.pages:run_script", *at.named(at.commands[-1])[1:], folder=tmp_path)
 
     assert re.search(r"'loss': '?\d", printed), printed

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,6 @@ import pytest
 from tests.nearness import FLOAT32
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
-
-PYTHON = os.environ.get("HOST_PYTHON", sys.executable)
-"""Interpreter with the hosts; without one, the pinned ones of this environment take a few cells."""
-
-DEADLINE_S = 900
 
 
 def cell(trainer: str, model: str, ranks: int, accumulation: int, workers: int) -> dict[str, Any]:
@@ -57,12 +48,8 @@ def name_of(cell: dict[str, Any]) -> str:
     return "-".join(map(str, cell.values()))
 
 
-BOTH = "import sys; from tests.hosts import law, refused; law.main(sys.argv[1]); refused.main(sys.argv[2])"
-"""Both in one process: importing what they need takes longer than most cells."""
-
-
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> tuple[Path, Path]:
+def folders(apart, tmp_path_factory) -> tuple[Path, Path]:
     """Run all cells, give trainers what they would not train as planned; return both folders."""
     folder, refused = tmp_path_factory.mktemp("cells"), tmp_path_factory.mktemp("refused")
     cells = [{"out": str(folder / name_of(one)), **one} for one in CELLS]
@@ -71,9 +58,7 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
         cells.append(out | cell(trainer, "qwen2", before, 2, 0) | {"kill_after": 2})
         cells.append(out | cell(trainer, "qwen2", after, 2, 0) | {"resume": True})
     (folder / "cells.json").write_text(json.dumps(cells))
-    command = [PYTHON, "-c", BOTH, str(folder / "cells.json"), str(refused)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=DEADLINE_S)
-    assert 0 == run.returncode, run.stderr[-3000:]
+    apart("tests.hosts.refused:after_law", folder / "cells.json", refused, folder=folder)
     return folder, refused
 
 

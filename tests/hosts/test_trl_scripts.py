@@ -2,15 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("trl")
-
-# isort: split
-from tests.processes import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -18,13 +13,10 @@ SCRIPTS = ("dpo", "grpo", "sft") if "HOST_PYTHON" in os.environ else ("sft",)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(apart, tmp_path_factory):
     """A folder with what each run logged."""
     folder = tmp_path_factory.mktemp("scripts")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.hosts.trl_scripts", str(folder), *SCRIPTS]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=600)
-    assert 0 == done.returncode, done.stderr[-3000:]
+    apart("tests.hosts.trl_scripts:main", folder, *SCRIPTS, folder=folder)
     return folder
 
 

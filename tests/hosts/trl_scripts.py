@@ -130,7 +130,3 @@ def main(folder: str, *scripts: str) -> None:
     make(Path(folder))
     runs = [*product([1], scripts, WAYS), *product([2], scripts[:1], WAYS)]
     sys.exit(not all(fork_ranks(one[0], run, *one, Path(folder)) for one in runs))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
