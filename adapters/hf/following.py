@@ -101,8 +101,6 @@ class FollowsSchedule:
 
     def _init_training_state(self, *args: Any, **options: Any) -> tuple[int, int]:
         super()._init_training_state(*args, **options)  # type: ignore[misc]
-        # That of a checkpoint of an earlier version has no place for it.
-        self.state.stateful_callbacks.setdefault(PackplanProgress.__name__, {})
         # The trainer may have restored a copy of the callback, which follows nothing.
         self.callback_handler.remove_callback(PackplanProgress)
         self.callback_handler.add_callback(self._progress)

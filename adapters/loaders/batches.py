@@ -19,11 +19,8 @@ from packplan.core.schedule import DAMAGED, ORDER_VERSION, EpochSchedule, Progre
 _SAVED = "the saved progress"
 """Name of a state in messages."""
 
-PROGRESS, _EARLIER = "PackplanProgress", "packplan"
-"""
-Names of the progress of a plan among the states of a trainer's callbacks; the second is that of
-earlier versions of `packplan sft`.
-"""
+PROGRESS = "PackplanProgress"
+"""Name of the progress of a plan among the states of a trainer's callbacks."""
 
 
 class PackBatches:
@@ -168,11 +165,8 @@ class EvalBatches:
 
 def progress_in(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the progress of a plan in the state of a trainer, sealed; None if it has none."""
-    callbacks = state["stateful_callbacks"]
-    if PROGRESS in callbacks:
-        progress: Mapping[str, Any] = callbacks[PROGRESS]["attributes"]["progress"]
-        return progress
-    return seal(callbacks[_EARLIER]) if _EARLIER in callbacks else None
+    entry = state["stateful_callbacks"].get(PROGRESS)
+    return None if entry is None else entry["attributes"]["progress"]
 
 
 def saved_progress(folder: Path) -> Mapping[str, Any]:

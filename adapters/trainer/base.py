@@ -40,7 +40,7 @@ from packplan.adapters.loaders.rows import PACK
 from packplan.adapters.models import evaluating, is_ruined, load_strictly, mean_size
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
-from packplan.adapters.trainer.callbacks import SaveOnSigterm, ShortLines, SkipDuplicateFinalEval
+from packplan.adapters.trainer.callbacks import SaveOnSigterm, SkipDuplicateFinalEval
 from packplan.adapters.trainer.checkpoints import files_to_state, remove_digests, write_digests
 from packplan.adapters.trainer.loader import (
     LENGTHS,
@@ -51,7 +51,6 @@ from packplan.adapters.trainer.loader import (
     open_worker,
 )
 from packplan.adapters.trainer.packed_dataset import PackedDataset
-from packplan.adapters.trainer.settings import failures_named
 from packplan.adapters.trainer_state import seal_saves
 from packplan.core.equality import Precision
 from packplan.core.errors import ConfigError, MismatchError, RunError, in_ranges
@@ -117,8 +116,6 @@ class PackingTrainer(Seq2SeqTrainer):
             super().__init__(eval_dataset=eval_dataset, **options)
         except ValueError as error:
             raise ConfigError.at("training", f"is refused by the trainer: {error}") from error
-        if self.pop_callback(PrinterCallbackNew) is not None:
-            self.add_callback(ShortLines())
         for callback in self.callback_handler.callbacks:
             # ms-swift's callbacks set these when training begins, and fail on earlier logs.
             if isinstance(callback, (ProgressCallbackNew, PrinterCallbackNew)):
@@ -184,7 +181,6 @@ class PackingTrainer(Seq2SeqTrainer):
         Train, and end the loaders' processes.
 
         Raises:
-            ConfigError: A setting fails that only the model in training shows.
             RunError: A loader's process ended before.
         """
         if resumed := options.get("resume_from_checkpoint"):
@@ -194,7 +190,7 @@ class PackingTrainer(Seq2SeqTrainer):
             "process) or training.dataloader_prefetch_factor"
         )
         try:
-            with failures_named(self), lost_processes_named("loading data", advice):
+            with lost_processes_named("loading data", advice):
                 return super().train(*arguments, **options)
         finally:
             for loader in self._loaders:
@@ -284,52 +280,13 @@ class PackingTrainer(Seq2SeqTrainer):
         return mean_size(self.model.parameters(), sharded=self.group.world_size > 1)
 
     def _load_optimizer_and_scheduler(self, *arguments: Any, **options: Any) -> None:
-        requested, needed = _optimizer_settings(self.optimizer), {*chain(*self.optimizer.param_groups)}
+        needed = {*chain(*self.optimizer.param_groups)}
         fact = f"is {self.saved}, whose optimizer this run cannot take"
         with loading(_CHECKPOINT_KEY, fact, _RESTORE):
             super()._load_optimizer_and_scheduler(*arguments, **options)
             # The first step would fail on missing settings.
             if lacking := sorted(needed.difference(*self.optimizer.param_groups)):
                 raise ValueError(f"it has no {', '.join(lacking)}, so another training.optim made it")
-        for key, number in requested.items() if self.group.rank == 0 else ():
-            kept = _optimizer_settings(self.optimizer)[key]
-            if kept != number:
-                log.warning(
-                    "%s is %s, but the run goes on with its checkpoint's %s: to train on from its weights with "
-                    "another, set model.model to it and remove %s",
-                    key,
-                    number,
-                    kept,
-                    _CHECKPOINT_KEY,
-                )
-
-    def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
-        """Create the optimizer; ConfigError if the named one does not suit the model."""
-        try:
-            return super().create_optimizer(*arguments, **options)
-        except (AttributeError, ImportError, TypeError, ValueError) as error:
-            key = "optim" if self.args.optimizer is None else "optimizer"
-            reason = f"cannot be made for this model: {error}; name another, or remove the key"
-            raise ConfigError.at(f"training.{key}", reason) from error
-
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        try:
-            return bool(super()._determine_best_metric(metrics, trial))
-        except KeyError:
-            known = ", ".join(sorted(metrics))
-            reason = f"is {self.args.metric_for_best_model}, but an evaluation gives {known}: write one of these"
-            raise ConfigError.at("training.metric_for_best_model", reason) from None
-
-    def init_hf_repo(self, *arguments: Any, **options: Any) -> None:
-        """
-        Create the repository for pushed checkpoints; ConfigError if the hub refuses or is
-        unreachable.
-        """
-        try:
-            super().init_hf_repo(*arguments, **options)
-        except (OSError, ValueError) as error:
-            reason = f"cannot make its repository: {error}; log in to the hub, set training.hub_token, or remove it"
-            raise ConfigError.at("training.push_to_hub", reason) from error
 
     def sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
         """Add up each of these numbers over all ranks, in place."""
@@ -467,24 +424,6 @@ def model_inputs(prepared: dict[str, Any]) -> dict[str, Any]:
     """Return the model's inputs for logits without a loss."""
     others = ("labels", "compute_loss_func", "loss_scale", "text_position_ids", "channel")
     return {key: value for key, value in prepared.items() if key not in others}
-
-
-_OPTIMIZER_SETTINGS = {
-    "initial_lr": "learning_rate",
-    "weight_decay": "weight_decay",
-    "betas": "adam_beta1 and adam_beta2",
-    "eps": "adam_epsilon",
-}
-"""Optimizer settings that come from a checkpoint whatever the run sets -> their keys."""
-
-
-def _optimizer_settings(optimizer: Any) -> dict[str, str]:
-    """Return key -> the distinct values of the groups of weights, in their order."""
-    found = {}
-    for name, key in _OPTIMIZER_SETTINGS.items():
-        held = [str(group[name]) for group in optimizer.param_groups if name in group]
-        found[f"training.{key}"] = ", ".join(dict.fromkeys(held))
-    return found
 
 
 def require_packs(what: str, planned: list[int], consumed: list[int]) -> None:

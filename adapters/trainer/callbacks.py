@@ -1,28 +1,14 @@
-"""Callbacks of the trainer: short lines, a clean end on SIGTERM, no duplicate final evaluation."""
+"""Callbacks of the trainer: a clean end on SIGTERM, no duplicate final evaluation."""
 
 import contextlib
-import io
 import signal
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from swift.trainers.patcher import PrinterCallbackNew
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from packplan.core.ports import RankGroup
-
-
-class ShortLines(PrinterCallbackNew):
-    """Prints logs with four significant digits; the files have all."""
-
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
-        """Write the logs as ms-swift does, and print them shorter."""
-        with contextlib.redirect_stdout(io.StringIO()):
-            super().on_log(args, state, control, **options)
-        if state.is_world_process_zero:
-            logs = options["logs"].items()
-            print({key: float(f"{one:.4g}") if isinstance(one, float) else one for key, one in logs}, flush=True)
 
 
 class SkipDuplicateFinalEval(TrainerCallback):

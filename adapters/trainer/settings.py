@@ -1,22 +1,19 @@
 """
 Early use of settings that the trainer first uses late, to find faults before hours of measuring.
 
-Errors are the trainer's own, about a name, a number or a missing package. Faults that only the
-model in training shows are named by their keys.
+Errors are the trainer's own, about a name, a number or a missing package.
 """
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend
-from swift.callbacks.lisa import LISACallback
 from transformers import Trainer, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 
-from packplan.core.errors import ConfigError, Fault, counted
+from packplan.core.errors import Fault
 
 
 def setting_faults(arguments: Any) -> Iterator[Fault]:
@@ -73,40 +70,3 @@ _USES: dict[tuple[str, ...], Callable[[Any], None]] = {
     ("max_shard_size",): _check_shard_size,
 }
 """Key, and the keys that belong to it -> function that uses them."""
-
-
-@contextmanager
-def failures_named(trainer: Any) -> Iterator[None]:
-    """
-    Raise ConfigError where a setting fails that only the model in training can show.
-
-    Such settings are the compilation and a number of layers.
-
-    Args:
-        trainer: Trainer of ms-swift that runs inside.
-    """
-    try:
-        yield
-    except ValueError as error:
-        lisa = [one for one in trainer.callback_handler.callbacks if isinstance(one, LISACallback)]
-        for layers in (getattr(one, "total_layers", None) for one in lisa):
-            requested = trainer.args.lisa_activated_layers
-            if layers is not None and requested > layers:
-                reason = f"is {requested:,}, but the model has {counted(layers, 'layer')}: lower it to at most these"
-                raise ConfigError.at("training.lisa_activated_layers", reason) from error
-        raise
-    except RuntimeError as error:
-        if not trainer.args.torch_compile:
-            raise
-        from torch._dynamo.exc import TorchDynamoException  # loads its compilers
-
-        if not isinstance(error, TorchDynamoException):
-            raise
-        step = trainer.state.global_step + 1
-        why = " ".join(str(error).split())[:_MAX_REASON]
-        reason = f"fails in optimizer step {step:,}: {why}; change training.torch_compile_backend, or remove it"
-        raise ConfigError.at("training.torch_compile", reason) from error
-
-
-_MAX_REASON = 250
-"""Characters of a compiler's message that an error quotes."""

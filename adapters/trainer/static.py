@@ -1,5 +1,5 @@
 """
-Trainer of a plan: it follows the schedule as every host does, rehearses, logs and tells the time.
+Trainer of a plan: it follows the schedule as every host does, logs and tells the time.
 """
 
 import time
@@ -15,7 +15,6 @@ from packplan.adapters.samples.encoder import VIDEO_SECONDS
 from packplan.adapters.trainer.base import PackingTrainer
 from packplan.adapters.trainer.checkpoints import attention_to_state, seconds_to_state
 from packplan.adapters.trainer.loader import PackLoader
-from packplan.adapters.trainer.rehearsal import rehearse
 from packplan.core.equality import AttentionChoice
 from packplan.core.forecast import RunForecast
 from packplan.core.schedule import EpochStats, PackStats
@@ -38,7 +37,6 @@ class PackTrainer(FollowsSchedule, PackingTrainer):
         follower: PackBatches,
         pack_stats: Callable[[int], PackStats],
         attention: AttentionChoice,
-        rehearses: bool = False,
         **options: Any,
     ) -> None:
         """
@@ -48,12 +46,10 @@ class PackTrainer(FollowsSchedule, PackingTrainer):
             follower: Serves this rank's packs in the order of their schedule.
             pack_stats: Function that returns the packs of an epoch, with stats for the log.
             attention: Attention that trains, stored in checkpoints.
-            rehearses: Train the heaviest packs once before the first step.
             **options: Options of `PackingTrainer`; train_dataset serves the packs of the raw plan;
                 none where epochs have plans of their own.
         """
         self.pack_stats, self.attention = pack_stats, attention
-        self._rehearses = rehearses
         self.forecast: RunForecast | None = None
         self._began: float | None = None
         self._meter: _Meter | None = None
@@ -81,8 +77,6 @@ class PackTrainer(FollowsSchedule, PackingTrainer):
         return begun
 
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
-        if self._rehearses and self._meter is None:
-            rehearse(self, options["model"], self.pack_stats(epoch))
         if self._began is None:
             self._began = time.perf_counter()
         stats = EpochStats.from_schedule(self.pack_stats(epoch), self.schedule, epoch)

@@ -106,9 +106,6 @@ def _step_faults(training: TrainingConfig) -> Iterator[Fault]:
     if training.max_steps < 1 and not 0 < training.num_train_epochs < MANY_EPOCHS:
         reason = f"is {training.num_train_epochs}, but has to be above 0 and below {MANY_EPOCHS:,}"
         yield Fault("training.num_train_epochs", reason)
-    if training.packing_rehearse and training.packing_mode == "dynamic":
-        reason = "tries a plan's heaviest packs, but dynamic packs are made while training runs: remove it"
-        yield Fault("training.packing_rehearse", reason)
     if training.packing_group_by_work and (training.packing_balance == "none" or not training.packing):
         reason = "groups packs by work, which needs training.packing, and training.packing_balance other than none"
         yield Fault("training.packing_group_by_work", f"{reason}: set those, or remove it")

@@ -21,6 +21,8 @@ FIXED_ARGUMENTS = frozenset(
         "label_smoothing_factor", "loss_reduction", "loss_type", "enable_dft_loss", "enable_channel_loss",
         "neftune_noise_alpha", "router_aux_loss_coef", "optim", "optim_args", "optim_target_modules", "optimizer",
         "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "freeze_llm", "freeze_vit",
+        # A checkpoint's optimizer brings these along, whatever a run says.
+        "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "vit_lr", "aligner_lr",
     }
 )  # fmt: skip
 """Settings of the trainer that a resumed run has to share: loss, optimizer, rate over time."""
@@ -29,8 +31,8 @@ _FIXED = re.compile(r"(lora|boft|vera|fourier|adapter|llamapro|galore|lisa)_")
 """Settings of tuners and optimizers, which a resumed run has to share too."""
 
 UNCOMPARED = re.compile(
-    # The optimizer brings these along, and tells them, and the checkpoint names its attention.
-    r"learning_rate|weight_decay|adam_.*|vit_lr|aligner_lr|attn_impl|"
+    # A checkpoint names its attention.
+    r"attn_impl|"
     # How a run is read, watched, saved and evaluated; seeds are compared as the schedule's.
     r"resume_.*|restore_.*|output_dir|download|trust_remote_code|trainer|seed|data_seed|train_dataloader_shuffle|"
     r"(?:dataloader_(?!drop_last)|eval_|do_|log_|logging_|save_|hub_|include_|metric_|load_best|ddp_|torch_|trackio_).*|"

@@ -37,7 +37,6 @@ _REMEDIES: Mapping[str, str] = MappingProxyType(
         "refused": "make room, or choose a training.output_dir that you may write",
         "locked": "wait until it is done, or raise training.packing_wait_timeout_s",
         "different_runs": "start all of them with the same YAML, options, model and packages",
-        "memory": "lower template.max_length to a length that fits, or set training.gradient_checkpointing: true",
         "not_finite": "lower training.learning_rate",
         "unequal": "set training.packing: false",
     }

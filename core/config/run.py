@@ -294,12 +294,6 @@ class TrainingConfig:
     Grouped steps are biased.
     """
 
-    packing_rehearse: bool | None = key(None, neither="trains nothing")
-    """
-    Train the heaviest packs once before the first step, and forget them, to see whether they fit
-    into memory. Unset, on accelerators alone.
-    """
-
     packing_min_fill_ratio: Decimal = key(Decimal("0.65"), plan=True, check=share)
     """Packs filled below this share of the packing length, an exact decimal, are dropped."""
 

@@ -11,4 +11,4 @@ from packplan.core.schedule.schedule import (
     require_start,
     resumed,
 )
-from packplan.core.schedule.telemetry import EpochStats, PackStats, heaviest_packs
+from packplan.core.schedule.telemetry import EpochStats, PackStats

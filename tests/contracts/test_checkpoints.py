@@ -144,13 +144,6 @@ def test_a_resume_state_comes_back(tmp_path: Path, state):
         find_checkpoint(str(tmp_path), "", group=OneRank(), kind=StreamState if state is PLANNED else ResumeState)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path: Path):
-    """The progress of a plan under the name that it had."""
-    save(tmp_path, PLANNED, entry={"packplan": to_plain(PLANNED)})
-
-    assert PLANNED == read_resume_state(tmp_path, ResumeState)
-
-
 class OneRank:
     """The only rank."""
 

@@ -141,10 +141,6 @@ EXAMPLES = (
         "shared memory (/dev/shm), is full: lower training.dataloader_num_workers (now 4; 0 loads in the training "
         "process) or training.dataloader_prefetch_factor, or give the machine more memory",
     ),
-    RunError(
-        "memory",
-        "a pack of 8,190 tokens does not fit into the memory of a rank, before the first step",
-    ),
     RunError("not_finite", "loss is nan, so the policy was not updated and not saved"),
     RunError.worker(2, "train", "its process ended"),
     raised(refuse_other_packs, [{PACK: 5}], [(4,)]),

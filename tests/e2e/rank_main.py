@@ -1,4 +1,4 @@
-"""Runs `packplan sft` as a rank; a fault is `measure`, `gradients`, `infinite` or `memory`."""
+"""Runs `packplan sft` as a rank; a fault is `measure`, `gradients` or `infinite`."""
 
 import json
 import math
@@ -24,10 +24,6 @@ with loading_libraries():
     from tests.e2e.ready import train
 
 
-ROOM = 100
-"""Tokens that the fault `memory` leaves room for."""
-
-
 def main(config: str, out: str, fault: str = "") -> int:
     """Return the exit status."""
     fetched: list[int] = []
@@ -49,8 +45,8 @@ def main(config: str, out: str, fault: str = "") -> int:
         trainer = built(config, arguments, splits, *args, **kwargs)
         if fault == "gradients":
             trainer.add_callback(gradients)
-        if fault in _LOSSES and trainer.group.rank == 1:
-            trainer.compute_loss = partial(_LOSSES[fault], trainer, trainer.compute_loss)
+        if fault == "infinite" and trainer.group.rank == 1:
+            trainer.compute_loss = partial(_infinite, trainer, trainer.compute_loss)
         return trainer
 
     def command() -> None:
@@ -74,18 +70,6 @@ def main(config: str, out: str, fault: str = "") -> int:
 
 def _infinite(trainer: Any, compute_loss: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     return compute_loss(*arguments, **options) + (math.inf if trainer.state.global_step else 0)
-
-
-def _cramped(
-    _: Any, compute_loss: Callable[..., Any], model: Any, inputs: dict[str, Any], *others: Any, **options: Any
-) -> Any:
-    if inputs["input_ids"].numel() > ROOM:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    return compute_loss(model, inputs, *others, **options)
-
-
-_LOSSES = {"infinite": _infinite, "memory": _cramped}
-"""Fault -> how it computes a loss."""
 
 
 def _told(result: Any) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def identity(**training) -> RunIdentity:
         ({"lora_rank": 4}, True, False), ({"vera_rank": 4}, True, False), ({"freeze_vit": True}, True, False),
         ({"max_steps": 9}, False, True), ({"effective_batch_size": 9}, False, True), ({"bf16": True}, False, True),
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, False, True),
-        ({"output_dir": "p"}, False, False), ({"save_steps": 9}, False, False), ({"learning_rate": 1.0}, False, False),
+        ({"output_dir": "p"}, False, False), ({"save_steps": 9}, False, False), ({"learning_rate": 1.0}, True, False),
         ({"resume_from_checkpoint": "last"}, False, False), ({"packing_algorithm": "certified"}, False, False),
     ],
     ids=str,

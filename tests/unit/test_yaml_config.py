@@ -127,7 +127,6 @@ LORA, MIX = {"training.tuner_type": "lora"}, {"custom.fusion_config": "mix.yaml"
         ({"training.packing_epochs": "replanned", "training.packing_algorithm": "concatenative"},
          "training.packing_epochs"),
         ({**ROLLOUT, "training.packing_epochs": "replanned"}, "training.packing_epochs"),
-        ({**ROLLOUT, "training.packing_rehearse": True}, "training.packing_rehearse"),
     ],
 )  # fmt: skip
 def test_values_that_cannot_be_are_refused_by_their_keys(keys, refused):

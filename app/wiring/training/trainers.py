@@ -236,7 +236,7 @@ def build_trainer(
         attention: Attention of the run.
         group: The ranks.
     """
-    train, rehearses = splits["train"], config.training.packing_rehearse
+    train = splits["train"]
     evaluated = _evaluated(splits.get("eval"), arguments)
     template, model = _open_model(config, arguments, train.encoder, group, attention)
     packs = train.raw.packs if train.epochs is None else Packs.from_lists([])
@@ -248,7 +248,6 @@ def build_trainer(
         pack_stats=train.pack_stats,
         attention=attention,
         reduction=config.training.loss_reduction,
-        rehearses=arguments.device.type != "cpu" if rehearses is None else rehearses,
         model=model,
         args=arguments,
         template=template,
