@@ -16,12 +16,14 @@ import contextlib
 import logging
 import math
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from swift.template import Template
 from swift.trainers import Seq2SeqTrainer
 from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
-from transformers import TrainerControl
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from packplan.adapters.attention import with_text_row
@@ -40,7 +42,6 @@ from packplan.adapters.loaders.rows import PACK
 from packplan.adapters.models import evaluating, is_ruined, load_strictly, mean_size
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
-from packplan.adapters.trainer.callbacks import SaveOnSigterm, SkipDuplicateFinalEval
 from packplan.adapters.trainer.checkpoints import files_to_state, remove_digests, write_digests
 from packplan.adapters.trainer.loader import (
     LENGTHS,
@@ -75,6 +76,46 @@ _CHECKPOINT_KEY = "training.resume_from_checkpoint"
 
 _RESTORE = "restore the settings that it was trained with, or name another checkpoint"
 """Advice if a checkpoint belongs to another model or optimizer."""
+
+
+class SkipDuplicateFinalEval(TrainerCallback):
+    """
+    Skips the second evaluation and save after the last step.
+
+    ms-swift evaluates and saves at the last step, and again at the end of its epoch.
+    """
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:  # noqa: ARG002
+        """Cancel evaluation and saving if the last step has done both."""
+        if state.global_step == state.max_steps:
+            control.should_evaluate = control.should_save = False
+
+
+class SaveOnSigterm(TrainerCallback):
+    """On SIGTERM, saves one checkpoint of all ranks after the running step, and ends training."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+        self.received = False
+        self._before: Any = None
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Install the signal handler."""
+        with contextlib.suppress(ValueError):  # only the main thread may handle signals
+            self._before = signal.signal(signal.SIGTERM, self._note)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Restore the previous signal handler."""
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:  # noqa: ARG002
+        """Save and stop if any rank received SIGTERM."""
+        if self.group.any(self.received):
+            self.received = control.should_save = control.should_training_stop = True
+
+    def _note(self, _: int, __: FrameType | None) -> None:
+        self.received = True
 
 
 class PackingTrainer(Seq2SeqTrainer):

@@ -22,11 +22,10 @@ from typing import Any
 
 import attrs
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.trainer.base import PackingTrainer
-from packplan.adapters.trainer.callbacks import FinishStream
 from packplan.adapters.trainer.checkpoints import attention_to_state, stream_to_state, write_rank_state
 from packplan.adapters.trainer.loader import LENGTHS, NORMALISER, Batch, PackLoader
 from packplan.core.config import LESS_DROPPED
@@ -59,6 +58,28 @@ class StreamTotals:
             f"{counts.underfilled_packs:,} of {counted(counts.packs, 'pack')} "
             f"{agree(counts.underfilled_packs, 'was', 'were')} underfilled"
         )
+
+
+class FinishStream(TrainerCallback):
+    """Evaluates and saves after the last step of a stream, which is known when the epoch ends."""
+
+    def __init__(self, ends_training: Callable[[], bool]) -> None:
+        """
+        Finish a stream.
+
+        Args:
+            ends_training: Function that returns whether the last epoch is over.
+        """
+        self.ends_training = ends_training
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:
+        """Evaluate and save if the last step has not."""
+        if not self.ends_training():
+            return
+        if args.eval_strategy == "steps" and state.global_step % state.eval_steps:
+            control.should_evaluate = True
+        if args.save_strategy == "steps" and state.global_step % state.save_steps:
+            control.should_save = True
 
 
 class StreamTrainer(PackingTrainer):
