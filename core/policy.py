@@ -29,7 +29,7 @@ class PlanPolicy:
     All settings that decide a raw plan, and the plans that are refused.
 
     A new setting of planning is a field here, an entry of `fingerprint`, and read from a run in
-    `core.config.planning`. Its key declares `plan` (`core.config.keys`).
+    `core.config.identity`. Its key declares `plan` (`core.config.keys`).
 
     Raises:
         ValueError: A field has an invalid value. The message names it.

@@ -1,15 +1,23 @@
 """
-Faults of a run's configuration: those of single keys, and here those of several keys together. All
-are reported at once.
+What is wrong with a run's configuration, and which key to change: faults of several keys together,
+unknown keys, and remedies of errors that core states without a key.
+
+All faults are reported at once. An unknown key is told where it belongs, or which key it misspells;
+never a key of another meaning. A misspelling keeps the words of a key and their order. At most two
+words are off by one letter (one too many, too few, another one, or two swapped), and numbers stay.
+So `packing_lenght` is `packing_length`, and `min_pixels` is not `max_pixels`. Failing that, a key
+may lack one word, or have one too many; it does not lack the medium that it is of: `min_pixels` is
+not `video_min_pixels`. docs/troubleshooting.md has more than the one remedy by kind of error.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import attrs
 
 from packplan.core.config.keys import key_faults, key_of
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from packplan.core.errors import Fault
+from packplan.core.errors import Fault, PackplanError, shortened
 from packplan.core.packers import ALGORITHMS
 from packplan.core.samples import without_credentials
 
@@ -235,3 +243,178 @@ def _quantisation_faults(model: ModelConfig, training: TrainingConfig) -> Iterat
         yield Fault("model.quant_bits", f"is {model.quant_bits}, but has to be 4 or 8")
     if training.tuner_type == "full":
         yield Fault("model.quant_method", "quantises weights that would be trained: set training.tuner_type: lora")
+
+
+MOST = 3
+"""Keys that advice names, at most."""
+
+_ONE_WORD = 3
+"""Rank of a key that differs by a whole word: behind all that differ by letters."""
+
+_MEDIA = frozenset({"audio", "image", "video"})
+"""Words without which a key would be of another medium."""
+
+
+def unknown_key(name: str, level: str, known: Iterable[str], *, refused: Mapping[str, str]) -> str:
+    """
+    Return what is wrong with a key that its place does not have, and what to do.
+
+    Args:
+        name: The key, as it is written.
+        level: The section that it stands in, `training` or `policy.sequence_packing`; empty at the
+            top.
+        known: All keys that there are, each with its section: `training.learning_rate`.
+        refused: Keys, with their sections, that are known and always refused -> why, and what to
+            do.
+
+    >>> unknown_key("learning_rate", "", ["training.learning_rate"], refused={})
+    'is no key of the top level: write training.learning_rate'
+    """
+    paths = list(known)
+    if f"{_prefix(level)}{name}" in paths:
+        section, _, last = name.rpartition(".")
+        return f"is written with a dot: write {last} in the section {_prefix(level)}{section}"
+    elsewhere = [path for path in paths if _last(path) == name]
+    if elsewhere:
+        return f"is no key of {level or 'the top level'}: write {_either(elsewhere)}"
+    if reasons := [reason for path, reason in refused.items() if _last(path) == name]:
+        return reasons[0]
+    here = [path for path in (*paths, *refused) if path.rpartition(".")[0] == level]
+    meant = closest(name, map(_last, here))
+    if meant and f"{_prefix(level)}{meant[0]}" in refused:
+        return f"is no known key; {meant[0]}, which it resembles, {refused[f'{_prefix(level)}{meant[0]}']}"
+    if not meant:
+        names = closest(name, map(_last, paths))
+        meant = [path for close in names for path in paths if _last(path) == close]
+    return f"is no known key: {f'did you mean {_either(meant)}?' if meant else 'remove it'}"
+
+
+def closest(name: str, known: Iterable[str]) -> list[str]:
+    """
+    Return the keys that *name* may misspell, those that differ least, in their order.
+
+    >>> closest("learning_rat", ["learning_rate", "seed"]), closest("min_pixels", ["max_pixels"])
+    (['learning_rate'], [])
+    """
+    ranks = {key: rank for key in known if (rank := _rank(_words(name), _words(key))) is not None}
+    return [key for key, rank in ranks.items() if rank == min(ranks.values())]
+
+
+def _prefix(level: str) -> str:
+    return f"{level}." if level else ""
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _either(names: Sequence[str]) -> str:
+    return " or ".join(names[:MOST])
+
+
+def _words(key: str) -> list[str]:
+    return key.lower().replace("-", "_").split("_")
+
+
+def _rank(words: list[str], meant: list[str]) -> int | None:
+    """
+    Return by how much *words* differ from those that are meant; None if they mean something else.
+    """
+    if _digits(words) != _digits(meant):
+        return None
+    if "".join(words) == "".join(meant):
+        return 0
+    if len(words) == len(meant):
+        slips = [pair for pair in zip(words, meant, strict=True) if pair[0] != pair[1]]
+        return len(slips) if len(slips) < 3 and all(_is_slip(*pair) for pair in slips) else None
+    one = _without_one(words, meant) | (_without_one(meant, words) - _MEDIA)
+    return _ONE_WORD if one and min(len(words), len(meant)) >= 2 else None
+
+
+def _without_one(longer: list[str], shorter: list[str]) -> set[str]:
+    """Return the words any one of which *longer* has beyond *shorter*; none if they differ more."""
+    return {word for place, word in enumerate(longer) if longer[:place] + longer[place + 1 :] == shorter}
+
+
+def _digits(words: list[str]) -> str:
+    return "".join(letter for letter in "".join(words) if letter.isdigit())
+
+
+def _is_slip(word: str, meant: str) -> bool:
+    """Return whether a word of at least three letters is off by one."""
+    one, two = ({text, *(text[:at] + text[at + 1 :] for at in range(len(text)))} for text in (word, meant))
+    return min(len(word), len(meant)) > 1 and len(word + meant) > 4 and bool(one & two)
+
+
+LESS_DROPPED = "To drop less, set training.packing_drop_last: false, or lower training.packing_min_fill_ratio"
+"""Remedy for a stream that drops too much."""
+
+_MEASURE_AGAIN = "restore it, or use another training.output_dir to measure and plan again"
+
+_REMEDIES: Mapping[str, str] = MappingProxyType(
+    {
+        "batch_size": "set training.effective_batch_size to {nearest}",
+        "all_skipped": "set training.packing_allow_single_long: true",
+        "all_dropped": "set training.packing_drop_last: false to train all of them",
+        "dropped_tokens": "set training.packing_drop_last: false to train all of them",
+        "too_long": "raise template.max_length to {longest:,}",
+        "too_short": "set training.dataloader_drop_last: false",
+        "unsupervised": "raise template.max_length if it truncates their answers; packplan plan show RUN.yaml "
+        "--sample {sample} --text shows what is trained of one",
+        "too_many_epochs": "lower training.max_steps or training.num_train_epochs",
+        "isolation": "set training.packing: false",
+        "attention": "set model.attn_impl: auto",
+        "probe": "set training.packing: false",
+        "stale_lengths": "use another training.output_dir, or delete that folder to measure again (checkpoints lie "
+        "elsewhere and stay)",
+        "borrowed_lengths": "remove training.packing_lengths_from to measure here",
+        "table_lengths": "remove custom.lengths to measure here, or write a table with packplan measure --config",
+        "changed_plan": "restore the data and the settings, or start again from its weights: set model.model to it, "
+        "and remove training.resume_from_checkpoint",
+        "changed_order": "install the version that wrote the checkpoint: this one trains packs in another order",
+        "changed_image": _MEASURE_AGAIN,
+        "changed_sample": _MEASURE_AGAIN,
+        "not_built": "packplan plan build measures and plans",
+        "refused": "make room, or choose a training.output_dir that you may write",
+        "locked": "wait until it is done, or raise training.packing_wait_timeout_s",
+        "different_runs": "start all of them with the same YAML, options, model and packages",
+        "not_finite": "lower training.learning_rate",
+        "unequal": "set training.packing: false",
+    }
+)
+"""Kind of an error -> remedy, with its `details` in braces."""
+
+
+_KEYS_OF_PLANS: Mapping[str, str] = MappingProxyType(
+    {
+        "algorithm": "training.packing_algorithm",
+        "allow_single_long": "training.packing_allow_single_long",
+        "min_fill_ratio": "training.packing_min_fill_ratio",
+        "mix": "custom.fusion_config",
+        "mix_seed": "training.seed",
+        "packing": "training.packing",
+        "packing_length": "template.max_length",
+        "replanned": "training.packing_epochs",
+    }
+)
+"""Input of a plan -> the key that decides it."""
+
+
+def with_remedy(error: PackplanError) -> str:
+    """
+    Return the text of an error with its remedy, if it has one, in keys of a run's YAML.
+
+    >>> from packplan.core.errors import ArgumentError
+    >>> with_remedy(ArgumentError("too_short", "3 packs cannot feed 4 ranks"))
+    '3 packs cannot feed 4 ranks; set training.dataloader_drop_last: false'
+    """
+    fact, kind = str(error), error.kind
+    if kind == "isolation" and error.details["attn_impl"] != "auto":
+        kind = "attention"
+    if kind not in _REMEDIES:
+        return fact
+    if kind == "changed_plan":
+        changed = {_KEYS_OF_PLANS[one.key]: None for one in error.details["differences"] if one.key in _KEYS_OF_PLANS}
+        fact += f"\n  changed: {', '.join(changed)}" if changed else ""
+    between = "\n  " if "\n" in fact else "; "
+    return shortened(f"{fact}{between}{_REMEDIES[kind].format_map(error.details)}")

@@ -1,20 +1,169 @@
 """
-Settings by which a run is known again in its checkpoints: which a resumed run has to share, and
-which it may change.
+What of a run's configuration decides its lengths and plans, and is compared: between the ranks of a
+run, and with the checkpoint that it resumes.
 
-Data and packing are compared by the plan and the digest of the data. `docs/training.md` has the
-same table.
+A path says where something is on a rank's own machine. Only whether it is set is compared, and the
+content elsewhere: weights, checkpoint, data and tokenizer by their digests, files of settings by
+what they hold. Data and packing of a checkpoint are compared by the plan and the digest of the
+data; `docs/training.md` has the same table.
 """
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from packplan.core.config.keys import key_of
-from packplan.core.config.planning import configured_inputs
-from packplan.core.config.ranks import KEYS, run_values
-from packplan.core.config.run import LOADS, TRAINS, TUNES, RunConfig
-from packplan.core.fingerprint import Fingerprint, RunIdentity
+import attrs
+
+from packplan.core.config.keys import key_of, keys_of
+from packplan.core.config.run import LOADS, TRAINS, TUNES, CustomConfig, PathText, RunConfig, TemplateConfig
+from packplan.core.errors import RankDifference
+from packplan.core.fingerprint import Fingerprint, RunIdentity, Value
+from packplan.core.policy import PlanPolicy
+from packplan.core.work import WorkModel
+
+
+def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None) -> PlanPolicy:
+    """
+    Return the plan policy of a split; evaluation never drops.
+
+    Args:
+        config: The run.
+        split: `train` or `eval`.
+        work: Cost of samples, for algorithms whose packs depend on it.
+    """
+    training, is_train = config.training, split == "train"
+    return PlanPolicy(
+        packing_length=config.packing_length,
+        packing=training.packing if is_train else config.eval_packing,
+        algorithm=training.packing_algorithm,
+        min_fill_ratio=training.packing_min_fill_ratio,
+        drop_last=training.packing_drop_last and is_train,
+        allow_single_long=training.packing_allow_single_long,
+        seed=training.seed,
+        max_dropped_share=training.packing_max_dropped_share,
+        replanned=training.packing_epochs == "replanned" and is_train,
+        refuse_longer=config.template.truncation_strategy == "raise",
+        work=work,
+    )
+
+
+def stream_inputs(config: RunConfig) -> dict[str, Value]:
+    """Return the settings that decide a stream's packs, by key."""
+    training = config.training
+    return {
+        "template.max_length": config.packing_length,
+        "training.seed": training.seed,
+        "training.packing_buffer": training.packing_buffer,
+        "training.packing_min_fill_ratio": str(training.packing_min_fill_ratio.normalize()),
+        "training.packing_drop_last": training.packing_drop_last,
+        "training.packing_allow_single_long": training.packing_allow_single_long,
+        "training.tuner_type": training.tuner_type,
+    }
+
+
+def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing_length: int) -> dict[str, Value]:
+    """
+    Return the inputs of lengths that a configuration alone decides, without the model: keys that
+    declare `lengths`, by name.
+
+    Args:
+        template: Keys of encoding.
+        custom: Keys of data.
+        packing_length: Tokens of a pack; an input only where the template truncates.
+    """
+    # To raise changes no length.
+    cut = template.truncation_strategy in {"left", "right"}
+    inputs: dict[str, Value] = {"packing_length": packing_length if cut else None}
+    for section, values in (("template", template), ("custom", custom)):
+        for field in attrs.fields(type(values)):
+            lengths, value = key_of(field).lengths, getattr(values, field.name)
+            if lengths == "value" or (lengths == "value if set" and value is not None):
+                inputs[f"{section}.{field.name}"] = _as_input(value)
+    return inputs if cut else {**inputs, "template.truncation_strategy": None}
+
+
+def _as_input(value: Any) -> Value:
+    if isinstance(value, Mapping):
+        return json.dumps(dict(value), sort_keys=True) if value else None
+    return str(value) if isinstance(value, float) else value
+
+
+KEYS = dict(keys_of(RunConfig))
+
+PATHS = frozenset(
+    {key for key, field in KEYS.items() if str(PathText) in str(field.type) and not key_of(field).own}
+    | {"training.accelerator_config", "training.deepspeed", "training.fsdp_config", "training.logging_dir"}
+)
+"""Keys of files and folders, which may be elsewhere on another machine."""
+
+OWN: Mapping[str, str] = {
+    **{key: key_of(field).own for key, field in KEYS.items() if key_of(field).own},
+    "training.dataloader_persistent_workers": "memory of a rank's machine",
+    "training.dataloader_pin_memory": "memory of a rank's machine",
+    "training.dataloader_prefetch_factor": "memory of a rank's machine",
+    "training.disable_tqdm": "what is shown; --quiet sets it",
+    "training.hub_token": "a secret, which no message shows",
+    "training.local_rank": "a rank's place on its machine",
+    "training.log_level": "what is shown",
+    "training.log_level_replica": "what is shown",
+    "training.log_on_each_node": "what is shown",
+    "training.report_to": "services that rank 0 reports to, whose packages others may lack",
+}
+"""Keys that a rank may have for itself -> why: they do not change what is trained."""
+
+
+def run_values(config: RunConfig, files: Mapping[str, Any]) -> dict[str, str]:
+    """
+    Return the keys of a run that its ranks have to share, with their values as JSON.
+
+    Args:
+        config: The run.
+        files: Key -> content of the file that it names, which is compared in place of the path.
+    """
+    sections = attrs.asdict(config, filter=lambda field, _: not key_of(field).by_command)
+    sections["training"] |= sections["training"].pop("trainer")
+    for section, name in (key.split(".") for key in (*PATHS, *OWN)):
+        key, value = f"{section}.{name}", sections[section].pop(name, None)
+        if value and key in PATHS:
+            # `last` is a choice among the checkpoints of a folder.
+            path = value if isinstance(value, Mapping) or value == "last" else "a path"
+            sections[section][name] = files.get(key, path)
+    return flat_values(sections)
+
+
+def flat_values(document: Mapping[str, Any]) -> dict[str, str]:
+    """
+    Return the values of nested sections as JSON, by key; None counts as absent.
+
+    >>> flat_values({"a": {"b": 0.5, "c": None}, "d": ["x"]})
+    {'a.b': '0.5', 'd': '["x"]'}
+    """
+    return dict(_leaves("", document))
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for name, below in value.items():
+            yield from _leaves(f"{key}.{name}" if key else str(name), below)
+    elif value is not None:
+        yield key, json.dumps(value, ensure_ascii=False, default=str)
+
+
+def rank_differences(runs: Sequence[Mapping[str, str]]) -> tuple[RankDifference, ...]:
+    """
+    Return each key whose value is not the same on all ranks, by name.
+
+    Args:
+        runs: Key -> value, of each rank.
+
+    >>> rank_differences([{"a": "1", "b": "2"}, {"a": "1"}])
+    (RankDifference(key='b', values=('2', None)),)
+    """
+    keys = sorted({key for run in runs for key in run})
+    by_rank = ((key, tuple(run.get(key) for run in runs)) for key in keys)
+    return tuple(RankDifference(key, values) for key, values in by_rank if len(set(values)) > 1)
+
 
 FIXED_ARGUMENTS = frozenset(
     {
