@@ -434,7 +434,7 @@ class RankGroup(Protocol):
             RunError: A rank did not respond in time.
         """
 
-    def settle(self) -> None:
+    def stop_heartbeat(self) -> None:
         """End the waits for rank 0 alone, since planning is over."""
 
     def any(self, flag: bool, /) -> bool:  # noqa: FBT001  # one positional truth, as in the builtin

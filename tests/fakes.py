@@ -309,7 +309,7 @@ class ScriptedGroup:
     def gather_arrays(self, arrays: Arrays) -> tuple[Arrays, ...]:
         return (arrays,) * self.world_size
 
-    def settle(self) -> None:
+    def stop_heartbeat(self) -> None:
         """Nobody waits."""
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port

@@ -81,7 +81,7 @@ class OneRank:
         """Return the arrays alone."""
         return (arrays,)
 
-    def settle(self) -> None:
+    def stop_heartbeat(self) -> None:
         """Do nothing: nobody waits."""
 
 
@@ -164,7 +164,7 @@ class TorchGroup:
             gathered.append(theirs)
         return tuple(gathered)
 
-    def settle(self) -> None:
+    def stop_heartbeat(self) -> None:
         """Stop the heartbeat: from here on, collectives say who is gone."""
         if self._heartbeat:
             self._heartbeat.stop()
@@ -178,7 +178,7 @@ class TorchGroup:
     def leave(self) -> None:
         """End the group, together: one rank may keep the store that the others still read."""
         dist.barrier()
-        self.settle()
+        self.stop_heartbeat()
         # Threads of its transports that outlive the interpreter may abort the process.
         dist.destroy_process_group()
 

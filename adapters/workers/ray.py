@@ -7,9 +7,7 @@ raises or dies ends all of them, since the others may wait for it in a collectiv
 
 import logging
 import os
-import re
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -154,40 +152,28 @@ class RayWorkers:
             try:
                 results[rank_of[done]] = ray.get(done)
             except RayError as error:
-                done, failure = _first_cause(done, error, left)
+                failed, failure = _worst(done, error, left)
                 self._kill()
                 cause = getattr(failure, "cause", None)
                 if isinstance(cause, PackplanError):
                     raise cause from None
-                raise RunError.worker(rank_of[done], method, _reason(failure)) from None
+                raise RunError.worker(rank_of[failed], method, _reason(failure)) from None
         return results
 
 
-def _first_cause(done: Any, error: RayError, left: Sequence[Any]) -> tuple[Any, RayError]:
+def _worst(done: Any, error: RayError, left: Sequence[Any]) -> tuple[Any, RayError]:
     """
-    Return the call that failed first, and its error.
+    Return a call whose worker died, and its error; or else the first that failed.
 
     A worker whose collective failed may report before Ray notices that another worker died.
     """
-    if not _misses_another(error):
-        return done, error
-    deadline, waiting = time.monotonic() + LOST_S, list(left)
-    while waiting and (left_s := deadline - time.monotonic()) > 0:
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=left_s)
-        for call in ready:
-            try:
-                ray.get(call)
-            except RayError as other:
-                if not _misses_another(other):
-                    return call, other
-    return done, error
-
-
-def _misses_another(error: RayError) -> bool:
-    """Return whether a collective failed, because of another worker."""
-    if not isinstance(error, RayTaskError) or isinstance(error.cause, PackplanError):
-        return False
-    return re.search(r"\b(gloo|nccl)", _reason(error), re.IGNORECASE) is not None
+    found = {done: error}
+    for call in ray.wait(left, num_returns=len(left), timeout=LOST_S)[0] if left else ():
+        try:
+            ray.get(call)
+        except RayError as other:
+            found[call] = other
+    return next((one for one in found.items() if isinstance(one[1], RayActorError)), (done, error))
 
 
 def _reason(error: RayError) -> str:

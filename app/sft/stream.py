@@ -97,7 +97,7 @@ def _prepare(
         plan_split(splits["eval"], ranks)
         if group.rank == 0:
             log_plan(splits["eval"])
-    group.settle()
+    group.stop_heartbeat()
     start = open_stream_start(checkpoint, group, arguments)
     trainer = build_stream_trainer(
         config,

@@ -88,7 +88,7 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
     for split in splits.values():
         plan_split(split, ranks)
     follower, checkpoint = _schedule_packs(config, splits["train"], checkpoint, ranks)
-    group.settle()
+    group.stop_heartbeat()
     if group.rank == 0:
         _log_plans(config, splits, follower.schedule)
         _log_attention(attention, checkpoint)

@@ -1,6 +1,6 @@
 """
-What is wrong with a run's configuration, and which key to change: faults of several keys together,
-unknown keys, and remedies of errors that core states without a key.
+Faults of a run's configuration, and keys to change: faults of several keys together, unknown keys,
+and remedies of errors that core states without a key.
 
 All faults are reported at once. An unknown key is told where it belongs, or which key it misspells;
 never a key of another meaning. A misspelling keeps the words of a key and their order. At most two

@@ -1,6 +1,6 @@
 """
-What of a run's configuration decides its lengths and plans, and is compared: between the ranks of a
-run, and with the checkpoint that it resumes.
+Inputs of lengths and plans, and values of a run that are compared: between its ranks, and with the
+checkpoint that it resumes.
 
 A path says where something is on a rank's own machine. Only whether it is set is compared, and the
 content elsewhere: weights, checkpoint, data and tokenizer by their digests, files of settings by

@@ -111,52 +111,6 @@ def test_an_actor_that_dies_fails_the_call(ray_workers):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    ("dies", "says"),
-    [
-        (True, "worker 2 failed in train: its process died"),
-        (False, "worker 1 failed in train: RuntimeError: gloo: reset by peer"),
-    ],
-)
-def test_a_worker_that_is_dead_is_named_before_those_that_miss_it(monkeypatch, dies, says):
-    """Though they say so first, before Ray has found it; where none is dead, the first of them."""
-    from ray.exceptions import RayActorError, RayTaskError
-
-    from packplan.adapters.workers import ray as workers
-
-    lost = RayTaskError("call", "", RuntimeError("gloo: reset by peer"))
-    ends = {1: lost, 0: lost} | ({2: RayActorError()} if dies else {})
-    monkeypatch.setattr(workers, "LOST_S", 0.1)
-    monkeypatch.setattr(workers, "ray", ScriptedRay(ends))
-    three = workers.RayWorkers.__new__(workers.RayWorkers)
-    three._actors, three.num_workers = [], 3
-
-    with pytest.raises(RunError, match=says):
-        three._collect("train", [0, 1, 2])
-
-
-class ScriptedRay:
-    """Calls that fail one after the other, in the order of a table; the others go on."""
-
-    def __init__(self, ends):
-        self._ends = ends
-
-    def wait(self, left, *, num_returns, timeout):
-        """Return the next that has failed, of one at a time, and the others."""
-        assert num_returns == 1
-        ready = [call for call in self._ends if call in left][:1]
-        if not ready:
-            time.sleep(timeout)
-        return ready, [call for call in left if call not in ready]
-
-    def get(self, call):
-        """Raise its error."""
-        raise self._ends[call]
-
-    def shutdown(self):
-        """Do nothing."""
-
-
 def test_actors_end_with_their_driver(driver):
     """However that ends; the last test here, since another one would have to start Ray again."""
     each_ends(driver.folder, driver.process.pid)
