@@ -3,9 +3,8 @@ Prove that a model keeps the samples of a pack apart, or show where they are mix
 MODEL`.
 
 MODEL is a folder, a config.json, or an id in a local cache. A small copy with random weights is
-asked, in some seconds, under each attention that is installed. No weights are read without
---weights. Exit status 0 if samples may share packs under the attention that a run takes (auto), 3
-if not.
+asked, in some seconds, under each attention that is installed. No weights are read. Exit status 0
+if samples may share packs under the attention that a run takes (auto), 3 if not.
 """
 
 from __future__ import annotations
@@ -54,7 +53,8 @@ def _cells(found: BackendProbe) -> tuple[str, ...]:
             how = f"{' and '.join(verdict.split)} run sample by sample"
         if verdict.attention != found.backend:
             how = f"{verdict.attention}, {how}"
-    numbers = ["" if value is None else f"{value:.2g}" for value in (found.isolation, found.equality)]
+    measured = None if verdict is None else verdict.measured
+    numbers = ["", ""] if measured is None else [f"{measured.isolation:.2g}", f"{measured.equality:.2g}"]
     return (found.backend, "yes" if found.packs else "no", *numbers, f"{found.seconds:.1f}", how)
 
 
@@ -63,10 +63,14 @@ def as_json(model: str, found: Sequence[BackendProbe]) -> str:
     backends = []
     for one in found:
         document = attrs.asdict(one, filter=lambda field, _: field.name != "verdict")
-        for name in ("isolation", "equality"):
-            if document[name] is not None and not math.isfinite(document[name]):
-                document[name] = None
-        backends.append({**document, "verdict": None if one.verdict is None else one.verdict.to_dict()})
+        numbers = () if one.verdict is None else (one.verdict.isolation, one.verdict.equality)
+        isolation, equality = (
+            one if one is not None and math.isfinite(one) else None for one in numbers or (None,) * 2
+        )
+        backends.append(
+            {**document, "packs": one.packs, "isolation": isolation, "equality": equality,
+             "verdict": None if one.verdict is None else one.verdict.to_dict()}
+        )  # fmt: skip
     return json.dumps({"model": model, "passed": found[0].packs, "backends": backends}, indent=2)
 
 
@@ -75,13 +79,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = command_parser("probe", __doc__)
     parser.add_argument("model", metavar="MODEL", help="folder, config.json, or id in a local cache")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"),
-        help="type to compute in (default: float32; with --weights, that of the weights)",
-    )  # fmt: skip
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="type to compute in (default: float32)"
+    )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="device to compute on (default: a GPU for what runs there alone)"
     )
-    parser.add_argument("--weights", action="store_true", help="load the real weights too, and probe them")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the model's folder")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     add_logging_options(parser)
@@ -94,8 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         found = list(
             probe_backends(
-                path, dtype=options.dtype, device=options.device, weights=options.weights,
-                trust_remote_code=options.trust_remote_code,
+                path, dtype=options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
             )
         )  # fmt: skip
         print(as_json(options.model, found) if options.json else as_table(found))

@@ -1,12 +1,12 @@
 """
 Test of whether a model keeps the samples of a pack apart, on a small copy of it.
 
-`shrink` shrinks the configuration by rules, and `unknown` shrinks lengths without a rule by trial.
-`small_model` builds the copy. `rows` compares a packed row with its samples alone, on the copy or
-on the model that is about to train; `images` does so for a vision tower. `probe` tries one strategy
-after the other, and finds layers that carry a state along the row.
+`shrink` shrinks the configuration, by rules and by trial. `small_model` builds the copy. `rows`
+compares a packed row with its samples alone, on the copy or on the model that is about to train,
+and images of a row with each image alone. `probe` tries one strategy after the other, and finds
+layers that carry a state along the row.
 """
 
 from packplan.adapters.probe.probe import SmallProbe, probe_config
-from packplan.adapters.probe.rows import place_of, plain_ids, probe_loaded, probe_weights
+from packplan.adapters.probe.rows import place_of, plain_ids, probe_loaded
 from packplan.adapters.probe.small_model import open_model_config

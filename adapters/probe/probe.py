@@ -22,11 +22,18 @@ from packplan.adapters.attention import (
     takes_grids,
 )
 from packplan.adapters.families import trained_config
-from packplan.adapters.probe.images import measure_images, sees
-from packplan.adapters.probe.rows import ProbeRow, compare_row
-from packplan.adapters.probe.shrink import FIRST_ID, LONGEST, VOCABULARY, shrink
+from packplan.adapters.probe.rows import ProbeRow, compare_row, measure_images, sees
+from packplan.adapters.probe.shrink import (
+    FIRST_ID,
+    LONGEST,
+    VOCABULARY,
+    Trials,
+    named,
+    shrink,
+    shrink_by_trial,
+    unknown_places,
+)
 from packplan.adapters.probe.small_model import SmallModels, error_text, quiet
-from packplan.adapters.probe.unknown import Trials, named, shrink_by_trial, unknown_places
 from packplan.adapters.proof.comparison import Outcome, compare_values, run_alone
 from packplan.adapters.proof.modules import MixingModule, first_different, first_leak
 from packplan.core.equality import (

@@ -1,28 +1,28 @@
 """
-Rows of random tokens, packed and each sample alone: on a small copy of a model, or on the model
-that is about to train, with its own weights and kernels.
+Random samples and images, packed and each alone: on a small copy of a model, or on the model that
+is about to train, with its own weights and kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import math
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 
-from packplan.adapters.attention import attend_as, native_attention
-from packplan.adapters.families import trained_config, trained_part
+from packplan.adapters.attention import native_attention
+from packplan.adapters.families import trained_config
 from packplan.adapters.models import evaluating, weight_gradients
-from packplan.adapters.probe.small_model import error_text, model_class, quiet
 from packplan.adapters.proof.batches import PackedBatch
 from packplan.adapters.proof.comparison import (
     Outcome,
     Sample,
     compare,
-    limit_of,
+    compare_values,
     outcome_of,
     precision_of,
     rounds_choices,
@@ -30,8 +30,7 @@ from packplan.adapters.proof.comparison import (
     watch_pass,
 )
 from packplan.adapters.proof.gradients import logit_reaches
-from packplan.core.equality import AttentionChoice, ProbeResult
-from packplan.core.errors import ModelError
+from packplan.core.equality import ProbeResult
 
 LOADED_LENGTHS = (17, 3, 29)
 """Tokens of the samples that a loaded model packs."""
@@ -135,34 +134,106 @@ def plain_ids(config: Any) -> list[int]:
     return [number for number in range(min(config.get_text_config().vocab_size, _IDS)) if number not in special]
 
 
-def probe_weights(
-    folder: Path, config: Any, choice: AttentionChoice, *, dtype: str | None, device: str, trust_remote_code: bool
-) -> tuple[ProbeResult, float]:
+_GRIDS = ((1, 12, 20), (1, 4, 4), (1, 16, 12))
+"""Frames, rows and columns of patches: larger and smaller than a tower's windows."""
+
+
+def sees(config: Any) -> bool:
+    """Return whether a model takes images."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def measure_images(model: Any, *, native: str) -> ProbeResult:
     """
-    Load a model's weights, and compare a packed row of short samples with the samples alone.
+    Compare the features of images in one pass with those of each image alone.
 
     Args:
-        folder: Folder with the config.json and the weights.
-        config: Configuration of transformers, of that folder.
-        choice: Attention that a run takes.
-        dtype: Type to load the weights in; None for the one that they have.
-        device: Device to load them on.
-        trust_remote_code: Whether code beside the configuration may run.
-
-    Returns:
-        What was measured, and the largest difference that rounding explains.
-
-    Raises:
-        ModelError: The model cannot be loaded.
+        model: Model of transformers that takes images, set to pack.
+        native: Attention of transformers for images alone.
     """
-    kind = "auto" if dtype is None else getattr(torch, dtype)
-    with quiet():
+    error = None
+    for images in _input_forms(model):
         try:
-            whole = model_class(config).from_pretrained(
-                folder, dtype=kind, attn_implementation=choice.backend, trust_remote_code=trust_remote_code
-            )
-        except Exception as error:
-            raise ModelError("probe", f"its weights cannot be loaded ({error_text(error)})") from error
-        model = trained_part(whole).to(device)
-        attend_as(model, choice)
-        return probe_loaded(model, native=choice.native), limit_of(model)
+            return _compare(model, [_to_model(model, image) for image in images], native)
+        except (ValueError, RuntimeError) as found:  # the tower takes another form
+            error = found
+    raise error or ValueError
+
+
+def _input_forms(model: Any) -> list[list[dict[str, torch.Tensor]]]:
+    """Return alternative forms of the same images, for the model's tower to accept one."""
+    parts = [part.get_image_features for part in model.modules() if hasattr(part, "get_image_features")]
+    parameters = {name for function in parts for name in inspect.signature(function).parameters}
+    vision = model.config.vision_config
+    if "image_grid_thw" in parameters:
+        return [_by_grid(vision, flat=True), _by_grid(vision, flat=False)]
+    return [_in_line(vision)] if "target_sizes" in parameters else [_squares(vision)]
+
+
+def _compare(model: Any, images: list[dict[str, torch.Tensor]], native: str) -> ProbeResult:
+    """Compare the features of some images."""
+    together = _features(model, images)
+    with native_attention(model, native), torch.no_grad():
+        alone = [_features(model, [image])[0] for image in images]
+    pixels, isolation = [image["pixel_values"] for image in images], 0.0
+    for number, feature in enumerate(together):
+        reached = torch.autograd.grad(feature.square().sum(), pixels, retain_graph=True, allow_unused=True)
+        sizes = [0.0 if one is None else float(one.abs().max()) for one in reached]
+        own = sizes.pop(number)
+        isolation = max(isolation, max(sizes) / own if own > 0 else float("inf"))
+    return ProbeResult(isolation, max(compare_values([one.detach() for one in together], alone)))
+
+
+def _by_grid(vision: Any, *, flat: bool) -> list[dict[str, torch.Tensor]]:
+    """Return images as rows of patches, flat or as pictures, with their grids."""
+    channels: int = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None) or 3
+    depth, side = getattr(vision, "temporal_patch_size", 1), vision.patch_size
+    shape = (channels * depth * side**2,) if flat else (channels, side, side)
+    drawn = _drawn((math.prod(grid), *shape) for grid in _GRIDS)
+    return [
+        {"pixel_values": patches, "image_grid_thw": torch.tensor([grid])}
+        for patches, grid in zip(drawn, _GRIDS, strict=True)
+    ]
+
+
+def _in_line(vision: Any) -> list[dict[str, torch.Tensor]]:
+    """Return images as their patches side by side in one line, with their sizes."""
+    side, sizes = vision.patch_size, [grid[1:] for grid in _GRIDS]
+    drawn = _drawn((1, vision.num_channels, side, math.prod(size) * side) for size in sizes)
+    return [
+        {"pixel_values": line, "target_sizes": torch.tensor([size])} for line, size in zip(drawn, sizes, strict=True)
+    ]
+
+
+def _squares(vision: Any) -> list[dict[str, torch.Tensor]]:
+    """Return images of the only size that the tower takes."""
+    size = vision.image_size
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    shape = (1, getattr(vision, "num_channels", 3), height, width)
+    return [{"pixel_values": pixels} for pixels in _drawn([shape] * len(_GRIDS))]
+
+
+def _drawn(shapes: Iterable[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Return random pixels, one tensor for each shape."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def _to_model(model: Any, image: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return an image on the model's device, its pixels in the model's type and with gradients."""
+    weight = next(model.parameters())
+    here = {key: part.to(weight.device) for key, part in image.items()}
+    return {**here, "pixel_values": here["pixel_values"].to(weight.dtype).requires_grad_()}
+
+
+def _features(model: Any, images: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """Return the features of each image; shape (tokens, width)."""
+    axes = {"pixel_values": -1 if "target_sizes" in images[0] else 0}
+    found = model.get_image_features(
+        **{key: torch.cat([image[key] for image in images], axes.get(key, 0)) for key in images[0]}
+    )
+    features = getattr(found, "pooler_output", found)
+    if isinstance(features, torch.Tensor) and len(features) != len(images):
+        sizes = torch.tensor([image["image_grid_thw"].prod() for image in images])
+        features = torch.split(features, (sizes * len(features) // sizes.sum()).tolist())
+    return [one.flatten(0, -2).float() for one in features]

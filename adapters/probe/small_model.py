@@ -5,12 +5,10 @@ import copy
 import warnings
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import attrs
-import psutil
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -18,20 +16,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils import logging as transformers_logging
 
 from packplan.adapters.config_names import configs_by_name
-from packplan.adapters.probe.shrink import shrink
-from packplan.adapters.probe.unknown import Trials, with_trials
+from packplan.adapters.probe.shrink import Trials, shrink, with_trials
 from packplan.core.config import ModelConfig
 from packplan.core.errors import ConfigError, ModelError
 
 _MAX_WEIGHTS = 20_000_000
 """More would take minutes to ask."""
-
-_BYTES_PER_WEIGHT = 4 * 6
-"""
-Two copies of a model at a time, their gradients packed and alone, and a difference in float64.
-"""
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 _SEED = 3
 """Decides the weights."""
@@ -120,7 +110,8 @@ class SmallModels:
                 outline = build_one(small)
             self._outlines[key] = small, sum(one.numel() for one in outline.parameters())
         small, weights = self._outlines[key]
-        _require_room(weights)
+        if weights > _MAX_WEIGHTS:
+            raise ModelError("probe", f"its small copy has {weights:,} weights, more than {_MAX_WEIGHTS:,}")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_SEED)
             model = build_one(small).float().eval()
@@ -143,34 +134,6 @@ def _small(kind: Any, small: Any, *, attention: str, trust_remote_code: bool) ->
     if issubclass(kind, transformers.PreTrainedModel):
         return kind._from_config(small, attn_implementation=attention)  # noqa: SLF001  # from_config calls it
     return kind.from_config(small, attn_implementation=attention, trust_remote_code=trust_remote_code)
-
-
-def free_memory() -> int:
-    """Return the bytes that this process may still take, of its machine and of its container."""
-    free = int(psutil.virtual_memory().available)
-    try:
-        limit, used, stat = ((_CGROUP / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
-    except OSError:
-        return free
-    if limit.strip() == "max":
-        return free
-    cached = int(dict(line.split() for line in stat.splitlines())["inactive_file"])
-    return max(0, min(free, int(limit) - int(used) + cached))
-
-
-def _require_room(weights: int) -> None:
-    """
-    Refuse a small copy that has too many weights, or takes more memory than is free; ModelError.
-    """
-    if weights > _MAX_WEIGHTS:
-        raise ModelError("probe", f"its small copy has {weights:,} weights, more than {_MAX_WEIGHTS:,}")
-    needed, free = weights * _BYTES_PER_WEIGHT, free_memory()
-    if needed > free:
-        reason = (
-            f"its small copy of {weights:,} weights takes about {needed / 1e6:,.0f} MB to ask, and {free / 1e6:,.0f} "
-            "MB are free: free memory"
-        )
-        raise ModelError("probe", reason)
 
 
 def enliven(model: torch.nn.Module) -> None:

@@ -4,15 +4,14 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
 
-from packplan.adapters.probe import SmallProbe, open_model_config, probe_weights
+from packplan.adapters.probe import SmallProbe, open_model_config
 from packplan.core.config import ModelConfig
 from packplan.core.equality import BACKENDS, PackingVerdict, Precision, choose_attention
-from packplan.core.errors import ConfigError, Fault, ModelError
+from packplan.core.errors import ConfigError, Fault
 
 
 @attrs.frozen
@@ -28,43 +27,35 @@ class BackendProbe:
     reason: str
     """Why samples may or may not share packs, as a clause."""
 
-    packs: bool
-    """Whether they may, with what Packplan does for it."""
+    by_itself: bool = False
+    """Whether they may without Packplan: under the model's own code and arguments."""
 
-    by_itself: bool
-    """Whether they may without it: under the model's own code and arguments."""
-
-    mixes_in: str | None
+    mixes_in: str | None = None
     """Without it, the first module in which samples are mixed, and its class; None if unknown."""
 
-    isolation: float | None
-    """Largest gradient between samples, over a sample's own."""
+    seconds: float = 0.0
 
-    equality: float | None
-    """Largest relative difference from the samples alone."""
-
-    seconds: float
+    @property
+    def packs(self) -> bool:
+        """Whether samples may share packs, with what Packplan does for it."""
+        return self.verdict is not None and self.verdict.passes
 
 
 def probe_backends(
-    path: Path, *, dtype: Precision | None, device: str | None, weights: bool, trust_remote_code: bool
+    path: Path, *, dtype: Precision | None, device: str | None, trust_remote_code: bool
 ) -> Iterator[BackendProbe]:
     """
     Yield the result under each attention; that of `auto`, which a run takes, is the first.
 
     Args:
         path: Folder or config.json.
-        dtype: Type to compute in. None takes float32 for small copies, and the weights' own type.
-        device: Device to compute on. None takes the CPU for small copies, and a GPU for what runs
-            there alone.
-        weights: Probe the real weights too, under each attention that the small copy passes.
+        dtype: Type to compute in; None takes float32.
+        device: Device to compute on. None takes the CPU, and a GPU for what runs there alone.
         trust_remote_code: Whether code beside the configuration may run.
 
     Raises:
-        ConfigError: transformers refuses the configuration; or there are no weights, or no GPU.
+        ConfigError: transformers refuses the configuration, or there is no GPU.
     """
-    if weights and not path.is_dir():
-        raise ConfigError("packplan probe", (Fault("--weights", f"{path} is no folder with weights: name it"),))
     if device == "cuda" and not torch.cuda.is_available():
         reason = "is cuda, but torch finds no such GPU here: leave it out, or take cpu"
         raise ConfigError("packplan probe", (Fault("--device", reason),))
@@ -79,42 +70,9 @@ def probe_backends(
         start = time.monotonic()
         leak = choose_attention(backend, None, flash_installed=flash, on_cpu=not has_gpu).leak
         if leak is not None:
-            yield BackendProbe(backend, None, leak, False, False, None, None, None, 0.0)  # noqa: FBT003  # of fields
+            yield BackendProbe(backend, None, leak)
             continue
         verdict = probe.verdict(backend)
         by_itself, where = probe.packs_by_itself(backend)
-        found = BackendProbe(
-            backend, verdict, verdict.reason, verdict.passes, by_itself, None if where is None else str(where),
-            verdict.isolation, verdict.equality, 0.0,
-        )  # fmt: skip
-        if weights and verdict.passes:
-            found = _with_weights(
-                found, verdict, path, config, dtype=dtype, device=device or ("cuda" if has_gpu else "cpu"),
-                trust_remote_code=trust_remote_code,
-            )  # fmt: skip
-        yield attrs.evolve(found, seconds=time.monotonic() - start)
-
-
-def _with_weights(
-    found: BackendProbe,
-    verdict: PackingVerdict,
-    path: Path,
-    config: Any,
-    *,
-    dtype: str | None,
-    device: str,
-    trust_remote_code: bool,
-) -> BackendProbe:
-    """Return the result with the numbers of the real weights."""
-    choice = choose_attention(found.backend, verdict, on_cpu=device == "cpu")
-    try:
-        measured, limit = probe_weights(
-            path, config, choice, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-        )
-    except ModelError as error:
-        return attrs.evolve(found, packs=False, reason=str(error), isolation=None, equality=None)
-    why_not = measured.why_not(limit=limit)
-    return attrs.evolve(
-        found, packs=why_not is None, isolation=measured.isolation, equality=measured.equality,
-        reason=found.reason if why_not is None else f"with its weights, {why_not}",
-    )  # fmt: skip
+        mixes_in = None if where is None else str(where)
+        yield BackendProbe(backend, verdict, verdict.reason, by_itself, mixes_in, time.monotonic() - start)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from packplan.adapters.probe import SmallProbe, rows
+from packplan.adapters.probe import SmallProbe
 from packplan.app import probe
 from tools.families import default_config
 
@@ -77,40 +77,6 @@ def test_copies_compute_in_the_type_that_is_asked_for(config_of, capsys, dtype):
 
     assert 0 == auto["isolation"]
     assert 1e-4 < auto["equality"] < 1e-1
-
-
-def test_the_weights_are_read_if_asked_for(demo, capsys, monkeypatch):
-    """And the model that has them is probed under each attention; a leak in it alone is one."""
-    folder = str(demo / "models" / "qwen2")
-    asked = []
-    plain = rows.probe_loaded
-    monkeypatch.setattr(
-        "packplan.adapters.probe.rows.probe_loaded",
-        lambda model, native: asked.append(model.config._attn_implementation) or plain(model, native=native),
-    )
-
-    assert 0 == probe.main([folder])
-    assert [] == asked
-    assert 0 == probe.main([folder, "--weights", "--dtype", "float32"])
-    assert ["packplan", "packplan", "sdpa", "eager"] == asked
-
-    def leak(model, _):
-        model.model.norm.register_forward_hook(lambda *call: call[-1] + 1e-3 * call[-1].roll(1, 1))
-
-    monkeypatch.setattr("packplan.adapters.probe.rows.attend_as", leak)
-    capsys.readouterr()
-    assert 3 == probe.main([folder, "--weights"])
-    assert "with its weights, gradients pass between samples of a row" in capsys.readouterr().err
-
-
-def test_weights_that_are_not_there_are_named(config_of, capsys):
-    """A folder with a config.json alone, and a file."""
-    folder = config_of("llama")
-
-    assert 2 == probe.main([str(folder / "config.json"), "--weights"])
-    assert "is no folder with weights" in capsys.readouterr().err
-    assert 3 == probe.main([str(folder), "--weights"])
-    assert "its weights cannot be loaded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
