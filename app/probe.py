@@ -10,7 +10,6 @@ if samples may share packs under the attention that a run takes (auto), 3 if not
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -62,15 +61,8 @@ def as_json(model: str, found: Sequence[BackendProbe]) -> str:
     """Return the results for programs, as one document."""
     backends = []
     for one in found:
-        document = attrs.asdict(one, filter=lambda field, _: field.name != "verdict")
-        numbers = () if one.verdict is None else (one.verdict.isolation, one.verdict.equality)
-        isolation, equality = (
-            one if one is not None and math.isfinite(one) else None for one in numbers or (None,) * 2
-        )
-        backends.append(
-            {**document, "packs": one.packs, "isolation": isolation, "equality": equality,
-             "verdict": None if one.verdict is None else one.verdict.to_dict()}
-        )  # fmt: skip
+        verdict = None if one.verdict is None else one.verdict.to_dict()
+        backends.append({**attrs.asdict(one, recurse=False), "packs": one.packs, "verdict": verdict})
     return json.dumps({"model": model, "passed": found[0].packs, "backends": backends}, indent=2)
 
 
