@@ -31,7 +31,7 @@ from packplan.app.cli.command import (
     run_command,
     run_program,
 )
-from packplan.app.wiring import stores
+from packplan.app.wiring.runs import read_config, require_inputs
 from packplan.core.config import RunConfig
 from packplan.core.equality import CHECKS, Deviation, Verdict, choose_packs, judge, kind
 from packplan.core.errors import ConfigError, MismatchError, counted
@@ -85,11 +85,11 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
     from packplan.app.sft.train import prepare
-    from packplan.app.wiring import training
+    from packplan.app.wiring.ranks import joined_ranks
 
     if not config.training.packing:
         raise ConfigError.at("training.packing", "is false: nothing is packed, so there is nothing to compare")
-    with training.joined_ranks(config) as group:
+    with joined_ranks(config) as group:
         from_start = attrs.evolve(config, training=attrs.evolve(config.training, resume_from_checkpoint=None))
         trainer, splits = prepare(from_start, group, may_leak=True)
         return compare(config, trainer, splits["train"], num_packs=num_packs)
@@ -105,13 +105,14 @@ def compare(config: RunConfig, trainer: PackTrainer, train: Split, *, num_packs:
         train: Split that it trains.
         num_packs: Packs of the plan to compare.
     """
-    from packplan.app.wiring import training
+    from packplan.app.wiring.trainers import open_comparison
+    from packplan.app.wiring.verdicts import model_type_of
 
     chosen = choose_packs(train.raw.packs, train.table, count=num_packs)
     if not chosen:
         reason = "leaves no pack of several samples, so there is nothing to compare: raise it"
         raise ConfigError.at("template.max_length", reason)
-    comparison = training.open_comparison(trainer, train)
+    comparison = open_comparison(trainer, train)
     findings: list[Deviation] = []
     for pack in progress(chosen, desc="comparing", unit=" packs"):
         findings += comparison.findings(pack)
@@ -120,7 +121,7 @@ def compare(config: RunConfig, trainer: PackTrainer, train: Split, *, num_packs:
     images, where = num_media(train.table), train.encoder.records.where
     return Report(
         model=config.model.model,
-        model_type=training.model_type_of(config),
+        model_type=model_type_of(config),
         attn_impl=trainer.attention.name,
         precision=precision,
         packs=tuple(
@@ -193,14 +194,14 @@ def main(arguments: list[str] | None = None) -> int:
         if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
             reason = f"is {ranks[:40]!r}, but packplan check compares on one process: start it without torchrun"
             raise ConfigError.at("WORLD_SIZE", reason)
-        config = stores.read_config(options.config, options.overrides)
-        stores.require_inputs(config, loads=True, trains=True)
+        config = read_config(options.config, options.overrides)
+        require_inputs(config, loads=True, trains=True)
 
         with loading_libraries():
-            from packplan.app.wiring import training
+            from packplan.app.wiring.trainers import without_progress
 
         if options.quiet:
-            config = training.without_progress(config)
+            config = without_progress(config)
         report = check(config, num_packs=options.packs)
         if options.json:
             print(as_json(report))

@@ -45,8 +45,8 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> None:
         raise ConfigError.at("--cached-dataset", reason)
     with loading_libraries():
         from packplan.app.plan.build import build
+        from packplan.app.wiring.ranks import joined_ranks
         from packplan.app.wiring.splits import export_rows, open_splits
-        from packplan.app.wiring.training import joined_ranks
 
     splits = list(open_splits(config).values())
     with joined_ranks(config) as group:

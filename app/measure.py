@@ -15,20 +15,20 @@ from pathlib import Path
 
 import numpy as np
 
-from packplan.adapters.progress import loading_libraries, progress
+from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import (
     add_logging_options,
     command_parser,
-    positive_number,
     run_command,
     run_program,
 )
 from packplan.app.planning.measure import measure
 from packplan.app.planning.split import Ranks, Split
-from packplan.app.wiring import lengths, stores
-from packplan.core.errors import ConfigError, MismatchError, agree, counted
+from packplan.app.wiring import lengths
+from packplan.app.wiring.runs import ranks_refuse_together, require_inputs
+from packplan.core.errors import ConfigError, counted
 from packplan.core.ports import Arrays, ReportProgress
-from packplan.core.samples import COLUMNS, Table, column, from_row, sample_indices, to_row
+from packplan.core.samples import Table, column, sample_indices
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +55,6 @@ def main(arguments: list[str] | None = None) -> int:
         "-o", "--output", type=Path, required=True, metavar="lengths.parquet",
         help="table to write; one that is there is continued",
     )  # fmt: skip
-    parser.add_argument(
-        "--check", type=positive_number, metavar="N", help="encode N samples in full, and compare, before writing"
-    )
     add_logging_options(parser)
     options = parser.parse_intermixed_args(arguments)
     return run_command(partial(run, options), verbose=options.verbose, quiet=options.quiet, kept=KEPT)
@@ -71,61 +68,33 @@ def run(options: argparse.Namespace) -> None:
         missing = "DATA" if not data else "--model"
         raise ConfigError.at(missing, "is not given, and there is no --config to take it from: name it")
     output: Path = options.output
-    with stores.ranks_refuse_together():
+    with ranks_refuse_together():
         lengths.require_table(output)
         config = lengths.measuring_run(data, output, model=options.model, path=options.config, overrides=overrides)
-        stores.require_inputs(config)
+        require_inputs(config)
 
         with loading_libraries():
+            from packplan.app.wiring.ranks import joined_ranks
             from packplan.app.wiring.splits import open_splits
-            from packplan.app.wiring.training import joined_ranks
 
-    with joined_ranks(config, use_cpu=True, options={"--check": options.check}) as group:
+    with joined_ranks(config, use_cpu=True) as group:
         split = open_splits(config)["train"]
         split.name = "data"
         if output.exists():
             split.known = lengths.open_written(output, split.source)
         ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
         ranks.require_writable([split.stores.lock])
-        ranks.build(split.stores.lock, partial(_write_table, split, output, options.check or 0))
+        ranks.build(split.stores.lock, partial(_write_table, split, output))
 
 
-def _write_table(split: Split, output: Path, num_checked: int, report: ReportProgress) -> Arrays:
+def _write_table(split: Split, output: Path, report: ReportProgress) -> Arrays:
     """Measure a split, and write its table; rank 0 alone runs this."""
     with lengths.naming_output(output):
         table = measure(split, report)
-    check(split, table, num_checked)
     report(f"writing {output}")
     lengths.publish_table(split, split.stores.lengths.stored(), output)
     _log_totals(table, output)
     return {}
-
-
-def check(split: Split, table: Table, count: int) -> None:
-    """
-    Encode samples in full, and compare them with what was measured.
-
-    Args:
-        split: Records that were measured.
-        table: Their measurements; int32, shape (num_records, num_columns).
-        count: Samples to encode, over all of the data.
-
-    Raises:
-        MismatchError: Some encode to other measurements.
-    """
-    samples = sample_indices(table)
-    places = np.unique(np.linspace(0, samples.size - 1, min(count, samples.size)).astype(np.int64))
-    wrong = []
-    for index in progress(samples[places].tolist(), desc="encoding in full", unit=" samples"):
-        split.source.media_facts(index, decode=True)  # media at places are here from then on
-        encoded, measured = split.source.measure(index), from_row(table, index)
-        if encoded != measured:
-            wrong.append(f"sample {index} measured {to_row(measured)} and encodes to {to_row(encoded)}")
-    if wrong:
-        fact = f"{counted(len(wrong), 'sample')} of {len(places):,} {agree(len(wrong), 'encodes', 'encode')} otherwise"
-        raise MismatchError("unequal_lengths", f"{fact} ({', '.join(COLUMNS)}): {wrong[0]}", {"samples": tuple(wrong)})
-    if count:
-        log.info("%s encoded in full: equal", counted(len(places), "sample"))
 
 
 def _log_totals(table: Table, output: Path) -> None:

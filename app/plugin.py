@@ -71,8 +71,8 @@ def planned_of(config: RunConfig) -> dict[str, Any]:
     """Plan a command of ms-swift, and return what the plugin compares: see its `install`."""
     with loading_libraries():
         from packplan.app.plan.build import build
+        from packplan.app.wiring.ranks import joined_ranks
         from packplan.app.wiring.splits import open_splits
-        from packplan.app.wiring.training import joined_ranks
 
     train = open_splits(config)["train"]
     with joined_ranks(config) as group:

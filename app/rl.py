@@ -17,7 +17,8 @@ from packplan.app.cli.command import (
     parse_arguments,
     run_command,
 )
-from packplan.app.wiring import stores
+from packplan.app.wiring.runs import ranks_refuse_together, read_rl_config, require_inputs
+from packplan.app.wiring.stores import training_alone
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,13 +29,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(parser, arguments)
 
     def command() -> None:
-        with stores.ranks_refuse_together():
-            config = stores.read_rl_config(options.config, options.overrides)
-            stores.require_inputs(config, loads=True)
+        with ranks_refuse_together():
+            config = read_rl_config(options.config, options.overrides)
+            require_inputs(config, loads=True)
             with loading_libraries():
                 from packplan.app.wiring import grpo
         folder, is_first = Path(config.training.output_dir), os.environ.get("RANK", "0") == "0"
-        with stores.training_alone(folder, key="grpo.output_dir") if is_first else nullcontext():
+        with training_alone(folder, key="grpo.output_dir") if is_first else nullcontext():
             grpo.train(config, quiet=options.quiet)
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet)

@@ -24,7 +24,7 @@ from benchmarks.records import MODEL_TYPE, TEXT, paragraphs, record, write_chats
 from packplan.adapters.lifeline import end_with_parent
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.measurer import AT_ONCE
-from packplan.app.wiring import training
+from packplan.app.wiring.splits import open_encoders, open_measurer
 from packplan.core.config import RunConfig, TemplateConfig
 from tools.demo.tiny_models import write_model
 from tools.demo.videos import made_videos
@@ -131,7 +131,7 @@ def _spent(ways: dict[str, Way], workers: Sequence[int], kind: str) -> dict[tupl
 
 
 def _ways_of(config: RunConfig, ours: int, theirs: int, *, with_trl: bool) -> dict[str, Way]:
-    encoder = training.open_encoders(config)["train"]
+    encoder = open_encoders(config)["train"]
     template = encoder.template
     preprocessor = AddLengthPreprocessor(template)
     (data,) = config.custom.train_jsonl
@@ -140,7 +140,7 @@ def _ways_of(config: RunConfig, ours: int, theirs: int, *, with_trl: bool) -> di
     def measure(processes: int) -> Seconds:
         settings = attrs.evolve(config.training, packing_length_precompute_workers=processes)
         run = attrs.evolve(config, training=settings)
-        return seconds(training.open_measurer(run, encoder, pool_start_s=0.0), total=ours)
+        return seconds(open_measurer(run, encoder, pool_start_s=0.0), total=ours)
 
     def add_length(row: int) -> None:
         read = json.loads(lines[row])

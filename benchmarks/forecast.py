@@ -202,8 +202,8 @@ def _rank(config: RunConfig, case: Case, rank: int, port: int, options: argparse
     import torch
 
     from packplan.app.sft.train import prepare
-    from packplan.app.wiring.training import joined_ranks
-    from packplan.app.wiring.training.calibration import calibrated_run, measure
+    from packplan.app.wiring.measuring import calibrated_run, measure
+    from packplan.app.wiring.ranks import joined_ranks
 
     if case.ranks > 1:
         local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks, "LOCAL_WORLD_SIZE": case.ranks}
@@ -228,7 +228,7 @@ def _packs(train: Split, batches: int, world_size: int, options: argparse.Namesp
     Return the packs of a round, and how many of its steps are fitted before the others; a short one
     at the end is fitted too.
     """
-    from packplan.app.wiring.training.calibration import packs_stats
+    from packplan.app.wiring.measuring import packs_stats
 
     raw = train.raw.packs
     each, shuffled = world_size * batches, np.random.default_rng(options.seed).permutation(len(raw))

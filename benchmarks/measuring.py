@@ -18,7 +18,7 @@ from benchmarks.lengths import LengthsRow
 from benchmarks.records import MODEL_TYPE, TEXT, paragraphs, record, write_chats, write_photos, write_records
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.measurer import AT_ONCE, SwiftMeasurer
-from packplan.app.wiring import training
+from packplan.app.wiring.splits import open_encoders, open_measurer
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.samples import MeasuredSample, Outcome
 from tools.demo.tiny_models import write_model
@@ -193,7 +193,7 @@ def _video_config(model: Path, videos: Sequence[Path]) -> RunConfig:
 
 
 def _open(config: RunConfig) -> Any:
-    return training.open_measurer(config, training.open_encoders(config)["train"], pool_start_s=0.0)
+    return open_measurer(config, open_encoders(config)["train"], pool_start_s=0.0)
 
 
 def _opened_seconds(config: RunConfig, *, in_full: bool, total: int) -> tuple[float, float]:
@@ -232,8 +232,8 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 def _ways_of_chats(config: RunConfig) -> tuple[dict[str, Callable[[range], None]], list[int]]:
     """Return calls that measure some rows, and the tokens of each row."""
-    encoder = training.open_encoders(config)["train"]
-    samples = training.open_measurer(config, encoder)
+    encoder = open_encoders(config)["train"]
+    samples = open_measurer(config, encoder)
     tokenizer = encoder.template.tokenizer
     encoded = [encoder.encode(index)["input_ids"] for index in range(len(encoder))]
     texts = [tokenizer.decode(tokens) for tokens in encoded]

@@ -10,7 +10,8 @@ import yaml
 
 from packplan.app.planning.split import alignment
 from packplan.app.wiring.attention import keep_verdict, needs_verdict, stored_verdict, verdict_key
-from packplan.app.wiring.stores import open_stores, read_config, split_folder
+from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.stores import open_stores, split_folder
 from packplan.core.align import align_plan
 from packplan.core.config import RunConfig, configured_inputs, plan_policy
 from packplan.core.equality import PackingVerdict
@@ -93,11 +94,12 @@ def _store(
 
 def asked(path: Path) -> Path:
     """Store a verdict on a run's model, so that none of its processes asks; return the YAML."""
-    from packplan.app.wiring import training
+    from packplan.app.wiring.runs import read_config
+    from packplan.app.wiring.verdicts import verdict_of
 
-    config = training.read_config(str(path))
+    config = read_config(str(path))
     if needs_verdict(config, packed=config.training.packing) and stored_verdict(config) is None:
-        keep_verdict(config, _VERDICTS.get(verdict_key(config).digest) or training.verdict_of(config))
+        keep_verdict(config, _VERDICTS.get(verdict_key(config).digest) or verdict_of(config))
     return path
 
 

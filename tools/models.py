@@ -325,7 +325,8 @@ def _lacks(name: str, needs: tuple[str, str] | None) -> bool:
 
 def _vision_row(folder: Path, name: str, scenes: Path, sizes: Path) -> VisionRow:
     from packplan.app.check import check
-    from packplan.app.wiring import stores, training
+    from packplan.app.wiring.runs import read_config
+    from packplan.app.wiring.splits import open_encoders, open_measurer
     from tests.made.pictures import texts
     from tests.made.vision_models import VISION_FAMILIES, write_vision_model
 
@@ -341,10 +342,10 @@ def _vision_row(folder: Path, name: str, scenes: Path, sizes: Path) -> VisionRow
     def config(data: Path) -> Any:
         path = data.with_name(f"{name}.yaml")
         path.write_text(yaml.safe_dump({**sections, "custom": {"train_jsonl": str(data)}}), encoding="utf-8")
-        return stores.read_config(path)
+        return read_config(path)
 
     measured, run = config(sizes), config(scenes)
-    samples = training.open_measurer(measured, training.open_encoders(measured)["train"])
+    samples = open_measurer(measured, open_encoders(measured)["train"])
     quick, in_full = (list(samples.measure_many(range(len(samples)), in_full=full)) for full in (False, True))
     equal = [one == other and not isinstance(one, PackplanError) for one, other in zip(quick, in_full, strict=True)]
     report = check(run, num_packs=4)

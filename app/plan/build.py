@@ -12,12 +12,11 @@ from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, positive_number, to_type
 from packplan.app.planning.epochs import plan_epochs
 from packplan.app.planning.log_lines import log_epochs, log_plan, log_schedule, steps_line
-from packplan.app.planning.schedule import batch_of, require_static, split_schedule, warn_of_ignored
+from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule, warn_of_ignored
 from packplan.app.planning.split import Ranks, Split, plan_split
-from packplan.app.wiring import stores
 from packplan.app.wiring.attention import keep_verdict
 from packplan.app.wiring.commands import keep_command, ranks_of, read_run, require_inputs
-from packplan.app.wiring.works import work_of
+from packplan.app.wiring.runs import ranks_refuse_together
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError
 from packplan.core.ports import RankGroup
@@ -37,19 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Build, and log what to type next."""
-    with stores.ranks_refuse_together():
+    with ranks_refuse_together():
         config = read_run(options.config, options.overrides, world_size=options.world_size)
         require_inputs(config)
 
         with loading_libraries():
+            from packplan.app.wiring.ranks import joined_ranks
             from packplan.app.wiring.splits import open_splits
-            from packplan.app.wiring.training import ask_before_measuring, joined_ranks
+            from packplan.app.wiring.verdicts import ask_before_measuring
 
     together = {"--split": options.split, "--world-size": options.world_size}
     with joined_ranks(config, use_cpu=True, options=together) as group:
         require_static(config)
         world_size = ranks_of(config) or options.world_size or group.world_size
-        batch_of(config, world_size=world_size)
+        accumulation_of(config, world_size=world_size)
         verdict = ask_before_measuring(config)
         splits = _choose_splits(open_splits(config), options.split)
         build(config, group, splits=splits, world_size=world_size)
@@ -102,10 +102,7 @@ def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world
             log_plan(split)
         if split.name != "train":
             continue
-        schedule = split_schedule(config, split.name, split.aligned)
-        if split.recipe is not None:
-            split.works = work_of(config, split.table).samples
-            schedule = plan_epochs(split, schedule, ranks)
+        schedule = plan_epochs(split, split_schedule(config, split.name, split.aligned), ranks)
         if group.rank == 0 and ranks_of(config):
             log.info("train: %s", steps_line(split, schedule))
         elif group.rank == 0:

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from packplan.app.plan.stored import StoredSplit
-from packplan.app.wiring import stores
+from packplan.app.wiring.stores import records_of
 from packplan.core.config import RunConfig
 from packplan.core.errors import DataSetError, counted
 from packplan.core.inspection import Place, place_of, scheduled_steps
@@ -75,7 +75,7 @@ def explain_pack(config: RunConfig, opened: StoredSplit, pack: int) -> dict[str,
 def _records_of(config: RunConfig, opened: StoredSplit) -> Records | None:
     """Return the data of a split, if they are here and have as many records as were measured."""
     try:
-        records = stores.records_of(config, opened.split.name)
+        records = records_of(config, opened.split.name)
     except DataSetError:
         return None
     return records if len(records) == opened.lengths.origin.num_records else None

@@ -18,12 +18,11 @@ from rich.table import Table
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, plain_console, world_size
-from packplan.app.planning.schedule import batch_of, require_static, zero_stage
+from packplan.app.planning.schedule import accumulation_of, require_static, zero_stage
 from packplan.app.planning.split import Ranks, Split, plan_split
-from packplan.app.wiring import stores
 from packplan.app.wiring.commands import ranks_of, read_run, require_inputs, require_traceable
 from packplan.core.config import RunConfig
-from packplan.core.errors import ConfigError, Fault, MismatchError, counted
+from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.memory import (
     KINDS,
     MARGIN,
@@ -102,8 +101,7 @@ def run(options: argparse.Namespace) -> None:
     require_static(config)
     if not config.training.packing:
         raise ConfigError.at("training.packing", "is false: what is forecast is the memory of packs")
-    if (started_ranks := stores.require_ranks()) > 1:
-        raise ConfigError("torchrun", (Fault("", f"starts {started_ranks} ranks: use --world-size instead"),))
+    require_traceable(config)
     require_inputs(config)
     ranks = options.world_size or ranks_of(config) or 1
     sharding: Sharding = "ddp" if ranks == 1 else options.sharding or _sharding_of(config)
@@ -143,18 +141,19 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int, sharding: Sha
         ModelError: The model cannot be traced.
     """
     with loading_libraries():
-        from packplan.app.wiring import training
+        from packplan.app.wiring.measuring import as_traced, open_step_tracer
+        from packplan.app.wiring.ranks import joined_ranks
         from packplan.app.wiring.splits import open_splits
+        from packplan.app.wiring.verdicts import decide_attention
 
-    require_traceable(config)
-    attention = training.decide_attention(training.as_traced(config), isolated=True)
+    attention = decide_attention(as_traced(config), isolated=True)
     train, length = open_splits(config)["train"], config.packing_length
-    with training.joined_ranks(config) as group:
+    with joined_ranks(config) as group:
         plan_split(train, Ranks(group, timeout_s=config.training.packing_wait_timeout_s), world_size=ranks)
     encoded = _packs_to_trace(train)
-    accumulates = batch_of(config, world_size=ranks).accumulation.gradient_accumulation_steps > 1
+    accumulates = accumulation_of(config, world_size=ranks).gradient_accumulation_steps > 1
     fused = bool(config.training.trainer.get("use_liger_kernel"))
-    with training.open_step_tracer(
+    with open_step_tracer(
         config, train.encoder, attention=attention, sharding=sharding, world_size=ranks, accumulates=accumulates
     ) as tracer:
         measured = [

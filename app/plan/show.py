@@ -119,7 +119,7 @@ def plan_summary(opened: StoredSplit) -> PlanSummary:
 def schedule_summary(opened: StoredSplit) -> ScheduleSummary:
     """Return the figures of training over the plan, in the epoch that is shown."""
     summary = summarise_schedule(
-        opened.split.raw, opened.lengths.tokens, opened.schedule, packed=opened.packed, works=opened.work.samples,
+        opened.split.raw, opened.lengths.tokens, opened.schedule, packed=opened.packed, works=opened.split.works,
         epoch=opened.epoch,
     )  # fmt: skip
     return summary if opened.epochs is None else attrs.evolve(summary, total_steps=opened.epochs.total_steps)
@@ -322,7 +322,8 @@ def _epoch_figures(opened: StoredSplit) -> Iterator[Figure]:
     remark = f"{schedule.packs_per_rank:,} {unit} each in an epoch{repeated}{left}"
     yield several, "ranks", f"{schedule.world_size:,}", remark
     padded = "" if opened.packed else ", padded to the longest of a batch"
-    yield False, "  work", f"{schedule.work_per_step:,.4g}", f"a step, all ranks: {opened.work.unit}{padded}"
+    remark = f"FLOPs of a step, all ranks, of {'an ordinary' if opened.estimated else 'the'} model{padded}"
+    yield False, "  work", f"{schedule.work_per_step:,.4g}", remark
     remark = f"busiest rank over the mean; worst step {schedule.worst_work_imbalance:.3f}"
     yield several, "  imbalance", f"{schedule.work_imbalance:.4f}", remark
     remark = "the same where ranks wait for each other in each microbatch"

@@ -9,11 +9,10 @@ from packplan.app.planning.bad import left_out
 from packplan.app.planning.epochs import EpochPlanner
 from packplan.app.planning.log_lines import describe
 from packplan.app.planning.schedule import ragged_window, require_static, split_schedule
-from packplan.app.planning.split import Split, alignment, plan_samples, samples_of
+from packplan.app.planning.split import Split, alignment, plan_samples, samples_of, table_works
 from packplan.app.planning.stored_lengths import open_lengths, refusals, stale_inputs
-from packplan.app.wiring import stores
-from packplan.app.wiring.mixes import recipe_of
-from packplan.app.wiring.works import Work, policy_of, work_of
+from packplan.app.wiring.policies import policy_of, recipe_of, trained_work
+from packplan.app.wiring.stores import open_stores
 from packplan.core.config import RunConfig
 from packplan.core.epochs import EpochRecipe, plan_key
 from packplan.core.errors import ConfigError, NotBuiltError, counted
@@ -38,7 +37,8 @@ class StoredSplit:
     schedule: EpochSchedule
     """Schedule over the plan of the epoch that is shown."""
 
-    work: Work
+    estimated: str | None
+    """Reason why work is not counted by the model's sizes; None where it is."""
 
     epoch: int = 0
     """Epoch that is shown; 0 where all have one plan."""
@@ -99,7 +99,7 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
     Raises:
         PackplanError: It is not stored, or damaged, or not for so many ranks or epochs.
     """
-    kept, policy = stores.open_stores(config, name), policy_of(config, name)
+    kept, policy = open_stores(config, name), policy_of(config, name)
     lengths, plan = open_lengths(kept.lengths), kept.plans.inspect()
     where, origin = kept.plans.where, lengths.origin
     recipe = measured_recipe(config, name, lengths, where=where)
@@ -115,14 +115,14 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
         plan = attrs.evolve(plan, plan=_plan_of_epoch(planner, plan, epoch or 0, lengths.digest, where=where))
     elif epoch:
         raise ConfigError.at("--epoch", "is of runs whose epochs have plans of their own; here all have the same")
-    work = work_of(config, lengths.rows.table)
+    work, estimated = trained_work(config)
     split = Split(
-        name, policy, alignment(config, name), recipe, table=lengths.rows.table, data_digest=origin.data_digest,
-        key=plan.key, raw=plan.plan, works=work.samples,
+        name, policy, alignment(config, name), work, recipe, table=lengths.rows.table, data_digest=origin.data_digest,
+        key=plan.key, raw=plan.plan, works=table_works(work, lengths.rows.table),
     )  # fmt: skip
     split.aligned = split.align(world_size or max(plan.world_sizes, default=1))
-    schedule = split_schedule(config, name, split.aligned, split.raw.packs.sums(work.samples.flops))
-    opened = StoredSplit(lengths, plan, split, schedule, work, epoch or 0)
+    schedule = split_schedule(config, name, split.aligned, split.pack_works)
+    opened = StoredSplit(lengths, plan, split, schedule, estimated, epoch or 0)
     if recipe is not None:
         opened = _with_epochs(opened, where=where)
     return attrs.evolve(opened, warnings=tuple(f"{name}: {line}" for line in _warnings(config, opened)))
@@ -184,5 +184,5 @@ def _warnings(config: RunConfig, opened: StoredSplit) -> Iterator[str]:
     yield from (line for level, line in describe(as_stored) if level >= logging.WARNING)
     if split.name == "train" and (window := ragged_window(opened.epochs or opened.schedule)):
         yield window
-    if opened.work.estimated:
-        yield f"work is estimated from tokens and their squares: {opened.work.estimated}"
+    if opened.estimated:
+        yield f"work is estimated from tokens and their squares: {opened.estimated}"

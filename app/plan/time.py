@@ -16,9 +16,9 @@ from typing import Any
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, duration, plain_console, world_size
 from packplan.app.plan.stored import open_split
-from packplan.app.wiring import stores
 from packplan.app.wiring.commands import read_run
 from packplan.app.wiring.forecasts import attention_name, earlier_timing, find_timing, run_forecast
+from packplan.app.wiring.runs import ranks_refuse_together, read_config, require_inputs
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, NotBuiltError, counted
 from packplan.core.forecast import RunForecast
@@ -140,14 +140,15 @@ def _rows(forecast: RunForecast, *, world_size: int, price: float | None) -> Ite
 
 def _calibrate(options: argparse.Namespace) -> tuple[int, int]:
     """Time steps of a run on this process's ranks; return the rank and their number."""
-    with stores.ranks_refuse_together():
-        config = stores.read_config(options.config, options.overrides)
-        stores.require_inputs(config, loads=True, trains=True)
+    with ranks_refuse_together():
+        config = read_config(options.config, options.overrides)
+        require_inputs(config, loads=True, trains=True)
         with loading_libraries():
             from packplan.app.sft.train import prepare
-            from packplan.app.wiring import training
-            from packplan.app.wiring.training.calibration import calibrate, calibrated_run
-        config = training.without_progress(calibrated_run(config))
-    with training.joined_ranks(config) as group, training.alone_in_output(config, group):
+            from packplan.app.wiring.measuring import calibrate, calibrated_run
+            from packplan.app.wiring.ranks import alone_in_output, joined_ranks
+            from packplan.app.wiring.trainers import without_progress
+        config = without_progress(calibrated_run(config))
+    with joined_ranks(config) as group, alone_in_output(config, group):
         calibrate(config, *prepare(config, group), group)
         return group.rank, group.world_size

@@ -15,11 +15,11 @@ from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, plain_console, positive_numbers, world_sizes
 from packplan.app.plan.stored import measured_recipe, splits_of
 from packplan.app.planning.schedule import split_schedule
-from packplan.app.planning.split import alignment, plan_samples, samples_of
+from packplan.app.planning.split import alignment, plan_samples, samples_of, table_works
 from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
-from packplan.app.wiring import stores
 from packplan.app.wiring.commands import ranks_of, read_run
-from packplan.app.wiring.works import policy_of, work_of
+from packplan.app.wiring.policies import policy_of, trained_work
+from packplan.app.wiring.stores import open_stores
 from packplan.core.align import align_plan
 from packplan.core.config import RunConfig, with_remedy
 from packplan.core.epochs import EpochRecipe
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError.at(
             "training.packing", f"is false for {split}: nothing is packed, so there is nothing to vary"
         )
-    kept = stores.open_stores(config, split)
+    kept = open_stores(config, split)
     lengths = open_lengths(kept.lengths)
     recipe = measured_recipe(config, split, lengths, where=kept.plans.where)
     if recipe is not None:
@@ -123,7 +123,7 @@ def _alternatives(
 ) -> Iterator[Alternative]:
     """Yield every combination when it is planned, with its figures or the reason of none."""
     lengths, table = stored.tokens, stored.rows.table
-    works, options = work_of(config, table).samples, alignment(config, split)
+    works, options = table_works(trained_work(config)[0], table), alignment(config, split)
     for packing_length in packing_lengths:
         other = attrs.evolve(config, template=attrs.evolve(config.template, max_length=packing_length))
         policy, name = policy_of(other, split), f"packs of {packing_length:,}"

@@ -14,7 +14,6 @@ from threading import Thread
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.app.planning.split import Ranks, Split, samples_of
@@ -62,10 +61,6 @@ class EpochPlanner:
         """Return what is kept of a plan."""
         return record_of(plan, self.samples)
 
-    def selected(self, raw: RawPlan) -> EpochPlan:
-        """Return the plan of the first epoch, which is stored, with its selection."""
-        return EpochPlan(0, select_epoch(self.recipe, self.policy, self.samples, 0), raw)
-
 
 @attrs.frozen(eq=False)
 class PlannedEpochs:
@@ -100,10 +95,6 @@ class PlannedEpochs:
             self._begun(epoch + 1)
         return found
 
-    def pack_works(self, epoch: int) -> NDArray[np.float64]:
-        """Return the work of each pack of an epoch; shape (num_packs,)."""
-        return self.stats(epoch).work
-
     def _begun(self, epoch: int) -> Future[PackStats]:
         if epoch not in self._held:
             self._held[epoch] = future = Future[PackStats]()
@@ -131,16 +122,19 @@ class PlannedEpochs:
 
 def plan_epochs(split: Split, schedule: EpochSchedule, ranks: Ranks) -> EpochSchedule:
     """
-    Plan and count all epochs on rank 0, store a record of each, and return the schedule over them.
+    Plan and count all epochs on rank 0, store a record of each, and return the schedule over them;
+    the same schedule where all epochs have one plan.
 
     Args:
-        split: The split, whose first epoch is planned and whose works are known.
+        split: The split, whose first epoch is planned.
         schedule: Settings of the schedule, from where training starts.
         ranks: All ranks.
 
     Raises:
         PackplanError: An epoch cannot be planned; on every rank.
     """
+    if split.recipe is None:
+        return schedule
     planner = EpochPlanner.from_split(split)
 
     def build(report: ReportProgress) -> Arrays:
@@ -153,7 +147,7 @@ def plan_epochs(split: Split, schedule: EpochSchedule, ranks: Ranks) -> EpochSch
 
     rows = json.loads(ranks.build(split.stores.lock, build)["records"].tobytes())
     split.epochs = epochs = PlannedEpochs(planner, tuple(EpochRecord(**row) for row in rows), split.works)
-    by_work = None if schedule.works is None else epochs.pack_works
+    by_work = None if schedule.works is None else lambda epoch: epochs.stats(epoch).work
     return attrs.evolve(schedule, num_packs=tuple(one.num_packs for one in epochs.records), works=by_work)
 
 
@@ -173,6 +167,9 @@ def _counted(
             bar.update()
             if epoch in known:
                 return known[epoch]
-            return planner.record(planner.selected(split.raw) if epoch == 0 else planner.plan(epoch))
+            if epoch:
+                return planner.record(planner.plan(epoch))
+            first = select_epoch(planner.recipe, planner.policy, planner.samples, 0)
+            return planner.record(EpochPlan(0, first, split.raw))
 
         return with_epochs(schedule, record, alike_from=planner.recipe.alike_from)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,16 +25,6 @@ weights from 3 on.
 """
 
 
-@attrs.frozen
-class BatchSizes:
-    """Batches of one optimizer step."""
-
-    size: int
-    """Batch of one rank: packs, or samples if not packing."""
-
-    accumulation: Accumulation
-
-
 def require_static(config: RunConfig) -> None:
     """Refuse a run that has no static plan."""
     if config.custom.trainer_variant != "sft":
@@ -49,17 +38,16 @@ def warn_of_ignored(config: RunConfig) -> None:
         log.warning("training.eval_packing is true, but training.packing is false, so evaluation is not packed either")
 
 
-def batch_of(config: RunConfig, *, world_size: int) -> BatchSizes:
-    """Return the batch of a run; ArgumentError if the ranks cannot realise it."""
-    training, size = config.training, config.batch_size
-    accumulation = resolve_accumulation(
+def accumulation_of(config: RunConfig, *, world_size: int) -> Accumulation:
+    """Return the accumulation of a run; ArgumentError if the ranks cannot realise it."""
+    training = config.training
+    return resolve_accumulation(
         effective_batch_size=training.effective_batch_size,
         per_device_train_batch_size=training.per_device_train_batch_size,
         gradient_accumulation_steps=training.gradient_accumulation_steps,
         world_size=world_size,
-        forced_batch_size=size,
+        forced_batch_size=config.batch_size,
     )
-    return BatchSizes(size, accumulation)
 
 
 def forced_batches(config: RunConfig) -> Iterator[str]:
@@ -126,10 +114,10 @@ def split_schedule(
     if split == "eval":
         return EpochSchedule.from_plan(aligned, gradient_accumulation_steps=1, num_train_epochs=1, shuffle=False)
     training, meeting = config.training, meeting_of(config)
-    batch = batch_of(config, world_size=aligned.world_size)
+    accumulation = accumulation_of(config, world_size=aligned.world_size)
     return EpochSchedule.from_plan(
         aligned,
-        gradient_accumulation_steps=batch.accumulation.gradient_accumulation_steps,
+        gradient_accumulation_steps=accumulation.gradient_accumulation_steps,
         num_train_epochs=training.num_train_epochs,
         max_steps=training.max_steps,
         seed=training.trainer.get("data_seed", training.seed),

@@ -7,6 +7,7 @@ bottom; rank 0 alone measures and plans, and `Ranks` gives its result to all.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -44,7 +45,7 @@ from packplan.core.policy import PlanPolicy
 from packplan.core.ports import Arrays, LengthSource, LengthStore, Lock, PlanStore, RankGroup, ReportProgress
 from packplan.core.samples import DataFile, Table, by_source, column
 from packplan.core.schedule import PackStats
-from packplan.core.work import SampleWorks, WorkModel
+from packplan.core.work import FLOPs, SampleWorks, WorkModel
 
 if TYPE_CHECKING:
     from packplan.app.planning.epochs import PlannedEpochs
@@ -159,6 +160,9 @@ class Split:
     alignment: Mapping[str, Any] = MappingProxyType({"dataloader_drop_last": False, "batch_size": 1})
     """Options of `align_plan`."""
 
+    work: WorkModel = WorkModel.estimated({})  # noqa: RUF009  # frozen
+    """Work of the model that is trained, forward and backward."""
+
     recipe: EpochRecipe | None = None
     """Samples of each epoch, where each has a plan of its own; None plans all samples once."""
 
@@ -193,10 +197,10 @@ class Split:
     aligned: AlignedPlan = attrs.field(default=None)
 
     works: SampleWorks = attrs.field(default=None)
-    """Work of each record, which balances ranks; of a split that is trained."""
+    """Work of each record, which balances ranks."""
 
     epochs: PlannedEpochs | None = None
-    """Epochs that have plans of their own."""
+    """Epochs that have plans of their own, which `plan_epochs` fills."""
 
     _stats: PackStats | None = attrs.field(default=None, repr=False)
 
@@ -216,6 +220,11 @@ class Split:
     def align(self, world_size: int) -> AlignedPlan:
         """Return the plan for a number of ranks; ArgumentError if they would get no batch."""
         return align_plan(self.raw, world_size=world_size, **self.alignment)
+
+    @property
+    def pack_works(self) -> FLOPs:
+        """Work of each pack of the raw plan; shape (num_packs,)."""
+        return self.raw.packs.sums(self.works.flops)
 
     @property
     def unsupervised(self) -> IntArray:
@@ -258,13 +267,15 @@ def plan_split(split: Split, ranks: Ranks, *, world_size: int | None = None) -> 
     arrays = dict(ranks.build(split.stores.lock, partial(_measure_and_plan, split, world_size)))
     split.table, split.key = arrays.pop("table"), Fingerprint(json.loads(arrays.pop("key").tobytes()))
     split.raw = plan_from_arrays(arrays)
-    split.aligned = split.align(world_size)
+    split.aligned, split.works = split.align(world_size), table_works(split.work, split.table)
     split.data_digest = source.data_digest(len(source), without=np.flatnonzero(column(split.table, "bad")).tolist())
 
     ranks.require_same(f"the {name} plan's checksum", split.checksum)
     # A rank that sees other data would train on other samples under the same plan.
     ranks.require_same(f"what the {name} lengths depend on", source.fingerprint().digest)
     ranks.require_same(f"the {name} data", split.data_digest)
+    # Ranks that counted other works would assign a step's packs in another way.
+    ranks.require_same(f"the work of the {name} packs", hashlib.sha256(split.pack_works.tobytes()).hexdigest())
     return split
 
 

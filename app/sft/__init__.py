@@ -12,7 +12,7 @@ from packplan.app.cli.command import (
     parse_arguments,
     run_command,
 )
-from packplan.app.wiring import stores
+from packplan.app.wiring.runs import ranks_refuse_together, read_config, require_inputs
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,18 +23,19 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(parser, arguments)
 
     def command() -> None:
-        with stores.ranks_refuse_together():
-            config = stores.read_config(options.config, options.overrides)
-            stores.require_inputs(config, loads=True, trains=True)
+        with ranks_refuse_together():
+            config = read_config(options.config, options.overrides)
+            require_inputs(config, loads=True, trains=True)
 
             with loading_libraries():
                 from packplan.app.sft.stream import train_stream
                 from packplan.app.sft.train import train
-                from packplan.app.wiring import training
+                from packplan.app.wiring.ranks import joined_ranks
+                from packplan.app.wiring.trainers import without_progress
 
             if options.quiet:
-                config = training.without_progress(config)
-        with training.joined_ranks(config) as group:
+                config = without_progress(config)
+        with joined_ranks(config) as group:
             if config.custom.trainer_variant == "rollout":
                 train_stream(config, group)
             else:

@@ -12,21 +12,21 @@ import attrs
 import numpy as np
 
 from packplan.app.planning.log_lines import log_plan
-from packplan.app.planning.schedule import batch_of, forced_batches
+from packplan.app.planning.schedule import accumulation_of, forced_batches
 from packplan.app.planning.split import Ranks, plan_split
 from packplan.app.sft.train import interruption_logged, log_outcome
-from packplan.app.wiring.mixes import mixes_of
+from packplan.app.wiring.policies import mixes_of
+from packplan.app.wiring.ranks import alone_in_output
 from packplan.app.wiring.splits import open_splits
 from packplan.app.wiring.stores import records_of
-from packplan.app.wiring.training import (
-    alone_in_output,
+from packplan.app.wiring.trainers import (
     build_stream_trainer,
-    decide_attention,
     identity_of,
     open_arguments,
     open_checkpoint,
     open_stream_start,
 )
+from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.config import LESS_DROPPED, RunConfig, stream_inputs
 from packplan.core.errors import Difference, counted
 from packplan.core.fingerprint import Fingerprint
@@ -69,7 +69,7 @@ def _prepare(
     """
     training = config.training
     attention = decide_attention(config, isolated=training.packing)
-    batch = batch_of(config, world_size=group.world_size)
+    accumulation = accumulation_of(config, world_size=group.world_size)
     order, paths = _order(config)
     splits = open_splits(attrs.evolve(config, custom=attrs.evolve(config.custom, train_jsonl=paths)))
     ranks = Ranks(group, timeout_s=training.packing_wait_timeout_s)
@@ -92,7 +92,7 @@ def _prepare(
 
     if checkpoint is not None and differences(checkpoint.resume_state):
         checkpoint = open_checkpoint(config, group, StreamState, differences)
-    arguments = open_arguments(config, batch.size, batch.accumulation)
+    arguments = open_arguments(config, accumulation)
     if "eval" in splits:
         plan_split(splits["eval"], ranks)
         if group.rank == 0:
@@ -115,7 +115,7 @@ def _prepare(
         log.info(
             "%s in optimizer steps of %s over %s; packs come as samples come, so the steps of an epoch are not known",
             _length(config),
-            counted(batch.accumulation.effective_batch_size, "pack"),
+            counted(accumulation.effective_batch_size, "pack"),
             counted(group.world_size, "rank"),
         )
         _log_start(config, start[0])

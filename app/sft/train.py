@@ -6,7 +6,6 @@ Every rank runs this. Rank 0 alone measures and plans; the others wait for it an
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import shlex
 from collections.abc import Iterator
@@ -17,19 +16,14 @@ import attrs
 
 from packplan.app.planning.epochs import plan_epochs
 from packplan.app.planning.log_lines import log_epochs, log_plan, log_schedule
-from packplan.app.planning.schedule import batch_of, require_static, split_schedule, warn_of_ignored
+from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule, warn_of_ignored
 from packplan.app.planning.split import Ranks, Split, plan_split
 from packplan.app.wiring.forecasts import find_timing, run_forecast, told_error, told_forecast
+from packplan.app.wiring.policies import trained_work
+from packplan.app.wiring.ranks import alone_in_output
 from packplan.app.wiring.splits import open_splits
-from packplan.app.wiring.training import (
-    alone_in_output,
-    build_trainer,
-    decide_attention,
-    open_arguments,
-    open_checkpoint,
-    open_follower,
-)
-from packplan.app.wiring.works import trained_work, work_of
+from packplan.app.wiring.trainers import build_trainer, open_arguments, open_checkpoint, open_follower
+from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.config import RunConfig
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import agree, counted
@@ -79,11 +73,11 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
     require_static(config)
     attention = decide_attention(config, isolated=config.training.packing and not may_leak)
     checkpoint = open_checkpoint(config, group, ResumeState)
-    batch = batch_of(config, world_size=group.world_size)
+    accumulation = accumulation_of(config, world_size=group.world_size)
     splits = open_splits(config)
     ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
     ranks.require_writable([split.stores.lock for split in splits.values()])
-    arguments = open_arguments(config, batch.size, batch.accumulation)
+    arguments = open_arguments(config, accumulation)
 
     for split in splits.values():
         plan_split(split, ranks)
@@ -110,19 +104,14 @@ def _schedule_packs(
         StaleError: The checkpoint was made on another plan.
         ArgumentError: An epoch has no packs.
     """
-    train.works = work_of(config, train.table).samples
-    pack_works = train.raw.packs.sums(train.works.flops)
-    # Ranks that counted other works would assign a step's packs in another way.
-    ranks.require_same("the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
-    schedule = split_schedule(config, "train", train.aligned, pack_works)
+    schedule = split_schedule(config, "train", train.aligned, train.pack_works)
     follower = open_follower(config, train, schedule, ranks.group)
     if checkpoint is not None and checkpoint.resume_state.differences(follower.state):
         # `last` goes on from an older one, where the newest is of other data or another plan.
         checkpoint = open_checkpoint(config, ranks.group, ResumeState, lambda then: then.differences(follower.state))
     if checkpoint is not None:
         schedule = attrs.evolve(schedule, start=checkpoint.resume_state.progress)
-    if train.recipe is not None:
-        schedule = plan_epochs(train, schedule, ranks)
+    schedule = plan_epochs(train, schedule, ranks)
     if checkpoint is not None:
         require_start(schedule, where=checkpoint.folder)
     follower.reschedule(schedule)

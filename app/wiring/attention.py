@@ -1,6 +1,6 @@
 """
 The attention of a run by its configuration and the verdict on its model, without torch;
-`app.wiring.training.verdicts` asks the model.
+`app.wiring.verdicts` asks the model.
 """
 
 from importlib.util import find_spec

@@ -24,8 +24,8 @@ import attrs
 
 from packplan.adapters import files
 from packplan.adapters.progress import loading_libraries
-from packplan.app.wiring import stores
-from packplan.app.wiring.stores import read_config, require_ranks
+from packplan.adapters.ranks.environment import require_ranks
+from packplan.app.wiring import runs
 from packplan.core.config import TUNERS, CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import ConfigError, Fault
 
@@ -57,7 +57,12 @@ _OF_STEP = (
 
 
 def require_traceable(config: RunConfig) -> None:
-    """Refuse a command whose step is not that of a language model on one pack; ConfigError."""
+    """
+    Refuse several ranks of torchrun, which one process traces, and a command whose step is not that
+    of a language model on one pack; ConfigError.
+    """
+    if (started := require_ranks()) > 1:
+        raise ConfigError("torchrun", (Fault("", f"starts {started} ranks: use --world-size instead"),))
     if config.command is None:
         return
     faults = []
@@ -111,7 +116,7 @@ def read_run(path: str, words: Sequence[str] = (), *, world_size: int | None = N
     if Path(path).suffix == ".sh":
         reason = "is a script, and none is read: put packplan before its command, as packplan plan build swift sft ..."
         raise ConfigError(path, (Fault("", reason),))
-    return read_config(path, words)
+    return runs.read_config(path, words)
 
 
 def require_command(path: str, words: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
@@ -144,7 +149,7 @@ def _note_of(output_dir: str | Path) -> Path:
 def require_inputs(config: RunConfig) -> None:
     """Refuse a model or data that are not there; ms-swift has looked for those of a command."""
     if config.command is None:
-        stores.require_inputs(config)
+        runs.require_inputs(config)
 
 
 def keep_command(config: RunConfig) -> None:

@@ -7,22 +7,19 @@ from pathlib import Path
 
 import attrs
 import cattrs
-import numpy as np
 
 from packplan.adapters.forecast.kept import DiskCalibrations, device_name, machine_name
 from packplan.adapters.model_folder import config_digest
 from packplan.adapters.trainer.checkpoints import read_seconds
 from packplan.app.cli.command import duration
 from packplan.app.planning.schedule import split_schedule
-from packplan.app.planning.split import Split, table_works
+from packplan.app.planning.split import Split
 from packplan.app.wiring.attention import attention_by, stored_verdict
-from packplan.app.wiring.works import trained_work
 from packplan.core.config import RunConfig
 from packplan.core.equality import AUTO
 from packplan.core.errors import ConfigError, UserError, counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.forecast import Calibration, RunForecast, StepTerms, StepTime, Timing, forecast_run
-from packplan.core.samples import column
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from packplan.core.work import SampleWorks
 
@@ -162,12 +159,11 @@ def evaluation_terms(config: RunConfig, planned: Split) -> StepTerms:
         config: The run.
         planned: Plan of the evaluation.
     """
-    flops = table_works(trained_work(config)[0], planned.table)
-    lengths = column(planned.table, "length").astype(np.int64)
-    stats = PackStats.from_plan(planned.raw, lengths, packed=config.eval_packing, works=flops)
     schedule = split_schedule(config, "eval", planned.aligned)
     whole = attrs.evolve(schedule, gradient_accumulation_steps=schedule.batches_per_epoch)
-    return StepTerms.from_epoch(EpochStats.from_schedule(stats, whole, 0), flops, meeting="step")
+    return StepTerms.from_epoch(
+        EpochStats.from_schedule(planned.pack_stats(0), whole, 0), planned.works, meeting="step"
+    )
 
 
 def _every(config: RunConfig, schedule: EpochSchedule) -> tuple[int, int]:

@@ -1,11 +1,10 @@
 """The trainer of `packplan rl`: TRL's `GRPOTrainer`, with microbatches as `policy.` says."""
 
-import contextlib
 import functools
 import logging
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,12 @@ from packplan.adapters.config.trainer_keys import TrainerKey, keys_of
 from packplan.adapters.families import trained_config
 from packplan.adapters.files import saving
 from packplan.adapters.hf import balance, unpad
-from packplan.adapters.ranks.environment import meeting, require_ranks
-from packplan.adapters.ranks.torch_group import TorchGroup, lost_ranks_named
 from packplan.adapters.samples.files import open_records
 from packplan.adapters.samples.prompts import Prompts
-from packplan.app.wiring.inputs import records_cache
+from packplan.app.wiring.ranks import meeting_ranks
+from packplan.app.wiring.stores import records_cache
 from packplan.core.config import RlConfig
-from packplan.core.errors import ConfigError, PackplanError, RunError
+from packplan.core.errors import ConfigError, PackplanError
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +59,7 @@ def train(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
         raise ConfigError.at("grpo.resume_from_checkpoint", reason)
     if quiet or not sys.stderr.isatty():
         disable_progress_bar()
-    with _joined_ranks(config):
+    with meeting_ranks(config.grpo):
         trainer = open_trainer(config, quiet=quiet)
         with saving(Path(folder)):
             trainer.train(resume_from_checkpoint=checkpoint)
@@ -71,25 +69,6 @@ def train(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
     if rewards and trainer.is_world_process_zero():
         log.info("reward %.3f -> %.3f; the policy is in %s", rewards[0], rewards[-1], folder)
     return trainer
-
-
-@contextlib.contextmanager
-def _joined_ranks(config: RlConfig) -> Iterator[None]:
-    """Join the ranks of torchrun, if there are several, in the group that TRL's trainer finds."""
-    if require_ranks() == 1:
-        yield
-        return
-    with meeting():
-        timeout_s = float(config.grpo.get("ddp_timeout", 1800))
-        group = TorchGroup(use_cpu=bool(config.grpo.get("use_cpu")), timeout_s=timeout_s)
-    try:
-        with lost_ranks_named(group.rank):
-            yield
-            group.leave()
-    except Exception as error:
-        if not isinstance(error, RunError):
-            group.fail(error)
-        raise
 
 
 def open_trainer(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:

@@ -15,8 +15,8 @@ from packplan.adapters.config.run import parse_config
 from packplan.adapters.stores.length_table import read_length_table, read_length_table_key, write_length_table
 from packplan.app.planning.measure import KnownTable
 from packplan.app.planning.split import Split
-from packplan.app.wiring.inputs import records_cache, with_inputs
-from packplan.app.wiring.stores import trainer_keys
+from packplan.app.wiring.runs import trainer_keys, with_inputs
+from packplan.app.wiring.stores import records_cache
 from packplan.core.config import RunConfig
 from packplan.core.errors import ArgumentError, ConfigError, StaleError
 from packplan.core.ports import LengthSource, Stored

@@ -13,11 +13,9 @@ from packplan.adapters.samples.measurer import POOL_START_S, SwiftMeasurer
 from packplan.adapters.samples.rows import RowsEncoder, RowsFile, sequence_lengths, whole
 from packplan.adapters.samples.template import open_template, refuse_packing
 from packplan.app.planning.split import Split, alignment
-from packplan.app.wiring.inputs import records_cache
 from packplan.app.wiring.lengths import open_known
-from packplan.app.wiring.mixes import mixes_of, recipe_of
-from packplan.app.wiring.stores import open_stores
-from packplan.app.wiring.works import policy_of
+from packplan.app.wiring.policies import mixes_of, policy_of, recipe_of, trained_work
+from packplan.app.wiring.stores import open_stores, records_cache
 from packplan.core.config import RunConfig
 from packplan.core.epochs import EpochRecipe
 from packplan.core.errors import ConfigError, DataSetError, agree, counted
@@ -42,7 +40,8 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
     for name, encoder in encoders.items():
         source = whole(open_measurer(config, encoder))
         splits[name] = Split(
-            name, policy_of(config, name), alignment(config, name), _recipe_of(config, name, encoder),
+            name, policy_of(config, name), alignment(config, name), trained_work(config)[0],
+            _recipe_of(config, name, encoder),
             max_bad_share=config.custom.max_bad_share if config.custom.on_bad_record == "skip" else None,
             flush_every=config.training.packing_length_cache_persist_every,
             stores=open_stores(config, name), encoder=encoder, source=source, known=open_known(config, source),

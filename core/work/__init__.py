@@ -12,4 +12,4 @@ from packplan.core.work.assignment import (
 )
 from packplan.core.work.model import SampleWorks, WorkModel
 from packplan.core.work.text import LocalAttention
-from packplan.core.work.vision import VisionWork
+from packplan.core.work.vision import FLOPs, VisionWork

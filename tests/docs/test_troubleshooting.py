@@ -145,11 +145,6 @@ EXAMPLES = (
     RunError.worker(2, "train", "its process ended"),
     raised(refuse_other_packs, [{PACK: 5}], [(4,)]),
     errors.MismatchError("unequal", "packed training is not the same training: logits, isolation differ"),
-    errors.MismatchError(
-        "unequal_lengths",
-        "1 sample of 100 encodes otherwise (length, supervised, images, patches, cut, videos, frames, video_patches, "
-        "bad): sample 3 measured (31, 12, 0, 0, 0, 0, 0, 0, 0) and encodes to (30, 12, 0, 0, 0, 0, 0, 0, 0)",
-    ),
     errors.MismatchError("unsound", "3 findings: what is stored is not what training would use"),
     errors.MismatchError(
         "ranks_disagree", "ranks disagree on the train plan's checksum: rank 0: ad441f64dbd8; rank 1: 8bc83601250a"

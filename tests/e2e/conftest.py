@@ -91,12 +91,12 @@ def write_run(demo: Path, text_jsonl: Path, tmp_path: Path) -> Callable[..., Pat
 def execute() -> Callable[[Path], Any]:
     """Return a function that plans and trains in this process, and returns the result."""
     from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.app.wiring import training
+    from packplan.app.wiring.runs import read_config
     from tests.e2e.ready import train
 
     def run(path: Path) -> Any:
         _recall(path)
-        config = training.read_config(path)
+        config = read_config(path)
         result = train(config, OneRank())
         remember_verdict(config)
         return result

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from packplan.app import measure, rl, sft
 from packplan.app.plan import __main__ as plan
-from packplan.app.wiring.training import ranks
+from packplan.app.wiring import ranks
 
 COMMANDS = {"sft": sft.main, "plan": plan.main, "rl": rl.main, "measure": measure.main}
 

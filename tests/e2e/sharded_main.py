@@ -11,7 +11,7 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.video.reading import sees_videos_apart
 from packplan.adapters.trainer.packed_dataset import EncodedPack
 from packplan.adapters.trainer.vision import DummyImage
-from packplan.app.wiring import training
+from packplan.app.wiring.runs import read_config
 from packplan.core.samples import column
 from tests.e2e.ready import prepare
 
@@ -28,7 +28,7 @@ def main(config: str, out: str, *, videos: bool = False) -> None:
     names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     given = {name: os.environ.pop(name) for name in names}
     rank, world_size, port = int(given["RANK"]), int(given["WORLD_SIZE"]), given["MASTER_PORT"]
-    prepared = prepare(training.read_config(config), OneRank())
+    prepared = prepare(read_config(config), OneRank())
     trainer, table = prepared.trainer, prepared.planned["train"].table
     kinds = list(zip(*(column(table, name) > 0 for name in ("images", "videos")), strict=True))
     batches = [

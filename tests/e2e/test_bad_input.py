@@ -21,8 +21,8 @@ from packplan.adapters.trainer.static import PackTrainer
 from packplan.app import __main__ as packplan
 from packplan.app import sft
 from packplan.app.plan import __main__ as plan
-from packplan.app.wiring import training as wiring
-from packplan.app.wiring.stores import read_rl_config
+from packplan.app.wiring.runs import read_config, read_rl_config
+from packplan.app.wiring.splits import open_encoders
 from packplan.core.errors import ConfigError
 from tests.network import free_port
 
@@ -124,9 +124,9 @@ def test_tags_without_their_media_stay_text(write_run, tmp_path, caplog):
     tagged = {"messages": [{"role": "user", "content": text}, ANSWER]}
     (tmp_path / "tags.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in (tagged, GOOD, tagged)))
     logging.getLogger("packplan").propagate = True
-    config = wiring.read_config(write_run(custom={"train_jsonl": str(tmp_path / "tags.jsonl")}))
+    config = read_config(write_run(custom={"train_jsonl": str(tmp_path / "tags.jsonl")}))
     with caplog.at_level(logging.WARNING, logger="packplan"):
-        samples = wiring.open_encoders(config)["train"]
+        samples = open_encoders(config)["train"]
 
     encoded = samples.encode(0)
 

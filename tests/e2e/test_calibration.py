@@ -6,8 +6,8 @@ import logging
 import pytest
 
 from packplan.app.plan import __main__ as plan
-from packplan.app.wiring import training
 from packplan.app.wiring.forecasts import find_timing, open_calibrations
+from packplan.app.wiring.runs import read_config
 from tests.processes import _packplan, finished
 
 pytestmark = pytest.mark.slow
@@ -31,11 +31,11 @@ def test_a_run_that_was_calibrated_foretells_itself(  # noqa: PLR0917  # fixture
     """Its packs are timed; then the log counts down, and the last line but one has the error."""
     keys = {"effective_batch_size": 2, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "epoch"}
     path = write_run("qwen2", training=keys, custom={"train_jsonl": uneven, "val_jsonl": uneven})
-    monkeypatch.setattr("packplan.app.wiring.training.calibration.REPEATS", 1)
+    monkeypatch.setattr("packplan.app.wiring.measuring.REPEATS", 1)
 
     assert 0 == plan.main(["time", str(path), "--calibrate", "--json", "--quiet"])
     told = json.loads(capfd.readouterr().out)
-    config = training.read_config(path)
+    config = read_config(path)
     assert find_timing(config, world_size=1, attention="varlen")[0] is not None
     ((_, measured),) = open_calibrations(config).entries()
     assert measured["evaluation"]["seconds"] > 0 < measured["checkpoint"]  # a busy machine's fit may see no term
@@ -70,6 +70,6 @@ def test_two_ranks_measure_together(write_run, server, uneven, tmp_path):
 
     printed = [(tmp_path / "measured" / f"rank{rank}.log").read_text() for rank in range(2)]
     assert ["predicted time" in text for text in printed] == [True, False]
-    config = training.read_config(path)
+    config = read_config(path)
     assert find_timing(config, world_size=2, attention="varlen")[0].checkpoint > 0
     assert "ranks" in find_timing(config, world_size=1, attention="varlen")[1]

@@ -71,7 +71,7 @@ def hooked():
 def compared(write_run, scenes, runs, monkeypatch):
     """Return a function that compares a run's packs, after planting an attribute or a hook."""
     from packplan.app.check import compare
-    from packplan.app.wiring import training as wiring
+    from packplan.app.wiring.runs import read_config
     from tests.e2e.ready import prepare
 
     def run(of: str, data: str = "", plant=None, num_packs=2, **overlay):
@@ -81,7 +81,7 @@ def compared(write_run, scenes, runs, monkeypatch):
             sections = {"custom": {"train_jsonl": str(scenes / data)}, "template": {"max_length": 256}, **overlay}
             sections["training"] = {**overlay.get("training", {}), "output_dir": str(scenes / f"run{len(runs)}")}
             path = write_run(of, **sections)
-            config = wiring.read_config(path)
+            config = read_config(path)
             runs[key] = config, prepare(config, OneRank(), may_leak=True)
         config, prepared = runs[key]
         if plant is not None:

@@ -10,8 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from packplan.adapters.ranks.torch_group import weight_digests
 from packplan.app.sft import stream
-from packplan.app.wiring import training
-from packplan.app.wiring.training import ranks
+from packplan.app.wiring import ranks
+from packplan.app.wiring.ranks import joined_ranks
+from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.trainers import open_checkpoint
 from packplan.core.config import rank_differences
 from packplan.core.errors import MismatchError, RunError
 from packplan.core.schedule import ResumeState
@@ -102,20 +104,20 @@ def test_no_rank_refuses_a_run_before_all_have_met(server, write_run, write_rl, 
 
 def test_a_lost_rank_is_one_sentence_wherever_torch_notices_it(write_run):
     """In any command, and in any part of a step; other errors stay as they are."""
-    config = training.read_config(write_run("qwen2"))
+    config = read_config(write_run("qwen2"))
     gloo = "[/a/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:1. This is typically caused by"
     said = "another rank is gone, so rank 0 cannot go on: Connection closed by peer [10.0.0.1]:1"
 
-    with pytest.raises(RunError, match=f"^{re.escape(said)}$"), training.joined_ranks(config):
+    with pytest.raises(RunError, match=f"^{re.escape(said)}$"), joined_ranks(config):
         raise RuntimeError(gloo)
-    with pytest.raises(RuntimeError, match=r"^shapes differ$"), training.joined_ranks(config):
+    with pytest.raises(RuntimeError, match=r"^shapes differ$"), joined_ranks(config):
         raise RuntimeError("shapes differ")
 
 
 def test_ranks_of_a_stream_compare_their_data(write_run):
     """Under the same keys, since no plan of them is compared."""
     keys = {"max_steps": 2, "packing_mode": "dynamic", "effective_batch_size": 2}
-    config = training.read_config(write_run("qwen2", custom={"trainer_variant": "rollout"}, training=keys))
+    config = read_config(write_run("qwen2", custom={"trainer_variant": "rollout"}, training=keys))
     agreed = iter([True, False])
     group = ScriptedGroup(world_size=2, others=lambda value: value if next(agreed) else "other")
 
@@ -127,7 +129,7 @@ def test_ranks_that_go_on_from_different_checkpoints_are_refused(write_run, exec
     """Though the folder has the same name on their disks: one of them is further."""
     path = write_run("qwen2", training={"max_steps": 2, "save_strategy": "steps", "save_steps": 1})
     execute(path)
-    config = training.read_config(path, ["training.resume_from_checkpoint=last"])
+    config = read_config(path, ["training.resume_from_checkpoint=last"])
     said = []
 
     def further(value):
@@ -135,7 +137,7 @@ def test_ranks_that_go_on_from_different_checkpoints_are_refused(write_run, exec
         return "another digest" if len(said) == 1 else value.replace('"checkpoint.progress.step": "2"', '"step": "3"')
 
     with pytest.raises(RunError, match=r"checkpoint\.progress\.step: 2 on rank 0"):
-        training.open_checkpoint(config, ScriptedGroup(world_size=2, others=further), ResumeState)
+        open_checkpoint(config, ScriptedGroup(world_size=2, others=further), ResumeState)
 
 
 def test_files_of_settings_and_mixes_are_compared_by_their_content(write_run, text_jsonl, tmp_path):
@@ -148,7 +150,7 @@ def test_files_of_settings_and_mixes_are_compared_by_their_content(write_run, te
         mix.write_text(f"sources: [{{jsonl: {data}, ratio: {ratio}}}]\n{more}")
         custom = {"fusion_config": str(mix), "train_jsonl": None, "trainer_variant": "rollout"}
         keys = {"deepspeed": str(settings), "max_steps": 2, "packing_mode": "dynamic"}
-        return ranks._given(training.read_config(write_run("qwen2", name=name, custom=custom, training=keys)), {})
+        return ranks._given(read_config(write_run("qwen2", name=name, custom=custom, training=keys)), {})
 
     one = given("one", 2, "0.5", text_jsonl)
 

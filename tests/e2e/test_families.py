@@ -15,8 +15,7 @@ from packplan.adapters.probe.small_model import SmallModels, enliven, quiet
 from packplan.adapters.proof.comparison import limit_of
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import check
-from packplan.app.wiring import training
-from packplan.app.wiring.stores import read_config
+from packplan.app.wiring.runs import read_config
 from packplan.core.equality import CHECKS, EQUAL, PackingVerdict, choose_attention
 from packplan.core.errors import ConfigError
 from tests.e2e.ready import prepare
@@ -174,6 +173,6 @@ def test_a_family_with_states_trains_resumes_and_evaluates_packed_as_padded(writ
     evaluated = []
     for name, keys in (("packed", {}), ("padded", {"packing": False, "per_device_eval_batch_size": 3})):
         path = write_run("qwen2", name=name, training=keys | measured, **rest)
-        evaluated.append(prepare(training.read_config(path), OneRank()).trainer.evaluate())
+        evaluated.append(prepare(read_config(path), OneRank()).trainer.evaluate())
     assert evaluated[0]["eval_tokens"] == evaluated[1]["eval_tokens"]
     assert evaluated[0]["eval_loss"] == pytest.approx(evaluated[1]["eval_loss"], rel=1e-6)

@@ -15,12 +15,12 @@ pytestmark = pytest.mark.slow
 def forecast_of():
     """Return a function that forecasts the memory of a run's YAML."""
     from packplan.app.plan.fit import forecast
-    from packplan.app.wiring import training
+    from packplan.app.wiring.runs import read_config
     from tests.stored import asked
 
     def forecast_run(path, *changed, ranks=1, sharding="ddp", memory=None):
         asked(path)
-        return forecast(training.read_config(path, changed), memory=memory, ranks=ranks, sharding=sharding)
+        return forecast(read_config(path, changed), memory=memory, ranks=ranks, sharding=sharding)
 
     return forecast_run
 
@@ -39,13 +39,13 @@ def test_the_forecast_is_the_peak_of_training(family, settings, write_run, forec
     """The peak of the heaviest pack is that of the allocator over two epochs, within 2 %."""
     from benchmarks.memory import allocator_peak
     from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.app.wiring import training
+    from packplan.app.wiring.runs import read_config
     from tests.e2e.ready import prepare
 
     data = {"custom": {"train_jsonl": str(few_scenes)}} if family.endswith("vl") else {}
     path = write_run(family, training=TRAINING | settings, **data)
     found = forecast_of(path)
-    trainer = prepare(training.read_config(path), OneRank()).trainer
+    trainer = prepare(read_config(path), OneRank()).trainer
 
     measured = allocator_peak((*trainer.model.parameters(), *trainer.model.buffers()), trainer.train)
 
@@ -83,17 +83,19 @@ def test_accumulated_gradients_are_there_throughout(write_run, forecast_of):
 @pytest.fixture
 def tracer_of():
     """Return a function that opens the tracer of a run of one rank, and its first sample."""
-    from packplan.app.wiring import training
+    from packplan.app.wiring.measuring import as_traced, open_step_tracer
+    from packplan.app.wiring.runs import read_config
     from packplan.app.wiring.splits import open_splits
+    from packplan.app.wiring.verdicts import decide_attention
 
     with ExitStack() as opened:
 
         def open_tracer(path, *, on_gpu):
-            config = training.read_config(path, [f"training.use_cpu={not on_gpu}".lower()])
-            attention = training.decide_attention(training.as_traced(config), isolated=True)
+            config = read_config(path, [f"training.use_cpu={not on_gpu}".lower()])
+            attention = decide_attention(as_traced(config), isolated=True)
             samples = open_splits(config)["train"].encoder
             options = {"attention": attention, "sharding": "ddp", "world_size": 1, "accumulates": False}
-            tracer = opened.enter_context(training.open_step_tracer(config, samples, **options))
+            tracer = opened.enter_context(open_step_tracer(config, samples, **options))
             return tracer, samples.encode(0)
 
         yield open_tracer

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from packplan.app.plan import __main__ as plan
-from packplan.app.planning.schedule import batch_of, split_schedule
-from packplan.app.wiring import training
+from packplan.app.planning.schedule import accumulation_of, split_schedule
+from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.trainers import open_arguments
 from packplan.core.align import align_plan
 from packplan.core.plan import build_raw_plan
 
@@ -42,9 +43,9 @@ def test_the_schedule_is_ordered_as_the_trainers_arguments_say(write_run):
     """ms-swift's defaults are those that looking without it assumes."""
     aligned = align_plan(build_raw_plan([8] * 5, packing_length=8), world_size=1, dataloader_drop_last=False)
     for settings in ({}, {"data_seed": 7, "train_dataloader_shuffle": False}):
-        config = training.read_config(write_run(training=settings))
-        batch = batch_of(config, world_size=1)
+        config = read_config(write_run(training=settings))
+        accumulation = accumulation_of(config, world_size=1)
         schedule = split_schedule(config, "train", aligned)
-        arguments = training.open_arguments(config, batch.size, batch.accumulation)
+        arguments = open_arguments(config, accumulation)
 
         assert (arguments.data_seed, arguments.train_dataloader_shuffle) == (schedule.seed, schedule.shuffle)

@@ -18,7 +18,8 @@ from packplan.adapters.trainer.loader import PackLoader
 from packplan.adapters.trainer.packed_dataset import PackedDataset
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.app import sft
-from packplan.app.wiring import training
+from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.splits import open_encoders, open_measurer
 from packplan.core.errors import RunError
 from tests.processes import wait_for
 
@@ -50,8 +51,8 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_line(write_run, monkeypatch
 
 def test_a_process_that_measures_and_is_killed_is_named_with_its_key(write_run, monkeypatch):
     """What was measured before it was handed over; no pool is left."""
-    config = training.read_config(write_run("qwen2"))
-    source = training.open_measurer(config, training.open_encoders(config)["train"], pool_start_s=0)
+    config = read_config(write_run("qwen2"))
+    source = open_measurer(config, open_encoders(config)["train"], pool_start_s=0)
     source._workers = 2
     monkeypatch.setattr(measurer, "_TRIED", 4)
     monkeypatch.setattr(measurer, "_open_worker", kill_itself)

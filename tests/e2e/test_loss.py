@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from packplan.adapters.loaders.batches import EvalBatches
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.app.wiring import training
+from packplan.app.wiring.runs import read_config
 from packplan.core.errors import MismatchError
 from packplan.core.samples import to_messages
 from tests.e2e import rank_main
@@ -65,7 +65,7 @@ def prepared(write_run, data, tmp_path):
             custom["val_jsonl"] = data(of, "val.jsonl", weighed=weighed)
         overlay = {"custom": custom, "template": {"max_length": 400}, **overlay}
         name = f"{of}-{len(list(tmp_path.iterdir()))}"
-        return prepare(training.read_config(write_run(of, name=name, **overlay)), OneRank())
+        return prepare(read_config(write_run(of, name=name, **overlay)), OneRank())
 
     return build
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.app.wiring import training as wiring
+from packplan.app.wiring.runs import read_config
 from packplan.core.errors import RunError
 from tests.e2e import rank_main
 from tests.e2e.ready import prepare
@@ -26,7 +26,7 @@ def prepared(write_run, text_jsonl):
     def prepare_run(*, of: str = "qwen2", **training: Any) -> Any:
         custom = {"val_jsonl": str(text_jsonl)} if "eval_steps" in training else {}
         path = write_run(of, custom=custom, template={"max_length": 128}, training={**KEYS, **training})
-        return prepare(wiring.read_config(path), OneRank())
+        return prepare(read_config(path), OneRank())
 
     return prepare_run
 

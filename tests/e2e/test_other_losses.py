@@ -10,7 +10,7 @@ import transformers
 
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import check
-from packplan.app.wiring import stores
+from packplan.app.wiring.runs import read_config
 from tests.e2e.ready import prepare
 
 pytestmark = pytest.mark.slow
@@ -39,7 +39,7 @@ def trained(experts, write_run):
         sections = {"model": str(experts), "model_type": "qwen3_moe", **(model or {})}
         settings = {"max_steps": 1, "packing_drop_last": False, **training}
         path = write_run("qwen3", name=name, model=sections, template={"template": "qwen3"}, training=settings)
-        config = stores.read_config(path)
+        config = read_config(path)
         ready = prepare(config, OneRank())
         if training.get("router_aux_loss_coef"):
             report = check.compare(config, ready.trainer, ready.planned["train"], num_packs=1)
@@ -73,7 +73,7 @@ def test_experts_are_computed_as_the_run_says(trained):
 def test_dft_weighs_each_token_by_its_probability(write_run):
     """As a mean over all tokens of a step."""
     path = write_run("qwen2", training={"max_steps": 1, "enable_dft_loss": True, "packing_drop_last": False})
-    ready = prepare(stores.read_config(path), OneRank())
+    ready = prepare(read_config(path), OneRank())
     trainer = ready.trainer
     with torch.no_grad():
         batch = next(iter(trainer.get_train_dataloader()))

@@ -9,7 +9,8 @@ from swift.template import Template
 
 from packplan.adapters.samples.counting.pieces import PieceCounter, prove_pieces
 from packplan.adapters.samples.counting.quickly import QuickMeasurer
-from packplan.app.wiring import training
+from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.splits import open_encoders, open_measurer
 from packplan.core.samples import MeasuredSample, ShortcutError
 
 MARKS = (
@@ -59,8 +60,8 @@ def samples(write_run, tmp_path):
             template=template,
             training={"packing_length_precompute_workers": 1},
         )
-        config = training.read_config(path)
-        return training.open_measurer(config, training.open_encoders(config)["train"])
+        config = read_config(path)
+        return open_measurer(config, open_encoders(config)["train"])
 
     return open_
 

@@ -291,7 +291,7 @@ def test_credentials_are_in_nothing_that_is_printed_or_written(  # noqa: PLR0917
     (tmp_path / "signed.jsonl").unlink()
     cache = f"custom.media_cache={tmp_path}/media"
 
-    said = run(f"{place}/signed.jsonl{query}", cache, "--check", 4)
+    said = run(f"{place}/signed.jsonl{query}", cache)
 
     assert f"{place}/signed.jsonl" in said
     objects.held.clear()

@@ -17,7 +17,7 @@ from packplan.adapters.trainer.packed_dataset import PackedDataset
 from packplan.app.plan.__main__ import main as show_main
 from packplan.app.plan.stored import open_split
 from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs
-from packplan.app.wiring import training
+from packplan.app.wiring.runs import read_config
 from packplan.core.config import with_remedy
 from packplan.core.errors import ConfigError, MismatchError, NotBuiltError, StaleError
 from packplan.core.schedule import PackStats
@@ -89,12 +89,11 @@ def planner_of(path: Path) -> EpochPlanner:
     """Return the planner of a run whose plans are built."""
     from packplan.app.planning.split import samples_of
     from packplan.app.planning.stored_lengths import open_lengths
-    from packplan.app.wiring import stores
-    from packplan.app.wiring.mixes import recipe_of
-    from packplan.app.wiring.works import policy_of
+    from packplan.app.wiring.policies import policy_of, recipe_of
+    from packplan.app.wiring.stores import open_stores
 
-    config = training.read_config(path)
-    lengths = open_lengths(stores.open_stores(config, "train").lengths)
+    config = read_config(path)
+    lengths = open_lengths(open_stores(config, "train").lengths)
     policy = policy_of(config, "train")
     return EpochPlanner(
         policy, recipe_of(config, "train"), samples_of(policy, lengths.rows.table, lengths.origin.files)
@@ -182,14 +181,14 @@ def test_show_tells_every_epoch(write_mix, write_run, execute, text_jsonl, capsy
     text = shown(capsys, str(path), "--epoch", "1")
     assert "chat.jsonl 2" in text
     assert "of the tokens)" in text
-    other = training.read_config(path, ["training.num_train_epochs=2"])
+    other = read_config(path, ["training.num_train_epochs=2"])
     fewer = open_split(other, "train", world_size=1)
     assert 2 == len(fewer.plan.epochs)
     assert any(re.search(r"last optimizer step of \d of 2 epochs sees fewer", line) for line in fewer.warnings)
     with pytest.raises(NotBuiltError, match="holds plans up to epoch 2, and the run has more epochs"):
-        open_split(training.read_config(path, ["training.num_train_epochs=4"]), "train", world_size=1)
+        open_split(read_config(path, ["training.num_train_epochs=4"]), "train", world_size=1)
     with pytest.raises(ConfigError, match="--epoch: is 3, but the epochs that are planned are 0 to 2"):
-        open_split(training.read_config(path), "train", world_size=1, epoch=3)
+        open_split(read_config(path), "train", world_size=1, epoch=3)
     one = re.search(r"sample (\d+): ", shown(capsys, str(path), "--epoch", "2", "--pack", "0"))
     assert "in epoch 2, counted from 0: step" in shown(capsys, str(path), "--epoch", "2", "--sample", one[1])
 
@@ -202,7 +201,7 @@ def test_show_tells_every_epoch(write_mix, write_run, execute, text_jsonl, capsy
     with pytest.raises(ConfigError, match="--epoch: is of runs whose epochs have plans of their own"):
         same = write_run("qwen2", name="same", training=KEYS)
         execute(same)
-        open_split(training.read_config(same), "train", world_size=1, epoch=1)
+        open_split(read_config(same), "train", world_size=1, epoch=1)
 
 
 def changed(source: int = 0, entry: int = 1, **keys) -> dict:
@@ -228,10 +227,10 @@ def test_bad_mixes_are_refused_before_training(write_mix, execute, tmp_path, mix
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ConfigError, match=says):
         run = write_mix(mix)
-        config = training.read_config(run)
-        from packplan.app.wiring import stores
+        config = read_config(run)
+        from packplan.app.wiring.runs import require_inputs
 
-        stores.require_inputs(config)
+        require_inputs(config)
         train(config, OneRank())
 
 

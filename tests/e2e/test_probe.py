@@ -24,8 +24,8 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.stores.verdicts import DiskVerdictStore
 from packplan.app import sft
 from packplan.app.plan import __main__ as plan
-from packplan.app.wiring import training
-from packplan.app.wiring.training import read_config, trainers, verdicts
+from packplan.app.wiring import trainers, verdicts
+from packplan.app.wiring.runs import read_config
 from packplan.core.equality import EQUAL, AttentionChoice, PackingVerdict
 from packplan.core.errors import CorruptArtefactError, ModelError, PackplanError
 from packplan.core.fingerprint import Fingerprint
@@ -379,7 +379,7 @@ def test_a_verdict_is_kept_and_asked_again_when_what_it_depends_on_changes(tmp_p
 @pytest.fixture
 def execute():
     """Return a function that trains in this process, and finds no verdict of other tests."""
-    return lambda path: train(training.read_config(path), OneRank())
+    return lambda path: train(read_config(path), OneRank())
 
 
 def test_a_second_start_asks_nothing(write_run, execute, monkeypatch):

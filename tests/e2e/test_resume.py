@@ -24,7 +24,9 @@ from packplan.adapters.loaders.batches import PackBatches, saved_progress
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer_state import read_state, seal_saves
 from packplan.app import sft
-from packplan.app.wiring import training
+from packplan.app.wiring.ranks import alone_in_output
+from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.trainers import open_checkpoint
 from packplan.core.errors import ConfigError, OutputError, PackplanError, StaleError
 from packplan.core.fingerprint import seal, unseal
 from packplan.core.schedule import ORDER_VERSION, ResumeState
@@ -87,7 +89,7 @@ def start(demo, tmp_path_factory):
         }
         training_keys = {**KEYS, **SHORT, "output_dir": str(folder / "run"), **keys}
         (folder / "run.yaml").write_text(yaml.safe_dump({**sections, "training": training_keys}))
-        return sections, folder / "run", train(training.read_config(folder / "run.yaml"), OneRank())
+        return sections, folder / "run", train(read_config(folder / "run.yaml"), OneRank())
 
     return run
 
@@ -267,8 +269,8 @@ def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(  # noqa: PLR0917  # fixt
 
     with pytest.raises(ConfigError, match=reason):
         resume(sections, torn)
-    last = training.read_config(write_run(training={**KEYS, **SHORT, "resume_from_checkpoint": "last"}, **sections))
-    found = training.open_checkpoint(last, OneRank(), ResumeState)
+    last = read_config(write_run(training={**KEYS, **SHORT, "resume_from_checkpoint": "last"}, **sections))
+    found = open_checkpoint(last, OneRank(), ResumeState)
 
     assert (str(whole), 2) == (found.folder, found.resume_state.progress.step)
 
@@ -307,8 +309,8 @@ def test_a_model_is_known_by_its_files(adapted, write_run, demo, tmp_path):
     keys = {**KEYS, **SHORT, **LORA, "resume_from_checkpoint": str(checkpoint)}
     other = tmp_path / "other"
     shutil.copytree(demo / "models" / "qwen2", other)
-    config = training.read_config(write_run(training=keys, **{**sections, "model": {"model": str(other)}}))
-    assert training.open_checkpoint(config, OneRank(), ResumeState)
+    config = read_config(write_run(training=keys, **{**sections, "model": {"model": str(other)}}))
+    assert open_checkpoint(config, OneRank(), ResumeState)
 
     held = load_file(other / "model.safetensors")
     name = next(iter(held))
@@ -316,7 +318,7 @@ def test_a_model_is_known_by_its_files(adapted, write_run, demo, tmp_path):
     save_file(held, other / "model.safetensors", {"format": "pt"})
 
     with pytest.raises(StaleError, match=r"model\.model model\.safetensors: stored '"):
-        training.open_checkpoint(config, OneRank(), ResumeState)
+        open_checkpoint(config, OneRank(), ResumeState)
 
 
 def test_where_what_is_left_fills_no_batch_the_next_epoch_goes_on(write_run, execute, text_jsonl, tmp_path):
@@ -368,7 +370,7 @@ def test_other_ranks_finish_the_epoch_with_what_it_has_left(start_ranks, write_r
 
 def test_ranks_meet_where_rank_zero_cannot_write(write_run):
     """It says why, and the others, which wait for it, that it is rank 0's."""
-    config = training.read_config(write_run("qwen2", training={"output_dir": "/dev/null/run"}))
+    config = read_config(write_run("qwen2", training={"output_dir": "/dev/null/run"}))
     met = []
 
     def meet(rank, value):
@@ -377,7 +379,7 @@ def test_ranks_meet_where_rank_zero_cannot_write(write_run):
 
     for rank, error, says in ((0, OutputError, "/dev/null/run cannot be written"), (1, ConfigError, "rank 0 cannot")):
         group = SimpleNamespace(rank=rank, any=partial(meet, rank))
-        with pytest.raises(error, match=says), training.alone_in_output(config, group):
+        with pytest.raises(error, match=says), alone_in_output(config, group):
             raise AssertionError
     assert [(0, True), (1, False)] == met
 
@@ -385,7 +387,7 @@ def test_ranks_meet_where_rank_zero_cannot_write(write_run):
 def test_two_runs_do_not_train_into_one_folder(write_run, tmp_path, capsys):
     """The second is refused by key, as long as the first trains."""
     path = write_run("qwen2", training=KEYS)
-    with training.alone_in_output(training.read_config(path), OneRank()):
+    with alone_in_output(read_config(path), OneRank()):
         assert 2 == sft.main([str(path)])
     assert "training.output_dir: is " in (said := capsys.readouterr().err)
     assert "which another run trains into" in said

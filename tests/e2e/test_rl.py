@@ -10,7 +10,8 @@ from transformers import trainer as hf
 from transformers.trainer_callback import DefaultFlowCallback, ProgressCallback
 
 from packplan.app import rl
-from packplan.app.wiring import grpo, stores
+from packplan.app.wiring import grpo
+from packplan.app.wiring.runs import read_rl_config
 from tests.processes import finished
 
 pytestmark = pytest.mark.slow
@@ -34,7 +35,7 @@ def _callbacks():
 @pytest.fixture
 def trained():
     """Return a function that trains a run, and returns its trainer."""
-    return lambda path, *overrides: grpo.train(stores.read_rl_config(path, overrides), quiet=True)
+    return lambda path, *overrides: grpo.train(read_rl_config(path, overrides), quiet=True)
 
 
 def figures(trainer, *names) -> list[list[float]]:

@@ -105,9 +105,9 @@ def write_rollout(write_run, text_jsonl):
 def run(path):
     from packplan.adapters.ranks.torch_group import OneRank
     from packplan.app.sft.stream import train_stream
-    from packplan.app.wiring import training as wiring
+    from packplan.app.wiring.runs import read_config
 
-    trainer = train_stream(wiring.read_config(path), OneRank())
+    trainer = train_stream(read_config(path), OneRank())
     return trainer.state.global_step, trainer.was_terminated, [dict(entry) for entry in trainer.history]
 
 
@@ -355,7 +355,8 @@ def test_a_stopped_stream_is_saved_and_resumed_as_itself_alone(  # noqa: PLR0917
     """SIGTERM saves and logs the cut epoch; other settings and runs of plans are refused."""
     from packplan.adapters.ranks.torch_group import OneRank
     from packplan.adapters.trainer.streams.trainer import StreamTrainer
-    from packplan.app.wiring import training as wiring
+    from packplan.app.wiring.runs import read_config
+    from packplan.app.wiring.trainers import open_checkpoint
     from packplan.core.schedule import ResumeState
 
     logging.getLogger("packplan").propagate = True
@@ -387,9 +388,9 @@ def test_a_stopped_stream_is_saved_and_resumed_as_itself_alone(  # noqa: PLR0917
     with monkeypatch.context() as patched, pytest.raises(StaleError, match=r"binpacking: stored '2.*', now 'other'"):
         patched.setattr("packplan.app.sft.stream.PACKER_VERSION", "other")
         run(write_rollout(data, **keys))
-    config = wiring.read_config(write_rollout(data, **keys))
+    config = read_config(write_rollout(data, **keys))
     with pytest.raises(ConfigError, match=r"but it is of another custom\.trainer_variant: restore that"):
-        wiring.open_checkpoint(config, OneRank(), ResumeState)
+        open_checkpoint(config, OneRank(), ResumeState)
 
     steps, terminated, history = run(write_rollout(data, **keys))
     assert not terminated

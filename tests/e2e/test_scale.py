@@ -9,7 +9,7 @@ from PIL import Image
 
 from packplan.adapters.trainer import arguments as swift_arguments
 from packplan.app.plan import __main__ as plan
-from packplan.app.wiring import training as wiring
+from packplan.app.wiring.runs import read_config
 from packplan.core.errors import ConfigError
 from tests.e2e import sharded_main
 from tests.e2e.test_videos import SAMPLING, asked, write
@@ -24,7 +24,7 @@ def arguments(write_run):
     """Return a function that builds the training arguments of a run with more settings."""
 
     def build(**training):
-        config = wiring.read_config(write_run(training=training))
+        config = read_config(write_run(training=training))
         return swift_arguments.training_arguments(config, per_device_train_batch_size=1, gradient_accumulation_steps=1)
 
     return build
@@ -52,7 +52,7 @@ def test_fsdp_reaches_ms_swift_as_it_was_written(arguments, monkeypatch):
 def test_deepspeed_reaches_ms_swift_as_it_was_written(write_run, monkeypatch):
     """Whether it is installed here or not: key for key."""
     written = {"zero_optimization": {"stage": 3, "overlap_comm": True}, "bf16": {"enabled": "auto"}}
-    config = wiring.read_config(write_run(training={"deepspeed": written}))
+    config = read_config(write_run(training={"deepspeed": written}))
     taken = {}
     kind = Mock(side_effect=lambda **settings: taken.update(settings) or Mock(n_gpu=0))
     kind.__dataclass_fields__ = swift_arguments.TrainingArguments.__dataclass_fields__

@@ -11,8 +11,9 @@ from packplan.adapters.trainer.arguments import leave_evaluation_out
 from packplan.adapters.trainer.keys import installed_keys
 from packplan.app import sft
 from packplan.app.planning.schedule import batch_of
-from packplan.app.wiring import stores
-from packplan.app.wiring import training as wiring
+from packplan.app.wiring import runs
+from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.trainers import open_arguments
 from packplan.core.errors import ConfigError
 from tests.documents import parsed
 from tools.configuration import trainer_table
@@ -29,7 +30,7 @@ def configured(**training):
 
 def arguments_of(config):
     """Return the trainer's arguments of a run."""
-    return wiring.open_arguments(config, 1, batch_of(config, world_size=1).accumulation)
+    return open_arguments(config, 1, batch_of(config, world_size=1).accumulation)
 
 
 def test_the_table_is_that_of_the_installed_library():
@@ -45,10 +46,10 @@ def test_another_version_is_asked_itself(tmp_path: Path, monkeypatch):
     run.write_text(
         "model: {model: m}\ntemplate: {max_length: 8}\ncustom: {train_jsonl: t}\ntraining: {output_dir: o, bf16: 3}\n"
     )
-    monkeypatch.setattr(stores, "stored_keys", lambda: None)
+    monkeypatch.setattr(runs, "stored_keys", lambda: None)
 
     with pytest.raises(ConfigError, match=r"training.bf16: is 3, but has to be true or false"):
-        stores.read_config(run)
+        read_config(run)
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from swift.dataset.preprocessor.core import MessagesPreprocessor, ResponsePrepro
 from swift.template.template_inputs import StdTemplateInputs
 
 from packplan.adapters.samples.measurer import SwiftMeasurer
-from packplan.app.wiring import stores, training
+from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.splits import open_encoders
 from packplan.core.errors import RecordError
 from packplan.core.samples import READ, REFUSED
 
@@ -143,8 +144,8 @@ def encoder(write_run, one_template, tmp_path, monkeypatch):
     (tmp_path / "blue.png").write_bytes(BLUE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "modelscope"))
-    return lambda name, **custom: training.open_encoders(
-        training.read_config(write_run(custom={"train_jsonl": str(tmp_path / name), **custom}))
+    return lambda name, **custom: open_encoders(
+        read_config(write_run(custom={"train_jsonl": str(tmp_path / name), **custom}))
     )["train"]
 
 
@@ -281,7 +282,7 @@ def test_texts_without_a_chat_are_those_of_pretraining(write_run, tmp_path):
     write(tmp_path / "a.jsonl", [record])
     custom = {"train_jsonl": str(tmp_path / "a.jsonl")}
     path = write_run("qwen2", template={"system": None, **asked}, custom=custom)
-    encoder = training.open_encoders(stores.read_config(path))["train"]
+    encoder = open_encoders(read_config(path))["train"]
     theirs = get_template(encoder.template.processor, template_type="qwen2_5", **asked)
     theirs.set_mode("train")
     encoded, expected = encoder.encode(0), theirs.encode(record)

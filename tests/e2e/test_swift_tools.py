@@ -8,7 +8,8 @@ from swift.dataset import load_dataset
 
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.measurer import SwiftMeasurer
-from packplan.app.wiring import training
+from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.splits import open_encoders
 from packplan.core.errors import ConfigError, RecordError
 
 ADD = {
@@ -136,7 +137,7 @@ def encoder(write_run, tmp_path):
     def opened(of, **template):
         paths = of if "roles" in of else {"": write(tmp_path / "a.jsonl", of)}
         run = write_run("qwen2", custom={"train_jsonl": str(next(iter(paths.values())))}, template=template)
-        first = training.open_encoders(training.read_config(run))["train"]
+        first = open_encoders(read_config(run))["train"]
         every = {
             case: SwiftEncoder(attrs.evolve(first.spec, paths=(str(path),)), template=first.template)
             for case, path in paths.items()

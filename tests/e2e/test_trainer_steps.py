@@ -6,7 +6,7 @@ import re
 import pytest
 
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.app.wiring import training
+from packplan.app.wiring.runs import read_config
 from packplan.core.errors import ModelError
 from packplan.testing import assert_step_loss
 from tests.e2e import step_loss_rank
@@ -84,7 +84,7 @@ def test_a_trainer_that_was_asked_trains_as_if_it_was_not(found):
 
 def test_trainers_of_ms_swift_are_asked(write_run):
     """By the samples that they serve."""
-    trainer = prepare(training.read_config(write_run(of="qwen2")), OneRank()).trainer
+    trainer = prepare(read_config(write_run(of="qwen2")), OneRank()).trainer
 
     step = assert_step_loss(trainer)
 

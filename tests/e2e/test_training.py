@@ -27,9 +27,8 @@ from packplan.adapters.trainer import base, static
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.app.planning.schedule import split_schedule
 from packplan.app.sft import train as way
-from packplan.app.wiring import training
-from packplan.app.wiring.stores import read_config
-from packplan.app.wiring.works import work_of
+from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.splits import open_encoders, open_measurer
 from packplan.core.errors import ConfigError, RecordError, StaleError
 from tests.e2e.ready import prepare
 
@@ -81,7 +80,7 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PL
     assert [plan.planned_samples / plan.num_samples] * 2 == [
         line["epoch_coverage"] for line in lines if "epoch_coverage" in line
     ]
-    samples = work_of(read_config(path), result.planned["train"].table).samples.flops
+    samples = result.planned["train"].works.flops
     assert 2 * samples[plan.packs.indices].sum() == pytest.approx(sum(step["work"] for step in steps))
     # An epoch's line would take the accuracy of the steps since the last log along.
     assert not any("token_acc" in line for line in lines if "epoch_coverage" in line)
@@ -248,8 +247,8 @@ def test_several_processes_measure_the_same(demo, write_run, monkeypatch):
     # Workers that are spawned import the stack, too; these come from the server, which has.
     context = multiprocessing.get_context("forkserver")
     monkeypatch.setattr(lifeline.multiprocessing, "get_context", lambda _: context)
-    config = training.read_config(write_run())
-    samples = training.open_measurer(config, training.open_encoders(config)["train"], pool_start_s=0.0)
+    config = read_config(write_run())
+    samples = open_measurer(config, open_encoders(config)["train"], pool_start_s=0.0)
     assert 2 == samples._workers
 
     assert [samples.encoded(index) for index in range(40)] == list(samples.measure_many(range(40), in_full=False))

@@ -11,8 +11,8 @@ from packplan.adapters.trainer.model import open_model
 from packplan.adapters.trainer.vision import plain_model
 from packplan.app import check, sft
 from packplan.app.sft import train as way
-from packplan.app.wiring import stores
-from packplan.app.wiring import training as wiring
+from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.errors import ConfigError
 from tests.e2e import swift_run
 from tests.e2e.test_resume import assert_equal, weights
@@ -116,7 +116,7 @@ def test_a_tuner_trains_saves_resumes_and_passes_the_check(  # noqa: PLR0917  # 
     assert_equal(*(tmp_path / run / "checkpoint-2" for run in ("resumed", "whole")))
     before, after = (weights(tmp_path / "whole" / f"checkpoint-{step}") for step in (1, 2))
     assert any(not torch.equal(after[key], before[key]) for key in after)
-    report = check.compare(stores.read_config(whole), prepared[1][0], prepared[1][1]["train"], num_packs=1)
+    report = check.compare(read_config(whole), prepared[1][0], prepared[1][1]["train"], num_packs=1)
     assert report.passed, [verdict for verdict in report.verdicts if not verdict.passed]
 
 
@@ -125,8 +125,8 @@ def test_weights_that_ms_swift_would_train_are_those_that_train(server, write_ru
     asked = []
     for number, (model, keys, trained) in enumerate([*TUNERS.values(), *OTHERS.values(), *FREEZES.values()]):
         path = write_run(model, name=f"run{number}", training=keys)
-        config = stores.read_config(path)
-        attention = wiring.decide_attention(config, isolated=False)
+        config = read_config(path)
+        attention = decide_attention(config, isolated=False)
         opened = open_model(config.model, config.training, attention=attention, device=torch.device("cpu"))
         mine = sorted(name for name, parameter in opened.named_parameters() if parameter.requires_grad)
         assert any(trained in name for name in mine)
@@ -142,8 +142,8 @@ def test_weights_that_ms_swift_would_train_are_those_that_train(server, write_ru
 
 def opened(path):
     """Return the model of a run, with its tuner."""
-    config = stores.read_config(path)
-    attention = wiring.decide_attention(config, isolated=False)
+    config = read_config(path)
+    attention = decide_attention(config, isolated=False)
     return open_model(config.model, config.training, attention=attention, device=torch.device("cpu"))
 
 
@@ -203,13 +203,13 @@ def test_keys_of_tuners_reach_them(write_run):
 )
 def test_tuners_that_name_nothing_are_refused(write_run, keys, says):
     """By the key that names what the model does not have."""
-    config = stores.read_config(write_run("qwen2", training=keys))
+    config = read_config(write_run("qwen2", training=keys))
 
     with pytest.raises(ConfigError) as error:
         open_model(
             config.model,
             config.training,
-            attention=wiring.decide_attention(config, isolated=False),
+            attention=decide_attention(config, isolated=False),
             device=torch.device("cpu"),
         )
 
@@ -232,7 +232,7 @@ def test_ms_swift_merges_the_adapters_of_a_checkpoint(server, write_run, execute
             "target_modules": ["q_proj"], "packing_drop_last": False, "lr_scheduler_type": "constant"}  # fmt: skip
     path = write_run("qwen2", name="run", training=keys)
     execute(path)
-    checkpoint, model = tmp_path / "run" / "checkpoint-1", stores.read_config(path).model.model
+    checkpoint, model = tmp_path / "run" / "checkpoint-1", read_config(path).model.model
     words = ["--adapters", str(checkpoint), "--model", model, "--model_type", "qwen2", "--template", "qwen2_5",
              "--merge_lora", "true", "--output_dir", str(tmp_path / "merged"), "--torch_dtype", "float32"]  # fmt: skip
 

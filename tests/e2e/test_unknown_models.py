@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
 from packplan.adapters.probe import open_model_config, probe_config, small_model
-from packplan.app.wiring import training
+from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.verdicts import ask_before_measuring
 from packplan.core.config import ModelConfig
 from packplan.core.errors import ConfigError
 
@@ -173,16 +174,16 @@ def test_a_configuration_of_more_layers_than_the_weights_have_is_refused(demo, w
     path = tmp_path / "model" / "config.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}))
-    config = training.read_config(write_run("qwen2", model={"model": str(tmp_path / "model")}))
+    config = read_config(write_run("qwen2", model={"model": str(tmp_path / "model")}))
 
     with pytest.raises(ConfigError, match=r"config\.json of 4 layers \(num_hidden_layers\) beside weights of 2"):
-        training.ask_before_measuring(config)
+        ask_before_measuring(config)
     weights = load_file(tmp_path / "model" / "model.safetensors")
     save_file({name.replace("layers.0", "layers.3"): one for name, one in weights.items()}
               | weights | {name.replace("layers.1", "layers.2"): one.clone() for name, one in weights.items()},
               tmp_path / "model" / "model.safetensors")  # fmt: skip
-    assert training.ask_before_measuring(config).passes
+    assert ask_before_measuring(config).passes
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\xff" * 64)
     path.write_text(json.dumps({**content, "rms_norm_eps": 1e-5}))
     with pytest.raises(ConfigError, match=r"model\.safetensors has 64 bytes, which end within its header"):
-        training.ask_before_measuring(config)
+        ask_before_measuring(config)

@@ -36,11 +36,12 @@ def write(path: Path, records) -> Path:
 
 def measurer_of(path: Path):
     """Return what measures the training samples of a run, and the encoder that gives them."""
-    from packplan.app.wiring import training
+    from packplan.app.wiring.runs import read_config
+    from packplan.app.wiring.splits import open_encoders, open_measurer
 
-    config = training.read_config(path)
-    encoder = training.open_encoders(config)["train"]
-    return training.open_measurer(config, encoder), encoder
+    config = read_config(path)
+    encoder = open_encoders(config)["train"]
+    return open_measurer(config, encoder), encoder
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def test_containers_give_the_lengths_of_full_encodes(model, demo, made, tmp_path
 @pytest.fixture(scope="module")
 def measurer(demo, mixed, tmp_path_factory):
     """Return a function that opens what measures the mixed records: once for each sampling."""
-    from packplan.app.wiring import training
+    from packplan.app.wiring.splits import open_encoders, open_measurer
     from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 
     @cache
@@ -120,7 +121,7 @@ def measurer(demo, mixed, tmp_path_factory):
             custom=CustomConfig(train_jsonl=(str(mixed),)),
             training=TrainingConfig(output_dir=str(tmp_path_factory.getbasetemp() / "measured")),
         )
-        return training.open_measurer(config, training.open_encoders(config)["train"])
+        return open_measurer(config, open_encoders(config)["train"])
 
     return measures
 
@@ -188,7 +189,7 @@ def test_a_turned_video_has_the_frames_that_it_shows(tmp_path):
 def ready(demo, few, tmp_path_factory):
     """Return a function that gives a run of a model, ready to train: one for all who compare it."""
     from packplan.app.sft.train import prepare
-    from packplan.app.wiring import training as wiring
+    from packplan.app.wiring.runs import read_config
 
     @cache
     def prepared(model: str):
@@ -205,7 +206,7 @@ def ready(demo, few, tmp_path_factory):
             },
         }
         (folder / "run.yaml").write_text(yaml.safe_dump(sections))
-        trainer, splits = prepare(config := wiring.read_config(folder / "run.yaml"), OneRank())
+        trainer, splits = prepare(config := read_config(folder / "run.yaml"), OneRank())
         return config, trainer, splits["train"]
 
     return prepared

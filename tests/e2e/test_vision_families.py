@@ -28,7 +28,9 @@ from packplan.adapters.trainer.packed_dataset import EncodedPack
 from packplan.adapters.trainer.tuners import _refuse_sound
 from packplan.adapters.trainer.vision import DummyImage
 from packplan.app.check import compare
-from packplan.app.wiring import training as wiring
+from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.splits import open_encoders, open_measurer
+from packplan.app.wiring.trainers import keep_in_step
 from packplan.core.errors import ConfigError, RecordError
 from tests.e2e import rank_main, sharded_main
 from tests.e2e.ready import prepare
@@ -123,8 +125,8 @@ def few_pictures(pictures):
 
 def measurer(path) -> SwiftMeasurer:
     """What measures the samples of a run."""
-    config = wiring.read_config(path)
-    return wiring.open_measurer(config, wiring.open_encoders(config)["train"])
+    config = read_config(path)
+    return open_measurer(config, open_encoders(config)["train"])
 
 
 @pytest.mark.parametrize("family", MEASURED)
@@ -221,7 +223,7 @@ def loss_and_unused(prepared, index: int) -> tuple[float, set[str]]:
 def test_a_family_is_shown_to_pack(vision_run, folder, monkeypatch, family):
     """A swapped image and images that see each other are found; the dummy image reaches all."""
     few = {"train_jsonl": str(folder / "few.jsonl")}
-    config = wiring.read_config(vision_run(family, custom=few, template={"max_length": 1024}))
+    config = read_config(vision_run(family, custom=few, template={"max_length": 1024}))
     prepared = prepare(config, OneRank())
     trainer = prepared.trainer
 
@@ -268,7 +270,7 @@ def history_apart(folder) -> list[dict]:
 def test_sharded_ranks_of_which_one_has_no_images_stay_in_step(server, vision_run, tmp_path, family):
     """Over real FSDP: each needs the other's part of the vision tower."""
     path = vision_run(family, training={"max_steps": 1})
-    prepare(wiring.read_config(path), OneRank())  # the ranks find the plan
+    prepare(read_config(path), OneRank())  # the ranks find the plan
 
     assert [0, 0] == finished(server.ranks(2, sharded_main.main, str(path), str(tmp_path), folder=tmp_path))
     assert all(float((tmp_path / f"loss{rank}").read_text()) > 1 for rank in range(2))
@@ -320,7 +322,7 @@ def test_a_family_learns_resumes_and_evaluates_packed_as_padded(vision_run, exec
     evaluated = []
     for name, keys in (("packed", {}), ("padded", {"packing": False, "per_device_eval_batch_size": 3})):
         path = vision_run(family, name, custom=custom, training=keys | measured)
-        evaluated.append(prepare(wiring.read_config(path), OneRank()).trainer.evaluate())
+        evaluated.append(prepare(read_config(path), OneRank()).trainer.evaluate())
     assert evaluated[0]["eval_tokens"] == evaluated[1]["eval_tokens"]
     assert evaluated[0]["eval_loss"] == pytest.approx(evaluated[1]["eval_loss"], rel=1e-6)
 
@@ -346,7 +348,7 @@ def test_what_cannot_be_counted_is_refused_by_record(vision_run, folder, tmp_pat
 def refused(path) -> str:
     """Return why a run is refused before anything is measured."""
     with pytest.raises(ConfigError) as caught:
-        wiring.open_encoders(wiring.read_config(path))
+        open_encoders(read_config(path))
     return str(caught.value)
 
 
@@ -438,10 +440,10 @@ def test_sound_is_refused_by_key_and_record(vision_run, model_of):
         "target_modules": ["thinker.audio_tower.proj"], "target_regex": "^token2wav", "modules_to_save": ["talker"],
     }.items():  # fmt: skip
         adapters = {"tuner_type": "lora"} if not key.startswith("trainable") else {}
-        config = wiring.read_config(vision_run("qwen2_5_omni", training={key: value, **adapters}))
+        config = read_config(vision_run("qwen2_5_omni", training={key: value, **adapters}))
         with pytest.raises(ConfigError, match=rf"training\.{key}: .*, which hears or speaks: "):
             _refuse_sound(model, config.training)
-    mixed = wiring.read_config(vision_run("qwen2_5_omni", training={"trainable_parameters_regex": "proj"}))
+    mixed = read_config(vision_run("qwen2_5_omni", training={"trainable_parameters_regex": "proj"}))
     _refuse_sound(model, mixed.training)
 
 
@@ -477,9 +479,9 @@ def test_what_would_let_ranks_wait_is_refused_by_name(monkeypatch):
 
     model = Seeing()
     with pytest.raises(ConfigError, match=r"ddp_find_unused_parameters: .* reaches 2 weights .*, as unseen\.weight"):
-        wiring.keep_in_step(model, None, plain)
-    wiring.keep_in_step(model, None, SimpleNamespace(fsdp=None, ddp_find_unused_parameters=True))
+        keep_in_step(model, None, plain)
+    keep_in_step(model, None, SimpleNamespace(fsdp=None, ddp_find_unused_parameters=True))
     model.unseen.requires_grad_(requires_grad=False)
-    wiring.keep_in_step(model, None, plain)
+    keep_in_step(model, None, plain)
     with pytest.raises(ConfigError, match=r"model\.model: is a Linear, which has no function for image features"):
-        wiring.keep_in_step(torch.nn.Linear(2, 2), None, plain)
+        keep_in_step(torch.nn.Linear(2, 2), None, plain)

@@ -7,9 +7,8 @@ import pytest
 import yaml
 
 from packplan.adapters.config.run import load_mixes, parse_config
-from packplan.app.wiring.inputs import with_inputs
-from packplan.app.wiring.mixes import mixes_of, open_mixes
-from packplan.app.wiring.stores import require_inputs
+from packplan.app.wiring.policies import mixes_of, open_mixes
+from packplan.app.wiring.runs import require_inputs, with_inputs
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError
 

@@ -12,7 +12,7 @@ import pytest
 from packplan.app.plan import __main__ as command
 from packplan.app.wiring import forecasts
 from packplan.app.wiring.forecasts import told_error, told_forecast
-from packplan.app.wiring.stores import read_config
+from packplan.app.wiring.runs import read_config
 from packplan.core.forecast import Calibration, MeasuredStep, Pause, RunForecast, StepTime, Timing
 from tests.stored import store_run
 

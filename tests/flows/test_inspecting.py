@@ -15,7 +15,8 @@ from packplan.app.plan import __main__ as command
 from packplan.app.plan import show
 from packplan.app.plan.explain import as_text
 from packplan.app.planning.schedule import split_schedule
-from packplan.app.wiring.stores import read_config, split_folder
+from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.stores import split_folder
 from packplan.core.align import align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.inspection import summarise, summarise_schedule

@@ -11,7 +11,7 @@ import attrs
 import pytest
 
 from packplan.adapters.config.run import parse_config
-from packplan.app.wiring.works import policy_of
+from packplan.app.wiring.policies import policy_of
 from packplan.core.config import RunConfig, configured_inputs, faults, key_of, keys_of, plan_policy, stream_inputs
 from packplan.core.fingerprint import Fingerprint
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from packplan.adapters.config.devices import device_faults, surely_without_gpu
-from packplan.app.wiring import stores
+from packplan.app.wiring.runs import read_config, require_inputs
 from packplan.core.errors import ConfigError
 
 GONE = "cannot be read (No such file or directory): name an existing data file"
@@ -24,7 +24,7 @@ def run_of(tmp_path):
             "training": {"output_dir": str(tmp_path / "run")},
         }
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(run | sections))
-        return stores.read_config(tmp_path / "run.yaml")
+        return read_config(tmp_path / "run.yaml")
 
     return write
 
@@ -34,7 +34,7 @@ def test_all_that_is_missing_is_named_at_once(run_of, tmp_path):
     config = run_of(training={"output_dir": str(tmp_path / "run"), "accelerator_config": "ds.json"})
 
     with pytest.raises(ConfigError) as raised:
-        stores.require_inputs(config, trains=True)
+        require_inputs(config, trains=True)
 
     model, *data, file = map(str, raised.value.faults)
     assert "model.model: gone is no folder with a config.json that names a model_type" == model
@@ -52,10 +52,10 @@ def test_what_only_training_needs_does_not_keep_from_planning(run_of, tmp_path):
     config = run_of(training={"output_dir": str(tmp_path / "run"), "fp16": True, "use_cpu": True})
 
     with pytest.raises(ConfigError) as raised:
-        stores.require_inputs(config)
+        require_inputs(config)
     assert {"model.model", "custom.train_jsonl", "custom.val_jsonl"} == {fault.path for fault in raised.value.faults}
     with pytest.raises(ConfigError, match=r"training\.fp16: computes in float32 on a CPU, silently: use bf16"):
-        stores.require_inputs(config, trains=True)
+        require_inputs(config, trains=True)
 
 
 def test_a_download_is_ms_swift_s_and_its_failure_is_a_fault(run_of, monkeypatch, tmp_path):

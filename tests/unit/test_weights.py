@@ -8,7 +8,7 @@ import zipfile
 import pytest
 import yaml
 
-from packplan.app.wiring import stores
+from packplan.app.wiring.runs import read_config, require_inputs
 from packplan.core.errors import ConfigError
 
 _WHOLE = "model.safetensors"
@@ -66,10 +66,10 @@ def faults_of(tmp_path):
             file.unlink()
         for name, content in {"config.json": b'{"model_type": "qwen2"}', **files}.items():
             (tmp_path / "model" / name).write_bytes(content)
-        config = stores.read_config(tmp_path / "run.yaml")
-        stores.require_inputs(config)  # a plan needs no weights
+        config = read_config(tmp_path / "run.yaml")
+        require_inputs(config)  # a plan needs no weights
         try:
-            stores.require_inputs(config, loads=True)
+            require_inputs(config, loads=True)
         except ConfigError as error:
             return [str(fault).replace(f"{tmp_path}/model/", "") for fault in error.faults]
         return []
@@ -154,4 +154,4 @@ def test_a_folder_of_adapters_alone_is_no_model(tmp_path, faults_of):
     (tmp_path / "model" / "adapter_config.json").write_text("{}")
 
     with pytest.raises(ConfigError, match="holds adapters"):
-        stores.require_inputs(stores.read_config(tmp_path / "run.yaml"))
+        require_inputs(read_config(tmp_path / "run.yaml"))

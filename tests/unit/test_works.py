@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from packplan.app.planning.schedule import meeting_of
-from packplan.app.wiring.works import policy_of, work_of
+from packplan.app.planning.split import table_works
+from packplan.app.wiring.policies import policy_of, trained_work
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig, faults
 from packplan.core.work import WorkModel
 
@@ -65,24 +66,23 @@ def test_work_is_that_of_the_models_sizes(tmp_path, training, passes):
     (tmp_path / "config.json").write_text(json.dumps(TEXT))
     model = WorkModel.from_config(TEXT).trained(**passes)
 
-    work = work_of(run(str(tmp_path), **training), TABLE)
+    work, estimated = trained_work(run(str(tmp_path), **training))
 
-    assert work.estimated is None
-    assert "FLOPs of the model, forward and backward" == work.unit
-    assert model.sample_flops([8, 3]).tolist() == work.samples.flops.tolist()
+    assert (model, None) == (work, estimated)
+    assert model.sample_flops([8, 3]).tolist() == table_works(work, TABLE).flops.tolist()
 
 
 def test_a_model_that_is_not_known_counts_tokens_and_squares(tmp_path):
     """And says why: no folder, or a key whose work is not known; the width is still taken."""
-    assert "is no folder with a config.json" in work_of(run(), TABLE).estimated
+    assert "is no folder with a config.json" in trained_work(run())[1]
     (tmp_path / "config.json").write_text(json.dumps({**TEXT, "num_memory_layers": 4}))
 
-    work = work_of(run(str(tmp_path)), TABLE)
+    work, estimated = trained_work(run(str(tmp_path)))
 
-    assert "what num_memory_layers of its config.json adds to the work is not known" in work.estimated
+    assert "what num_memory_layers of its config.json adds to the work is not known" in estimated
     per_layer = 2 * 12 * 64**2
     assert WorkModel(2 * per_layer, 4 * 2 * 64) == WorkModel.estimated(TEXT)
-    assert WorkModel.estimated(TEXT).trained().sample_flops([8, 3]).tolist() == work.samples.flops.tolist()
+    assert WorkModel.estimated(TEXT).trained() == work
 
 
 def test_only_packs_that_weigh_work_are_planned_by_it(tmp_path):

@@ -16,7 +16,7 @@ import yaml
 from packplan.adapters.files import saving, writing
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import run_command, run_program, to_type
-from packplan.app.wiring import stores
+from packplan.app.wiring.runs import read_config
 from packplan.core.errors import counted
 
 CONFIG = Path(__file__).resolve().parents[2] / "app" / "demo.yaml"
@@ -102,10 +102,10 @@ def train() -> None:
     """Train as `app/demo.yaml` says, and print how the loss fell."""
     with loading_libraries():
         from packplan.app.sft.train import train as train_run
-        from packplan.app.wiring import training
+        from packplan.app.wiring.ranks import joined_ranks
 
-    config = stores.read_config(CONFIG)
-    with training.joined_ranks(config) as group:
+    config = read_config(CONFIG)
+    with joined_ranks(config) as group:
         trainer, splits = train_run(config, group)
     evaluated = [entry["eval_loss"] for entry in trainer.history if "eval_loss" in entry]
     losses = [entry["loss"] for entry in trainer.history if "loss" in entry]

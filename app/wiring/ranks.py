@@ -17,9 +17,9 @@ import torch
 from packplan.adapters.config.run import load_mixes
 from packplan.adapters.ranks.environment import meeting, require_ranks
 from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, lost_ranks_named, weight_digests
-from packplan.adapters.trainer.arguments import runs_on_cpu
 from packplan.adapters.versions import installed_version
-from packplan.app.wiring.stores import ranks_refuse_together, training_alone
+from packplan.app.wiring.runs import ranks_refuse_together
+from packplan.app.wiring.stores import training_alone
 from packplan.core.config import RunConfig, flat_values, rank_differences, run_values
 from packplan.core.errors import ConfigError, OutputError, RunError, UserError, counted, in_lines
 from packplan.core.fingerprint import Fingerprint
@@ -39,33 +39,8 @@ def joined_ranks(
     config: RunConfig, *, use_cpu: bool = False, options: Mapping[str, Any] = MappingProxyType({})
 ) -> Iterator[RankGroup]:
     """
-    Join the ranks of a run as `join_ranks` does, and leave them at the end.
-
-    Args:
-        config: The run.
-        use_cpu: See `join_ranks`.
-        options: See `join_ranks`.
-    """
-    group = join_ranks(config, use_cpu=use_cpu, options=options)
-    try:
-        with lost_ranks_named(group.rank):
-            yield group
-            # Not after an error: the other ranks may wait for this one in a collective, and leaving
-            # would wait for them.
-            if isinstance(group, TorchGroup):
-                group.leave()
-    except Exception as error:
-        if isinstance(group, TorchGroup) and not isinstance(error, RunError):
-            group.fail(error)
-        raise
-
-
-def join_ranks(
-    config: RunConfig, *, use_cpu: bool = False, options: Mapping[str, Any] = MappingProxyType({})
-) -> RankGroup:
-    """
-    Join the ranks that torchrun's environment describes, or be the only one; before anything else
-    depends on it, compare what each of them was given.
+    Join the ranks that torchrun's environment describes, or be the only one, and leave them at the
+    end; before anything else depends on it, compare what each of them was given.
 
     Args:
         config: The run.
@@ -77,16 +52,44 @@ def join_ranks(
         RunError: They cannot meet, or have other configurations, options or versions; on all of
             them.
     """
-    if require_ranks() == 1:
-        return OneRank()
+    given = {}
+    if require_ranks() > 1:
+        with ranks_refuse_together():
+            given = _given(config, options)
     settings = config.training.trainer
-    with ranks_refuse_together():
-        given = _given(config, options)
+    with meeting_ranks(settings, use_cpu=use_cpu or not torch.cuda.is_available()) as group:
+        require_same(group, given)
+        yield group
+
+
+@contextlib.contextmanager
+def meeting_ranks(settings: Mapping[str, Any], *, use_cpu: bool = False) -> Iterator[RankGroup]:
+    """
+    Join the ranks of torchrun's environment, if there are several, and leave them at the end.
+
+    Args:
+        settings: Those of the trainer, with `use_cpu` and `ddp_timeout`.
+        use_cpu: Meet on the CPU, whatever the settings say.
+
+    Raises:
+        RunError: They cannot meet.
+    """
+    if require_ranks() == 1:
+        yield OneRank()
+        return
     with meeting():
         timeout_s = float(settings.get("ddp_timeout", 1800))
-        group = TorchGroup(use_cpu=use_cpu or runs_on_cpu(settings), timeout_s=timeout_s)
-    require_same(group, given)
-    return group
+        group = TorchGroup(use_cpu=use_cpu or bool(settings.get("use_cpu")), timeout_s=timeout_s)
+    try:
+        with lost_ranks_named(group.rank):
+            yield group
+            # Not after an error: the other ranks may wait for this one in a collective, and leaving
+            # would wait for them.
+            group.leave()
+    except Exception as error:
+        if not isinstance(error, RunError):
+            group.fail(error)
+        raise
 
 
 def _given(config: RunConfig, options: Mapping[str, Any]) -> dict[str, str]:

@@ -1,15 +1,56 @@
-"""Mixes of data sets that a run names, and the recipe of its epochs."""
+"""
+Settings that a run's plans follow from: policy, work of its model, and the mixes of its epochs.
+"""
 
 from pathlib import Path
 
 from packplan.adapters.config.run import load_mixes
+from packplan.adapters.model_folder import model_sizes
 from packplan.adapters.samples.files import file_faults, open_records
-from packplan.app.wiring.inputs import records_cache
-from packplan.core.config import RunConfig
+from packplan.app.wiring.stores import records_cache
+from packplan.core.config import RunConfig, plan_policy
 from packplan.core.epochs import EpochRecipe
-from packplan.core.errors import ConfigError, DataSetError, Fault
+from packplan.core.errors import ConfigError, DataSetError, Fault, ModelError
 from packplan.core.mixes import Mixes, mixes_faults, stream_faults
+from packplan.core.packers import ALGORITHMS
+from packplan.core.policy import PlanPolicy
 from packplan.core.ports import Records
+from packplan.core.work import WorkModel
+
+
+def policy_of(config: RunConfig, split: str) -> PlanPolicy:
+    """
+    Return the policy by which a run plans its split `train` or `eval`, with its model's work if its
+    packs depend on that.
+    """
+    weighs = config.training.packing and ALGORITHMS[config.training.packing_algorithm].weighs
+    return plan_policy(config, split, work=trained_work(config)[0] if weighs else None)
+
+
+def trained_work(config: RunConfig) -> tuple[WorkModel, str | None]:
+    """
+    Return the work of a run's model, forward and backward, and why it is only estimated, if it is.
+    """
+    model, estimated = _model_of(config)
+    training = config.training
+    trained = model.trained(
+        text=not training.adds_weights and not training.freeze_llm,
+        vision=not training.adds_weights and not training.freeze_vit,
+        vision_gradients=not training.freeze_vit,
+    )
+    return trained, estimated
+
+
+def _model_of(config: RunConfig) -> tuple[WorkModel, str | None]:
+    """Return the model's work, and why it is only estimated, if it is."""
+    try:
+        sizes = model_sizes(config.model)
+    except ConfigError as error:
+        return WorkModel.estimated({}), error.faults[0].reason
+    try:
+        return WorkModel.from_config(sizes), None
+    except ModelError as error:
+        return WorkModel.estimated(sizes), error.fact
 
 
 def recipe_of(config: RunConfig, split: str) -> EpochRecipe | None:

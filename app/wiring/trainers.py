@@ -34,8 +34,8 @@ from packplan.adapters.trainer.streams.dataset import DynamicDataset, RecordStre
 from packplan.adapters.trainer.streams.trainer import StreamTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
 from packplan.app.planning.split import Split
-from packplan.app.wiring.training.ranks import require_same, require_same_weights, settings_files
-from packplan.app.wiring.training.verdicts import ask_loaded
+from packplan.app.wiring.ranks import require_same, require_same_weights, settings_files
+from packplan.app.wiring.verdicts import ask_loaded
 from packplan.core.batch import Accumulation
 from packplan.core.config import RunConfig, flat_values, run_identity
 from packplan.core.equality import AttentionChoice
@@ -139,19 +139,18 @@ def open_follower(config: RunConfig, train: Split, schedule: EpochSchedule, grou
     )
 
 
-def open_arguments(config: RunConfig, batch_size: int, accumulation: Accumulation) -> TrainingArguments:
+def open_arguments(config: RunConfig, accumulation: Accumulation) -> TrainingArguments:
     """
     Build the trainer's arguments; ConfigError if ms-swift refuses them, or the trainer could not
     use them later.
 
     Args:
         config: The run.
-        batch_size: Batch of a rank: packs, or samples if not packing.
         accumulation: Batches of a rank in one optimizer step.
     """
     arguments = training_arguments(
         config,
-        per_device_train_batch_size=batch_size,
+        per_device_train_batch_size=config.batch_size,
         gradient_accumulation_steps=accumulation.gradient_accumulation_steps,
     )
     if found := tuple(setting_faults(arguments)):

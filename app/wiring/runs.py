@@ -1,0 +1,165 @@
+"""
+A run as it is read: its YAML, with its model and its data as they are named -> folders and files on
+this machine; and refusals of what is not there, before libraries are imported that take seconds.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+import attrs
+
+from packplan.adapters.config.devices import device_faults, surely_without_gpu
+from packplan.adapters.config.run import load_config, load_mixes, load_rl_config
+from packplan.adapters.config.trainer_keys import GRPO_TABLE, TrainerKey, lacking, stored_keys
+from packplan.adapters.hub_caches import cached, download_model, is_id
+from packplan.adapters.model_folder import model_faults
+from packplan.adapters.ranks.environment import require_ranks
+from packplan.adapters.samples.copies import local_files
+from packplan.adapters.samples.files import file_faults
+from packplan.app.wiring.stores import records_cache
+from packplan.core.config import CustomConfig, ModelConfig, RlConfig, RunConfig
+from packplan.core.errors import ConfigError, DataSetError, Fault, RunError
+from packplan.core.samples import is_place, without_credentials
+
+Run = TypeVar("Run", bound=RunConfig)
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """
+    Read a run's YAML, and make what it names ready: models and data of hubs, data that are drawn.
+
+    Args:
+        path: The YAML.
+        overrides: Values for single keys, as `training.learning_rate=1e-4`, in place of the YAML's.
+
+    Raises:
+        ConfigError: All faults of the configuration.
+    """
+    return with_inputs(load_config(path, trainer_keys(), overrides=overrides))
+
+
+def read_rl_config(path: str | Path, overrides: Sequence[str] = ()) -> RlConfig:
+    """Read the YAML of a run of reinforcement learning, as `read_config` does."""
+    keys = stored_keys(GRPO_TABLE)
+    if keys is None:
+        from packplan.app.wiring.grpo import installed_keys
+
+        keys = installed_keys()
+    return with_inputs(load_rl_config(path, keys, overrides=overrides))
+
+
+def trainer_keys() -> Mapping[str, TrainerKey]:
+    """Return the settings that `training.` passes on to the installed ms-swift."""
+    keys = stored_keys()
+    if keys is None:
+        # Of another version than the table: its own keys take seconds to import.
+        from packplan.adapters.trainer.keys import installed_keys
+
+        keys = installed_keys()
+    return keys
+
+
+def with_inputs(config: Run) -> Run:
+    """
+    Return a run whose model is a folder, if a cache holds it, and whose data are files.
+
+    Raises:
+        ConfigError: A mix that is planned cannot be read, or data cannot be copied.
+    """
+    model = _with_model(config.model)
+    custom = config.custom
+    if custom.fusion_schedule is not None and custom.fusion_config is not None:
+        custom = attrs.evolve(custom, train_jsonl=load_mixes(custom.fusion_config).files)
+    custom = _with_copies(custom, records_cache(config))
+    return attrs.evolve(config, model=model, custom=custom)
+
+
+def _with_copies(custom: CustomConfig, cache: Path) -> CustomConfig:
+    """Return the data of a run, those at places as copies on this machine."""
+    copies, faults = {}, []
+    for key in ("train_jsonl", "val_jsonl"):
+        for name in filter(is_place, getattr(custom, key)):
+            try:
+                copies[name] = tuple(map(str, local_files(name, cache)))
+            except DataSetError as error:
+                faults.append(Fault(f"custom.{key}", str(error)))
+    if faults:
+        raise ConfigError("the configuration", tuple(faults))
+    if not copies:
+        return custom
+    plain = {name: source for name, source in custom.source_names.items() if name not in copies}
+    shown = {name: without_credentials(name).removesuffix("?…") for name in copies}
+    ends = Counter(PurePosixPath(text).name for text in shown.values())
+    unnamed = {name: end if ends[end := PurePosixPath(text).name] == 1 else text for name, text in shown.items()}
+    sources = {path: {**unnamed, **custom.source_names}[name] for name, found in copies.items() for path in found}
+    train, val = (
+        tuple(path for name in names for path in copies.get(name, (name,)))
+        for names in (custom.train_jsonl, custom.val_jsonl)
+    )
+    return attrs.evolve(custom, train_jsonl=train, val_jsonl=val, source_names={**plain, **sources})
+
+
+def _with_model(model: ModelConfig) -> ModelConfig:
+    if not is_id(model.model):
+        return model
+    folder = cached(model.model) or (download_model(model.model) if model.download else None)
+    # What no cache holds is refused where the folder is first needed.
+    return model if folder is None else attrs.evolve(model, model=str(folder))
+
+
+@contextlib.contextmanager
+def ranks_refuse_together() -> Iterator[None]:
+    """
+    Check torchrun's environment, and let what one rank refuses inside end all: it tells the others
+    when they meet, instead of leaving them to wait for it.
+
+    Raises:
+        ConfigError: The environment is incomplete, or contradicts itself.
+    """
+    several = require_ranks() > 1
+    try:
+        yield
+    except Exception as error:
+        if several:
+            from packplan.adapters.ranks.torch_group import meet  # loads torch
+
+            with contextlib.suppress(RuntimeError, RunError):  # they do not come, or refuse too
+                meet(refusal=error)
+        raise
+
+
+def require_inputs(config: RunConfig, *, loads: bool = False, trains: bool = False) -> None:
+    """
+    Refuse a model or data that are not there, before libraries are imported that take seconds.
+
+    Args:
+        config: The run.
+        loads: Whether the model is loaded: its weights have to be whole.
+        trains: Whether the trainer is built: its packages, files and devices have to be there too.
+
+    Raises:
+        ConfigError: All that is not there.
+    """
+    found = list(model_faults(config.model, loads=loads))
+    custom = config.custom
+    if custom.fusion_schedule is not None and custom.fusion_config is not None:
+        found += _mix_faults(custom.fusion_config)
+    else:
+        found += [Fault("custom.train_jsonl", reason) for reason in file_faults(custom.train_jsonl)]
+    found += [Fault("custom.val_jsonl", reason) for reason in file_faults(custom.val_jsonl)]
+    if trains:
+        trainer = config.training.trainer
+        on_cpu = bool(trainer.get("use_cpu")) or surely_without_gpu()
+        found += [*lacking(trainer), *device_faults(trainer, on_cpu=on_cpu)]
+    if found:
+        raise ConfigError("the configuration", tuple(found))
+
+
+def _mix_faults(path: str) -> list[Fault]:
+    """Return the faults of the files of a mix, each by its place; else of all of them together."""
+    key, places = "custom.fusion_config", load_mixes(path).places
+    alone = [Fault(f"{key}.{place}", reason) for file, place in places.items() for reason in file_faults((file,))]
+    return alone or [Fault(key, reason) for reason in file_faults(places)]
