@@ -34,8 +34,10 @@ def main(arguments: list[str] | None = None) -> int:
             require_inputs(config, loads=True)
             with loading_libraries():
                 from packplan.app.wiring import grpo
+                from packplan.app.wiring.ranks import meeting_ranks
         folder, is_first = Path(config.training.output_dir), os.environ.get("RANK", "0") == "0"
-        with training_alone(folder, key="grpo.output_dir") if is_first else nullcontext():
+        alone = training_alone(folder, key="grpo.output_dir") if is_first else nullcontext()
+        with alone, meeting_ranks(config.grpo):
             grpo.train(config, quiet=options.quiet)
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet)

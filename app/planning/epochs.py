@@ -28,7 +28,7 @@ from packplan.core.epochs import (
     with_epochs,
 )
 from packplan.core.errors import MismatchError
-from packplan.core.plan import RawPlan, refuse_dropped
+from packplan.core.plan import refuse_dropped
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import Arrays, ReportProgress
 from packplan.core.schedule import EpochSchedule, PackStats

@@ -20,7 +20,6 @@ from packplan.adapters.files import saving
 from packplan.adapters.hf import balance, unpad
 from packplan.adapters.samples.files import open_records
 from packplan.adapters.samples.prompts import Prompts
-from packplan.app.wiring.ranks import meeting_ranks
 from packplan.app.wiring.stores import records_cache
 from packplan.core.config import RlConfig
 from packplan.core.errors import ConfigError, PackplanError
@@ -43,7 +42,8 @@ def installed_keys() -> dict[str, TrainerKey]:
 
 def train(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
     """
-    Train as the run says, save the policy to its output folder, and return the trainer.
+    Train as the run says, save the policy to its output folder, and return the trainer. Ranks have
+    met: TRL's trainer finds their group.
 
     Args:
         config: The run.
@@ -59,12 +59,11 @@ def train(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
         raise ConfigError.at("grpo.resume_from_checkpoint", reason)
     if quiet or not sys.stderr.isatty():
         disable_progress_bar()
-    with meeting_ranks(config.grpo):
-        trainer = open_trainer(config, quiet=quiet)
-        with saving(Path(folder)):
-            trainer.train(resume_from_checkpoint=checkpoint)
-            trainer.save_model()
-            trainer.save_state()
+    trainer = open_trainer(config, quiet=quiet)
+    with saving(Path(folder)):
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model()
+        trainer.save_state()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     if rewards and trainer.is_world_process_zero():
         log.info("reward %.3f -> %.3f; the policy is in %s", rewards[0], rewards[-1], folder)

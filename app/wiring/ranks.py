@@ -57,7 +57,7 @@ def joined_ranks(
         with ranks_refuse_together():
             given = _given(config, options)
     settings = config.training.trainer
-    with meeting_ranks(settings, use_cpu=use_cpu or not torch.cuda.is_available()) as group:
+    with meeting_ranks(settings, use_cpu=use_cpu) as group:
         require_same(group, given)
         yield group
 
@@ -74,20 +74,20 @@ def meeting_ranks(settings: Mapping[str, Any], *, use_cpu: bool = False) -> Iter
     Raises:
         RunError: They cannot meet.
     """
-    if require_ranks() == 1:
-        yield OneRank()
-        return
-    with meeting():
-        timeout_s = float(settings.get("ddp_timeout", 1800))
-        group = TorchGroup(use_cpu=use_cpu or bool(settings.get("use_cpu")), timeout_s=timeout_s)
+    group: RankGroup = OneRank()
+    if require_ranks() > 1:
+        with meeting():
+            timeout_s = float(settings.get("ddp_timeout", 1800))
+            group = TorchGroup(use_cpu=use_cpu or bool(settings.get("use_cpu")), timeout_s=timeout_s)
     try:
         with lost_ranks_named(group.rank):
             yield group
             # Not after an error: the other ranks may wait for this one in a collective, and leaving
             # would wait for them.
-            group.leave()
+            if isinstance(group, TorchGroup):
+                group.leave()
     except Exception as error:
-        if not isinstance(error, RunError):
+        if isinstance(group, TorchGroup) and not isinstance(error, RunError):
             group.fail(error)
         raise
 

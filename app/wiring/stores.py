@@ -1,4 +1,4 @@
-"""What a run keeps on disk: stores of its splits, files that commands write, and its folder."""
+"""Stores of a run on disk: of its splits, of files that commands write, of its output folder."""
 
 import contextlib
 from collections.abc import Iterator

@@ -10,7 +10,7 @@ from packplan.adapters.config.trainer_keys import TABLE, lacking, stored_keys
 from packplan.adapters.trainer.arguments import leave_evaluation_out
 from packplan.adapters.trainer.keys import installed_keys
 from packplan.app import sft
-from packplan.app.planning.schedule import batch_of
+from packplan.app.planning.schedule import accumulation_of
 from packplan.app.wiring import runs
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.trainers import open_arguments
@@ -30,7 +30,7 @@ def configured(**training):
 
 def arguments_of(config):
     """Return the trainer's arguments of a run."""
-    return open_arguments(config, 1, batch_of(config, world_size=1).accumulation)
+    return open_arguments(config, accumulation_of(config, world_size=1))
 
 
 def test_the_table_is_that_of_the_installed_library():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from packplan.core.inspection import MIN_PACKS, longest_pack, low_fill
+from packplan.core.inspection import longest_pack, low_fill
 from packplan.core.plan import build_raw_plan
 from tests.strategies import raw_lengths
 
@@ -60,9 +60,9 @@ def test_the_reason_of_a_low_fill_is_what_makes_it(lengths, algorithm, reason):
 @example(num=101, length=51, num_long=0)
 @given(num=st.integers(1, 120), length=st.integers(30, 99), num_long=st.integers(0, 30))
 def test_a_fill_that_is_high_or_of_few_packs_needs_no_reason(num, length, num_long):
-    """From 0.8, and up to `MIN_PACKS` packs."""
+    """From 0.8, and up to 100 packs."""
     lengths = [length] * num + [150] * num_long
     plan = build_raw_plan(lengths, packing_length=100, drop_last=False)
     event(f"low: {low_fill(plan, lengths) is not None}")
 
-    assert (len(plan.packs) > MIN_PACKS and plan.fill < 0.8) == (low_fill(plan, lengths) is not None)
+    assert (len(plan.packs) > 100 and plan.fill < 0.8) == (low_fill(plan, lengths) is not None)

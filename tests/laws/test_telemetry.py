@@ -6,7 +6,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.core.inspection import fills
+from packplan.core.inspection import summarise
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from packplan.core.work import SampleWorks, VisionWork, WorkModel
 from tests.laws.test_summary import schedules
@@ -107,7 +107,7 @@ def test_an_epoch_covers_what_the_plan_does(training):
     assert len(plan.single_long) / plan.planned_samples == statistics["epoch_long_share"]
     assert len(plan.single_long) / len(plan.packs) == statistics["epoch_long_pack_share"]
     if pack_stats.packed:
-        assert fills(plan, np.array(lengths)).min() == statistics["epoch_fill_min"]
+        assert summarise(plan, lengths).fill_worst == statistics["epoch_fill_min"]
         assert plan.fill == pytest.approx(statistics["epoch_fill_mean"])
     for stop in range(1, num_steps):
         resumed = EpochStats.from_schedule(pack_stats, attrs.evolve(schedule, start=schedule.at(stop)), 0)
