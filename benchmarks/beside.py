@@ -140,7 +140,9 @@ def _ways_of(config: RunConfig, ours: int, theirs: int, *, with_trl: bool) -> di
     def measure(processes: int) -> Seconds:
         settings = attrs.evolve(config.training, packing_length_precompute_workers=processes)
         run = attrs.evolve(config, training=settings)
-        return seconds(open_measurer(run, encoder, pool_start_s=0.0), total=ours)
+        measurer = open_measurer(run, encoder)
+        measurer.pool_start_s = 0.0
+        return seconds(measurer, total=ours)
 
     def add_length(row: int) -> None:
         read = json.loads(lines[row])

@@ -193,7 +193,9 @@ def _video_config(model: Path, videos: Sequence[Path]) -> RunConfig:
 
 
 def _open(config: RunConfig) -> Any:
-    return open_measurer(config, open_encoders(config)["train"], pool_start_s=0.0)
+    measurer = open_measurer(config, open_encoders(config)["train"])
+    measurer.pool_start_s = 0.0
+    return measurer
 
 
 def _opened_seconds(config: RunConfig, *, in_full: bool, total: int) -> tuple[float, float]:

@@ -1,16 +1,15 @@
 """Protocols of the outside world that the application uses, in the words of core."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.align import AlignedPlan
 from packplan.core.epochs import EpochRecord
-from packplan.core.errors import CorruptArtefactError, Difference
+from packplan.core.errors import Difference
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray
 from packplan.core.plan import RawPlan
@@ -22,73 +21,13 @@ from packplan.core.samples import (
     MediaTable,
     Outcome,
     Table,
-    Where,
     column,
 )
-from packplan.core.schedule import EpochSchedule
 
 Arrays = Mapping[str, NDArray[Any]]
 
 ReportProgress = Callable[[str], None]
 """Function that takes a progress message; cheap enough to be called for every sample."""
-
-
-class Records(Protocol):
-    """Records of a data set, by index in any order; an index never changes."""
-
-    def __len__(self) -> int:
-        """Return the number of records."""
-
-    def __getitem__(self, index: int, /) -> Any:
-        """Return a record's JSON value; RecordError with its place if there is none."""
-
-    @property
-    def num_with_media_tags(self) -> int:
-        """Number of records with `<video>` or `<audio>`."""
-
-    @property
-    def firsts(self) -> Sequence[int]:
-        """First record of each file, ascending; no file is empty."""
-
-    @property
-    def files(self) -> Sequence[tuple[str, int]]:
-        """Each file, and its number of records."""
-
-    def where(self, index: int, /) -> Where:
-        """Return the place of the record."""
-
-    def folder(self, index: int, /) -> str:
-        """Return the folder that relative paths of the record's media start from."""
-
-    def read(self, index: int, /) -> tuple[Any, bytes]:
-        """
-        Return a record's JSON value, and its digest for `remember`: b"" if that is remembered.
-
-        Raises:
-            RecordError: The record is no JSON value.
-            StaleError: The record changed since its digest was remembered.
-        """
-
-    def remember(self, indices: range, digests: NDArray[np.uint8], /) -> None:
-        """
-        Keep digests of records that were read, so that they need not be read again.
-
-        Args:
-            indices: Consecutive records.
-            digests: Digest of each record, all zero without one; shape (num_records, DIGEST_BYTES).
-        """
-
-    def record_digest(self, index: int, /) -> str:
-        """Return the digest of record *index* alone."""
-
-    def digest(self, count: int, /, *, without: Sequence[int] = ()) -> str:
-        """
-        Return the digest of the first records and of the folders of their media, bad records aside.
-
-        Args:
-            count: Number of records.
-            without: Indices of bad records.
-        """
 
 
 class LengthSource(Protocol):
@@ -115,13 +54,9 @@ class LengthSource(Protocol):
     def fingerprint(self) -> Fingerprint:
         """Return all inputs of the measurements but the data."""
 
-    def measure(self, index: int, /, *, by_headers: bool = False) -> Measurement:
+    def measure(self, index: int, /) -> Measurement:
         """
         Measure sample *index* by encoding it in full; RecordError if it cannot become a sample.
-
-        Args:
-            index: Sample index.
-            by_headers: Do not decode its images and videos, where that is proven to give the same.
         """
 
     def measure_many(
@@ -242,132 +177,6 @@ class StoredPlan:
     """Records of all epochs, where each has a plan of its own; `plan` is that of the first."""
 
 
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Inspectable(Protocol[T_co]):
-    """Reader of a store, whatever its content was made from; it writes nothing."""
-
-    @property
-    def where(self) -> str:
-        """Place of the store, as messages name it."""
-
-    def inspect(self) -> T_co | None:
-        """
-        Return the content of the store, or None; CorruptArtefactError if it is not what was
-        written.
-        """
-
-    def damage(self) -> Iterator[CorruptArtefactError]:
-        """Yield each damage: content that is not what was written, or does not fit the rest."""
-
-
-class LengthStore(Inspectable[StoredLengths], Protocol):
-    """Keeps measurements between runs, and while a run measures."""
-
-    def origin(self) -> Origin | None:
-        """
-        Return the origin of the stored rows without reading them; None if nothing is stored,
-        CorruptArtefactError if it is damaged.
-        """
-
-    def bad(self) -> tuple[BadRecord, ...]:
-        """
-        Return the bad records among the rows that are stored or would be taken over;
-        CorruptArtefactError if they are damaged.
-        """
-
-    def resume(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str], /) -> Stored:
-        """
-        Return the measurements under *key* so far, of the first records.
-
-        Args:
-            key: All inputs of the measurements but the data.
-            num_records: Current number of records.
-            data_digest: Number of records -> current digest of the first ones, without those that
-                `bad` returns.
-
-        Raises:
-            StaleError: The stored measurements have another key, or other data.
-            CorruptArtefactError: They are not what was written.
-        """
-
-    def read(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str], /) -> Stored:
-        """
-        Return the same as `resume`, without preparing to write.
-
-        Args:
-            key: All inputs of the measurements but the data.
-            num_records: Current number of records.
-            data_digest: Number of records -> current digest of the first ones, without bad ones.
-        """
-
-    def stored(self) -> Stored:
-        """Return the rows that `resume` returned, and those that `append` has added."""
-
-    def append(
-        self,
-        rows: Table,
-        media: MediaTable,
-        data_digest: str,
-        /,
-        *,
-        in_full: bool,
-        repeatability: Mapping[str, Any] | None = None,
-        bad: Sequence[BadRecord] = (),
-    ) -> None:
-        """
-        Add the next rows, so that a reader sees all of them or none.
-
-        Args:
-            rows: Measurements of the next records.
-            media: Media table of the same records.
-            data_digest: Digest of all records so far, bad ones aside.
-            in_full: Whether all so far were encoded in full.
-            repeatability: Samples that were encoded again with equal results; None if that is
-                not yet checked.
-            bad: Bad records of all rows so far.
-        """
-
-    def keep_files(self, files: Sequence[DataFile], /) -> None:
-        """Keep the files of the stored rows beside them; `append` forgets them."""
-
-    def discard(self) -> None:
-        """Delete all rows, which turned out to be wrong."""
-
-    def digest(self) -> str:
-        """Return the digest of all rows."""
-
-
-class PlanStore(Inspectable[StoredPlan], Protocol):
-    """Keeps raw plans between runs."""
-
-    def load(self, key: Fingerprint, /) -> RawPlan | None:
-        """Return the plan saved under *key*, or None; CorruptArtefactError if damaged."""
-
-    def save(self, key: Fingerprint, plan: RawPlan, /) -> None:
-        """Save so that readers see the whole plan or none of it."""
-
-    def save_aligned(self, key: Fingerprint, aligned: AlignedPlan, /) -> None:
-        """Save the aligned plan of one world size beside the raw plan saved under *key*."""
-
-    def load_epochs(self, key: Fingerprint, /) -> tuple[EpochRecord, ...]:
-        """
-        Return the records of the epochs whose first plan is saved under *key*, empty if there are
-        none; CorruptArtefactError if damaged.
-        """
-
-    def save_epochs(self, key: Fingerprint, records: Sequence[EpochRecord], schedule: EpochSchedule, /) -> None:
-        """
-        Save the records of all epochs, and their steps, beside the plan saved under *key*.
-
-        Args:
-            key: Inputs of the plans.
-            records: Record of each epoch.
-            schedule: Schedule over them, whose world size names what is saved.
-        """
-
-
 class Lock(Protocol):
     """Lock that lets one job at a time write to the stores."""
 
@@ -445,30 +254,3 @@ class RankGroup(Protocol):
         Return the arrays of every rank, by rank; RunError if another rank is gone. Shapes may
         differ.
         """
-
-
-class Workers(Protocol):
-    """
-    Processes that hold the model and compute parts of an RL batch together, one data-parallel
-    worker each.
-    """
-
-    @property
-    def num_workers(self) -> int:
-        """Number of workers."""
-
-    def run_all_workers_sharded_data(self, method: str, shards: Sequence[Any], /, **options: Any) -> list[Arrays]:
-        """
-        Call a method of every worker, each with its own shard, and return the results by worker.
-
-        Args:
-            method: Name of the method, which takes a shard and the options.
-            shards: One shard for each worker, in their order.
-            options: Options, the same for all workers.
-
-        Raises:
-            RunError: A worker raised or died; the others are ended, since they may wait for it.
-        """
-
-    def close(self) -> None:
-        """End the workers."""

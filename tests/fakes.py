@@ -33,7 +33,6 @@ class ListSource:
     def __init__(self, lengths: list[int], *, name: str = "data") -> None:
         self.lengths, self.name = lengths, name
         self.measured: list[int] = []
-        self.undecoded: list[int] = []
         self.image_bytes = 1000
         self.widths: dict[int, int] = {}
         self.elsewhere: list[int] = []
@@ -57,7 +56,7 @@ class ListSource:
     def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
         return str([self.lengths[index] for index in range(count) if index not in without])
 
-    def measure(self, index: int, *, by_headers: bool = False) -> Measurement:
+    def measure(self, index: int) -> Measurement:
         self.measured.append(index)
         return Measurement(self.lengths[index], 1, 1, 4)
 
@@ -92,7 +91,7 @@ class FailingSource(ListSource):
         super().__init__(lengths)
         self.bad = bad
 
-    def measure(self, index: int, *, by_headers: bool = False) -> Measurement:
+    def measure(self, index: int) -> Measurement:
         if index in self.bad:
             raise RecordError(f"{self.name}, line {index + 1}", "cannot be measured")
         return super().measure(index)
@@ -107,7 +106,7 @@ class EditedSource(ListSource):
         self._require_same(index)
         return super().media_facts(index, decode=decode)
 
-    def measure(self, index: int, *, by_headers: bool = False) -> Measurement:
+    def measure(self, index: int) -> Measurement:
         self._require_same(index)
         return super().measure(index)
 
@@ -119,7 +118,7 @@ class EditedSource(ListSource):
 class RestlessSource(ListSource):
     """Measures longer each time it is asked, as a generator that is drawn from per call would."""
 
-    def measure(self, index: int, *, by_headers: bool = False) -> Measurement:
+    def measure(self, index: int) -> Measurement:
         super().measure(index)
         return Measurement(self.lengths[index] + len(self.measured), 1, 1, 4)
 
@@ -127,7 +126,7 @@ class RestlessSource(ListSource):
 class OrderedSource(ListSource):
     """Measures a sample longer when it comes after a later one."""
 
-    def measure(self, index: int, *, by_headers: bool = False) -> Measurement:
+    def measure(self, index: int) -> Measurement:
         before = self.measured[-1] if self.measured else -1
         plain = super().measure(index)
         return Measurement(plain.length + (before > index), 1, 1, 4)
@@ -140,18 +139,9 @@ class DriftedSource(ListSource):
         super().__init__(lengths)
         self.drifted = drifted
 
-    def measure(self, index: int, *, by_headers: bool = False) -> Measurement:
+    def measure(self, index: int) -> Measurement:
         plain = super().measure(index)
         return Measurement(plain.length + (index == self.drifted), 1, 1, 4)
-
-
-class FilmSource(ListSource):
-    """Each sample has a video."""
-
-    def measure(self, index: int, *, by_headers: bool = False) -> Measurement:
-        self.measured.append(index)
-        self.undecoded += [index] * by_headers
-        return Measurement(self.lengths[index], 1, 0, 0, False, 1, 2, 8)  # noqa: FBT003  # as a table has it
 
 
 class ElsewhereSource(ListSource):

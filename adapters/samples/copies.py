@@ -14,15 +14,11 @@ import glob
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from packplan.adapters import files
-from packplan.adapters.progress import BRIEF_S, progress
-from packplan.adapters.samples.image_headers import read_size
+from packplan.adapters.samples.media_files import read_size
 from packplan.adapters.samples.places import Patience, RefusedError, Standing, fetch, listed, standing_of
 from packplan.core.errors import CorruptArtefactError, DataSetError, counted
 from packplan.core.samples import (
@@ -41,9 +37,6 @@ log = logging.getLogger(__name__)
 
 MOST_BYTES = {"file": 2**36, "video": 2**33, "image": 2**26}
 """Kind of a copy -> bytes that it may have; a file holds records."""
-
-_AT_ONCE = 16
-"""Media that are fetched at the same time."""
 
 _PATIENCE = Patience(all_s=None)
 """Times to wait for a data file."""
@@ -165,19 +158,6 @@ def _fetch_file(place: str, folder: Path, standing: Standing) -> Path:
 # Media.
 
 
-def joined(folder: str, path: str) -> str:
-    """
-    Return the path or the place of a medium.
-
-    Args:
-        folder: Folder or place that relative media of its record start at.
-        path: Path or place in the record.
-    """
-    if is_place(path):
-        return path
-    return located(folder, path) if is_place(folder) else str(Path(folder, path))
-
-
 def local_medium(medium: Image | Video, folder: str, cache: "MediaCache | None", *, is_video: bool = False) -> Any:
     """
     Return a medium of a record by its path on this machine, and one that stands in the record as it
@@ -197,8 +177,9 @@ def local_medium(medium: Image | Video, folder: str, cache: "MediaCache | None",
         return medium
     if isinstance(medium, tuple):
         return tuple(local_medium(frame, folder, cache) for frame in medium)
-    if not is_place(place := joined(folder, medium)):
-        return place
+    place = medium if is_place(medium) or not is_place(folder) else located(folder, medium)
+    if not is_place(place):
+        return str(Path(folder, place))
     if cache is None:
         reason = f"the record names {medium[:60]!r} at a place of another machine: name a folder for what is fetched"
         raise UnusableRecordError(reason, "media_cache")
@@ -247,24 +228,6 @@ class MediaCache:
                     self._failed[url] = f"the {kind} {without_credentials(url)[:500]} cannot be fetched: {error}"
         raise ValueError(self._failed[url])
 
-    def prefetch(self, images: Iterable[str], videos: Iterable[str] = ()) -> None:
-        """
-        Fetch media that are not there yet, several at a time; those that fail say so later.
-
-        Args:
-            images: Places of images.
-            videos: Places of videos.
-        """
-        wanted = {url: partial(self.path, url) for url in images}
-        wanted |= {url: partial(self.path, url, is_video=True) for url in videos}
-        missing = [call for url, call in wanted.items() if self._file(url) is None]
-        if not missing:
-            return
-        bar = progress(total=len(missing), desc="fetching media", unit=" media", delay=BRIEF_S)
-        with bar, ThreadPoolExecutor(_AT_ONCE) as pool:
-            for _ in pool.map(_try, missing):
-                bar.update()
-
     def _note_file(self, url: str) -> Path:
         key = _key(url)
         return self.folder / "urls" / key[:2] / f"{key}.json"
@@ -295,11 +258,6 @@ class MediaCache:
         note = {"schema": _MEDIUM_SCHEMA, "url": without_credentials(url)[:500], "sha256": sha256}
         files.write_manifest(note_file, {**note, "bytes": target.stat().st_size})
         return str(target)
-
-
-def _try(call: Callable[[], object]) -> None:
-    with contextlib.suppress(ValueError):  # which is said again, where the record is known
-        call()
 
 
 def _require_image(fetched: Path) -> None:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.record_file import RecordFile
+from packplan.core.config import CustomConfig
 from packplan.core.errors import Difference, RecordError, StaleError
-from packplan.core.samples import DIGEST_BYTES, Where, is_place
+from packplan.core.samples import DIGEST_BYTES, Where, is_place, to_messages
 
 _SHOWN_DIGITS = 12
 """Digits of a digest that a message shows."""
@@ -25,8 +26,20 @@ def absolute(folder: str) -> str:
     return folder if is_place(folder) else str(Path(folder).resolve())
 
 
+def read_messages(record: object, custom: CustomConfig) -> dict[str, Any]:
+    """Return a record as messages, as a run reads it; ValueError if it cannot become a sample."""
+    return to_messages(
+        record,
+        object_field_order=custom.object_field_order,
+        use_summary=custom.use_summary,
+        columns=custom.columns,
+        urls=custom.media_cache is not None,
+        literal_image_tags=custom.literal_image_tags,
+    )
+
+
 class FileRecords:
-    """A `core.ports.Records` over data files, in order."""
+    """Records of data files, in order, by index in any order; an index never changes."""
 
     def __init__(self, files: Sequence[RecordFile]) -> None:
         self._files = list(files)

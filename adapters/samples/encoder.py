@@ -3,9 +3,10 @@
 import bisect
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,15 @@ import attrs
 import PIL.Image
 from swift.template import Template
 
-from packplan.adapters.samples.copies import MediaCache, joined, local_medium
+from packplan.adapters.progress import BRIEF_S, progress
+from packplan.adapters.samples.copies import MediaCache, local_medium
+from packplan.adapters.samples.data_set import read_messages
 from packplan.adapters.samples.files import copy_faults, open_records, sources_of
-from packplan.adapters.samples.image_headers import image_facts, read_size
-from packplan.adapters.samples.image_lengths import shrunk
 from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial, measured
+from packplan.adapters.samples.media_files import VideoFacts, frames_of, image_facts, read_size, video_facts
+from packplan.adapters.samples.media_lengths import VideoLengths, shrunk
 from packplan.adapters.samples.template import open_template
-from packplan.adapters.samples.video.facts import VideoFacts, frames_of, video_facts
-from packplan.adapters.samples.video.lengths import VideoLengths
-from packplan.adapters.samples.video.reading import (
+from packplan.adapters.samples.video_reading import (
     Sampling,
     reads_videos,
     sampling_of,
@@ -39,16 +40,11 @@ from packplan.core.samples import (
     Image,
     Measurement,
     MediaFacts,
-    Shaped,
     Table,
     UnusableRecordError,
     Video,
     from_row,
-    is_place,
     shaped,
-    to_images,
-    to_messages,
-    to_videos,
 )
 
 IGNORED_LABEL = -100
@@ -60,6 +56,9 @@ _SOUNDS = frozenset({"audio", "tts"})
 """Tags of ms-swift for models that take nothing but text and sound."""
 
 _SEEING = "name a model that sees in model.model, as Qwen2.5-VL"
+
+_FETCHED_AT_ONCE = 16
+"""Records whose media are fetched at the same time."""
 
 _TRIED = 1000
 """Records of a file, from its first, that may be none before its shape is said to be unknown."""
@@ -175,7 +174,7 @@ class SwiftEncoder:
         with self.named(index, "the record "):
             known = shaped(record, self.spec.custom.columns)
             self._refuse_mixed(index, known.shape)
-            sample = self._to_messages(known)
+            sample = read_messages(known, self.spec.custom)
         folder = self.records.folder(index)
         with self.named(index):
             for kind in ("images", "videos"):
@@ -185,44 +184,26 @@ class SwiftEncoder:
         self._refuse_unread(index, sample)
         return sample
 
-    def _to_messages(self, known: Shaped) -> dict[str, Any]:
-        """Return a record as messages; ValueError if it cannot become a sample."""
-        custom = self.spec.custom
-        return to_messages(
-            known,
-            object_field_order=custom.object_field_order,
-            use_summary=custom.use_summary,
-            columns=custom.columns,
-            urls=self._media is not None,
-            literal_image_tags=custom.literal_image_tags,
-        )
-
-    def fetch_media(self, indices: Iterable[int]) -> None:
-        """Fetch the media of these samples that are at places; those that fail say so when read."""
+    def fetch_media(self, indices: Sequence[int]) -> None:
+        """
+        Fetch the media of these samples that are at places, several at a time; those that fail say
+        so when they are read.
+        """
         if self._media is not None:
-            places = [self._places(index) for index in indices]
-            self._media.prefetch(*(chain.from_iterable(one[kind] for one in places) for kind in (0, 1)))
+            bar = progress(total=len(indices), desc="fetching media", unit=" records", delay=BRIEF_S)
+            with bar, ThreadPoolExecutor(_FETCHED_AT_ONCE) as pool:
+                for _ in pool.map(self._try_read, indices):
+                    bar.update()
+
+    def _try_read(self, index: int) -> None:
+        with contextlib.suppress(RecordError):
+            self.read(index)
 
     def why_in_full(self, _: dict[str, Any]) -> str | None:
         """
         Return why a sample is encoded in full to be measured; None if texts and headers are enough.
         """
         return None
-
-    def _places(self, index: int) -> tuple[list[str], list[str]]:
-        """
-        Return the places of a record's images, frames among them, and of its videos; none of one
-        that cannot become a sample.
-        """
-        try:
-            record = shaped(self.records[index], self.spec.custom.columns).record
-            videos = to_videos(record.get("videos"), urls=True)
-            images: list[Image] = [*to_images(record.get("images"), urls=True)]
-        except (ValueError, RecordError):
-            return [], []
-        folder = self.records.folder(index)
-        images += [frame for video in videos if isinstance(video, tuple) for frame in video]
-        return _places_of(images, folder), _places_of(videos, folder)
 
     def _refuse_unread(self, index: int, sample: dict[str, Any]) -> None:
         """Refuse what this template, or this machine, would not read of a sample."""
@@ -270,7 +251,7 @@ class SwiftEncoder:
         for index in indices[:_TRIED]:
             with contextlib.suppress(ValueError, RecordError):
                 known = shaped(self.records[index], self.spec.custom.columns)
-                self._to_messages(known)
+                read_messages(known, self.spec.custom)
                 return index, known.shape
         return indices.start, "unknown"
 
@@ -465,12 +446,6 @@ class SwiftEncoder:
         if differences := expected.differences(found):
             raise StaleError.sample(index, str(self.records.where(index)), differences)
         return encoded
-
-
-def _places_of(media: Iterable[Image | Video], folder: str) -> list[str]:
-    """Return the places of those media that are at one."""
-    named = (one for one in media if isinstance(one, str) and (is_place(folder) or is_place(one)))
-    return [place for one in named if is_place(place := joined(folder, one))]
 
 
 def _video_name(video: Video) -> str:

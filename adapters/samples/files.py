@@ -27,7 +27,6 @@ from packplan.adapters.samples.formats.rewriting import (
     head_of,
 )
 from packplan.core.errors import DataSetError
-from packplan.core.ports import Records
 from packplan.core.samples import (
     is_place,
     place_fault,
@@ -63,7 +62,9 @@ _OVER_LINES = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{[ \t\r]*\n")
 """An object whose first line ends behind its brace, as programs indent it."""
 
 
-def open_records(paths: tuple[str, ...], *, max_line_bytes: int | None = None, cache: Path | None = None) -> Records:
+def open_records(
+    paths: tuple[str, ...], *, max_line_bytes: int | None = None, cache: Path | None = None
+) -> FileRecords:
     """
     Open data files, whose records follow each other.
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from packplan.adapters.lifeline import ctrl_c_kept, end_with_parent, lost_processes_named, open_pool
 from packplan.adapters.model_folder import PROCESSING_FILES
-from packplan.adapters.samples.counting.quickly import QuickMeasurer
+from packplan.adapters.samples.counting import QuickMeasurer
 from packplan.adapters.samples.data_set import absolute
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.media import untruncated
@@ -68,9 +68,6 @@ Version of this project's own part in a length: records to messages, headers to 
 that moves one raises it.
 """
 
-POOL_START_S = 1.0
-"""A pool of processes that are forked from this one takes less than this to start."""
-
 AT_ONCE = 32
 """Samples that a process measures at once."""
 
@@ -85,9 +82,18 @@ _ELSEWHERE_S = 600.0
 
 
 class SwiftMeasurer:
-    """A `core.ports.LengthSource` over the samples of an encoder."""
+    """
+    A `core.ports.LengthSource` over the samples of an encoder, each the sum of its parts: a pair,
+    for example, of two sequences.
+    """
 
-    def __init__(self, encoder: SwiftEncoder, *, workers: int = 1, pool_start_s: float = POOL_START_S) -> None:
+    pool_start_s = 1.0
+    """
+    Seconds that a pool of processes takes to start: where what is left takes less in this one,
+    there is none.
+    """
+
+    def __init__(self, encoder: SwiftEncoder, *, workers: int = 1) -> None:
         """
         Measure what an encoder encodes.
 
@@ -95,17 +101,13 @@ class SwiftMeasurer:
             encoder: Gives the samples.
             workers: Processes that measure, at most as many as there are cores; 1 measures in this
                 one.
-            pool_start_s: Seconds that a pool takes to start; what is left has to take longer than
-                that in this process.
         """
         self._encoder = encoder
-        self.num_parts = encoder.num_parts
-        self._pool_start_s = pool_start_s
-        self.quick = QuickMeasurer(encoder, in_full=self.measure)
+        self.quick = QuickMeasurer(encoder, in_full=self._measure_part)
         self._workers = min(workers, os.cpu_count() or 1)
 
     def __len__(self) -> int:
-        return len(self._encoder)
+        return len(self._encoder) // self._encoder.num_parts
 
     def fingerprint(self) -> Fingerprint:
         """Return everything that the measurements depend on, the data aside."""
@@ -128,17 +130,30 @@ class SwiftMeasurer:
         return Fingerprint(inputs)
 
     def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
-        """Return the digest of the first *count* records, those *without* aside."""
-        return self._encoder.records.digest(count, without=without)
+        """Return the digest of the first *count* samples, those *without* aside."""
+        left = [part for index in without for part in self._parts(index)]
+        return self._encoder.records.digest(count * self._encoder.num_parts, without=left)
 
     def identity(self, index: int) -> tuple[str, str]:
-        """Return the digest of record *index* alone, and the absolute folder of its media."""
-        return self._encoder.records.record_digest(index), absolute(self._encoder.records.folder(index))
+        """Return the digest of sample *index* alone, and the absolute folder of its media."""
+        first = index * self._encoder.num_parts
+        return self._encoder.records.record_digest(first), absolute(self._encoder.records.folder(first))
 
-    def measure(self, index: int, *, by_headers: bool = False) -> Measurement:
+    def _parts(self, index: int, number: int = 1) -> range:
+        """Return the records of samples from *index* on, so many."""
+        num_parts = self._encoder.num_parts
+        return range(index * num_parts, (index + number) * num_parts)
+
+    def part_lengths(self, index: int) -> list[int]:
+        """Return the tokens of each part of sample *index*, which can be encoded."""
+        outcomes, _ = self.quick.measure(self._parts(index))
+        return [one.measurement.length for one in outcomes if isinstance(one, MeasuredSample)]
+
+    def measure(self, index: int) -> Measurement:
         """Encode and measure sample *index*; see `core.ports`."""
-        if by_headers:
-            return self.quick.by_headers(index)
+        return _sum([self._measure_part(part) for part in self._parts(index)])
+
+    def _measure_part(self, index: int) -> Measurement:
         # Whether a sample is truncated, or happens to fit exactly, shows only without the limit.
         with untruncated(self._encoder.template):
             whole = self._measure_encoded(index)
@@ -161,12 +176,12 @@ class SwiftMeasurer:
         if epoch is not None or not isinstance(indices, range):
             yield from self.measure_elsewhere(indices, epoch=epoch or 0)
             return
-        self._encoder.fetch_media(indices)
+        self._encoder.fetch_media(self._parts(indices.start, len(indices)))
         size, started = (_TRIED if self._workers > 1 else AT_ONCE), time.perf_counter()
         for done in range(0, len(indices), size):
             if done and self._workers > 1:
                 left_s = (time.perf_counter() - started) / done * (len(indices) - done)
-                if left_s * (1 - 1 / self._workers) > self._pool_start_s:
+                if left_s * (1 - 1 / self._workers) > self.pool_start_s:
                     yield from self._measure_in_pool(indices[done:], in_full=in_full)
                     return
             yield from self._keep_digests(self.batch(indices[done : done + size], in_full=in_full))
@@ -206,10 +221,10 @@ class SwiftMeasurer:
 
     def batch(self, indices: range, *, in_full: bool) -> MeasuredBatch:
         """
-        Measure records.
+        Measure samples.
 
         Args:
-            indices: Records, one behind the other.
+            indices: Samples, one behind the other.
             in_full: Encode each by itself, without a shortcut.
 
         Raises:
@@ -217,7 +232,10 @@ class SwiftMeasurer:
         """
         if in_full:
             return indices, [self.encoded(index) for index in indices], b""
-        return indices, *self.quick.measure(indices)
+        parts, num_parts = self._parts(indices.start, len(indices)), self._encoder.num_parts
+        outcomes, digests = self.quick.measure(parts)
+        joined = [_join(outcomes[place : place + num_parts]) for place in range(0, len(outcomes), num_parts)]
+        return parts, joined, digests
 
     def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
         """
@@ -240,6 +258,9 @@ class SwiftMeasurer:
 
     def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """Return the current facts of the media files of sample *index*; see `core.ports`."""
+        return tuple(fact for part in self._parts(index) for fact in self._part_facts(part, decode=decode))
+
+    def _part_facts(self, index: int, *, decode: bool) -> tuple[MediaFacts, ...]:
         sample = self._encoder.read(index)
         facts = self._encoder.image_facts(index, sample.get("images", ()), decode=decode)
         videos = sample.get("videos", ())
@@ -255,6 +276,20 @@ class SwiftMeasurer:
             return MeasuredSample(self.measure(index), self.media_facts(index))
         except RecordError as error:
             return error
+
+
+def _join(parts: Sequence[Outcome]) -> Outcome:
+    """Return the outcome of a sample: bad if a part of it is."""
+    samples = [one for one in parts if isinstance(one, MeasuredSample)]
+    if len(samples) < len(parts):
+        return next(one for one in parts if isinstance(one, RecordError))
+    facts = tuple(fact for one in samples for fact in one.media)
+    return MeasuredSample(_sum([one.measurement for one in samples]), facts)
+
+
+def _sum(parts: Sequence[Measurement]) -> Measurement:
+    """Return the measurement of parts together; truncated if one is."""
+    return parts[0] if len(parts) == 1 else Measurement(*map(sum, zip(*map(attrs.astuple, parts), strict=True)))
 
 
 class _FullyEncoded(Dataset[Outcome]):

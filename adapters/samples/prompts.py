@@ -7,11 +7,11 @@ from typing import Any
 import PIL.Image
 
 from packplan.adapters.samples.copies import MediaCache, local_medium
-from packplan.adapters.samples.image_headers import read_size
+from packplan.adapters.samples.data_set import FileRecords, read_messages
+from packplan.adapters.samples.media_files import read_size
 from packplan.core.config import CustomConfig
 from packplan.core.errors import RecordError
-from packplan.core.ports import Records
-from packplan.core.samples import Image, UnusableRecordError, shaped, to_messages
+from packplan.core.samples import Image, UnusableRecordError
 
 _TAG = "<image>"
 
@@ -27,7 +27,7 @@ class Prompts:
     the prompt as arguments.
     """
 
-    def __init__(self, records: Records, custom: CustomConfig, *, system: str | None, sees: bool) -> None:
+    def __init__(self, records: FileRecords, custom: CustomConfig, *, system: str | None, sees: bool) -> None:
         """
         Read the prompts of some records.
 
@@ -56,15 +56,7 @@ class Prompts:
             raise RecordError(str(self._records.where(index)), str(error)) from error
 
     def _prompt(self, index: int, record: object) -> dict[str, Any]:
-        custom = self._custom
-        sample = to_messages(
-            shaped(record, custom.columns),
-            object_field_order=custom.object_field_order,
-            use_summary=custom.use_summary,
-            columns=custom.columns,
-            urls=self._media is not None,
-            literal_image_tags=custom.literal_image_tags,
-        )
+        sample = read_messages(record, self._custom)
         *messages, last = sample["messages"]
         if {"videos", "tools"} & set(sample) or not {message["role"] for message in messages} <= _ROLES:
             raise UnusableRecordError("has videos or tools, which TRL's trainer does not take as data: leave it out")

@@ -8,8 +8,7 @@ rerankers. Rows that ms-swift made of texts by splitting them are encoded alread
 """
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -17,17 +16,12 @@ import PIL.Image
 from swift.template import StdTemplateInputs, Template, TemplateInputs
 from swift.template.vision_utils import _check_path, load_file
 
-from packplan.adapters.progress import progress
 from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.encoder import SampleSpec, SwiftEncoder
 from packplan.adapters.samples.formats.record_file import Named, RecordFile
-from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.samples.media import IMAGES, VIDEOS, measured
 from packplan.core.errors import RecordError
-from packplan.core.fingerprint import Fingerprint
-from packplan.core.lengths import IntArray
-from packplan.core.ports import LengthSource
-from packplan.core.samples import DataFile, MeasuredSample, Measurement, MediaFacts, Outcome, Where, digest_of
+from packplan.core.samples import DataFile, Measurement, Where, digest_of
 
 _OTHERS = "others"
 """Key of the fields of a sequence that only a full encode reads."""
@@ -176,97 +170,3 @@ def _as_sample(held: StdTemplateInputs) -> dict[str, Any]:
     if others := {name: value for name in _READ_IN_FULL if (value := getattr(held, name))}:
         sample[_OTHERS] = others
     return sample
-
-
-class PairSource:
-    """A `core.ports.LengthSource` of pairs, each the sum of two sequences that are measured."""
-
-    def __init__(self, parts: SwiftMeasurer) -> None:
-        """
-        Sum sequences.
-
-        Args:
-            parts: Measures them; those of a pair follow each other.
-        """
-        self._parts = parts
-
-    def __len__(self) -> int:
-        return len(self._parts) // 2
-
-    def fingerprint(self) -> Fingerprint:
-        """Return everything that the measurements depend on, the data aside."""
-        return self._parts.fingerprint()
-
-    def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
-        """Return the digest of the first *count* rows, those *without* aside."""
-        return self._parts.data_digest(2 * count, without=_parts_of(without))
-
-    def identity(self, index: int) -> tuple[str, str]:
-        """Return the digest of row *index* alone, and the folder of its images."""
-        return self._parts.identity(2 * index)
-
-    def measure(self, index: int, *, by_headers: bool = False) -> Measurement:
-        """Encode and measure both sequences; RecordError if one cannot be encoded."""
-        return _sum(self._parts.measure(part, by_headers=by_headers) for part in _parts_of([index]))
-
-    def chosen_length(self, index: int) -> int:
-        """Return the tokens of the chosen half of a pair; RecordError if it cannot be encoded."""
-        return self._parts.measure(2 * index, by_headers=True).length
-
-    def measure_many(
-        self, indices: Sequence[int], *, in_full: bool, epoch: int | None = None
-    ) -> Generator[Outcome, None, None]:
-        """Measure several rows; see `core.ports`."""
-        parts: Sequence[int] = _parts_of(indices)
-        if isinstance(indices, range):
-            parts = range(2 * indices.start, 2 * indices.stop)
-        with contextlib.closing(self._parts.measure_many(parts, in_full=in_full, epoch=epoch)) as outcomes:
-            while pair := tuple(islice(outcomes, 2)):
-                yield _join_pair(pair)
-
-    def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
-        """Return the current facts of the images of a row; see `core.ports`."""
-        return tuple(fact for part in _parts_of([index]) for fact in self._parts.media_facts(part, decode=decode))
-
-
-def whole(measurer: SwiftMeasurer) -> LengthSource:
-    """Return the source of whole samples: of pairs, where a measurer's are their halves."""
-    return PairSource(measurer) if measurer.num_parts > 1 else measurer
-
-
-def sequence_lengths(source: LengthSource, indices: IntArray, tokens: IntArray) -> list[list[int]]:
-    """
-    Return the tokens of each sequence of some rows.
-
-    Args:
-        source: As `whole` returns it.
-        indices: The rows, which are samples; int64, shape (num_rows,).
-        tokens: Tokens of each of them; int64, shape (num_rows,).
-    """
-    if not isinstance(source, PairSource):
-        return [[length] for length in tokens.tolist()]
-    rows = progress(indices.tolist(), desc="measuring halves", unit=" pairs")
-    chosen = map(source.chosen_length, rows)
-    return [[length, total - length] for length, total in zip(chosen, tokens.tolist(), strict=True)]
-
-
-def _parts_of(indices: Sequence[int]) -> list[int]:
-    """Return the sequences of pairs."""
-    return [part for index in indices for part in (2 * index, 2 * index + 1)]
-
-
-def _join_pair(pair: Sequence[Outcome]) -> Outcome:
-    """Return the outcome of a pair: bad if a sequence of it is."""
-    if bad := [one for one in pair if isinstance(one, RecordError)]:
-        return bad[0]
-    samples = [one for one in pair if isinstance(one, MeasuredSample)]
-    return MeasuredSample(
-        _sum(one.measurement for one in samples), tuple(fact for one in samples for fact in one.media)
-    )
-
-
-def _sum(parts: Iterable[Measurement]) -> Measurement:
-    """Return the measurement of sequences together; truncated if one is."""
-    columns = zip(*(attrs.astuple(one) for one in parts), strict=True)
-    total = Measurement(*map(sum, columns))
-    return attrs.evolve(total, cut=bool(total.cut))

@@ -89,7 +89,10 @@ def _origin(manifest: Mapping[str, Any]) -> Origin:
 
 
 class DiskLengthStore:
-    """A `core.ports.LengthStore` in one folder, which perhaps starts with another run's lengths."""
+    """
+    Keeps measurements between runs, and while a run measures, in one folder, which perhaps starts
+    with another run's lengths.
+    """
 
     def __init__(self, folder: Path, *, lengths_from: Path | None = None) -> None:
         """
@@ -115,7 +118,19 @@ class DiskLengthStore:
         return () if origin is None else origin.bad
 
     def resume(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> Stored:
-        """Return the rows measured so far under *key*; see `core.ports.LengthStore`."""
+        """
+        Return the measurements under *key* so far, of the first records.
+
+        Args:
+            key: All inputs of the measurements but the data.
+            num_records: Current number of records.
+            data_digest: Number of records -> current digest of the first ones, without those that
+                `bad` returns.
+
+        Raises:
+            StaleError: The stored measurements have another key, or other data.
+            CorruptArtefactError: They are not what was written.
+        """
         self._key, self._num_records = key, num_records
         stored = self.read(key, num_records, data_digest)
         self._samples.cut()
@@ -149,7 +164,14 @@ class DiskLengthStore:
         return taken
 
     def read(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> Stored:
-        """Verify and return what is stored, writing nothing; see `core.ports.LengthStore`."""
+        """
+        Return the same as `resume`, without preparing to write.
+
+        Args:
+            key: All inputs of the measurements but the data.
+            num_records: Current number of records.
+            data_digest: Number of records -> current digest of the first ones, without bad ones.
+        """
         self._forget()
         manifest = files.read_manifest(self._manifest, SCHEMA)
         if manifest is None:
@@ -159,14 +181,14 @@ class DiskLengthStore:
         return self._rows(manifest)
 
     def stored(self) -> Stored:
-        """Return all rows, mapped from their files; see `core.ports.LengthStore`."""
+        """Return the rows that `resume` returned, and those that `append` has added."""
         manifest = files.read_manifest(self._manifest, SCHEMA)
         assert manifest is not None  # noqa: S101  # `append` comes first
         return self._rows(manifest)
 
     @property
     def where(self) -> str:
-        """Return the folder; see `core.ports.Inspectable`."""
+        """Place of the store, as messages name it."""
         return str(self.folder)
 
     def origin(self) -> Origin | None:
@@ -210,7 +232,16 @@ class DiskLengthStore:
         bad: Sequence[BadRecord] = (),
     ) -> None:
         """
-        Add the next rows, so that a reader sees all of them or none; see `core.ports.LengthStore`.
+        Add the next rows, so that a reader sees all of them or none.
+
+        Args:
+            rows: Measurements of the next records.
+            media: Media table of the same records.
+            data_digest: Digest of all records so far, bad ones aside.
+            in_full: Whether all so far were encoded in full.
+            repeatability: Samples that were encoded again with equal results; None if that is
+                not yet checked.
+            bad: Bad records of all rows so far.
         """
         assert self._key is not None  # noqa: S101  # `resume` comes first
         self._samples.append(rows)

@@ -4,7 +4,7 @@ a world size. Where each epoch has a plan of its own, the first is stored, and `
 has a record of each.
 
 The arrays are published first and the manifest that digests them last, so a reader sees a whole
-plan or none.
+plan or none. `verdict.json` beside the plans holds the verdict on the run's model.
 """
 
 import logging
@@ -22,6 +22,7 @@ from packplan.adapters import files
 from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.epochs import EpochRecord
+from packplan.core.equality import PackingVerdict
 from packplan.core.errors import ArgumentError, CorruptArtefactError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import RawPlan, plan_from_arrays, plan_to_arrays
@@ -36,9 +37,11 @@ ALIGNED_SCHEMA = "packplan aligned plan 1"
 
 EPOCHS_SCHEMA = "packplan epochs 1"
 
+VERDICT_SCHEMA = "packplan verdict 1"
+
 
 class DiskPlanStore:
-    """A `core.ports.PlanStore` in one folder."""
+    """Keeps raw plans between runs, in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,7 +69,7 @@ class DiskPlanStore:
 
     @property
     def where(self) -> str:
-        """Return the folder; see `core.ports.Inspectable`."""
+        """Place of the store, as messages name it."""
         return str(self.folder)
 
     def inspect(self) -> StoredPlan | None:
@@ -145,12 +148,22 @@ class DiskPlanStore:
         files.write_manifest(self.folder / f"plan_ws{aligned.world_size}.json", content)
 
     def load_epochs(self, key: Fingerprint) -> tuple[EpochRecord, ...]:
-        """Return the records saved under *key*, of the most epochs; see `core.ports.PlanStore`."""
+        """
+        Return the records of the epochs whose first plan is saved under *key*, of the most epochs;
+        empty if there are none, CorruptArtefactError if damaged.
+        """
         stored = (_epochs(path) for path in self._epoch_manifests())
         return max((records for digest, records in stored if digest == key.digest), key=len, default=())
 
     def save_epochs(self, key: Fingerprint, records: Sequence[EpochRecord], schedule: EpochSchedule) -> None:
-        """Save the records and steps of all epochs; see `core.ports.PlanStore`."""
+        """
+        Save the records of all epochs, and their steps, beside the plan saved under *key*.
+
+        Args:
+            key: Inputs of the plans.
+            records: Record of each epoch.
+            schedule: Schedule over them, whose world size names what is saved.
+        """
         content = {
             "schema": EPOCHS_SCHEMA,
             "plan_fingerprint_sha256": key.digest,
@@ -253,3 +266,34 @@ def _alignment_faults(path: Path, manifest: Mapping[str, Any], plan: RawPlan) ->
     if differing:
         reason = f"it does not say what the raw plan gives: {', '.join(differing)}"
         yield CorruptArtefactError(str(path), reason, "delete it: it is derived again")
+
+
+class DiskVerdictStore:
+    """Keeps the verdict of a run in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._manifest = folder / "verdict.json"
+
+    def load(self, key: Fingerprint) -> PackingVerdict | None:
+        """
+        Return the verdict saved under *key*, or None; CorruptArtefactError if it is damaged.
+        """
+        if not self._manifest.parent.is_dir():
+            return None
+        try:
+            manifest = files.read_manifest(self._manifest, VERDICT_SCHEMA)
+        except CorruptArtefactError as error:
+            raise CorruptArtefactError(error.path, error.reason, "delete it, and the model is asked again") from None
+        if manifest is None:
+            return None
+        if differences := Fingerprint(manifest["fingerprint"]).differences(key):
+            log.debug("the stored verdict does not fit: %s", "; ".join(map(str, differences)))
+            return None
+        return PackingVerdict.from_dict(manifest["verdict"])
+
+    def save(self, key: Fingerprint, verdict: PackingVerdict) -> None:
+        """Save so that readers see the whole verdict or none of it."""
+        with files.writing(self._manifest.parent):
+            self._manifest.parent.mkdir(parents=True, exist_ok=True)
+        manifest = {"schema": VERDICT_SCHEMA, "fingerprint": dict(key.inputs), "verdict": verdict.to_dict()}
+        files.write_manifest(self._manifest, manifest)

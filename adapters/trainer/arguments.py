@@ -13,7 +13,7 @@ from swift.trainers import Seq2SeqTrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import IntervalStrategy
 
-from packplan.adapters.config.devices import device_faults
+from packplan.adapters.config.trainer_keys import device_faults
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError
 

@@ -12,7 +12,7 @@ from packplan.core.ports import Arrays, RankGroup
 
 class RankWorkers:
     """
-    A `core.ports.Workers` of torchrun's ranks, or of this process alone; every rank gets all
+    Workers that are torchrun's ranks, or of this process alone; every rank gets all
     results.
     """
 
@@ -25,7 +25,7 @@ class RankWorkers:
         return self._group.world_size
 
     def run_all_workers_sharded_data(self, method: str, shards: Sequence[Any], /, **options: Any) -> list[Arrays]:
-        """Compute this rank's shard, and exchange the results; see `core.ports.Workers`."""
+        """Compute this rank's shard, and exchange the results; as `RayWorkers` does."""
         rank = self._group.rank
         try:
             result: Arrays = getattr(self._worker, method)(shards[rank], **options)

@@ -72,7 +72,7 @@ class _Actor:
 
 class RayWorkers:
     """
-    A `core.ports.Workers` of Ray actors.
+    Workers that are Ray actors.
 
     Attributes:
         process_ids: Process ids of the workers, on their machines.
@@ -116,7 +116,17 @@ class RayWorkers:
         )
 
     def run_all_workers_sharded_data(self, method: str, shards: Sequence[Any], /, **options: Any) -> list[Arrays]:
-        """Call a method of every actor, each with its shard; see `core.ports.Workers`."""
+        """
+        Call a method of every worker, each with its own shard, and return the results by worker.
+
+        Args:
+            method: Name of the method, which takes a shard and the options.
+            shards: One shard for each worker, in their order.
+            options: Options, the same for all workers.
+
+        Raises:
+            RunError: A worker raised or died; the others are ended, since they may wait for it.
+        """
         calls = [actor.call.remote(method, shard, options) for actor, shard in zip(self._actors, shards, strict=True)]
         return self._collect(method, calls)
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import attrs
 
+from packplan.adapters.samples.data_set import FileRecords
 from packplan.app.plan.stored import StoredSplit
 from packplan.app.wiring.stores import records_of
 from packplan.core.config import RunConfig
 from packplan.core.errors import DataSetError, counted
 from packplan.core.inspection import Place, place_of, scheduled_steps
-from packplan.core.ports import Records
 from packplan.core.samples import from_tables
 
 
@@ -72,7 +72,7 @@ def explain_pack(config: RunConfig, opened: StoredSplit, pack: int) -> dict[str,
     return {"split": opened.split.name, **_pack(opened, _records_of(config, opened), pack)}
 
 
-def _records_of(config: RunConfig, opened: StoredSplit) -> Records | None:
+def _records_of(config: RunConfig, opened: StoredSplit) -> FileRecords | None:
     """Return the data of a split, if they are here and have as many records as were measured."""
     try:
         records = records_of(config, opened.split.name)
@@ -81,7 +81,7 @@ def _records_of(config: RunConfig, opened: StoredSplit) -> Records | None:
     return records if len(records) == opened.lengths.origin.num_records else None
 
 
-def _pack(opened: StoredSplit, records: Records | None, pack: int) -> dict[str, Any]:
+def _pack(opened: StoredSplit, records: FileRecords | None, pack: int) -> dict[str, Any]:
     plan, schedule = opened.split.raw, opened.schedule
     samples = [_sample(opened, records, sample) for sample in plan.packs[pack]]
     tokens = sum(sample["length"] for sample in samples)
@@ -97,7 +97,7 @@ def _pack(opened: StoredSplit, records: Records | None, pack: int) -> dict[str, 
     }
 
 
-def _sample(opened: StoredSplit, records: Records | None, sample: int) -> dict[str, Any]:
+def _sample(opened: StoredSplit, records: FileRecords | None, sample: int) -> dict[str, Any]:
     rows = opened.lengths.rows
     (measured,) = from_tables(rows.table, rows.media, [sample])
     return {

@@ -18,7 +18,7 @@ from packplan.adapters.progress import BRIEF_S, progress
 from packplan.app.planning.bad import BadRecords
 from packplan.core.errors import DataSetError, RecordError, StaleError, agree, counted
 from packplan.core.lengths import IntArray
-from packplan.core.ports import LengthSource, LengthStore, ReportProgress, Stored
+from packplan.core.ports import LengthSource, ReportProgress, Stored
 from packplan.core.samples import (
     COLUMNS,
     MEDIA_COLUMNS,
@@ -154,7 +154,7 @@ def measure(split: Split, report: ReportProgress) -> Table:
     """
     name, source, store = split.name, split.source, split.stores.lengths
     bad = BadRecords(source, max_share=split.max_bad_share)
-    stored = _resume(name, source, store, bad)
+    stored = _resume(split, bad)
     total, num_stored = len(source), len(stored.table)
     num_samples = num_stored - len(bad.records)
     _check_images(source, stored)
@@ -185,7 +185,7 @@ def measure(split: Split, report: ReportProgress) -> Table:
             return done.table
 
 
-def _resume(name: str, source: LengthSource, store: LengthStore, bad: BadRecords) -> Stored:
+def _resume(split: Split, bad: BadRecords) -> Stored:
     """
     Return the stored measurements that still hold: where a bad record changed, those before it.
     *bad* takes over the bad records that are stored.
@@ -195,16 +195,16 @@ def _resume(name: str, source: LengthSource, store: LengthStore, bad: BadRecords
         RecordError: A record is bad, and none may be.
         DataSetError: Too many records are bad.
     """
+    source, store = split.source, split.stores.lengths
     known = store.bad()
     data_digest = partial(source.data_digest, without=[one.index for one in known])
     stored = store.resume(source.fingerprint(), len(source), data_digest)
     changed = {one.index for one in known if source.identity(one.index)[0] != one.sha256}
-    bad.take_over([one for one in known if one.index not in changed])
+    count = min(changed, default=len(source))
+    bad.take_over([one for one in known if one.index < count])
     if not changed:
         return stored
-    count = min(changed)
-    log.info("%s: record %s was bad and has changed: records from it on are measured again", name, f"{count:,}")
-    bad.take_over([one for one in known if one.index < count])
+    log.info("%s: record %s was bad and has changed: records from it on are measured again", split.name, f"{count:,}")
     first = Stored(stored.table[:count], stored.media[: num_media(stored.table[:count]).sum()], stored.in_full)
     store.discard()
     store.append(first.table, first.media, data_digest(count), in_full=first.in_full, bad=bad.records)
@@ -336,25 +336,26 @@ def _compare_stored(source: LengthSource, stored: Stored) -> int:
     Raises:
         DataSetError: One encodes to another measurement than is stored.
     """
-    all_samples = sample_indices(stored.table)
-    indices = all_samples[_spread(all_samples.size)].tolist()
-    samples = dict(zip(indices, from_tables(stored.table, stored.media, indices), strict=True))
-    # Decoding a video takes seconds; its length is found without, unless that proved to be wrong.
-    undecoded = set() if stored.in_full else {index for index, one in samples.items() if one.measurement.videos}
-    seconds = {index: 0.0 if index in undecoded else _encoding_s(one) for index, one in samples.items()}
-    lightest = sorted(indices, key=seconds.__getitem__)
-    fitting = int((np.cumsum([seconds[index] for index in lightest]) <= COMPARED_S).sum())
-    few = sorted(lightest[: max(fitting, 1)], reverse=True)
-    for index in few:
-        encoded = source.measure(index, by_headers=index in undecoded)
-        if encoded != (measured := samples[index].measurement):
+    samples = _spread_samples(stored, sample_indices(stored.table))
+    seconds = np.array([_encoding_s(one) for _, one in samples])
+    lightest = np.argsort(seconds, kind="stable")
+    fitting = int((np.cumsum(seconds[lightest]) <= COMPARED_S).sum())
+    few = [samples[place] for place in sorted(lightest[: max(fitting, 1)], reverse=True)]
+    for index, measured in few:
+        if (encoded := source.measure(index)) != measured.measurement:
             message = (
-                f"sample {index} encodes to {to_row(encoded)}, but {to_row(measured)} are stored of it "
+                f"sample {index} encodes to {to_row(encoded)}, but {to_row(measured.measurement)} are stored of it "
                 f"({', '.join(COLUMNS)}), so the stored lengths are wrong: something that they depend on has changed "
                 "unseen; use another training.output_dir to measure and plan again"
             )
             raise DataSetError(message)
     return len(few)
+
+
+def _spread_samples(stored: Stored, samples: IntArray) -> list[tuple[int, MeasuredSample]]:
+    """Return a few of some samples, spread over all of them, by their indices."""
+    indices = samples[_spread(samples.size)].tolist()
+    return list(zip(indices, from_tables(stored.table, stored.media, indices), strict=True))
 
 
 def _encoding_s(sample: MeasuredSample) -> float:
@@ -413,9 +414,7 @@ def _check_images(source: LengthSource, stored: Stored) -> None:
     Compare the images of some stored samples: a folder of other images is found before training
     meets them.
     """
-    with_images = np.flatnonzero(num_media(stored.table))
-    indices = with_images[_spread(with_images.size)].tolist()
-    for index, measured in zip(indices, from_tables(stored.table, stored.media, indices), strict=True):
+    for index, measured in _spread_samples(stored, np.flatnonzero(num_media(stored.table))):
         for number, (then, now) in enumerate(zip(measured.media, source.media_facts(index), strict=True)):
             if differences := then.differences(now):
                 changes = "; ".join(map(str, differences))

@@ -22,6 +22,8 @@ import attrs
 import numpy as np
 
 from packplan.adapters.progress import BRIEF_S, progress
+from packplan.adapters.stores.lengths import DiskLengthStore
+from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.planning.measure import KnownTable, measure
 from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.checksum import plan_checksum
@@ -42,7 +44,7 @@ from packplan.core.plan import (
     unsupervised_samples,
 )
 from packplan.core.policy import PlanPolicy
-from packplan.core.ports import Arrays, LengthSource, LengthStore, Lock, PlanStore, RankGroup, ReportProgress
+from packplan.core.ports import Arrays, LengthSource, Lock, RankGroup, ReportProgress
 from packplan.core.samples import DataFile, Table, by_source, column
 from packplan.core.schedule import PackStats
 from packplan.core.work import FLOPs, SampleWorks, WorkModel
@@ -134,8 +136,8 @@ class Ranks:
 class Stores:
     """Stores of a split's lengths and plans, and the lock that guards them."""
 
-    lengths: LengthStore
-    plans: PlanStore
+    lengths: DiskLengthStore
+    plans: DiskPlanStore
     lock: Lock
 
 

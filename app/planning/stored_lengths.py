@@ -2,16 +2,17 @@
 
 from collections.abc import Iterator
 
+from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.core.config import RunConfig, configured_inputs, with_remedy
 from packplan.core.errors import ArgumentError, NotBuiltError, counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray, Lengths
 from packplan.core.plan import RawPlan, refuse_dropped, refuse_longer, refuse_unsupervised
 from packplan.core.policy import PlanPolicy
-from packplan.core.ports import LengthStore, StoredLengths
+from packplan.core.ports import StoredLengths
 
 
-def open_lengths(store: LengthStore) -> StoredLengths:
+def open_lengths(store: DiskLengthStore) -> StoredLengths:
     """
     Return the lengths of all records of a split.
 

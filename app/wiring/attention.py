@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from packplan.adapters.model_folder import config_digest, config_model_type
-from packplan.adapters.stores.verdicts import DiskVerdictStore
+from packplan.adapters.stores.plans import DiskVerdictStore
 from packplan.adapters.versions import installed_version
 from packplan.core.config import RunConfig
 from packplan.core.equality import (

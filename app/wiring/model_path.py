@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from packplan.adapters.hub_caches import cached, download_command, is_id
+from packplan.adapters.model_folder import cached, download_command, is_id
 from packplan.core.errors import ConfigError, Fault
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from packplan.adapters.config.run import load_mixes
 from packplan.adapters.model_folder import model_sizes
+from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.files import file_faults, open_records
 from packplan.app.wiring.stores import records_cache
 from packplan.core.config import RunConfig, plan_policy
@@ -14,7 +15,6 @@ from packplan.core.errors import ConfigError, DataSetError, Fault, ModelError
 from packplan.core.mixes import Mixes, mixes_faults, stream_faults
 from packplan.core.packers import ALGORITHMS
 from packplan.core.policy import PlanPolicy
-from packplan.core.ports import Records
 from packplan.core.work import WorkModel
 
 
@@ -73,7 +73,7 @@ def recipe_of(config: RunConfig, split: str) -> EpochRecipe | None:
     return EpochRecipe(mixes=load_mixes(custom.fusion_config), seed=training.seed)
 
 
-def open_mixes(path: str, *, cache: Path, measured: bool = False) -> tuple[Mixes, list[Records]]:
+def open_mixes(path: str, *, cache: Path, measured: bool = False) -> tuple[Mixes, list[FileRecords]]:
     """
     Read the mixes of all epochs, and the records of each of their files.
 
@@ -86,7 +86,7 @@ def open_mixes(path: str, *, cache: Path, measured: bool = False) -> tuple[Mixes
         ConfigError: All that is wrong with them.
     """
     mixes = load_mixes(path)
-    opened: dict[str, Records] = {}
+    opened: dict[str, FileRecords] = {}
     reasons: dict[str, str] = {}
     for file in mixes.files:
         try:
@@ -109,7 +109,7 @@ def open_mixes(path: str, *, cache: Path, measured: bool = False) -> tuple[Mixes
     return mixes, list(opened.values())
 
 
-def mixes_of(config: RunConfig) -> tuple[Mixes, list[Records]]:
+def mixes_of(config: RunConfig) -> tuple[Mixes, list[FileRecords]]:
     """
     Read the mixes of a run, `custom.fusion_config`, and the records of each of their files.
 

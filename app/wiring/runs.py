@@ -11,11 +11,9 @@ from typing import TypeVar
 
 import attrs
 
-from packplan.adapters.config.devices import device_faults, surely_without_gpu
 from packplan.adapters.config.run import load_config, load_mixes, load_rl_config
-from packplan.adapters.config.trainer_keys import GRPO_TABLE, TrainerKey, lacking, stored_keys
-from packplan.adapters.hub_caches import cached, download_model, is_id
-from packplan.adapters.model_folder import model_faults
+from packplan.adapters.config.trainer_keys import GRPO_TABLE, TrainerKey, device_faults, lacking, stored_keys
+from packplan.adapters.model_folder import cached, download_model, is_id, model_faults
 from packplan.adapters.ranks.environment import require_ranks
 from packplan.adapters.samples.copies import local_files
 from packplan.adapters.samples.files import file_faults
@@ -151,9 +149,7 @@ def require_inputs(config: RunConfig, *, loads: bool = False, trains: bool = Fal
         found += [Fault("custom.train_jsonl", reason) for reason in file_faults(custom.train_jsonl)]
     found += [Fault("custom.val_jsonl", reason) for reason in file_faults(custom.val_jsonl)]
     if trains:
-        trainer = config.training.trainer
-        on_cpu = bool(trainer.get("use_cpu")) or surely_without_gpu()
-        found += [*lacking(trainer), *device_faults(trainer, on_cpu=on_cpu)]
+        found += [*lacking(config.training.trainer), *device_faults(config.training.trainer)]
     if found:
         raise ConfigError("the configuration", tuple(found))
 

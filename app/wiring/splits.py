@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from packplan.adapters.exports import export_cached_rows
+from packplan.adapters.progress import progress
 from packplan.adapters.samples.encoder import SampleSpec, SwiftEncoder
-from packplan.adapters.samples.measurer import POOL_START_S, SwiftMeasurer
-from packplan.adapters.samples.rows import RowsEncoder, RowsFile, sequence_lengths, whole
+from packplan.adapters.samples.measurer import SwiftMeasurer
+from packplan.adapters.samples.rows import RowsEncoder, RowsFile
 from packplan.adapters.samples.template import open_template, refuse_packing
 from packplan.app.planning.split import Split, alignment
 from packplan.app.wiring.lengths import open_known
@@ -38,7 +39,7 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
         raise
     splits = {}
     for name, encoder in encoders.items():
-        source = whole(open_measurer(config, encoder))
+        source = open_measurer(config, encoder)
         splits[name] = Split(
             name, policy_of(config, name), alignment(config, name), trained_work(config)[0],
             _recipe_of(config, name, encoder),
@@ -88,17 +89,9 @@ def _log_records(split: str, encoder: SwiftEncoder) -> None:
         )
 
 
-def open_measurer(config: RunConfig, encoder: SwiftEncoder, *, pool_start_s: float = POOL_START_S) -> SwiftMeasurer:
-    """
-    Return the measurer of a split's samples.
-
-    Args:
-        config: The run.
-        encoder: Gives the samples.
-        pool_start_s: Seconds that a pool of workers takes to start.
-    """
-    workers = config.training.packing_length_precompute_workers
-    return SwiftMeasurer(encoder, workers=workers, pool_start_s=pool_start_s)
+def open_measurer(config: RunConfig, encoder: SwiftEncoder) -> SwiftMeasurer:
+    """Return the measurer of a split's samples."""
+    return SwiftMeasurer(encoder, workers=config.training.packing_length_precompute_workers)
 
 
 def _recipe_of(config: RunConfig, split: str, encoder: SwiftEncoder) -> EpochRecipe | None:
@@ -127,7 +120,10 @@ def export_rows(splits: Iterable[Split], folder: Path) -> dict[str, int]:
     exported = {}
     for split in splits:
         indices = sample_indices(split.table)
-        lengths = sequence_lengths(split.source, indices, column(split.table, "length")[indices].astype(np.int64))
+        lengths = column(split.table, "length")[indices, np.newaxis].tolist()
+        if split.encoder.num_parts > 1:
+            halves = SwiftMeasurer(split.encoder).part_lengths
+            lengths = [*map(halves, progress(indices.tolist(), desc="measuring halves", unit=" pairs"))]
         rows = split.encoder.rows
         exported[split.name] = (rows if len(rows) == len(lengths) else rows.select(indices), lengths)
     export_cached_rows(exported, folder)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from packplan.adapters import files
+from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.files import open_records
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.lock import FolderLock
@@ -12,7 +13,6 @@ from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.planning.split import Stores
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, OutputError
-from packplan.core.ports import Records
 
 
 def split_folder(output_dir: str, split: str) -> Path:
@@ -33,7 +33,7 @@ def records_cache(config: RunConfig) -> Path:
     return Path(config.custom.records_cache or Path(config.training.output_dir) / "records")
 
 
-def records_of(config: RunConfig, split: str) -> Records:
+def records_of(config: RunConfig, split: str) -> FileRecords:
     """
     Open the data files of a split, to count its records or say where they stand; DataSetError if
     one cannot be read.

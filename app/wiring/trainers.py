@@ -11,7 +11,7 @@ from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.model_folder import PROCESSING_FILES, model_facts
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.template import swift_types
-from packplan.adapters.samples.video.reading import sees_videos_apart
+from packplan.adapters.samples.video_reading import sees_videos_apart
 from packplan.adapters.trainer.arguments import (
     TrainingArguments,
     leave_evaluation_out,

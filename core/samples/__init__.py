@@ -6,6 +6,8 @@ from packplan.core.samples.measurement import (
     COLUMNS,
     MEDIA_COLUMNS,
     UNKNOWN,
+    BadRecord,
+    DataFile,
     KnownLengths,
     MeasuredSample,
     Measurement,
@@ -14,6 +16,8 @@ from packplan.core.samples.measurement import (
     Outcome,
     ShortcutError,
     Table,
+    Where,
+    by_source,
     column,
     from_row,
     from_tables,
@@ -24,7 +28,7 @@ from packplan.core.samples.measurement import (
     to_tables,
     video_totals,
 )
-from packplan.core.samples.media import IMAGE_KEYS, VIDEO_KEYS, Image, Video, to_images, to_videos
+from packplan.core.samples.media import Image, Video
 from packplan.core.samples.places import (
     PACKAGES,
     folder_of,
@@ -37,6 +41,5 @@ from packplan.core.samples.places import (
 )
 from packplan.core.samples.records import REFUSED, shaped, to_messages
 from packplan.core.samples.shapes import MIXABLE, READ, Shaped
-from packplan.core.samples.sources import BadRecord, DataFile, Where, by_source
 from packplan.core.samples.tools import CALL, RESPONSE
 from packplan.core.samples.values import UnusableRecordError

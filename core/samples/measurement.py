@@ -1,11 +1,14 @@
 """
-Measurements of samples, which are stored with the plan and compared when a sample is fetched.
+Measurements of samples, which are stored with the plan and compared when a sample is fetched; and
+the data files, places and bad records that are stored with them.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import groupby
 
 import attrs
 import numpy as np
@@ -275,25 +278,19 @@ class KnownLengths:
     media: MediaTable
     """Media table of the same records."""
 
-    _text: _Sorted = attrs.field(init=False)
-    """Samples of text."""
-
-    _with_media: _Sorted = attrs.field(init=False)
-    """Samples with images or videos."""
-
-    _ends: IntArray = attrs.field(init=False)
-    """End of each record's rows in the media table."""
-
-    @_text.default
-    def _text_default(self) -> _Sorted:
+    @cached_property
+    def _text(self) -> _Sorted:
+        """Samples of text."""
         return self._select_samples(num_media(self.table) == 0)
 
-    @_with_media.default
-    def _with_media_default(self) -> _Sorted:
+    @cached_property
+    def _with_media(self) -> _Sorted:
+        """Samples with images or videos."""
         return self._select_samples(num_media(self.table) > 0)
 
-    @_ends.default
-    def _ends_default(self) -> IntArray:
+    @cached_property
+    def _ends(self) -> IntArray:
+        """End of each record's rows in the media table."""
         return np.cumsum(num_media(self.table))
 
     def rows(self, digests: Sequence[str], folders: Sequence[str]) -> IntArray:
@@ -319,3 +316,64 @@ class KnownLengths:
         rows = np.flatnonzero(chosen & (column(self.table, "bad") == 0))
         order = np.argsort(self.identities[rows], kind="stable")
         return _Sorted(self.identities[rows[order]], rows[order])
+
+
+@attrs.frozen
+class DataFile:
+    """Data file of a split at the time of measuring."""
+
+    file: str
+    """Path of the file in messages."""
+
+    source: str
+    """Name of its source. Files of one source are counted together."""
+
+    shape: str
+    """Shape of its records, as it is logged."""
+
+    records: int
+    """Number of its records, bad ones included."""
+
+
+def by_source(files: Iterable[DataFile]) -> list[tuple[str, int]]:
+    """
+    Return each source, and the records of its files, in order.
+
+    >>> files = (DataFile(name, name[0], "messages", 5) for name in ("a1", "a2", "b1"))
+    >>> by_source(files)
+    [('a', 10), ('b', 5)]
+    """
+    groups = groupby(files, key=lambda file: file.source)
+    return [(source, sum(file.records for file in own)) for source, own in groups]
+
+
+@attrs.frozen
+class Where:
+    """Place of a record in a file; printed, it is the beginning of a message."""
+
+    file: str
+
+    number: int
+    """Number of the line, row or whatever *unit* names."""
+
+    unit: str = "line"
+
+    def __str__(self) -> str:
+        return f"{self.file}, {self.unit} {self.number}"
+
+
+@attrs.frozen
+class BadRecord:
+    """Why a record is no sample, kept with its row, which is flagged."""
+
+    index: int
+    """Index of the record in the data, from 0."""
+
+    where: str
+    """File of the record, and its line or row there, as `Where` prints it."""
+
+    reason: str
+    """Reason why it cannot become a sample."""
+
+    sha256: str
+    """Digest of its content: a record that changed since is measured again."""

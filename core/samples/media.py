@@ -36,10 +36,10 @@ Keys by which qwen_vl_utils scales and samples one medium. ms-swift reads none o
 _DATA_URI = re.compile(r"data:(?P<type>[^;,]*)(?P<coded>;base64)?,")
 
 _BASE64_START = re.compile(r"\s*(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/\s]{60}")
+"""Beginning of an image in base64. It is decoded; `_BASE64` checks all of it if that fails."""
 
 INLINE_IMAGE = re.compile(f'"(?:data:image/|{_BASE64_START.pattern})')
 """Start of an image that stands in JSON."""
-"""Beginning of an image in base64. It is decoded; `_BASE64` checks all of it if that fails."""
 
 _BASE64 = re.compile(r"\s*(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/\s]{60,}={0,2}\s*\Z")
 """JPEG, PNG, GIF, WebP or BMP in base64. A path differs by the dot before its extension."""

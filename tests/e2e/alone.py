@@ -67,7 +67,7 @@ def step_alone(model: Any, samples: list[dict[str, Any]], reduction: str = "toke
 
 def silence(setattr_: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let records whose first message is `silent` have no supervised token."""
-    from packplan.adapters.samples.counting.quickly import QuickMeasurer
+    from packplan.adapters.samples.counting import QuickMeasurer
     from packplan.adapters.samples.encoder import SwiftEncoder
 
     # Counting texts would not see it.

@@ -8,7 +8,7 @@ from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.adapters.samples.video.reading import sees_videos_apart
+from packplan.adapters.samples.video_reading import sees_videos_apart
 from packplan.adapters.trainer.packed_dataset import EncodedPack
 from packplan.adapters.trainer.vision import DummyImage
 from packplan.app.wiring.runs import read_config

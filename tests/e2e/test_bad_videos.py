@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from packplan.adapters.samples.video import facts
+from packplan.adapters.samples import media_files
 from packplan.core.errors import RecordError
 from tests.e2e.test_videos import SAMPLING, asked, measurer_of, write
 from tools.demo.videos import MadeVideo
@@ -146,13 +146,13 @@ def test_a_bad_video_is_named_by_its_record_and_nothing_takes_its_place(write_ru
 def test_frames_beyond_the_bound_are_refused_by_their_size(monkeypatch, tmp_path, container):
     """A frame of the bound itself is read."""
     video = str(MadeVideo(container).write(tmp_path / f"a.{container}"))
-    monkeypatch.setattr(facts, "MAX_PIXELS", 64 * 48)
-    assert (64, 48) == attrs.astuple(facts.video_facts(video, max_seconds=600))[1:3]
+    monkeypatch.setattr(media_files, "MAX_PIXELS", 64 * 48)
+    assert (64, 48) == attrs.astuple(media_files.video_facts(video, max_seconds=600))[1:3]
 
-    monkeypatch.setattr(facts, "MAX_PIXELS", 64 * 48 - 1)
+    monkeypatch.setattr(media_files, "MAX_PIXELS", 64 * 48 - 1)
 
     with pytest.raises(ValueError, match=r"has frames of 64 x 48, but may have 3,071 pixels: shrink it"):
-        facts.video_facts(video, max_seconds=600)
+        media_files.video_facts(video, max_seconds=600)
 
 
 def cost(videos: list[str], out: str) -> int:
@@ -162,7 +162,7 @@ def cost(videos: list[str], out: str) -> int:
     taken = []
     for video in videos:
         before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-        found = facts.video_facts(video, max_seconds=40_000)
+        found = media_files.video_facts(video, max_seconds=40_000)
         spent, memory = time.process_time() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         taken.append((found.width, found.num_frames, spent, memory / 1024))
     Path(out).write_text(json.dumps(taken))

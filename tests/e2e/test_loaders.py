@@ -52,8 +52,8 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_line(write_run, monkeypatch
 def test_a_process_that_measures_and_is_killed_is_named_with_its_key(write_run, monkeypatch):
     """What was measured before it was handed over; no pool is left."""
     config = read_config(write_run("qwen2"))
-    source = open_measurer(config, open_encoders(config)["train"], pool_start_s=0)
-    source._workers = 2
+    source = open_measurer(config, open_encoders(config)["train"])
+    source._workers, source.pool_start_s = 2, 0.0
     monkeypatch.setattr(measurer, "_TRIED", 4)
     monkeypatch.setattr(measurer, "_open_worker", kill_itself)
     outcomes = source.measure_many(range(len(source)), in_full=True)

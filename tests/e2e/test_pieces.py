@@ -7,8 +7,7 @@ import pytest
 from PIL import Image
 from swift.template import Template
 
-from packplan.adapters.samples.counting.pieces import PieceCounter, prove_pieces
-from packplan.adapters.samples.counting.quickly import QuickMeasurer
+from packplan.adapters.samples.counting import PieceCounter, QuickMeasurer, prove_pieces
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_encoders, open_measurer
 from packplan.core.samples import MeasuredSample, ShortcutError

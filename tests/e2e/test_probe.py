@@ -21,7 +21,7 @@ from packplan.adapters.probe.shrink import LONGEST, shrink
 from packplan.adapters.probe.small_model import SmallModels
 from packplan.adapters.proof.comparison import compare, limit_of, rounds_choices, run_alone
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.adapters.stores.verdicts import DiskVerdictStore
+from packplan.adapters.stores.plans import DiskVerdictStore
 from packplan.app import sft
 from packplan.app.plan import __main__ as plan
 from packplan.app.wiring import trainers, verdicts

@@ -14,7 +14,7 @@ from swift.pipelines.utils import get_cached_dataset
 from swift.template.templates.qwen import Qwen2VLTemplate
 from transformers import AutoTokenizer
 
-from packplan.adapters.samples import image_lengths
+from packplan.adapters.samples import media_lengths
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.swift import megatron
 from packplan.adapters.swift.packs import PlannedPacks
@@ -223,9 +223,9 @@ def test_a_template_that_leaves_nothing_of_thin_images_encodes_all_in_full(monke
         message = "height and width must be > 0"
         raise ValueError(message)
 
-    monkeypatch.setattr(image_lengths, "encode_image", encode)
+    monkeypatch.setattr(media_lengths, "encode_image", encode)
 
-    lengths, why = image_lengths.prove_lengths(None)
+    lengths, why = media_lengths.prove_lengths(None)
     assert lengths is None
     assert "cannot be encoded (ValueError: height and width must be > 0)" in why
 

@@ -248,7 +248,8 @@ def test_several_processes_measure_the_same(demo, write_run, monkeypatch):
     context = multiprocessing.get_context("forkserver")
     monkeypatch.setattr(lifeline.multiprocessing, "get_context", lambda _: context)
     config = read_config(write_run())
-    samples = open_measurer(config, open_encoders(config)["train"], pool_start_s=0.0)
+    samples = open_measurer(config, open_encoders(config)["train"])
+    samples.pool_start_s = 0.0
     assert 2 == samples._workers
 
     assert [samples.encoded(index) for index in range(40)] == list(samples.measure_many(range(40), in_full=False))

@@ -150,22 +150,6 @@ def test_an_image_is_fetched_once(cache, server):
     assert 3 == server.asked["/busy"]
 
 
-def test_many_are_fetched_together_and_each_once(cache, server):
-    """Those that fail hold up no other, and say why when they are asked for."""
-    urls = [f"{server.url}/{name}" for name in ("red.png", "blue", "missing", "red.png", " é.png")]
-    held = cache()
-
-    held.prefetch(urls)
-
-    asked = dict(server.asked)
-    assert [1] * 4 == [*asked.values()]
-    assert all(held.path(url) for url in urls if not url.endswith("missing"))
-    with pytest.raises(ValueError, match=r"the image http://127.0.0.1:\d+/missing cannot be fetched: there is no such"):
-        held.path(urls[2])
-    held.prefetch(urls[:2])
-    assert asked == dict(server.asked)
-
-
 @pytest.mark.parametrize(
     ("path", "says"),
     [

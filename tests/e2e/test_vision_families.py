@@ -21,7 +21,7 @@ from transformers import AutoModelForMultimodalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.adapters.samples.counting import quickly
+from packplan.adapters.samples import counting
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.trainer import vision
 from packplan.adapters.trainer.packed_dataset import EncodedPack
@@ -133,7 +133,7 @@ def measurer(path) -> SwiftMeasurer:
 def test_lengths_are_those_of_full_encodes(vision_run, pictures, few_pictures, caplog, family):
     """Of 45 sizes and several images: from headers where possible, else by full encodes."""
     caplog.set_level("INFO", "packplan")
-    quickly._log_once.cache_clear()  # another test of this process may have heard it
+    counting._log_once.cache_clear()  # another test of this process may have heard it
     data, sizes = (pictures, 45) if family in HEADERS else (few_pictures, 5)
     samples = measurer(vision_run(family, custom={"train_jsonl": str(data)}))
     in_full = list(samples.measure_many(range(len(samples)), in_full=True))
@@ -171,7 +171,7 @@ def test_internvl_in_its_chat_form_is_counted_and_encoded_in_full(
         custom={"train_jsonl": str(pictures)},
     )
     samples = measurer(path)
-    measured = [samples.measure(index, by_headers=True) for index in range(len(samples))]
+    measured = [one.measurement for one in samples.measure_many(range(len(samples)), in_full=False)]
 
     assert [one.images for one in measured] == [1] * 45 + [2, 3, 4, 0]
     assert all(one.patches % 16 == 0 for one in measured), "a tile has 4 times 4"

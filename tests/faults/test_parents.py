@@ -106,8 +106,7 @@ STARTING = {"multiprocessing", "concurrent", "subprocess"}
 STARTERS = {
     "adapters/lifeline.py": {"multiprocessing", "concurrent"},
     "adapters/ranks/heartbeat.py": {"multiprocessing"},
-    "adapters/samples/places.py": {"multiprocessing"},  # numbers that processes share
-    "adapters/samples/copies.py": {"concurrent"},  # threads, which end with their process
+    "adapters/samples/encoder.py": {"concurrent"},  # threads, which end with their process
     "app/planning/epochs.py": {"concurrent"},  # a thread
     "benchmarks/beside.py": {"multiprocessing"},  # each asks to end with its parent
     "benchmarks/child.py": {"multiprocessing"},

@@ -4,7 +4,7 @@ import pytest
 
 from packplan.app.planning.measure import REPEATED_FIRST_ABOVE, REPEATED_SAMPLES
 from packplan.core.errors import DataSetError
-from tests.fakes import DriftedSource, FilmSource, ListSource, ScriptedGroup
+from tests.fakes import DriftedSource, ListSource, ScriptedGroup
 from tests.flows.desk import LENGTHS, Desk
 from tests.flows.test_planning import UNSTEADY
 
@@ -59,21 +59,6 @@ def test_what_is_compared_at_a_start_is_little_however_long_samples_are():
         desk.source.measured.clear()
         desk.plan()
         assert (num, True) == (len(desk.source.measured), 14 in desk.source.measured)
-
-
-@pytest.mark.parametrize("in_full", [False, True])
-def test_videos_are_compared_without_decoding_them(in_full):
-    """Unless the lengths that containers tell have proved to be wrong."""
-    desk = Desk(FilmSource(LENGTHS))
-    desk.plan()
-    stored, digest = desk.lengths.stored(), desk.lengths.origin().data_digest
-    known = {"in_full": in_full, "repeatability": stored.repeatability}
-    desk.lengths.append(stored.table[:0], stored.media[:0], digest, **known)
-    desk.source.measured.clear()
-    desk.plan()
-
-    assert [7, 6, 5, 4, 3, 2, 1, 0] == desk.source.measured
-    assert ([] if in_full else desk.source.measured) == desk.source.undecoded
 
 
 @pytest.mark.parametrize("left", [REPEATED_FIRST_ABOVE, REPEATED_FIRST_ABOVE + 1])

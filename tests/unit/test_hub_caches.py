@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from packplan.adapters.hub_caches import cached, download_command, is_id
-from packplan.adapters.model_folder import config_model_type
+from packplan.adapters.model_folder import cached, config_model_type, download_command, is_id
 from packplan.core.config import ModelConfig
 from packplan.core.errors import ConfigError
 

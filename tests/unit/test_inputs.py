@@ -5,7 +5,7 @@ import sys
 import pytest
 import yaml
 
-from packplan.adapters.config.devices import device_faults, surely_without_gpu
+from packplan.adapters.config.trainer_keys import device_faults, surely_without_gpu
 from packplan.app.wiring.runs import read_config, require_inputs
 from packplan.core.errors import ConfigError
 
@@ -72,7 +72,7 @@ def test_a_download_is_ms_swift_s_and_its_failure_is_a_fault(run_of, monkeypatch
 @pytest.mark.parametrize("driver", ["/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/nvmap"])
 def test_a_gpu_is_missing_only_where_that_is_sure(monkeypatch, driver):
     """A driver's file leaves it to torch; hidden devices and a torch without them do not."""
-    monkeypatch.setattr("packplan.adapters.config.devices.installed_version", lambda _: "2.13.0")
+    monkeypatch.setattr("packplan.adapters.config.trainer_keys.installed_version", lambda _: "2.13.0")
     monkeypatch.setattr(sys, "platform", "linux")
 
     assert not surely_without_gpu({}, driver.__eq__)
@@ -80,7 +80,7 @@ def test_a_gpu_is_missing_only_where_that_is_sure(monkeypatch, driver):
     assert surely_without_gpu({}, lambda _: False)
     assert surely_without_gpu({"CUDA_VISIBLE_DEVICES": ""}, driver.__eq__)
     assert surely_without_gpu({"CUDA_VISIBLE_DEVICES": "-1"}, driver.__eq__)
-    monkeypatch.setattr("packplan.adapters.config.devices.installed_version", lambda _: "2.13.0+cpu")
+    monkeypatch.setattr("packplan.adapters.config.trainer_keys.installed_version", lambda _: "2.13.0+cpu")
     assert surely_without_gpu({}, driver.__eq__)
 
 

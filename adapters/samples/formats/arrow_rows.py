@@ -1,6 +1,7 @@
 """Rows of Arrow files, mapped into memory: of `datasets.save_to_disk`, or rewritten ones."""
 
 import json
+import mmap
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,14 +10,18 @@ from typing import Any
 import numpy as np
 
 from packplan.adapters.samples.formats.json_value import has_media_tag, without_nulls
-from packplan.adapters.samples.formats.kept import KeptFacts
-from packplan.adapters.samples.formats.mapped import MappedFile
-from packplan.adapters.samples.formats.record_file import Named, RecordFile
+from packplan.adapters.samples.formats.record_file import KeptFacts, Named, RecordFile
 from packplan.core.errors import DataSetError, RecordError, counted
 from packplan.core.samples import digest_of, unreadable_digest
 
 MAX_UNPACKED = 2**26
 """Bytes that opening Arrow files may take in memory: mapped ones take none."""
+
+MOST_HELD = 2**25
+"""Bytes of a file that stay in this process's memory, about."""
+
+READ_AROUND = 2**21
+"""Bytes that a system maps around one that is read, at most, where it holds them already."""
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
@@ -149,6 +154,46 @@ class ArrowFile(RecordFile):
             return unreadable_digest([error.reason.encode()])
 
 
+class MappedFile:
+    """
+    The bytes of one file, by position.
+
+    What is mapped counts as memory of the process, also where the system could take it back, and a
+    run in shuffled order maps all of its file in time. So it is released again and again: the
+    system still holds it, and maps it again where it is asked for.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Map a file; OSError if it cannot be read, ValueError if it is empty."""
+        with path.open("rb") as file:
+            self.bytes: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._held = 0
+        self._parts: dict[int, int] = {}
+
+    def pass_by(self, num_bytes: int) -> None:
+        """Count bytes that were read, in their order."""
+        self._held += num_bytes
+        if self._held > MOST_HELD:
+            self.bytes.madvise(mmap.MADV_DONTNEED)
+            self._held = 0
+            self._parts.clear()
+
+    def read_part(self, part: int, num_bytes: int, *, num_places: int, most: int) -> None:
+        """
+        Count bytes of a part of the file that were read.
+
+        Args:
+            part: Number of the part.
+            num_bytes: Bytes that were read.
+            num_places: Separate places of the part that they lie in.
+            most: Bytes of the whole part.
+        """
+        before = self._parts.get(part, 0)
+        held = min(before + num_bytes + num_places * READ_AROUND, most + 2 * READ_AROUND)
+        self._parts[part] = held
+        self.pass_by(held - before)
+
+
 class _Mapped:
     """A batch of rows, mapped from a file."""
 
@@ -164,7 +209,8 @@ class _Mapped:
     def num_with_tags(self) -> int:
         """Return the number of rows that say <video> or <audio>; rows are only made if one does."""
         self._mapped.pass_by(self._size)
-        if not any(_WORDS.search(text) for column in self.batch.columns for text in _texts(column)):
+        buffers = (buffer for column in self.batch.columns for buffer in column.buffers() if buffer)
+        if not any(map(_WORDS.search, buffers)):
             return 0
         rows = (json.dumps(row, ensure_ascii=False, default=str) for row in self.batch.to_pylist())
         return sum(has_media_tag(row.encode("utf-8", "surrogatepass")) for row in rows)
@@ -205,20 +251,6 @@ def _text_size(value: Any) -> int:
     if isinstance(value, list):
         return sum(_text_size(held) + 1 for held in value)
     return 0 if isinstance(value, bytes) else len(str(value))
-
-
-def _texts(column: Any) -> Iterator[Any]:
-    """Yield the bytes of the texts of a column; images are not looked at."""
-    import pyarrow as pa
-
-    kind = column.type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        yield from (buffer for buffer in column.buffers()[2:] if buffer)
-    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        yield from _texts(column.values)
-    elif pa.types.is_struct(kind):
-        for number in range(kind.num_fields):
-            yield from _texts(column.field(number))
 
 
 def _short(error: Exception) -> str:

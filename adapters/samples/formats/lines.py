@@ -1,5 +1,6 @@
 """JSON Lines, whose records stand at known bytes: read and parsed when asked for."""
 
+import mmap
 import os
 import re
 import weakref
@@ -13,9 +14,7 @@ from numpy.typing import NDArray
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.json_value import BAD_ROW, has_media_tag, read_value
-from packplan.adapters.samples.formats.kept import KeptFacts
-from packplan.adapters.samples.formats.mapped import MappedFile
-from packplan.adapters.samples.formats.record_file import Named, RecordFile
+from packplan.adapters.samples.formats.record_file import KeptFacts, Named, RecordFile
 from packplan.core.errors import DataSetError, RecordError, counted
 from packplan.core.samples import Where, digest_of, unreadable_digest
 
@@ -131,7 +130,8 @@ class LinesFile(RecordFile):
         """
         Refuse a record of more text than it may have, or of too many images, before it is read.
         """
-        held = MappedFile(self.path).bytes
+        with self.path.open("rb") as file:
+            held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         images = sum(found.end() - found.start() for found in _IMAGE.finditer(held, *self.spans[row, :2]))
         if size - images > limit:
             without = f" beside {images:,} of images" if images else ""
@@ -171,18 +171,17 @@ class LinesFile(RecordFile):
         return int(self.spans[row, 1] - self.spans[row, 0])
 
     def _text(self, row: int) -> Iterator[bytes]:
-        """Yield a record's bytes in parts, without what is around it."""
+        """Yield a record's bytes in parts, without the blanks around it."""
         start, end = self.spans[row, :2].tolist()
         if end - start <= CHUNK:
-            text = self._read(start, end)
-            first, last = self._bounds(text, 0, len(text))
-            yield text[first:last]
+            yield self._read(start, end).strip()
             return
-        mapped = MappedFile(self.path)
-        start, end = self._bounds(mapped.bytes, start, end)
+        while self._read(start, start + 1).isspace():
+            start += 1
+        while self._read(end - 1, end).isspace():
+            end -= 1
         for place in range(start, end, CHUNK):
-            yield mapped.bytes[place : min(place + CHUNK, end)]
-            mapped.pass_by(CHUNK)
+            yield self._read(place, min(place + CHUNK, end))
 
     def _read(self, start: int, end: int) -> bytes:
         """Return bytes of the file; nothing of it stays in memory."""
@@ -191,14 +190,6 @@ class LinesFile(RecordFile):
             weakref.finalize(self, os.close, self._descriptor)
         # At a place, since processes that were forked share the file's own position.
         return os.pread(self._descriptor, end - start, start)
-
-    def _bounds(self, held: Any, start: int, end: int) -> tuple[int, int]:
-        """Return the start and the end of a record's text, without the blanks around it."""
-        while held[start : start + 1].isspace():
-            start += 1
-        while held[end - 1 : end].isspace():
-            end -= 1
-        return start, end
 
 
 class CopiedRows(LinesFile):

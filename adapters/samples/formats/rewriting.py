@@ -9,14 +9,13 @@ control does, so that a start need not read it again.
 
 import contextlib
 import csv
-import gzip
 import hashlib
 import io
 import json
 import logging
 import re
-import zlib
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -24,7 +23,7 @@ from typing import Any, BinaryIO, NoReturn
 from packplan.adapters import files
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.json_value import BAD_ROW
-from packplan.adapters.samples.formats.kept import KeptFacts
+from packplan.adapters.samples.formats.record_file import KeptFacts
 from packplan.core.errors import DataSetError, counted
 
 log = logging.getLogger(__name__)
@@ -41,8 +40,11 @@ COMMAS = {"csv": ",", "tsv": "\t"}
 MOST_CHARACTERS = 2**27
 """Characters of a row of an array or a table, all of which is in memory while it is rewritten."""
 
-_FEED = 1024
-"""Compressed bytes that are unpacked at once: zstd may make 32 MB of them."""
+_PACKINGS = {GZIP: "gzip", ZSTD: "zstd"}
+"""First bytes of a compressed file -> pyarrow's name of its compression."""
+
+_FEED = 2**14
+"""Bytes that are unpacked at once; what comes before a fault is told to so many."""
 
 _CHUNK = 2**20
 
@@ -122,14 +124,12 @@ def head_of(path: Path) -> tuple[bytes, bool]:
     """
     with path.open("rb") as file:
         head = file.read(_HEAD)
-    if not (is_packed := head.startswith((GZIP, ZSTD))):
+    if not head.startswith((GZIP, ZSTD)):
         return head, False
-    with contextlib.suppress(_DamagedError):  # which is said where all of it is read
-        head = b""
-        for part in _read_unpacked(path):
-            if len(head := head + part) >= _HEAD:
-                break
-    return head[:_HEAD], is_packed
+    # A damaged one is named where all of it is read.
+    with contextlib.suppress(OSError), _open_unpacked(path) as opened:
+        return opened.read(_HEAD), True
+    return b"", True
 
 
 def _content(path: Path, cache: Path) -> str:
@@ -158,20 +158,23 @@ def _read_whole(path: Path) -> str:
 
 def _lines(path: Path, kind: str, name: str) -> Iterator[bytes]:
     """Yield the text of a copy; DataSetError if its file is damaged."""
-    number, parts = 1, _read_unpacked(path)
-    if kind != "lines":
-        file = io.BufferedReader(_Parts(parts), _CHUNK)
-        text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        parts = _array_rows(text, name) if kind == "array" else _table_rows(text, name, COMMAS[kind])
+    number, opened = 1, _open_unpacked(path)
+    bar = progress(desc=f"rewriting {path.name}", unit=" bytes", delay=BRIEF_S, leave=False)
     try:
-        with progress(desc=f"rewriting {path.name}", unit=" bytes", delay=BRIEF_S, leave=False) as bar:
+        with opened, bar:
+            parts = iter(partial(opened.read, _FEED), b"")
+            if kind != "lines":
+                text = io.TextIOWrapper(opened, encoding="utf-8-sig", errors="surrogateescape", newline="")
+                parts = _array_rows(text, name) if kind == "array" else _table_rows(text, name, COMMAS[kind])
             for part in parts:
                 number += part.count(b"\n")
                 bar.update(len(part))
                 yield part
-    except _DamagedError as error:
+    except OSError as error:
+        if error.errno:  # the disk's, not the archive's
+            raise
         unit = "line" if kind == "lines" else "row"
-        message = f"{name}, {unit} {number:,}: the archive {error}: get the whole file again"
+        message = f"{name}, {unit} {number:,}: the archive cannot be read on ({error}): get the whole file again"
         raise DataSetError(message) from None
 
 
@@ -293,62 +296,18 @@ def _is_text(fields: list[str]) -> bool:
     return True
 
 
-class _DamagedError(Exception):
-    """An archive ends before its end, or is not what its check sums say."""
+def _open_unpacked(path: Path) -> Any:
+    """
+    Open a file, of a .gz or .zst what it holds; reading that raises an OSError without a number
+    where it is damaged.
+    """
+    import pyarrow as pa
 
-
-class _Parts(io.RawIOBase):
-    """Parts of a file as a file."""
-
-    def __init__(self, parts: Iterator[bytes]) -> None:
-        super().__init__()
-        self._parts, self._left = parts, b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._left = self._left or next(self._parts, b"")
-        size = min(len(buffer), len(self._left))
-        buffer[:size], self._left = self._left[:size], self._left[size:]
-        return size
-
-
-def _read_unpacked(path: Path) -> Iterator[bytes]:
-    """Yield the bytes of a file, of a .gz or .zst what it holds; _DamagedError if it is damaged."""
-    import zstandard
-
-    with path.open("rb") as file:
-        head = file.read(len(ZSTD))
-        file.seek(0)
-        try:
-            if head.startswith(ZSTD):
-                yield from _zstd_parts(file)
-                return
-            with gzip.open(file) if head.startswith(GZIP) else file as opened:
-                # Unlike `read`, it gives what comes before a fault.
-                while part := opened.read1(_CHUNK):
-                    yield part
-        except EOFError:
-            raise _DamagedError("ends here, before its end") from None
-        except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
-            raise _DamagedError(f"is damaged here ({error})") from None
-
-
-def _zstd_parts(file: BinaryIO) -> Iterator[bytes]:
-    """Yield what a .zst holds; EOFError if that is cut off, which zstandard's reader hides."""
-    import zstandard
-
-    frame: Any = None
-    while chunk := file.read(_FEED):
-        while chunk:
-            if frame is None:
-                frame = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
-            yield frame.decompress(chunk)
-            chunk = frame.unused_data if frame.eof else b""
-            frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError
+    file = path.open("rb")
+    head = file.read(len(ZSTD))
+    file.seek(0)
+    packing = next((name for start, name in _PACKINGS.items() if head.startswith(start)), None)
+    return file if packing is None else pa.CompressedInputStream(file, packing)
 
 
 def _rewrite_parquet(path: Path, file: BinaryIO, name: str) -> None:

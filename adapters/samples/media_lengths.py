@@ -1,16 +1,25 @@
 """
-The tokens and patches of a video, by the number, rate and size of its frames.
+Tokens and patches of images and videos, by their sizes alone, without their pixels.
 
-The arithmetic is that of qwen_vl_utils: how many frames are sampled, to which size each is scaled.
-Two frames make one layer of patches. Qwen3-VL writes the time of each layer before it, as text
-whose tokens are counted. As for images, only the difference to a stand-in counts, which is encoded
-with the sample.
+For images there are two ways: the arithmetic of qwen_vl_utils, by which ms-swift resizes for
+templates of Qwen-VL's kind, and what a processor says of itself. A template's way is the first that
+gives the lengths of images of several sizes as they encode. Nobody turns an image by its EXIF
+orientation on the way, so the stored width and height count.
+
+For videos, it is the arithmetic of qwen_vl_utils: how many frames are sampled, to which size each
+is scaled. Two frames make one layer of patches. Qwen3-VL writes the time of each layer before it,
+as text whose tokens are counted.
+
+What media have in common (marks around them, a constant that a processor adds) falls out, since
+only differences from a stand-in count, which is encoded with the sample.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import attrs
@@ -19,11 +28,123 @@ from PIL import Image
 from qwen_vl_utils import vision_process
 from swift.template import Template
 
-from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_OF_LAYER, MediaCost, encode_media
-from packplan.adapters.samples.video.facts import VideoFacts
-from packplan.adapters.samples.video.reading import Sampling, reads_videos, sampling_of
+from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_OF_LAYER, MediaCost, encode_image, encode_media
+from packplan.adapters.samples.media_files import VideoFacts
+from packplan.adapters.samples.video_reading import Sampling, reads_videos, sampling_of
 from packplan.core.config import TemplateConfig
 from packplan.core.errors import counted
+
+PROOF_SIZES = ((28, 28), (9, 150), (37, 411), (571, 24), (500, 333), (640, 480), (1100, 90))
+"""Widths and heights of the images that a way is compared with encodings of."""
+
+
+def shrunk(width: int, height: int, max_pixels: int | None) -> tuple[int, int]:
+    """
+    Return the size to which ms-swift shrinks an image before anything else.
+
+    Args:
+        width: In pixels.
+        height: In pixels.
+        max_pixels: Limit of the template; None shrinks nothing.
+
+    Raises:
+        ValueError: It leaves one side of a narrow image no pixel.
+    """
+    if max_pixels is None or not 0 < max_pixels < width * height:
+        return width, height
+    ratio = width / height
+    scaled = math.sqrt(max_pixels / ratio)
+    sides = int(scaled * ratio), int(scaled)
+    if not all(sides):
+        message = f"template.max_pixels, {max_pixels:,}, leaves an image of {width} x {height} no size: raise it"
+        raise ValueError(message)
+    return sides
+
+
+@attrs.frozen
+class ImageLengths:
+    """A way to know the costs of images from their sizes."""
+
+    name: str
+    """The way in words, for the log."""
+
+    cost: Callable[[int, int], MediaCost]
+    """Width and height -> cost of an image; ValueError if its shape is refused."""
+
+    def beyond_stand_in(self, width: int, height: int) -> MediaCost:
+        """Return the cost of an image beyond the stand-in; ValueError if its shape is refused."""
+        return self.cost(width, height) - self.cost(*DUMMY_SIZE)
+
+    def difference(self, encoded: dict[tuple[int, int], MediaCost]) -> str | None:
+        """
+        Return the first difference from costs of images by size, beyond the stand-in, or None.
+        """
+        for (width, height), cost in encoded.items():
+            found = self.beyond_stand_in(width, height)
+            if found != cost:
+                beyond = f"than one of {DUMMY_SIZE[0]} x {DUMMY_SIZE[1]}"
+                return (
+                    f"{self.name} gives an image of {width} x {height} {found.tokens:,} tokens and "
+                    f"{found.patches:,} patches more {beyond}, where it has {cost.tokens:,} and {cost.patches:,}"
+                )
+        return None
+
+
+def prove_lengths(template: Template) -> tuple[ImageLengths | None, str]:
+    """
+    Return the arithmetic that gives the lengths of images by their sizes, and its name.
+
+    It has to agree with full encodes of `PROOF_SIZES`. Otherwise None is returned, and the reason.
+    """
+    try:
+        stands, *costs = (
+            MediaCost.from_encoded(template, encode_image(template, size)) for size in (DUMMY_SIZE, *PROOF_SIZES)
+        )
+    except Exception as error:  # noqa: BLE001  # qwen_vl_utils leaves nothing of thin ones where MAX_PIXELS is low
+        return None, f"images of some sizes cannot be encoded ({type(error).__name__}: {error})"
+    encoded = {size: cost - stands for size, cost in zip(PROOF_SIZES, costs, strict=True)}
+    failures = []
+    for lengths in _image_lengths(template, stands):
+        if (difference := lengths.difference(encoded)) is None:
+            return lengths, lengths.name
+        failures.append(difference)
+    if not hasattr(template.processor, "_get_num_multimodal_tokens"):
+        failures.append(f"{type(template.processor).__name__} does not say what an image of some size takes")
+    return None, "; ".join(failures)
+
+
+def _image_lengths(template: Template, stands: MediaCost) -> Iterator[ImageLengths]:
+    """Yield the ways that a template may have, where the stand-in's sample costs *stands*."""
+    processor, most = template.processor, template.max_pixels
+    images: Any = getattr(processor, "image_processor", None)
+    patch: Any = getattr(images, "patch_size", None)
+    merge: Any = getattr(images, "merge_size", None)
+
+    def qwen_cost(width: int, height: int) -> MediaCost:
+        # Both sides are rounded to whole merged patches within the limits.
+        width, height = shrunk(width, height, most)
+        rows, columns = vision_process.smart_resize(height, width, factor=patch * merge)
+        patches = int(rows // patch) * int(columns // patch)
+        if not patches:
+            message = f"the limits of qwen_vl_utils leave an image of {width} x {height} no size"
+            raise ValueError(message)
+        return MediaCost(patches // merge**2, patches)
+
+    def said_cost(width: int, height: int, unit: int = 1) -> MediaCost:
+        width, height = shrunk(width, height, most)
+        said = processor._get_num_multimodal_tokens(image_sizes=[(height, width)])  # noqa: SLF001  # no public way
+        return MediaCost(int(said.num_image_tokens[0]), int(said.num_image_patches[0]) * unit)
+
+    # A template that resizes by qwen_vl_utils names its function.
+    resizes = "fetch_image" in type(template).replace_tag.__code__.co_names
+    if resizes and isinstance(patch, int) and isinstance(merge, int):
+        yield ImageLengths("the arithmetic of qwen_vl_utils", qwen_cost)
+    if hasattr(processor, "_get_num_multimodal_tokens"):
+        # What it counts is a patch, or a tile of many.
+        units = said_cost(*DUMMY_SIZE).patches
+        unit = stands.patches // units if units else 1
+        yield ImageLengths(f"what {type(processor).__name__} says of sizes", partial(said_cost, unit=unit))
+
 
 _LARGE = (150, 70)
 """Width and height of the frames that the arithmetic is tried on."""

@@ -16,7 +16,7 @@ import torch
 from qwen_vl_utils import vision_process
 from swift.template import Template
 
-from packplan.adapters.samples.video.facts import open_video, quarter_turns
+from packplan.adapters.samples.media_files import open_video, quarter_turns
 from packplan.core.config import TemplateConfig
 from packplan.core.errors import ConfigError
 

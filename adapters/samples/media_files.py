@@ -1,25 +1,29 @@
 """
-Facts of a video that need no decoding: its container's frames and their rate, and its first frame.
+Facts of images and videos that need no decoding: sizes by the headers of images, frames and their
+rate by the containers of videos, and what tells a file from another.
 
-Frames are counted by the container's index, or by its packets where it has none (mkv, webm). What a
+Frames are counted by a container's index, or by its packets where it has none (mkv, webm). What a
 container does not promise (a constant rate, that all frames are shown) is its `doubt`: such a video
-is decoded to be measured. A video that cannot be trained is refused, with the reason.
+is decoded to be measured. A file that cannot be trained is refused, with the reason.
 """
 
 import hashlib
 import stat
+import warnings
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
+from PIL import Image, UnidentifiedImageError
 
-from packplan.adapters.samples.image_headers import read_size
 from packplan.core.errors import counted
 from packplan.core.samples import HEAD_BYTES, MediaFacts, Video
+from packplan.core.samples import Image as Held
 
 CONTAINERS = {"mov,mp4,m4a,3gp,3g2,mj2": "mp4", "matroska,webm": "mkv", "avi": "avi"}
 """Containers that are read, as FFmpeg names them; another one is refused."""
@@ -43,6 +47,62 @@ _JITTER = 1
 
 _LOST_S = 0.5
 """Seconds that a video may end before its container says; more have been cut off."""
+
+
+def read_size(image: Held, *, decode: bool = False) -> tuple[int, int]:
+    """
+    Return the width and height that an image's header gives, in pixels.
+
+    Args:
+        image: Path of the file, or what it would hold.
+        decode: Read the pixels too, to find damage behind the header.
+
+    Raises:
+        ValueError: The image cannot be used, and why.
+    """
+    path = image if isinstance(image, str) else f"of {counted(len(image), 'byte')} in the record"
+    try:
+        # A pipe would wait for a writer that never comes.
+        if isinstance(image, bytes) or stat.S_ISREG(Path(image).stat().st_mode):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                with Image.open(BytesIO(image) if isinstance(image, bytes) else image) as opened:
+                    if decode:
+                        opened.load()
+                    return opened.size
+        reason = f"the image {path} is a folder, a pipe or a device: name an image file"
+    except FileNotFoundError:
+        reason = f"the image {path} does not exist: relative paths start at the folder of the data file"
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        most = f"{Image.MAX_IMAGE_PIXELS:,}"
+        reason = f"the image {path} has more than {most} pixels: shrink it, or raise custom.max_image_pixels"
+    except UnidentifiedImageError:
+        reason = f"the image {path} cannot be read, it is damaged or no image: cannot identify image file"
+    except (OSError, SyntaxError, ValueError) as error:
+        # An error of the system quotes the path once more.
+        why = getattr(error, "strerror", None) or error
+        reason = f"the image {path} cannot be read, it is damaged or no image: {why}"
+    raise ValueError(reason)
+
+
+def image_facts(image: Held, *, decode: bool = False) -> MediaFacts:
+    """
+    Return the facts that tell an image from another.
+
+    Args:
+        image: Path of the file, or what it would hold.
+        decode: Read the pixels too, to find damage behind the header.
+
+    Raises:
+        ValueError: The image cannot be used, and why.
+    """
+    width, height = read_size(image, decode=decode)
+    if isinstance(image, bytes):
+        head, size = image[:HEAD_BYTES], len(image)
+    else:
+        with Path(image).open("rb") as file:
+            head, size = file.read(HEAD_BYTES), Path(image).stat().st_size
+    return MediaFacts(size, width, height, _short(hashlib.sha256(head).digest()))
 
 
 @attrs.frozen
