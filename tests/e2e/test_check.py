@@ -148,45 +148,6 @@ def test_adapters_reductions_and_mixed_precision_pass(compared, model, training)
     assert ("bfloat16" if training.get("bf16") else "float32") == report.precision
 
 
-@pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
-def test_a_missing_fourth_row_is_found(compared, monkeypatch, model):
-    """As ms-swift strips it: samples see each other, and the row is named."""
-    from swift.trainers import Seq2SeqTrainer
-
-    from packplan.adapters.trainer.static import PackTrainer
-
-    def plain(trainer, inputs):
-        known = {key: value for key, value in inputs.items() if not key.startswith(("pack_", "loss_n"))}
-        return Seq2SeqTrainer._prepare_inputs(trainer, known)
-
-    monkeypatch.setattr(PackTrainer, "_prepare_inputs", plain)
-
-    report, failed = compared(model)
-
-    assert {"positions", "logits", "isolation", "gradients"} <= failed
-    assert "row text" == next(v for v in report.verdicts if v.check == "positions").worst.detail
-
-
-@pytest.mark.parametrize("model", ["qwen2", "qwen3", "qwen3_vl"])
-def test_a_cache_is_found(compared, model):
-    """With it on, transformers builds no block-diagonal mask."""
-    from swift.utils import HfConfigFactory
-
-    configs = []
-
-    def cache_on(trainer):
-        configs.append(trainer.model.config)
-        HfConfigFactory.set_config_attr(trainer.model.config, "use_cache", True)  # noqa: FBT003  # its signature
-
-    try:
-        _, failed = compared(model, plant=cache_on)
-    finally:
-        for config in configs:
-            HfConfigFactory.set_config_attr(config, "use_cache", False)  # noqa: FBT003
-
-    assert {"logits", "isolation"} <= failed
-
-
 class Tampered:
     """A collator whose batches are tampered with."""
 
@@ -213,91 +174,40 @@ def predict_the_next_sample(batch):
     batch["labels"][0, second] = batch["input_ids"][0, second]
 
 
-def swap_images(batch):
-    """Exchange the first image with the last, where there are two; they are of one size."""
-    if len(batch["image_grid_thw"]) < 2:
-        return
-    patches = int(batch["image_grid_thw"][0].prod())
-    pixels = batch["pixel_values"]
-    assert pixels[:patches].ne(pixels[-patches:]).any()
-    batch["pixel_values"] = torch.cat([pixels[-patches:], pixels[patches:-patches], pixels[:patches]])
+def tampered(tamper):
+    return lambda trainer, patch: patch.setattr(trainer, "data_collator", Tampered(trainer, tamper))
 
 
-@pytest.mark.parametrize(
-    ("model", "tamper", "expected"),
-    [
-        ("qwen2", go_on, {"positions", "isolation"}),
-        ("qwen2_5_vl", go_on, {"positions", "isolation"}),
-        ("qwen3", predict_the_next_sample, {"labels", "sample loss"}),
-        ("qwen3_vl", predict_the_next_sample, {"labels", "sample loss"}),
-        ("qwen2_5_vl", swap_images, {"logits"}),
-        ("qwen3_vl", swap_images, {"logits"}),
-    ],
-)
-def test_a_tampered_batch_is_found(compared, monkeypatch, model, tamper, expected):
-    """Positions that do not restart, a label across a boundary, a swapped image."""
+def without_the_fourth_row(trainer, patch):
+    """Prepare inputs as ms-swift does, which strips it."""
+    from swift.trainers import Seq2SeqTrainer
 
-    def plant(trainer):
-        monkeypatch.setattr(trainer, "data_collator", Tampered(trainer, tamper))
+    def plain(inputs):
+        known = {key: value for key, value in inputs.items() if not key.startswith(("pack_", "loss_n"))}
+        return Seq2SeqTrainer._prepare_inputs(trainer, known)
 
-    report, failed = compared(model, plant=plant)
-
-    assert expected <= failed
-    if tamper is swap_images:
-        assert not failed & {"positions", "labels", "isolation"}
-        assert next(verdict for verdict in report.verdicts if verdict.check == "logits").worst.sample is not None
+    patch.setattr(trainer, "_prepare_inputs", plain)
 
 
-@pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
-def test_images_that_see_each_other_are_found(compared, hooked, model):
-    """A leak in the vision tower, which changed tokens alone would not show."""
-
-    def blur(_, __, seen):
-        seen.pooler_output = seen.pooler_output + seen.pooler_output.mean(0, keepdim=True)
-        return seen
-
-    _, failed = compared(model, plant=lambda trainer: hooked(trainer.model.model.visual.register_forward_hook(blur)))
-
-    assert {"isolation", "logits"} <= failed
+def cache_on(trainer, patch):
+    """Let transformers build no block-diagonal mask."""
+    config = trainer.model.config
+    for part in {id(one): one for one in (config, config.get_text_config())}.values():
+        patch.setattr(part, "use_cache", True)
 
 
-def second_begins_late(found, _):
-    """Move a block's boundary by one token."""
-    cu = found.cu_seqlens.clone()
-    cu[1] += 1
-    return Layout(cu, is_causal=True)
-
-
-def first_two_joined(found, _):
-    """Let two samples be one block."""
-    return Layout(torch.cat([found.cu_seqlens[:1], found.cu_seqlens[2:]]), is_causal=True)
-
-
-def of_the_row_before(found, before):
-    """Keep the layout of the first row for all others, as far as they go."""
-    cu = before[0].cu_seqlens
-    total = int(found.cu_seqlens[-1])
-    return Layout(torch.cat([cu[cu < total], found.cu_seqlens[-1:]]), is_causal=True)
-
-
-@pytest.mark.parametrize("fault", [second_begins_late, first_two_joined, of_the_row_before])
-def test_a_wrong_layout_is_found(compared, monkeypatch, fault):
-    """Samples that see others, or less than themselves."""
+def layout_of(fault):
+    """Read other layouts of rows: *fault* is given that of each row, and those before."""
     rows = []
 
     def read(*arguments, **options):
         rows.append(varlen_layout.read_layout(*arguments, **options))
-        return fault(rows[-1], rows)
+        return Layout(fault(rows[-1].cu_seqlens, rows[0].cu_seqlens), is_causal=True)
 
-    # Before it prepares to train, the model is asked whether it may pack: then it would not.
-    report, failed = compared("qwen3", plant=lambda _: monkeypatch.setattr(varlen, "read_layout", read))
-
-    assert "varlen" == report.attn_impl
-    assert {"logits", "sample loss", "gradients"} <= failed
-    assert not failed & {"positions", "labels"}
+    return lambda _, patch: patch.setattr(varlen, "read_layout", read)
 
 
-def test_a_block_computed_twice_is_found(compared, monkeypatch):
+def computed_twice(_, patch):
     plain = varlen._by_blocks
 
     def twice(query, key, value, layout, **options):
@@ -306,9 +216,50 @@ def test_a_block_computed_twice_is_found(compared, monkeypatch):
         size = min(first, second)
         return torch.cat([out[:, first : first + size], out[:, size:]], 1) if layout.is_causal else out
 
-    _, failed = compared("qwen2", plant=lambda _: monkeypatch.setattr(varlen, "_by_blocks", twice))
+    patch.setattr(varlen, "_by_blocks", twice)
 
-    assert {"logits", "isolation", "gradients"} <= failed
+
+def begins_late(found, _):
+    """Move the second sample's beginning by one token."""
+    return found + torch.eye(len(found), dtype=found.dtype)[1]
+
+
+def of_the_row_before(found, first):
+    return torch.cat([first[first < int(found[-1])], found[-1:]])
+
+
+APART = {"logits", "sample loss", "gradients"}
+
+FAULTS = {
+    "positions go on": ("qwen2", tampered(go_on), {"positions", "isolation"}),
+    "positions of images go on": ("qwen2_5_vl", tampered(go_on), {"positions", "isolation"}),
+    "a label crosses a border": ("qwen3", tampered(predict_the_next_sample), {"labels", "sample loss"}),
+    "the fourth row is gone": (
+        "qwen3_vl", without_the_fourth_row, {"positions", "logits", "isolation", "gradients"}
+    ),
+    "a cache": ("qwen3", cache_on, {"logits", "isolation"}),
+    "a cache of images": ("qwen3_vl", cache_on, {"logits", "isolation"}),
+    "a sample begins late": ("qwen3", layout_of(begins_late), APART),
+    "two samples are one block": ("qwen3", layout_of(lambda found, _: torch.cat([found[:1], found[2:]])), APART),
+    "the layout of the first row": ("qwen3", layout_of(of_the_row_before), APART),
+    "a block is computed twice": ("qwen2", computed_twice, {"logits", "isolation", "gradients"}),
+    "another reduction": (
+        "qwen2", lambda trainer, patch: patch.setattr(trainer, "reduction", "sample"), {"step loss", "gradients"}
+    ),
+}  # fmt: skip
+"""Fault -> model, function that plants it, and checks that fail."""
+
+
+@pytest.mark.parametrize(("model", "plant", "expected"), FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_found(compared, monkeypatch, model, plant, expected):
+    """After the model was asked whether it may pack; `test_vision_families` lets images leak."""
+    report, failed = compared(model, plant=lambda trainer: plant(trainer, monkeypatch))
+
+    assert expected <= failed
+    if expected in (APART, {"step loss", "gradients"}):
+        assert not failed & {"positions", "labels"}
+    if plant is without_the_fourth_row:
+        assert "row text" == next(one for one in report.verdicts if one.check == "positions").worst.detail
 
 
 def test_losses_of_large_logits_are_equal_up_to_the_rounding_of_those(compared, hooked):
@@ -321,13 +272,6 @@ def test_losses_of_large_logits_are_equal_up_to_the_rounding_of_those(compared, 
     _, failed = compared("qwen2", plant=lambda trainer: hooked(trainer.model.lm_head.register_forward_hook(shift)))
 
     assert not failed & {"sample loss", "step loss"}
-
-
-def test_a_loss_that_is_averaged_over_samples_is_found(compared, monkeypatch):
-    """Another reduction than the one that is stated: logits are right, the gradients are not."""
-    _, failed = compared("qwen2", plant=lambda trainer: monkeypatch.setattr(trainer, "reduction", "sample"))
-
-    assert {"step loss", "gradients"} == failed
 
 
 def test_the_command_prints_a_table_or_a_document_and_its_status_tells(write_run, scenes, capsys):
