@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,29 +25,6 @@ def pool(_: Path) -> list[int]:
     return sorted(pids)
 
 
-def benchmark(folder: Path) -> list[int]:
-    """Start what a benchmark measures."""
-    import threading
-
-    from benchmarks.child import Child
-
-    child = Child(lambda: iter([_note_and_wait(folder)]))
-    KEPT.append(child)
-    threading.Thread(target=child.next, args=(PATIENCE_S,), daemon=True).start()
-    return _noted(folder, 1)
-
-
-def helper(folder: Path) -> list[int]:
-    """Start a process as tests do."""
-    import multiprocessing
-
-    from tests.processes import Server
-
-    server = Server(multiprocessing.get_context("forkserver"), folder)
-    KEPT.append(server)
-    return [server.start(time.sleep, PATIENCE_S, log=folder / "log").pid]
-
-
 def loader(folder: Path) -> list[int]:
     """Start the workers of a trainer's loader, each in the middle of a long sample."""
     from torch.utils.data import DataLoader
@@ -66,19 +42,6 @@ def loader(folder: Path) -> list[int]:
     )
     KEPT.append(iter(DataLoader(_Endless(folder), **PackingTrainer._worker_options(trainer))))
     return _noted(folder, 2)
-
-
-def elsewhere(folder: Path) -> list[int]:
-    """Start the process in which samples are encoded again."""
-    import threading
-
-    from packplan.adapters.samples.measurer import SwiftMeasurer
-
-    samples: Any = _Endless(folder)
-    # The kernel watches the thread that forks: here, as there, it lives as long as its process.
-    threading.Timer(0.01, partial(_write_when_noted, folder)).start()
-    SwiftMeasurer.measure_elsewhere(samples, [0], epoch=1)
-    raise AssertionError("a sample without end has ended")
 
 
 def actors(folder: Path) -> list[int]:
@@ -113,16 +76,8 @@ class _Endless:
         return 2
 
     def __getitem__(self, _: int) -> None:
-        _note_and_wait(self._folder)
-
-    def encoded(self, _: int) -> None:
-        _note_and_wait(self._folder)
-
-
-def _note_and_wait(folder: Path) -> dict[str, Any]:
-    (folder / f"{os.getpid()}.noted").touch()
-    time.sleep(PATIENCE_S)
-    return {}
+        (self._folder / f"{os.getpid()}.noted").touch()
+        time.sleep(PATIENCE_S)
 
 
 def _noted(folder: Path, number: int) -> list[int]:
@@ -130,10 +85,6 @@ def _noted(folder: Path, number: int) -> list[int]:
     while len(found := list(folder.glob("*.noted"))) < number:
         time.sleep(0.02)
     return [int(path.stem) for path in found]
-
-
-def _write_when_noted(folder: Path) -> None:
-    publish(folder, _noted(folder, 1))
 
 
 def publish(folder: Path, pids: list[int]) -> None:

@@ -14,17 +14,9 @@ from tests.processes import DEADLINE_S, ROOT, each_ends, killed_at_end, lives, w
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("kind", ["pool", "benchmark", "helper"])
-def test_processes_end_with_the_parent_that_started_them(tmp_path, kind):
-    """Those that measure, waiting or busy; those of benchmarks; those of tests."""
-    command = [sys.executable, "-m", "tests.faults.parents", kind, str(tmp_path)]
-    with killed_at_end(command, env={**os.environ, "OMP_NUM_THREADS": "1"}) as parent:
-        each_ends(tmp_path, parent.pid)
-
-
-@pytest.mark.parametrize("kind", ["loader", "elsewhere"])
-def test_what_a_rank_starts_ends_with_it(server, tmp_path, kind):
-    """Workers in the middle of a sample, and the process that encodes samples again."""
+@pytest.mark.parametrize("kind", ["pool", "loader"])
+def test_processes_end_with_the_parent_that_started_them(server, tmp_path, kind):
+    """Those that measure, waiting or busy; workers of a loader in the middle of a sample."""
     parent = server.start(parents.main, kind, str(tmp_path), log=tmp_path / "log")
     each_ends(tmp_path, parent.pid)
 
