@@ -15,9 +15,15 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from packplan.adapters.attention.padding import PADDINGS, Padding, RealTokens
-from packplan.adapters.attention.rows import computing, follow_rows, with_text_row
-from packplan.adapters.attention.states import split_states
+from packplan.adapters.attention.rows import (
+    PADDINGS,
+    Padding,
+    RealTokens,
+    computing,
+    follow_rows,
+    split_states,
+    with_text_row,
+)
 from packplan.adapters.attention.varlen import attend, attend_to_patches, row_mask, sample_mask, told_row_mask
 from packplan.adapters.attention.vision import project_patches
 from packplan.adapters.families import trained_part

@@ -1,19 +1,22 @@
 """
-The samples of the row that a model is computing.
+The samples of the row that a model is computing, read off positions or off a padded batch.
 
 Most models find samples by restarting positions. Some never pass positions to their masks, and
 layers that carry a state along the row have no mask. With `follow_rows`, a model keeps its row in a
 context variable: inside its forward pass alone, and for layers that the backward pass computes
-again.
+again. With `split_states`, layers that carry a state (linear attention, Mamba, convolutions over
+time) run sample by sample.
 """
 
+from __future__ import annotations
+
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property, partial, wraps
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -85,6 +88,85 @@ class PackedRow:
         if columns is None:
             return mask_function
         return lambda batch, head, queries, keys: mask_function(batch, head, columns[queries], columns[keys])
+
+
+PADDINGS: tuple[Padding, ...] = ("left of", "between")
+
+Padding = Literal["left of", "between"]
+"""Where rows have padding that the states of layers may pass through; on the right, none does."""
+
+
+@attrs.frozen(eq=False)
+class RealTokens:
+    """
+    Tokens of a padded batch that are no padding, row after row.
+
+    >>> tokens = RealTokens.from_mask(torch.tensor([[1, 1, 0], [0, 1, 1]]))
+    >>> tokens.take(torch.tensor([[5, 6, 0], [0, 7, 8]]))
+    tensor([[5, 6, 7, 8]])
+    >>> tokens.put_back(torch.tensor([[5, 6, 7, 8]]))
+    tensor([[5, 6, 0],
+            [0, 7, 8]])
+    """
+
+    places: torch.Tensor
+    """Place of each token in the batch, counted row by row; int64 of shape (tokens,)."""
+
+    shape: tuple[int, int]
+    """Rows of the batch, and positions of each."""
+
+    row: PackedRow
+    """The packed row; each row of the batch that has a token is a sample of it."""
+
+    @classmethod
+    def from_mask(cls, mask: torch.Tensor) -> RealTokens:
+        """Return the tokens where *mask*, of shape (rows, positions), is not 0."""
+        places = mask.flatten().nonzero().flatten()
+        begins = (places // mask.shape[1]).diff() != 0
+        own = torch.cat([places.new_zeros(min(1, len(places))), begins.cumsum(0)])
+        has_holes = bool(((places.diff() != 1) & ~begins).any())
+        row = PackedRow(own, places % mask.shape[1] if has_holes else None)
+        return cls(places, (mask.shape[0], mask.shape[1]), row)
+
+    def take(self, values: torch.Tensor, *, axis: int = 0) -> torch.Tensor:
+        """
+        Return the values of the tokens as a batch of one row.
+
+        Args:
+            values: Tensor with the batch's rows and positions as its axes *axis* and *axis* + 1.
+            axis: Axis of the rows.
+        """
+        return values.flatten(axis, axis + 1).index_select(axis, self.places).unsqueeze(axis)
+
+    def put_back(self, values: torch.Tensor) -> torch.Tensor:
+        """
+        Return values of the packed row at their places in the batch, and zeros elsewhere.
+
+        Args:
+            values: Shape (1, tokens, …). The result has the shape (rows, positions, …).
+        """
+        return self.put_back_flat(values[0]).view(*self.shape, *values.shape[2:])
+
+    def put_back_flat(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of shape (tokens, …) as (rows * positions, …), with zeros elsewhere."""
+        rows, positions = self.shape
+        return values.new_zeros(rows * positions, *values.shape[1:]).index_copy(0, self.places, values)
+
+    @property
+    def paddings(self) -> set[Padding]:
+        """Sides of real tokens that have padding."""
+        columns = self.places % self.shape[1]
+        starts = self.row.first == torch.arange(len(self.places), device=self.places.device)
+        sides: dict[Padding, bool] = {
+            "left of": bool(columns[starts].any()),
+            "between": self.row.columns is not None,
+        }
+        return {side for side, there in sides.items() if there}
+
+    @property
+    def restarting(self) -> torch.Tensor:
+        """Positions that begin at 0 with each sample; int64 of shape (1, tokens)."""
+        return (torch.arange(len(self.places), device=self.places.device) - self.row.first)[None]
 
 
 _ROW: ContextVar[PackedRow | None] = ContextVar("row")
@@ -192,3 +274,68 @@ def follow_rows(model: torch.nn.Module) -> None:
             return original(*arguments, **options)
 
     model.forward = forward
+
+
+_BOUNDARIES = ("cu_seq", "max_length", "max_seq", "seq_idx")
+"""Beginnings of the names of arguments that tell fast kernels where a row's samples begin."""
+
+
+def split_states(model: torch.nn.Module, classes: Collection[str]) -> None:
+    """
+    Let the layers of some classes run sample by sample within packed rows; see `follow_rows`.
+
+    Args:
+        model: Has them.
+        classes: Names of the layers' classes.
+    """
+    for module in model.modules():
+        if type(module).__name__ in classes:
+            module.forward = _by_samples(module.forward)
+
+
+def _by_samples(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward pass that splits what has the row's tokens, and joins what comes out."""
+
+    @wraps(plain)
+    def forward(*arguments: Any, **options: Any) -> Any:
+        row = row_of_layers()
+        if row is None or len(row.lengths) == 1:
+            return plain(*arguments, **options)
+        options = {name: value for name, value in options.items() if not name.startswith(_BOUNDARIES)}
+        samples = zip(_split(arguments, row), _split(options, row), strict=True)
+        with computing(None):  # each part is a row of one sample
+            return _join_outputs([plain(*part, **named) for part, named in samples], row)
+
+    return forward
+
+
+def _split(value: Any, row: PackedRow) -> list[Any]:
+    """
+    Return each sample's part of a tensor whose first or second axis is the row's; others as they
+    are.
+    """
+    if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == row.tokens:
+        return list(torch.split(value, list(row.lengths), 1))
+    if isinstance(value, torch.Tensor) and value.dim() >= 1 and value.shape[0] == row.tokens:
+        return list(torch.split(value, list(row.lengths), 0))
+    if type(value) in (tuple, list) and value:
+        return [type(value)(items) for items in zip(*(_split(item, row) for item in value), strict=True)]
+    if type(value) is dict:
+        split = {name: _split(item, row) for name, item in value.items()}
+        return [{name: items[number] for name, items in split.items()} for number in range(len(row.lengths))]
+    return [value] * len(row.lengths)
+
+
+def _join_outputs(outputs: list[Any], row: PackedRow) -> Any:
+    """Join the outputs of a row's samples along the axis that has each sample's tokens."""
+    first = outputs[0]
+    if isinstance(first, torch.Tensor):
+        for axis in (1, 0):
+            if all(
+                one.dim() > axis and one.shape[axis] == length for one, length in zip(outputs, row.lengths, strict=True)
+            ):
+                return torch.cat(outputs, axis)
+        return outputs[-1]
+    if type(first) in (tuple, list):
+        return type(first)(_join_outputs(list(items), row) for items in zip(*outputs, strict=True))
+    return first

@@ -14,8 +14,7 @@ from transformers import AutoConfig, LlamaConfig, Phi3Config
 from transformers.models.llama import modeling_llama
 
 from packplan.adapters.attention import attend_as, layout, varlen
-from packplan.adapters.attention.rows import row_of
-from packplan.adapters.attention.states import split_states
+from packplan.adapters.attention.rows import row_of, split_states
 from packplan.adapters.probe import probe, probe_config, probe_loaded, rows
 from packplan.adapters.probe.shrink import LONGEST, shrink
 from packplan.adapters.probe.small_model import SmallModels

@@ -12,7 +12,7 @@ from transformers import DataCollatorWithFlattening, LlamaConfig
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from packplan.adapters.attention import attend_as
-from packplan.adapters.attention.states import split_states
+from packplan.adapters.attention.rows import split_states
 from packplan.adapters.probe.small_model import SmallModels
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ArgumentError, MismatchError, ModelError
