@@ -22,6 +22,7 @@ import attrs
 
 from benchmarks.options import add_names, add_number
 from benchmarks.table import Columns, show
+from benchmarks.work import position_flops
 from packplan.app.cli.command import positive_number
 from packplan.core.work import WorkModel
 
@@ -169,7 +170,7 @@ def operations(way: Way, batches: Sequence[ComputedBatch], work: WorkModel, imag
     counts = [way.positions_and_pairs(batch) for batch in batches]
     positions, pairs = (sum(column) for column in zip(*counts, strict=True))
     useful = sum(tokens for batch in batches for row in batch for tokens in row)
-    return float(work.position_flops(positions, pairs)) + images, 1 - useful / positions
+    return float(position_flops(work, positions, pairs)) + images, 1 - useful / positions
 
 
 COLUMNS: Columns = {

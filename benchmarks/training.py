@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from benchmarks.child import Child, NotMeasuredError, peak_bytes, reset_peak, run_in_child
 from benchmarks.records import write_sized_model, write_training_data
 from benchmarks.train import WAYS, ComputedBatch, Setting, TrainRow, Way, compared, operations
+from benchmarks.work import image_flops
 from packplan.adapters.progress import progress
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.encoder import SwiftEncoder
@@ -215,7 +216,7 @@ def _facts(trainer: Any, encoded: Encoded, way: Way) -> dict[str, Any]:
         [[lengths[index] for index in packs[pack]] for pack in batch] for batch in schedule.batches(0, rank=0)
     ]
     work = WorkModel.from_config(trainer.model.config.to_dict())
-    flops, padding = operations(way, batches, work, float(work.image_flops(encoded.grids).sum()))
+    flops, padding = operations(way, batches, work, float(image_flops(work.vision, encoded.grids).sum()))
     return {
         "attention": trainer.attention.name,
         "batch_size": schedule.batch_size,

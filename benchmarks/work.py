@@ -13,7 +13,7 @@ copies of each architecture that transformers has.
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -32,7 +32,8 @@ from packplan.core.lengths import IntArray
 from packplan.core.packers import pack
 from packplan.core.packs import Packs, concatenate
 from packplan.core.shuffling import shuffled
-from packplan.core.work import WorkModel, assign_steps, group_steps, in_units
+from packplan.core.work import FLOPs, VisionWork, WorkModel, assign_steps, group_steps, in_units
+from packplan.core.work.text import DELTA_CHUNK
 
 LIMIT_S = 600
 
@@ -53,6 +54,42 @@ ASIDE = ("none", "long", "alone")
 
 Order = Callable[[IntArray, int, int], IntArray]
 """Works of packs in a random order, ranks, packs of a rank -> positions, step by step."""
+
+
+def position_flops(work: WorkModel, positions: Any, pairs: Any) -> FLOPs:
+    """
+    Return the forward FLOPs of text from its positions, padding included, and its pairs of tokens.
+
+    Every attention layer counts all pairs, as eager attention does. Both are numbers or arrays of
+    one shape, which the result has.
+    """
+    per_pair = work.per_pair + sum(layers.per_pair for layers in work.local)
+    positions = np.asarray(positions, dtype=np.float64)
+    found: FLOPs = positions * work.per_position + np.multiply(pairs, per_pair, dtype=np.float64)
+    found += work.per_chunk * np.ceil(positions / DELTA_CHUNK)
+    return found
+
+
+def image_flops(vision: VisionWork | None, grids: Iterable[Sequence[int]]) -> FLOPs:
+    """
+    Return the forward FLOPs of each image, by its own grid and the windows that edges cut.
+
+    Args:
+        vision: Vision tower; None without images.
+        grids: Frames, rows and columns of patches of each image.
+    """
+    if vision is None:
+        return np.zeros(0)
+    frames, rows, columns = np.array(list(grids), dtype=np.float64).reshape(-1, 3).T
+    side = max(vision.window, 1)
+    in_windows = [whole // side * side**2 + (whole % side) ** 2 for whole in (rows, columns)]
+    patches = rows * columns
+    found: FLOPs = frames * (
+        vision.per_patch * patches
+        + vision.per_image_pair * patches**2
+        + vision.per_window_pair * in_windows[0] * in_windows[1]
+    )
+    return found
 
 
 def expected_imbalance(works: NDArray[Any], *, world_size: int) -> float:
@@ -329,7 +366,7 @@ def _family(family: str) -> FamilyRow:
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")
         work = WorkModel.from_config(json.loads(json.dumps(model.config.to_dict(), default=str)))
-        ratios = tuple(float(work.position_flops(num, num**2)) / _counted_by_torch(model, num) for num in FAMILY_ROWS)
+        ratios = tuple(float(position_flops(work, num, num**2)) / _counted_by_torch(model, num) for num in FAMILY_ROWS)
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
         is_unknown = isinstance(error, ModelError) and error.kind == "work"
         verdict = "not known" if is_unknown else "not counted"

@@ -9,7 +9,7 @@ still fit the data is what verify finds. With --pack or --sample, one pack or sa
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -35,8 +35,6 @@ from packplan.core.samples import column, video_totals
 
 SHOWN = 10
 """Epochs that are printed without --all."""
-
-_BARS = " ▁▂▃▄▅▆▇█"
 
 Figure = tuple[bool, str, str, str]
 """Whether a figure decides something, as losses, packs and steps do; its name, value and remark."""
@@ -263,19 +261,8 @@ def _source_figures(opened: StoredSplit, *, teaches: bool) -> Iterator[Figure]:
         yield False, f"  {one.name}", f"{one.num_samples:,}", f"{said}; {' / '.join(shapes)}"
         if one.num_samples:
             low, median, high = one.length_quantiles
-            bars, first = _bars(one.length_histogram)
-            remark = f"tokens, the median; 5 % have up to {low:,}, 95 % up to {high:,}; {bars} by powers of two"
-            yield False, "    lengths", f"{median:,}", f"{remark} from {first:,}"
-
-
-def _bars(counts: Sequence[int]) -> tuple[str, int]:
-    """
-    Return a bar for each power of two of lengths, the highest of the most samples, and the least
-    length of the first.
-    """
-    first = next(place for place, count in enumerate(counts) if count)
-    shown, most = counts[first:], max(counts)
-    return "".join(_BARS[-(-count * (len(_BARS) - 1) // most)] for count in shown), 2**first
+            remark = f"tokens, the median; 5 % have up to {low:,}, 95 % up to {high:,}"
+            yield False, "    lengths", f"{median:,}", remark
 
 
 def _describe_videos(source: SourceSummary) -> str:

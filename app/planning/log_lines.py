@@ -13,10 +13,8 @@ from packplan.core.checksum import plan_checksum
 from packplan.core.config import RunConfig
 from packplan.core.epochs import EpochRecord
 from packplan.core.errors import agree, counted, in_ranges
-from packplan.core.inspection import LowFill, longest_pack, low_fill
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.plan import packs_by_auto
-from packplan.core.policy import PlanPolicy
 from packplan.core.samples import DataFile, by_source, column
 from packplan.core.schedule import EpochSchedule
 
@@ -197,50 +195,27 @@ def _describe_plan(planned: Split) -> Iterator[Line]:
 
 
 def _describe_packs(planned: Split) -> Iterator[Line]:
-    """Yield the long samples, the order of the samples, and the reason of a low fill."""
+    """Yield the long samples, and those far over the packing length."""
     if not planned.policy.packing:
         return
     raw, lengths = planned.raw, column(planned.table, "length")
     if number := len(raw.single_long):
-        longest = longest_pack(raw, lengths)
+        long = lengths[list(raw.single_long)].astype(np.int64)
+        over = int((long * 10 > raw.packing_length * 11).sum())
         whole = number - int(column(planned.table, "cut")[list(raw.single_long)].astype(bool).sum())
         not_cut = f", {whole:,} not truncated" if whole < number else ""
         line = (
             f"{counted(number, 'sample')} {agree(number, 'has', 'have')} {counted(raw.packing_length, 'token')} or "
             f"more and {agree(number, 'is a pack of its own', 'are packs of their own')}, the longest of "
-            f"{longest.tokens:,}{not_cut}: {in_ranges(raw.single_long, most=SHOWN)}"
+            f"{int(long.max()):,}{not_cut}: {in_ranges(raw.single_long, most=SHOWN)}"
         )
-        if over := longest.num_oversized:
+        if over:
             yield _warning(
                 f"{line}; {counted(over, 'pack')} {agree(over, 'exceeds', 'exceed')} the packing length by more than "
                 "10 %; training.packing_allow_single_long: false skips long samples"
             )
         else:
             yield _note(line)
-    policy = planned.policy
-    low = low_fill(raw, lengths)
-    if low is not None:
-        yield _warning(f"fill is {low.fill:.4f}, since {_reason(low, policy)}")
-
-
-def _reason(low: LowFill, policy: PlanPolicy) -> str:
-    longer = "a higher template.max_length may fit them (packplan plan whatif compares)"
-    way = "no other finds fewer" if policy.algorithm == "certified" else "certified finds the fewest"
-    if low.reason == "algorithm":
-        return (
-            f"training.packing_algorithm {policy.algorithm} makes {counted(low.num_packs, 'pack')} of samples for "
-            f"which {low.lower_bound:,} may be enough; {way}"
-        )
-    if low.reason == "partners":
-        return (
-            f"{counted(low.num_alone, 'sample')} of more than half the packing length "
-            f"{agree(low.num_alone, 'is a pack by itself', 'are packs by themselves')}: no other sample is "
-            f"left that fits beside them; {longer}"
-        )
-    return (
-        f"the lengths (median {low.median:,} tokens) do not add up to the packing length, and no plan has fewer than "
-        f"{counted(low.lower_bound, 'pack')} of them; {longer}"
-    )
 
 
 def _describe_exceptions(planned: Split) -> Iterator[Line]:

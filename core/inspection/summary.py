@@ -11,7 +11,6 @@ The commands show these values, and a script gets the same ones from a plain lis
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import attrs
 import numpy as np
@@ -25,92 +24,6 @@ from packplan.core.plan import RawPlan, unsupervised_samples
 from packplan.core.samples import MEDIA_COLUMNS, DataFile, MediaTable, Table, column, num_media, sample_indices
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from packplan.core.work import SampleWorks
-
-MAX_FILL = 0.8
-MIN_PACKS = 100
-"""A plan of more packs than this with a fill below `MAX_FILL` is explained."""
-
-
-@attrs.frozen
-class LongestPack:
-    """
-    Longest pack, and number of packs far over the packing length. Only packs of a long sample
-    exceed it.
-    """
-
-    tokens: int
-    """Tokens of the longest pack."""
-
-    num_oversized: int
-    """Packs of more than 1.1 times the packing length."""
-
-
-def longest_pack(plan: RawPlan, lengths: Lengths) -> LongestPack:
-    """
-    Return the longest pack of a plan, which decides the memory of training.
-
-    >>> from packplan.core.plan import build_raw_plan
-    >>> lengths = [50, 30, 100, 110, 111]
-    >>> longest_pack(build_raw_plan(lengths, packing_length=100), lengths)
-    LongestPack(tokens=111, num_oversized=1)
-    """
-    loads = plan.packs.loads(as_lengths(lengths, least=0))
-    # In whole numbers: 1.1 is no binary fraction.
-    return LongestPack(int(loads.max()), int((loads * 10 > plan.packing_length * 11).sum()))
-
-
-@attrs.frozen
-class LowFill:
-    """Reason why a plan of many packs leaves much room unused."""
-
-    fill: float
-    """Mean fill of the packs. A long pack counts as full."""
-
-    reason: Literal["algorithm", "partners", "lengths"]
-    """
-    `algorithm`: at least half of the unused room is in packs beyond the lower bound. `partners`:
-    else, at least half is in packs of one sample of more than half the packing length. `lengths`:
-    otherwise.
-    """
-
-    num_packs: int
-    """Packs of short samples, dropped ones included."""
-
-    lower_bound: int
-    """Number of packs that no plan of these short samples can go below."""
-
-    num_alone: int
-    """Short samples of more than half the packing length that are each a pack by themselves."""
-
-    median: int
-    """Tokens of the median short sample."""
-
-
-def low_fill(plan: RawPlan, lengths: Lengths) -> LowFill | None:
-    """
-    Return the reason of a low fill of many packs, or None.
-
-    Args:
-        plan: Plan of packed samples.
-        lengths: Tokens of each record, 0 for one that is no sample; shape (num_records,).
-    """
-    if len(plan.packs) <= MIN_PACKS or plan.fill >= MAX_FILL:
-        return None
-    array = as_lengths(lengths, least=0)
-    loads, sizes = plan.packs.loads(array), plan.packs.sizes()
-    is_short = (sizes > 1) | (loads < plan.packing_length)
-    short = array[(array > 0) & (array < plan.packing_length)]
-    room = plan.packing_length - loads[is_short]
-    alone = (sizes[is_short] == 1) & (room * 2 < plan.packing_length)
-    num_packs = int(is_short.sum()) + len(plan.dropped_packs)
-    bound = plan.lower_bound - len(plan.single_long)
-    unused = int(room.sum()) + len(plan.dropped_packs) * plan.packing_length - plan.dropped_tokens
-    reason: Literal["algorithm", "partners", "lengths"] = "lengths"
-    if (num_packs - bound) * plan.packing_length * 2 >= unused:
-        reason = "algorithm"
-    elif int(room[alone].sum()) * 2 >= unused:
-        reason = "partners"
-    return LowFill(plan.fill, reason, num_packs, bound, int(alone.sum()), int(np.median(short)))
 
 
 @attrs.frozen
@@ -278,10 +191,10 @@ def summarise(
     """
     array = as_lengths(lengths, least=0)
     samples_per_pack = plan.planned_samples / len(plan.packs)
-    longest = longest_pack(plan, array)
+    loads = plan.packs.loads(array)
     gap = mean = p5 = worst = saved = None
     if packed:
-        fills = np.divide(filled(plan.packs.loads(array), plan.packing_length), plan.packing_length)
+        fills = np.divide(filled(loads, plan.packing_length), plan.packing_length)
         mean, p5, worst = plan.fill, float(np.percentile(fills, 5, method="lower")), float(fills.min())
         gap = (len(plan.packs) + len(plan.dropped_packs) - plan.lower_bound) / plan.lower_bound
         batch_size = max(1, round(samples_per_pack))
@@ -295,8 +208,9 @@ def summarise(
         supervised_tokens=None if supervised is None else int(np.asarray(supervised)[plan.packs.indices].sum()),
         unsupervised_samples=None if supervised is None else unsupervised_samples(plan, supervised).size,
         dropped_packs=len(plan.dropped_packs),
-        longest_pack=longest.tokens,
-        oversized_packs=longest.num_oversized,
+        longest_pack=int(loads.max()),
+        # In whole numbers: 1.1 is no binary fraction.
+        oversized_packs=int((loads * 10 > plan.packing_length * 11).sum()),
         sample_coverage=plan.planned_samples / plan.num_samples,
         token_coverage=plan.planned_tokens / plan.num_tokens,
         samples_per_pack=samples_per_pack,
@@ -393,9 +307,6 @@ class SourceSummary:
     length_quantiles: tuple[int, ...]
     """Lengths that 5 %, 50 % and 95 % of the samples do not exceed; empty without samples."""
 
-    length_histogram: tuple[int, ...]
-    """Number of samples of 1 token, of 2 and 3, of 4 to 7, and so on."""
-
     planned_samples: int
     planned_tokens: int
 
@@ -443,7 +354,6 @@ def summarise_sources(
             tuple(file for file in files if file.source == name),
             longest_sample=int(own.max(initial=0)),
             length_quantiles=quantiles(own),
-            length_histogram=histogram(own),
             **{field: int(values[number]) for field, values in counts.items()},
         )
         for number, (name, own) in enumerate(zip(names, lengths, strict=True))
@@ -495,14 +405,3 @@ def quantiles(ascending: NDArray[np.integer]) -> tuple[int, ...]:
     """
     size = len(ascending)
     return tuple(int(ascending[-(-size * percent // 100) - 1]) for percent in QUANTILES if size)
-
-
-def histogram(lengths: NDArray[np.integer]) -> tuple[int, ...]:
-    """
-    Return the number of lengths of 1 token, of 2 and 3, of 4 to 7, and so on.
-
-    >>> histogram(np.array([1, 2, 3, 9]))
-    (1, 2, 0, 1)
-    """
-    bits = np.frexp(lengths.astype(np.float64))[1]
-    return tuple(np.bincount(bits)[1:].tolist())

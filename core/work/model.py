@@ -19,7 +19,6 @@ Attention is by sample, so the work of a pack is the sum over its samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -29,7 +28,7 @@ from packplan.core.errors import ModelError
 from packplan.core.lengths import IntArray, Lengths, as_lengths
 from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Sizes
 from packplan.core.work.text import DELTA_CHUNK, LocalAttention, read_text
-from packplan.core.work.vision import FLOPs, Grid, VisionWork, read_vision
+from packplan.core.work.vision import FLOPs, VisionWork, read_vision
 
 
 @attrs.frozen
@@ -139,35 +138,6 @@ class WorkModel:
         if self.per_chunk:
             work = work + self.per_chunk * np.ceil(tokens / DELTA_CHUNK)
         return work
-
-    def position_flops(self, positions: Any, pairs: Any) -> FLOPs:
-        """
-        Return the forward FLOPs of text from its positions, padding included, and its pairs of
-        tokens.
-
-        Every attention layer counts all pairs, as eager attention does. Both are numbers or arrays
-        of one shape, which the result has.
-        """
-        per_pair = self.per_pair + sum(layers.per_pair for layers in self.local)
-        positions = np.asarray(positions, dtype=np.float64)
-        work: FLOPs = positions * self.per_position + np.multiply(pairs, per_pair, dtype=np.float64)
-        if self.per_chunk:
-            work = work + self.per_chunk * np.ceil(positions / DELTA_CHUNK)
-        return work
-
-    def image_flops(self, grids: Sequence[Grid]) -> FLOPs:
-        """
-        Return the forward FLOPs of each image in the vision tower; shape (num_images,).
-
-        Raises:
-            ValueError: There are images, but no vision tower.
-        """
-        if self.vision is None:
-            if len(grids):
-                message = f"{len(grids)} images for a model without a vision tower"
-                raise ValueError(message)
-            return np.zeros(0)
-        return self.vision.image_flops(grids)
 
 
 FRAMES_OF_LAYER = 2

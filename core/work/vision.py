@@ -1,6 +1,5 @@
 """Work of vision towers and their projectors, by the keys of `vision_config` in a config.json."""
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -12,12 +11,6 @@ from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Keys, Sizes
 
 FLOPs = NDArray[np.float64]
 """Floating-point operations; float64, since those of a large data set exceed 64-bit integers."""
-
-Grid = Sequence[int]
-"""
-Patches of one image before merging: frames, rows, columns, as in `image_grid_thw` of ms-swift's
-samples.
-"""
 
 
 @attrs.frozen
@@ -60,22 +53,6 @@ class VisionWork:
         pairs = patches**2 / np.maximum(images, 1)
         windows = self.per_window_pair * float(self.window) ** 2 * patches
         work: FLOPs = self.per_patch * patches + self.per_image_pair * pairs + windows
-        return work
-
-    def image_flops(self, grids: Iterable[Grid]) -> FLOPs:
-        """
-        Return the forward FLOPs of each image; shape (num_images,).
-
-        >>> vision = VisionWork(per_patch=100, per_image_pair=1, per_window_pair=1, window=4)
-        >>> vision.image_flops([(1, 4, 4), (1, 4, 6)]).tolist()
-        [2112.0, 3296.0]
-        """
-        frames, rows, columns = np.array(list(grids), dtype=np.float64).reshape(-1, 3).T
-        patches = rows * columns
-        pairs = _squares(rows, self.window) * _squares(columns, self.window)
-        work: FLOPs = frames * (
-            self.per_patch * patches + self.per_image_pair * patches**2 + self.per_window_pair * pairs
-        )
         return work
 
 
@@ -181,14 +158,3 @@ def _side(keys: Keys, name: str) -> int:
 def _pair(width: int) -> int:
     """Return the FLOPs of attention per pair of patches in one layer."""
     return PRODUCT * ATTENTION_PRODUCTS * width
-
-
-def _squares(side: FLOPs, window: int) -> FLOPs:
-    """
-    Return the sum of squares of the parts that windows cut each *side* into; 0 without windows.
-    """
-    if not window:
-        return np.zeros_like(side)
-    rest = side % window
-    squares: FLOPs = side // window * window**2 + rest**2
-    return squares

@@ -109,7 +109,7 @@ RL = ["rl", "--sequences=256", "--global-batch=128", "--workers=4", "--budget=12
     ("wanted", "num_rows"),
     [
         (["planner", "--samples", "200", "--distributions", "detcap-8192", "--planners", "best_fit_decreasing"], 1),
-        (RL, 4),
+        (RL, 3),
         (["work", "--samples", "2000", "--data", "chat", "--ranks", "2", "--accumulation", "1"], 7),
     ],
 )

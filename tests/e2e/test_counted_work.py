@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from benchmarks.work import image_flops, position_flops
 from packplan.adapters.probe.small_model import SmallModels, quiet
 from packplan.core.work import WorkModel
 from tools.families import default_config
@@ -52,7 +53,7 @@ def counted(call, **given) -> int:
 
 def flops(work, num_tokens, grids):
     """Return the operations that a row of one sample and its images take."""
-    return work.position_flops(num_tokens, num_tokens**2) + work.image_flops(grids).sum()
+    return position_flops(work, num_tokens, num_tokens**2) + image_flops(work.vision, grids).sum()
 
 
 def open_shipped(demo, model_type):
@@ -153,7 +154,7 @@ def test_torch_counts_about_the_same_in_towers_of_tiles_and_of_wide_layers(famil
             pixels = torch.zeros(patches, 3 * 2 * config.vision_config.patch_size**2)
             media = {"pixel_values": pixels, "image_grid_thw": torch.tensor([grid] * number)}
             grids = [grid] * number
-        mine = vision.image_flops(grids).sum()
+        mine = image_flops(vision, grids).sum()
         assert mine == pytest.approx(counted(model.get_image_features, **media), rel=0.02)
         images = 1 if family == "internvl" else number
         by_counts = vision.estimate_image_flops(images, sum(rows * columns for _, rows, columns in grids))

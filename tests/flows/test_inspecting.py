@@ -131,7 +131,6 @@ def test_a_plan_is_broken_down_by_source(store, said, shown):
     assert "dense captions" in table
     assert "[red]" in table
     assert re.search(rf"lengths +│ +{captions['length_quantiles'][1]} │ tokens, the median", table)
-    assert 2 == len(re.findall("by powers of", table))
     assert "query, response / text" in in_words(table)
     assert [] == shown(store(name="older"))["sources"]
 
@@ -382,17 +381,6 @@ def test_samples_that_teach_nothing_are_counted_wherever_a_plan_is_shown(store, 
     assert "2 planned samples have no supervised token, so training refuses the plan" in in_words(said("show", none))
     assert "so training leaves the evaluation out" in in_words(said("show", none, "--split", "eval"))
     assert "without supervised" not in said("show", store(name="whole"))
-
-
-def test_a_low_fill_is_a_warning_with_its_reason(store, shown):
-    """Many packs need one: one pack fewer needs no reason."""
-    training = {"packing_drop_last": False}
-
-    (line,) = [one for one in shown(store(lengths=[41] * 101, training=training))["warnings"] if "fill is" in one]
-    says = "101 samples of more than half the packing length are packs by themselves"
-    assert re.search(rf"train: fill is 0\.\d+, since .*{says}", line)
-    few = store(name="few", lengths=[41] * 100, training=training)
-    assert not [one for one in shown(few)["warnings"] if "fill is" in one]
 
 
 def test_whatif_says_which_ranks_would_get_no_batch(store, said):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
+from benchmarks.work import image_flops
 from packplan.core.errors import ArgumentError, ModelError
 from packplan.core.packs import Packs
 from packplan.core.work import LocalAttention, SampleWorks, VisionWork, WorkModel
@@ -29,7 +30,7 @@ TEXT = {
 def flops_of(lengths, grids) -> list[float]:
     """Return the work of samples of these lengths and images."""
     works = zip(MODEL.sample_flops(lengths).tolist(), grids, strict=True)
-    return [text + float(MODEL.image_flops(images).sum()) for text, images in works]
+    return [text + float(image_flops(MODEL.vision, images).sum()) for text, images in works]
 
 
 def window_pairs(rows: int, columns: int, window: int) -> int:
@@ -71,7 +72,7 @@ def test_a_backward_pass_takes_twice_as_many_where_weights_are_trained():
     """Once more for what a layer is given, once more for its weights; attention has none."""
     trained = MODEL.trained()
     assert 3 * MODEL.sample_flops([9])[0] == trained.sample_flops([9])[0]
-    assert 3 * MODEL.image_flops([(1, 8, 8)])[0] == trained.image_flops([(1, 8, 8)])[0]
+    assert 3 * MODEL.vision.estimate_image_flops(1, 64) == trained.vision.estimate_image_flops(1, 64)
     frozen = MODEL.trained(text=False, vision=False, vision_gradients=False)
     assert (2 * MODEL.per_position, 3 * MODEL.per_pair, MODEL.vision) == (
         frozen.per_position, frozen.per_pair, frozen.vision
@@ -234,11 +235,9 @@ def test_what_is_not_known_is_named(config, named):
 
 
 def test_samples_that_cannot_be_are_refused():
-    """A length of nothing, and images that the model cannot see."""
+    """A length of nothing."""
     with pytest.raises(ArgumentError):
         MODEL.sample_flops([3, 0])
-    with pytest.raises(ValueError, match="1 images for a model without a vision tower"):
-        TOWERLESS.image_flops([(1, 2, 2)])
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=9), st.booleans())
