@@ -60,8 +60,12 @@ def position_flops(work: WorkModel, positions: Any, pairs: Any) -> FLOPs:
     """
     Return the forward FLOPs of text from its positions, padding included, and its pairs of tokens.
 
-    Every attention layer counts all pairs, as eager attention does. Both are numbers or arrays of
-    one shape, which the result has.
+    Every attention layer counts all pairs, as eager attention does.
+
+    Args:
+        work: Work of the model.
+        positions: A number, or an array of the result's shape.
+        pairs: As many pairs of tokens.
     """
     per_pair = work.per_pair + sum(layers.per_pair for layers in work.local)
     positions = np.asarray(positions, dtype=np.float64)
