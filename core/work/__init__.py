@@ -11,5 +11,5 @@ from packplan.core.work.assignment import (
     in_units,
 )
 from packplan.core.work.model import SampleWorks, WorkModel
-from packplan.core.work.text import LocalAttention
+from packplan.core.work.text import DELTA_CHUNK, LocalAttention
 from packplan.core.work.vision import FLOPs, VisionWork
