@@ -29,7 +29,7 @@ from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.trainer.base import PackingTrainer
 from packplan.adapters.trainer.packed_dataset import EncodedPack, Sample
 from packplan.core.errors import ModelError
-from packplan.core.memory import Kind, Sharding, StepTrace, optimizer_bytes
+from packplan.core.forecast import Kind, Sharding, StepTrace, optimizer_bytes
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_iter
 
 from packplan.adapters.models import local_part
 from packplan.core.errors import ModelError
-from packplan.core.memory import KINDS, Kind, StepTrace
+from packplan.core.forecast import KINDS, Kind, StepTrace
 
 _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
 

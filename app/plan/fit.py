@@ -23,7 +23,7 @@ from packplan.app.planning.split import Ranks, Split, plan_split
 from packplan.app.wiring.commands import ranks_of, read_run, require_inputs, require_traceable
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, MismatchError, counted
-from packplan.core.memory import (
+from packplan.core.forecast import (
     KINDS,
     MARGIN,
     SHARDINGS,

@@ -31,8 +31,7 @@ from packplan.app.wiring.forecasts import calibration_key, evaluation_terms, log
 from packplan.core.align import align_plan
 from packplan.core.config import RunConfig
 from packplan.core.equality import AttentionChoice
-from packplan.core.forecast import REPEATS, Calibration, StepTerms, calibration_packs
-from packplan.core.memory import Sharding
+from packplan.core.forecast import REPEATS, Calibration, Sharding, StepTerms, calibration_packs
 from packplan.core.packs import Packs
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats

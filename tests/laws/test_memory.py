@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.core.memory import (
+from packplan.core.forecast import (
     KINDS,
     StepTrace,
     candidate_packs,
