@@ -156,7 +156,7 @@ def export_llama_factory(
     # As `datasets` stores a data set without transformations; it makes a fingerprint for each file.
     state: dict[str, Any] = {"_data_files": [{"filename": _DATA}], "_split": "train", "_output_all_columns": False}
     state |= {"_fingerprint": None, "_format_columns": None, "_format_kwargs": {}, "_format_type": None}
-    with making(export.target) as unfinished:
+    with publishing_folder(export.target) as unfinished:
         train = unfinished / _INFO.parent
         train.mkdir()
         with (train / _DATA).open("wb") as file:
@@ -183,7 +183,7 @@ def export_cached_rows(splits: Mapping[str, tuple[Any, Sequence[Sequence[int]]]]
     Raises:
         OutputError: It cannot be written.
     """
-    with making(folder) as unfinished:
+    with publishing_folder(folder) as unfinished:
         for name, (rows, lengths) in splits.items():
             rows.add_column("lengths", list(lengths)).save_to_disk(unfinished if name == "train" else unfinished / EVAL)
 
@@ -319,7 +319,7 @@ def load_pyarrow() -> Any:
 
 
 @contextmanager
-def making(folder: Path) -> Iterator[Path]:
+def publishing_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder under another name, renamed to *folder* at the end; removed on an error."""
     with writing(folder):
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))

@@ -63,11 +63,11 @@ def trained_config(config: Any) -> Any:
     return config if part is None else part
 
 
-def hears_or_speaks(name: str) -> bool:
+def is_sound_weight(name: str) -> bool:
     """Return whether a weight of an Omni model only processes or makes sound."""
     return not _SOUND.isdisjoint(name.split("."))
 
 
-def completed(model_type: str) -> dict[str, Any]:
+def missing_keys(model_type: str) -> dict[str, Any]:
     """Return the keys that complete transformers' default configuration of a model type."""
     return dict(_families()["complete"].get(model_type, {}))

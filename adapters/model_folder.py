@@ -28,7 +28,7 @@ def is_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None and not name.startswith((".", "/")) and not Path(name).exists()
 
 
-def cached(name: str) -> Path | None:
+def find_cached(name: str) -> Path | None:
     """Return the folder of a model, by its hub id `owner/name`, in a local cache; None without."""
     searches = (_hugging_face, _modelscope) if prefers_hugging_face() else (_modelscope, _hugging_face)
     for search in searches:

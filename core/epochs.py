@@ -96,22 +96,28 @@ class EpochRecord:
     """Checksum of the packs of its raw plan."""
 
     num_samples: int
+    """Samples that were drawn, those of dropped packs and skipped ones included."""
+
     num_tokens: int
-    """Samples and tokens that were drawn, those of dropped packs and skipped ones included."""
+    """Tokens of the samples that were drawn."""
 
     num_packs: int
     """Packs of its raw plan."""
 
     planned_samples: int
+    """Samples in these packs."""
+
     planned_tokens: int
-    """Samples and tokens in these packs."""
+    """Tokens in these packs."""
 
     fill: float
     """Mean fill of these packs. A long pack counts as full."""
 
     source_samples: tuple[int, ...] = attrs.field(default=(), converter=_numbers)
+    """Samples that were drawn of each source of the data; empty for one source."""
+
     source_tokens: tuple[int, ...] = attrs.field(default=(), converter=_numbers)
-    """Samples and tokens that were drawn of each source of the data; empty for one source."""
+    """Tokens that were drawn of each source of the data; empty for one source."""
 
 
 def select_epoch(recipe: EpochRecipe, policy: PlanPolicy, samples: EpochSamples, epoch: int) -> IntArray:

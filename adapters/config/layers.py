@@ -48,9 +48,9 @@ class Override:
         layer = self.value
         for part in reversed(self.key.split(".")):
             layer = {part: layer}
-        return _overlaid(document, layer)
+        return _overlay(document, layer)
 
-    def placed(self, fault: Fault) -> Fault:
+    def with_place(self, fault: Fault) -> Fault:
         """Return *fault*, which names this override as its place if it is about its key."""
         mine, its = f"{self.key}.", f"{fault.path}.".replace("[", ".")
         return attrs.evolve(fault, place=self.text) if mine.startswith(its) or its.startswith(mine) else fault
@@ -81,10 +81,10 @@ def read_document(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not isinstance(base, str):
         raise refusal(path, f"is {base!r}, but has to be the path of a YAML", key="extends")
     try:
-        below = path.parent / expanded(base)
+        below = path.parent / expand_path(base)
     except ValueError as error:
         raise refusal(path, str(error), key="extends") from None
-    return _overlaid(read_document(below, (*above, path.resolve())), document)
+    return _overlay(read_document(below, (*above, path.resolve())), document)
 
 
 def read_text(path: Path, kind: str) -> str:
@@ -154,7 +154,7 @@ def _yaml_fault(error: yaml.YAMLError, *, in_file: bool = True) -> str:
     return f", line {mark.line + 1}, column {mark.column + 1}: {why}{shown}"
 
 
-def expanded(path: str) -> str:
+def expand_path(path: str) -> str:
     """
     Return *path* with `~` and `~name` at its start, and `${NAME}` anywhere, replaced by the home
     folder and the environment's value.
@@ -224,7 +224,7 @@ def without_null(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _overlaid(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+def _overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     """
     Return *base* under *top*: sections merge key by key, null unsets what *base* has, everything
     else is replaced.
@@ -235,5 +235,5 @@ def _overlaid(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]
         if value is None:
             merged.pop(key, None)
         else:
-            merged[key] = _overlaid(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+            merged[key] = _overlay(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return merged

@@ -7,9 +7,9 @@ from typing import Any
 
 import attrs
 
-from packplan.adapters.config.layers import Override, expanded, read_document, read_overrides, without_null
+from packplan.adapters.config.layers import Override, expand_path, read_document, read_overrides, without_null
 from packplan.adapters.config.trainer_keys import TrainerKey
-from packplan.adapters.config.values import known_keys, structured
+from packplan.adapters.config.values import known_keys, structure
 from packplan.core.config import (
     RlConfig,
     RunConfig,
@@ -85,7 +85,7 @@ def parse_config(
     training["trainer"], key_faults = _check_settings(passed, "training", trainer_keys, advice)
     found += key_faults
     others = {key: value for key, value in document.items() if key not in {*sections, *RL_SECTIONS}}
-    config = structured({**others, **sections}, RunConfig, advice)
+    config = structure({**others, **sections}, RunConfig, advice)
     found += faults(config) if isinstance(config, RunConfig) else config
     if found or not isinstance(config, RunConfig):
         raise ConfigError(source, _place_faults(found, given))
@@ -116,7 +116,7 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
         key_faults.append(Fault("grpo.output_dir", "is not set: name a folder for checkpoints and the policy"))
     sections["training"] = {"output_dir": sections["grpo"].get("output_dir", "")}
     others = {key: value for key, value in document.items() if key not in sections}
-    config = structured({**others, **sections}, RlConfig, advice)
+    config = structure({**others, **sections}, RlConfig, advice)
     found += [*key_faults, *(rl_faults(config) if isinstance(config, RlConfig) else config)]
     if found or not isinstance(config, RlConfig):
         raise ConfigError(str(path), _place_faults(found, given))
@@ -137,7 +137,7 @@ def load_mixes(path: str | Path) -> Mixes:
     """
     document = read_document(Path(path))
     kind: type[_Curriculum | Mix] = _Curriculum if "curriculum" in document else Mix
-    found: _Curriculum | Mix | list[Fault] = structured(document, kind, _Advice(document, dict(known_keys(kind)), {}))
+    found: _Curriculum | Mix | list[Fault] = structure(document, kind, _Advice(document, dict(known_keys(kind)), {}))
     if isinstance(found, list):
         raise ConfigError(str(path), tuple(found))
     spelling: dict[Path, str] = {}
@@ -193,7 +193,7 @@ def _place_faults(found: Sequence[Fault], overrides: Sequence[Override]) -> tupl
     """Return the faults, those of overridden keys with their overrides as their place."""
     placed = list(found)
     for override in overrides:
-        placed = [override.placed(fault) for fault in placed]
+        placed = [override.with_place(fault) for fault in placed]
     return tuple(placed)
 
 
@@ -226,7 +226,7 @@ def _check_settings(
             try:
                 checked[key] = keys[key].checked(value)
                 if keys[key].path and isinstance(value, str):
-                    checked[key] = expanded(value)
+                    checked[key] = expand_path(value)
             except ValueError as error:
                 found.append(Fault(path, str(error)))
     return checked, found

@@ -216,7 +216,7 @@ def as_table(keys: Mapping[str, TrainerKey], path: Path = TABLE) -> str:
     return f'{{\n  "versions": {versions},\n  "keys": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
 
 
-def lacking(settings: Mapping[str, Any]) -> Iterator[Fault]:
+def package_faults(settings: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield faults of settings that need a package or a file that this machine does not have."""
     for key, package in _NEED.items():
         if settings.get(key) and find_spec(package) is None:

@@ -17,7 +17,7 @@ import cattrs
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
 from cattrs.gen import make_dict_structure_fn, override
 
-from packplan.adapters.config.layers import expanded
+from packplan.adapters.config.layers import expand_path
 from packplan.core.config import PathText, key_of
 from packplan.core.errors import Fault
 
@@ -35,7 +35,7 @@ Key that its place does not have, and the path of that place -> fault and remedy
 """
 
 
-def structured(document: Mapping[str, Any], kind: type[T], advise: Advise) -> T | list[Fault]:
+def structure(document: Mapping[str, Any], kind: type[T], advise: Advise) -> T | list[Fault]:
     """
     Return the value of a frozen class that *document* is, or all its faults.
 
@@ -116,7 +116,7 @@ def _to_str(value: object, _: Any) -> str:
 
 
 def _to_path(value: object, _: Any) -> str:
-    return expanded(_to_str(value, None))
+    return expand_path(_to_str(value, None))
 
 
 def _to_decimal(value: object, _: Any) -> Decimal:

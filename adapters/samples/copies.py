@@ -19,7 +19,7 @@ from typing import Any
 
 from packplan.adapters import files
 from packplan.adapters.samples.media_files import read_size
-from packplan.adapters.samples.places import Patience, RefusedError, Standing, fetch, listed, standing_of
+from packplan.adapters.samples.places import Patience, RefusedError, Standing, fetch, list_places, standing_of
 from packplan.core.errors import CorruptArtefactError, DataSetError, counted
 from packplan.core.samples import (
     Image,
@@ -27,7 +27,7 @@ from packplan.core.samples import (
     Video,
     folder_of,
     is_place,
-    located,
+    join_place,
     scheme_of,
     without_credentials,
     without_signature,
@@ -89,7 +89,7 @@ def local_files(name: str, cache: Path) -> list[Path]:
     if scheme_of(name) in {"http", "https"} or not glob.has_magic(name):
         return [_local_file(name, cache)]
     try:
-        found = listed(name)
+        found = list_places(name)
     except RefusedError as error:
         raise _unread(name, error) from None
     if not found:
@@ -177,7 +177,7 @@ def local_medium(medium: Image | Video, folder: str, cache: "MediaCache | None",
         return medium
     if isinstance(medium, tuple):
         return tuple(local_medium(frame, folder, cache) for frame in medium)
-    place = medium if is_place(medium) or not is_place(folder) else located(folder, medium)
+    place = medium if is_place(medium) or not is_place(folder) else join_place(folder, medium)
     if not is_place(place):
         return str(Path(folder, place))
     if cache is None:

@@ -33,7 +33,7 @@ from swift.template import StdTemplateInputs, Template
 from transformers import PreTrainedTokenizerFast
 
 from packplan.adapters.samples.encoder import SwiftEncoder
-from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_OF_LAYER, MediaCost, measured, untruncated
+from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_OF_LAYER, MediaCost, measure_encoded, without_truncation
 from packplan.adapters.samples.media_lengths import ImageLengths, prove_lengths
 from packplan.adapters.samples.video_reading import reads_videos
 from packplan.core.errors import RecordError
@@ -197,7 +197,7 @@ class PieceCounter:
             (part, next(tokens) if isinstance(part.content, str) else _Tokens(part.content)) for part in sample.parts
         ]
         held = [(kind, self.stand_ins[kind], number) for kind, number in sample.counts.items()]
-        if self.said(sample) != Counter({kind: one.said * number for kind, one, number in held}):
+        if self.count_media_tokens(sample) != Counter({kind: one.said * number for kind, one, number in held}):
             return None
         parts = [(part, ids) for part, ids in parts if len(ids)]
         supervised = sum(len(ids) for part, ids in parts if part.trained)
@@ -214,7 +214,7 @@ class PieceCounter:
             video_patches=patches.get("video", 0),
         )
 
-    def said(self, sample: Pieces) -> Counter[str]:
+    def count_media_tokens(self, sample: Pieces) -> Counter[str]:
         """Return the number of tokens of each kind of media in the texts of a sample."""
         texts = [part.content for part in sample.parts if isinstance(part.content, str)]
         return Counter({kind: sum(text.count(token) for text in texts) for kind, token in self._said.items()})
@@ -335,11 +335,11 @@ def prove_stand_in(template: Template, counter: PieceCounter, medium: str) -> bo
         pieces = counter.pieces(sample, **counts)
         encoded = _measure_in_full(template, sample, **counts)
         if number == 0:
-            counter.stand_ins[medium] = StandIn(0, 0, counter.said(pieces)[medium])
+            counter.stand_ins[medium] = StandIn(0, 0, counter.count_media_tokens(pieces)[medium])
             (found,) = counter.measure([pieces])
             if found is not None:
                 tokens, patches = encoded.length - found.length, encoded.patches + encoded.video_patches
-                counter.stand_ins[medium] = StandIn(tokens, patches, counter.said(pieces)[medium])
+                counter.stand_ins[medium] = StandIn(tokens, patches, counter.count_media_tokens(pieces)[medium])
         (found,) = counter.measure([pieces])
         if found != encoded:
             del counter.stand_ins[medium]
@@ -350,9 +350,9 @@ def prove_stand_in(template: Template, counter: PieceCounter, medium: str) -> bo
 def _measure_in_full(template: Template, sample: dict[str, Any], **counts: int) -> Measurement:
     """Return the measurement of a full encode."""
     media = {f"{kind}s": [STAND_INS[kind]] * number for kind, number in counts.items()}
-    with untruncated(template):
+    with without_truncation(template):
         encoded = template.encode({**sample, **media}, return_length=True)
-    return measured(template, encoded, images=counts.get("image", 0), videos=counts.get("video", 0))
+    return measure_encoded(template, encoded, images=counts.get("image", 0), videos=counts.get("video", 0))
 
 
 @attrs.frozen
@@ -470,7 +470,7 @@ class QuickMeasurer:
             self._log_once(why)
         if why or any(one.doubt for one in videos) or (images and of_images is None) or (videos and of_videos is None):
             return _Read(index, sample, kept)
-        with encoder.named(index, "an image cannot be encoded: "):
+        with encoder.naming_sample(index, "an image cannot be encoded: "):
             costs = [of_images.beyond_stand_in(one.width, one.height) for one in facts] if of_images else []
         shown = [of_videos.beyond_stand_in(one) for one in videos] if of_videos else []
         pieces = self._pieces(sample, image=len(images), video=len(videos))

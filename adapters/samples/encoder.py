@@ -18,9 +18,9 @@ from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.copies import MediaCache, local_medium
 from packplan.adapters.samples.data_set import read_messages
 from packplan.adapters.samples.files import copy_faults, open_records, sources_of
-from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial, measured
+from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial, measure_encoded
 from packplan.adapters.samples.media_files import VideoFacts, frames_of, image_facts, read_size, video_facts
-from packplan.adapters.samples.media_lengths import VideoLengths, shrunk
+from packplan.adapters.samples.media_lengths import VideoLengths, shrink_size
 from packplan.adapters.samples.template import open_template
 from packplan.adapters.samples.video_reading import (
     Sampling,
@@ -44,7 +44,7 @@ from packplan.core.samples import (
     UnusableRecordError,
     Video,
     from_row,
-    shaped,
+    read_shape,
 )
 
 IGNORED_LABEL = -100
@@ -133,16 +133,16 @@ class SwiftEncoder:
         """
         sample = self.read(index)
         images, videos = sample.get("images", ()), sample.get("videos", ())
-        with self.named(index):
+        with self.naming_sample(index):
             for image in images:
-                shrunk(*read_size(image), self.template.max_pixels)
+                shrink_size(*read_size(image), self.template.max_pixels)
         for video in videos:
             self.video_facts(index, video)
         try:
             return self.encode_messages(index, sample)
         except RecordError:
             # A damaged image is the likelier reason, and a better one.
-            with self.named(index):
+            with self.naming_sample(index):
                 for image in images:
                     read_size(image, decode=True)
             for video in videos:
@@ -171,12 +171,12 @@ class SwiftEncoder:
 
     def sample_of(self, index: int, record: object) -> dict[str, Any]:
         """Return the sample of a record that was read already, as `read` does."""
-        with self.named(index, "the record "):
-            known = shaped(record, self.spec.custom.columns)
+        with self.naming_sample(index, "the record "):
+            known = read_shape(record, self.spec.custom.columns)
             self._refuse_mixed(index, known.shape)
             sample = read_messages(known, self.spec.custom)
         folder = self.records.folder(index)
-        with self.named(index):
+        with self.naming_sample(index):
             for kind in ("images", "videos"):
                 if kind in sample:
                     held = sample[kind]
@@ -250,7 +250,7 @@ class SwiftEncoder:
         """Return the first sound record of a file, and its shape."""
         for index in indices[:_TRIED]:
             with contextlib.suppress(ValueError, RecordError):
-                known = shaped(self.records[index], self.spec.custom.columns)
+                known = read_shape(self.records[index], self.spec.custom.columns)
                 read_messages(known, self.spec.custom)
                 return index, known.shape
         return indices.start, "unknown"
@@ -285,7 +285,7 @@ class SwiftEncoder:
         Raises:
             RecordError: One cannot be read.
         """
-        with self.named(index):
+        with self.naming_sample(index):
             return tuple(image_facts(image, decode=decode) for image in images)
 
     def encode_messages(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
@@ -332,9 +332,9 @@ class SwiftEncoder:
         Return the facts of a video of sample *index*; RecordError if it cannot be used.
         """
         custom = self.spec.custom
-        with self.named(index):
+        with self.naming_sample(index):
             facts = video_facts(video, max_seconds=custom.max_video_s)
-        with self.named(index, f"the video {_video_name(video)} cannot be sampled: "):
+        with self.naming_sample(index, f"the video {_video_name(video)} cannot be sampled: "):
             size = self.video_lengths.num_bytes(facts) if self.video_lengths is not None else 0
         if size > custom.max_video_bytes:
             reason = (
@@ -363,7 +363,7 @@ class SwiftEncoder:
         Raises:
             RecordError: They cannot be decoded.
         """
-        with self.named(index):
+        with self.naming_sample(index):
             frames = frames_of(video)
             for frame in frames or ():
                 read_size(frame, decode=True)
@@ -382,7 +382,7 @@ class SwiftEncoder:
         return RecordError(str(self.records.where(index)), reason, remedy)
 
     @contextlib.contextmanager
-    def named(self, index: int, before: str = "") -> Iterator[None]:
+    def naming_sample(self, index: int, before: str = "") -> Iterator[None]:
         """
         Raise each ValueError as a RecordError that names the place of a sample.
 
@@ -397,10 +397,10 @@ class SwiftEncoder:
             key = f" (custom.{error.argument})" if isinstance(error, UnusableRecordError) and error.argument else ""
             raise self.fault(index, f"{before}{error}{key}") from None
 
-    def measured(self, index: int, encoded: dict[str, Any]) -> Measurement:
+    def measure_sample(self, index: int, encoded: dict[str, Any]) -> Measurement:
         """Measure an encoded sample; RecordError if its image tokens do not match its images."""
         counts = {"images": encoded[IMAGES.counted], "videos": encoded[VIDEOS.counted]}
-        measurement = measured(self.template, encoded, **counts)
+        measurement = measure_encoded(self.template, encoded, **counts)
         held = IMAGES.rows(encoded)
         if held not in (None, measurement.images):
             reason = f"the record has {counted(measurement.images, 'image')}, but its encoding holds {held:,}"
@@ -442,7 +442,7 @@ class SwiftEncoder:
             planned: Measurements that the plan rests on; int32, shape (num_records, num_columns).
         """
         expected = from_row(planned, index)
-        found = attrs.evolve(self.measured(index, encoded), cut=expected.cut)
+        found = attrs.evolve(self.measure_sample(index, encoded), cut=expected.cut)
         if differences := expected.differences(found):
             raise StaleError.sample(index, str(self.records.where(index)), differences)
         return encoded

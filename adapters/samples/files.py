@@ -19,9 +19,7 @@ from packplan.adapters.samples.formats.lines import CopiedRows, LinesFile
 from packplan.adapters.samples.formats.record_file import Named, RecordFile
 from packplan.adapters.samples.formats.rewriting import (
     COMMAS,
-    GZIP,
     PARQUET,
-    ZSTD,
     copy_fault,
     copy_of,
     head_of,
@@ -36,21 +34,6 @@ from packplan.core.samples import (
 _PACKED = {".gz", ".zst", ".zstd"}
 
 _ARROW = b"ARROW1"
-
-_OTHER = {
-    b"PK\x03\x04": "is a zip archive, or a table of an office program",
-    b"BZh": "is packed by bzip2",
-    b"\xfd7zXZ": "is packed by xz",
-    b"7z\xbc\xaf": "is a 7z archive",
-    b"Rar!": "is a rar archive",
-    b"\x89HDF": "is an HDF5 file",
-    b"SQLite format 3": "is a database",
-}
-"""First bytes of other files -> kind of file."""
-
-_TAR = (257, b"ustar")
-
-_NAMED = {".parquet": "Parquet", ".gz": "a gzip archive", ".zst": "a zstd archive", ".zstd": "a zstd archive"}
 
 _SHARD = re.compile(r"[-_.]?\d+(?:-of-\d+)?$")
 """End of the name of a file that is one of several parts."""
@@ -258,22 +241,14 @@ def _kind_of(path: Path, name: str) -> tuple[str, bool]:
         return "arrow", False
     if not is_packed and head.startswith(PARQUET):
         return "parquet", False
-    if head and not is_packed and (claimed := _NAMED.get(path.suffix.lower())):
-        message = f"{name} is named {path.suffix}, but is not {claimed}: get the whole file again, or rename it"
+    if b"\0" in head:
+        message = f"{name} is no text, and of no format that is read: unpack it, and name the data files in it"
         raise DataSetError(message)
-    what = next((what for start, what in _OTHER.items() if head.startswith(start)), None)
-    if head[_TAR[0] :].startswith(_TAR[1]):
-        what = "is a tar archive"
-    if what is None and head.startswith((GZIP, ZSTD, PARQUET, _ARROW)):
-        what = "holds a file that is packed itself"
     if _OVER_LINES.match(head):
         message = (
             f"{name} is pretty-printed, its first object over several lines: write each record on one line, as jq -c . "
             "does"
         )
-        raise DataSetError(message)
-    if what is not None:
-        message = f"{name} {what}: unpack it, and name the data files in it"
         raise DataSetError(message)
     suffix = Path(path.stem if is_packed else path.name).suffix.lower().removeprefix(".")
     if head and suffix in COMMAS:

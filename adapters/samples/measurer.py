@@ -20,7 +20,7 @@ from packplan.adapters.model_folder import PROCESSING_FILES
 from packplan.adapters.samples.counting import QuickMeasurer
 from packplan.adapters.samples.data_set import absolute
 from packplan.adapters.samples.encoder import SwiftEncoder
-from packplan.adapters.samples.media import untruncated
+from packplan.adapters.samples.media import without_truncation
 from packplan.adapters.samples.template import swift_types
 from packplan.adapters.versions import installed_version
 from packplan.core.config import configured_inputs
@@ -155,7 +155,7 @@ class SwiftMeasurer:
 
     def _measure_part(self, index: int) -> Measurement:
         # Whether a sample is truncated, or happens to fit exactly, shows only without the limit.
-        with untruncated(self._encoder.template):
+        with without_truncation(self._encoder.template):
             whole = self._measure_encoded(index)
         limit = self._encoder.template.max_length
         if limit is None or whole.length <= limit:
@@ -164,7 +164,7 @@ class SwiftMeasurer:
         return attrs.evolve(found, cut=found.length < whole.length)
 
     def _measure_encoded(self, index: int) -> Measurement:
-        return self._encoder.measured(index, self._encoder.encode(index))
+        return self._encoder.measure_sample(index, self._encoder.encode(index))
 
     def measure_many(
         self, indices: Sequence[int], *, in_full: bool, epoch: int | None = None

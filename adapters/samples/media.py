@@ -93,7 +93,7 @@ def patch_size_of(config: Any) -> int:
     return int(size[0] if isinstance(size, (list, tuple)) else size)
 
 
-def measured(template: Template, encoded: Encoded, *, images: int, videos: int) -> Measurement:
+def measure_encoded(template: Template, encoded: Encoded, *, images: int, videos: int) -> Measurement:
     """
     Return the measurement of an encoded sample.
 
@@ -116,7 +116,7 @@ def measured(template: Template, encoded: Encoded, *, images: int, videos: int) 
 
 
 @contextlib.contextmanager
-def untruncated(template: Template) -> Iterator[None]:
+def without_truncation(template: Template) -> Iterator[None]:
     """Let a template keep samples whole for a while."""
     limit, template.max_length = template.max_length, None
     try:
@@ -135,7 +135,7 @@ def encode_media(template: Template, **media: list[Any]) -> dict[str, Any]:
     """
     tags = "".join(f"<{kind[:-1]}>" * len(held) for kind, held in media.items())
     messages = [{"role": "user", "content": f"{tags}?"}, {"role": "assistant", "content": "."}]
-    with untruncated(template):
+    with without_truncation(template):
         return dict(template.encode({"messages": messages, **media}, return_length=True))
 
 
@@ -170,7 +170,7 @@ class MediaCost:
             encoded: A sample as its template gives it.
             videos: Videos of the sample.
         """
-        found = measured(template, encoded, images=0, videos=videos)
+        found = measure_encoded(template, encoded, images=0, videos=videos)
         return cls(found.length, found.patches + found.video_patches, found.frames)
 
     def __add__(self, other: MediaCost) -> MediaCost:

@@ -38,7 +38,7 @@ PROOF_SIZES = ((28, 28), (9, 150), (37, 411), (571, 24), (500, 333), (640, 480),
 """Widths and heights of the images that a way is compared with encodings of."""
 
 
-def shrunk(width: int, height: int, max_pixels: int | None) -> tuple[int, int]:
+def shrink_size(width: int, height: int, max_pixels: int | None) -> tuple[int, int]:
     """
     Return the size to which ms-swift shrinks an image before anything else.
 
@@ -122,7 +122,7 @@ def _image_lengths(template: Template, stands: MediaCost) -> Iterator[ImageLengt
 
     def qwen_cost(width: int, height: int) -> MediaCost:
         # Both sides are rounded to whole merged patches within the limits.
-        width, height = shrunk(width, height, most)
+        width, height = shrink_size(width, height, most)
         rows, columns = vision_process.smart_resize(height, width, factor=patch * merge)
         patches = int(rows // patch) * int(columns // patch)
         if not patches:
@@ -130,8 +130,8 @@ def _image_lengths(template: Template, stands: MediaCost) -> Iterator[ImageLengt
             raise ValueError(message)
         return MediaCost(patches // merge**2, patches)
 
-    def said_cost(width: int, height: int, unit: int = 1) -> MediaCost:
-        width, height = shrunk(width, height, most)
+    def processor_cost(width: int, height: int, unit: int = 1) -> MediaCost:
+        width, height = shrink_size(width, height, most)
         said = processor._get_num_multimodal_tokens(image_sizes=[(height, width)])  # noqa: SLF001  # no public way
         return MediaCost(int(said.num_image_tokens[0]), int(said.num_image_patches[0]) * unit)
 
@@ -141,9 +141,9 @@ def _image_lengths(template: Template, stands: MediaCost) -> Iterator[ImageLengt
         yield ImageLengths("the arithmetic of qwen_vl_utils", qwen_cost)
     if hasattr(processor, "_get_num_multimodal_tokens"):
         # What it counts is a patch, or a tile of many.
-        units = said_cost(*DUMMY_SIZE).patches
+        units = processor_cost(*DUMMY_SIZE).patches
         unit = stands.patches // units if units else 1
-        yield ImageLengths(f"what {type(processor).__name__} says of sizes", partial(said_cost, unit=unit))
+        yield ImageLengths(f"what {type(processor).__name__} says of sizes", partial(processor_cost, unit=unit))
 
 
 _LARGE = (150, 70)

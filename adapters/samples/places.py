@@ -129,7 +129,7 @@ def fetch(place: str, target: Path, *, most: int, patience: Patience) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def listed(pattern: str) -> list[str]:
+def list_places(pattern: str) -> list[str]:
     """Return the places of a pattern's files, by name; RefusedError if that cannot be asked."""
 
     def ask(system: Any, path: str) -> list[str]:

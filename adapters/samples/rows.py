@@ -19,7 +19,7 @@ from swift.template.vision_utils import _check_path, load_file
 from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.encoder import SampleSpec, SwiftEncoder
 from packplan.adapters.samples.formats.record_file import Named, RecordFile
-from packplan.adapters.samples.media import IMAGES, VIDEOS, measured
+from packplan.adapters.samples.media import IMAGES, VIDEOS, measure_encoded
 from packplan.core.errors import RecordError
 from packplan.core.samples import DataFile, Measurement, Where, digest_of
 
@@ -142,12 +142,12 @@ class RowsEncoder(SwiftEncoder):
                 encoded = dict(self.template.encode(row, return_length=True))
         return {**encoded, IMAGES.counted: len(images), VIDEOS.counted: 0}
 
-    def measured(self, index: int, encoded: dict[str, Any]) -> Measurement:  # noqa: ARG002  # its base names it
+    def measure_sample(self, index: int, encoded: dict[str, Any]) -> Measurement:  # noqa: ARG002  # its base names it
         """
         Measure an encoded sequence; videos are part of its length alone. A row of another task than
         text has one target.
         """
-        found = measured(self.template, encoded, images=encoded[IMAGES.counted], videos=0)
+        found = measure_encoded(self.template, encoded, images=encoded[IMAGES.counted], videos=0)
         return found if self._kind in {"causal_lm", "split texts"} else attrs.evolve(found, supervised=1)
 
 

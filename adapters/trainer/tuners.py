@@ -11,7 +11,7 @@ from swift.arguments.base_args.quant_args import QuantizeArguments
 from swift.arguments.tuner_args import TunerArguments
 from swift.model import get_model_info_meta
 
-from packplan.adapters.families import hears_or_speaks, trained_part
+from packplan.adapters.families import is_sound_weight, trained_part
 from packplan.adapters.samples.template import swift_model_type
 from packplan.core.config import ModelConfig, TrainingConfig, tuners_of
 from packplan.core.errors import ConfigError
@@ -55,7 +55,7 @@ def prepare_tuner(model: Any, training: TrainingConfig) -> Any:
         raise ConfigError.at(f"training.{key}", f"cannot get adapters: {error}") from error
     if hears:  # records have no sound, so no gradient reaches these weights, and DDP would wait
         for name, weight in prepared.named_parameters():
-            weight.requires_grad = weight.requires_grad and not hears_or_speaks(name)
+            weight.requires_grad = weight.requires_grad and not is_sound_weight(name)
     if not any(parameter.requires_grad for parameter in prepared.parameters()):
         key = next((key for key in _FREEZES if getattr(training, key)), "freeze_llm")
         raise ConfigError.at(f"training.{key}", "and the other freezes leave nothing to train: remove one")
@@ -156,12 +156,12 @@ def _refuse_sound(model: Any, training: TrainingConfig) -> None:
     names = [name for name, _ in model.named_parameters()]
     for key in ("trainable_parameters", "target_modules", "modules_to_save"):
         for part in getattr(training, key):
-            if hears_or_speaks(part):
+            if is_sound_weight(part):
                 raise ConfigError.at(f"training.{key}", f"has {part}, {_NO_SOUND}")
     for key in ("trainable_parameters_regex", "target_regex"):
         pattern = getattr(training, key)
         found = [] if pattern is None else [name for name in names if re.search(pattern, name)]
-        if found and all(map(hears_or_speaks, found)):
+        if found and all(map(is_sound_weight, found)):
             raise ConfigError.at(f"training.{key}", f"is {pattern}, {_NO_SOUND}")
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from packplan.adapters.model_folder import cached, download_command, is_id
+from packplan.adapters.model_folder import download_command, find_cached, is_id
 from packplan.core.errors import ConfigError, Fault
 
 
@@ -13,7 +13,7 @@ def model_path(name: str) -> Path:
     path = Path(name)
     if path.is_file() or (path / "config.json").is_file():
         return path
-    folder = cached(name) if is_id(name) else None
+    folder = find_cached(name) if is_id(name) else None
     if folder is not None:
         return folder
     reason = f"{name} is no folder with a config.json, and no config.json"

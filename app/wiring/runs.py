@@ -12,8 +12,8 @@ from typing import TypeVar
 import attrs
 
 from packplan.adapters.config.run import load_config, load_mixes, load_rl_config
-from packplan.adapters.config.trainer_keys import GRPO_TABLE, TrainerKey, device_faults, lacking, stored_keys
-from packplan.adapters.model_folder import cached, download_model, is_id, model_faults
+from packplan.adapters.config.trainer_keys import GRPO_TABLE, TrainerKey, device_faults, package_faults, stored_keys
+from packplan.adapters.model_folder import download_model, find_cached, is_id, model_faults
 from packplan.adapters.ranks.environment import require_ranks
 from packplan.adapters.samples.copies import local_files
 from packplan.adapters.samples.files import file_faults
@@ -103,7 +103,7 @@ def _with_copies(custom: CustomConfig, cache: Path) -> CustomConfig:
 def _with_model(model: ModelConfig) -> ModelConfig:
     if not is_id(model.model):
         return model
-    folder = cached(model.model) or (download_model(model.model) if model.download else None)
+    folder = find_cached(model.model) or (download_model(model.model) if model.download else None)
     # What no cache holds is refused where the folder is first needed.
     return model if folder is None else attrs.evolve(model, model=str(folder))
 
@@ -149,7 +149,7 @@ def require_inputs(config: RunConfig, *, loads: bool = False, trains: bool = Fal
         found += [Fault("custom.train_jsonl", reason) for reason in file_faults(custom.train_jsonl)]
     found += [Fault("custom.val_jsonl", reason) for reason in file_faults(custom.val_jsonl)]
     if trains:
-        found += [*lacking(config.training.trainer), *device_faults(config.training.trainer)]
+        found += [*package_faults(config.training.trainer), *device_faults(config.training.trainer)]
     if found:
         raise ConfigError("the configuration", tuple(found))
 

@@ -61,7 +61,7 @@ def fill_exactly(
         total = 0
         effort.spend(_STEPS_OF_A_BIN)
         if draws is not None:
-            total, pattern = _complete_filling(room, _some(draws, sizes, left, room), sizes, left, effort)
+            total, pattern = _complete_filling(room, _draw_fitting(draws, sizes, left, room), sizes, left, effort)
         if total < room:
             fitting = bisect_left(alive, bisect_left(negated, -room))
             found = _complete_filling(room, alive[fitting:], sizes, left, effort)
@@ -171,7 +171,7 @@ def _draws(left: list[int], seed: int) -> Iterator[int]:
         yield from np.searchsorted(ends, drawn.astype(np.int64), side="right").tolist()
 
 
-def _some(draws: Iterator[int], sizes: list[int], left: list[int], room: int) -> list[int]:
+def _draw_fitting(draws: Iterator[int], sizes: list[int], left: list[int], room: int) -> list[int]:
     """Return some drawn runs that fit, each once; fewer where few fit."""
     chosen: dict[int, None] = {}
     for _, run in zip(range(4 * NUM_DRAWN), draws, strict=False):

@@ -33,13 +33,13 @@ from packplan.core.samples.places import (
     PACKAGES,
     folder_of,
     is_place,
-    located,
+    join_place,
     place_fault,
     scheme_of,
     without_credentials,
     without_signature,
 )
-from packplan.core.samples.records import REFUSED, shaped, to_messages
+from packplan.core.samples.records import REFUSED, read_shape, to_messages
 from packplan.core.samples.shapes import MIXABLE, READ, Shaped
 from packplan.core.samples.tools import CALL, RESPONSE
 from packplan.core.samples.values import UnusableRecordError

@@ -117,7 +117,7 @@ def folder_of(place: str) -> str:
     return f"{scheme.lower()}://{rest.rpartition('/')[0] or rest}"
 
 
-def located(folder: str, path: str) -> str:
+def join_place(folder: str, path: str) -> str:
     """
     Return the place of a relative path, or *path* itself where it is absolute or a place.
 
@@ -125,7 +125,7 @@ def located(folder: str, path: str) -> str:
         folder: Folder of a place, as `folder_of` gives it.
         path: Path in a record.
 
-    >>> located("s3://bucket/data", "../images/a.png")
+    >>> join_place("s3://bucket/data", "../images/a.png")
     's3://bucket/images/a.png'
     """
     if path.startswith("/") or scheme_of(path) is not None:

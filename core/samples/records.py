@@ -104,7 +104,7 @@ def to_messages(
     if it has them.
 
     Args:
-        record: One JSON value of a data file, or what `shaped` made of it.
+        record: One JSON value of a data file, or what `read_shape` made of it.
         object_field_order: Whether each object's description or its geometry comes first.
         use_summary: Answer a dense caption with its `summary` instead of its objects.
         columns: Names of the record's keys -> the names that they have here.
@@ -119,7 +119,7 @@ def to_messages(
     >>> to_messages(record)["messages"][1]["content"]
     '[{"desc": "red dot", "bbox_2d": [1, 2, 3, 4]}]'
     """
-    record = (record if isinstance(record, Shaped) else shaped(record, columns)).record
+    record = (record if isinstance(record, Shaped) else read_shape(record, columns)).record
     _refuse_keys(record)
     images = to_images(record.get("images"), urls=urls)
     if "messages" in record:
@@ -142,7 +142,7 @@ def to_messages(
     return {"messages": messages, **{name: held for name, held in more.items() if held}, **channel}
 
 
-def shaped(record: object, columns: Mapping[str, str] | None = None) -> Shaped:
+def read_shape(record: object, columns: Mapping[str, str] | None = None) -> Shaped:
     """
     Return a record as messages, with the shape that it had; ValueError if the shape is unknown.
     """

@@ -22,7 +22,7 @@ from packplan.core.samples.media import (
     refuse_sizes,
 )
 from packplan.core.samples.tools import CALL, RESPONSE, in_text, with_blocks, with_calls
-from packplan.core.samples.values import fail, has, is_empty, parsed
+from packplan.core.samples.values import fail, has, is_empty, parse_text
 
 IMAGE_TAG = "<image>"
 
@@ -126,7 +126,7 @@ def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = N
     if has(record, "messages"):
         return _from_messages(record)
     if has(record, "objects"):
-        return Shaped(DENSE, {**record, "objects": parsed(record["objects"], "'objects'")})
+        return Shaped(DENSE, {**record, "objects": parse_text(record["objects"], "'objects'")})
     if any(has(record, name) for name in RESPONSE_KEYS):
         return _from_columns(record)
     empty = [*((name, "message") for name in MESSAGE_KEYS), ("objects", "object")]
@@ -169,7 +169,7 @@ _KINDS = {int: "a number", float: "a number", bool: "true or false", dict: "an o
 
 def _from_messages(record: Mapping[str, Any]) -> Shaped:
     """Return a record with its messages in the notation of ms-swift."""
-    messages = parsed(record["messages"], "'messages'")
+    messages = parse_text(record["messages"], "'messages'")
     if not isinstance(messages, list):
         fail(f"has 'messages' that are no list, but {_KINDS.get(type(messages), type(messages).__name__)}")
     if not messages:
@@ -347,7 +347,7 @@ def _one_of(record: Mapping[str, Any], names: Sequence[str]) -> str:
 
 def _history_messages(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the messages of a record's `history` of questions and answers."""
-    history = parsed(record["history"], "'history'") if has(record, "history") else []
+    history = parse_text(record["history"], "'history'") if has(record, "history") else []
     if not isinstance(history, list):
         fail("has a 'history' that is not a list of questions with their answers")
     for turn in history:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from packplan.core.samples.media import INLINE_IMAGE, shows_medium
-from packplan.core.samples.values import fail, is_empty, parsed, require_whole
+from packplan.core.samples.values import fail, is_empty, parse_text, require_whole
 
 CALL, RESPONSE = "tool_call", "tool"
 """Roles of a tool call and of its answer."""
@@ -34,8 +34,8 @@ def to_tools(value: object) -> list[dict[str, Any]]:
     """
     if is_empty(value):
         return []
-    listed = parsed(value, "'tools'")
-    tools = [parsed(tool, "a tool") for tool in (listed if isinstance(listed, (list, tuple)) else [listed])]
+    listed = parse_text(value, "'tools'")
+    tools = [parse_text(tool, "a tool") for tool in (listed if isinstance(listed, (list, tuple)) else [listed])]
     for tool in tools:
         described = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(described, Mapping) or not isinstance(_name_of(described), str):
@@ -163,13 +163,13 @@ def call_text(content: object) -> str:
     Raises:
         ValueError: The content is no call.
     """
-    call = parsed(content, "a call of a tool")
+    call = parse_text(content, "a call of a tool")
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         fail('has a call of a tool without a \'name\': write {"name": …, "arguments": {…}}')
     arguments = next((call[name] for name in ("arguments", "parameters") if call.get(name) is not None), None)
     if arguments is None:
         fail(f"has a call of {call['name']!r} without 'arguments': write {{}} where there are none")
-    parsed(arguments, f"the arguments of a call of {call['name']!r}")
+    parse_text(arguments, f"the arguments of a call of {call['name']!r}")
     return content if isinstance(content, str) else _as_text(content)
 
 

@@ -30,7 +30,7 @@ def has(record: Mapping[str, Any], name: str) -> bool:
     return not is_empty(record.get(name))
 
 
-def parsed(value: Any, name: str) -> Any:
+def parse_text(value: Any, name: str) -> Any:
     """Return the list or object of a text, as tables write them."""
     if not isinstance(value, str):
         return value

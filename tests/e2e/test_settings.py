@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from packplan.adapters.config.trainer_keys import TABLE, lacking, stored_keys
+from packplan.adapters.config.trainer_keys import TABLE, package_faults, stored_keys
 from packplan.adapters.trainer.arguments import leave_evaluation_out
 from packplan.adapters.trainer.keys import installed_keys
 from packplan.app import sft
@@ -60,7 +60,7 @@ def test_no_value_of_any_setting_ends_in_a_traceback():
         for value in (math.nan, -1, "zigzag", ["zigzag"], {"a": 1}, True):
             try:
                 config = configured(**{key: value})
-                if not list(lacking(config.training.trainer)):
+                if not list(package_faults(config.training.trainer)):
                     arguments_of(config)
                 taken += 1
             except ConfigError as error:

@@ -173,7 +173,7 @@ def test_each_shape_has_the_tokens_and_labels_that_ms_swift_gives_it(case, encod
         assert expected["labels"] == found["labels"]
         if "pixel_values" in expected:
             assert expected["pixel_values"].equal(found["pixel_values"])
-        assert ours.measured(index, found).length == found["length"]
+        assert ours.measure_sample(index, found).length == found["length"]
 
 
 def test_columns_have_the_names_that_ms_swift_gives_them(encoder, tmp_path):

@@ -166,7 +166,7 @@ def compare(samples, row, theirs):
     assert expected["labels"] == found["labels"]
     weights = [1.0 if label != -100 else 0.0 for label in found["labels"]]
     assert expected["loss_scale"] == found.get("loss_scale", weights)
-    assert sum(label != -100 for label in expected["labels"]) == samples.measured(0, found).supervised
+    assert sum(label != -100 for label in expected["labels"]) == samples.measure_sample(0, found).supervised
     return found
 
 

@@ -9,7 +9,7 @@ from packplan.core.samples import (
     digest_of,
     folder_of,
     is_place,
-    located,
+    join_place,
     place_fault,
     scheme_of,
     without_credentials,
@@ -65,14 +65,14 @@ def test_relative_media_stay_with_their_server(scheme, host, path, relative):
     """Whatever their path; absolute paths and other places stay what they are."""
     folder = folder_of(f"{scheme}://{host}/{path}")
 
-    found = located(folder, relative)
+    found = join_place(folder, relative)
 
     start, server, *parts = found.removeprefix(f"{scheme}:/").split("/")
     assert (start, server) == ("", host)
     assert ".." not in parts
-    assert "s3://other/a.png" == located(folder, "s3://other/a.png")
-    assert "/a.png" == located(folder, "/a.png")
-    assert f"{folder}/a/b.png" == located(folder, "./a//b.png")
+    assert "s3://other/a.png" == join_place(folder, "s3://other/a.png")
+    assert "/a.png" == join_place(folder, "/a.png")
+    assert f"{folder}/a/b.png" == join_place(folder, "./a//b.png")
 
 
 @pytest.mark.parametrize(

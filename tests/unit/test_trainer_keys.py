@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packplan.adapters.config import trainer_keys
-from packplan.adapters.config.trainer_keys import TrainerKey, as_table, lacking, stored_keys
+from packplan.adapters.config.trainer_keys import TrainerKey, as_table, package_faults, stored_keys
 
 KEYS = stored_keys()
 
@@ -108,9 +108,9 @@ def test_a_table_is_not_used_for_other_versions(monkeypatch, table):
 )  # fmt: skip
 def test_a_package_or_file_that_lacks_is_named(settings, path, says):
     """By the key that needs it; what needs none is not asked."""
-    (fault,) = lacking(settings)
+    (fault,) = package_faults(settings)
 
     assert path == fault.path
     assert says in fault.reason
     settings = {"report_to": ["none", "tensorboard"], "deepspeed": None, "fsdp_config": {"a": 1}}
-    assert [] == list(lacking({**settings, "accelerator_config": __file__}))
+    assert [] == list(package_faults({**settings, "accelerator_config": __file__}))

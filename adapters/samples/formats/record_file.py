@@ -128,7 +128,7 @@ def standing(path: Path) -> dict[str, int]:
     }  # fmt: skip
 
 
-def audited(num_records: int) -> list[int]:
+def rows_to_audit(num_records: int) -> list[int]:
     """Return the records that a start compares: spread over the file, the first and the last."""
     count = min(AUDITED, num_records)
     return sorted({place * (num_records - 1) // max(count - 1, 1) for place in range(count)})
@@ -208,7 +208,7 @@ class RecordFile:
     def _restore(self, facts: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bool:
         """Take what an earlier start found, if some records are still those; return whether."""
         self.facts, self._digests = facts, arrays["digests"].reshape(-1, DIGEST_BYTES)
-        compared = audited(len(self) if self.named.copy is None else 0)
+        compared = rows_to_audit(len(self) if self.named.copy is None else 0)
         if len(self._digests) == len(self) and all(map(self._is_kept, compared)):
             return True
         log.warning("%s is another file than its size and times say: it is read again", self.named.name)
