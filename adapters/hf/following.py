@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -129,7 +129,91 @@ class FollowsSchedule:
         return batches, num_items
 
 
-class ServesPacks(FollowsSchedule):
+@attrs.define(eq=False)
+class _TokenMean:
+    """Sum of losses and of learned tokens over this rank's batches, without repeated ones."""
+
+    batches: EvalBatches
+    expected: Iterator[list[int]] = attrs.field(init=False)
+    """Packs of the batches that are left."""
+
+    sums: torch.Tensor = attrs.field(factory=lambda: torch.zeros(2, dtype=torch.float64))
+    """Sum of losses, sum of their weights; shape (2,)."""
+
+    done: int = 0
+    weight: float = 0
+    """Weight of the batch that is computed."""
+
+    def __attrs_post_init__(self) -> None:
+        self.expected = iter(self.batches)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the next batch only fills the ranks."""
+        return not self.batches.counts(self.done)
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add the mean loss of a batch."""
+        if self.weight and not self.repeats:
+            self.sums += torch.tensor([float(loss) * self.weight, self.weight], dtype=torch.float64)
+        self.done += 1
+
+
+class EvaluatesPacks:
+    """
+    Evaluation of a trainer over packs in the order of `EvalBatches`: the loss is the mean over all
+    learned tokens, and every pack counts once.
+    """
+
+    accelerator: Any
+    args: Any
+    _evaluated: _TokenMean | None = None
+
+    def _eval_batches(self, dataloader: Any) -> EvalBatches | None:
+        """Return the batches of packs that a loader serves; None for other batches."""
+        return cast(EvalBatches, dataloader.batch_sampler)
+
+    def _weight(self, inputs: dict[str, Any]) -> float:
+        """Return the weight of a batch's mean loss: its learned tokens."""
+        return learned(inputs["labels"])
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
+        """Evaluate; over other batches than those of packs as before."""
+        if (batches := self._eval_batches(dataloader)) is None:
+            return super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]  # of the trainer's class
+        self._evaluated = evaluated = _TokenMean(batches)
+        try:
+            output = super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]
+        finally:
+            self._evaluated = None
+        refuse_other_packs([], evaluated.expected)  # none is left out
+        loss, weight = self.accelerator.reduce(evaluated.sums.to(self.args.device)).tolist()
+        name = f"{options.get('metric_key_prefix', 'eval')}_loss"
+        if weight:
+            output.metrics[name] = loss / weight
+        else:
+            del output.metrics[name]
+            log.warning("%s is left out: no sample of the evaluation has a token to learn", name)
+        return output
+
+    def _get_num_items_in_batch(self, *args: Any, **options: Any) -> Any:
+        """Return the learned tokens of a step; None in evaluation, which averages by batch."""
+        if self._evaluated is not None:
+            return None
+        return super()._get_num_items_in_batch(*args, **options)  # type: ignore[misc]
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
+        """Return loss, logits and labels of a batch, and count a pack once."""
+        if self._evaluated is None:
+            return super().prediction_step(model, inputs, *args, **options)  # type: ignore[misc]
+        refuse_other_packs([inputs], islice(self._evaluated.expected, 1))
+        self._evaluated.weight = self._weight(inputs)
+        outputs = super().prediction_step(model, inputs, *args, **options)  # type: ignore[misc]
+        self._evaluated.add(outputs[0])
+        return outputs
+
+
+class ServesPacks(EvaluatesPacks, FollowsSchedule):
     """Loaders and evaluation of packs, in a trainer of another project."""
 
     accelerator: Any
@@ -157,7 +241,6 @@ class ServesPacks(FollowsSchedule):
         self._train_packs, self._eval_packs, self._collator = packs, evaluated, collator
         ranks = {"rank": self.args.process_index, "world_size": self.args.world_size}
         self._eval_sampler = _EvalSampler(len(evaluated or ()), 1, **ranks)
-        self._evaluated: _TokenMean | None = None
         self.follow(_PlanSampler(schedule, **ranks, plan=plan, data=data, identity=self._identity()))
 
     def _identity(self) -> RunIdentity:
@@ -182,6 +265,9 @@ class ServesPacks(FollowsSchedule):
         with replaced(self, eval_dataset=self._eval_packs, data_collator=self._collator):
             return super().get_eval_dataloader()  # type: ignore[misc]
 
+    def _eval_batches(self, dataloader: Any) -> EvalBatches | None:
+        return None if self._eval_packs is None or dataloader.dataset is not self._eval_packs else self._eval_sampler
+
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         if self._eval_packs is None or eval_dataset is not self._eval_packs:
             return super()._get_eval_sampler(eval_dataset)  # type: ignore[misc]
@@ -191,37 +277,6 @@ class ServesPacks(FollowsSchedule):
         """Return the loss of a batch."""
         inputs = {key: value for key, value in inputs.items() if key != PACK}
         return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
-
-    def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
-        """Evaluate; over packs, the loss is the mean over all learned tokens."""
-        if self._eval_packs is None or dataloader.dataset is not self._eval_packs:
-            return super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]
-        self._evaluated = evaluated = _TokenMean(self._eval_sampler)
-        try:
-            output = super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]
-        finally:
-            self._evaluated = None
-        sums = self.accelerator.reduce(evaluated.sums.to(self.args.device))
-        loss = f"{options.get('metric_key_prefix', 'eval')}_loss"
-        output.metrics[loss] = (sums[0] / sums[1]).item()
-        if not sums[1]:
-            del output.metrics[loss]
-            log.warning("%s is left out: no sample of the evaluation has a token to learn", loss)
-        return output
-
-    def _get_num_items_in_batch(self, *args: Any, **options: Any) -> Any:
-        """Return the learned tokens of a step; None in evaluation, which averages by batch."""
-        if self._evaluated is not None:
-            return None
-        return super()._get_num_items_in_batch(*args, **options)  # type: ignore[misc]
-
-    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Return loss, logits and labels of a batch, and count a pack once."""
-        tokens = learned(inputs["labels"]) if self._evaluated is not None else 0
-        outputs = super().prediction_step(model, inputs, *args, **options)  # type: ignore[misc]
-        if self._evaluated is not None:
-            self._evaluated.add(outputs[0], tokens)
-        return outputs
 
 
 def add_base(trainer: Any, base: type) -> None:
@@ -242,23 +297,6 @@ class _EvalSampler(EvalBatches, BatchRebalanceSampler):
     """Batches of evaluation, one pack each, already sharded: see `_PlanSampler`."""
 
     __init__ = EvalBatches.__init__
-
-
-@attrs.define(eq=False)
-class _TokenMean:
-    """Sum of losses and of learned tokens over this rank's batches, without repeated ones."""
-
-    batches: EvalBatches
-    sums: torch.Tensor = attrs.field(factory=lambda: torch.zeros(2, dtype=torch.float64))
-    """Sum of losses, number of tokens; shape (2,)."""
-
-    done: int = 0
-
-    def add(self, loss: torch.Tensor, tokens: int) -> None:
-        """Add the mean loss of a batch's tokens."""
-        if tokens and self.batches.counts(self.done):
-            self.sums += torch.tensor([float(loss) * tokens, tokens], dtype=torch.float64)
-        self.done += 1
 
 
 @contextmanager

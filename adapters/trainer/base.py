@@ -18,7 +18,6 @@ import math
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain
@@ -27,21 +26,20 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # its usual name
 from swift.template import Template
 from swift.trainers import Seq2SeqTrainer
 from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
 from transformers import TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from packplan.adapters.attention import with_text_row
 from packplan.adapters.files import loading, saving
+from packplan.adapters.hf.following import EvaluatesPacks, replaced
 from packplan.adapters.lifeline import lost_processes_named
 from packplan.adapters.loaders.batches import EvalBatches
 from packplan.adapters.loaders.rows import PACK
-from packplan.adapters.models import evaluating, is_ruined, load_strictly, mean_size
-from packplan.adapters.progress import progress
-from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
+from packplan.adapters.models import is_ruined, load_strictly, mean_size
+from packplan.adapters.samples.encoder import VIDEO_SECONDS
 from packplan.adapters.trainer.checkpoints import files_to_state, remove_digests, write_digests
 from packplan.adapters.trainer.loader import (
     LENGTHS,
@@ -50,17 +48,15 @@ from packplan.adapters.trainer.loader import (
     PackLoader,
     Reduction,
     open_worker,
+    weightless,
 )
 from packplan.adapters.trainer.packed_dataset import PackedDataset
 from packplan.adapters.trainer_state import seal_saves
 from packplan.core.equality import Precision
-from packplan.core.errors import ConfigError, MismatchError, RunError, in_ranges
+from packplan.core.errors import ConfigError, RunError
 from packplan.core.ports import RankGroup
 
 log = logging.getLogger(__name__)
-
-_LOGIT_ROWS = 2048
-"""Rows of logits in each part of an evaluation loss, to keep float32 copies small."""
 
 _NO_INPUTS = (PACK, NORMALISER, LENGTHS, VIDEO_SECONDS)
 """Keys of a batch that no model takes."""
@@ -118,7 +114,7 @@ class SaveOnSigterm(TrainerCallback):
         self.received = True
 
 
-class PackingTrainer(Seq2SeqTrainer):
+class PackingTrainer(EvaluatesPacks, Seq2SeqTrainer):
     """
     ms-swift's trainer on packs.
 
@@ -152,7 +148,6 @@ class PackingTrainer(Seq2SeqTrainer):
         self._digested = ""
         # Loaders of training; transformers opens another one for a resumed epoch.
         self._loaders: list[PackLoader] = []
-        self._eval_batches: dict[str, int] = {}
         try:
             super().__init__(eval_dataset=eval_dataset, **options)
         except ValueError as error:
@@ -248,11 +243,9 @@ class PackingTrainer(Seq2SeqTrainer):
         return loss
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Log, with an evaluation's steps per second, which the trainer would count in samples."""
-        for prefix, batches in self._eval_batches.items():
-            if runtime := logs.get(f"{prefix}_runtime"):
-                logs[f"{prefix}_steps_per_second"] = round(batches / runtime, 3)
-        logs.pop("train_samples_per_second", None)  # counts packs
+        """Log, without the samples per second, which would count packs."""
+        for name in [name for name in logs if name.endswith("_samples_per_second")]:
+            del logs[name]
         super().log(logs, *arguments, **options)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -346,6 +339,8 @@ class PackingTrainer(Seq2SeqTrainer):
                 raise _not_finite(what, number)
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
+        if self._evaluated is not None:
+            return torch.tensor(self._evaluated.weight or 1.0, device=device)
         weights = sum(batch[NORMALISER] for batch in batch_samples)
         total = self.sum_over_ranks(torch.tensor(weights, dtype=torch.float64))
         self.has_learned |= bool(total)
@@ -356,75 +351,33 @@ class PackingTrainer(Seq2SeqTrainer):
         rest = {key: value for key, value in inputs.items() if key not in _NO_INPUTS}
         return with_text_row(super()._prepare_inputs(rest))
 
-    def evaluation_loop(
-        self, dataloader: PackLoader, *_: Any, metric_key_prefix: str = "eval", **__: Any
-    ) -> EvalLoopOutput:
-        """
-        Compute the token mean of the loss over all packs, each counted once.
+    def _weight(self, inputs: dict[str, Any]) -> float:
+        return float(inputs[NORMALISER])
 
-        If tokens have weights, it is the weighted mean. Packs that only fill the ranks have the
-        weight 0. Sums are in float64.
+    def evaluation_loop(self, dataloader: PackLoader, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> Any:
+        """
+        Evaluate as every host does, with the weights of tokens.
 
         Raises:
-            MismatchError: A pack was not counted exactly once.
-            RunError: The loss is not.
+            MismatchError: A pack is missing, or another one.
+            RunError: The loss is not finite.
         """
-        self._eval_batches = {metric_key_prefix: len(dataloader)}
-        sharded = self.is_sharded
-        model = self.model_wrapped if sharded else self.accelerator.unwrap_model(self.model, keep_torch_compile=True)
-        if not sharded and next(model.parameters()).device != self.accelerator.device:
-            model.to(self.accelerator.device)
-        sums = torch.zeros(4, dtype=torch.float64)
-        counted = torch.zeros(len(dataloader.dataset), dtype=torch.int64)
-        with evaluating(model), torch.no_grad(), self.media_hook(), self.accelerator.autocast():
-            batches = progress(dataloader, desc="evaluating", unit=" batches", on_terminal=False)
-            for number, inputs in enumerate(batches):
-                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-                batch_sums = self.token_sums(model, inputs)
-                if dataloader.batch_sampler.counts(number):
-                    sums += batch_sums
-                    counted[list(inputs[PACK])] += 1
-        num_samples = dataloader.dataset.packs.num_samples
-        packs = torch.arange(len(counted))
-        require_packs("evaluation", packs.tolist(), packs.repeat_interleave(self.sum_over_ranks(counted)).tolist())
-        loss, weight, correct, tokens = self.sum_over_ranks(sums).tolist()
-        if not math.isfinite(loss):
-            raise _not_finite(f"{metric_key_prefix}_loss", loss)
-        metrics = {
-            f"{metric_key_prefix}_loss": loss / weight if weight else float("nan"),
-            f"{metric_key_prefix}_token_acc": correct / tokens if tokens else float("nan"),
-            f"{metric_key_prefix}_tokens": int(tokens),
-        }
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)
+        # ms-swift multiplies losses by the ranks, for a mean over all: a batch has its own.
+        plain = {"average_tokens_across_devices": False, "router_aux_loss_coef": 0.0, "enable_dft_loss": False}
+        with self.media_hook(), replaced(self.args, **plain):
+            output = super().evaluation_loop(
+                dataloader, "Evaluation", prediction_loss_only=True, metric_key_prefix=metric_key_prefix
+            )
+        name = f"{metric_key_prefix}_loss"
+        if not math.isfinite(loss := output.metrics.get(name, 0.0)):
+            raise _not_finite(name, loss)
+        return output
 
-    def token_sums(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """
-        Return loss, weight, correct tokens and counted tokens of a batch; float64 of shape (4,).
-        """
-        logits, labels, weights = self.logits_and_labels(model, inputs)
-        logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(logits.device)
-        weights = weights[:, 1:].flatten().to(logits.device)
-        sums = torch.zeros(4, dtype=torch.float64)
-        for rows, targets, scale in zip(
-            *(torch.split(part, _LOGIT_ROWS) for part in (logits, labels, weights)), strict=True
-        ):
-            losses = F.cross_entropy(rows.float(), targets, ignore_index=IGNORED_LABEL, reduction="none").double()
-            kept = targets != IGNORED_LABEL
-            correct = (rows.argmax(-1) == targets) & kept
-            sums += torch.stack([(losses * scale).sum(), scale.sum(), correct.sum(), kept.sum()]).double().cpu()
-        return sums
-
-    def logits_and_labels(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """
-        Return logits as training computes them, labels, and the labels' weights in float64.
-
-        All three have the same rows.
-        """
-        with self.template.forward_context(self.model, inputs):
-            inputs = self._prepare_inputs(inputs)
-            labels, weights = inputs["labels"], inputs.get("loss_scale")
-            weights = (labels != IGNORED_LABEL) if weights is None else weights
-            return model(**model_inputs(inputs)).logits, labels, weights.double()
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+        """Return the loss of a batch; one that only fills the ranks counts in no metric."""
+        if self._evaluated is not None and self._evaluated.repeats:
+            inputs = weightless(inputs)
+        return super().prediction_step(model, inputs, *arguments, **options)
 
     @contextlib.contextmanager
     def media_hook(self) -> Iterator[None]:
@@ -465,22 +418,3 @@ def model_inputs(prepared: dict[str, Any]) -> dict[str, Any]:
     """Return the model's inputs for logits without a loss."""
     others = ("labels", "compute_loss_func", "loss_scale", "text_position_ids", "channel")
     return {key: value for key, value in prepared.items() if key not in others}
-
-
-def require_packs(what: str, planned: list[int], consumed: list[int]) -> None:
-    """
-    Raise MismatchError unless exactly the planned packs were consumed.
-
-    Args:
-        what: Name of the consumer for the message.
-        planned: Positions of the planned packs.
-        consumed: Positions of the packs that were consumed, in any order.
-    """
-    if planned == consumed:
-        return
-    wanted, found = Counter(planned), Counter(consumed)
-    missing, surplus = ((one - other).elements() for one, other in ((wanted, found), (found, wanted)))
-    counts = {"missing": tuple(missing), "surplus": tuple(surplus)}
-    lists = (in_ranges(packs, most=10) or "none" for packs in counts.values())
-    fact = "{} did not consume what was planned: packs missing {}, packs in excess {}".format(what, *lists)
-    raise MismatchError("coverage", fact, counts)

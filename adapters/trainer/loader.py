@@ -143,6 +143,13 @@ def loss_weights(
     return each[sample].view_as(labels) * counted
 
 
+def weightless(batch: Batch) -> Batch:
+    """Return a batch whose tokens weigh nothing in a loss or a metric."""
+    labels = torch.full_like(batch["labels"], IGNORED_LABEL)
+    weights = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
+    return {**batch, "labels": labels, "loss_scale": weights, NORMALISER: 0.0}
+
+
 def open_worker(number: int, *, num_workers: int, rank: int) -> None:
     """
     Set up a loader's worker process: it ends with the rank, and has its own random seed.

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from packplan.adapters.loaders.batches import EvalBatches
 from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.trainer.loader import PackLoader
 from packplan.app.wiring.runs import read_config
 from packplan.core.errors import MismatchError
 from packplan.core.samples import to_messages
@@ -200,19 +200,20 @@ def test_an_evaluation_is_the_token_mean_once(prepared, model, weighed):
     assert weighed == (len(set(weights.tolist())) > 1)
     mean = float((losses * weights).sum() / weights.sum())
 
-    num_packs = len(packed.planned["eval"].raw.packs)
+    num_packs, accuracies = len(packed.planned["eval"].raw.packs), []
     for run, batches in ((packed, num_packs), (padded, math.ceil(len(table) / 3)), (unpacked, len(table))):
         metrics = run.trainer.evaluate()
         assert batches == pytest.approx(metrics["eval_steps_per_second"] * metrics["eval_runtime"], rel=0.02)
         assert mean == pytest.approx(metrics["eval_loss"], rel=FLOAT32)
-        assert len(losses) == metrics["eval_tokens"] == table[:, 1].sum()
+        accuracies.append(metrics["eval_token_acc"])
+    assert accuracies == pytest.approx([accuracies[0]] * 3)
 
 
-def test_a_sample_that_evaluation_leaves_out_is_found(prepared, monkeypatch):
-    """Or one that counts twice: every pack is counted, over all ranks."""
-    run = prepared("qwen2", val=True)
-    plain = EvalBatches.counts
-    monkeypatch.setattr(EvalBatches, "counts", lambda batches, number: number > 0 and plain(batches, number))
+@pytest.mark.parametrize("served", [slice(1, None), slice(None, -1)])
+def test_a_pack_that_evaluation_leaves_out_is_found(prepared, monkeypatch, served):
+    """Each batch is compared with that of the plan, and none may be left."""
+    run, plain = prepared("qwen2", val=True), PackLoader.__iter__
+    monkeypatch.setattr(PackLoader, "__iter__", lambda loader: iter(list(plain(loader))[served]))
 
-    with pytest.raises(MismatchError, match=r"evaluation .*packs missing 0,"):
+    with pytest.raises(MismatchError, match="the loader's batch is pack"):
         run.trainer.evaluate()

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.trainer.base import model_inputs
 from packplan.app import check
 from packplan.app.wiring.runs import read_config
 from tests.e2e.ready import prepare
@@ -77,7 +78,8 @@ def test_dft_weighs_each_token_by_its_probability(write_run):
     trainer = ready.trainer
     with torch.no_grad():
         batch = next(iter(trainer.get_train_dataloader()))
-        logits, labels, _ = trainer.logits_and_labels(trainer.model.eval(), dict(batch))
+        inputs = trainer._prepare_inputs(dict(batch))
+        logits, labels = trainer.model.eval()(**model_inputs(inputs)).logits, inputs["labels"]
         kept = labels[0, 1:] != -100
         chosen = torch.log_softmax(logits[0, :-1].float(), -1)[kept].gather(1, labels[0, 1:][kept, None])
         expected = float((-chosen * chosen.exp()).mean())

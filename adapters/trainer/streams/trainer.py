@@ -24,10 +24,9 @@ import attrs
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
-from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.trainer.base import PackingTrainer
 from packplan.adapters.trainer.checkpoints import attention_to_state, stream_to_state, write_rank_state
-from packplan.adapters.trainer.loader import LENGTHS, NORMALISER, Batch, PackLoader
+from packplan.adapters.trainer.loader import LENGTHS, Batch, PackLoader, weightless
 from packplan.core.config import LESS_DROPPED
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import DataSetError, agree, counted
@@ -172,9 +171,7 @@ class StreamTrainer(PackingTrainer):
         """Return a pack that changes no weight, for a rank that has none left."""
         # It follows from the window and the data, so that a resumed run draws the same dropout.
         batch = window[-1] if window else self.data_collator([self.train_dataset.any_pack()])
-        labels = torch.full_like(batch["labels"], IGNORED_LABEL)
-        weights = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
-        return {**batch, "labels": labels, "loss_scale": weights, NORMALISER: 0.0, LENGTHS: ()}
+        return {**weightless(batch), LENGTHS: ()}
 
     def _no_step(self) -> str:
         packs = counted(self.args.gradient_accumulation_steps, "pack")
