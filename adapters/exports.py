@@ -261,9 +261,9 @@ class _Export:
         for number in progress(self._order.tolist(), desc=described, unit=" packs", leave=False, delay=BRIEF_S):
             pack = self._packs[number]
             samples = self._plan.packs[number]
-            for sample, row in zip(samples, pack.rows, strict=True):
+            for sample, row in zip(samples, pack, strict=True):
                 _refuse_media(f"row {sample:,}", [name for name in row if _MEDIA.search(name) and _holds(row[name])])
-            flat = flatten(pack.rows)
+            flat = flatten(pack)
             _refuse_media(f"the rows of pack {number:,}", flat.keys() - set(_BY_TOKEN))
             values = {name: flat[name][0].numpy().astype(np.int32) for name in _BY_TOKEN}
             lengths = self._plan.lengths[samples].astype(np.int32)

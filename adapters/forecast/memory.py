@@ -24,10 +24,11 @@ from transformers import Trainer
 from packplan.adapters.attention.varlen import traced_as_on_gpu
 from packplan.adapters.forecast.tracing import MemoryTracer, forget_numbers
 from packplan.adapters.loaders.positions import TYPES
+from packplan.adapters.loaders.rows import PackOfRows
 from packplan.adapters.models import local_part
 from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.trainer.base import PackingTrainer
-from packplan.adapters.trainer.packed_dataset import EncodedPack, Sample
+from packplan.adapters.trainer.packed_dataset import Sample
 from packplan.core.errors import ModelError
 from packplan.core.forecast import Kind, Sharding, StepTrace, optimizer_bytes
 
@@ -153,7 +154,7 @@ class StepTracer:
         """
         wide = {key: one.shape[1] for sample in samples for key, one in sample.items() if _is_pixels(one)}
         narrow = [{key: one[:, :1] if key in wide else one for key, one in sample.items()} for sample in samples]
-        batch: dict[str, Any] = self.trainer.data_collator([EncodedPack(0, narrow)])
+        batch: dict[str, Any] = self.trainer.data_collator([PackOfRows(narrow, 0)])
         with self._tracer.tracing():
             pixels = {key: torch.empty(len(batch[key]), width) for key, width in wide.items()}
         return batch | pixels

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, send_to_device
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches, saved_progress
 from packplan.adapters.loaders.rows import PACK, learned, refuse_other_packs
@@ -33,10 +33,31 @@ from packplan.core.surface import Plan
 log = logging.getLogger(__name__)
 
 
-class _PlanSampler(PackBatches, BatchRebalanceSampler):
-    """Batches of a rank: the trainer hands a sampler of this class on as it is, already sharded."""
+class RankLoader(DataLoader[Any]):
+    """Loader of a rank's batches, on its device, by the processes that arguments name."""
 
-    __init__ = PackBatches.__init__
+    def __init__(self, packs: Any, args: Any, **options: Any) -> None:
+        self.device = args.device
+        workers = {
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory,
+            "persistent_workers": args.dataloader_persistent_workers,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+            # Loaders draw a seed when they start. Drawn from the global generator, it would change
+            # later dropout.
+            "generator": torch.Generator(),
+        }
+        super().__init__(packs, **(workers | options))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch to the batches, and to the data set."""
+        parts: tuple[Any, ...] = (self.batch_sampler, self.dataset)
+        for part in parts:
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # no loader needs a class of iterators
+        return (send_to_device(batch, self.device) for batch in super().__iter__())
 
 
 class PackplanProgress(TrainerCallback, ExportableState):
@@ -169,21 +190,19 @@ class EvaluatesPacks:
     args: Any
     _evaluated: _TokenMean | None = None
 
-    def _eval_batches(self, dataloader: Any) -> EvalBatches | None:
-        """Return the batches of packs that a loader serves; None for other batches."""
-        return cast(EvalBatches, dataloader.batch_sampler)
-
     def _weight(self, inputs: dict[str, Any]) -> float:
         """Return the weight of a batch's mean loss: its learned tokens."""
         return learned(inputs["labels"])
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
         """Evaluate; over other batches than those of packs as before."""
-        if (batches := self._eval_batches(dataloader)) is None:
+        if not isinstance(getattr(dataloader, "batch_sampler", None), EvalBatches):
             return super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]  # of the trainer's class
-        self._evaluated = evaluated = _TokenMean(batches)
+        self._evaluated = evaluated = _TokenMean(dataloader.batch_sampler)
         try:
-            output = super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]
+            # ms-swift multiplies losses by the ranks, for a mean over all: a batch has its own.
+            with replaced(self.args, average_tokens_across_devices=False):
+                output = super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]
         finally:
             self._evaluated = None
         refuse_other_packs([], evaluated.expected)  # none is left out
@@ -240,8 +259,7 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
         """
         self._train_packs, self._eval_packs, self._collator = packs, evaluated, collator
         ranks = {"rank": self.args.process_index, "world_size": self.args.world_size}
-        self._eval_sampler = _EvalSampler(len(evaluated or ()), 1, **ranks)
-        self.follow(_PlanSampler(schedule, **ranks, plan=plan, data=data, identity=self._identity()))
+        self.follow(PackBatches(schedule, **ranks, plan=plan, data=data, identity=self._identity()))
 
     def _identity(self) -> RunIdentity:
         """Return the model, loss and settings that a resumed run has to share."""
@@ -252,26 +270,17 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
 
     def get_train_dataloader(self, *_: Any, **__: Any) -> Any:
         """Return the loader of this rank's packs."""
-        with replaced(self, train_dataset=self._train_packs, data_collator=self._collator):
-            return super().get_train_dataloader()  # type: ignore[misc]  # of the trainer's class
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:  # noqa: ARG002  # the trainer passes it
-        return self.follower
+        return self._loader(self._train_packs, self.follower)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the loader of the packs of evaluation, or of another data set as before."""
         if self._eval_packs is None or (eval_dataset is not None and eval_dataset is not self.eval_dataset):
-            return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
-        with replaced(self, eval_dataset=self._eval_packs, data_collator=self._collator):
-            return super().get_eval_dataloader()  # type: ignore[misc]
+            return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]  # of the trainer's class
+        ranks = {"rank": self.args.process_index, "world_size": self.args.world_size}
+        return self._loader(self._eval_packs, EvalBatches(len(self._eval_packs), 1, **ranks))
 
-    def _eval_batches(self, dataloader: Any) -> EvalBatches | None:
-        return None if self._eval_packs is None or dataloader.dataset is not self._eval_packs else self._eval_sampler
-
-    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        if self._eval_packs is None or eval_dataset is not self._eval_packs:
-            return super()._get_eval_sampler(eval_dataset)  # type: ignore[misc]
-        return self._eval_sampler
+    def _loader(self, packs: Any, batches: Any) -> RankLoader:
+        return RankLoader(packs, self.args, batch_sampler=batches, collate_fn=self._collator)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Return the loss of a batch."""
@@ -291,12 +300,6 @@ def require_same_rows(plan: Plan, data: str) -> None:
     if len(set(checksums)) > 1:
         fact = "the ranks have different packs or rows: give all the same rows, in the same order"
         raise MismatchError("ranks_disagree", fact, {"checksums": tuple(checksums)})
-
-
-class _EvalSampler(EvalBatches, BatchRebalanceSampler):
-    """Batches of evaluation, one pack each, already sharded: see `_PlanSampler`."""
-
-    __init__ = EvalBatches.__init__
 
 
 @contextmanager

@@ -27,10 +27,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from packplan.adapters.attention import Padding, RealTokens, computing
 from packplan.adapters.hf.following import replaced
+from packplan.adapters.loaders.rows import IGNORED_LABEL
 from packplan.core.errors import PackplanError
-
-IGNORED_LABEL = -100
-"""Label of a token that no loss counts."""
 
 Positions = Literal["columns", "counted", "ids"]
 """

@@ -6,8 +6,6 @@ from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any
 
-from torch.utils.data import IterableDataset
-
 from packplan.core.config import refusals_of
 from packplan.core.errors import ArgumentError
 
@@ -33,17 +31,10 @@ def refuse(trainer: Any) -> None:
     Check that a trainer will follow a plan.
 
     Raises:
-        ArgumentError: A setting or the data set stands against it; all are named.
+        ArgumentError: A setting stands against it; all are named.
     """
-    if reasons := [*_of_rows(trainer.train_dataset), *_of_arguments(trainer.args), *_of_ranks(trainer)]:
+    if reasons := [*_of_arguments(trainer.args), *_of_ranks(trainer)]:
         raise ArgumentError("host", f"the trainer would not follow the plan: {'; '.join(reasons)}")
-
-
-def _of_rows(rows: Any) -> Iterator[str]:
-    if rows is None:
-        yield "train_dataset is missing"
-    elif isinstance(rows, IterableDataset) or not hasattr(rows, "__len__"):
-        yield f"train_dataset is a {type(rows).__name__}, whose order no sampler decides: give rows by index"
 
 
 def _of_arguments(args: Any) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """A trainer of transformers that trains the packs of a plan, as its schedule orders them."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -52,7 +51,7 @@ def use_plan(trainer: Any, plan: Plan, *, eval_plan: Plan | None = None) -> Epoc
     train_rows = RowsOfPacks(trainer.train_dataset, plan, collate=collate)
     eval_rows = None
     if eval_plan is not None:
-        eval_rows = RowsOfPacks(_one_data_set(trainer.eval_dataset), eval_plan, collate=collate)
+        eval_rows = RowsOfPacks(trainer.eval_dataset, eval_plan, collate=collate)
     data = train_rows.inspect(num_workers=args.dataloader_num_workers).digest
     require_same_rows(plan, data)
     schedule = plan.schedule(
@@ -109,13 +108,6 @@ def _unpad_for_loss(trainer: Any) -> Unpadding:
     own_loss = type(trainer).compute_loss is Trainer.compute_loss
     hooked = (HOOKED[module] for module in model.modules() if module in HOOKED)
     return next(hooked, None) or unpad(model, logits=not own_loss)
-
-
-def _one_data_set(rows: Any) -> Any:
-    if rows is None or isinstance(rows, Mapping):
-        found = "none" if rows is None else f"{len(rows)} by name"
-        raise ArgumentError("host", f"eval_plan is of one eval_dataset, but the trainer has {found}")
-    return rows
 
 
 class _PlannedTraining(ServesPacks):

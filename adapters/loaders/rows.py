@@ -70,17 +70,18 @@ Collate = Callable[[list[Row]], Mapping[str, Any]]
 """Makes a padded batch of rows."""
 
 
-@attrs.frozen(eq=False)
-class PackOfRows:
-    """The rows of one pack."""
+class PackOfRows(list[Row]):
+    """
+    The rows of one pack: what every data set of packs serves.
 
-    pack: int
-    """Pack index in the plan."""
+    Attributes:
+        pack: Pack index in the plan.
+        lengths: Planned length of each row, by its index; empty where the data set has compared.
+    """
 
-    rows: tuple[Row, ...]
-
-    lengths: Mapping[int, int]
-    """Planned length of each row, by its index."""
+    def __init__(self, rows: Iterable[Row], pack: int, lengths: Mapping[int, int] | None = None) -> None:
+        super().__init__(rows)
+        self.pack, self.lengths = pack, lengths or {}
 
 
 class RowsOfPacks(Dataset[PackOfRows]):
@@ -119,7 +120,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
         """
         lengths = {int(index): int(self.lengths[index]) for index in self.packs[pack]}
         read = self.row if self._collate is None else self.rows.__getitem__
-        return PackOfRows(pack, tuple(map(read, lengths)), lengths)
+        return PackOfRows(map(read, lengths), pack, lengths)
 
     def row(self, index: int) -> Row:
         """Return row *index* as it is trained; errors are those of a pack."""
@@ -358,8 +359,8 @@ class PackInputs:
 
     A model with `packplan.hf.unpad` computes no padding.
 
-    >>> rows = ({"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]})
-    >>> batch = PackInputs()([PackOfRows(0, rows, {0: 2, 1: 3})])
+    >>> rows = [{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}]
+    >>> batch = PackInputs()([PackOfRows(rows, 0, {0: 2, 1: 3})])
     >>> batch["labels"].tolist()
     [[-100, 6, -100], [-100, 8, 9]]
     """
@@ -384,7 +385,7 @@ class PackInputs:
             )
             raise ArgumentError("host", fact, {"packs": len(packs)})
         (pack,) = packs
-        batch = dict(self.collate(list(pack.rows)))
+        batch = dict(self.collate(list(pack)))
         tokens, own = batch[_TOKENS], batch.get(_ATTENTION)
         if own is None and len(tokens) > 1:
             fact = "the collator pads rows, but gives no attention_mask that says which tokens are padding"

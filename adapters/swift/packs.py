@@ -10,7 +10,7 @@ import torch
 from swift.dataset import AddLengthPreprocessor, EncodePreprocessor
 from torch.utils.data import Dataset
 
-from packplan.adapters.loaders.rows import IGNORED_LABEL, PACK, RowFacts, refuse_other_length, tensor_bytes
+from packplan.adapters.loaders.rows import IGNORED_LABEL, PACK, PackOfRows, RowFacts, refuse_other_length, tensor_bytes
 from packplan.core.align import aligned_positions
 from packplan.core.errors import DataSetError
 from packplan.core.surface import Plan, plan
@@ -49,16 +49,7 @@ def facts_of(row: Mapping[str, Any]) -> tuple[bytes, int]:
     return digest.digest(), sum(label != IGNORED_LABEL for one in labels for label in one[1:]) if labels else 1
 
 
-class PackRows(list[Row]):
-    """The encoded rows of one pack."""
-
-    def __init__(self, rows: Sequence[Row], pack: int) -> None:
-        super().__init__(rows)
-        self.pack = pack
-        """Pack index in the plan."""
-
-
-class PlannedPacks(Dataset[PackRows]):
+class PlannedPacks(Dataset[PackOfRows]):
     """
     Packs of all samples of a data set of ms-swift: item k has the encoded rows of pack k.
 
@@ -124,9 +115,9 @@ class PlannedPacks(Dataset[PackRows]):
         self.packed_idx = self.plan.packs.take(repeated).tolist()
         self.packed_length = [self.packed_length[pack] for pack in repeated]
 
-    def __getitem__(self, item: int) -> PackRows:
+    def __getitem__(self, item: int) -> PackOfRows:
         """Return the rows of a pack; an error names a row that is not the planned one."""
-        return PackRows([self._row(index) for index in self.packed_idx[item]], item % len(self.plan.packs))
+        return PackOfRows([self._row(index) for index in self.packed_idx[item]], item % len(self.plan.packs))
 
     def _row(self, index: int) -> Row:
         row: Row = self._rows[index]
@@ -151,7 +142,7 @@ class PackCollator:
     def __init__(self, collate: Callable[[list[Any]], dict[str, Any]]) -> None:
         self._collate = collate
 
-    def __call__(self, packs: list[PackRows]) -> dict[str, Any]:
+    def __call__(self, packs: list[PackOfRows]) -> dict[str, Any]:
         """Return the inputs of the model for a batch of packs."""
         indices = [rows.pack for rows in packs]
         return {**self._collate(list(packs)), PACK: indices}

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from swift.trainers import Seq2SeqTrainer, mixin
+from swift.trainers import Seq2SeqTrainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from packplan.adapters.attention import NAME, with_text_row
 from packplan.adapters.hf.attention import separate_samples
-from packplan.adapters.hf.following import ServesPacks, add_base, replaced, require_same_rows
+from packplan.adapters.hf.following import ServesPacks, add_base, require_same_rows
 from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import refuse
 from packplan.adapters.hf.unpad import unpad
@@ -116,21 +116,8 @@ class _PlannedTraining(ServesPacks):
             saved_progress(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]  # of the trainer's class
 
-    def get_train_dataloader(self, *_: Any, **__: Any) -> Any:
-        """Return the loader of this rank's packs."""
-        with replaced(mixin, BatchSamplerShard=lambda *_, **__: self.follower):
-            return super().get_train_dataloader()
-
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return with_text_row(super()._prepare_inputs(inputs))  # type: ignore[misc]  # of the trainer's class
-
-    def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
-        """Evaluate; the loss of a batch of packs is its own mean, whatever the number of ranks."""
-        own = dataloader.dataset is self._eval_packs
-        # ms-swift multiplies losses that it computes itself by the ranks, for a mean over all.
-        averaged = self.args.average_tokens_across_devices and not own
-        with replaced(self.args, average_tokens_across_devices=averaged):
-            return super().evaluation_loop(dataloader, *args, **options)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         plain = self.accelerator.unwrap_model(model or self.model)

@@ -189,28 +189,18 @@ class PackingTrainer(EvaluatesPacks, Seq2SeqTrainer):
         """Return the loader of this rank's evaluation packs, in the order of the plan."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         size = self.args.per_device_eval_batch_size
-        return PackLoader(
+        return self._loader(
             dataset,
-            device=self.accelerator.device,
             batch_sampler=EvalBatches(len(dataset), size, rank=self.group.rank, world_size=self.group.world_size),
             collate_fn=Collator(self.template, self.template.data_collator, dataset.grouped),
-            # Each evaluation opens a loader, so persistent workers would pile up.
-            **(self._worker_options() | {"persistent_workers": False}),
+            persistent_workers=False,  # each evaluation opens a loader, so they would pile up
         )
 
-    def _worker_options(self) -> dict[str, Any]:
-        args = self.args
-        return {
-            "num_workers": args.dataloader_num_workers,
-            "pin_memory": args.dataloader_pin_memory,
-            "persistent_workers": args.dataloader_persistent_workers,
-            "prefetch_factor": args.dataloader_prefetch_factor,
-            "worker_init_fn": partial(open_worker, num_workers=args.dataloader_num_workers, rank=self.group.rank),
-            # Loaders draw a seed when they start. Drawn from the global generator, it would change
-            # later dropout.
-            "generator": torch.Generator(),
-            **self._maybe_multiprocessing_context(args),
-        }
+    def _loader(self, dataset: Any, **options: Any) -> PackLoader:
+        workers = self.args.dataloader_num_workers
+        start = partial(open_worker, num_workers=workers, rank=self.group.rank)
+        options |= self._maybe_multiprocessing_context(self.args)
+        return PackLoader(dataset, self.args, worker_init_fn=start, **options)
 
     def train(self, *arguments: Any, **options: Any) -> Any:
         """
@@ -362,8 +352,7 @@ class PackingTrainer(EvaluatesPacks, Seq2SeqTrainer):
             MismatchError: A pack is missing, or another one.
             RunError: The loss is not finite.
         """
-        # ms-swift multiplies losses by the ranks, for a mean over all: a batch has its own.
-        plain = {"average_tokens_across_devices": False, "router_aux_loss_coef": 0.0, "enable_dft_loss": False}
+        plain = {"router_aux_loss_coef": 0.0, "enable_dft_loss": False}
         with self.media_hook(), replaced(self.args, **plain):
             output = super().evaluation_loop(
                 dataloader, "Evaluation", prediction_loss_only=True, metric_key_prefix=metric_key_prefix

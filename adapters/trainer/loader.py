@@ -1,20 +1,20 @@
 """From packs to batches of tensors: collation, weights of tokens, and loaders."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import attrs
 import torch
-from swift.dataloader import DataLoaderShard
 from swift.template import Template
 from swift.utils import seed_worker
 
+from packplan.adapters.hf.following import RankLoader
 from packplan.adapters.lifeline import ctrl_c_kept, end_by_parent_alone, end_with_parent, hide_broken_handover
-from packplan.adapters.loaders.rows import PACK
+from packplan.adapters.loaders.rows import PACK, PackOfRows
 from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
-from packplan.adapters.trainer.packed_dataset import EncodedPack, Sample
+from packplan.adapters.trainer.packed_dataset import Sample
 from packplan.adapters.trainer.streams.dataset import Ended, ShardProgress, StreamedPack
 from packplan.adapters.trainer.vision import complete
 from packplan.core.errors import PackplanError
@@ -48,20 +48,20 @@ class Collator:
 
     reduction: Reduction = "token"
 
-    def __call__(self, items: list[EncodedPack | Ended | PackplanError]) -> Batch | Ended | PackplanError:
+    def __call__(self, items: list[PackOfRows | Ended | PackplanError]) -> Batch | Ended | PackplanError:
         """Return the batch, or the first error or end of a stream among the items."""
         packs = []
         for item in items:
             if isinstance(item, (PackplanError, Ended)):
                 return item
             packs.append(item)
-        samples = with_weights([pack.samples for pack in packs])
+        samples = with_weights(packs)
         batch = self._collate(samples if self.grouped else [one for (one,) in samples])
         scale = batch.get("loss_scale")
         weights = loss_weights(batch["labels"], self._starts(batch), reduction=self.reduction, scale=scale)
-        batch[PACK] = tuple(pack.position for pack in packs)
-        batch[LENGTHS] = tuple(sample["length"] for pack in packs for sample in pack.samples)
-        batch[VIDEO_SECONDS] = sum(sample.get(VIDEO_SECONDS, 0.0) for pack in packs for sample in pack.samples)
+        batch[PACK] = tuple(pack.pack for pack in packs)
+        batch[LENGTHS] = tuple(sample["length"] for pack in packs for sample in pack)
+        batch[VIDEO_SECONDS] = sum(sample.get(VIDEO_SECONDS, 0.0) for pack in packs for sample in pack)
         if isinstance(packs[-1], StreamedPack):
             batch[_PROGRESS] = packs[-1].progress
         batch[NORMALISER] = float(weights.sum(dtype=torch.float64))
@@ -102,14 +102,14 @@ def collated_as(template: Template, *, packed: bool) -> Iterator[None]:
         template.packing, template.padding_free = before
 
 
-def with_weights(packs: list[list[Sample]]) -> list[list[Sample]]:
+def with_weights(packs: Sequence[Sequence[Any]]) -> list[list[Sample]]:
     """
     Give all samples token weights if one of them has some.
 
     Otherwise ms-swift would join the existing weights without gaps.
     """
     if not any("loss_scale" in sample for pack in packs for sample in pack):
-        return packs
+        return list(map(list, packs))
     return [[sample if "loss_scale" in sample else _with_ones(sample) for sample in pack] for pack in packs]
 
 
@@ -165,10 +165,8 @@ def open_worker(number: int, *, num_workers: int, rank: int) -> None:
     seed_worker(number, num_workers=num_workers, rank=rank)
 
 
-class PackLoader(DataLoaderShard):
-    """
-    ms-swift's sharded loader, which raises a data set's returned errors, and passes it the epoch.
-    """
+class PackLoader(RankLoader):
+    """Loader that raises the errors of a data set, and notes the progress of a stream."""
 
     progress: tuple[ShardProgress, ...] = ()
     """
@@ -179,18 +177,12 @@ class PackLoader(DataLoaderShard):
     waited = 0.0
     """Seconds that training has waited for batches, or spent making them."""
 
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch to the sampler, and to a data set that has `set_epoch`."""
-        super().set_epoch(epoch)
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-
     def _get_iterator(self) -> Any:
         """Start the worker processes; a Ctrl-C meanwhile is raised when they are there."""
         with ctrl_c_kept():
             return super()._get_iterator()
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # see above
         self.progress = ()
         for batch in self._timed(super().__iter__()):
             if isinstance(batch, PackplanError):

@@ -3,24 +3,14 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import attrs
 from torch.utils.data import Dataset
 
+from packplan.adapters.loaders.rows import PackOfRows
 from packplan.core.errors import PackplanError
 from packplan.core.packs import Packs
 from packplan.core.samples import Table
 
 Sample = dict[str, Any]
-
-
-@attrs.frozen
-class EncodedPack:
-    """Pack of encoded samples, ready to be collated."""
-
-    position: int
-    """Index in the raw plan."""
-
-    samples: list[Sample]
 
 
 class Samples(Protocol):
@@ -30,7 +20,7 @@ class Samples(Protocol):
         """Return sample *index*, encoded; StaleError if it is not the one that was planned."""
 
 
-class PackedDataset(Dataset[EncodedPack | PackplanError]):
+class PackedDataset(Dataset[PackOfRows | PackplanError]):
     """
     Packs of encoded samples: `len` is the number of packs, and item k is pack k of the raw plan.
 
@@ -59,7 +49,7 @@ class PackedDataset(Dataset[EncodedPack | PackplanError]):
     def __len__(self) -> int:
         return self._num_packs
 
-    def __getitem__(self, pack: int | tuple[int, Sequence[int]]) -> EncodedPack | PackplanError:
+    def __getitem__(self, pack: int | tuple[int, Sequence[int]]) -> PackOfRows | PackplanError:
         """
         Return the encoded samples of one pack, or an error.
 
@@ -69,7 +59,7 @@ class PackedDataset(Dataset[EncodedPack | PackplanError]):
         """
         return self.encoded(pack, self.packs[pack]) if isinstance(pack, int) else self.encoded(*pack)
 
-    def encoded(self, position: int, samples: Sequence[int]) -> EncodedPack | PackplanError:
+    def encoded(self, position: int, samples: Sequence[int]) -> PackOfRows | PackplanError:
         """
         Return the encoded samples of a pack, or an error.
 
@@ -78,6 +68,6 @@ class PackedDataset(Dataset[EncodedPack | PackplanError]):
             samples: Samples of the pack.
         """
         try:
-            return EncodedPack(position, [self.samples.fetch(index, self.planned) for index in samples])
+            return PackOfRows([self.samples.fetch(index, self.planned) for index in samples], position)
         except PackplanError as error:
             return error

@@ -59,13 +59,8 @@ class PackTrainer(FollowsSchedule, PackingTrainer):
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the schedule skips by itself
         """Return the loader of this rank's packs, in the schedule's order of the epoch."""
-        loader = PackLoader(
-            self.train_dataset,
-            device=self.accelerator.device,
-            batch_sampler=_NamedPacks(self.follower, self.pack_stats) if self.schedule.differs else self.follower,
-            collate_fn=self.data_collator,
-            **self._worker_options(),
-        )
+        batches = _NamedPacks(self.follower, self.pack_stats) if self.schedule.differs else self.follower
+        loader = self._loader(self.train_dataset, batch_sampler=batches, collate_fn=self.data_collator)
         self._loaders.append(loader)
         return loader
 

@@ -23,7 +23,7 @@ class PlannedPacks(grain.sources.RandomAccessDataSource):
 
     def __getitem__(self, position):
         pack = self.packs[self.order[position]]
-        return {PACK: pack.pack, **{name: value.numpy() for name, value in flatten(pack.rows).items()}}
+        return {PACK: pack.pack, **{name: value.numpy() for name, value in flatten(pack).items()}}
 
 
 rows = load_from_disk(sys.argv[1])

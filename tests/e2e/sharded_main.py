@@ -7,9 +7,9 @@ import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
+from packplan.adapters.loaders.rows import PackOfRows
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.video_reading import sees_videos_apart
-from packplan.adapters.trainer.packed_dataset import EncodedPack
 from packplan.adapters.trainer.vision import DummyImage
 from packplan.app.wiring.runs import read_config
 from packplan.core.samples import column
@@ -32,7 +32,7 @@ def main(config: str, out: str, *, videos: bool = False) -> None:
     trainer, table = prepared.trainer, prepared.planned["train"].table
     kinds = list(zip(*(column(table, name) > 0 for name in ("images", "videos")), strict=True))
     batches = [
-        trainer.data_collator([EncodedPack(0, [prepared.samples["train"].encode(kinds.index(step[rank]))])])
+        trainer.data_collator([PackOfRows([prepared.samples["train"].encode(kinds.index(step[rank]))], 0)])
         for step in (STEPS_WITH_VIDEOS if videos else STEPS)
     ]
     model = trainer.model

@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
@@ -129,9 +130,15 @@ PRESSED: list[bool] = []
 os.register_at_fork(before=lambda: PRESSED and PRESSED.pop() and _thread.interrupt_main())
 
 
+ARGUMENTS = SimpleNamespace(
+    device=None, dataloader_num_workers=1, dataloader_pin_memory=False, dataloader_persistent_workers=False,
+    dataloader_prefetch_factor=None,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "start",
-    [lambda: list(PackLoader([1], num_workers=1, multiprocessing_context="fork")), lambda: Heartbeat(HashStore())],
+    [lambda: list(PackLoader([1], ARGUMENTS)), lambda: Heartbeat(HashStore())],
     ids=["loader", "heartbeat"],
 )
 def test_ctrl_c_while_processes_start_is_not_lost(start):

@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_map
 from transformers import AutoModelForMultimodalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from packplan.adapters.loaders.rows import PackOfRows
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples import counting
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.trainer import vision
-from packplan.adapters.trainer.packed_dataset import EncodedPack
 from packplan.adapters.trainer.tuners import _refuse_sound
 from packplan.adapters.trainer.vision import DummyImage
 from packplan.app.check import compare
@@ -188,7 +188,7 @@ def swap(trainer) -> None:
         with_one = [sample for sample in samples if sample.get("num_images") == 1]
         first, last = with_one[0], with_one[-1]
         first["pixel_values"], last["pixel_values"] = last["pixel_values"], first["pixel_values"]
-        return collate([EncodedPack(items[0].position, samples)])
+        return collate([PackOfRows(samples, items[0].pack)])
 
     trainer.data_collator = swapped
 
@@ -208,7 +208,7 @@ def blur(trainer) -> None:
 def loss_and_unused(prepared, index: int) -> tuple[float, set[str]]:
     """The loss of a sample, and the weights that it leaves out."""
     trainer = prepared.trainer
-    batch = trainer.data_collator([EncodedPack(0, [prepared.samples["train"].encode(index)])])
+    batch = trainer.data_collator([PackOfRows([prepared.samples["train"].encode(index)], 0)])
     trainer.model.zero_grad()
     with trainer.media_hook():
         inputs = trainer._prepare_inputs(batch)

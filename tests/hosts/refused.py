@@ -194,7 +194,9 @@ def twice(out: Path) -> None:
 
 
 CASES = {
-    "train_dataset is a Streamed": lambda out: use_plan(given(out, Streamed(), max_steps=1), PLAN),
+    "a plan needs rows by index, and a Streamed only yields them": lambda out: use_plan(
+        given(out, Streamed(), max_steps=1), PLAN
+    ),
     "include_for_metrics is set": lambda out: use_plan(given(out, include_for_metrics=["inputs"]), PLAN),
     "accelerator_config.dispatch_batches": lambda out: use_plan(
         given(out, accelerator_config={"dispatch_batches": True}), PLAN
@@ -215,7 +217,7 @@ CASES = {
     "the plan has 26 samples, but the data set 27 rows": lambda out: use_plan(
         given(out), pp.plan(PLAN.lengths[1:], 64)
     ),
-    "eval_plan is of one eval_dataset": lambda out: use_plan(
+    "the plan has 27 samples, but the data set 1 rows": lambda out: use_plan(
         given(out, eval_dataset={"a": ROWS}), PLAN, eval_plan=PLAN
     ),
     "sample 3 (row 3) is not the one that was planned": changed,

@@ -3,14 +3,15 @@ Iterable data set that packs samples as they come, each on one rank and one work
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import attrs
 from torch.utils.data import IterableDataset, get_worker_info
 
+from packplan.adapters.loaders.rows import PackOfRows
 from packplan.adapters.samples.encoder import SwiftEncoder
-from packplan.adapters.trainer.packed_dataset import EncodedPack, Sample
+from packplan.adapters.trainer.packed_dataset import Sample
 from packplan.core.errors import Difference, PackplanError, StaleError
 from packplan.core.lengths import IntArray
 from packplan.core.stream import (
@@ -93,12 +94,12 @@ class ShardProgress:
     state: ShardState
 
 
-@attrs.frozen
-class StreamedPack(EncodedPack):
-    """Pack of a stream."""
+class StreamedPack(PackOfRows):
+    """Pack of a stream, with the progress of its shard after it."""
 
-    progress: ShardProgress
-    """Progress of its shard after this pack."""
+    def __init__(self, samples: Iterable[Sample], pack: int, progress: ShardProgress) -> None:
+        super().__init__(samples, pack)
+        self.progress = progress
 
 
 @attrs.frozen
@@ -150,11 +151,11 @@ class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
         parts = [self._places(shard, len(shards))[state.read :] for shard, state in enumerate(shards)]
         return sum(map(len, parts)) + len({item.place for state in shards for item in state.waiting})
 
-    def any_pack(self) -> EncodedPack:
+    def any_pack(self) -> PackOfRows:
         """Return a pack of one of the epoch's first records, for a rank without packs."""
         samples = (self.stream.encode(Item(place)) for place in range(len(self.stream)))
         limit, allows_long = self.options.packing_length, self.options.allow_single_long
-        return EncodedPack(0, [next(sample for sample in samples if allows_long or sample["length"] < limit)])
+        return PackOfRows([next(sample for sample in samples if allows_long or sample["length"] < limit)], 0)
 
     def __iter__(self) -> Iterator[StreamedPack | Ended | PackplanError]:
         """Yield packs as they fill."""
@@ -180,7 +181,7 @@ class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
             while state.packs:
                 pack, state = take_pack(state, options=self.options)
                 samples = [self._sample(item, encoded) for item in pack]
-                yield StreamedPack(position, samples, ShardProgress(shard, state))
+                yield StreamedPack(samples, position, ShardProgress(shard, state))
                 position += 1
             if state.ahead:
                 item, before = state.ahead[0], len(state.buffer)

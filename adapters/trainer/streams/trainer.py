@@ -115,7 +115,7 @@ class StreamTrainer(PackingTrainer):
         self._lengths: list[tuple[int, ...]] = []
         self._epoch, self._first_step = self.start.epoch, self.start.step - self.start.epoch_step
         self._left_over: list[tuple[int, ...]] = []
-        self._loader: PackLoader
+        self._served: PackLoader
         workers = options["args"].dataloader_num_workers
         super().__init__(**options)
         # ms-swift leaves a data set without a length one worker; this one shares its samples out.
@@ -124,15 +124,9 @@ class StreamTrainer(PackingTrainer):
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # a stream resumes by itself
         """Return the loader of this rank's packs, which come as they fill."""
-        self._loader = PackLoader(
-            self.train_dataset,
-            device=self.accelerator.device,
-            batch_size=1,
-            collate_fn=self.data_collator,
-            # Persistent workers would not learn of the next epoch.
-            **(self._worker_options() | {"persistent_workers": False}),
-        )
-        return self._loader
+        # Persistent workers would not learn of the next epoch.
+        self._served = self._loader(self.train_dataset, collate_fn=self.data_collator, persistent_workers=False)
+        return self._served
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         """Return numbers that end training after `max_steps`, or after whole epochs."""
@@ -194,7 +188,7 @@ class StreamTrainer(PackingTrainer):
         else:
             self._first_step = self.state.global_step
             self.train_dataset.resume(RankState())
-        self._left_over, self._loader.progress = [], ()
+        self._left_over, self._served.progress = [], ()
         self._show_no_total()
         self.seconds_since_reading()
         step = self.state.global_step
@@ -212,7 +206,7 @@ class StreamTrainer(PackingTrainer):
         self._log_epoch(StreamCounts(*summed), 0.0 if self._is_over else 1 - left / len(self.train_dataset.stream))
         self._earlier += counts
         self.train_dataset.resume(RankState())
-        self._left_over, self._loader.progress = [], ()
+        self._left_over, self._served.progress = [], ()
 
     def _log_epoch(self, total: StreamCounts, share: float) -> None:
         """Log an epoch, of which a *share* was trained if training ends in it."""
@@ -244,7 +238,7 @@ class StreamTrainer(PackingTrainer):
     def _shards(self) -> tuple[ShardState, ...]:
         """Return the progress of this rank's shards in the current epoch, up to the last pack."""
         shards = [*self.train_dataset.start.shards] or [ShardState()] * max(1, self.args.dataloader_num_workers)
-        for one in self._loader.progress:
+        for one in self._served.progress:
             shards[one.shard] = one.state
         return tuple(shards)
 
@@ -274,7 +268,7 @@ class StreamTrainer(PackingTrainer):
         """Return the progress of this rank after the last step."""
         if self._is_over:
             return RankState(earlier=self._earlier + self._epoch_counts(), trained=self._trained)
-        shards, last = self._shards(), self._loader.progress[-1:]
+        shards, last = self._shards(), self._served.progress[-1:]
         following = (last[0].shard + 1) % len(shards) if last else self.train_dataset.start.next_shard
         return RankState(shards, following, self._earlier, self._trained)
 
