@@ -28,7 +28,6 @@ from packplan.adapters.loaders.rows import PackOfRows
 from packplan.adapters.models import local_part
 from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.trainer.base import PackingTrainer
-from packplan.adapters.trainer.packed_dataset import Sample
 from packplan.core.errors import ModelError
 from packplan.core.forecast import Kind, Sharding, StepTrace, optimizer_bytes
 
@@ -87,7 +86,7 @@ class StepTracer:
             self._update = self._of_update([one for one in trainer.model.parameters() if one.requires_grad])
         gc.collect()  # an optimizer refers to itself
 
-    def step(self, samples: Sequence[Sample]) -> StepTrace:
+    def step(self, samples: Sequence[dict[str, Any]]) -> StepTrace:
         """
         Trace a step on a pack; ModelError, which says where, if the model cannot be traced.
 
@@ -126,7 +125,7 @@ class StepTracer:
         return int(getattr(config, "max_position_embeddings", None) or _MOST_TOKENS)
 
     @staticmethod
-    def of_length(samples: Sequence[Sample], tokens: int) -> list[Sample]:
+    def of_length(samples: Sequence[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
         """
         Return samples of a pack of so many tokens: the given ones that fit, repeated, and text.
 
@@ -138,7 +137,7 @@ class StepTracer:
         """
         length = sum(one["length"] for one in samples)
         share = sum(label != IGNORED_LABEL for one in samples for label in one["labels"]) / length
-        chosen: list[Sample] = []
+        chosen: list[dict[str, Any]] = []
         for sample in chain.from_iterable(
             repeat(sorted(samples, key=lambda one: int(one["length"])), 1 + tokens // length)
         ):
@@ -147,7 +146,7 @@ class StepTracer:
                 tokens -= sample["length"]
         return [*chosen, _text(samples[0], tokens, share)] if tokens else chosen
 
-    def _batch(self, samples: Sequence[Sample]) -> dict[str, Any]:
+    def _batch(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """
         Return the batch of a pack as the collator makes it; pixels have one column until then, or
         long packs would fill this machine's memory.
@@ -207,10 +206,10 @@ class StepTracer:
         ).peak().total  # fmt: skip
 
 
-def _text(sample: Sample, tokens: int, share: float) -> Sample:
+def _text(sample: dict[str, Any], tokens: int, share: float) -> dict[str, Any]:
     """Return a sample of text alone, with the keys of another one."""
     token, with_loss = int(sample["input_ids"][-1]), round(share * tokens)
-    text: Sample = {
+    text: dict[str, Any] = {
         "input_ids": [token] * tokens,
         "labels": [IGNORED_LABEL] * (tokens - with_loss) + [token] * with_loss,
         "length": tokens,

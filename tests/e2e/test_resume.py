@@ -69,42 +69,25 @@ EPOCH_END = -1
 
 SHORT = {"weight_decay": 0.1, "lr_scheduler_type": "constant", "learning_rate": "5e-3", "logging_steps": 1,
          "report_to": "none", "gradient_checkpointing": False, "dataloader_num_workers": 0}  # fmt: skip
-"""Keys of the runs of `trained` and `adapted`, beside `KEYS`."""
+"""Keys of the runs of `trained`, beside `KEYS`."""
 
 LORA = {"tuner_type": "lora", "lora_dropout": 0.2}
 
 
 @pytest.fixture(scope="module")
-def start(demo, tmp_path_factory):
-    """Return a function that trains `qwen2`; it returns sections, checkpoint folder, result."""
+def trained(demo, tmp_path_factory):
+    """Return sections, checkpoint folder and result of a run of `qwen2` with two checkpoints."""
     messages = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "blue circle " * 7}]
-
-    def run(**keys):
-        folder = tmp_path_factory.mktemp("trained")
-        (folder / "text.jsonl").write_text(f"{json.dumps({'messages': messages})}\n" * 16)
-        sections = {
-            "model": {"model": str(demo / "models" / "qwen2")},
-            "template": {"max_length": 128, "system": "You look at scenes."},
-            "custom": {"train_jsonl": str(folder / "text.jsonl")},
-        }
-        training_keys = {**KEYS, **SHORT, "output_dir": str(folder / "run"), **keys}
-        (folder / "run.yaml").write_text(yaml.safe_dump({**sections, "training": training_keys}))
-        return sections, folder / "run", train(read_config(folder / "run.yaml"), OneRank())
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def trained(start):
-    """Return what `start` gives of a run with two checkpoints."""
-    return start(max_steps=2)
-
-
-@pytest.fixture(scope="module")
-def adapted(start):
-    """Return the sections of a run of adapters, and its checkpoint."""
-    sections, folder, _ = start(**LORA, max_steps=1)
-    return sections, folder / "checkpoint-1"
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.jsonl").write_text(f"{json.dumps({'messages': messages})}\n" * 16)
+    sections = {
+        "model": {"model": str(demo / "models" / "qwen2")},
+        "template": {"max_length": 128, "system": "You look at scenes."},
+        "custom": {"train_jsonl": str(folder / "text.jsonl")},
+    }
+    training_keys = {**KEYS, **SHORT, "output_dir": str(folder / "run"), "max_steps": 2}
+    (folder / "run.yaml").write_text(yaml.safe_dump({**sections, "training": training_keys}))
+    return sections, folder / "run", train(read_config(folder / "run.yaml"), OneRank())
 
 
 @pytest.mark.parametrize(
@@ -303,10 +286,10 @@ def test_a_model_of_a_hub_is_known_by_its_name_in_another_trainer(demo):
     assert {} == known("")
 
 
-def test_a_model_is_known_by_its_files(adapted, write_run, demo, tmp_path):
+def test_a_model_is_known_by_its_files(trained, write_run, demo, tmp_path):
     """Wherever they stand; one changed number of a weight is another model."""
-    sections, checkpoint = adapted
-    keys = {**KEYS, **SHORT, **LORA, "resume_from_checkpoint": str(checkpoint)}
+    sections, folder, _ = trained
+    keys = {**KEYS, **SHORT, "resume_from_checkpoint": str(folder / "checkpoint-1")}
     other = tmp_path / "other"
     shutil.copytree(demo / "models" / "qwen2", other)
     config = read_config(write_run(training=keys, **{**sections, "model": {"model": str(other)}}))
