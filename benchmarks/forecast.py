@@ -111,6 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="on a machine that others use, processor time is that of a quiet one, if nothing waits (default: wall)",
     )  # fmt: skip
     add_number(parser, "--seed", 1, "of the packs that are left out")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -127,8 +128,8 @@ def run(options: argparse.Namespace) -> None:
         )
     note = (
         f"Qwen2.5-VL of random weights, width {options.width}, {options.layers} layers; packs of {options.pack:,}; "
-        f"{options.samples} samples of each kind; seed {options.seed}; load {os.getloadavg()[0]:.1f}; "
-        f"{options.clock} time"
+        f"{options.samples} samples of each kind; {options.device}; seed {options.seed}; "
+        f"load {os.getloadavg()[0]:.1f}; {options.clock} time"
     )
     packages = ("torch", "transformers", "ms-swift")
     show(rows, COLUMNS, left={"setting"}, as_json=options.json, notes=[note], packages=packages)
@@ -186,7 +187,7 @@ def _config(case: Case, folder: Path, data: Path, options: argparse.Namespace) -
             effective_batch_size=4,
             tuner_type=case.tuner,  # type: ignore[arg-type]  # one of the names
             trainer={
-                "use_cpu": True,
+                "use_cpu": options.device == "cpu",
                 "gradient_checkpointing": case.checkpointing,
                 "save_strategy": "no",
                 "report_to": [],

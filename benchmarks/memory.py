@@ -1,5 +1,6 @@
 """
-Forecast peaks of memory beside those of the CPU's allocator, as torch's profiler records them.
+Forecast peaks of memory beside those of the allocator, as torch's profiler records them on a CPU,
+or CUDA's allocator itself.
 
 Each setting trains two epochs over all packs of a plan: one rank by the real trainer, two ranks
 under DDP, or as accelerate wraps FSDP 2. The forecast is that of `packplan plan fit` for the
@@ -110,6 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--max-length", 1024, "packing length in tokens")
     add_number(parser, "--samples", 48, "samples of the data")
     add_number(parser, "--seed", 1, "of the data")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda has one rank (default: cpu)")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -119,7 +121,7 @@ def run(options: argparse.Namespace) -> None:
         folder = Path(name)
         run_in_child(partial(_write, folder, options), limit_s=LIMIT_S)
         for chosen in options.settings:
-            config = _config(SETTINGS[chosen], folder, options.max_length)
+            config = _config(SETTINGS[chosen], folder, options)
             rows.append(_row(SETTINGS[chosen], config))
             bar.update()
     errors = [abs(row.error) for row in rows]
@@ -142,10 +144,10 @@ def _write(folder: Path, options: argparse.Namespace) -> None:
         write_training_data(folder, kind, options.samples, seed=options.seed)
 
 
-def _config(setting: Setting, folder: Path, max_length: int) -> RunConfig:
+def _config(setting: Setting, folder: Path, options: argparse.Namespace) -> RunConfig:
     return RunConfig(
         model=ModelConfig(model=str(folder / setting.family)),
-        template=TemplateConfig(max_length=max_length),
+        template=TemplateConfig(max_length=options.max_length),
         custom=CustomConfig(train_jsonl=(str(folder / f"{setting.family}.jsonl"),)),
         training=TrainingConfig(
             output_dir=str(folder / setting.name),
@@ -154,7 +156,7 @@ def _config(setting: Setting, folder: Path, max_length: int) -> RunConfig:
             num_train_epochs=_EPOCHS,
             tuner_type=setting.tuner,  # type: ignore[arg-type]  # of the table
             trainer={
-                "use_cpu": True,
+                "use_cpu": options.device == "cpu",
                 "bf16": setting.bf16,
                 "gradient_checkpointing": setting.checkpointing,
                 "save_strategy": "no",
@@ -196,6 +198,11 @@ def _measured(config: RunConfig) -> int:
     from packplan.app.sft.train import prepare
 
     trainer, _ = prepare(config, OneRank())
+    if not config.training.trainer["use_cpu"]:
+        import torch
+
+        trainer.train()
+        return torch.cuda.max_memory_allocated()
     return allocator_peak((*trainer.model.parameters(), *trainer.model.buffers()), trainer.train)
 
 

@@ -5,8 +5,8 @@ They are TRL's, transformers' with its own loss, and ms-swift's.
 
 Each way trains the same model on the same rows in a process of its own. The lengths of rows have a
 heavy tail. Answers of GRPO are drawn by the benchmark, alike in both ways, and no model is asked
-for them. Processor times are those of the steps after the first. The peak counts the bytes of all
-tensors at once.
+for them. Times are those of the steps after the first: of the processor, or on a GPU, whose steps
+compute in bfloat16, of the clock. The peak counts the bytes of all tensors at once.
 """
 
 import argparse
@@ -52,12 +52,12 @@ class UnpadRow:
     """Positions of the steps with padding."""
 
     padded_s: float
-    """Processor seconds of the steps as they are."""
+    """Seconds of the steps as they are."""
 
     packed_s: float
 
     balanced_s: float | None
-    """Processor seconds in microbatches by tokens, without padding; None where they are refused."""
+    """Seconds in microbatches by tokens, without padding; None where they are refused."""
 
     peak: float
     """Peak of tensors without padding, over the one with it."""
@@ -66,7 +66,7 @@ class UnpadRow:
     """Peak of tensors in microbatches by tokens, over the one with padding."""
 
     row_s: float | None
-    """Processor seconds of batches that the collator packs into one row; None but for `Trainer`."""
+    """Seconds of batches that the collator packs into one row; None but for `Trainer`."""
 
     row_peak: float | None
     """Peak of tensors of such a row, over the one with padding."""
@@ -88,6 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=512, help="hidden size of the model (default: 512)")
     parser.add_argument("--max-tokens", type=int, default=2048, help="tokens of a microbatch (default: 2,048)")
     parser.add_argument("--longest", type=int, default=500, help="tokens of the longest text (default: 500)")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model (default: 4)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -129,7 +131,7 @@ def _apart(found: list[float], expected: list[float]) -> float:
 
 def _train(host: str, *, way: str, options: argparse.Namespace) -> dict[str, Any] | None:
     """
-    Train some steps; return their losses, norms and processor time, and the peak of one more.
+    Train some steps; return their losses, norms and time, and the peak of one more.
 
     None where the trainer's loss does not go by tokens, or its collator makes no row.
     """
@@ -155,7 +157,7 @@ def _train(host: str, *, way: str, options: argparse.Namespace) -> dict[str, Any
                 balance(trainer, max_tokens=options.max_tokens)
         except ArgumentError:
             return None
-        steps = _Steps(trainer, options.steps)
+        steps = _Steps(trainer, options.steps, on_gpu=options.device == "cuda")
         trainer.train()
     counts = [
         (one.counts.real - real, one.counts.padded - padded) for one, (real, padded) in zip(hooks, before, strict=True)
@@ -169,8 +171,8 @@ def _train(host: str, *, way: str, options: argparse.Namespace) -> dict[str, Any
 class _Steps:
     """Steps of a trainer: the first warms up, and the tensors of the last are counted."""
 
-    def __init__(self, trainer: Any, timed: int) -> None:
-        self.seconds, self.peak = 0.0, 0
+    def __init__(self, trainer: Any, timed: int, *, on_gpu: bool) -> None:
+        self.seconds, self.peak, self._on_gpu = 0.0, 0, on_gpu
         self.losses: list[float] = []
         self.norms: list[float] = []
         self._model, self._step, self._timed = trainer.model, trainer.training_step, timed
@@ -185,13 +187,21 @@ class _Steps:
                 loss = self._step(*arguments)
             self.peak = mode.peak
             return loss
-        start = time.process_time()
+        start = self._now()
         loss = self._step(*arguments)
-        self.seconds += (time.process_time() - start) * bool(self.losses)
+        self.seconds += (self._now() - start) * bool(self.losses)
         self.losses.append(float(loss))
         squares = (one.grad.double().square().sum() for one in self._model.parameters() if one.grad is not None)
         self.norms.append(float(sum(squares)) ** 0.5)
         return loss
+
+    def _now(self) -> float:
+        if not self._on_gpu:
+            return time.process_time()
+        import torch
+
+        torch.cuda.synchronize()
+        return time.perf_counter()
 
 
 def _lengths(draw: random.Random, longest: int) -> Iterator[int]:
@@ -226,7 +236,7 @@ def _trainer(host: str, folder: str, options: argparse.Namespace) -> Any:  # noq
 
     config = AutoConfig.for_model(
         "qwen2", vocab_size=2048, hidden_size=options.width, intermediate_size=options.width * 11 // 4,
-        num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=4096,
+        num_hidden_layers=options.layers, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=4096,
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
     )  # fmt: skip
 
@@ -244,8 +254,8 @@ def _trainer(host: str, folder: str, options: argparse.Namespace) -> Any:  # noq
         return _swift(host.removeprefix("swift-"), folder, chats, options)
     common = {
         "output_dir": folder, "per_device_train_batch_size": options.rows, "max_steps": options.steps + 2,
-        "use_cpu": True, "report_to": [], "logging_steps": 1, "learning_rate": 1e-3, "seed": 1, "bf16": False,
-        "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False,
+        "use_cpu": options.device == "cpu", "report_to": [], "logging_steps": 1, "learning_rate": 1e-3, "seed": 1,
+        "bf16": options.device == "cuda", "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False,
     }  # fmt: skip
     given: dict[str, Any] = {"processing_class": tokenizer}
     if host == "dpo":

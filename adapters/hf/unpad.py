@@ -138,30 +138,36 @@ def _why_not(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor,
         try:
             calls = hooks.counts.calls
             with torch.no_grad():
-                found = _run(model, stack.module, batch)
+                found, limit, typical = _run(model, stack.module, batch)
                 if hooks.counts.calls == calls:
                     return "it is given no mask of rows and positions"
                 with native_attention(model, native), hooks.paused():
-                    expected = _run(model, stack.module, batch)
+                    expected, *_ = _run(model, stack.module, batch)
             is_sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
             isolation = 0.0 if is_sharded else _isolation(stack.module, ids, mask)
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
             return " ".join(f"it raises {type(error).__name__}: {error}".split())[:300]
     kept = ([row[real] for row, real in zip(states.float(), own, strict=True)] for states in (found, expected))
-    worst = max(compare_values(*kept, typical=rounds_choices(model)))
-    return ProbeResult(isolation, worst).why_not(limit=limit_of(model))
+    worst = max(compare_values(*kept, typical=typical))
+    return ProbeResult(isolation, worst).why_not(limit=limit)
 
 
-def _run(model: Any, module: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """Return the last hidden state of a model's text stack for a batch."""
-    states: list[Any] = []
-    hook = module.register_forward_hook(lambda _, __, output: states.append(output[0]))
+def _run(model: Any, module: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, float, bool]:
+    """
+    Return the last hidden state of a model's text stack for a batch, its limit of differences, and
+    whether typical tokens are compared.
+
+    The limit is asked for inside of the call, since accelerate turns on autocast there.
+    """
+    found: list[tuple[torch.Tensor, float, bool]] = []
+    hook = module.register_forward_hook(
+        lambda _, __, output: found.append((output[0], limit_of(model), rounds_choices(model)))
+    )
     try:
         model(**batch, use_cache=False)
     finally:
         hook.remove()
-    state: torch.Tensor = states[-1]
-    return state
+    return found[-1]
 
 
 def _isolation(module: Any, ids: torch.Tensor, mask: torch.Tensor) -> float:

@@ -9,10 +9,12 @@ returns the largest difference that rounding explains, for a model of any size.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import attrs
 import torch
+import torch._functorch.config as functorch_config
 import torch.nn.functional as F  # noqa: N812  # its usual name
 
 from packplan.adapters.loaders.rows import IGNORED_LABEL
@@ -114,7 +116,7 @@ def watch_pass(
         ModelError: There are no logits for each token.
     """
     given = dict(inputs)
-    with watching(model, given, shape) as watched:
+    with watching(model, given, shape) as watched, _kept_graphs():
         return watched, logits_of((call or model)(**given), shape)
 
 
@@ -175,7 +177,7 @@ def run_alone(
     total: Gradients = {}
     norms, found = 0.0, []
     for sample in reversed(samples):
-        with torch.set_grad_enabled(gradients is not None):
+        with torch.set_grad_enabled(gradients is not None), _kept_graphs():
             logits = logits_of((call or model)(**sample.inputs), (1, len(sample.targets)))
             one = outcome_of(model, [logits[0]], [sample], gradients=gradients, keep=keep)
         norms += add_gradients(total, one.gradients)
@@ -266,10 +268,19 @@ def logits_of(output: Any, shape: Shape) -> torch.Tensor:
     return logits.reshape(rows, tokens, -1)
 
 
+def _kept_graphs() -> AbstractContextManager[None]:
+    """Compile so that a graph may be asked for gradients more than once, as flex attention's is."""
+    kept: AbstractContextManager[None] = functorch_config.patch(donated_buffer=False)
+    return kept
+
+
 def precision_of(model: torch.nn.Module) -> Precision:
-    """Return the precision of a model's weights."""
+    """Return the precision of a model's products: that of autocast inside of it, else of the weights."""
     names: dict[torch.dtype, Precision] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
-    return names.get(next(model.parameters()).dtype, "float32")
+    weight = next(model.parameters())
+    device = weight.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return names.get(autocast or weight.dtype, "float32")
 
 
 def limit_of(model: torch.nn.Module, precision: Precision | None = None, *, experts: bool = True) -> float:

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
@@ -193,6 +194,20 @@ def test_only_labels_of_next_tokens_are_packed(kind):
     between = batch_of(padded() * (torch.arange(POSITIONS) % 5 != 3))
     for one in (between, batch | {"logits_to_keep": torch.arange(POSITIONS)}):
         assert (ROWS, POSITIONS) == model(**one).logits.shape[:2]
+
+
+def test_a_model_under_autocast_is_probed_by_its_rounding():
+    """As accelerate wraps a trainer's reference model in 16 bits, whose weights are float32."""
+    model = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(build("qwen2"), evaluation_mode=True)
+
+    hooks, batch = unpad(model), batch_of(padded())
+
+    with torch.no_grad():
+        found = model(**batch).logits
+        with hooks.paused():
+            due = model(**batch).logits
+    own = batch["attention_mask"].bool()
+    torch.testing.assert_close(found[own], due[own], atol=2e-2, rtol=2e-2)
 
 
 def test_a_copy_is_refused_by_name():
