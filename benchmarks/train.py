@@ -15,16 +15,27 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 import attrs
 
+from benchmarks.child import Child, NotMeasuredError, run_in_child
 from benchmarks.options import add_names, add_number
 from benchmarks.table import Columns, show
 from benchmarks.work import position_flops
+from packplan.adapters.progress import progress
 from packplan.app.cli.command import positive_number
+from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.work import WorkModel
+
+LIMIT_S = 3600.0
+"""Seconds of a preparation or an epoch after which a process is ended."""
 
 PADDED, SORTED = "padded", "padded-sorted"
 """Ways that the others are compared with."""
@@ -217,9 +228,6 @@ def model_width(text: str) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, then print."""
-    # Seconds to load, for this benchmark alone.
-    from benchmarks.training import measure_training
-
     setting = Setting(options.device, options.width, options.layers, options.samples, options.rounds)
     rows = measure_training(setting, kinds=options.kinds, budgets=options.packs, ways=options.ways)
     notes = [sentence for row in rows if row.way == "packed" for sentence in _sentences(row)]
@@ -229,6 +237,112 @@ def run(options: argparse.Namespace) -> None:
     )
     left, packages = {"samples", "way", "attention"}, ("torch", "transformers", "ms-swift")
     show(rows, COLUMNS, left=left, as_json=options.json, notes=notes, packages=packages)
+
+
+def measure_training(
+    setting: Setting, *, kinds: Sequence[str], budgets: Sequence[int], ways: Sequence[str]
+) -> list[TrainRow]:
+    """
+    Train each kind of samples at each packing length in each way, the ways in turn.
+
+    Args:
+        setting: Options that all cases share.
+        kinds: `text`, `images` or both.
+        budgets: Packing lengths in tokens.
+        ways: Names in `WAYS`.
+
+    Raises:
+        NotMeasuredError: A process failed, or there is no such device.
+    """
+    if setting.device == "cpu":
+        import benchmarks.training  # noqa: F401  # libraries that take seconds, for all processes
+    elif not run_in_child(_sees_gpu, limit_s=LIMIT_S):
+        raise NotMeasuredError("--device cuda: torch sees no GPU on this machine")
+    rows: list[TrainRow] = []
+    epochs = len(kinds) * len(budgets) * len(ways) * (setting.rounds + 1)
+    with TemporaryDirectory() as name, progress(total=epochs, desc="training", leave=False) as bar:
+        folder = Path(name)
+        run_in_child(partial(_write, folder, setting, kinds), limit_s=LIMIT_S)
+        for kind, budget in product(kinds, budgets):
+            config = _config(setting, folder, folder / f"{kind}.jsonl", budget)
+            size = run_in_child(partial(_samples_of_a_pack, config), limit_s=LIMIT_S)
+            epochs_of = {way: partial(_epochs, config, WAYS[way], size, setting.device) for way in ways}
+            found = _in_turn(epochs_of, setting, bar.update)
+            rows += compared([TrainRow(kind=kind, budget=budget, way=way, **one) for way, one in found.items()])
+    return rows
+
+
+def _in_turn(
+    epochs_of: Mapping[str, Callable[[], Iterator[dict[str, Any]]]], setting: Setting, on_epoch: Callable[[], object]
+) -> dict[str, dict[str, Any]]:
+    rounds: list[dict[str, dict[str, Any]]] = []
+    with ExitStack() as stack:
+        children = {way: stack.enter_context(Child(epochs)) for way, epochs in epochs_of.items()}
+        facts = {way: child.next(LIMIT_S) for way, child in children.items()}
+        for _ in range(setting.rounds + 1):
+            rounds.append({})
+            for way, child in children.items():
+                rounds[-1][way] = child.next(LIMIT_S)
+                on_epoch()
+    # The first round warms up; its memory counts, since it makes the optimizer's.
+    return {
+        way: {
+            **facts[way],
+            "seconds": tuple(one[way]["seconds"] / setting.num_samples for one in rounds[1:]),
+            "peak_bytes": max(one[way]["peak_bytes"] for one in rounds),
+        }
+        for way in children
+    }
+
+
+def _config(setting: Setting, folder: Path, data: Path, budget: int) -> RunConfig:
+    on_gpu = setting.device == "cuda"
+    return RunConfig(
+        model=ModelConfig(model=str(folder / "model"), torch_dtype="bfloat16" if on_gpu else None),
+        template=TemplateConfig(max_length=budget),
+        custom=CustomConfig(train_jsonl=(str(data),)),
+        training=TrainingConfig(
+            output_dir=str(folder / f"{data.stem}-{budget}"),
+            packing_drop_last=False,
+            effective_batch_size=1,
+            num_train_epochs=1,
+            trainer={
+                "use_cpu": not on_gpu,
+                "gradient_checkpointing": False,
+                "save_strategy": "no",
+                "report_to": [],
+                "dataloader_num_workers": 0,
+                "disable_tqdm": True,
+                "logging_steps": 1000,
+            },
+        ),
+    )
+
+
+def _sees_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _write(folder: Path, setting: Setting, kinds: Sequence[str]) -> None:
+    from benchmarks.records import write_sized_model, write_training_data
+
+    write_sized_model(folder / "model", setting.width, setting.layers)
+    for kind in kinds:
+        write_training_data(folder, kind, setting.num_samples)
+
+
+def _samples_of_a_pack(config: RunConfig) -> int:
+    from benchmarks.training import samples_of_a_pack
+
+    return samples_of_a_pack(config)
+
+
+def _epochs(config: RunConfig, way: Way, size: int, device: str) -> Iterator[dict[str, Any]]:
+    from benchmarks.training import epochs
+
+    yield from epochs(config, way, size, device)
 
 
 def _sentences(row: TrainRow) -> list[str]:

@@ -1,12 +1,7 @@
-"""Processes that train one way each, for `benchmarks.train`; they load torch and ms-swift."""
+"""What a process that trains one way runs, for `benchmarks.train`; it loads torch and ms-swift."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
-from itertools import product
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -14,23 +9,18 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
-from benchmarks.child import Child, NotMeasuredError, peak_bytes, reset_peak, run_in_child
-from benchmarks.records import write_sized_model, write_training_data
-from benchmarks.train import WAYS, ComputedBatch, Setting, TrainRow, Way, compared, operations
+from benchmarks.child import peak_bytes, reset_peak
+from benchmarks.train import ComputedBatch, Way, operations
 from benchmarks.work import image_flops
-from packplan.adapters.progress import progress
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.app.sft.train import prepare
-from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.config import RunConfig
 from packplan.core.lengths import IntArray
 from packplan.core.samples import Table
 from packplan.core.schedule import EpochSchedule
 from packplan.core.shuffling import shuffled
 from packplan.core.work import WorkModel
-
-LIMIT_S = 3600.0
-"""Seconds of a preparation or an epoch after which a process is ended."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -94,93 +84,22 @@ class EpochClock(TrainerCallback):
         self.seconds = time.perf_counter() - self._start
 
 
-def measure_training(
-    setting: Setting, *, kinds: Sequence[str], budgets: Sequence[int], ways: Sequence[str]
-) -> list[TrainRow]:
-    """
-    Train each kind of samples at each packing length in each way, the ways in turn.
-
-    Args:
-        setting: Options that all cases share.
-        kinds: `text`, `images` or both.
-        budgets: Packing lengths in tokens.
-        ways: Names in `WAYS`.
-
-    Raises:
-        NotMeasuredError: A process failed, or there is no such device.
-    """
-    if setting.device == "cuda" and not run_in_child(torch.cuda.is_available, limit_s=LIMIT_S):
-        raise NotMeasuredError("--device cuda: torch sees no GPU on this machine")
-    rows: list[TrainRow] = []
-    epochs = len(kinds) * len(budgets) * len(ways) * (setting.rounds + 1)
-    with TemporaryDirectory() as name, progress(total=epochs, desc="training", leave=False) as bar:
-        folder = Path(name)
-        model = partial(write_sized_model, folder / "model", setting.width, setting.layers)
-        run_in_child(model, limit_s=LIMIT_S)
-        for kind, budget in product(kinds, budgets):
-            data = write_training_data(folder, kind, setting.num_samples)
-            config = _config(setting, folder, data, budget)
-            size = run_in_child(partial(_samples_of_a_pack, config), limit_s=LIMIT_S)
-            epochs_of = {way: partial(_epochs, config, WAYS[way], size, setting.device) for way in ways}
-            found = _in_turn(epochs_of, setting, bar.update)
-            rows += compared([TrainRow(kind=kind, budget=budget, way=way, **one) for way, one in found.items()])
-    return rows
-
-
-def _in_turn(
-    epochs_of: Mapping[str, Callable[[], Iterator[dict[str, Any]]]], setting: Setting, on_epoch: Callable[[], object]
-) -> dict[str, dict[str, Any]]:
-    rounds: list[dict[str, dict[str, Any]]] = []
-    with ExitStack() as stack:
-        children = {way: stack.enter_context(Child(epochs)) for way, epochs in epochs_of.items()}
-        facts = {way: child.next(LIMIT_S) for way, child in children.items()}
-        for _ in range(setting.rounds + 1):
-            rounds.append({})
-            for way, child in children.items():
-                rounds[-1][way] = child.next(LIMIT_S)
-                on_epoch()
-    # The first round warms up; its memory counts, since it makes the optimizer's.
-    return {
-        way: {
-            **facts[way],
-            "seconds": tuple(one[way]["seconds"] / setting.num_samples for one in rounds[1:]),
-            "peak_bytes": max(one[way]["peak_bytes"] for one in rounds),
-        }
-        for way in children
-    }
-
-
-def _config(setting: Setting, folder: Path, data: Path, budget: int) -> RunConfig:
-    on_gpu = setting.device == "cuda"
-    return RunConfig(
-        model=ModelConfig(model=str(folder / "model"), torch_dtype="bfloat16" if on_gpu else None),
-        template=TemplateConfig(max_length=budget),
-        custom=CustomConfig(train_jsonl=(str(data),)),
-        training=TrainingConfig(
-            output_dir=str(folder / f"{data.stem}-{budget}"),
-            packing_drop_last=False,
-            effective_batch_size=1,
-            num_train_epochs=1,
-            trainer={
-                "use_cpu": not on_gpu,
-                "gradient_checkpointing": False,
-                "save_strategy": "no",
-                "report_to": [],
-                "dataloader_num_workers": 0,
-                "disable_tqdm": True,
-                "logging_steps": 1000,
-            },
-        ),
-    )
-
-
-def _samples_of_a_pack(config: RunConfig) -> int:
+def samples_of_a_pack(config: RunConfig) -> int:
     """Plan the packs, which all ways find stored; return the mean number of samples of a pack."""
     packs = prepare(config, OneRank())[1]["train"].raw.packs
     return max(1, round(packs.indices.size / len(packs)))
 
 
-def _epochs(config: RunConfig, way: Way, size: int, device: str) -> Iterator[dict[str, Any]]:
+def epochs(config: RunConfig, way: Way, size: int, device: str) -> Iterator[dict[str, Any]]:
+    """
+    Yield facts of the batches, then seconds and peak memory of one epoch after the other.
+
+    Args:
+        config: The run.
+        way: How samples become forward passes.
+        size: Samples of a padded batch.
+        device: Device that trains.
+    """
     on_gpu = device == "cuda"
     config = attrs.evolve(config, model=attrs.evolve(config.model, attn_impl=way.attn_impl))
     if way.rows != "packs":
