@@ -1,4 +1,4 @@
-"""What a process that trains one way runs, for `benchmarks.train`; it loads torch and ms-swift."""
+"""Epochs of a process that trains one way, for `benchmarks.train`; loads torch and ms-swift."""
 
 import time
 from collections.abc import Iterator
