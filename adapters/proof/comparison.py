@@ -275,7 +275,7 @@ def _kept_graphs() -> AbstractContextManager[None]:
 
 
 def precision_of(model: torch.nn.Module) -> Precision:
-    """Return the precision of a model's products: that of autocast inside of it, else of the weights."""
+    """Return the precision of a model's products: of autocast inside of it, else of its weights."""
     names: dict[torch.dtype, Precision] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
     weight = next(model.parameters())
     device = weight.device.type
