@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -27,7 +28,7 @@ from packplan.adapters.attention.rows import (
 from packplan.adapters.attention.varlen import attend, attend_to_patches, row_mask, sample_mask, told_row_mask
 from packplan.adapters.attention.vision import project_patches
 from packplan.adapters.families import trained_part
-from packplan.core.equality import MASKED, NATIVE, VARLEN, AttentionChoice
+from packplan.core.equality import FLEX, MASKED, NATIVE, VARLEN, AttentionChoice
 
 NAME = "packplan"
 """Name of varlen attention among transformers' functions: `attn_implementation="packplan"`."""
@@ -71,6 +72,8 @@ def attend_as(model: Any, attention: AttentionChoice) -> None:
         attend_by_varlen(part, name=ROWS_NAME if follows else NAME)
     elif attention.name == MASKED:
         _attend_by_masks(part)
+    elif attention.name == FLEX:
+        functorch_config.donated_buffer = False  # probes ask its compiled graph for more than one gradient
     if follows:
         follow_rows(model)
     split_states(model, attention.split)

@@ -52,11 +52,6 @@ class PackedRow:
         """Tokens of each sample."""
         return tuple(stop - start for start, stop in pairwise(self.boundaries.tolist()))
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the row."""
-        return len(self.own)
-
     def together(self, batch: Any, head: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:  # noqa: ARG002  # transformers passes them
         """
         Return whether tokens belong to one sample: a mask function like transformers' own.
@@ -73,7 +68,7 @@ class PackedRow:
         """
         Return a mask function for chunks of *size* tokens, counted from the start of each sample.
         """
-        columns = torch.arange(self.tokens, device=self.own.device) if self.columns is None else self.columns
+        columns = torch.arange(len(self.own), device=self.own.device) if self.columns is None else self.columns
         begins = columns[self.first]
 
         def together(_: Any, __: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -215,7 +210,7 @@ def packed_row(tokens: int) -> PackedRow | None:
     Return the current row if it has this many tokens; None outside of models that follow rows.
     """
     row = _ROW.get(None)
-    return row if row is not None and row.tokens == tokens else None
+    return row if row is not None and len(row.own) == tokens else None
 
 
 def row_of_layers() -> PackedRow | None:
@@ -314,9 +309,9 @@ def _split(value: Any, row: PackedRow) -> list[Any]:
     Return each sample's part of a tensor whose first or second axis is the row's; others as they
     are.
     """
-    if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == row.tokens:
+    if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == len(row.own):
         return list(torch.split(value, list(row.lengths), 1))
-    if isinstance(value, torch.Tensor) and value.dim() >= 1 and value.shape[0] == row.tokens:
+    if isinstance(value, torch.Tensor) and value.dim() >= 1 and value.shape[0] == len(row.own):
         return list(torch.split(value, list(row.lengths), 0))
     if type(value) in (tuple, list) and value:
         return [type(value)(items) for items in zip(*(_split(item, row) for item in value), strict=True)]

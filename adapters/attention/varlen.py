@@ -302,7 +302,7 @@ def why_not_fused(
         dropout: Share of attention weights to drop.
         capability: Compute capability of the GPU; None on other devices.
     """
-    dtype, size = _dtype(query), query.shape[-1]
+    dtype, size = computing_dtype(query), query.shape[-1]
     half = dtype in (torch.bfloat16, torch.float16)
     reasons = {
         "the model is on no CUDA GPU": capability is None,
@@ -324,7 +324,7 @@ def fused_arguments(
     Tensors have the shape (tokens, heads, size); see `attend`.
     """
     # Autocast does not support the operator, so its casts are done here.
-    parts = (part[0].transpose(0, 1).to(_dtype(query)) for part in (query, key, value))
+    parts = (part[0].transpose(0, 1).to(computing_dtype(query)) for part in (query, key, value))
     # The left side of the window counts the tokens before the query, without the query.
     left = -1 if layout.window is None else layout.window - 1
     return {
@@ -358,10 +358,10 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else _TRACED.get()
 
 
-def _dtype(query: torch.Tensor) -> torch.dtype:
-    """Return the type that attention computes in."""
-    device = query.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+def computing_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the type that products of a tensor are computed in: that of autocast, or its own."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
 @cache

@@ -159,15 +159,13 @@ def _run(model: Any, module: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, 
 
     The limit is asked for inside of the call, since accelerate turns on autocast there.
     """
-    found: list[tuple[torch.Tensor, float, bool]] = []
-    hook = module.register_forward_hook(
-        lambda _, __, output: found.append((output[0], limit_of(model), rounds_choices(model)))
-    )
+    run: list[tuple[torch.Tensor, float, bool]] = []
+    hook = module.register_forward_hook(lambda _, __, out: run.append((out[0], limit_of(model), rounds_choices(model))))
     try:
         model(**batch, use_cache=False)
     finally:
         hook.remove()
-    return found[-1]
+    return run[-1]
 
 
 def _isolation(module: Any, ids: torch.Tensor, mask: torch.Tensor) -> float:

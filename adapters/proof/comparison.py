@@ -9,14 +9,13 @@ returns the largest difference that rounding explains, for a model of any size.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import attrs
 import torch
-import torch._functorch.config as functorch_config
 import torch.nn.functional as F  # noqa: N812  # its usual name
 
+from packplan.adapters.attention.varlen import computing_dtype
 from packplan.adapters.loaders.rows import IGNORED_LABEL
 from packplan.adapters.models import Gradients, add_gradients, difference_norms, weight_gradients
 from packplan.adapters.proof.gradients import Shape, Watched, in_words, watching
@@ -116,7 +115,7 @@ def watch_pass(
         ModelError: There are no logits for each token.
     """
     given = dict(inputs)
-    with watching(model, given, shape) as watched, _kept_graphs():
+    with watching(model, given, shape) as watched:
         return watched, logits_of((call or model)(**given), shape)
 
 
@@ -148,7 +147,7 @@ def outcome_of(
     loss = torch.stack(weighted).sum()
     found = {} if gradients is None else gradients(model, loss)
     values = [own.detach().float() for own in logits]
-    scale = max(_largest(own) for own in values)
+    scale = max(float(own.abs().max()) for own in values)
     if not keep:
         values, losses = [], []
     return Outcome(float(loss.detach()), found, add_gradients({}, found), values, losses, scale)
@@ -177,7 +176,7 @@ def run_alone(
     total: Gradients = {}
     norms, found = 0.0, []
     for sample in reversed(samples):
-        with torch.set_grad_enabled(gradients is not None), _kept_graphs():
+        with torch.set_grad_enabled(gradients is not None):
             logits = logits_of((call or model)(**sample.inputs), (1, len(sample.targets)))
             one = outcome_of(model, [logits[0]], [sample], gradients=gradients, keep=keep)
         norms += add_gradients(total, one.gradients)
@@ -226,7 +225,7 @@ def compare_values(
         expected: Those of the samples alone.
         typical: Compare each sample's typical token, not the worst.
     """
-    scale = max(map(_largest, expected), default=0.0) or 1.0
+    scale = max((float(own.abs().max()) for own in expected), default=0.0) or 1.0
     pairs = zip(found, expected, strict=True)
     return [difference_of((mine.float() - own).abs().amax(-1) / scale, typical=typical) for mine, own in pairs]
 
@@ -268,19 +267,10 @@ def logits_of(output: Any, shape: Shape) -> torch.Tensor:
     return logits.reshape(rows, tokens, -1)
 
 
-def _kept_graphs() -> AbstractContextManager[None]:
-    """Compile so that a graph may be asked for gradients more than once, as flex attention's is."""
-    kept: AbstractContextManager[None] = functorch_config.patch(donated_buffer=False)
-    return kept
-
-
 def precision_of(model: torch.nn.Module) -> Precision:
     """Return the precision of a model's products: of autocast inside of it, else of its weights."""
     names: dict[torch.dtype, Precision] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
-    weight = next(model.parameters())
-    device = weight.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return names.get(autocast or weight.dtype, "float32")
+    return names.get(computing_dtype(next(model.parameters())), "float32")
 
 
 def limit_of(model: torch.nn.Module, precision: Precision | None = None, *, experts: bool = True) -> float:
@@ -319,10 +309,6 @@ def _epsilon_of(model: torch.nn.Module, precision: Precision | None = None) -> f
     if precision == "float32" and torch.get_float32_matmul_precision() != "highest":
         return _TF32
     return float(torch.finfo(getattr(torch, precision)).eps)
-
-
-def _largest(values: torch.Tensor) -> float:
-    return float(values.abs().max())
 
 
 def _number(value: float) -> float:
