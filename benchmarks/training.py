@@ -1,8 +1,4 @@
-<<<<<<< Updated upstream
 """Epochs of a process that trains one way, for `benchmarks.train`; loads torch and ms-swift."""
-=======
-"""What a process that trains one way runs, for `benchmarks.train`; it loads torch and ms-swift."""
->>>>>>> Stashed changes
 
 import time
 from collections.abc import Iterator
