@@ -14,19 +14,16 @@ from benchmarks.child import NotMeasuredError, measure
 from benchmarks.distributions import DISTRIBUTIONS
 from benchmarks.peers import PEERS
 from packplan.core.packers import ALGORITHMS, pack
-from tests.e2e import bench_small
 from tests.processes import lives, wait_for
 
 
 @pytest.fixture
-def document(server, tmp_path):
-    """Return a function that runs a benchmark in a process of its own, and returns its document."""
+def document(capsys):
+    """Return a function that runs a benchmark, and returns its document."""
 
     def run(*words: str) -> dict:
-        files = {"log": tmp_path / "log", "out": tmp_path / "out"}
-        done = server.start(bench_small.run, *words, "--json", **files, env={"TMPDIR": tmp_path})
-        assert 0 == done.wait(), done.said[-3000:]
-        return json.loads(done.printed)
+        assert 0 == main([*words, "--json"])
+        return json.loads(capsys.readouterr().out)
 
     return run
 
@@ -88,7 +85,6 @@ def test_a_call_is_measured_in_seconds_and_bytes(capfd):
     ("words", "figures"),
     [
         (["redraw", "--samples", "2000", "--distributions", "chat-4096", "--repeat", "1"], ("own_seconds",)),
-        (["lengths", "--parts", "kinds", "chats", "--workers", "1", "--samples", "10", "--rows", "48"], ("cpu_ms",)),
         (["train", "--width", "128", "--layers", "1", "--samples", "5", "--rounds", "2", "--kinds", "images", "--packs",
           "300", "--ways", "packed", "padded", "padded-sorted"], ("peak_bytes", "tokens_per_sample", "flops")),
     ],
