@@ -309,6 +309,9 @@ class StreamState:
     identity: RunIdentity = NO_IDENTITY
     """Model, loss and settings of the run."""
 
+    ranks: tuple[RankState, ...] = ()
+    """Progress of each rank."""
+
     def differences(self, now: StreamState) -> tuple[Difference, ...]:
         """Return the inputs in which the current state *now* differs from this stored one."""
         found = self.inputs.differences(now.inputs) + self.identity.fixed.differences(now.identity.fixed)
@@ -344,9 +347,8 @@ def reassign(
     """
     shards = tuple(chain.from_iterable(rank.shards for rank in ranks))
     now = attrs.evolve(progress, world_size=world_size, shards_per_rank=shards_per_rank)
-    totals = RankState(
-        earlier=sum((rank.earlier for rank in ranks), StreamCounts()), trained=sum(rank.trained for rank in ranks)
-    )
+    earlier = sum((rank.earlier for rank in ranks), StreamCounts())
+    totals = RankState(earlier=earlier, trained=sum(rank.trained for rank in ranks))
     if not shards:
         return now, (totals, *[RankState()] * (world_size - 1))
     ended = StreamSegment(reads=tuple(shard.read for shard in shards))
@@ -357,7 +359,7 @@ def reassign(
     num_shards = world_size * shards_per_rank
     assigned = [ShardState(ahead=tuple(waiting[shard::num_shards])) for shard in range(num_shards)]
     assigned[0] = attrs.evolve(assigned[0], counts=counts)
-    firsts = range(0, num_shards, shards_per_rank)
-    states = [RankState(shards=tuple(assigned[first : first + shards_per_rank])) for first in firsts]
+    parts = [assigned[first : first + shards_per_rank] for first in range(0, num_shards, shards_per_rank)]
+    states = [RankState(shards=tuple(part)) for part in parts]
     states[0] = attrs.evolve(totals, shards=states[0].shards)
     return attrs.evolve(now, segments=(*progress.segments, ended)), tuple(states)

@@ -164,7 +164,7 @@ class EvalBatches:
 
 
 def progress_in(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the progress of a plan in the state of a trainer, sealed; None if it has none."""
+    """Return the progress in the state of a trainer, sealed; None if it has none."""
     entry = state["stateful_callbacks"].get(PROGRESS)
     return None if entry is None else entry["attributes"]["progress"]
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from swift.trainers import Seq2SeqTrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.trainer_utils import IntervalStrategy
 
 from packplan.adapters.config.trainer_keys import device_faults
 from packplan.core.config import RunConfig
@@ -30,23 +29,6 @@ def shards_weights(arguments: TrainingArguments) -> bool:
     Return whether no rank holds the whole model: with FSDP, and with DeepSpeed from stage 3 on.
     """
     return bool(arguments.fsdp) or is_deepspeed_zero3_enabled()
-
-
-def leave_evaluation_out(arguments: TrainingArguments) -> None:
-    """
-    Evaluate never, where no sample has a supervised token; ConfigError if a setting follows the
-    evaluation.
-    """
-    followers = {
-        "load_best_model_at_end": arguments.load_best_model_at_end,
-        "save_strategy": arguments.save_strategy == "best",
-        "early_stop_interval": arguments.early_stop_interval is not None,
-        "lr_scheduler_type": arguments.lr_scheduler_type == "reduce_lr_on_plateau",
-    }
-    for key in (key for key, follows in followers.items() if follows):
-        reason = "follows the evaluation, but no sample of custom.val_jsonl has a supervised token: remove it"
-        raise ConfigError.at(f"training.{key}", reason)
-    arguments.eval_strategy, arguments.eval_on_start = IntervalStrategy.NO, False
 
 
 def training_arguments(

@@ -40,7 +40,7 @@ from packplan.adapters.loaders.batches import EvalBatches
 from packplan.adapters.loaders.rows import PACK
 from packplan.adapters.models import is_ruined, load_strictly, mean_size
 from packplan.adapters.samples.encoder import VIDEO_SECONDS
-from packplan.adapters.trainer.checkpoints import files_to_state, remove_digests, write_digests
+from packplan.adapters.trainer.checkpoints import remove_digests, write_digests
 from packplan.adapters.trainer.loader import (
     LENGTHS,
     NORMALISER,
@@ -294,7 +294,6 @@ class PackingTrainer(EvaluatesPacks, Seq2SeqTrainer):
         self._meet()
         size, seconds = f"{num_bytes / 1e6:.1f} MB (of this rank's share)", time.perf_counter() - started
         self._digested = f"{folder.name}: digests of {size} took {seconds:.2f} s"
-        self.state.stateful_callbacks.update(files_to_state(folder))
 
     def _meet(self) -> None:
         """Wait for all ranks."""

@@ -6,36 +6,30 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import attrs
 
-from packplan.adapters.loaders.batches import progress_in
+from packplan.adapters.loaders.batches import PROGRESS, progress_in
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.trainer_state import STATE, read_state, require_step
 from packplan.core.errors import ConfigError, CorruptArtefactError, Difference, StaleError, counted
-from packplan.core.fingerprint import from_plain, to_plain, unseal
+from packplan.core.fingerprint import from_plain, seal, to_plain, unseal
 from packplan.core.forecast import RunForecast
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import DAMAGED, ResumeState
-from packplan.core.stream import RankState, StreamState
+from packplan.core.stream import StreamState
 
 log = logging.getLogger(__name__)
 
 State = TypeVar("State", ResumeState, StreamState)
 """Resume state of a plan, or of a stream."""
 
-_STREAM = "packplan_stream"
-"""Key of the resume state of a stream among the states of the trainer's callbacks."""
-
 _ATTENTION = "packplan_attention"
 """Key of the attention backend that trained the checkpoint."""
-
-_FILES = "packplan_files"
-"""Key of the sizes of the checkpoint's files: weights, optimizer, generators of all ranks."""
 
 _SECONDS = "packplan_seconds"
 """Key of the predicted and the real seconds up to the checkpoint."""
@@ -61,10 +55,10 @@ _CHUNK = 2**20
 """Bytes of a file in memory at once."""
 
 _DIGESTS = "packplan_digests_*.json"
-"""Files with the digests of the checkpoint's other files, one per rank: name -> SHA-256."""
-
-_RANK_STATE = "packplan_stream_{}.json"
-"""File with the progress of one rank of a stream."""
+"""
+Files with the digests of the checkpoint's other files, one per rank: the number of these files, and
+name -> SHA-256.
+"""
 
 
 @attrs.frozen
@@ -143,52 +137,31 @@ def read_resume_state(folder: Path, kind: type[State]) -> State:
         CorruptArtefactError: It is damaged, or contradicts the trainer's state.
     """
     state = read_state(folder)
-    values = _stored(state, kind)
+    values = _values_of(state, kind)
     if values is None:
         raise KeyError(kind)
     try:
-        found = from_plain(kind, values if kind is StreamState else unseal(values))
+        found = from_plain(kind, unseal(values))
     except ValueError as error:
         raise CorruptArtefactError(str(folder / STATE), str(error), DAMAGED) from error
     require_step(folder, state, found.progress.step)
     return found
 
 
-def _stored(state: Mapping[str, Any], kind: type) -> Any:
-    """Return the plain resume state of a kind, that of a plan sealed; None if there is none."""
-    return state["stateful_callbacks"].get(_STREAM) if kind is StreamState else progress_in(state)
+def _values_of(state: Mapping[str, Any], kind: type) -> Mapping[str, Any] | None:
+    """Return the plain resume state of a plan, or of a stream; None without one."""
+    values = progress_in(state)
+    return values if values is not None and ("plan" in values) == (kind is ResumeState) else None
 
 
-def read_rank_state(folder: Path, rank: int) -> RankState:
-    """Return the progress of one rank of a stream, in a checkpoint that `find_checkpoint` found."""
-    file = folder / _RANK_STATE.format(rank)
-    try:
-        return from_plain(RankState, json.loads(file.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise CorruptArtefactError(str(file), str(error), DAMAGED) from error
-
-
-def write_rank_state(folder: Path, rank: int, state: RankState) -> None:
-    """
-    Write the progress of one rank of a stream into a checkpoint.
-
-    Args:
-        folder: The checkpoint, which may not exist yet.
-        rank: Number of the rank.
-        state: Progress of that rank.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _RANK_STATE.format(rank)).write_text(json.dumps(to_plain(state)), encoding="utf-8")
-
-
-def stream_to_state(resume_state: StreamState) -> dict[str, Any]:
-    """Return the entry of the trainer's state with the progress of a stream."""
-    return {_STREAM: to_plain(resume_state)}
+def progress_entry(state: ResumeState | StreamState) -> dict[str, Any]:
+    """Return the entry of a trainer's state with the progress of a plan, or of a stream."""
+    return {PROGRESS: {"args": {}, "attributes": {"progress": seal(to_plain(state))}}}
 
 
 def attention_to_state(attn_impl: str) -> dict[str, Any]:
-    """Return the entries of the trainer's state with the attention, and with files to come."""
-    return {_ATTENTION: {"attn_impl": attn_impl}, _FILES: {}}
+    """Return the entry of the trainer's state with the attention."""
+    return {_ATTENTION: {"attn_impl": attn_impl}}
 
 
 def seconds_to_state(
@@ -232,18 +205,6 @@ def read_seconds(output_dir: str, *, plan: str) -> tuple[str, int, float, int] |
     return None
 
 
-def files_to_state(folder: Path) -> dict[str, Any]:
-    """Return the entry of the trainer's state with the sizes of the checkpoint's other files."""
-    return {_FILES: _sizes(folder)}
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """Return the sizes of a checkpoint's files but the trainer's state, by name."""
-    # The trainer's state is written last; an existing one belongs to an overwritten checkpoint.
-    files = [file for file in folder.rglob("*") if file.is_file() and file != folder / STATE]
-    return {str(file.relative_to(folder)): file.stat().st_size for file in files}
-
-
 def remove_digests(folder: Path) -> None:
     """Remove the digests of a checkpoint that is being overwritten."""
     for file in folder.glob(_DIGESTS):
@@ -259,26 +220,30 @@ def write_digests(folder: Path, *, share: int, num_shares: int) -> int:
         share: Number of this share, from 0; each rank has its own.
         num_shares: Number of ranks that write to the folder.
     """
-    sizes = {name: size for name, size in _sizes(folder).items() if not fnmatch(name, _DIGESTS)}
-    digests = _digests_of(folder, sizes, share=share, num_shares=num_shares)
-    (folder / _DIGESTS.replace("*", str(share))).write_text(json.dumps(digests), encoding="utf-8")
-    return sum(sizes[name] for name in digests)
+    # The trainer's state is written last; an existing one belongs to an overwritten checkpoint.
+    files = [file for file in folder.rglob("*") if file.is_file() and file != folder / STATE]
+    names = [str(file.relative_to(folder)) for file in files if not fnmatch(file.name, _DIGESTS)]
+    digests, num_bytes = _digests_of(folder, names, share=share, num_shares=num_shares)
+    written = json.dumps({"files": num_shares, "digests": digests})
+    (folder / _DIGESTS.replace("*", str(share))).write_text(written, encoding="utf-8")
+    return num_bytes
 
 
-def _digests_of(folder: Path, sizes: Mapping[str, int], *, share: int, num_shares: int) -> dict[str, str]:
-    """Return the digests of a share of a folder's files, and show the progress in bytes."""
+def _digests_of(folder: Path, names: Iterable[str], *, share: int, num_shares: int) -> tuple[dict[str, str], int]:
+    """Return the digests of a share of a folder's files, and its bytes; show the progress."""
     # From the largest file to the smallest, so that shares have about equally many bytes.
-    names = sorted(sizes, key=lambda name: (-sizes[name], name))[share::num_shares]
-    num_bytes, digests = sum(sizes[name] for name in names), {}
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    mine = sorted(sizes, key=lambda name: (-sizes[name], name))[share::num_shares]
+    num_bytes, digests = sum(sizes[name] for name in mine), {}
     with progress(total=num_bytes, desc=f"hashing {folder.name}", unit=" bytes", leave=False, delay=BRIEF_S) as bar:
-        for name in names:
+        for name in mine:
             digest = hashlib.sha256()
             with (folder / name).open("rb") as content:
                 while chunk := content.read(_CHUNK):
                     digest.update(chunk)
                     bar.update(len(chunk))
             digests[name] = digest.hexdigest()
-    return digests
+    return digests, num_bytes
 
 
 def _damage(folder: Path, group: RankGroup) -> str | None:
@@ -286,12 +251,16 @@ def _damage(folder: Path, group: RankGroup) -> str | None:
     started = time.perf_counter()
     stored: dict[str, str] = {}
     try:
-        for file in sorted(folder.glob(_DIGESTS)):
-            stored |= json.loads(file.read_text(encoding="utf-8"))
-        sizes = {name: (folder / name).stat().st_size for name in stored}
-        found = _digests_of(folder, sizes, share=group.rank, num_shares=group.world_size)
+        shares = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob(_DIGESTS)]
+        for one in shares:
+            stored |= one["digests"]
+        if len(shares) < shares[0]["files"]:
+            return f"but it has {len(shares)} of {counted(shares[0]['files'], 'file')} of digests: {_AGAIN}"
+        found, _ = _digests_of(folder, stored, share=group.rank, num_shares=group.world_size)
         damaged = [name for name, digest in found.items() if digest != stored[name]]
-    except (ValueError, TypeError) as error:
+    except FileNotFoundError as error:
+        return f"but its {Path(error.filename).name} is missing: {_AGAIN}"
+    except (LookupError, ValueError, TypeError) as error:
         return f"but its digests are damaged ({error}): name another checkpoint, or last for the newest whole one"
     if damaged:
         return f"but its {damaged[0]} is damaged, since its digest differs from the saved one: {_AGAIN}"
@@ -308,21 +277,13 @@ def _why_not(folder: Path, kind: type) -> str | None:
     try:
         state = read_state(folder)
         states = state["stateful_callbacks"]
-        if _stored(state, kind) is None or _ATTENTION not in states:
-            of_other = _stored(state, StreamState if kind is ResumeState else ResumeState)
-            return _FOREIGN if of_other is None or _ATTENTION not in states else _OF_OTHER_KIND
+        if _values_of(state, kind) is None or _ATTENTION not in states:
+            return _FOREIGN if progress_in(state) is None or _ATTENTION not in states else _OF_OTHER_KIND
         read_resume_state(folder, kind)
     except CorruptArtefactError as error:
         return f"but its {STATE} is damaged: {error.reason}"
-    files = states.get(_FILES)
-    if not files:
+    if not any(folder.glob(_DIGESTS)):
         return "but it holds weights alone (save_only_model): to start again from them, set model.model to it"
-    for name, size in files.items():
-        file = folder / name
-        held = file.stat().st_size if file.is_file() else None
-        if held != size:
-            found = "is missing" if held is None else f"has {counted(held, 'byte')} instead of {size:,}"
-            return f"but its {name} {found}: {_AGAIN}"
     return None
 
 

@@ -14,7 +14,6 @@ from packplan.adapters.samples.template import swift_types
 from packplan.adapters.samples.video_reading import sees_videos_apart
 from packplan.adapters.trainer.arguments import (
     TrainingArguments,
-    leave_evaluation_out,
     shards_weights,
     training_arguments,
 )
@@ -23,7 +22,6 @@ from packplan.adapters.trainer.checkpoints import (
     State,
     find_checkpoint,
     newest_checkpoint,
-    read_rank_state,
 )
 from packplan.adapters.trainer.equality import PackComparison
 from packplan.adapters.trainer.model import hide_progress_bars, open_model
@@ -236,7 +234,7 @@ def build_trainer(
         group: The ranks.
     """
     train = splits["train"]
-    evaluated = _evaluated(splits.get("eval"), arguments)
+    evaluated = _evaluated(splits.get("eval"))
     template, model = _open_model(config, arguments, train.encoder, group, attention)
     packs = train.raw.packs if train.epochs is None else Packs.from_lists([])
     num_packs = follower.schedule.packs_in(follower.schedule.start.epoch)
@@ -255,12 +253,9 @@ def build_trainer(
     )
 
 
-def _evaluated(split: Split | None, arguments: TrainingArguments) -> PackedDataset | None:
+def _evaluated(split: Split | None) -> PackedDataset | None:
     """Return the packs that are evaluated; None without any, or where they teach nothing."""
-    if split is None:
-        return None
-    if not split.teaches:
-        leave_evaluation_out(arguments)
+    if split is None or not split.teaches:
         return None
     return PackedDataset(split.encoder, split.raw.packs, split.table, grouped=split.policy.packing)
 
@@ -279,11 +274,9 @@ def open_stream_start(
     now = {"world_size": group.world_size, "shards_per_rank": max(1, arguments.dataloader_num_workers)}
     if checkpoint is None:
         return StreamProgress(**now), RankState()
-    progress, folder = checkpoint.resume_state.progress, Path(checkpoint.folder)
-    if attrs.evolve(progress, **now) == progress:
-        return progress, read_rank_state(folder, group.rank)
-    before = [read_rank_state(folder, rank) for rank in range(progress.world_size)]
-    progress, ranks = reassign(progress, before, **now)
+    progress, ranks = checkpoint.resume_state.progress, checkpoint.resume_state.ranks
+    if attrs.evolve(progress, **now) != progress:
+        progress, ranks = reassign(progress, ranks, **now)
     return progress, ranks[group.rank]
 
 
@@ -312,7 +305,7 @@ def build_stream_trainer(
         resume_state: Function that makes the resume state of a checkpoint.
     """
     training, encoder = config.training, splits["train"].encoder
-    evaluated = _evaluated(splits.get("eval"), arguments)
+    evaluated = _evaluated(splits.get("eval"))
     template, model = _open_model(config, arguments, encoder, group, attention)
     stream = RecordStream(encoder, order)
     options = CarryOptions(

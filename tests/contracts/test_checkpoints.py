@@ -13,21 +13,17 @@ from hypothesis import strategies as st
 from packplan.adapters.trainer import checkpoints
 from packplan.adapters.trainer.checkpoints import (
     attention_to_state,
-    files_to_state,
     find_checkpoint,
-    read_rank_state,
+    progress_entry,
     read_resume_state,
     remove_digests,
-    stream_to_state,
     write_digests,
-    write_rank_state,
 )
 from packplan.adapters.trainer_state import seal_saves
-from packplan.core.errors import ConfigError, CorruptArtefactError, StaleError
-from packplan.core.fingerprint import Fingerprint, RunIdentity, seal, to_plain
+from packplan.core.errors import ConfigError, StaleError
+from packplan.core.fingerprint import Fingerprint, RunIdentity
 from packplan.core.schedule import EpochSegment, Progress, ResumeState
 from packplan.core.stream import (
-    CarryOptions,
     Item,
     RankState,
     ShardState,
@@ -35,8 +31,6 @@ from packplan.core.stream import (
     StreamProgress,
     StreamSegment,
     StreamState,
-    admit_first,
-    read_items,
 )
 from tests.references import changed
 
@@ -61,9 +55,10 @@ def test_every_file_is_digested_by_one_rank(tmp_path_factory, contents, world_si
 
     kept = [json.loads(file.read_text()) for file in folder.glob("packplan_digests_*.json")]
     assert sum(map(len, contents.values())) == sum(read)
-    assert len(contents) == sum(map(len, kept))
+    assert [world_size] * world_size == [one["files"] for one in kept]
+    assert len(contents) == sum(len(one["digests"]) for one in kept)
     expected = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    assert expected == {name: digest for one in kept for name, digest in one.items()}
+    assert expected == {name: digest for one in kept for name, digest in one["digests"].items()}
 
 
 class TwoRanks:
@@ -104,16 +99,13 @@ class TrainerState:
     stateful_callbacks: dict
 
 
-def save(folder: Path, state: ResumeState | StreamState, *, step: int = 3, entry: dict | None = None) -> None:
+def save(folder: Path, state: ResumeState | StreamState, *, step: int = 3) -> None:
     """Write a checkpoint of one rank, in the order of the trainer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.safetensors").write_bytes(b"weights")
     write_digests(folder, share=0, num_shares=1)
-    if entry is None and isinstance(state, ResumeState):
-        entry = {"PackplanProgress": {"args": {}, "attributes": {"progress": seal(to_plain(state))}}}
-    kept = (entry or stream_to_state(state)) | attention_to_state("varlen")
+    kept = progress_entry(state) | attention_to_state("varlen")
     held = TrainerState(step, {**kept, "Control": {"should_epoch_stop": False}})
-    held.stateful_callbacks |= files_to_state(folder)
     seal_saves(held)
     held.save_to_json(folder / "trainer_state.json")
 
@@ -127,10 +119,17 @@ PLANNED = ResumeState(
     Progress(step=3, epoch=1, epoch_step=2, segments=(SEGMENT,)), identity=IDENTITY,
 )  # fmt: skip
 
+ITEMS = (Item(4), Item(5, length=7))
+
+SHARD = ShardState(9, ITEMS, ITEMS, (ITEMS, ITEMS[:1]), StreamCounts(samples=3, tokens=12))
+
+RANK = RankState((ShardState(), SHARD), 1, StreamCounts(tokens=3), trained=4)
+
 STREAMED = StreamState(
     Fingerprint({"training.seed": 1, "data": "a", "reward": None}),
     StreamProgress(2, 2, step=3, epoch=1, epoch_step=1, segments=(StreamSegment(reads=(3, 4)),)),
     IDENTITY,
+    (RANK, RANK),
 )
 
 
@@ -184,20 +183,3 @@ def test_last_is_the_newest_whole_checkpoint_of_the_run(tmp_path: Path):
     with pytest.raises(StaleError, match="plan: stored 'a1', now 'b2'") as raised:
         found("last", attrs.evolve(mine, plan="b2"))
     assert "checkpoint-4" in str(raised.value)
-
-
-def test_the_progress_of_a_rank_of_a_stream_comes_back(tmp_path: Path):
-    """Equal in every field; one that contradicts itself is named."""
-    options = CarryOptions(packing_length=10, packing_buffer=3, drop_last=False)
-    shard = read_items(ShardState(), [Item(place) for place in range(6)], places=9)
-    for length in (7, 5, 6, 4):
-        shard = admit_first(shard, length, options=options)
-    assert all((shard.ahead, shard.buffer, shard.packs, shard.counts.samples))
-    rank = RankState((ShardState(), shard), 1, StreamCounts(tokens=3), trained=4)
-
-    write_rank_state(tmp_path, 1, rank)
-
-    assert rank == read_rank_state(tmp_path, 1)
-    (tmp_path / "packplan_stream_1.json").write_text(json.dumps({**to_plain(rank), "next_shard": 2}))
-    with pytest.raises(CorruptArtefactError, match=r"packplan_stream_1.json is damaged: shard 2 of 2 is next"):
-        read_rank_state(tmp_path, 1)

@@ -230,10 +230,10 @@ def inverted(content: bytes) -> bytes:
         ("trainer_state.json", renamed, "its trainer_state.json is damaged"),
         ("trainer_state.json", foreign, "was not written by this program"),
         ("optimizer.pt", None, "its optimizer.pt is missing: copy it again, or name another checkpoint"),
-        ("model.safetensors", cut_off, r"its model.safetensors has [\d,]+ bytes instead of [\d,]+: copy it again"),
+        ("model.safetensors", cut_off, "its model.safetensors is damaged"),
         ("model.safetensors", inverted, "its model.safetensors is damaged, .*: copy it again, or name another checkp"),
         ("packplan_digests_0.json", inverted, "its .* damaged"),
-        ("packplan_digests_0.json", None, "its packplan_digests_0.json is missing"),
+        ("packplan_digests_0.json", None, "it holds weights alone"),
     ],
 )
 def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(  # noqa: PLR0917  # fixtures

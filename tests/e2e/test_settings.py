@@ -2,12 +2,10 @@
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from packplan.adapters.config.trainer_keys import TABLE, package_faults, stored_keys
-from packplan.adapters.trainer.arguments import leave_evaluation_out
 from packplan.adapters.trainer.keys import installed_keys
 from packplan.app import sft
 from packplan.app.planning.schedule import accumulation_of
@@ -91,21 +89,6 @@ def test_what_the_trainer_uses_late_is_tried_before_measuring(training, says):
     """Optimizer, schedule, compilation, services, sizes: by the keys that change it."""
     with pytest.raises(ConfigError, match=says):
         arguments_of(configured(**training))
-
-
-def test_what_follows_an_evaluation_is_refused_where_it_has_nothing_to_evaluate():
-    """By its key; otherwise the evaluation alone is left out, also the one at the start."""
-    plain = {"eval_strategy": "steps", "eval_on_start": True, "save_strategy": "steps", "load_best_model_at_end": False,
-             "early_stop_interval": None, "lr_scheduler_type": "cosine"}  # fmt: skip
-    arguments = SimpleNamespace(**plain)
-    leave_evaluation_out(arguments)
-    assert ("no", False) == (arguments.eval_strategy, arguments.eval_on_start)
-
-    followers = {"load_best_model_at_end": True, "save_strategy": "best", "early_stop_interval": 3,
-                 "lr_scheduler_type": "reduce_lr_on_plateau"}  # fmt: skip
-    for key, value in followers.items():
-        with pytest.raises(ConfigError, match=rf"training\.{key}: follows the evaluation"):
-            leave_evaluation_out(SimpleNamespace(**{**plain, key: value}))
 
 
 @pytest.mark.slow

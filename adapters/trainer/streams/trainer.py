@@ -11,13 +11,13 @@ beyond it is prepared again.
 """
 
 import contextlib
+import json
 import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -25,11 +25,12 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from packplan.adapters.trainer.base import PackingTrainer
-from packplan.adapters.trainer.checkpoints import attention_to_state, stream_to_state, write_rank_state
+from packplan.adapters.trainer.checkpoints import attention_to_state, progress_entry
 from packplan.adapters.trainer.loader import LENGTHS, Batch, PackLoader, weightless
 from packplan.core.config import LESS_DROPPED
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import DataSetError, agree, counted
+from packplan.core.fingerprint import from_plain, to_plain
 from packplan.core.packs import filled
 from packplan.core.stream import RankState, ShardState, StreamCounts, StreamProgress, StreamState
 
@@ -255,14 +256,11 @@ class StreamTrainer(PackingTrainer):
         if not self._is_over:
             segments = self.train_dataset.segments
             progress = attrs.evolve(progress, epoch_step=step - self._first_step, segments=segments)
-        self.state.stateful_callbacks |= stream_to_state(self.resume_state(progress))
+        ranks = self.group.gather(json.dumps(to_plain(self._rank_state())))
+        held = tuple(from_plain(RankState, json.loads(one)) for one in ranks)
+        self.state.stateful_callbacks |= progress_entry(attrs.evolve(self.resume_state(progress), ranks=held))
         self.state.stateful_callbacks |= attention_to_state(self.attention.name)
         super()._save_checkpoint(*arguments, **options)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        # Before all files are digested.
-        write_rank_state(Path(output_dir), self.group.rank, self._rank_state())
-        super()._save_rng_state(output_dir)
 
     def _rank_state(self) -> RankState:
         """Return the progress of this rank after the last step."""
