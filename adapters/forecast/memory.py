@@ -6,7 +6,6 @@ Ranks under FSDP 2 are traced in a group that exchanges nothing, as accelerate w
 """
 
 import gc
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, repeat
@@ -29,9 +28,7 @@ from packplan.adapters.models import local_part
 from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.trainer.base import PackingTrainer
 from packplan.core.errors import ModelError
-from packplan.core.forecast import Kind, Sharding, StepTrace, optimizer_bytes
-
-log = logging.getLogger(__name__)
+from packplan.core.forecast import Kind, Sharding, StepTrace
 
 _MOST_TOKENS = 131_072
 """Longest packing length that is looked at where a model says none."""
@@ -177,12 +174,10 @@ class StepTracer:
         own = [torch.nn.Parameter(torch.empty_like(local_part(one))) for one in trained]
         try:
             return self._traced_update(own)
-        except Exception as error:  # noqa: BLE001  # whatever kernels and packages an optimizer needs
+        except Exception as error:  # whatever kernels and packages an optimizer needs
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            log.warning("the optimizer cannot be traced, so its memory is counted by its name: %s", reason)
-            number = sum(one.numel() for one in own)
-            itemsize = max((one.element_size() for one in own), default=4)
-            return optimizer_bytes(str(self.trainer.args.optim), num_trained=number, itemsize=itemsize), 0
+            name = self.trainer.args.optim
+            raise ModelError("trace", f"the optimizer {name} (training.optim) cannot be traced ({reason})") from error
 
     def _traced_update(self, own: list[torch.nn.Parameter]) -> tuple[int, int]:
         kind, options = Trainer.get_optimizer_cls_and_kwargs(self.trainer.args, self.trainer.model)

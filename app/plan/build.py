@@ -11,8 +11,8 @@ from pathlib import Path
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, positive_number, to_type
 from packplan.app.planning.epochs import plan_epochs
-from packplan.app.planning.log_lines import log_epochs, log_plan, log_schedule, steps_line
-from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule, warn_of_ignored
+from packplan.app.planning.log_lines import log_plan, log_schedule, steps_line
+from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule
 from packplan.app.planning.split import Ranks, Split, plan_split
 from packplan.app.wiring.attention import keep_verdict
 from packplan.app.wiring.commands import keep_command, ranks_of, read_run, require_inputs
@@ -92,8 +92,6 @@ def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world
     Raises:
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
-    if group.rank == 0:
-        warn_of_ignored(config)
     ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
     ranks.require_writable([split.stores.lock for split in splits])
     for split in splits:
@@ -106,6 +104,5 @@ def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world
         if group.rank == 0 and ranks_of(config):
             log.info("train: %s", steps_line(split, schedule))
         elif group.rank == 0:
-            log_epochs(split, schedule)
-            log_schedule(config, schedule)
+            log_schedule(config, split, schedule)
     keep_command(config)

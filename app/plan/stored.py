@@ -9,7 +9,7 @@ from packplan.app.planning.bad import left_out
 from packplan.app.planning.epochs import EpochPlanner
 from packplan.app.planning.log_lines import describe
 from packplan.app.planning.schedule import ragged_window, require_static, split_schedule
-from packplan.app.planning.split import Split, alignment, plan_samples, samples_of, table_works
+from packplan.app.planning.split import Split, alignment, plan_samples, samples_of
 from packplan.app.planning.stored_lengths import open_lengths, refusals, stale_inputs
 from packplan.app.wiring.policies import policy_of, recipe_of, trained_work
 from packplan.app.wiring.stores import open_stores
@@ -118,7 +118,7 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
     work, estimated = trained_work(config)
     split = Split(
         name, policy, alignment(config, name), work, recipe, table=lengths.rows.table, data_digest=origin.data_digest,
-        key=plan.key, raw=plan.plan, works=table_works(work, lengths.rows.table),
+        key=plan.key, raw=plan.plan,
     )  # fmt: skip
     split.aligned = split.align(world_size or max(plan.world_sizes, default=1))
     schedule = split_schedule(config, name, split.aligned, split.pack_works)

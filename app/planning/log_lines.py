@@ -75,8 +75,12 @@ def steps_line(planned: Split, schedule: EpochSchedule) -> str:
     )
 
 
-def log_schedule(config: RunConfig, schedule: EpochSchedule) -> None:
-    """Log the optimizer steps of a run, and which of them differ from what was asked for."""
+def log_schedule(config: RunConfig, train: Split, schedule: EpochSchedule) -> None:
+    """
+    Log what each epoch has drawn, where epochs have plans of their own; the optimizer steps of a
+    run, and which of them differ from what was asked for.
+    """
+    _log_epochs(train, schedule)
     for forced in forced_batches(config):
         log.warning("%s", forced)
     batch = schedule.batch_size * schedule.gradient_accumulation_steps
@@ -95,7 +99,7 @@ def log_schedule(config: RunConfig, schedule: EpochSchedule) -> None:
         log.warning("%s", window)
 
 
-def log_epochs(split: Split, schedule: EpochSchedule) -> None:
+def _log_epochs(split: Split, schedule: EpochSchedule) -> None:
     """Log what each epoch has drawn, its packs and steps, where epochs have plans of their own."""
     records, files = (() if split.epochs is None else split.epochs.records), split.encoder.data_files()
     for place, one in enumerate(records):

@@ -1,7 +1,6 @@
 """Aligned plan -> epoch schedule: the batches of an optimizer step, and the order of training."""
 
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, counted
 from packplan.core.schedule import EpochSchedule
 from packplan.core.work import Meeting
-
-log = logging.getLogger(__name__)
 
 REDUCES_EACH_BACKWARD = 2
 """
@@ -32,12 +29,6 @@ def require_static(config: RunConfig) -> None:
         raise ConfigError.at("custom.trainer_variant", reason)
 
 
-def warn_of_ignored(config: RunConfig) -> None:
-    """Warn of a setting that another one makes meaningless."""
-    if config.training.eval_packing and not config.training.packing:
-        log.warning("training.eval_packing is true, but training.packing is false, so evaluation is not packed either")
-
-
 def accumulation_of(config: RunConfig, *, world_size: int) -> Accumulation:
     """Return the accumulation of a run; ArgumentError if the ranks cannot realise it."""
     training = config.training
@@ -51,7 +42,7 @@ def accumulation_of(config: RunConfig, *, world_size: int) -> Accumulation:
 
 
 def forced_batches(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each batch size of the run that packing changes."""
+    """Yield a line for each setting of batches that packing changes, or that has no effect."""
     training = config.training
     if training.packing and training.per_device_train_batch_size != 1:
         yield (
@@ -60,6 +51,8 @@ def forced_batches(config: RunConfig) -> Iterator[str]:
         )
     if config.eval_packing and training.per_device_eval_batch_size != 1:
         yield f"packing forces training.per_device_eval_batch_size from {training.per_device_eval_batch_size:,} to 1"
+    if training.eval_packing and not training.packing:
+        yield "training.eval_packing is true, but training.packing is false, so evaluation is not packed either"
 
 
 def meeting_of(config: RunConfig) -> Meeting | None:

@@ -7,12 +7,10 @@ bottom; rank 0 alone measures and plans, and `Ranks` gives its result to all.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from functools import partial
 from types import MappingProxyType
@@ -54,11 +52,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TAKES_LONG = {
-    "certified": "looks for the fewest packs, which may take minutes",
-    "balanced": "levels the work of packs, which takes about 15 s a million samples",
-}
-"""Algorithms whose start and duration are logged, and the reason."""
+TAKES_LONG = {"certified", "balanced"}
+"""Algorithms whose progress is shown from their start: seconds to minutes for a million samples."""
 
 _LATE_S = 1e-3
 """
@@ -198,16 +193,22 @@ class Split:
 
     aligned: AlignedPlan = attrs.field(default=None)
 
-    works: SampleWorks = attrs.field(default=None)
-    """Work of each record, which balances ranks."""
-
     epochs: PlannedEpochs | None = None
     """Epochs that have plans of their own, which `plan_epochs` fills."""
 
+    _works: SampleWorks | None = attrs.field(default=None, repr=False)
+
     _stats: PackStats | None = attrs.field(default=None, repr=False)
 
+    @property
+    def works(self) -> SampleWorks:
+        """Work of each record of a measured split, which balances ranks."""
+        if self._works is None:
+            self._works = table_works(self.work, self.table)
+        return self._works
+
     def pack_stats(self, epoch: int) -> PackStats:
-        """Return the packs of an epoch, with statistics, of a split whose works are known."""
+        """Return the packs of an epoch, with statistics."""
         if self.epochs is not None:
             return self.epochs.stats(epoch)
         if self._stats is None:
@@ -269,15 +270,13 @@ def plan_split(split: Split, ranks: Ranks, *, world_size: int | None = None) -> 
     arrays = dict(ranks.build(split.stores.lock, partial(_measure_and_plan, split, world_size)))
     split.table, split.key = arrays.pop("table"), Fingerprint(json.loads(arrays.pop("key").tobytes()))
     split.raw = plan_from_arrays(arrays)
-    split.aligned, split.works = split.align(world_size), table_works(split.work, split.table)
+    split.aligned = split.align(world_size)
     split.data_digest = source.data_digest(len(source), without=np.flatnonzero(column(split.table, "bad")).tolist())
 
     ranks.require_same(f"the {name} plan's checksum", split.checksum)
     # A rank that sees other data would train on other samples under the same plan.
     ranks.require_same(f"what the {name} lengths depend on", source.fingerprint().digest)
     ranks.require_same(f"the {name} data", split.data_digest)
-    # Ranks that counted other works would assign a step's packs in another way.
-    ranks.require_same(f"the work of the {name} packs", hashlib.sha256(split.pack_works.tobytes()).hexdigest())
     return split
 
 
@@ -299,8 +298,7 @@ def _measure_and_plan(split: Split, world_size: int, report: ReportProgress) -> 
         samples = samples_of(policy, table, files)
         _require_drawable(split.recipe, policy, samples)
         log.info("%s: planning %s", name, counted(int(np.count_nonzero(samples.lengths)), "sample"))
-        with _duration_logged(name, policy):
-            raw = plan_samples(name, policy, samples, recipe=split.recipe, report=report)
+        raw = plan_samples(name, policy, samples, recipe=split.recipe, report=report)
         stores.plans.save(key, raw)
     refuse_dropped(raw, lengths, policy)
     if name == "train":
@@ -317,18 +315,6 @@ def _require_drawable(recipe: EpochRecipe | None, policy: PlanPolicy, samples: E
     entries = len(recipe.mixes.entries)
     if faults := tuple(drawn_faults(recipe.mixes, drawable(policy, samples), samples.sizes, entries)):
         raise ConfigError("custom.fusion_config", faults)
-
-
-@contextmanager
-def _duration_logged(name: str, policy: PlanPolicy) -> Iterator[None]:
-    """Log the start of an algorithm that takes long, and its seconds."""
-    takes_long = policy.packing and policy.algorithm in TAKES_LONG
-    if takes_long:
-        log.info("%s: %s %s", name, policy.algorithm, TAKES_LONG[policy.algorithm])
-    started = time.monotonic()
-    yield
-    if takes_long:
-        log.info("%s: %s took %.1f s", name, policy.algorithm, time.monotonic() - started)
 
 
 def samples_of(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> EpochSamples:

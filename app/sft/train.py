@@ -6,6 +6,7 @@ Every rank runs this. Rank 0 alone measures and plans; the others wait for it an
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shlex
 from collections.abc import Iterator
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING
 import attrs
 
 from packplan.app.planning.epochs import plan_epochs
-from packplan.app.planning.log_lines import log_epochs, log_plan, log_schedule
-from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule, warn_of_ignored
+from packplan.app.planning.log_lines import log_plan, log_schedule
+from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule
 from packplan.app.planning.split import Ranks, Split, plan_split
 from packplan.app.wiring.forecasts import find_timing, run_forecast, told_error, told_forecast
 from packplan.app.wiring.policies import trained_work
@@ -25,7 +26,6 @@ from packplan.app.wiring.splits import open_splits
 from packplan.app.wiring.trainers import build_trainer, open_arguments, open_checkpoint, open_follower
 from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.config import RunConfig
-from packplan.core.equality import AttentionChoice
 from packplan.core.errors import agree, counted
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule, ResumeState, require_start
@@ -85,7 +85,9 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
     group.stop_heartbeat()
     if group.rank == 0:
         _log_plans(config, splits, follower.schedule)
-        _log_attention(attention, checkpoint)
+        if checkpoint is not None and checkpoint.attention not in (None, attention.name):
+            then = "the checkpoint was trained by the attention %s; the run goes on by %s"
+            log.info(then, checkpoint.attention, attention.name)
 
     trainer = build_trainer(config, arguments, splits, follower, attention=attention, group=group)
     trainer.resumes_from = None if checkpoint is None else checkpoint.folder
@@ -104,7 +106,10 @@ def _schedule_packs(
         StaleError: The checkpoint was made on another plan.
         ArgumentError: An epoch has no packs.
     """
-    schedule = split_schedule(config, "train", train.aligned, train.pack_works)
+    pack_works = train.pack_works
+    # Ranks that counted other works would assign a step's packs in another way.
+    ranks.require_same("the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
+    schedule = split_schedule(config, "train", train.aligned, pack_works)
     follower = open_follower(config, train, schedule, ranks.group)
     if checkpoint is not None and checkpoint.resume_state.differences(follower.state):
         # `last` goes on from an older one, where the newest is of other data or another plan.
@@ -135,11 +140,9 @@ def _forecast_time(config: RunConfig, trainer: PackTrainer, splits: dict[str, Sp
 
 def _log_plans(config: RunConfig, splits: dict[str, Split], schedule: EpochSchedule) -> None:
     """Log what will be trained."""
-    warn_of_ignored(config)
     for split in splits.values():
         log_plan(split)
-    log_epochs(splits["train"], schedule)
-    log_schedule(config, schedule)
+    log_schedule(config, splits["train"], schedule)
     if schedule.start.step:
         _log_resume(schedule, "pack" if config.training.packing else "sample")
     _, estimated = trained_work(config)
@@ -152,12 +155,6 @@ def _log_plans(config: RunConfig, splits: dict[str, Split], schedule: EpochSched
             schedule.meeting,
             100 * schedule.above_bound(schedule.start.epoch),
         )
-
-
-def _log_attention(attention: AttentionChoice, checkpoint: Checkpoint[ResumeState] | None) -> None:
-    if checkpoint is not None and checkpoint.attention not in (None, attention.name):
-        then = "the checkpoint was trained by the attention %s; the run goes on by %s"
-        log.info(then, checkpoint.attention, attention.name)
 
 
 def _log_resume(schedule: EpochSchedule, unit: str) -> None:

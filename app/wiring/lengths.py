@@ -80,7 +80,7 @@ def store_folder(output: Path) -> Path:
 
 
 def require_table(output: Path) -> None:
-    """Refuse to write where something else is; ConfigError."""
+    """Refuse an output that is no table of lengths and exists, or has no folder; ConfigError."""
     if not output.parent.is_dir():
         raise ConfigError.at("--output", f"is {output}, whose folder does not exist: make it")
     if output.exists():

@@ -249,17 +249,17 @@ class EpochSchedule:
         return not isinstance(self.num_packs, int)
 
     def packs_in(self, epoch: int) -> int:
-        """Return the packs of the raw plan of *epoch*, 0 for one that is not planned."""
+        """Return the number of packs in the raw plan of *epoch*, 0 for one that is not planned."""
         if isinstance(self.num_packs, int):
             return self.num_packs
         return self.num_packs[epoch] if epoch < len(self.num_packs) else 0
 
     def batches_in(self, epoch: int) -> int:
-        """Return the batches of a rank in the whole of *epoch* on these ranks."""
+        """Return the number of batches of a rank in the whole of *epoch* on these ranks."""
         return self.batches_of(aligned_size(self.packs_in(epoch), self.world_size, self.dataloader_drop_last))
 
     def steps_in(self, epoch: int) -> int:
-        """Return the optimizer steps of the whole of *epoch* on these ranks."""
+        """Return the number of optimizer steps in the whole of *epoch* on these ranks."""
         return -(-self.batches_in(epoch) // self.gradient_accumulation_steps)
 
     @property

@@ -58,8 +58,10 @@ class Keys:
 
     def count(self, *names: str) -> int | None:
         """
-        Return the value of the first of these keys as a whole number; None without one; ModelError
-        if it is none.
+        Return the value of the first of these keys that exists as an integer, None if none exists.
+
+        Raises:
+            ModelError: The value is not a number from 0.
         """
         found = self.get(*names)
         if found is None:
@@ -71,7 +73,7 @@ class Keys:
         return int(found)
 
     def size(self, *names: str) -> int:
-        """Return the same; ModelError without one, which names the first."""
+        """Return `count` of these keys; ModelError, which names the first key, if none exists."""
         found = self.count(*names)
         if found is None:
             raise ModelError("work", f"config.json has no {names[0]}, which the work of a sample depends on")

@@ -49,12 +49,10 @@ def path(tmp_path_factory) -> Path:
     )
 
 
-def test_a_million_samples_are_looked_at_in_seconds(path, tmp_path):
-    """Show in 2 with its start, another packing length in 3, a page in 9 and under 3 MB."""
+def test_a_million_samples_are_looked_at_in_seconds(path):
+    """Show in 2 with its start, another packing length in 3."""
     assert started_cpu_seconds("show", path, "--json") < 2
     assert cpu_seconds("whatif", path, "--max-length", "3000", "--world-size", "8") < 3
-    assert cpu_seconds("report", path, "-o", tmp_path / "plan.html") < 9
-    assert (tmp_path / "plan.html").stat().st_size < 3_000_000
 
 
 def test_another_rank_takes_a_plan_of_a_million_in_little_memory(server, path, tmp_path):
