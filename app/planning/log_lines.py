@@ -79,6 +79,11 @@ def log_schedule(config: RunConfig, train: Split, schedule: EpochSchedule) -> No
     """
     Log what each epoch has drawn, where epochs have plans of their own; the optimizer steps of a
     run, and which of them differ from what was asked for.
+
+    Args:
+        config: The run.
+        train: Its planned split.
+        schedule: Order of its packs.
     """
     _log_epochs(train, schedule)
     for forced in forced_batches(config):
