@@ -82,7 +82,7 @@ def log_schedule(config: RunConfig, train: Split, schedule: EpochSchedule) -> No
 
     Args:
         config: The run.
-        train: Its planned split.
+        train: The planned split that is trained.
         schedule: Order of its packs.
     """
     _log_epochs(train, schedule)
