@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from packplan.adapters.config_names import configs_by_name
 from packplan.adapters.probe.shrink import Trials, shrink, with_trials
 from packplan.core.config import ModelConfig
 from packplan.core.errors import ConfigError, ModelError
@@ -33,13 +32,12 @@ _PLAIN_STD = 0.05
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """
-    Hide warnings of libraries about missing kernels and unusual sizes, and write no configuration
-    out.
+    Hide warnings of libraries about missing kernels and unusual sizes.
     """
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), configs_by_name():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -54,8 +52,7 @@ def error_text(error: Exception) -> str:
 def open_model_config(model: ModelConfig) -> Any:
     """Return transformers' configuration of a model's folder; ConfigError if it refuses it."""
     try:
-        with configs_by_name():
-            return AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
+        return AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
     except Exception as error:
         reason = " ".join(f"{error}".split())[:300]
         raise ConfigError.at(

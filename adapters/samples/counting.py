@@ -117,7 +117,7 @@ class StandIn:
 
     patches: int
 
-    said: int
+    mentions: int
     """How often those texts say its kind's own token."""
 
 
@@ -197,7 +197,7 @@ class PieceCounter:
             (part, next(tokens) if isinstance(part.content, str) else _Tokens(part.content)) for part in sample.parts
         ]
         held = [(kind, self.stand_ins[kind], number) for kind, number in sample.counts.items()]
-        if self.count_media_tokens(sample) != Counter({kind: one.said * number for kind, one, number in held}):
+        if self.count_media_tokens(sample) != Counter({kind: one.mentions * number for kind, one, number in held}):
             return None
         parts = [(part, ids) for part, ids in parts if len(ids)]
         supervised = sum(len(ids) for part, ids in parts if part.trained)
@@ -287,8 +287,7 @@ def _split_special_tokens(contexts: list[Any], weights: list[float]) -> tuple[li
 def prove_pieces(template: Template, *, tokens: Mapping[str, int]) -> tuple[PieceCounter | None, str]:
     """
     Return what measures a template's samples by their texts, as a few of them encode; or None, and
-    why nothing does. Samples with images are none of them where it has no `stand_ins` for one; for
-    videos, `prove_stand_in` is asked when the first comes.
+    why nothing does. Samples with media of which it has no `stand_ins` are none of them.
 
     Args:
         template: In training mode.
@@ -308,24 +307,22 @@ def prove_pieces(template: Template, *, tokens: Mapping[str, int]) -> tuple[Piec
             (found,) = counter.measure([counter.pieces(sample)])
             if found != _measure_in_full(template, sample):
                 return None, "its texts are not all that its samples are"
-        if "image" in tokens:
-            prove_stand_in(template, counter, "image")
     except Exception as error:  # noqa: BLE001  # whatever a template does not take is said of the records that have it
         return None, f"a sample of its texts alone cannot be made ({type(error).__name__}: {error})"
+    for medium in tokens:
+        try:
+            _prove_stand_in(template, counter, medium)
+        except Exception as error:  # noqa: BLE001  # a full encode says with the record's place what else is wrong
+            counter.stand_ins.pop(medium, None)
+            log.debug("samples with a medium, %s, are encoded in full: %s: %s", medium, type(error).__name__, error)
     return counter, ""
 
 
-def prove_stand_in(template: Template, counter: PieceCounter, medium: str) -> bool:
+def _prove_stand_in(template: Template, counter: PieceCounter, medium: str) -> None:
     """
-    Let a counter know what stands for an image or a video in a sample; return whether it does: if
-    that is the same each time, and beside the media that it knows.
-
-    Args:
-        template: Template of a model that sees.
-        counter: Measures its texts.
-        medium: `image` or `video`.
+    Let a counter know what stands for an image or a video in a sample, if that is the same each
+    time, and beside the media that it knows.
     """
-    found: Measurement | None
     samples = [{medium: 1}, {medium: 2}]
     if counter.stand_ins:
         samples.append(dict.fromkeys((*counter.stand_ins, medium), 1))
@@ -340,11 +337,9 @@ def prove_stand_in(template: Template, counter: PieceCounter, medium: str) -> bo
             if found is not None:
                 tokens, patches = encoded.length - found.length, encoded.patches + encoded.video_patches
                 counter.stand_ins[medium] = StandIn(tokens, patches, counter.count_media_tokens(pieces)[medium])
-        (found,) = counter.measure([pieces])
-        if found != encoded:
+        if counter.measure([pieces]) != [encoded]:
             del counter.stand_ins[medium]
-            return False
-    return True
+            return
 
 
 def _measure_in_full(template: Template, sample: dict[str, Any], **counts: int) -> Measurement:
@@ -421,17 +416,6 @@ class QuickMeasurer:
             self._log_once(f"lengths of images come from their headers, by {why}")
         return lengths, why
 
-    @cached_property
-    def _counts_videos(self) -> bool:
-        """Whether samples with videos are counted with others."""
-        assert self._counter is not None  # noqa: S101  # it counts all others
-        try:
-            return prove_stand_in(self._encoder.template, self._counter, "video")
-        except Exception as error:  # noqa: BLE001  # a full encode says with the record's place what else is wrong
-            self._counter.stand_ins.pop("video", None)
-            log.info("samples with videos are measured one by one: %s: %s", type(error).__name__, error)
-        return False
-
     def _log_once(self, text: str) -> None:
         _log_once(f"{self._encoder.template.template_meta.template_type}: {text}")
 
@@ -479,9 +463,7 @@ class QuickMeasurer:
     def _pieces(self, sample: dict[str, Any], **counts: int) -> Pieces | None:
         """Return the texts of a sample; None if it has to be encoded in full."""
         counter = self._counter
-        if counter is None or (counts["video"] and not self._counts_videos):
-            return None
-        if counts["image"] and "image" not in counter.stand_ins:
+        if counter is None or any(number and kind not in counter.stand_ins for kind, number in counts.items()):
             return None
         try:
             return counter.pieces(sample, **counts)

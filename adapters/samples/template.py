@@ -12,7 +12,6 @@ from swift.loss_scale import ALL_BASE_STRATEGY, loss_scale_map
 from swift.model import MODEL_MAPPING, get_matched_model_meta
 from swift.template import Template
 
-from packplan.adapters.config_names import configs_by_name
 from packplan.adapters.families import embeds_itself, is_shown, settled_types
 from packplan.adapters.model_folder import config_architecture, model_sizes, torn_json
 from packplan.adapters.samples.video_reading import prepare_videos
@@ -156,8 +155,7 @@ def open_template(
         refuse_unshown(template_type)
     cuts = template.truncation_strategy in {"left", "right"}
     try:
-        with configs_by_name():
-            _, processor = get_model_processor(model.model, load_model=False, model_type=model_type)
+        _, processor = get_model_processor(model.model, load_model=False, model_type=model_type)
         opened = get_template(
             processor,
             template.system,
@@ -211,7 +209,7 @@ def _model_of(template: Template, model_type: str | None) -> Any:
     type ms-swift would have to guess.
     """
     if template.model is None and template.dummy_model is None:
-        with torch.device("meta"), configs_by_name():
+        with torch.device("meta"):
             folder = template.model_info.model_dir
             template.dummy_model, _ = get_model_processor(folder, model_type=model_type, return_dummy_model=True)
     return template.dummy_model if template.model is None else template.model

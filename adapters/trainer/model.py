@@ -13,7 +13,6 @@ from transformers import modeling_utils
 from transformers.utils import logging as transformers_logging
 
 from packplan.adapters.attention import attend_as, project_patches
-from packplan.adapters.config_names import configs_by_name
 from packplan.adapters.files import loading
 from packplan.adapters.model_folder import require_whole_weights
 from packplan.adapters.samples.template import swift_model_type
@@ -51,7 +50,6 @@ def open_model(
     with (
         torch.device("meta") if outline else contextlib.nullcontext(),
         loading("model.model", f"{model.model} cannot be loaded by ms-swift"),
-        configs_by_name(),
         _all_weights(model.model),
     ):
         try:
