@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy as np
 
 from packplan.adapters.files import publishing, sync_folder, write_bytes, writing
@@ -53,17 +52,6 @@ Order = Sequence[int] | IntArray | None
 
 Row = Mapping[str, Any]
 """Values of one row of a file by column."""
-
-
-@attrs.frozen
-class ExportedPlan:
-    """Plan that an export was made from."""
-
-    checksum: str
-    """Checksum of the plan, as `Plan.checksum` has it."""
-
-    packing_length: int
-    """Tokens that a pack of several samples may hold."""
 
 
 def export_parquet(rows: Any, plan: Plan, path: str | Path, *, order: Order = None) -> None:
@@ -188,27 +176,6 @@ def export_cached_rows(splits: Mapping[str, tuple[Any, Sequence[Sequence[int]]]]
             rows.add_column("lengths", list(lengths)).save_to_disk(unfinished if name == "train" else unfinished / EVAL)
 
 
-def exported_plan(path: str | Path) -> ExportedPlan:
-    """
-    Return the plan of a Parquet file or `datasets` folder that was exported here.
-
-    Raises:
-        ArgumentError: It is none of ours, or there is none.
-    """
-    path = Path(path)
-    pyarrow = load_pyarrow()
-    try:
-        if path.is_dir():
-            mark = json.loads(json.loads((path / _INFO).read_text(encoding="utf-8"))["description"])
-        else:
-            metadata = pyarrow.parquet.read_schema(path).metadata or {}
-            mark = {key.decode(): value.decode() for key, value in metadata.items()}
-        return ExportedPlan(mark[_CHECKSUM], int(mark[_LENGTH]))
-    except (OSError, ValueError, KeyError, TypeError):
-        fact = f"{path} is no export of a plan: it carries no checksum of one"
-        raise ArgumentError("host", fact, {"path": str(path)}) from None
-
-
 class _Export:
     """Packs of text in the order in which they are exported."""
 
@@ -218,7 +185,13 @@ class _Export:
 
         *types* are Arrow's by column, lists in brackets.
         """
-        self.pyarrow = load_pyarrow()
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet
+        except ImportError:
+            fact = "exports need pyarrow, which is not installed: pip install 'packplan[hf]'"
+            raise ArgumentError("host", fact) from None
+        self.pyarrow: Any = pa
         self.target, self._plan, self._packs = target, plan, RowsOfPacks(rows, plan)
         self._order = np.arange(len(plan.packs)) if order is None else np.asarray(order)
         whole = self._order.ndim == 1 and self._order.size > 0 and self._order.dtype.kind in "iu"
@@ -305,17 +278,6 @@ def _refuse_media(whose: str, columns: Any) -> None:
     if columns:
         fact = f"{whose} has {', '.join(sorted(columns))}, but this format holds text only: export rows without it"
         raise ArgumentError("host", fact, {"columns": sorted(columns)})
-
-
-def load_pyarrow() -> Any:
-    """Return pyarrow; ArgumentError if it is not installed."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet
-    except ImportError:
-        fact = "exports need pyarrow, which is not installed: pip install 'packplan[hf]'"
-        raise ArgumentError("host", fact) from None
-    return pa
 
 
 @contextmanager
