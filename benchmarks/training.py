@@ -64,7 +64,7 @@ class Encoded:
     def fetch(self, index: int, planned: Table) -> dict[str, Any]:
         """Return sample *index*; StaleError if it is not the planned one."""
         # The collator adds to a sample.
-        return self._samples.checked(index, dict(self._encoded[index]), planned)
+        return self._samples.require_planned(index, dict(self._encoded[index]), planned)
 
 
 class EpochClock(TrainerCallback):

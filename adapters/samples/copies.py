@@ -19,7 +19,7 @@ from typing import Any
 
 from packplan.adapters import files
 from packplan.adapters.samples.media_files import read_size
-from packplan.adapters.samples.places import Patience, RefusedError, Standing, fetch, list_places, standing_of
+from packplan.adapters.samples.places import FileVersion, Patience, RefusedError, fetch, list_places, read_version
 from packplan.core.errors import CorruptArtefactError, DataSetError, counted
 from packplan.core.samples import (
     Image,
@@ -120,37 +120,37 @@ def _local_file(place: str, cache: Path) -> Path:
     with files.held(folder / "lock", f"for a copy of {without_credentials(place)}"):
         note = _read_note(folder / _NOTE, _SCHEMA)
         copy = folder / note["sha256"] / note["name"] if note else folder
-        known = Standing(note["size"], note["version"]) if note else Standing(0, "")
+        known = FileVersion(note["size"], note["version"]) if note else FileVersion(0, "")
         has_copy = copy.is_file() and copy.stat().st_size == known.size
         try:
-            standing = standing_of(place, most=MOST_BYTES["file"], patience=_PATIENCE)
+            current = read_version(place, most=MOST_BYTES["file"], patience=_PATIENCE)
         except RefusedError as error:
             if not has_copy:
                 raise _unread(place, error) from None
             log.warning("%s cannot be asked: %s; its copy of before is read", without_credentials(place), error)
             return copy
-        if has_copy and standing.version and standing == known:
+        if has_copy and current.version and current == known:
             return copy
-        fetched = _fetch_file(place, folder, standing)
+        fetched = _fetch_file(place, folder, current)
         if has_copy and fetched != copy:
             log.warning("%s is another file than before: it was fetched again", without_credentials(place))
         return fetched
 
 
-def _fetch_file(place: str, folder: Path, standing: Standing) -> Path:
+def _fetch_file(place: str, folder: Path, current: FileVersion) -> Path:
     """Return a new copy of the file at a place."""
     target, shown = folder / "fetched", without_credentials(place)
     # Its end says which format it has.
     name = re.sub(r"[^\w.-]", "_", re.sub(r"[?#].*", "", place).rpartition("/")[2])[-100:].lstrip(".") or "data"
     try:
         sha256 = fetch(place, target, most=MOST_BYTES["file"], patience=_PATIENCE)
-        if standing != standing_of(place, most=MOST_BYTES["file"], patience=_PATIENCE):
+        if current != read_version(place, most=MOST_BYTES["file"], patience=_PATIENCE):
             raise RefusedError("it changed while it was fetched: start again when it is complete")  # noqa: TRY301
     except RefusedError as error:
         raise _unread(place, error) from None
     _publish(target, copy := folder / sha256 / name)
     note = {"schema": _SCHEMA, "place": shown, "folder": folder_of(place), "sha256": sha256, "name": name}
-    files.write_manifest(folder / _NOTE, {**note, "size": copy.stat().st_size, "version": standing.version})
+    files.write_manifest(folder / _NOTE, {**note, "size": copy.stat().st_size, "version": current.version})
     log.info("%s is copied once: %s", shown, copy)
     return copy
 

@@ -286,8 +286,8 @@ def _split_special_tokens(contexts: list[Any], weights: list[float]) -> tuple[li
 
 def prove_pieces(template: Template, *, tokens: Mapping[str, int]) -> tuple[PieceCounter | None, str]:
     """
-    Return what measures a template's samples by their texts, as a few of them encode; or None, and
-    why nothing does. Samples with media of which it has no `stand_ins` are none of them.
+    Return a counter of a template's samples that agrees with full encodes of a few; or None, and
+    the reason. Samples with media of which it has no `stand_ins` are none of them.
 
     Args:
         template: In training mode.

@@ -21,8 +21,8 @@ _SHOWN_DIGITS = 12
 
 
 @cache
-def absolute(folder: str) -> str:
-    """Return a folder as digests have it: absolute, or the place that it is."""
+def absolute_folder(folder: str) -> str:
+    """Return the absolute path of a folder, or the place that it is, as digests have it."""
     return folder if is_place(folder) else str(Path(folder).resolve())
 
 
@@ -156,7 +156,7 @@ class FileRecords:
                 kept = digests[~np.isin(indices, without)]
                 if len(kept) and file.named.folder != folder:
                     folder = file.named.folder
-                    sha256.update(f"{absolute(folder)}\n".encode())
+                    sha256.update(f"{absolute_folder(folder)}\n".encode())
                 sha256.update(kept.tobytes())
                 index += len(indices)
                 bar.update(len(indices))

@@ -149,7 +149,7 @@ class SwiftEncoder:
                 self.decode_video(index, video, sampling=sampling_of(self.spec.template))
             raise
 
-    def decoded(self, index: int) -> list[tuple[bool, str]]:
+    def decode_text(self, index: int) -> list[tuple[bool, str]]:
         """
         Return the text of sample *index* as the model gets it, in runs of tokens that are trained,
         or are not; RecordError if it cannot become a sample.
@@ -427,12 +427,12 @@ class SwiftEncoder:
         Encode sample *index* for training; StaleError if it is not the one that was planned.
         """
         started = time.perf_counter()
-        sample = self.checked(index, self.encode(index), planned)
+        sample = self.require_planned(index, self.encode(index), planned)
         if sample[VIDEOS.counted]:
             sample[VIDEO_SECONDS] = time.perf_counter() - started
         return sample
 
-    def checked(self, index: int, encoded: dict[str, Any], planned: Table) -> dict[str, Any]:
+    def require_planned(self, index: int, encoded: dict[str, Any], planned: Table) -> dict[str, Any]:
         """
         Return an encoded sample; StaleError if it is not the one that was planned.
 

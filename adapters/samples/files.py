@@ -16,7 +16,7 @@ from packplan.adapters.samples.copies import origin_of
 from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.formats.arrow_rows import ArrowFile, is_arrow_folder, parts_of_folder
 from packplan.adapters.samples.formats.lines import CopiedRows, LinesFile
-from packplan.adapters.samples.formats.record_file import Named, RecordFile
+from packplan.adapters.samples.formats.record_file import FileName, RecordFile
 from packplan.adapters.samples.formats.rewriting import (
     COMMAS,
     PARQUET,
@@ -110,7 +110,7 @@ def file_faults(paths: Iterable[str]) -> Iterator[str]:
 
 def require_file(path: Path) -> None:
     """
-    Refuse a data file that is none.
+    Refuse a path that is no data file.
 
     Raises:
         DataSetError: There is no file, or it may not be looked at, or its folder is no data set.
@@ -215,16 +215,16 @@ def _name_and_folder(path: Path) -> tuple[str, str]:
 def _open(path: Path, max_bytes: int | None, cache: Path | None) -> RecordFile:
     """Open a file that is there, by what it is."""
     if path.is_dir():
-        named = Named(str(path), str(path))
+        named = FileName(str(path), str(path))
         return ArrowFile(parts_of_folder(path), named=named, max_bytes=max_bytes, cache=cache)
     name, folder = _name_and_folder(path)
     kind, is_packed = _kind_of(path, name)
     if kind == "arrow":
-        return ArrowFile([path], named=Named(name, folder), max_bytes=max_bytes, cache=cache)
+        return ArrowFile([path], named=FileName(name, folder), max_bytes=max_bytes, cache=cache)
     if kind == "lines" and not is_packed:
-        return LinesFile(path, named=Named(name, folder), max_bytes=max_bytes, cache=cache)
+        return LinesFile(path, named=FileName(name, folder), max_bytes=max_bytes, cache=cache)
     copy = copy_of(path, cache, kind=kind, name=name)
-    named = Named(name, folder, str(copy))
+    named = FileName(name, folder, str(copy))
     if kind == "parquet":
         return ArrowFile([copy], named=named, max_bytes=max_bytes, cache=cache)
     text = LinesFile if kind == "lines" else CopiedRows

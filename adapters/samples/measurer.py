@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from packplan.adapters.lifeline import ctrl_c_kept, end_with_parent, lost_processes_named, open_pool
 from packplan.adapters.model_folder import PROCESSING_FILES
 from packplan.adapters.samples.counting import QuickMeasurer
-from packplan.adapters.samples.data_set import absolute
+from packplan.adapters.samples.data_set import absolute_folder
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.media import without_truncation
 from packplan.adapters.samples.template import swift_types
@@ -137,7 +137,7 @@ class SwiftMeasurer:
     def identity(self, index: int) -> tuple[str, str]:
         """Return the digest of sample *index* alone, and the absolute folder of its media."""
         first = index * self._encoder.num_parts
-        return self._encoder.records.record_digest(first), absolute(self._encoder.records.folder(first))
+        return self._encoder.records.record_digest(first), absolute_folder(self._encoder.records.folder(first))
 
     def _parts(self, index: int, number: int = 1) -> range:
         """Return the records of samples from *index* on, so many."""

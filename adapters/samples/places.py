@@ -75,7 +75,7 @@ class RefusedError(Exception):
     """A file is not to be had; asking again would not help."""
 
 
-class Standing(NamedTuple):
+class FileVersion(NamedTuple):
     """Size and version of a file at a place."""
 
     size: int | None
@@ -85,7 +85,7 @@ class Standing(NamedTuple):
     """Tag of the content, or the time of its last change; empty where the place says neither."""
 
 
-def standing_of(place: str, *, most: int, patience: Patience) -> Standing:
+def read_version(place: str, *, most: int, patience: Patience) -> FileVersion:
     """
     Return the size and version of a file.
 
@@ -102,7 +102,7 @@ def standing_of(place: str, *, most: int, patience: Patience) -> Standing:
         raise RefusedError("it is no file, but a folder")
     size = None if about.get("size") is None else int(about["size"])
     _require_size(size or 0, most)
-    return Standing(size, str(next((about[name] for name in _VERSIONS if about.get(name)), "")))
+    return FileVersion(size, str(next((about[name] for name in _VERSIONS if about.get(name)), "")))
 
 
 def fetch(place: str, target: Path, *, most: int, patience: Patience) -> str:

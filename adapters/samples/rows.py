@@ -18,7 +18,7 @@ from swift.template.vision_utils import _check_path, load_file
 
 from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.encoder import SampleSpec, SwiftEncoder
-from packplan.adapters.samples.formats.record_file import Named, RecordFile
+from packplan.adapters.samples.formats.record_file import FileName, RecordFile
 from packplan.adapters.samples.media import IMAGES, VIDEOS, measure_encoded
 from packplan.core.errors import RecordError
 from packplan.core.samples import DataFile, Measurement, Where, digest_of
@@ -46,7 +46,7 @@ class RowsFile(RecordFile):
             num_parts: Sequences of each row.
         """
         self.rows, self.num_parts = rows, num_parts
-        self.named, self.facts = Named(name, ""), {"num_with_media_tags": 0}
+        self.named, self.facts = FileName(name, ""), {"num_with_media_tags": 0}
 
     def __len__(self) -> int:
         return len(self.rows) * self.num_parts

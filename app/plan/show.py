@@ -104,7 +104,7 @@ def _text_of(config: RunConfig, opened: StoredSplit, sample: int) -> list[dict[s
             f"the data have {counted(len(encoder) // parts, 'record')} now, but {measured:,} were measured: build again"
         )
         raise DataSetError(message)
-    runs = (run for part in range(parts) for run in encoder.decoded(sample * parts + part))
+    runs = (run for part in range(parts) for run in encoder.decode_text(sample * parts + part))
     return [{"trained": trained, "text": text} for trained, text in runs]
 
 

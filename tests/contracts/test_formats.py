@@ -184,8 +184,8 @@ def test_a_file_that_changed_unseen_is_found(tmp_path, name, monkeypatch):
     """Where its size and times are what they were, a start takes its copy; verifying reads it."""
     path = write(tmp_path, name)
     opened(path)
-    first = record_file.standing(path)
-    monkeypatch.setattr(record_file, "standing", lambda _: first)
+    first = record_file.file_state(path)
+    monkeypatch.setattr(record_file, "file_state", lambda _: first)
     write(tmp_path, name, RECORDS[:3])
 
     assert len(RECORDS) == len(opened(path))
@@ -753,8 +753,8 @@ def test_a_file_that_hides_a_change_is_found_by_verification(tmp_path, name, mon
     before = opened(path).digest(500)
     assert [] == faults(path)
     text = read_file(path)
-    as_it_was = record_file.standing(text)
-    monkeypatch.setattr(record_file, "standing", lambda _: as_it_was)
+    as_it_was = record_file.file_state(text)
+    monkeypatch.setattr(record_file, "file_state", lambda _: as_it_was)
 
     text.write_bytes(text.read_bytes().replace(b"text 251", b"text 25l"))
 

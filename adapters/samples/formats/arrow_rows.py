@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from packplan.adapters.samples.formats.json_value import has_media_tag, without_nulls
-from packplan.adapters.samples.formats.record_file import KeptFacts, Named, RecordFile
+from packplan.adapters.samples.formats.record_file import FileName, KeptFacts, RecordFile
 from packplan.core.errors import DataSetError, RecordError, counted
 from packplan.core.samples import digest_of, unreadable_digest
 
@@ -57,7 +57,7 @@ class ArrowFile(RecordFile):
     """Rows of Arrow files that follow each other; they are counted from 1."""
 
     def __init__(
-        self, parts: list[Path], *, named: Named, max_bytes: int | None = None, cache: Path | None = None
+        self, parts: list[Path], *, named: FileName, max_bytes: int | None = None, cache: Path | None = None
     ) -> None:
         """
         Map the files.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.json_value import BAD_ROW, has_media_tag, read_value
-from packplan.adapters.samples.formats.record_file import KeptFacts, Named, RecordFile
+from packplan.adapters.samples.formats.record_file import FileName, KeptFacts, RecordFile
 from packplan.core.errors import DataSetError, RecordError, counted
 from packplan.core.samples import Where, digest_of, unreadable_digest
 
@@ -43,7 +43,7 @@ class LinesFile(RecordFile):
 
     unit = "line"
 
-    def __init__(self, path: Path, *, named: Named, max_bytes: int | None, cache: Path | None) -> None:
+    def __init__(self, path: Path, *, named: FileName, max_bytes: int | None, cache: Path | None) -> None:
         """
         Find every record's place, in one pass, unless that is kept from an earlier start.
 

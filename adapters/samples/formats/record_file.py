@@ -45,7 +45,7 @@ class KeptFacts:
 
     def __init__(self, cache: Path | None, parts: Sequence[Path], *, kind: str, is_copy: bool = False) -> None:
         """
-        Look at how the file stands, before anything reads it.
+        Note the size, times and inode of the file, before anything reads it.
 
         Args:
             cache: Folder that facts are kept in; None keeps nothing.
@@ -104,7 +104,7 @@ class KeptFacts:
             return True
 
     def _now(self) -> list[dict[str, int]]:
-        return [{"size": part.stat().st_size} if self._is_copy else standing(part) for part in self._parts]
+        return [{"size": part.stat().st_size} if self._is_copy else file_state(part) for part in self._parts]
 
     @property
     def where(self) -> str:
@@ -120,7 +120,7 @@ class KeptFacts:
                 log.warning("%s: it is not what %s holds, and every start finds that again", error, self._parts[0])
 
 
-def standing(path: Path) -> dict[str, int]:
+def file_state(path: Path) -> dict[str, int]:
     """Return a file's size, times and inode: any write, rename or change of times changes them."""
     stat = path.stat()
     return {
@@ -135,8 +135,8 @@ def rows_to_audit(num_records: int) -> list[int]:
 
 
 @attrs.frozen
-class Named:
-    """How a file is spoken of: under the name that the user gave it, wherever its text is."""
+class FileName:
+    """Name of a file in messages, as the user gave it, and the folder of its media."""
 
     name: str
 
@@ -158,7 +158,7 @@ class RecordFile:
 
     unit = "row"
 
-    named: Named
+    named: FileName
     facts: dict[str, Any]
 
     _kept: KeptFacts
@@ -206,7 +206,9 @@ class RecordFile:
         return digest_of(value)
 
     def _restore(self, facts: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bool:
-        """Take what an earlier start found, if some records are still those; return whether."""
+        """
+        Take over kept facts if a few records have their digests; return whether they were taken.
+        """
         self.facts, self._digests = facts, arrays["digests"].reshape(-1, DIGEST_BYTES)
         compared = rows_to_audit(len(self) if self.named.copy is None else 0)
         if len(self._digests) == len(self) and all(map(self._is_kept, compared)):
