@@ -140,9 +140,8 @@ def _train(host: str, *, way: str, options: argparse.Namespace) -> dict[str, Any
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     from transformers import DataCollatorWithFlattening
 
-    from packplan.adapters.hf import separate_samples
     from packplan.core.errors import ArgumentError
-    from packplan.hf import balance, unpad
+    from packplan.hf import balance, separate_samples, unpad
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(host, folder, options)

@@ -1,5 +1,5 @@
 """
-Packing in trainers of transformers and TRL: `docs/use-it-in/`.
+Packing in trainers of transformers and TRL, and in loops of one's own: `docs/use-it-in/`.
 
     from packplan.hf import balance, unpad, use_plan
 
@@ -7,11 +7,20 @@ Packing in trainers of transformers and TRL: `docs/use-it-in/`.
     balance(trainer, max_tokens=8192)  # and its microbatches are cut by tokens, not by rows
     schedule = use_plan(trainer, plan)  # or: the trainer trains the packs of a plan
 
-They need the extra `hf`.
+Importing this module registers our attention, for `from_pretrained(…,
+attn_implementation="packplan")`. All of it needs the extra `hf`.
 """
 
 from __future__ import annotations
 
-from packplan.adapters.hf import balance, separate_samples, unpad, use_plan
+from packplan.adapters.hf.attention import separate_samples
+from packplan.adapters.hf.balance import balance
+from packplan.adapters.hf.training import token_mean, use_plan
+from packplan.adapters.hf.unpad import unpad
+from packplan.adapters.loaders.batches import PackBatches
+from packplan.adapters.loaders.rows import PACK, PackInputs, RowsOfPacks, flatten, learned, refuse_other_packs
 
-__all__ = ["balance", "separate_samples", "unpad", "use_plan"]
+__all__ = [
+    "PACK", "PackBatches", "PackInputs", "RowsOfPacks", "balance", "flatten", "learned", "refuse_other_packs",
+    "separate_samples", "token_mean", "unpad", "use_plan",
+]  # fmt: skip

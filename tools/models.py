@@ -274,8 +274,8 @@ def with_unpadded(page: str, section: str) -> str:
 def probe_unpadded(names: Sequence[str]) -> dict[str, dict[str, str]]:
     """Return the padding that families that pack do not leave out -> the reason; see `unpad`."""
     from packplan.adapters.families import is_unpacked
-    from packplan.adapters.hf import unpad
     from packplan.adapters.probe.small_model import SmallModels, quiet
+    from packplan.hf import unpad
     from tools.families import default_config, family_names
 
     found: dict[str, dict[str, str]] = {}

@@ -17,12 +17,12 @@ from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config
 from packplan.adapters.config.trainer_keys import TrainerKey, keys_of
 from packplan.adapters.families import trained_config
 from packplan.adapters.files import saving
-from packplan.adapters.hf import balance, unpad
 from packplan.adapters.samples.files import open_records
 from packplan.adapters.samples.prompts import Prompts
 from packplan.app.wiring.stores import records_cache
 from packplan.core.config import RlConfig
 from packplan.core.errors import ConfigError, PackplanError
+from packplan.hf import balance, unpad
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import sys
 
 import grain
 import packplan as pp
-from packplan.adapters.loaders.rows import PACK, RowsOfPacks, flatten
+from packplan.hf import PACK, RowsOfPacks, flatten
 
 from datasets import load_from_disk
 

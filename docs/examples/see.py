@@ -4,7 +4,7 @@ import json
 import sys
 
 import packplan as pp
-from packplan.adapters.hf import use_plan
+from packplan.hf import use_plan
 
 import torch
 from PIL import Image

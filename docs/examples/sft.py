@@ -3,7 +3,7 @@
 import sys
 
 import packplan as pp
-from packplan.adapters.hf import use_plan
+from packplan.hf import use_plan
 
 import torch
 from datasets import load_from_disk

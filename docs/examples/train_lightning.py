@@ -3,7 +3,7 @@
 import sys
 
 import packplan as pp
-from packplan.adapters.hf import PACK, PackBatches, PackInputs, RowsOfPacks, refuse_other_packs, unpad
+from packplan.hf import PACK, PackBatches, PackInputs, RowsOfPacks, refuse_other_packs, unpad
 
 import torch
 from datasets import load_from_disk

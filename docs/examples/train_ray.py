@@ -11,7 +11,7 @@ from ray.train.torch import TorchTrainer, prepare_model
 
 def train(config):
     import packplan as pp
-    from packplan.adapters.hf import PACK, PackBatches, PackInputs, RowsOfPacks, learned, refuse_other_packs, unpad
+    from packplan.hf import PACK, PackBatches, PackInputs, RowsOfPacks, learned, refuse_other_packs, unpad
 
     import torch
     from datasets import load_from_disk

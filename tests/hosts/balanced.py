@@ -16,8 +16,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from packplan.adapters.hf import balance
 from packplan.adapters.hf.refusals import is_old_trl
+from packplan.hf import balance
 from tests.e2e.unpad_rank import shard, whole
 from tests.hosts.law import CONFIGS, fork_ranks, tokenizer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import packplan as pp
-from packplan.adapters.hf import use_plan
+from packplan.hf import use_plan
 from packplan.testing import assert_step_loss
 
 # isort: split

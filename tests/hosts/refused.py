@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import packplan as pp
-from packplan.adapters.hf import use_plan
+from packplan.hf import use_plan
 from tests.hosts import law
 from tests.hosts.law import PACKING_LENGTH, cell_of, model_of, rows_of, trainer_of
 

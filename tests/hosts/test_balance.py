@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from packplan.adapters.hf import balance
 from packplan.adapters.hf.balance import split_to
 from packplan.adapters.hf.refusals import checked_host, is_old_trl
 from packplan.adapters.hf.rows import RowLayout
 from packplan.core.errors import ArgumentError
+from packplan.hf import balance
 from tests.hosts.balanced import NEAR, PAIRED, batch_of, joined, nearness, step_of, trainer_of
 
 # Newer transformers warns of a property that TRL reads.
