@@ -239,16 +239,12 @@ def concatenate(batches: Sequence[BatchedData]) -> BatchedData:
     """
     Return the sequences of all batches, each field padded to the widest with its own pad value.
 
-    A batch without sequences, or with filler alone (`weights` of 0), may lack fields. Its filler
-    gets padding there, and None in lists.
-
     Raises:
         ArgumentError: There is no batch, or one has other fields than the first: in name, in kind,
             in shape or in padding.
     """
     if not batches:
         raise ArgumentError("batch", "there is no batch to concatenate: give at least one")
-    batches = _completed(batches)
     for number, batch in enumerate(batches):
         if other := list(_differences(batches[0], batch)):
             message = (
@@ -264,40 +260,7 @@ def concatenate(batches: Sequence[BatchedData]) -> BatchedData:
             fields[name] = torch.cat([batch.tensor(name) for batch in wide])
         else:
             fields[name] = [entry for batch in wide for entry in batch[name]]
-    like = next(filter(_counts, wide), wide[0])
-    return attrs.evolve(like, fields=fields, lengths=torch.cat([batch.lengths for batch in wide]))
-
-
-def _completed(batches: Sequence[BatchedData]) -> list[BatchedData]:
-    """Return the batches, those of no sequence that counts with the fields of the others."""
-    known = {name: batch for batch in reversed(batches) for name in batch.fields}
-    return [batch if _counts(batch) else _with_padding(batch, known) for batch in batches]
-
-
-def _counts(batch: BatchedData) -> bool:
-    """Return whether a sequence of a batch counts, which is not filler."""
-    weights = batch.fields.get(WEIGHTS)
-    return bool(len(batch)) and (not isinstance(weights, Tensor) or bool(weights.any()))
-
-
-def _with_padding(batch: BatchedData, known: Mapping[str, BatchedData]) -> BatchedData:
-    """Return a batch with each field that only others have, filled with padding."""
-    dims, pads, fields = dict(batch.sequence_dims), dict(batch.pad_values), dict(batch.fields)
-    for name, other in known.items():
-        if name in fields:
-            continue
-        field = other[name]
-        if isinstance(field, Tensor):
-            shape = [len(batch), *field.shape[1:]]
-            dims[name] = dim = other.sequence_dims[name]
-            if dim is not None:
-                shape[dim] = batch.width
-            fields[name] = field.new_full(shape, other.pad_value(name))
-        else:
-            fields[name] = [None] * len(batch)
-        if name in other.pad_values:
-            pads[name] = other.pad_values[name]
-    return attrs.evolve(batch, fields=fields, sequence_dims=dims, pad_values=pads)
+    return attrs.evolve(wide[0], fields=fields, lengths=torch.cat([batch.lengths for batch in wide]))
 
 
 def _differences(first: BatchedData, batch: BatchedData) -> Iterator[str]:

@@ -169,31 +169,6 @@ def test_fields_are_padded_with_their_own_value(case, more):
             assert [int((row != -100).sum()) for row in back] == (microbatch.data.lengths - 1).tolist()
 
 
-def test_an_empty_or_filler_part_may_lack_fields():
-    """It gets them from the others, as padding; a part that counts may not."""
-    whole = BatchedData.from_fields(
-        {"input_ids": IDS, "labels": IDS, "texts": ["a", "b"], "scores": torch.ones(2)},
-        lengths=[4, 2], pad_values={"labels": -100},
-    ).with_fields(weights=torch.ones(2))  # fmt: skip
-    bare = BatchedData.from_fields({"input_ids": torch.ones((1, 6), dtype=torch.int64)}, lengths=[3])
-    filler, empty = bare.with_fields(weights=torch.zeros(1)), bare.select([])
-
-    for batches in ([empty, filler, whole], [whole, filler, empty]):
-        together = concatenate(batches)
-        place = 0 if batches[0] is empty else 2
-        assert [-100] * 6 == together.tensor("labels")[place].tolist()
-        assert (None, 0.0) == (together["texts"][place], together.tensor("scores")[place].item())
-        kept = together.select([1, 2] if place == 0 else [0, 1])
-        assert [[1, 1, 1, 1, -100, -100]] * 2 == kept.tensor("labels").tolist()
-    for weights in (torch.ones(1), None):
-        counts = bare if weights is None else bare.with_fields(weights=weights)
-        with pytest.raises(ArgumentError, match="labels is absent, in batch 0 a tensor of int64"):
-            concatenate([whole, counts])
-    other = whole.from_fields(dict(whole.fields), lengths=whole.lengths)
-    with pytest.raises(ArgumentError, match=r"labels is .* width\), in batch 0 .*, padded with -100"):
-        concatenate([whole, other])
-
-
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), more=st.integers(0, 9))
 def test_rows_of_one_length_are_padded_behind_the_last_sequence(lengths, more):
     """As stages of a pipeline exchange them; what does not fit is refused."""
@@ -365,7 +340,7 @@ def test_no_field_is_lost_where_batches_become_one():
 def test_a_batch_may_be_empty_but_a_row_may_not():
     """It adds nothing to others, and has no row; no batches at all are refused."""
     batch = batch_of([3, 1])
-    empty = BatchedData.from_fields(dict(batch.select([]).fields), lengths=[], sequence_dims=batch.sequence_dims)
+    empty = batch.select([])
 
     assert 0 == len(empty) == len(concatenate([empty, empty])) == len(empty.truncate(2).slice(0, 1))
     assert torch.equal(batch.tensor("features"), concatenate([empty, batch, empty]).tensor("features"))

@@ -2,13 +2,21 @@
 
 import json
 import os
+import re
 from collections import Counter
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from packplan.adapters.hf import following, training
+from tests.hosts.pages import PAGES
 from tests.nearness import FLOAT32
+
+# isort: split
+from transformers import Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -142,3 +150,16 @@ def test_what_a_trainer_would_not_train_as_planned_is_refused_by_name(folders):
     """Settings, rows, ranks, plans, checkpoints, loaders and models: none is trained."""
     told = json.loads((folders[1] / "told.json").read_text())
     assert {} == {words: text for words, text in told.items() if words not in text}
+
+
+def test_the_page_has_the_methods_of_trainers_that_are_replaced():
+    """By class: what a new version of a host may change."""
+    table = re.findall(r"^\| `(\w+)` \| [^|]+ \| (`.*`) \|$", (PAGES / "transformers.md").read_text(), re.MULTILINE)
+    classes = vars(following) | vars(training)
+    if find_spec("swift"):
+        classes |= vars(import_module("packplan.adapters.swift.training"))
+    for name, methods in table:
+        if name in classes:
+            own = {one for one in vars(classes[name]) if hasattr(Trainer, one) and not one.startswith("__")}
+            assert own == set(re.findall(r"`(\w+)`", methods)), name
+    assert 5 == len(table)
