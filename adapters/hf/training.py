@@ -44,7 +44,7 @@ def use_plan(trainer: Any, plan: Plan, *, eval_plan: Plan | None = None) -> Epoc
         MismatchError: Ranks have different plans or rows.
         ModelError: The model cannot be shown to compute the same without padding.
     """
-    if isinstance(trainer, PlannedTraining):
+    if isinstance(trainer, _PlannedTraining):
         raise ArgumentError("host", "the trainer follows a plan already")
     refuse(trainer)
     args, collate = trainer.args, _collator_of(trainer)
@@ -65,7 +65,7 @@ def use_plan(trainer: Any, plan: Plan, *, eval_plan: Plan | None = None) -> Epoc
     unpadding = _unpad_for_loss(trainer)
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         trainer.compute_loss_func = token_mean
-    add_base(trainer, PlannedTraining)
+    add_base(trainer, _PlannedTraining)
     collator = PackInputs(collate or partial(pad_rows, types=types_of(trainer.model)))
     trainer.unpadding = unpadding
     trainer.serve(schedule, plan.checksum, data, packs=train_rows, collator=collator, evaluated=eval_rows)
@@ -110,7 +110,7 @@ def _unpad_for_loss(trainer: Any) -> Unpadding:
     return next(hooked, None) or unpad(model, logits=not own_loss)
 
 
-class PlannedTraining(ServesPacks):
+class _PlannedTraining(ServesPacks):
     """A trainer of transformers or TRL; see `ServesPacks`."""
 
     model: Any

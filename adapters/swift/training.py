@@ -52,7 +52,7 @@ def follow(trainer: Any, *, attn_impl: str | None) -> EpochSchedule:
             separate_samples(
                 trainer.accelerator.unwrap_model(model), named=NAME if attn_impl is None else None, whole=whole
             )
-    add_base(trainer, PlannedSwiftTraining)
+    add_base(trainer, _PlannedSwiftTraining)
     collator, evaluated = PackCollator(trainer.data_collator), _weighed_by_tokens(trainer)
     trainer.serve(schedule, packs.plan.checksum, digest, packs=packs, collator=collator, evaluated=evaluated)
     return schedule
@@ -104,7 +104,7 @@ def _weighed_by_tokens(trainer: Any) -> PlannedPacks | None:
     return packs if isinstance(trainer, Seq2SeqTrainer) and isinstance(packs, PlannedPacks) else None
 
 
-class PlannedSwiftTraining(ServesPacks):
+class _PlannedSwiftTraining(ServesPacks):
     """A trainer of ms-swift; see `ServesPacks`."""
 
     is_fsdp_enabled: bool
