@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from packplan.core.errors import ConfigError, Fault, RunError, agree
+from packplan.core.errors import ConfigError, Fault, RunError
 
 _MAX_RANKS, _MAX_PORT = 100_000, 2**16 - 1
 
@@ -26,41 +26,28 @@ def require_ranks(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def _faults(environment: Mapping[str, str]) -> Iterator[Fault]:
-    found = {name: _number(environment[name]) for name in _NUMBERS if name in environment}
-    ranks = found.get("WORLD_SIZE")
-    max_ranks = ranks or _MAX_RANKS
+    """Yield a fault for each variable that is missing beside others, or out of its bounds."""
+    ranks, local = (_number(environment.get(name, "")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     bounds = {
         "WORLD_SIZE": (1, _MAX_RANKS),
-        "LOCAL_WORLD_SIZE": (1, max_ranks),
-        "RANK": (0, max_ranks - 1),
-        "LOCAL_RANK": (0, (found.get("LOCAL_WORLD_SIZE") or max_ranks) - 1),
+        "LOCAL_WORLD_SIZE": (1, ranks or _MAX_RANKS),
+        "RANK": (0, (ranks or _MAX_RANKS) - 1),
+        "LOCAL_RANK": (0, (local or ranks or _MAX_RANKS) - 1),
+        "MASTER_PORT": (1, _MAX_PORT),
     }
-    needed: list[str] = []
-    if (ranks or 1) > 1 or "LOCAL_RANK" in found:
-        bounds["MASTER_PORT"] = (1, _MAX_PORT)
-        needed += ["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
-    if {"RANK", "LOCAL_RANK"} & found.keys():
-        needed += ["WORLD_SIZE"]
-    missing = [name for name in needed if not environment.get(name)]
-    if missing:
-        beside = next(name for name in ("WORLD_SIZE", "LOCAL_RANK", "RANK") if name in found)
-        reason = f"{agree(len(missing))} not set, but {beside} is: start the ranks with torchrun, which sets all"
-        yield Fault(", ".join(missing), reason)
+    beside = next((name for name in ("RANK", "LOCAL_RANK") if name in environment), "WORLD_SIZE")
+    several = beside != "WORLD_SIZE" or (ranks or 1) > 1
+    if several and not environment.get("MASTER_ADDR"):
+        yield Fault("MASTER_ADDR", f"is not set, but {beside} is: start the ranks with torchrun, which sets all")
     for name, (lowest, highest) in bounds.items():
-        if name not in missing:
-            yield from _range_faults(name, environment, lowest, highest)
-
-
-def _range_faults(name: str, environment: Mapping[str, str], lowest: int, highest: int) -> Iterator[Fault]:
-    """Yield a fault if a variable is set to anything but a whole number within these bounds."""
-    number = _number(text := environment.get(name, str(lowest)))
-    if number is None or not lowest <= number <= highest:
-        allowed = f"a whole number from {lowest} to {highest:,}" if highest > lowest else str(lowest)
-        reason = f"is {text[:40]!r}, but has to be {allowed}: start the ranks with torchrun, which sets it"
-        yield Fault(name, reason)
-
-
-_NUMBERS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")
+        text, needed = environment.get(name), several and name != "LOCAL_WORLD_SIZE"
+        if text is None and needed:
+            yield Fault(name, f"is not set, but {beside} is: start the ranks with torchrun, which sets all")
+        elif text is not None and (several or name != "MASTER_PORT"):
+            number = _number(text)
+            if number is None or not lowest <= number <= highest:
+                allowed = f"a whole number from {lowest} to {highest:,}" if highest > lowest else str(lowest)
+                yield Fault(name, f"is {text[:40]!r}, but has to be {allowed}: start the ranks with torchrun")
 
 
 def _number(text: str) -> int | None:

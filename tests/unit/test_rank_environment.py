@@ -52,12 +52,15 @@ def test_anything_else_is_one_rank_or_names_a_variable(environment):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"MASTER_ADDR": None, "MASTER_PORT": None}, "MASTER_ADDR, MASTER_PORT: are not set, but WORLD_SIZE is: start"),
-        ({"MASTER_ADDR": ""}, "MASTER_ADDR: is not set, but WORLD_SIZE is"),
-        ({"RANK": None}, "RANK: is not set, but WORLD_SIZE is"),
-        ({"LOCAL_RANK": None}, "LOCAL_RANK: is not set, but WORLD_SIZE is"),
-        ({"WORLD_SIZE": None}, "WORLD_SIZE: is not set, but LOCAL_RANK is"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: is 'two', but has to be a whole number from 1 to 100,000: start"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR: is not set, but RANK is"),
+        ({"MASTER_PORT": None}, "MASTER_PORT: is not set, but RANK is: start"),
+        ({"RANK": None}, "RANK: is not set, but LOCAL_RANK is"),
+        ({"LOCAL_RANK": None}, "LOCAL_RANK: is not set, but RANK is"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE: is not set, but RANK is"),
+        (
+            {"WORLD_SIZE": "two"},
+            "WORLD_SIZE: is 'two', but has to be a whole number from 1 to 100,000: start the",
+        ),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE: is '0', but has to be"),
         ({"RANK": "4"}, "RANK: is '4', but has to be a whole number from 0 to 3"),
         ({"RANK": "-1"}, "RANK: is '-1', but has to be"),
