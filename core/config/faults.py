@@ -343,7 +343,7 @@ def _digits(words: list[str]) -> str:
 def _is_slip(word: str, meant: str) -> bool:
     """Return whether a word of at least three letters is off by one."""
     one, two = ({text, *(text[:at] + text[at + 1 :] for at in range(len(text)))} for text in (word, meant))
-    return min(len(word), len(meant)) > 1 and len(word + meant) > 4 and bool(one & two)
+    return len(word + meant) > 4 and bool(one & two)
 
 
 LESS_DROPPED = "To drop less, set training.packing_drop_last: false, or lower training.packing_min_fill_ratio"

@@ -28,7 +28,8 @@ MODEL = WorkModel(per_position=14 * 10**9, per_pair=4 * 28 * 3584)
 def batches(draw, *, modes=MODES) -> dict:
     """A batch, its workers and global batches, and a mode."""
     mode = draw(st.sampled_from(modes))
-    lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=70))
+    num = draw(st.integers(1, 70))  # drawn by itself, since lists are mostly short
+    lengths = draw(st.lists(st.integers(1, 60), min_size=num, max_size=num))
     multiple = draw(st.sampled_from([1, 4, 7]))
     widest = -(-max(lengths) // multiple) * multiple
     return {
@@ -122,12 +123,38 @@ def test_dynamic_microbatches_are_shared_and_as_large_as_they_can_be(case):
 @given(batches(modes=("packed", "round_robin")), st.integers(1, 3))
 def test_microbatches_come_in_multiples(case, multiple):
     """As virtual pipeline stages need; and by falling size where asked."""
-    sharding = cut(case, microbatch_multiple=multiple, microbatch_order="largest_first")
+    tight = {**case, "budget": -(-max(case["lengths"]) // case["multiple"]) * case["multiple"]}
+    sharding = cut(tight, microbatch_multiple=multiple, microbatch_order="largest_first")
 
     assert all(0 == num % multiple for num in sharding.num_microbatches)
     for worker in sharding:
         for batch in worker:
             assert sorted(batch.widths.tolist(), reverse=True) == batch.widths.tolist()
+
+
+@given(batches(modes=("packed",)))
+def test_a_round_has_the_like_of_every_worker(case):
+    """One that is heavier is so on every worker; rounds come by their first sequence."""
+    sharding = cut(case)
+
+    for number, num in enumerate(sharding.num_microbatches):
+        rounds = [[worker[number].microbatches[place] for worker in sharding] for place in range(num)]
+        assert sorted(rounds, key=lambda one: min(map(min, one))) == rounds
+    for worker in np.split(sharding.by_worker(sharding.works), np.cumsum(sharding.num_microbatches)[:-1], axis=1):
+        heavier = worker[:, :, None] > worker[:, None, :]
+        assert not (heavier.any(axis=0) & heavier.any(axis=0).T).any()
+
+
+@given(batches(modes=("packed",)))
+def test_the_worker_that_did_least_has_the_most_of_the_next_global_batch(case):
+    """So that their sums stay together."""
+    sharding = cut({**case, "batch_size": 1 + case["batch_size"] % 9})
+
+    done = np.zeros(case["shards"])
+    for worker in np.split(sharding.by_worker(sharding.works), np.cumsum(sharding.num_microbatches)[:-1], axis=1):
+        now = worker.sum(axis=1)
+        assert not ((done[:, None] < done) & (now[:, None] < now)).any()
+        done += now
 
 
 @given(batches(modes=("packed",)))
@@ -198,12 +225,14 @@ def test_heavy_rounds_are_filled_to_their_level_and_the_others_evenly(seed, shar
 
 @given(batches(modes=("packed",)), st.integers(1, 2**30))
 def test_another_unit_of_work_cuts_alike(case, factor):
-    """FLOPs or seconds: the microbatches are the same."""
+    """FLOPs or seconds, of a model or of each sequence: the microbatches are the same."""
     model = WorkModel(per_position=3, per_pair=2)
     scaled = WorkModel(3 * factor, 2 * factor)
 
     for meeting in ("step", "microbatch"):
         assert cut(case, work=model, meeting=meeting).slots == cut(case, work=scaled, meeting=meeting).slots
+    padded = [-(-length // case["multiple"]) * case["multiple"] for length in case["lengths"]]
+    assert cut(case).slots == cut(case, work=[factor * width**2 for width in padded]).slots
 
 
 @given(batches(modes=("packed",)), st.sampled_from([None, WorkModel(50, 1), WorkModel(0, 1)]))
