@@ -49,19 +49,12 @@ def llama() -> Any:
 class Loop:
     """A loop of torch: packs are batches, and gradients are averaged over the ranks."""
 
-    def __init__(self, *, rank: int, world_size: int) -> None:
-        self.model = llama()
+    def __init__(self, *, rank: int, ranks: int) -> None:
+        self.model, self.ranks = llama(), ranks
         collator = DataCollatorWithFlattening(return_tensors="pt")
-        packs = PACKS[rank * 4 // world_size : (rank + 1) * 4 // world_size]
-        self.world_size = world_size
-        self.batches = [dict(collator([rows()[index] for index in pack])) for pack in packs]
-
-    def total(self, number: int) -> int:
-        """Return a number added up over the ranks."""
-        whole = torch.tensor(number)
-        if self.world_size > 1:
-            dist.all_reduce(whole)
-        return int(whole)
+        self.batches = [dict(collator([rows()[index] for index in pack])) for pack in PACKS[rank::ranks]]
+        self.own = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in self.batches)
+        """Learned tokens of this rank."""
 
     def step(self, divide: Callable[[torch.Tensor, int], torch.Tensor], *, reduced: bool = True) -> float:
         """Run a step; *divide* makes a batch's loss of its sum and its learned tokens."""
@@ -71,24 +64,16 @@ class Loop:
             loss = divide(F.cross_entropy(logits, labels, reduction="sum"), int((labels != -100).sum()))
             loss.backward()
             reported += loss.detach()
-        if self.world_size > 1:
-            dist.all_reduce(reported)
-            for weight in self.model.parameters() if reduced else ():
-                dist.all_reduce(weight.grad)
-                weight.grad /= self.world_size
-        return float(reported) / self.world_size
-
-    @property
-    def learned(self) -> int:
-        """Learned tokens of the step."""
-        return self.total(sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in self.batches))
+        dist.all_reduce(reported)
+        for weight in self.model.parameters() if reduced else ():
+            dist.all_reduce(weight.grad)
+            weight.grad /= self.ranks
+        return float(reported) / self.ranks
 
 
-def loop_cases(rank: int, world_size: int) -> dict[str, Callable[[], Any]]:
+def loop_cases(rank: int, ranks: int) -> dict[str, Callable[[], Any]]:
     """Return loops that divide the loss in some way."""
-    loop = Loop(rank=rank, world_size=world_size)
-    learned, ranks = loop.learned, world_size
-    own = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in loop.batches)
+    loop, learned = Loop(rank=rank, ranks=ranks), sum(LENGTHS) - 2 * len(LENGTHS)
 
     def of(divide: Callable[[torch.Tensor, int], torch.Tensor], **options: Any) -> Callable[[], Any]:
         return lambda: assert_step_loss(lambda: loop.step(divide, **options), model=loop.model)
@@ -106,7 +91,7 @@ def loop_cases(rank: int, world_size: int) -> dict[str, Callable[[], Any]]:
         "accumulation is not divided by": of(lambda total, count: total / count),
         "world size twice": of(lambda total, _: total / learned),
         "mean of batches": of(lambda total, count: total / count / len(loop.batches)),
-        "ranks of unequal token counts": of(lambda total, _: total / own),
+        "ranks of unequal token counts": of(lambda total, _: total / loop.own),
         "ignored labels are counted": of(lambda total, _: total * ranks / sum(LENGTHS)),
         "sum": of(lambda total, _: total * ranks),
         "gradients stay apart": of(lambda total, _: total * ranks / learned, reduced=False),
@@ -180,12 +165,10 @@ def outcome(run: Callable[[], Any]) -> str:
 
 def main(out: str) -> None:
     """Be one rank, and write the outcome of each case."""
-    world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    if world_size > 1:
-        dist.init_process_group("gloo")
-    cases = {**loop_cases(rank, world_size), **trainer_cases()}
+    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    cases = {**loop_cases(rank, ranks), **trainer_cases()}
     found = {name: outcome(run) for name, run in cases.items()}
     Path(out, f"found{rank}.json").write_text(json.dumps(found))
-    if world_size > 1:
-        dist.barrier()
-        dist.destroy_process_group()
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,7 +1,6 @@
 """Ranks agree on a run exactly if each key that decides training has one value on all."""
 
 import json
-import pickle
 from pathlib import Path
 
 import attrs
@@ -27,7 +26,7 @@ from packplan.core.config import (
     run_identity,
     run_values,
 )
-from packplan.core.errors import MAX_LINE, MAX_LINES, RankDifference, RunError, in_lines
+from packplan.core.errors import RankDifference
 from packplan.core.fingerprint import Fingerprint, RunIdentity
 
 values = st.dictionaries(st.sampled_from("abcdef"), st.sampled_from(["1", "2", "true"]), max_size=6)
@@ -51,30 +50,6 @@ def test_the_keys_that_differ_are_named_each_with_the_value_of_every_rank(runs):
     }
     assert sorted(one.key for one in found) == [one.key for one in found]
     assert (not found) == (1 == len({Fingerprint(run).digest for run in runs}))
-
-
-@given(
-    st.lists(
-        st.builds(
-            RankDifference,
-            st.text(max_size=600),
-            st.lists(st.none() | st.text(max_size=300), min_size=1, max_size=60).map(tuple),
-        ),
-        min_size=1,
-        max_size=90,
-    ).map(tuple)
-)
-def test_a_message_is_bounded_and_survives_pickling(differences):
-    """However many keys and ranks, and however long their values."""
-    error = RunError("different_runs", in_lines("runs differ", differences), {"differences": differences})
-    event(f"more keys than lines: {len(differences) > MAX_LINES}")
-
-    again = pickle.loads(pickle.dumps(error))  # noqa: S301  # our own bytes
-
-    assert (str(error), differences) == (str(again), again.details["differences"])
-    lines = str(error).split("\n")
-    assert len(lines) <= MAX_LINES
-    assert all(len(line) <= MAX_LINE for line in lines)
 
 
 def identity(**training) -> RunIdentity:
