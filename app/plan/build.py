@@ -5,7 +5,7 @@ Measure and plan a run before it; `packplan sft run.yaml` then starts training a
 import argparse
 import logging
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from packplan.adapters.progress import loading_libraries
@@ -15,10 +15,9 @@ from packplan.app.planning.log_lines import log_plan, log_schedule, steps_line
 from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule
 from packplan.app.planning.split import Ranks, Split, plan_split
 from packplan.app.wiring.attention import keep_verdict
-from packplan.app.wiring.commands import keep_command, ranks_of, read_run, require_inputs
-from packplan.app.wiring.runs import ranks_refuse_together
+from packplan.app.wiring.commands import keep_command, ranks_of, read_run
+from packplan.app.wiring.runs import ranks_refuse_together, require_inputs
 from packplan.core.config import RunConfig
-from packplan.core.errors import ConfigError
 from packplan.core.ports import RankGroup
 
 log = logging.getLogger(__name__)
@@ -27,7 +26,6 @@ log = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     add_config_arguments(parser)
-    parser.add_argument("--split", choices=["train", "eval"], help="only this one (default: all that the run has)")
     parser.add_argument(
         "--world-size", type=positive_number, metavar="N", help="ranks to align for (default: those that build)"
     )
@@ -45,13 +43,12 @@ def run(options: argparse.Namespace) -> None:
             from packplan.app.wiring.splits import open_splits
             from packplan.app.wiring.verdicts import ask_before_measuring
 
-    together = {"--split": options.split, "--world-size": options.world_size}
-    with joined_ranks(config, use_cpu=True, options=together) as group:
+    with joined_ranks(config, use_cpu=True, options={"--world-size": options.world_size}) as group:
         require_static(config)
         world_size = ranks_of(config) or options.world_size or group.world_size
         accumulation_of(config, world_size=world_size)
         verdict = ask_before_measuring(config)
-        splits = _choose_splits(open_splits(config), options.split)
+        splits = list(open_splits(config).values())
         build(config, group, splits=splits, world_size=world_size)
         if group.rank == 0:
             if verdict is not None:
@@ -70,13 +67,6 @@ def _log_next(config: RunConfig, words: list[str], world_size: int) -> None:
         "the plan is in %s; to see it: %s %s; to train: %s",
         Path(config.training.output_dir) / "static_packing", to_type("plan show"), typed, train,
     )  # fmt: skip
-
-
-def _choose_splits(splits: Mapping[str, Split], wanted: str | None) -> list[Split]:
-    chosen = [split for name, split in splits.items() if wanted in (None, name)]
-    if not chosen:
-        raise ConfigError.at("custom.val_jsonl", "is not set, so there is no eval split")
-    return chosen
 
 
 def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world_size: int | None = None) -> None:

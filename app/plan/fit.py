@@ -20,7 +20,8 @@ from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, plain_console, world_size
 from packplan.app.planning.schedule import accumulation_of, require_static, zero_stage
 from packplan.app.planning.split import Ranks, Split, plan_split
-from packplan.app.wiring.commands import ranks_of, read_run, require_inputs, require_traceable
+from packplan.app.wiring.commands import ranks_of, read_run, require_traceable
+from packplan.app.wiring.runs import require_inputs
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.forecast import (

@@ -19,7 +19,7 @@ from rich.table import Table
 from packplan.app.cli.command import add_config_arguments, plain_console, whole_number, world_size
 from packplan.app.plan.explain import as_text, explain_pack, explain_sample
 from packplan.app.plan.stored import StoredSplit, open_split, splits_of
-from packplan.app.planning.log_lines import BOUNDS, auto_line, drawn_of_sources
+from packplan.app.planning.log_lines import BOUNDS, drawn_of_sources
 from packplan.app.wiring.commands import read_run
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, DataSetError, agree, counted
@@ -217,7 +217,7 @@ def _groups(opened: StoredSplit) -> Iterator[Iterator[Figure]]:
     yield _source_figures(opened, teaches=plan.supervised_tokens is not None)
     yield _video_figures(opened)
     if opened.packed:
-        yield _pack_figures(plan, auto_line(opened.split))
+        yield _pack_figures(plan)
     yield _epoch_figures(opened)
 
 
@@ -281,11 +281,9 @@ def _video_figures(opened: StoredSplit) -> Iterator[Figure]:
     yield False, "  patches", f"{videos.patches:,}", "of two frames each, before merging"
 
 
-def _pack_figures(plan: PlanSummary, auto: str | None) -> Iterator[Figure]:
+def _pack_figures(plan: PlanSummary) -> Iterator[Figure]:
     remark = f"of {counted(plan.packing_length, 'token')}; no plan has fewer than {plan.lower_bound:,}"
     yield True, "packs", f"{plan.num_packs:,}", remark
-    if auto:
-        yield True, "  with auto", "fewer", auto
     yield False, "  samples of each", f"{plan.samples_per_pack:.2f}", "on average"
     exceed = agree(plan.oversized_packs, "exceeds", "exceed")
     remark = f"tokens; {plan.oversized_packs:,} {exceed} 110 % of the packing length"

@@ -31,18 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=world_size, metavar="N", help="ranks (default: the most that were built for)"
     )
-    parser.add_argument("--price", type=_price, metavar="P", help="price of an hour of each rank's device, for a cost")
     parser.add_argument("--json", action="store_true", help="print one JSON document, with each step, not a table")
     parser.set_defaults(run=run)
-
-
-def _price(text: str) -> float:
-    """Read a price, for argparse."""
-    price = float(text)
-    if not 0 < price < float("inf"):
-        message = f"is {text}, but has to be above 0"
-        raise argparse.ArgumentTypeError(message)
-    return price
 
 
 def run(options: argparse.Namespace) -> None:
@@ -60,10 +50,10 @@ def run(options: argparse.Namespace) -> None:
         how = "--calibrate trains some here, and times them"
         print("null" if options.json else f"no step was measured on {counted(ranks, 'rank')}: {how}")
     elif options.json:
-        print(json.dumps(as_document(forecast, world_size=ranks, price=options.price), indent=2))
+        print(json.dumps(as_document(forecast, world_size=ranks), indent=2))
     else:
         console = plain_console(100)
-        for name, value, remark in _rows(forecast, world_size=ranks, price=options.price):
+        for name, value, remark in _rows(forecast, world_size=ranks):
             console.print(f"{name:<22}{value:>12}  {remark}", soft_wrap=True, highlight=False)
 
 
@@ -86,20 +76,8 @@ def _forecast(config: RunConfig, *, world_size: int | None) -> tuple[RunForecast
     return run_forecast(config, timing, train.pack_stats(0), opened.schedule, train.works, evaluated=evaluated), ranks
 
 
-def _cost(forecast: RunForecast, *, world_size: int, price: float | None) -> float | None:
-    """Return the cost of a run; None without a price."""
-    return None if price is None else forecast.seconds / 3600 * world_size * price
-
-
-def as_document(forecast: RunForecast, *, world_size: int, price: float | None) -> dict[str, Any]:
-    """
-    Return a forecast for programs.
-
-    Args:
-        forecast: Forecast of the run.
-        world_size: Ranks, each on a device of its own.
-        price: Price of an hour of a device; None gives no cost.
-    """
+def as_document(forecast: RunForecast, *, world_size: int) -> dict[str, Any]:
+    """Return a forecast on so many ranks for programs."""
     pauses = {"evaluation": forecast.evaluation, "checkpoint": forecast.checkpoint}
     return {
         "seconds": forecast.seconds,
@@ -113,20 +91,17 @@ def as_document(forecast: RunForecast, *, world_size: int, price: float | None) 
         **{f"{name}_seconds": pause.seconds for name, pause in pauses.items()},
         **{f"{name}_every": pause.every for name, pause in pauses.items()},
         "tokens_per_second": forecast.tokens_per_second,
-        "cost": _cost(forecast, world_size=world_size, price=price),
         "world_size": world_size,
         "steps_of_epoch": forecast.steps.tolist(),
     }
 
 
-def _rows(forecast: RunForecast, *, world_size: int, price: float | None) -> Iterator[tuple[str, str, str]]:
+def _rows(forecast: RunForecast, *, world_size: int) -> Iterator[tuple[str, str, str]]:
     """Yield the rows of a forecast: name, value and remark."""
     sure = "" if forecast.uncertainty is None else f"+- {forecast.uncertainty:.1%} "
     remark = f"{sure}on {counted(world_size, 'rank')}, {forecast.timing.basis}"
     yield "predicted time", duration(forecast.seconds), remark
     yield "  tokens a second", f"{forecast.tokens_per_second:,.0f}", "without evaluations and checkpoints"
-    if (spent := _cost(forecast, world_size=world_size, price=price)) is not None:
-        yield "  cost", f"{spent:,.2f}", f"at {price:,.2f} an hour of each rank's device"
     steps = forecast.steps
     slowest = f"the fastest of an epoch {duration(float(steps.min()))}, the slowest {duration(float(steps.max()))}"
     error = forecast.timing.step_error

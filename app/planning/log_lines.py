@@ -48,18 +48,12 @@ def log_plan(planned: Split) -> None:
     of = f"{planned.name}, its first epoch" if planned.recipe else planned.name
     for level, line in describe(planned):
         log.log(level, "%s: %s", of, line)
-    if saves := auto_line(planned):
-        log.info("%s: %s", planned.name, saves)
-
-
-def auto_line(planned: Split) -> str | None:
-    """Pack again, and return in words how many packs `auto` needs; None if it saves hardly any."""
     raw, policy = planned.raw, planned.policy
-    if not policy.packing or policy.replanned:
-        return None
-    found = packs_by_auto(raw, column(planned.table, "length").astype(np.int64), algorithm=policy.algorithm)
-    instead = f"instead of {len(raw.packs) + len(raw.dropped_packs):,}"
-    return f"training.packing_algorithm: auto needs {counted(found, 'pack')} {instead}" if found else None
+    if policy.packing and not policy.replanned:
+        lengths = column(planned.table, "length").astype(np.int64)
+        if found := packs_by_auto(raw, lengths, algorithm=policy.algorithm):
+            instead = f"{counted(found, 'pack')} instead of {len(raw.packs) + len(raw.dropped_packs):,}"
+            log.info("%s: training.packing_algorithm: auto needs %s", planned.name, instead)
 
 
 def steps_line(planned: Split, schedule: EpochSchedule) -> str:

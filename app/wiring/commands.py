@@ -25,7 +25,7 @@ import attrs
 from packplan.adapters import files
 from packplan.adapters.progress import loading_libraries
 from packplan.adapters.ranks.environment import require_ranks
-from packplan.app.wiring import runs
+from packplan.app.wiring.runs import read_config
 from packplan.core.config import TUNERS, CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import ConfigError, Fault
 
@@ -116,7 +116,7 @@ def read_run(path: str, words: Sequence[str] = (), *, world_size: int | None = N
     if Path(path).suffix == ".sh":
         reason = "is a script, and none is read: put packplan before its command, as packplan plan build swift sft ..."
         raise ConfigError(path, (Fault("", reason),))
-    return runs.read_config(path, words)
+    return read_config(path, words)
 
 
 def require_command(path: str, words: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
@@ -144,12 +144,6 @@ def ranks_of(config: RunConfig) -> int | None:
 
 def _note_of(output_dir: str | Path) -> Path:
     return Path(output_dir) / "static_packing" / "command.json"
-
-
-def require_inputs(config: RunConfig) -> None:
-    """Refuse a model or data that are not there; ms-swift has looked for those of a command."""
-    if config.command is None:
-        runs.require_inputs(config)
 
 
 def keep_command(config: RunConfig) -> None:

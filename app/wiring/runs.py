@@ -131,7 +131,8 @@ def ranks_refuse_together() -> Iterator[None]:
 
 def require_inputs(config: RunConfig, *, loads: bool = False, trains: bool = False) -> None:
     """
-    Refuse a model or data that are not there, before libraries are imported that take seconds.
+    Refuse a model or data that are not there, before libraries are imported that take seconds;
+    ms-swift has looked for those of a command.
 
     Args:
         config: The run.
@@ -141,6 +142,8 @@ def require_inputs(config: RunConfig, *, loads: bool = False, trains: bool = Fal
     Raises:
         ConfigError: All that is not there.
     """
+    if config.command is not None:
+        return
     found = list(model_faults(config.model, loads=loads))
     custom = config.custom
     if custom.fusion_schedule is not None and custom.fusion_config is not None:

@@ -42,24 +42,16 @@ def records_of(config: RunConfig, split: str) -> FileRecords:
     return open_records(paths, cache=records_cache(config))
 
 
-@contextlib.contextmanager
-def writing_for(option: str, output: Path) -> Iterator[None]:
-    """Turn a refusal to write the file of an option into a ConfigError."""
-    try:
-        with files.writing(output):
-            yield
-    except OutputError as error:
-        raise ConfigError.at(option, f"{output} cannot be written: {error.reason}") from error
-
-
 def write_new(path: Path, text: str) -> None:
     """
     Write the file of --output; ConfigError if another text is there, or it cannot be written.
     """
     if path.exists() and (not path.is_file() or path.read_text(encoding="utf-8") != text):
         raise ConfigError.at("--output", f"{path} exists and holds something else: name another file, or remove it")
-    with writing_for("--output", path):
+    try:
         files.write_bytes(path, text.encode())
+    except OutputError as error:
+        raise ConfigError.at("--output", f"{path} cannot be written: {error.reason}") from error
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ def test_ranks_that_were_given_different_runs_all_end_and_one_says_how(server, w
         "keys": ("sft", [[str(plain)], [str(changed)]]),
         "stream": ("sft", [[str(plain)], [str(streamed)]]),
         "weights": ("sft", [[str(plain)], [str(plain), of_other]]),
-        "build": ("plan", [["build", str(plain), "--split", "train"], ["build", str(plain)]]),
+        "build": ("plan", [["build", str(plain), "--world-size", "2"], ["build", str(plain)]]),
     }
     ported = {name: (*case, free_port()) for name, case in cases.items()}
     both = server.ranks(2, different_runs_rank.main, ported, folder=tmp_path / "logs")
@@ -73,7 +73,7 @@ def test_ranks_that_were_given_different_runs_all_end_and_one_says_how(server, w
     ] == said["keys"]
     assert 'custom.trainer_variant: "sft" on rank 0; "rollout" on rank 1' in said["stream"]
     numpy = f'version of numpy: "{different_runs_rank.installed("numpy")}" on rank 0; "0.0.1" on rank 1'
-    assert ['--split: "train" on rank 0; absent on rank 1', numpy] == said["build"]
+    assert ["--world-size: 2 on rank 0; absent on rank 1", numpy] == said["build"]
     (weight,) = said["weights"]
     assert re.fullmatch(r"weight model\.norm\.weight: (float32 \[64\]) \w+ on rank 0; \1 \w+ on rank 1", weight)
 

@@ -56,10 +56,10 @@ def calibrate(path, *overrides, world_size=2, **others):
 
 
 def test_a_calibration_that_fits_is_used_and_its_error_is_said(store, said):
-    """With a cost by rank; each step of an epoch is told."""
+    """Each step of an epoch is told."""
     path = calibrate(store(training={"effective_batch_size": 4, "num_train_epochs": 2}))
 
-    status, out, err = said("time", path, "--json", "--price", "3", "--world-size", "2")
+    status, out, err = said("time", path, "--json", "--world-size", "2")
     told = json.loads(out)
 
     assert (0, "") == (status, err)
@@ -67,10 +67,9 @@ def test_a_calibration_that_fits_is_used_and_its_error_is_said(store, said):
     assert told["uncertainty"] == pytest.approx(0, abs=1e-4)
     assert told["epoch_seconds"] == pytest.approx(sum(told["steps_of_epoch"]))
     assert 2 * told["epoch_seconds"] == pytest.approx(told["seconds"])  # it saves after 500 steps alone
-    assert told["cost"] == pytest.approx(told["seconds"] / 3600 * 2 * 3)
     assert min(told["steps_of_epoch"]) > TIME.step + 2 * TIME.pack
-    table = said("time", path, "--price", "3", "--world-size", "2")[1]
-    assert all(words in table for words in ("20 steps measured on a made machine", "cost", "an optimizer step"))
+    table = said("time", path, "--world-size", "2")[1]
+    assert all(words in table for words in ("20 steps measured on a made machine", "an optimizer step"))
 
 
 @pytest.mark.parametrize(
@@ -130,13 +129,8 @@ def test_a_damaged_calibration_is_named_with_what_to_do(store, said):
     assert "delete it, and measure again" in err
 
 
-def test_a_wrong_option_is_refused(store, said, capfd):
-    """Prices above 0, and calibrations of the ranks that are there."""
+def test_a_calibration_is_of_the_ranks_that_are_there(store, said):
     assert 2 == said("time", store(), "--calibrate", "--world-size", "2")[0]
-    for price in ("0", "-1", "inf", "nan", "cheap"):
-        with pytest.raises(SystemExit):
-            command.main(["time", "run.yaml", "--price", price])
-    assert "--price" in capfd.readouterr().err
 
 
 def test_what_is_told_of_a_run_has_its_numbers():

@@ -169,17 +169,6 @@ def test_show_is_a_table_for_people(store, said):
     assert "imbalance" not in alone
 
 
-def test_show_says_how_many_packs_auto_needs_where_that_saves_some(store, said):
-    """As the log does; without packs there is nothing to save."""
-    lengths, few = [25, 19, 15, 8, 9], {"max_length": 40}
-
-    plain = said("show", store(lengths=lengths, world_sizes=(1,), template=few))
-    auto = said("show", store(lengths=lengths, world_sizes=(1,), template=few, training={"packing_algorithm": "auto"}))
-
-    assert "auto needs 2 packs instead of 3" in re.sub(r"[│\s]+", " ", plain)
-    assert "auto needs" not in auto
-
-
 def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said, shown):
     """Another system prompt, another ratio, a ragged window, dropped tokens, an unchecked store."""
     path = store(repeatability=False, training={"packing_min_fill_ratio": 1.0, "packing_allow_single_long": False})
