@@ -159,12 +159,6 @@ class ScheduleSummary:
     Work of the busiest rank of each microbatch over the mean rank, summed over the first epoch.
     """
 
-    above_bound: float | None
-    """
-    Excess of the work of the busiest ranks over its lower bound, as a share of the bound. None if
-    packs are not assigned by work.
-    """
-
 
 _PLAN_FIELDS = (
     "packing_length", "lower_bound", "bound_kind", "num_samples", "planned_samples", "dropped_samples", "num_tokens",
@@ -265,7 +259,6 @@ def summarise_schedule(
         work_imbalance=float(imbalances.mean()),
         worst_work_imbalance=float(imbalances.max()),
         microbatch_imbalance=stats.microbatch_imbalance(0, steps),
-        above_bound=None if schedule.works is None else schedule.above_bound(epoch),
     )
 
 

@@ -313,6 +313,3 @@ def _epoch_figures(opened: StoredSplit) -> Iterator[Figure]:
     yield several, "  imbalance", f"{schedule.work_imbalance:.4f}", remark
     remark = "the same where ranks wait for each other in each microbatch"
     yield False, "  of microbatches", f"{schedule.microbatch_imbalance:.4f}", remark
-    if schedule.above_bound is not None:
-        remark = f"packs of a step are assigned by work, even in each {opened.schedule.meeting}"
-        yield False, "  above the bound", f"{schedule.above_bound:.3%}", remark

@@ -28,7 +28,7 @@ from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.config import RunConfig
 from packplan.core.errors import agree, counted
 from packplan.core.ports import RankGroup
-from packplan.core.schedule import EpochSchedule, ResumeState, require_start
+from packplan.core.schedule import EpochSchedule, ResumeState
 
 if TYPE_CHECKING:
     from packplan.adapters.loaders.batches import PackBatches
@@ -117,8 +117,6 @@ def _schedule_packs(
     if checkpoint is not None:
         schedule = attrs.evolve(schedule, start=checkpoint.resume_state.progress)
     schedule = plan_epochs(train, schedule, ranks)
-    if checkpoint is not None:
-        require_start(schedule, where=checkpoint.folder)
     follower.reschedule(schedule)
     return follower, checkpoint
 
@@ -150,10 +148,8 @@ def _log_plans(config: RunConfig, splits: dict[str, Split], schedule: EpochSched
         log.warning("work is estimated from tokens and their squares: %s", estimated)
     if schedule.works is not None and schedule.world_size > 1:
         log.info(
-            "packs of a step are assigned to ranks by work, which meet in each %s: %.3f %% above the bound "
-            "(training.packing_balance)",
+            "packs of a step are assigned to ranks by work, which meet in each %s (training.packing_balance)",
             schedule.meeting,
-            100 * schedule.above_bound(schedule.start.epoch),
         )
 
 

@@ -8,7 +8,6 @@ from packplan.core.schedule.schedule import (
     Progress,
     ResumeState,
     Step,
-    require_start,
     resumed,
 )
 from packplan.core.schedule.telemetry import EpochStats, PackStats

@@ -31,7 +31,7 @@ from packplan.core.fingerprint import NO_IDENTITY, Fingerprint, RunIdentity
 from packplan.core.lengths import MOST_RANKS, IntArray, checked_works, whole_number
 from packplan.core.packers import checked_seed
 from packplan.core.shuffling import shuffled
-from packplan.core.work import Meeting, assign_steps, bounds_of_steps, group_steps, in_units
+from packplan.core.work import Meeting, assign_steps, group_steps, in_units
 
 Works = NDArray[np.number]
 """Work of each pack of a raw plan, in any unit; shape (num_packs,)."""
@@ -357,23 +357,6 @@ class EpochSchedule:
             self._assigned[epoch] = order
         return self._assigned[epoch]
 
-    def above_bound(self, epoch: int) -> float:
-        """
-        Return the excess of the work of the busiest ranks in *epoch* over its lower bound, as a
-        share of the bound.
-
-        It is 0 without works, and if nothing remains of the epoch. `core.work.bounds_of_steps`
-        gives the bound.
-        """
-        left = self._left(epoch)
-        if self.works is None or not left.size:
-            return 0.0
-        bound = int(bounds_of_steps(self._units(left, epoch), meeting=self.meeting, **self._step).sum())
-        rows = self._units(self.order(epoch), epoch).reshape(-1, self.world_size)
-        if self.meeting == "step":
-            rows = np.add.reduceat(rows, np.arange(0, len(rows), self.gradient_accumulation_steps), axis=0)
-        return int(rows.max(axis=1).sum()) / bound - 1 if bound else 0.0
-
     @property
     def grouping(self) -> str:
         """
@@ -620,11 +603,7 @@ def resumed(schedule: EpochSchedule, then: ResumeState, now: ResumeState, *, whe
     """
     if differences := then.differences(now):
         raise StaleError.plan(where, differences)
-    return require_start(attrs.evolve(schedule, start=then.progress), where=where)
-
-
-def require_start(schedule: EpochSchedule, *, where: str) -> EpochSchedule:
-    """Return a schedule; CorruptArtefactError about *where* if it cannot start where it does."""
-    if (fault := schedule.start_fault()) is not None:
+    found = attrs.evolve(schedule, start=then.progress)
+    if (fault := found.start_fault()) is not None:
         raise CorruptArtefactError(where, fault, DAMAGED)
-    return schedule
+    return found

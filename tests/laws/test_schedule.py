@@ -139,16 +139,6 @@ def test_works_decide_who_trains_a_pack_and_never_in_which_step(schedule, world_
     assert contents(attrs.evolve(plain, **change)) == contents(attrs.evolve(schedule, **change))
 
 
-@given(schedules())
-def test_the_time_of_an_epoch_is_told_beside_its_bound(schedule):
-    """0 where nothing is assigned, and where microbatches are; never below the bound."""
-    above = schedule.above_bound(0)
-
-    assert above >= 0
-    if schedule.works is None or schedule.meeting == "microbatch":
-        assert 0 == above
-
-
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 9), st.data())
 def test_steps_grouped_by_work_hold_neighbours_of_their_window(world_size, accumulation, window, seed, data):
     """A window keeps its packs; on other ranks, each pack that is left is trained once."""
@@ -462,15 +452,6 @@ def test_a_run_that_goes_on_from_another_counts_its_steps_and_epochs(schedule, e
     assert (0, 0) == (here.packs_in(0), here.packs_in(7))
     ended = attrs.evolve(here, num_train_epochs=epoch)
     assert (step, []) == (ended.total_steps, trained(ended))
-
-
-@pytest.mark.parametrize("meeting", ["step", "microbatch"])
-def test_works_that_divide_evenly_are_at_the_bound(meeting):
-    """Where ranks meet once a step, and where they meet in each microbatch."""
-    works = np.array([4, 1, 4, 1, 3, 3, 2, 2])
-    schedule = plain_schedule(8, 2, gradient_accumulation_steps=2, works=works, meeting=meeting, shuffle=False)
-
-    assert 0 == schedule.above_bound(0)
 
 
 def test_steps_grouped_by_works_of_each_epoch():
