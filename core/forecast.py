@@ -232,7 +232,7 @@ class Timing:
     """Seconds of saving a checkpoint."""
 
     others: tuple[StepTime, ...] = ()
-    """Coefficients with each part of the measured steps left out; none of an earlier run."""
+    """Coefficients with each part of the measured steps left out."""
 
     step_error: float | None = None
     """Relative error that 95 % of steps that the fit has not seen stay below; None if not known."""

@@ -188,23 +188,6 @@ def seconds_to_state(
     return {_SECONDS: entry}
 
 
-def read_seconds(output_dir: str, *, plan: str) -> tuple[str, int, float, int] | None:
-    """
-    Return the name of the newest whole checkpoint of a plan, and the steps, the seconds and the
-    ranks of the training up to it; None if there is none.
-
-    Args:
-        output_dir: Output folder of the run.
-        plan: `ResumeState.plan` of the run.
-    """
-    for folder in _newest_first(Path(output_dir)):
-        if _why_not(folder, ResumeState) is None and read_resume_state(folder, ResumeState).plan == plan:
-            entry = read_state(folder)["stateful_callbacks"].get(_SECONDS, {})
-            if entry.get("steps"):
-                return folder.name, entry["steps"], entry["real_seconds"], entry["world_size"]
-    return None
-
-
 def remove_digests(folder: Path) -> None:
     """Remove the digests of a checkpoint that is being overwritten."""
     for file in folder.glob(_DIGESTS):

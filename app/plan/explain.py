@@ -4,7 +4,7 @@ trained.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -117,14 +117,8 @@ _PLACES = {
 }
 
 
-def as_text(explanation: dict[str, Any], *, emphasise: Callable[[str], str] = str) -> Iterator[str]:
-    """
-    Yield an explanation line by line, for people.
-
-    Args:
-        explanation: Explanation of a pack or a sample.
-        emphasise: Marks a text that is trained, for a terminal.
-    """
+def as_text(explanation: dict[str, Any]) -> Iterator[str]:
+    """Yield the explanation of a pack or a sample line by line, for people."""
     if "sample" in explanation:
         yield _sample_line(explanation)
         yield f"  {_PLACES[explanation['place']]}"
@@ -133,7 +127,7 @@ def as_text(explanation: dict[str, Any], *, emphasise: Callable[[str], str] = st
         for run in explanation.get("text", ()):
             # As JSON writes it: what the data say neither breaks lines nor steers a terminal.
             text = json.dumps(run["text"], ensure_ascii=False)
-            yield f"  trained {emphasise(text)}" if run["trained"] else f"          {text}"
+            yield f"  {'trained' if run['trained'] else '       '} {text}"
     pack = explanation.get("pack") if "sample" in explanation else explanation
     if not pack:
         return

@@ -8,7 +8,6 @@ still fit the data is what verify finds. With --pack or --sample, one pack or sa
 
 import argparse
 import json
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,19 +76,12 @@ def run(options: argparse.Namespace) -> None:
         document = explain(config, splits[0], number)
         if options.text:
             document["text"] = _text_of(config, splits[0], options.sample)
-        print(json.dumps(document, indent=2) if options.json else "\n".join(as_text(document, emphasise=in_green)))
+        print(json.dumps(document, indent=2) if options.json else "\n".join(as_text(document)))
     elif options.json:
         print(json.dumps({"splits": {one.split.name: as_document(one) for one in splits}}, indent=2))
     else:
         for one in splits:
             _print(one, everything=options.all)
-
-
-def in_green(text: str) -> str:
-    """Return a text in green, where a terminal shows colours; NO_COLOR wants none."""
-    # datasets replaces the environment where it maps rows in processes, and rich keeps the former.
-    console = Console(_environ=os.environ)
-    return text if console.color_system is None or console.no_color else f"\x1b[32m{text}\x1b[39m"
 
 
 def _text_of(config: RunConfig, opened: StoredSplit, sample: int) -> list[dict[str, Any]]:

@@ -2,8 +2,7 @@
 Say how long training takes: each step, an epoch, the run, its evaluations and checkpoints.
 
 With --calibrate, steps of the run's own packs are trained and timed first, under torchrun on all of
-its ranks. What is measured is stored beside the plans, and used for runs on this machine. Without
-it, an earlier run of this plan says the time, or nothing does.
+its ranks. What is measured is stored beside the plans, and used for runs on this machine.
 """
 
 import argparse
@@ -17,7 +16,7 @@ from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, duration, plain_console, world_size
 from packplan.app.plan.stored import open_split
 from packplan.app.wiring.commands import read_run
-from packplan.app.wiring.forecasts import attention_name, earlier_timing, find_timing, run_forecast
+from packplan.app.wiring.forecasts import attention_name, find_timing, run_forecast
 from packplan.app.wiring.runs import ranks_refuse_together, read_config, require_inputs
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, NotBuiltError, counted
@@ -62,9 +61,6 @@ def _forecast(config: RunConfig, *, world_size: int | None) -> tuple[RunForecast
     opened = open_split(config, "train", world_size=world_size)
     train, ranks = opened.split, opened.schedule.world_size
     timing, unused = find_timing(config, world_size=ranks, attention=attention_name(config))
-    if timing is None:
-        plan = opened.plan.key.digest if opened.plan.epochs else train.raw_checksum
-        timing = earlier_timing(config, world_size=ranks, plan=plan)
     if unused:
         print(f"warning: a stored calibration is not used: {unused}", file=sys.stderr)
     if timing is None:

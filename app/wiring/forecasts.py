@@ -1,5 +1,5 @@
 """
-Timing of a run, by a calibration that fits or by steps of an earlier run. Without torch.
+Timing of a run, by a calibration that fits. Without torch.
 """
 
 import math
@@ -10,7 +10,6 @@ import cattrs
 
 from packplan.adapters.forecast.kept import DiskCalibrations, device_name, machine_name
 from packplan.adapters.model_folder import config_digest
-from packplan.adapters.trainer.checkpoints import read_seconds
 from packplan.app.cli.command import duration
 from packplan.app.planning.schedule import split_schedule
 from packplan.app.planning.split import Split
@@ -19,7 +18,7 @@ from packplan.core.config import RunConfig
 from packplan.core.equality import AUTO
 from packplan.core.errors import ConfigError, UserError, counted
 from packplan.core.fingerprint import Fingerprint
-from packplan.core.forecast import Calibration, RunForecast, StepTerms, StepTime, Timing, forecast_run
+from packplan.core.forecast import Calibration, RunForecast, StepTerms, Timing, forecast_run
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from packplan.core.work import SampleWorks
 
@@ -87,24 +86,6 @@ def find_timing(config: RunConfig, *, world_size: int, attention: str | None) ->
             return cattrs.structure(measured, Calibration).timing(), None
         unused.append("; ".join(map(str, differences)))
     return None, min(unused, key=len, default=None)
-
-
-def earlier_timing(config: RunConfig, *, world_size: int, plan: str) -> Timing | None:
-    """
-    Return the timing by the steps of an earlier run of the same plan in this output folder, of its
-    newest whole checkpoint; None without one.
-
-    Args:
-        config: The run.
-        world_size: Data-parallel learners.
-        plan: Checksum of the plan.
-    """
-    found = read_seconds(config.training.output_dir, plan=plan)
-    if found is None or found[-1] != world_size:
-        return None
-    name, steps, seconds, _ = found
-    basis = f"{counted(steps, 'step')} of an earlier run, evaluations and checkpoints included, up to {name}"
-    return Timing(StepTime(seconds / steps, 0, 0, 0, 0), basis, evaluation=0)
 
 
 def attention_name(config: RunConfig) -> str | None:

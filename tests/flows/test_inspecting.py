@@ -12,8 +12,6 @@ import pytest
 import yaml
 
 from packplan.app.plan import __main__ as command
-from packplan.app.plan import show
-from packplan.app.plan.explain import as_text
 from packplan.app.planning.schedule import split_schedule
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.stores import split_folder
@@ -133,24 +131,6 @@ def test_a_plan_is_broken_down_by_source(store, said, shown):
     assert re.search(rf"lengths +│ +{captions['length_quantiles'][1]} │ tokens, the median", table)
     assert "query, response / text" in in_words(table)
     assert [] == shown(store(name="older"))["sources"]
-
-
-def test_what_is_trained_is_green_on_a_terminal_alone(monkeypatch):
-    """NO_COLOR wants none; elsewhere than on a terminal there is none; the words stay the same."""
-    runs = [{"trained": False, "text": "ask"}, {"trained": True, "text": "say\x1b"}]
-    sample = {"sample": 0, "place": "packed", "length": 2, "supervised": 1, "cut": False, "record": None}
-    explanation = {**sample, "image_sizes": [], "text": runs}
-
-    def shown(**environment):
-        for name in ("NO_COLOR", "FORCE_COLOR"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in {"TERM": "xterm-256color", **environment}.items():
-            monkeypatch.setenv(name, value)
-        return [*as_text(explanation, emphasise=show.in_green)][-2:]
-
-    plain = ['          "ask"', '  trained "say\\u001b"']
-    assert plain == shown() == shown(FORCE_COLOR="1", NO_COLOR="1") == shown(FORCE_COLOR="1", TERM="dumb")
-    assert [plain[0], '  trained \x1b[32m"say\\u001b"\x1b[39m'] == shown(FORCE_COLOR="1")
 
 
 def test_show_is_a_table_for_people(store, said):
