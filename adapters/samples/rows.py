@@ -51,7 +51,7 @@ class RowsFile(RecordFile):
     def __len__(self) -> int:
         return len(self.rows) * self.num_parts
 
-    def __getitem__(self, row: int) -> Any:
+    def _read_value(self, row: int) -> Any:
         """Return the row of a sequence."""
         return self.rows[row // self.num_parts]
 

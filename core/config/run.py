@@ -212,7 +212,7 @@ class CustomConfig:
     """Answer dense captions with their summary."""
 
     max_line_bytes: int = key(2**20, neither=_LIMITS, check=at_least(1))
-    """Bytes of a record without its images; longer ones are refused unread."""
+    """Bytes of a record's texts, images aside; longer ones are refused."""
 
     max_video_s: float = key(7200.0, neither=_LIMITS, check=above_0)
     """Seconds of a video; longer ones are refused before decoding."""

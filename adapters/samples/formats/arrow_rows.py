@@ -11,7 +11,7 @@ import numpy as np
 
 from packplan.adapters.samples.formats.json_value import has_media_tag, without_nulls
 from packplan.adapters.samples.formats.record_file import FileName, KeptFacts, RecordFile
-from packplan.core.errors import DataSetError, RecordError, counted
+from packplan.core.errors import DataSetError, RecordError
 from packplan.core.samples import digest_of, unreadable_digest
 
 MAX_UNPACKED = 2**26
@@ -121,20 +121,7 @@ class ArrowFile(RecordFile):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, row: int) -> Any:
-        """
-        Return a row as a JSON value, without the columns that hold nothing; RecordError if damaged.
-        """
-        value = self._read(row)
-        if self.max_bytes is not None and (size := _text_size(value)) > self.max_bytes:
-            reason = (
-                f"the row has {counted(size, 'byte')} of text, but may have {self.max_bytes:,}: shorten it, or raise "
-                "custom.max_line_bytes"
-            )
-            raise RecordError(str(self.where(row)), reason)
-        return value
-
-    def _read(self, row: int) -> Any:
+    def _read_value(self, row: int) -> Any:
         import pyarrow as pa
 
         number = int(np.searchsorted(self._ends, row, side="right")) - 1
@@ -149,7 +136,7 @@ class ArrowFile(RecordFile):
 
     def _digest(self, row: int) -> bytes:
         try:
-            return digest_of(self._read(row))
+            return digest_of(self._read_value(row))
         except RecordError as error:
             return unreadable_digest([error.reason.encode()])
 
@@ -240,17 +227,6 @@ def _refuse_twins(name: str, columns: list[str]) -> None:
     if twins := [column for number, column in enumerate(columns) if column in columns[:number]]:
         message = f"{name} has two columns {twins[0]!r}, of which one would be ignored: rename one"
         raise DataSetError(message)
-
-
-def _text_size(value: Any) -> int:
-    """Return the bytes of a value's texts, about as its JSON would have."""
-    if isinstance(value, str):
-        return len(value.encode("utf-8", "surrogatepass")) + 2
-    if isinstance(value, dict):
-        return sum(len(key) + 4 + _text_size(held) for key, held in value.items())
-    if isinstance(value, list):
-        return sum(_text_size(held) + 1 for held in value)
-    return 0 if isinstance(value, bytes) else len(str(value))
 
 
 def _short(error: Exception) -> str:

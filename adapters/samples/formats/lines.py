@@ -1,8 +1,6 @@
 """JSON Lines, whose records stand at known bytes: read and parsed when asked for."""
 
-import mmap
 import os
-import re
 import weakref
 from array import array
 from collections.abc import Iterator, Mapping
@@ -22,15 +20,10 @@ CHUNK = 2**20
 """Bytes of a long record that are in memory at once."""
 
 LONGEST_PARSED = 2**25
-"""Bytes of a record beyond which its digest is that of its text: it is never parsed for it."""
-
-MOST_IMAGES = 2**26
-"""Bytes of the images that stand in one record of text, as they are written there."""
-
-_IMAGE = re.compile(
-    rb'"(?:data:image/[\w.+-]+;base64,)?(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/]{60,}+={0,2}"'
-)
-"""An image in base64, as a text of JSON; possessive, so that no byte is looked at twice."""
+"""
+Bytes of a record beyond which it is never parsed: it is refused, and its digest is that of its
+text.
+"""
 
 
 class LinesFile(RecordFile):
@@ -50,8 +43,7 @@ class LinesFile(RecordFile):
         Args:
             path: File of the text.
             named: Name and folder of the file.
-            max_bytes: A longer record is refused when it is asked for, and never read; None reads
-                all.
+            max_bytes: A record of more text is refused when it is asked for; None reads all.
             cache: Folder where what was found is kept; None keeps nothing.
 
         Raises:
@@ -119,33 +111,13 @@ class LinesFile(RecordFile):
     def __len__(self) -> int:
         return len(self.spans)
 
-    def __getitem__(self, row: int) -> Any:
-        """Return the JSON value of a record; RecordError naming where it stands."""
+    def _read_value(self, row: int) -> Any:
         where, size = str(self.where(row)), self._size(row)
-        if self.max_bytes is not None and size > self.max_bytes:
-            self._refuse_long(row, size, self.max_bytes)
+        if self.max_bytes is not None and size > LONGEST_PARSED:
+            several = "write each record on one line if it holds several, and" if len(self) == 1 else "write"
+            reason = f"the {self.unit} has {counted(size, 'byte')}, but may have {LONGEST_PARSED:,}"
+            raise RecordError(where, f"{reason}: {several} images to files")
         return self._value(b"".join(self._text(row)), where)
-
-    def _refuse_long(self, row: int, size: int, limit: int) -> None:
-        """
-        Refuse a record of more text than it may have, or of too many images, before it is read.
-        """
-        with self.path.open("rb") as file:
-            held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        images = sum(found.end() - found.start() for found in _IMAGE.finditer(held, *self.spans[row, :2]))
-        if size - images > limit:
-            without = f" beside {images:,} of images" if images else ""
-            remedy = "shorten it, or raise custom.max_line_bytes"
-            if len(self) == 1:
-                remedy = f"write each record on one line if it holds several, else {remedy}"
-            reason = f"the {self.unit} has {counted(size - images, 'byte')}{without}, but may have {limit:,}: {remedy}"
-            raise RecordError(str(self.where(row)), reason)
-        if images > MOST_IMAGES:
-            reason = (
-                f"the {self.unit} has {counted(images, 'byte')} of images, but may have {MOST_IMAGES:,}: write them "
-                "to files, and name those"
-            )
-            raise RecordError(str(self.where(row)), reason)
 
     def where(self, row: int) -> Where:
         """Return the place of a record."""

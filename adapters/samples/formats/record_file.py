@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from packplan.adapters import files
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.core.errors import CorruptArtefactError, OutputError
-from packplan.core.samples import DIGEST_BYTES, Where, digest_of
+from packplan.core.errors import CorruptArtefactError, OutputError, RecordError, counted
+from packplan.core.samples import DIGEST_BYTES, Where, digest_of, inline_image
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +158,9 @@ class RecordFile:
 
     unit = "row"
 
+    max_bytes: int | None = None
+    """Bytes that the texts of a record may have, images aside; None reads all."""
+
     named: FileName
     facts: dict[str, Any]
 
@@ -169,7 +172,18 @@ class RecordFile:
         raise NotImplementedError
 
     def __getitem__(self, row: int) -> Any:
-        """Return a record's JSON value; RecordError naming where it stands if there is none."""
+        """
+        Return a record's JSON value, without what columns write for keys that it lacks; RecordError
+        naming its place if there is none, or if it has too much text.
+        """
+        value = self._read_value(row)
+        if self.max_bytes is not None and (size := _text_size(value)) > self.max_bytes:
+            reason = f"the {self.unit} has {counted(size, 'byte')} of text, but may have {self.max_bytes:,}"
+            raise RecordError(str(self.where(row)), f"{reason}: shorten it, or raise custom.max_line_bytes")
+        return value
+
+    def _read_value(self, row: int) -> Any:
+        """Return a record's JSON value; RecordError naming its place if there is none."""
         raise NotImplementedError
 
     def _digest(self, row: int) -> bytes:
@@ -240,3 +254,14 @@ class RecordFile:
                 delete = self.named.copy or "that"
                 return f"{place} is another one than {self._kept.where} says: delete {delete}, and build again"
         return None
+
+
+def _text_size(value: Any) -> int:
+    """Return the bytes of a value's texts, about as its JSON would have, without images."""
+    if isinstance(value, str):
+        return 0 if inline_image(value) is not None else len(value.encode("utf-8", "surrogatepass")) + 2
+    if isinstance(value, dict):
+        return sum(len(key) + 4 + _text_size(held) for key, held in value.items())
+    if isinstance(value, list):
+        return sum(_text_size(held) + 1 for held in value)
+    return 0 if isinstance(value, bytes) else len(str(value))
