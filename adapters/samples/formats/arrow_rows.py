@@ -106,7 +106,7 @@ class ArrowFile(RecordFile):
                 message = f"{self.named.name}: {part.name} is compressed, which has to be unpacked: save it as Parquet"
                 raise DataSetError(message)
             batch.validate()
-            self._batches.append(_Mapped(number, batch, mapped))
+            self._batches.append(_Mapped(batch, mapped))
             mapped.pass_by(batch.nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -155,7 +155,6 @@ class MappedFile:
         with path.open("rb") as file:
             self.bytes: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._held = 0
-        self._parts: dict[int, int] = {}
 
     def pass_by(self, num_bytes: int) -> None:
         """Count bytes that were read, in their order."""
@@ -163,29 +162,13 @@ class MappedFile:
         if self._held > MOST_HELD:
             self.bytes.madvise(mmap.MADV_DONTNEED)
             self._held = 0
-            self._parts.clear()
-
-    def read_part(self, part: int, num_bytes: int, *, num_places: int, most: int) -> None:
-        """
-        Count bytes of a part of the file that were read.
-
-        Args:
-            part: Number of the part.
-            num_bytes: Bytes that were read.
-            num_places: Separate places of the part that they lie in.
-            most: Bytes of the whole part.
-        """
-        before = self._parts.get(part, 0)
-        held = min(before + num_bytes + num_places * READ_AROUND, most + 2 * READ_AROUND)
-        self._parts[part] = held
-        self.pass_by(held - before)
 
 
 class _Mapped:
     """A batch of rows, mapped from a file."""
 
-    def __init__(self, number: int, batch: Any, mapped: MappedFile) -> None:
-        self._number, self.batch, self._mapped, self._size = number, batch, mapped, batch.nbytes
+    def __init__(self, batch: Any, mapped: MappedFile) -> None:
+        self.batch, self._mapped, self._size = batch, mapped, batch.nbytes
         self._num_places = sum(len(column.buffers()) for column in batch.columns)
 
     def validate(self) -> None:
@@ -206,7 +189,7 @@ class _Mapped:
         """Return a row as Python values."""
         value = self.batch.slice(number, 1).to_pylist()[0]
         row_bytes = self._size // self.batch.num_rows
-        self._mapped.read_part(self._number, row_bytes, num_places=self._num_places, most=self._size)
+        self._mapped.pass_by(min(row_bytes + self._num_places * READ_AROUND, self._size + 2 * READ_AROUND))
         return value
 
 
