@@ -82,12 +82,6 @@ STAND_INS: Mapping[str, Any] = {
 
 _FIND_TAG = re.compile("|".join(map(re.escape, Template.special_tokens))).search
 
-_PLAIN, _PLAIN_MESSAGE = {"messages", "images", "videos", "channel"}, {"role", "content"}
-"""
-Keys of samples and messages that are texts alone. ms-swift's own way for all keys takes a tenth of
-a sample's time.
-"""
-
 
 @attrs.frozen
 class Piece:
@@ -156,7 +150,7 @@ class PieceCounter:
             **counts: Number of each kind of media, `image` and `video`.
         """
         template = self._template
-        inputs = _plain_inputs(sample) or StdTemplateInputs.from_dict({**sample, "images": [], "videos": []})
+        inputs = StdTemplateInputs.from_dict({**sample, "images": [], "videos": []})
         template._preprocess_inputs(inputs)
         for kind, number in counts.items():
             setattr(inputs, f"{kind}s", [STAND_INS[kind]] * number)
@@ -255,19 +249,6 @@ def _is_plain(tokenizer: Any) -> bool:
         and kind._encode_plus is PreTrainedTokenizerFast._encode_plus
         and kind.__call__ is PreTrainedTokenizerFast.__call__
     )
-
-
-def _plain_inputs(sample: dict[str, Any]) -> StdTemplateInputs | None:
-    """Return the template's inputs of a sample of texts alone; None if there is more to it."""
-    messages = sample["messages"]
-    if not sample.keys() <= _PLAIN or not all(message.keys() <= _PLAIN_MESSAGE for message in messages):
-        return None
-    system = None
-    if messages[0]["role"] == "system":
-        system, messages = messages[0]["content"], messages[1:]
-    if any(message["role"] not in {"user", "assistant"} or type(message["content"]) is not str for message in messages):
-        return None
-    return StdTemplateInputs([dict(message) for message in messages], system)
 
 
 def _split_special_tokens(contexts: list[Any], weights: list[float]) -> tuple[list[Any], list[float]]:

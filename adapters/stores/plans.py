@@ -9,6 +9,7 @@ plan or none. `verdict.json` beside the plans holds the verdict on the run's mod
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,16 @@ EPOCHS_SCHEMA = "packplan epochs 1"
 VERDICT_SCHEMA = "packplan verdict 1"
 
 
+@contextmanager
+def _naming_what_to_delete(path: Path) -> Iterator[None]:
+    """Name the file that is to be deleted where something is damaged."""
+    try:
+        yield
+    except CorruptArtefactError as error:
+        remedy = f"delete {path}: it is made again; the lengths stay"
+        raise CorruptArtefactError(error.path, error.reason, remedy) from None
+
+
 class DiskPlanStore:
     """Keeps raw plans between runs, in one folder."""
 
@@ -52,20 +63,14 @@ class DiskPlanStore:
         Return the plan saved under *key*, or None if there is none; CorruptArtefactError if
         damaged.
         """
-        try:
-            return self._load(key)
-        except CorruptArtefactError as error:
-            remedy = f"delete {self._manifest} to plan again; the lengths stay"
-            raise CorruptArtefactError(error.path, error.reason, remedy) from None
-
-    def _load(self, key: Fingerprint) -> RawPlan | None:
-        manifest = files.read_manifest(self._manifest, SCHEMA)
-        if manifest is None:
-            return None
-        if differences := Fingerprint(manifest["fingerprint"]).differences(key):
-            log.info("the stored plan does not fit: %s", "; ".join(map(str, differences)))
-            return None
-        return self._plan(manifest, self._arrays(manifest))
+        with _naming_what_to_delete(self._manifest):
+            manifest = files.read_manifest(self._manifest, SCHEMA)
+            if manifest is None:
+                return None
+            if differences := Fingerprint(manifest["fingerprint"]).differences(key):
+                log.info("the stored plan does not fit: %s", "; ".join(map(str, differences)))
+                return None
+            return self._plan(manifest, self._arrays(manifest))
 
     @property
     def where(self) -> str:
@@ -77,22 +82,19 @@ class DiskPlanStore:
         Verify and return what is stored, whatever it was planned from, writing nothing; None if
         nothing is.
         """
-        try:
-            return self._inspect()
-        except CorruptArtefactError as error:
-            file = self._manifest if Path(error.path).name.startswith("raw_plan") else error.path
-            remedy = f"delete {file}, and packplan plan build makes it again; the lengths stay"
-            raise CorruptArtefactError(error.path, error.reason, remedy) from None
-
-    def _inspect(self) -> StoredPlan | None:
-        manifest = files.read_manifest(self._manifest, SCHEMA)
-        if manifest is None:
-            return None
-        key = Fingerprint(manifest["fingerprint"])
-        aligned = (files.read_manifest(path, ALIGNED_SCHEMA) for path in self._aligned_manifests())
+        with _naming_what_to_delete(self._manifest):
+            manifest = files.read_manifest(self._manifest, SCHEMA)
+            if manifest is None:
+                return None
+            key = Fingerprint(manifest["fingerprint"])
+            plan = self._plan(manifest, self._arrays(manifest))
+        aligned = [self._read_aligned(path) for path in self._aligned_manifests()]
         sizes = [one["world_size"] for one in aligned if one and one["plan_fingerprint_sha256"] == key.digest]
-        plan = self._plan(manifest, self._arrays(manifest))
         return StoredPlan(key, plan, tuple(sorted(sizes)), self.load_epochs(key))
+
+    def _read_aligned(self, path: Path) -> dict[str, Any] | None:
+        with _naming_what_to_delete(path):
+            return files.read_manifest(path, ALIGNED_SCHEMA)
 
     def damage(self) -> Iterator[CorruptArtefactError]:
         """Yield every file that is not what was written, or does not fit the others."""
@@ -111,7 +113,7 @@ class DiskPlanStore:
                     yield error
         for path in self._aligned_manifests():
             try:
-                aligned = files.read_manifest(path, ALIGNED_SCHEMA)
+                aligned = self._read_aligned(path)
             except CorruptArtefactError as error:
                 yield error
                 continue
@@ -208,16 +210,14 @@ class DiskPlanStore:
 
 def _epochs(path: Path) -> tuple[str, tuple[EpochRecord, ...]]:
     """Return the digest of the inputs of a manifest of epochs, and its records."""
-    remedy = f"delete {path}: it is made again; the lengths stay"
-    try:
+    with _naming_what_to_delete(path):
         manifest = files.read_manifest(path, EPOCHS_SCHEMA)
         if manifest is None:
             return "", ()
-        return manifest["plan_fingerprint_sha256"], cattrs.structure(manifest["epochs"], tuple[EpochRecord, ...])
-    except CorruptArtefactError as error:
-        raise CorruptArtefactError(error.path, error.reason, remedy) from None
-    except (BaseValidationError, LookupError) as error:
-        raise CorruptArtefactError(str(path), f"its records are no epochs: {error}", remedy) from None
+        try:
+            return manifest["plan_fingerprint_sha256"], cattrs.structure(manifest["epochs"], tuple[EpochRecord, ...])
+        except (BaseValidationError, LookupError) as error:
+            raise CorruptArtefactError(str(path), f"its records are no epochs: {error}") from None
 
 
 def _counts(plan: RawPlan) -> dict[str, int | str]:
@@ -280,10 +280,8 @@ class DiskVerdictStore:
         """
         if not self._manifest.parent.is_dir():
             return None
-        try:
+        with _naming_what_to_delete(self._manifest):
             manifest = files.read_manifest(self._manifest, VERDICT_SCHEMA)
-        except CorruptArtefactError as error:
-            raise CorruptArtefactError(error.path, error.reason, "delete it, and the model is asked again") from None
         if manifest is None:
             return None
         if differences := Fingerprint(manifest["fingerprint"]).differences(key):
