@@ -167,16 +167,9 @@ class ShardState:
         return (*self.admitted, *self.ahead)
 
 
-def read_items(state: ShardState, items: Sequence[Item], *, places: int) -> ShardState:
-    """
-    Return the state after more items were read.
-
-    Args:
-        state: State before.
-        items: Items of the next places, in order; several of one place, or none.
-        places: Number of these places.
-    """
-    return attrs.evolve(state, read=state.read + places, ahead=(*state.ahead, *items))
+def read_place(state: ShardState, place: int) -> ShardState:
+    """Return the state after the item of the next place was read."""
+    return attrs.evolve(state, read=state.read + 1, ahead=(*state.ahead, Item(place)))
 
 
 def admit_first(state: ShardState, length: int, *, options: CarryOptions) -> ShardState:

@@ -95,21 +95,12 @@ class PackTrainer(FollowsSchedule, PackingTrainer):
             if self._video_seconds:
                 logs |= {"video_seconds": self._video_seconds, "data_wait_seconds": waited - self._waited}
             self._video_seconds, self._waited = 0.0, waited
-            logs |= self._time_left()
         super().log(logs, *arguments, **options)
 
     @property
     def real_seconds(self) -> float:
         """Seconds of training so far, evaluations and checkpoints included."""
         return 0.0 if self._began is None else time.perf_counter() - self._began
-
-    def _time_left(self) -> dict[str, float]:
-        """Return the predicted seconds that are left, and the same by the speed so far."""
-        if self.forecast is None:
-            return {}
-        done = self.forecast.until(self.state.global_step)
-        left = self.forecast.seconds - done
-        return {"predicted_seconds_left": left, "seconds_left": left * self.real_seconds / done}
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         self.state.stateful_callbacks.update(attention_to_state(self.attention.name))

@@ -28,7 +28,7 @@ from packplan.adapters.trainer.model import hide_progress_bars, open_model
 from packplan.adapters.trainer.packed_dataset import PackedDataset
 from packplan.adapters.trainer.settings import setting_faults
 from packplan.adapters.trainer.static import PackTrainer
-from packplan.adapters.trainer.streams.dataset import DynamicDataset, RecordStream
+from packplan.adapters.trainer.streams.dataset import DynamicDataset
 from packplan.adapters.trainer.streams.trainer import StreamTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
 from packplan.app.planning.split import Split
@@ -307,7 +307,6 @@ def build_stream_trainer(
     training, encoder = config.training, splits["train"].encoder
     evaluated = _evaluated(splits.get("eval"))
     template, model = _open_model(config, arguments, encoder, group, attention)
-    stream = RecordStream(encoder, order)
     options = CarryOptions(
         packing_length=config.packing_length,
         packing_buffer=training.packing_buffer,
@@ -326,7 +325,7 @@ def build_stream_trainer(
         model=model,
         args=arguments,
         template=template,
-        train_dataset=DynamicDataset(stream, options, rank=group.rank, world_size=group.world_size),
+        train_dataset=DynamicDataset(encoder, order, options, rank=group.rank, world_size=group.world_size),
         eval_dataset=evaluated,
     )
 

@@ -44,12 +44,8 @@ def test_a_run_that_was_calibrated_foretells_itself(  # noqa: PLR0917  # fixture
 
     monkeypatch.setattr(logging.getLogger("packplan"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="packplan"):
-        result = execute(path)
+        execute(path)
 
-    left = [entry["predicted_seconds_left"] for entry in result.history if "predicted_seconds_left" in entry]
-    assert result.num_steps == len(left)
-    assert sorted(left, reverse=True) == left
-    assert all(entry["seconds_left"] >= 0 for entry in result.history if "seconds_left" in entry)
     state = json.loads((path.parent / "run" / "checkpoint-2" / "trainer_state.json").read_text())
     both = state["stateful_callbacks"]["packplan_seconds"]
     assert both["predicted_total_seconds"] == pytest.approx(told["seconds"])

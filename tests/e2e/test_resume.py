@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
 
 def steps(history) -> list[dict]:
     """Return what was logged of each step, but for the clock's."""
-    clock = {"tokens_per_second", "useful_tokens_per_second", "predicted_seconds_left", "seconds_left"}
+    clock = {"tokens_per_second", "useful_tokens_per_second"}
     return [{key: entry[key] for key in entry.keys() - clock} for entry in history if "loss" in entry]
 
 

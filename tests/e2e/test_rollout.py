@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from packplan.core.errors import ConfigError, DataSetError, StaleError
-from packplan.core.stream import CarryOptions, Item
+from packplan.core.stream import CarryOptions
 from tests.e2e import stream_rank
 from tests.e2e.test_resume import assert_equal
 from tests.processes import finished
@@ -23,29 +23,6 @@ from tests.stored import asked
 pytestmark = pytest.mark.slow
 
 LENGTHS = np.random.default_rng(1).integers(1, 110, 300).tolist()
-
-
-class Numbers:
-    """A stream of numbered samples, in an order of each epoch."""
-
-    def __init__(self) -> None:
-        self.set_epoch(0)
-
-    def __len__(self):
-        return len(LENGTHS)
-
-    def set_epoch(self, epoch):
-        self.order = np.random.default_rng(epoch).permutation(len(LENGTHS)).tolist()
-
-    def items(self, places):
-        return ((1, [Item(place)]) for place in places)
-
-    def name(self, item):
-        return f"line {self.order[item.place]}"
-
-    def encode(self, item):
-        number = self.order[item.place]
-        return {"number": number, "length": LENGTHS[number]}
 
 
 def test_what_was_emitted_is_not_held():
@@ -59,16 +36,15 @@ def test_what_was_emitted_is_not_held():
     class Token:
         """Lives as long as its sample; a set asks for a hash, which a dict has not."""
 
-    def marked(sample):
-        token = Token()
-        living.add(token)
-        return {**sample, "token": token}
+    class Marked:
+        """Encodes numbers as samples of a length, each with a token."""
 
-    class Counted(Numbers):
-        def encode(self, item):
-            return marked(super().encode(item))
+        def encode(self, index):
+            living.add(token := Token())
+            return {"length": min(LENGTHS[index], 99), "token": token}
 
-    dataset = DynamicDataset(Counted(), CarryOptions(packing_length=100, packing_buffer=16), rank=0, world_size=1)
+    options = CarryOptions(packing_length=100, packing_buffer=16)
+    dataset = DynamicDataset(Marked(), lambda _: np.arange(len(LENGTHS)), options, rank=0, world_size=1)
     most = max(len(living) for _ in dataset)
 
     assert most <= 2 * 16 + 1

@@ -21,7 +21,7 @@ from packplan.core.stream import (
     StreamState,
     admit_first,
     flush_buffer,
-    read_items,
+    read_place,
     reassign,
     take_pack,
     unread_places,
@@ -56,8 +56,8 @@ def steps_of(state: ShardState, places: list[int], lengths: list[int], options, 
         if state.ahead:
             state = admit_first(state, lengths[state.ahead[0].place], options=options)
         elif read < len(places):
-            items = [Item(place) for place in places[read : read + group]]
-            state, read = read_items(state, items, places=len(items)), read + len(items)
+            for place in places[read : read + group]:
+                state, read = read_place(state, place), read + 1
         elif state.buffer:
             state = flush_buffer(state, options=options)
         else:

@@ -4,7 +4,6 @@ Iterable data set that packs samples as they come, each on one rank and one work
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
 import attrs
 from torch.utils.data import IterableDataset, get_worker_info
@@ -23,65 +22,12 @@ from packplan.core.stream import (
     StreamSegment,
     admit_first,
     flush_buffer,
-    read_items,
+    read_place,
     take_pack,
     unread_places,
 )
 
-
-class RecordStream:
-    """Encoded records of a data set, in an order of each epoch."""
-
-    def __init__(self, samples: SwiftEncoder, order: Order) -> None:
-        self._encoded, self._order, self._indices = samples, order, order(0)
-
-    def __len__(self) -> int:
-        """Return the number of samples of the epoch."""
-        return len(self._indices)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Use the order of *epoch* from now on."""
-        self._indices = self._order(epoch)
-
-    def items(self, places: Sequence[int]) -> Iterator[tuple[int, Sequence[Item]]]:
-        """Yield the records of some places, one by one."""
-        for place in places:
-            yield 1, (Item(place),)
-
-    def name(self, item: Item) -> str:
-        """Return the place of an item's record."""
-        return str(self._encoded.records.where(int(self._indices[item.place])))
-
-    def encode(self, item: Item) -> Sample:
-        """Return an encoded item."""
-        return self._encoded.encode(int(self._indices[item.place]))
-
-
 log = logging.getLogger(__name__)
-
-
-class SampleStream(Protocol):
-    """Source of encoded samples, in an order of each epoch."""
-
-    def set_epoch(self, epoch: int, /) -> None:
-        """Use the order of *epoch* from now on."""
-
-    def __len__(self) -> int:
-        """Return the number of places in the epoch's order."""
-
-    def items(self, places: Sequence[int], /) -> Iterator[tuple[int, Sequence[Item]]]:
-        """
-        Yield the number of places that are read next, and their items.
-
-        Raises:
-            PackplanError: A record cannot become a sample.
-        """
-
-    def name(self, item: Item, /) -> str:
-        """Return the name of an item's record."""
-
-    def encode(self, item: Item, /) -> Sample:
-        """Return an encoded item, with a `length`; PackplanError if it cannot become a sample."""
 
 
 @attrs.frozen
@@ -122,23 +68,27 @@ class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
 
     grouped = True
 
-    def __init__(self, stream: SampleStream, options: CarryOptions, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self, samples: SwiftEncoder, order: Order, options: CarryOptions, *, rank: int, world_size: int
+    ) -> None:
         """
         Pack a stream.
 
         Args:
-            stream: Same stream on every rank.
+            samples: Encodes the records.
+            order: Order of the records in each epoch, the same on every rank.
             options: Packing options.
             rank: Rank of this process.
             world_size: Number of ranks.
         """
-        self.stream, self.options, self.rank, self.world_size = stream, options, rank, world_size
+        self.samples, self.options, self.rank, self.world_size = samples, options, rank, world_size
+        self._order, self.indices = order, order(0)
         self.segments: tuple[StreamSegment, ...] = ()
         self.start = RankState()
 
     def set_epoch(self, epoch: int) -> None:
-        """Use the samples of *epoch* from now on."""
-        self.stream.set_epoch(epoch)
+        """Use the order of *epoch* from now on."""
+        self.indices = self._order(epoch)
 
     def resume(self, start: RankState, segments: tuple[StreamSegment, ...] = ()) -> None:
         """
@@ -149,11 +99,11 @@ class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
     def num_left(self, shards: Sequence[ShardState]) -> int:
         """Return the number of places of this rank that are neither trained nor left out."""
         parts = [self._places(shard, len(shards))[state.read :] for shard, state in enumerate(shards)]
-        return sum(map(len, parts)) + len({item.place for state in shards for item in state.waiting})
+        return sum(map(len, parts)) + sum(len(state.waiting) for state in shards)
 
     def any_pack(self) -> PackOfRows:
         """Return a pack of one of the epoch's first records, for a rank without packs."""
-        samples = (self.stream.encode(Item(place)) for place in range(len(self.stream)))
+        samples = (self.samples.encode(int(index)) for index in self.indices)
         limit, allows_long = self.options.packing_length, self.options.allow_single_long
         return PackOfRows([next(sample for sample in samples if allows_long or sample["length"] < limit)], 0)
 
@@ -170,11 +120,11 @@ class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
 
     def _places(self, shard: int, shards_per_rank: int) -> IntArray:
         """Return the places of a shard of this rank."""
-        places = unread_places(len(self.stream), self.segments)
+        places = unread_places(len(self.indices), self.segments)
         return places[self.rank * shards_per_rank + shard :: self.world_size * shards_per_rank]
 
     def _packs(self, shard: int, state: ShardState, places: IntArray) -> Iterator[StreamedPack | Ended]:
-        groups = self.stream.items(places.tolist())
+        unread = iter(places.tolist())
         encoded: dict[int, Sample] = {}
         position = 0
         while True:
@@ -185,15 +135,14 @@ class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
                 position += 1
             if state.ahead:
                 item, before = state.ahead[0], len(state.buffer)
-                encoded[item.place] = sample = self.stream.encode(item)
+                encoded[item.place] = sample = self._encode(item)
                 self._log_long(item, sample["length"])
                 state = admit_first(state, sample["length"], options=self.options)
                 if len(state.buffer) <= before:  # some left the buffer, perhaps not in a pack
                     kept = {item.place for item in state.admitted}
                     encoded = {place: sample for place, sample in encoded.items() if place in kept}
-            elif group := next(groups, None):
-                num_places, items = group
-                state = read_items(state, items, places=num_places)
+            elif (place := next(unread, None)) is not None:
+                state = read_place(state, place)
             elif state.buffer:
                 state = flush_buffer(state, options=self.options)
             else:
@@ -204,17 +153,23 @@ class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
         """
         Return the encoded sample of a packed item, which is encoded again if another run packed it.
         """
-        sample = encoded.pop(item.place, None) or self.stream.encode(item)
+        sample = encoded.pop(item.place, None) or self._encode(item)
         if sample["length"] != item.length:
             differences = (Difference("length", item.length, sample["length"]),)
-            raise StaleError.sample(item.place, self.stream.name(item), differences)
+            raise StaleError.sample(item.place, self._name(item), differences)
         return sample
+
+    def _name(self, item: Item) -> str:
+        return str(self.samples.records.where(int(self.indices[item.place])))
+
+    def _encode(self, item: Item) -> Sample:
+        return self.samples.encode(int(self.indices[item.place]))
 
     def _log_long(self, item: Item, length: int) -> None:
         limit = self.options.packing_length
         if length < limit:
             return
-        name = self.stream.name(item)
+        name = self._name(item)
         if self.options.allow_single_long:
             log.info("%s: %s tokens, where a pack holds %s: a pack of its own", name, f"{length:,}", f"{limit:,}")
             return

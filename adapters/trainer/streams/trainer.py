@@ -204,7 +204,7 @@ class StreamTrainer(PackingTrainer):
         counts = self._epoch_counts()
         left = 0 if self._is_over else self.train_dataset.num_left(self._shards())
         *summed, left = self.sum_over_ranks(torch.tensor([*attrs.astuple(counts), left])).tolist()
-        self._log_epoch(StreamCounts(*summed), 0.0 if self._is_over else 1 - left / len(self.train_dataset.stream))
+        self._log_epoch(StreamCounts(*summed), 0.0 if self._is_over else 1 - left / len(self.train_dataset.indices))
         self._earlier += counts
         self.train_dataset.resume(RankState())
         self._left_over, self._served.progress = [], ()
@@ -294,7 +294,7 @@ class StreamTrainer(PackingTrainer):
             yield
             return
         left = 0 if self._is_over else self.train_dataset.num_left(self._shards()) * self.group.world_size
-        done = self._epoch + (0 if self._is_over else max(0, 1 - left / len(self.train_dataset.stream)))
+        done = self._epoch + (0 if self._is_over else max(0, 1 - left / len(self.train_dataset.indices)))
         step, self.state.max_steps = self.state.global_step, self.state.global_step
         if done:
             self.state.max_steps = max(step, math.ceil(step * self.num_epochs / done))
