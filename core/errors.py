@@ -109,7 +109,7 @@ class RecordError(UserError):
     """One record cannot become a sample."""
 
     where: str
-    """Place of the record: `core.samples.Place` prints it."""
+    """Place of the record: `core.samples.Where` prints it."""
 
     reason: str
 

@@ -22,16 +22,18 @@ LAYERS = {
 }
 
 WAY = {
-    "configuration": "adapters/config/run.py",
+    "run": "adapters/config/run.py",
     "records": "adapters/samples/files.py",
-    "samples": "adapters/samples/encoder.py",
+    "messages": "core/samples/shapes.py",
+    "tokens": "adapters/samples/encoder.py",
     "lengths": "app/planning/measure.py",
-    "raw plan": "core/plan.py",
-    "aligned plan": "core/align.py",
+    "packs": "core/plan.py",
     "schedule": "core/schedule/schedule.py",
-    "trainer": "adapters/trainer/static.py",
+    "batches": "adapters/loaders/batches.py",
+    "trainer": "adapters/hf/following.py",
+    "step": "adapters/trainer/base.py",
 }
-"""Step of a sample's way -> the file where it begins to be read."""
+"""Stage of a sample's way -> the file where it begins to be read."""
 
 WIDTH, BOX, ROW = 960, (112, 28), 52
 
@@ -123,8 +125,8 @@ def picture() -> str:
     for number, (name, file) in enumerate(WAY.items()):
         x = 10 + number * step
         shapes += [*_badge(x + 9, 44, number + 1), f'<text x="{x + 22:.0f}" y="49">{name}</text>']
-        shapes.append(f'<text class="small" x="{min(x, WIDTH - 140):.0f}" y="{68 + 16 * (number % 2)}">{file}</text>')
-    top = 104
+        shapes.append(f'<text class="small" x="{min(x, WIDTH - 140):.0f}" y="{68 + 14 * (number % 3)}">{file}</text>')
+    top = 112
     for layer, does in LAYERS.items():
         rows = rows_of([room for room in below if room.startswith(f"{layer}/")], below)
         at = {

@@ -3,7 +3,7 @@ Losses on packed logits: an ordinary loss on one sequence after the other, or a 
 of a row at once.
 
 Rules: data are fields of a batch of sequences, padded on the right. Which dimension of a field runs
-along the sequence is declared (`core.shard.axes`). Entry t along it belongs to token t, which the
+along the sequence is declared (`core.shard.inputs`). Entry t along it belongs to token t, which the
 logits at t - 1 predict. So the entry of a first token is never used. `token_mask` holds the weights
 of tokens in the loss.
 

@@ -128,7 +128,7 @@ def names_of_tests() -> set[str]:
 
 
 def lost_names(page: Path) -> list[str]:
-    """Return the paths, dotted names and test functions of a page that do not exist."""
+    """Return the paths, dotted names and test functions of a page or a module that do not exist."""
     lost = []
     for word in CODE.findall(FENCE.sub("", text_of(page))):
         if re.fullmatch(r"(tests|core|adapters|app|benchmarks|tools|docs|ADR)/[\w/.-]*", word):
@@ -139,6 +139,18 @@ def lost_names(page: Path) -> list[str]:
             found = not re.fullmatch(r"test_\w+", word) or word in names_of_tests()
         lost += [word] * (not found)
     return lost
+
+
+def test_each_change_has_its_place():
+    """What the table of changes names stands in a file of its row."""
+    lost = []
+    for row in text_of(ROOT / "CONTRIBUTING.md").split("| to | change |")[1].split("\n\n")[0].splitlines()[2:]:
+        words = [word.partition("=")[0] for word in CODE.findall(row) if " " not in word]
+        places = [ROOT / word for word in words if "/" in word]
+        files = [file for place in places for file in ([place] if place.is_file() else place.rglob("*.py"))]
+        lost += [word for word in words if "/" not in word and not any(word in text_of(file) for file in files)]
+
+    assert [] == lost
 
 
 def is_defined(name: str) -> bool:
@@ -152,8 +164,9 @@ def is_defined(name: str) -> bool:
 
 @pytest.mark.parametrize("wrong", [broken_links, wrong_commands, lost_names])
 def test_what_pages_name_exists(wrong):
-    """Links, anchors, commands with their options, paths, dotted names, test functions."""
-    assert {} == {page: found for page in PAGES if (found := wrong(page))}
+    """Links, anchors, commands, paths, dotted names, test functions; in docstrings, names too."""
+    files = PAGES if wrong is not lost_names else [*PAGES, *MODULES]
+    assert {} == {page: found for page in files if (found := wrong(page))}
 
 
 def test_contributing_names_every_room():
@@ -163,16 +176,6 @@ def test_contributing_names_every_room():
 
     assert len(rooms) > 20
     assert [] == [room.name for room in rooms if f"`{room.relative_to(ROOT)}/`" not in page]
-
-
-def test_the_hooks_before_a_commit_are_the_linters():
-    """`.pre-commit-config.yaml` runs what `make lint` runs, in its order, by the tools of .venv."""
-    (local,) = yaml.safe_load(text_of(ROOT / ".pre-commit-config.yaml"))["repos"]
-    hooks = [hook["entry"] for hook in local["hooks"]]
-    recipe = text_of(ROOT / "Makefile").split("\nlint:")[1].split("\n\n")[0]
-    lines = re.findall(r"^\t\$\(VENV\)(.*?)(?: \.)?$", recipe, re.MULTILINE)
-
-    assert [f".venv{line}" for line in lines] == hooks
 
 
 def test_pages_that_the_code_names_exist():
@@ -266,18 +269,13 @@ def test_the_example_plans_three_kinds_of_lengths_alike(capsys, monkeypatch, pla
     assert said[3][1].endswith(f"checksum {planned[:12]}")
 
 
-def test_every_field_of_a_policy_is_in_its_table():
-    """With its key in the YAML; the table has no other rows."""
-    listed = text_of(ROOT / "docs" / "planner.md").split("Each field, and its key in a YAML:\n\n")[1]
+def test_every_field_and_every_algorithm_is_in_its_table():
+    """In the order of the class or the registry; the tables have no other rows."""
+    page = text_of(ROOT / "docs" / "planner.md")
+    listed, table = page.split("Each field, and its key in a YAML:\n\n")[1], page.split("| name | method | use it |")[1]
 
     assert [field.name for field in attrs.fields(PlanPolicy)] == re.findall(r"^- `(\w+)`:", listed, re.MULTILINE)
-
-
-def test_every_algorithm_is_in_its_table():
-    """In the order of the registry, and no other."""
-    table = text_of(ROOT / "docs" / "planner.md").split("| name | method | use it |")[1].split("\n\n")[0]
-
-    assert [*ALGORITHMS] == re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert [*ALGORITHMS] == re.findall(r"^\| `(\w+)` \|", table.split("\n\n")[0], re.MULTILINE)
 
 
 def test_every_figure_of_training_is_on_its_page():

@@ -222,7 +222,8 @@ def test_an_entry_shows_the_message_as_it_is(error):
     shown = re.escape(f"```text\nerror: {with_remedy(error)}\n```\n")
     named = f"`{error.kind}`: " if type(error).__name__ in {*STATING, "OutputError"} else ""
 
-    assert re.search(rf"\n{shown}\n{named}[\w`][^\n]+", entries()[type(error).__name__])
+    found = re.search(rf"\n{shown}\n{named}[\w`][^\n]+", entries()[type(error).__name__])
+    assert found is not None, f"docs/troubleshooting.md lacks this message, or what to do, for {error.kind}"
 
 
 @each

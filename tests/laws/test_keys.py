@@ -144,7 +144,7 @@ def test_every_key_of_planning_and_measuring_declares_its_effect(path):
     """It enters a fingerprint, or states why it enters neither."""
     facts = key_of(DECLARED[path])
 
-    assert bool(facts.lengths or facts.plan) != bool(facts.neither)
+    assert bool(facts.lengths or facts.plan) != bool(facts.neither), "its field needs lengths=, plan= or neither="
 
 
 @pytest.mark.parametrize("path", DECLARED)
