@@ -464,9 +464,7 @@ def written_bytes(number: float) -> str:
 
 
 Sharding = Literal["ddp", "fsdp2"]
-
-SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
-"""Ways in which ranks share a model: whole on each, or by FSDP 2."""
+"""Way in which ranks share a model: whole on each, or by FSDP 2."""
 
 _FULL_PRECISION = 4
 

@@ -27,7 +27,6 @@ from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.forecast import (
     KINDS,
     MARGIN,
-    SHARDINGS,
     Longest,
     PeakMemory,
     Sharding,
@@ -82,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--memory", type=amount, metavar="80GiB", help="memory of each rank's device")
     parser.add_argument("--world-size", type=world_size, metavar="N", help="ranks that train (default: 1)")
-    parser.add_argument("--sharding", choices=SHARDINGS, help="how ranks share the model (default: by training.fsdp)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     parser.set_defaults(run=run)
 
@@ -105,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
     require_traceable(config)
     require_inputs(config)
     ranks = options.world_size or ranks_of(config) or 1
-    sharding: Sharding = "ddp" if ranks == 1 else options.sharding or _sharding_of(config)
+    sharding: Sharding = "ddp" if ranks == 1 else _sharding_of(config)
     found = forecast(config, memory=options.memory, ranks=ranks, sharding=sharding)
     if options.json:
         document = attrs.asdict(found) | {"fits": found.fits, "margin": MARGIN, "seconds": time.monotonic() - started}
@@ -122,7 +120,9 @@ def _sharding_of(config: RunConfig) -> Sharding:
     """Return how several ranks of a run share its model, by its settings."""
     settings = config.training.trainer
     if stage := zero_stage(settings.get("deepspeed")):
-        reason = f"is ZeRO of stage {stage}, whose memory cannot be traced: name --sharding ddp or fsdp2 to trace these"
+        reason = (
+            f"is ZeRO of stage {stage}, whose memory cannot be traced: set training.fsdp instead"
+        )
         raise ConfigError.at("training.deepspeed", reason)
     return "fsdp2" if settings.get("fsdp") else "ddp"
 

@@ -55,7 +55,6 @@ log = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     add_config_arguments(parser)
-    parser.add_argument("--split", choices=["train", "eval"], help="only this one (default: all that the run has)")
     parser.add_argument(
         "--samples", type=whole_number, default=0, metavar="K", help="of each split, encoded again (default: none)"
     )
@@ -67,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Verify, print, and fail if anything is wrong."""
     config = read_run(options.config, options.overrides)
-    splits = splits_of(config, options.split)
+    splits = splits_of(config, None)
 
     with loading_libraries():
         from packplan.app.wiring.splits import open_splits

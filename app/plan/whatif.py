@@ -13,8 +13,8 @@ from rich.table import Table
 
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, plain_console, positive_numbers, world_sizes
-from packplan.app.plan.stored import measured_recipe, splits_of
-from packplan.app.planning.schedule import split_schedule
+from packplan.app.plan.stored import measured_recipe
+from packplan.app.planning.schedule import require_static, split_schedule
 from packplan.app.planning.split import alignment, plan_samples, samples_of, table_works
 from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
 from packplan.app.wiring.commands import ranks_of, read_run
@@ -63,7 +63,6 @@ class Alternative:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     add_config_arguments(parser)
-    parser.add_argument("--split", choices=["train", "eval"], default="train", help="(default: %(default)s)")
     parser.add_argument(
         "--max-length", type=positive_numbers, metavar="N,N", help="template.max_length (default: the run's)"
     )
@@ -77,26 +76,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Plan every combination, then print."""
     config = read_run(options.config, options.overrides, world_size=(options.world_size or [None])[0])
-    (split,) = splits_of(config, options.split)
-    if not policy_of(config, split).packing:
-        raise ConfigError.at(
-            "training.packing", f"is false for {split}: nothing is packed, so there is nothing to vary"
-        )
-    kept = open_stores(config, split)
+    require_static(config)
+    if not config.training.packing:
+        raise ConfigError.at("training.packing", "is false: nothing is packed, so there is nothing to vary")
+    kept = open_stores(config, "train")
     lengths = open_lengths(kept.lengths)
-    recipe = measured_recipe(config, split, lengths, where=kept.plans.where)
+    recipe = measured_recipe(config, "train", lengths, where=kept.plans.where)
     if recipe is not None:
-        print(f"{split}: figures and steps are as if all epochs had the plan of the first", file=sys.stderr)
+        print("train: figures and steps are as if all epochs had the plan of the first", file=sys.stderr)
     for line in stale_inputs(config, lengths):
-        print(f"warning: {split}: {line}", file=sys.stderr)
+        print(f"warning: train: {line}", file=sys.stderr)
     ranks = options.world_size or [ranks_of(config) or 1]
     packing_lengths = options.max_length or [config.packing_length]
     _refuse_other_cuts(lengths, packing_lengths)
-    found = _alternatives(config, split, lengths, packing_lengths, ranks, recipe=recipe)
+    found = _alternatives(config, lengths, packing_lengths, ranks, recipe=recipe)
     total = len(packing_lengths) * len(ranks)
     alternatives = list(progress(found, total=total, desc="planning", unit=" combinations"))
     if options.json:
-        print(json.dumps({"split": split, "alternatives": [attrs.asdict(one) for one in alternatives]}, indent=2))
+        print(json.dumps({"alternatives": [attrs.asdict(one) for one in alternatives]}, indent=2))
     else:
         _print(alternatives)
 
@@ -114,7 +111,6 @@ def _refuse_other_cuts(lengths: StoredLengths, packing_lengths: list[int]) -> No
 
 def _alternatives(
     config: RunConfig,
-    split: str,
     stored: StoredLengths,
     packing_lengths: list[int],
     world_sizes: list[int],
@@ -123,10 +119,10 @@ def _alternatives(
 ) -> Iterator[Alternative]:
     """Yield every combination when it is planned, with its figures or the reason of none."""
     lengths, table = stored.tokens, stored.rows.table
-    works, options = table_works(trained_work(config)[0], table), alignment(config, split)
+    works, options = table_works(trained_work(config)[0], table), alignment(config, "train")
     for packing_length in packing_lengths:
         other = attrs.evolve(config, template=attrs.evolve(config.template, max_length=packing_length))
-        policy, name = policy_of(other, split), f"packs of {packing_length:,}"
+        policy, name = policy_of(other, "train"), f"packs of {packing_length:,}"
         try:
             refuse_longer(lengths, policy)
             samples = samples_of(policy, table, stored.origin.files)
@@ -139,7 +135,7 @@ def _alternatives(
         for ranks in world_sizes:
             try:
                 aligned = align_plan(raw, world_size=ranks, **options)
-                schedule = split_schedule(config, split, aligned, raw.packs.sums(works.flops))
+                schedule = split_schedule(config, "train", aligned, raw.packs.sums(works.flops))
                 over = summarise_schedule(raw, lengths, schedule, works=works)
             except UserError as error:
                 yield Alternative(packing_length, ranks, problem=with_remedy(error))

@@ -72,8 +72,8 @@ def test_what_was_built_is_verified(run, verified, capfd):
 
     assert (0, []) == verified(run, "--samples", "5", "--decode")
     assert before == {path: path.read_bytes() for path in (run / "run").rglob("*") if path.is_file()}
-    assert 0 == plan.main(["verify", str(run / "run.yaml"), "--split", "train"])
-    assert "train: nothing is wrong with 12 records and their plan\n" == capfd.readouterr().out
+    assert 0 == plan.main(["verify", str(run / "run.yaml")])
+    assert "train: nothing is wrong with 12 records and their plan\n" in capfd.readouterr().out
 
 
 def test_every_planted_fault_is_found_at_once(run, demo, verified, capfd):
@@ -101,7 +101,7 @@ def test_every_planted_fault_is_found_at_once(run, demo, verified, capfd):
     assert [f for f in findings if f.startswith("eval inputs")] == [
         "eval inputs template.system measured with 'You look.', now 'You look again.'"
     ]
-    assert 3 == plan.main(["verify", str(run / "run.yaml"), "--split", "train"])
+    assert 3 == plan.main(["verify", str(run / "run.yaml")])
     said = capfd.readouterr()
     assert f"error: {len(said.out.splitlines())} findings" in said.err
 
