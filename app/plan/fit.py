@@ -120,9 +120,7 @@ def _sharding_of(config: RunConfig) -> Sharding:
     """Return how several ranks of a run share its model, by its settings."""
     settings = config.training.trainer
     if stage := zero_stage(settings.get("deepspeed")):
-        reason = (
-            f"is ZeRO of stage {stage}, whose memory cannot be traced: set training.fsdp instead"
-        )
+        reason = f"is ZeRO of stage {stage}, whose memory cannot be traced: set training.fsdp instead"
         raise ConfigError.at("training.deepspeed", reason)
     return "fsdp2" if settings.get("fsdp") else "ddp"
 
