@@ -82,7 +82,7 @@ def rewritten(page: str) -> str:
 
 def trainer_table() -> str:
     """Return the table of the keys that the training arguments of the installed ms-swift take."""
-    from packplan.adapters.trainer.keys import installed_keys
+    from packplan.adapters.trainer.arguments import installed_keys
 
     return as_table(installed_keys())
 

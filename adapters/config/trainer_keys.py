@@ -4,7 +4,7 @@ importing these takes seconds; and faults of settings that this machine lacks so
 would ignore.
 
 A table is of one version of its libraries; `make reference` writes it from the installed ones
-(`adapters.trainer.keys`, `app.wiring.grpo`). Where others are installed, it is not used.
+(`adapters.trainer.arguments`, `app.wiring.grpo`). Where others are installed, it is not used.
 """
 
 import contextlib

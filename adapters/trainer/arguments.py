@@ -1,20 +1,32 @@
 """
-ms-swift's training arguments from a run's settings; settings that it would silently ignore are
-refused.
+ms-swift's training arguments: from a run's settings, tried before hours of measuring, and their
+types and choices by key, the source of the table of `trainer_keys`.
+
+Settings that it would silently ignore are refused. Errors are the trainer's own, about a name, a
+number or a missing package.
 """
 
+import re
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
-from swift.trainers import Seq2SeqTrainingArguments
-from transformers.integrations import is_deepspeed_zero3_enabled
+from swift.trainers import Seq2SeqTrainingArguments  # before the others, which import in a circle
 
-from packplan.adapters.config.trainer_keys import device_faults
-from packplan.core.config import RunConfig
-from packplan.core.errors import ConfigError
+# isort: split
+import attrs
+import torch
+from accelerate.utils import DynamoBackend
+from swift.arguments.tuner_args import TunerArguments
+from swift.callbacks.mapping import callbacks_map
+from swift.optimizers import optimizers_map
+from transformers import Trainer, get_scheduler
+from transformers.integrations import get_reporting_integration_callbacks, is_deepspeed_zero3_enabled
+
+from packplan.adapters.config.trainer_keys import TrainerKey, device_faults, keys_of
+from packplan.core.config import RunConfig, TrainingConfig, tuners_of
+from packplan.core.errors import ConfigError, Fault
 
 TrainingArguments: typing.TypeAlias = Seq2SeqTrainingArguments
 
@@ -84,3 +96,76 @@ def training_arguments(
         )
         raise ConfigError.at("training", reason)
     return arguments
+
+
+def setting_faults(arguments: Any) -> Iterator[Fault]:
+    """Yield the training arguments of ms-swift that cannot be used."""
+    for (key, *others), use in _USES.items():
+        try:
+            use(arguments)
+        except (ValueError, TypeError, ImportError, RuntimeError) as error:
+            names = " or ".join(f"training.{name}" for name in (key, *others))
+            yield Fault(f"training.{key}", f"cannot be used: {error}; change {names}, or remove it")
+
+
+def _build_optimizer(arguments: Any) -> None:
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(arguments, torch.nn.Linear(1, 1))
+    except ValueError:
+        # This model has none of the named modules.
+        if not arguments.optim_target_modules:
+            raise
+
+
+def _build_schedule(arguments: Any) -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
+    get_scheduler(
+        arguments.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=0,
+        num_training_steps=1,
+        scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
+    )
+
+
+def _check_compilation(arguments: Any) -> None:
+    if arguments.torch_compile:
+        DynamoBackend(arguments.torch_compile_backend.upper())
+        torch.compile(torch.nn.Linear(1, 1), mode=arguments.torch_compile_mode)
+
+
+def _build_reporters(arguments: Any) -> None:
+    for callback in get_reporting_integration_callbacks(arguments.report_to):
+        callback()
+
+
+def _check_shard_size(arguments: Any) -> None:
+    if re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", arguments.max_shard_size, re.IGNORECASE) is None:
+        raise ValueError(f"{arguments.max_shard_size!r} is no size, as 5GB is")
+
+
+_USES: dict[tuple[str, ...], Callable[[Any], None]] = {
+    ("optim", "optim_args"): _build_optimizer,
+    ("lr_scheduler_type", "lr_scheduler_kwargs"): _build_schedule,
+    ("torch_compile", "torch_compile_backend", "torch_compile_mode"): _check_compilation,
+    ("report_to",): _build_reporters,
+    ("max_shard_size",): _check_shard_size,
+}
+"""Key, and the keys that belong to it -> function that uses them."""
+
+
+_CHOICES: Mapping[str, Iterable[str]] = {
+    # Other values serve embeddings, rerankers and growing adapters, which are not trained here.
+    "callbacks": [name for name in callbacks_map if name != "adalora"],
+    "eval_metric": ["acc", "nlg"],
+    "loss_type": ["cross_entropy"],
+    "optimizer": optimizers_map,
+}
+"""Values of keys that name things."""
+
+
+def installed_keys() -> dict[str, TrainerKey]:
+    """Return the arguments of the installed ms-swift for training and for tuners, by key."""
+    own = attrs.fields_dict(TrainingConfig)
+    tuners = {name: key for name, key in keys_of(TunerArguments).items() if tuners_of(name) and name not in own}
+    return tuners | keys_of(TrainingArguments, _CHOICES)

@@ -45,12 +45,12 @@ from packplan.adapters.trainer.loader import (
     LENGTHS,
     NORMALISER,
     Collator,
+    PackedDataset,
     PackLoader,
     Reduction,
     open_worker,
     weightless,
 )
-from packplan.adapters.trainer.packed_dataset import PackedDataset
 from packplan.adapters.trainer_state import seal_saves
 from packplan.core.equality import Precision
 from packplan.core.errors import ConfigError, RunError

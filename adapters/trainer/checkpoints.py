@@ -18,7 +18,6 @@ from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.trainer_state import STATE, read_state, require_step
 from packplan.core.errors import ConfigError, CorruptArtefactError, Difference, StaleError, counted
 from packplan.core.fingerprint import from_plain, seal, to_plain, unseal
-from packplan.core.forecast import RunForecast
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import DAMAGED, ResumeState
 from packplan.core.stream import StreamState
@@ -30,9 +29,6 @@ State = TypeVar("State", ResumeState, StreamState)
 
 _ATTENTION = "packplan_attention"
 """Key of the attention backend that trained the checkpoint."""
-
-_SECONDS = "packplan_seconds"
-"""Key of the predicted and the real seconds up to the checkpoint."""
 
 _AGAIN = "copy it again, or name another checkpoint (last takes the newest whole one)"
 """Advice about a damaged file."""
@@ -162,30 +158,6 @@ def progress_entry(state: ResumeState | StreamState) -> dict[str, Any]:
 def attention_to_state(attn_impl: str) -> dict[str, Any]:
     """Return the entry of the trainer's state with the attention."""
     return {_ATTENTION: {"attn_impl": attn_impl}}
-
-
-def seconds_to_state(
-    steps: int, seconds: float, *, world_size: int, forecast: RunForecast | None, predicted: float | None
-) -> dict[str, Any]:
-    """
-    Return the entry of the trainer's state with the seconds of training up to the checkpoint.
-
-    Args:
-        steps: Optimizer steps of this process.
-        seconds: Seconds of these steps, with evaluations and checkpoints.
-        world_size: Ranks.
-        forecast: Forecast of the run; None if nothing was measured before.
-        predicted: Predicted seconds up to the checkpoint.
-    """
-    entry: dict[str, Any] = {"steps": steps, "real_seconds": seconds, "world_size": world_size}
-    if forecast is not None:
-        entry |= {
-            "predicted_seconds": predicted,
-            "predicted_total_seconds": forecast.seconds,
-            "uncertainty": forecast.uncertainty,
-            "basis": forecast.timing.basis,
-        }
-    return {_SECONDS: entry}
 
 
 def remove_digests(folder: Path) -> None:

@@ -9,15 +9,71 @@ import attrs
 import torch
 from swift.template import Template
 from swift.utils import seed_worker
+from torch.utils.data import Dataset
 
 from packplan.adapters.hf.following import RankLoader
 from packplan.adapters.lifeline import ctrl_c_kept, end_by_parent_alone, end_with_parent, hide_broken_handover
 from packplan.adapters.loaders.rows import PACK, PackOfRows
-from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
-from packplan.adapters.trainer.packed_dataset import Sample
-from packplan.adapters.trainer.streams.dataset import Ended, ShardProgress, StreamedPack
+from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS, SwiftEncoder
+from packplan.adapters.trainer.streams.dataset import Ended, Sample, ShardProgress, StreamedPack
 from packplan.adapters.trainer.vision import complete
 from packplan.core.errors import PackplanError
+from packplan.core.packs import Packs
+from packplan.core.samples import Table
+
+
+class PackedDataset(Dataset[PackOfRows | PackplanError]):
+    """
+    Packs of encoded samples: `len` is the number of packs, and item k is pack k of the raw plan.
+
+    An error is returned, not raised. Raised in a loader's worker process, it would lose its type
+    and fields. The loader raises it.
+    """
+
+    def __init__(
+        self, samples: SwiftEncoder, packs: Packs, planned: Table, *, grouped: bool = True, num_packs: int | None = None
+    ) -> None:
+        """
+        Serve *packs*.
+
+        Args:
+            samples: Encodes samples, and compares them with the plan.
+            packs: Sample indices of each item; none where each epoch has a plan of its own, whose
+                packs are asked for by index and samples.
+            planned: Measurements of all records, which each fetched one is compared with.
+            grouped: Packs are collated as packs; if not, every pack has one sample, and batches are
+                padded.
+            num_packs: Length of the data set; None takes the number of *packs*.
+        """
+        self.samples, self.packs, self.planned, self.grouped = samples, packs, planned, grouped
+        self._num_packs = len(packs) if num_packs is None else num_packs
+
+    def __len__(self) -> int:
+        return self._num_packs
+
+    def __getitem__(self, pack: int | tuple[int, Sequence[int]]) -> PackOfRows | PackplanError:
+        """
+        Return the encoded samples of one pack, or an error.
+
+        Args:
+            pack: Index of the pack; with its samples, where the epochs have plans of their own: the
+                processes of a loader do not know these.
+        """
+        return self.encoded(pack, self.packs[pack]) if isinstance(pack, int) else self.encoded(*pack)
+
+    def encoded(self, position: int, samples: Sequence[int]) -> PackOfRows | PackplanError:
+        """
+        Return the encoded samples of a pack, or an error.
+
+        Args:
+            position: Index of the pack in its raw plan.
+            samples: Samples of the pack.
+        """
+        try:
+            return PackOfRows([self.samples.fetch(index, self.planned) for index in samples], position)
+        except PackplanError as error:
+            return error
+
 
 Batch = dict[str, Any]
 

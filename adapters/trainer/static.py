@@ -13,7 +13,7 @@ from packplan.adapters.hf.following import FollowsSchedule
 from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.samples.encoder import VIDEO_SECONDS
 from packplan.adapters.trainer.base import PackingTrainer
-from packplan.adapters.trainer.checkpoints import attention_to_state, seconds_to_state
+from packplan.adapters.trainer.checkpoints import attention_to_state
 from packplan.adapters.trainer.loader import PackLoader
 from packplan.core.equality import AttentionChoice
 from packplan.core.forecast import RunForecast
@@ -104,12 +104,14 @@ class PackTrainer(FollowsSchedule, PackingTrainer):
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         self.state.stateful_callbacks.update(attention_to_state(self.attention.name))
-        predicted = None if self.forecast is None else self.forecast.until(self.state.global_step)
-        steps = self.state.global_step - self.schedule.start.step
-        seconds = seconds_to_state(
-            steps, self.real_seconds, world_size=self.group.world_size, forecast=self.forecast, predicted=predicted
-        )
-        self.state.stateful_callbacks.update(seconds)
+        if self.forecast is not None:
+            self.state.stateful_callbacks["packplan_seconds"] = {
+                "steps": self.state.global_step - self.schedule.start.step,
+                "real_seconds": self.real_seconds,
+                "predicted_seconds": self.forecast.until(self.state.global_step),
+                "predicted_total_seconds": self.forecast.seconds,
+                "uncertainty": self.forecast.uncertainty,
+            }
         super()._save_checkpoint(*arguments, **options)
 
 

@@ -21,8 +21,8 @@ from packplan.adapters.forecast.memory import OutlineTrainer, StepTracer, ranks_
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.trainer.arguments import training_arguments
+from packplan.adapters.trainer.loader import PackedDataset
 from packplan.adapters.trainer.model import open_model
-from packplan.adapters.trainer.packed_dataset import PackedDataset
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
 from packplan.app.planning.schedule import meeting_point

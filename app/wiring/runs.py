@@ -54,7 +54,7 @@ def trainer_keys() -> Mapping[str, TrainerKey]:
     keys = stored_keys()
     if keys is None:
         # Of another version than the table: its own keys take seconds to import.
-        from packplan.adapters.trainer.keys import installed_keys
+        from packplan.adapters.trainer.arguments import installed_keys
 
         keys = installed_keys()
     return keys

@@ -14,6 +14,7 @@ from packplan.adapters.samples.template import swift_types
 from packplan.adapters.samples.video_reading import sees_videos_apart
 from packplan.adapters.trainer.arguments import (
     TrainingArguments,
+    setting_faults,
     shards_weights,
     training_arguments,
 )
@@ -24,9 +25,8 @@ from packplan.adapters.trainer.checkpoints import (
     newest_checkpoint,
 )
 from packplan.adapters.trainer.equality import PackComparison
+from packplan.adapters.trainer.loader import PackedDataset
 from packplan.adapters.trainer.model import hide_progress_bars, open_model
-from packplan.adapters.trainer.packed_dataset import PackedDataset
-from packplan.adapters.trainer.settings import setting_faults
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.adapters.trainer.streams.dataset import DynamicDataset
 from packplan.adapters.trainer.streams.trainer import StreamTrainer

@@ -124,16 +124,16 @@ def text_jsonl(tmp_path: Path) -> Path:
 @pytest.fixture
 def fetched(monkeypatch) -> list[int]:
     """Packs, as they are fetched in this process."""
-    from packplan.adapters.trainer import packed_dataset
+    from packplan.adapters.trainer import loader
 
     positions: list[int] = []
-    plain = packed_dataset.PackedDataset.__getitem__
+    plain = loader.PackedDataset.__getitem__
 
     def noted(dataset, position):
         positions.append(position)
         return plain(dataset, position)
 
-    monkeypatch.setattr(packed_dataset.PackedDataset, "__getitem__", noted)
+    monkeypatch.setattr(loader.PackedDataset, "__getitem__", noted)
     return positions
 
 

@@ -17,7 +17,7 @@ with loading_libraries():
     import torch
 
     from packplan.adapters.samples.measurer import SwiftMeasurer
-    from packplan.adapters.trainer import packed_dataset
+    from packplan.adapters.trainer import loader
     from packplan.app.sft import train as way
     from packplan.app.wiring.ranks import joined_ranks
     from packplan.app.wiring.runs import read_config
@@ -29,7 +29,7 @@ def main(config: str, out: str, fault: str = "") -> int:
     """Return the exit status."""
     fetched: list[int] = []
     samples: list[list[int]] = []
-    plain = packed_dataset.PackedDataset.encoded
+    plain = loader.PackedDataset.encoded
 
     def noted(dataset, position, indices):
         if dataset.planned is trained.get("table"):
@@ -51,7 +51,7 @@ def main(config: str, out: str, fault: str = "") -> int:
         return trainer
 
     def command() -> None:
-        packed_dataset.PackedDataset.encoded = noted
+        loader.PackedDataset.encoded = noted
         SwiftMeasurer.measure_elsewhere = measure_here
         way.build_trainer = build_trainer
         if fault == "gradients":

@@ -15,8 +15,7 @@ from torch.distributed import HashStore
 from packplan.adapters.lifeline import lost_processes_named
 from packplan.adapters.ranks.heartbeat import Heartbeat
 from packplan.adapters.samples import measurer
-from packplan.adapters.trainer.loader import PackLoader
-from packplan.adapters.trainer.packed_dataset import PackedDataset
+from packplan.adapters.trainer.loader import PackedDataset, PackLoader
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.app import sft
 from packplan.app.wiring.runs import read_config

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.adapters.trainer.packed_dataset import PackedDataset
+from packplan.adapters.trainer.loader import PackedDataset
 from packplan.app.plan.__main__ import main as show_main
 from packplan.app.plan.stored import open_split
 from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from packplan.adapters.config.trainer_keys import TABLE, package_faults, stored_keys
-from packplan.adapters.trainer.keys import installed_keys
+from packplan.adapters.trainer.arguments import installed_keys
 from packplan.app import sft
 from packplan.app.planning.schedule import accumulation_of
 from packplan.app.wiring import runs

@@ -4,13 +4,13 @@ Iterable data set that packs samples as they come, each on one rank and one work
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import attrs
 from torch.utils.data import IterableDataset, get_worker_info
 
 from packplan.adapters.loaders.rows import PackOfRows
 from packplan.adapters.samples.encoder import SwiftEncoder
-from packplan.adapters.trainer.packed_dataset import Sample
 from packplan.core.errors import Difference, PackplanError, StaleError
 from packplan.core.lengths import IntArray
 from packplan.core.stream import (
@@ -28,6 +28,8 @@ from packplan.core.stream import (
 )
 
 log = logging.getLogger(__name__)
+
+Sample = dict[str, Any]
 
 
 @attrs.frozen
