@@ -149,8 +149,24 @@ def encoder(write_run, one_template, tmp_path, monkeypatch):
     )["train"]
 
 
-def loaded_by_swift(path: Path, **options):
+def compare(samples, index, row, theirs):
+    """Hold the encoding of a record against that of a template of ms-swift's, and return it."""
+    expected = theirs.encode(row, return_length=True)
+    found = samples.encode(index)
+    assert expected["input_ids"] == found["input_ids"], samples.template.tokenizer.decode(expected["input_ids"])
+    assert expected["labels"] == found["labels"]
+    weights = [1.0 if label != -100 else 0.0 for label in found["labels"]]
+    assert expected.get("loss_scale") in (None, found.get("loss_scale", weights))
+    if "pixel_values" in expected:
+        assert expected["pixel_values"].equal(found["pixel_values"])
+    measured = samples.measure_sample(index, found)
+    assert (found["length"], sum(label != -100 for label in expected["labels"])) == (
+        measured.length, measured.supervised
+    )  # fmt: skip
+    return found
 
+
+def loaded_by_swift(path: Path, **options):
     return load_dataset([str(path)], num_proc=1, load_from_cache_file=False, strict=True, **options)[0]
 
 
@@ -167,13 +183,7 @@ def test_each_shape_has_the_tokens_and_labels_that_ms_swift_gives_it(case, encod
     assert len(theirs) == len(ours)
     for index in range(len(ours)):
         row = {key: held for key, held in theirs[index].items() if held is not None and key != "dataset"}
-        expected = ours.template.encode(row, return_length=True)
-        found = ours.encode(index)
-        assert expected["input_ids"] == found["input_ids"], ours.template.tokenizer.decode(expected["input_ids"])
-        assert expected["labels"] == found["labels"]
-        if "pixel_values" in expected:
-            assert expected["pixel_values"].equal(found["pixel_values"])
-        assert ours.measure_sample(index, found).length == found["length"]
+        compare(ours, index, row, ours.template)
 
 
 def test_columns_have_the_names_that_ms_swift_gives_them(encoder, tmp_path):

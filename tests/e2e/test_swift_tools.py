@@ -4,13 +4,12 @@ import json
 
 import pytest
 from swift import get_template
-from swift.dataset import load_dataset
 
-from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_encoders
 from packplan.core.errors import ConfigError, RecordError
+from tests.e2e.test_swift_shapes import compare, loaded_by_swift, write
 
 ADD = {
     "type": "function",
@@ -109,12 +108,10 @@ WITHOUT_QUESTION = {"toolbench", "llama3", "deepseek_v3_1", "qwen_en"}
 def files(tmp_path_factory):
     """Write each record into a file of its own."""
     folder = tmp_path_factory.mktemp("rows")
-    return {case: write(folder / f"{number}.jsonl", row) for number, (case, row) in enumerate(ROWS.items())}
-
-
-def write(path, record):
-    path.write_text(f"{json.dumps(record)}\n")
-    return path
+    paths = {case: folder / f"{number}.jsonl" for number, case in enumerate(ROWS)}
+    for case, path in paths.items():
+        write(path, [ROWS[case]])
+    return paths
 
 
 @pytest.fixture(scope="module")
@@ -122,27 +119,17 @@ def loaded(files):
     """Return the records as ms-swift's own loading gives them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MODELSCOPE_CACHE", str(next(iter(files.values())).parent / "modelscope"))
-        rows = {
-            case: load_dataset([str(path)], num_proc=1, load_from_cache_file=False, strict=True)[0][0]
-            for case, path in files.items()
-        }
+        rows = {case: loaded_by_swift(path)[0] for case, path in files.items()}
     return {case: {key: held for key, held in row.items() if held is not None} for case, row in rows.items()}
 
 
 @pytest.fixture
-def encoder(write_run, tmp_path):
-    """Return a function that opens files, or a record, as a run does, under settings."""
-    import attrs
+def encoder(write_run):
+    """Return a function that opens files as a run does, under settings."""
 
-    def opened(of, **template):
-        paths = of if "roles" in of else {"": write(tmp_path / "a.jsonl", of)}
-        run = write_run("qwen2", custom={"train_jsonl": str(next(iter(paths.values())))}, template=template)
-        first = open_encoders(read_config(run))["train"]
-        every = {
-            case: SwiftEncoder(attrs.evolve(first.spec, paths=(str(path),)), template=first.template)
-            for case, path in paths.items()
-        }
-        return every if "roles" in of else first
+    def opened(*paths, **template):
+        run = write_run("qwen2", custom={"train_jsonl": [*map(str, paths)]}, template=template)
+        return open_encoders(read_config(run))["train"]
 
     return opened
 
@@ -158,63 +145,53 @@ def template_of_swift(samples, **template):
     return theirs
 
 
-def compare(samples, row, theirs):
-    """Hold a record's encoding against ms-swift's, and return it."""
-    expected = theirs.encode(row, return_length=True)
-    found = samples.encode(0)
-    assert expected["input_ids"] == found["input_ids"], samples.template.tokenizer.decode(expected["input_ids"])
-    assert expected["labels"] == found["labels"]
-    weights = [1.0 if label != -100 else 0.0 for label in found["labels"]]
-    assert expected["loss_scale"] == found.get("loss_scale", weights)
-    assert sum(label != -100 for label in expected["labels"]) == samples.measure_sample(0, found).supervised
-    return found
-
-
 @pytest.mark.parametrize("agent", AGENTS)
 def test_tools_have_the_tokens_and_labels_that_ms_swift_gives_them(agent, encoder, files, loaded):
     """In every notation of calls, under each agent template."""
-    every = encoder(files, agent_template=agent)
-    theirs = template_of_swift(every["roles"], agent_template=agent)
-    for case, samples in every.items():
+    samples = encoder(*files.values(), agent_template=agent)
+    theirs = template_of_swift(samples, agent_template=agent)
+    for index, case in enumerate(files):
         if case == "an answer behind a question" and agent in WITHOUT_QUESTION:
             with pytest.raises(RecordError, match="does not support standalone tool responses"):
-                samples.encode(0)
+                samples.encode(index)
             continue
-        compare(samples, loaded[case], theirs)
+        compare(samples, index, loaded[case], theirs)
 
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_tokens_weigh_what_ms_swift_says(scale, encoder, files, loaded):
     """Each record measures the same by its texts and in full."""
-    every = encoder(files, loss_scale=scale)
-    theirs = template_of_swift(every["roles"], loss_scale=scale)
-    weighed = []
-    for case, samples in every.items():
-        weighed += [case] if "loss_scale" in compare(samples, loaded[case], theirs) else []
-        source = SwiftMeasurer(samples)
-        (quick,), (whole,) = (list(source.measure_many(range(1), in_full=in_full)) for in_full in (False, True))
-        assert whole.measurement == quick.measurement, case
+    samples = encoder(*files.values(), loss_scale=scale)
+    theirs = template_of_swift(samples, loss_scale=scale)
+    weighed = [
+        case for index, case in enumerate(files) if "loss_scale" in compare(samples, index, loaded[case], theirs)
+    ]
+    source = SwiftMeasurer(samples)
+    quick, whole = (
+        [one.measurement for one in source.measure_many(range(len(ROWS)), in_full=in_full)] for in_full in (False, True)
+    )
 
+    assert whole == quick
     assert "weights" in weighed
 
 
-def test_what_a_template_cannot_tell_is_refused(encoder):
+def test_what_a_template_cannot_tell_is_refused(encoder, files, tmp_path):
     for key in ("agent_template", "loss_scale"):
         with pytest.raises(ConfigError, match=rf"template\.{key}.* (has|is) '?mine'?, but"):
-            encoder(ROWS["roles"], **{key: "mine"})
-    samples = encoder(ROWS["roles"])
+            encoder(files["roles"], **{key: "mine"})
+    samples = encoder(files["roles"])
     samples.template._agent_template = None
     with pytest.raises(RecordError, match=r"has tools, for which the template .* set template\.agent_template"):
         samples.encode(0)
-    silent = {"messages": [{**ASKED, "loss": False}, SAID]}
+    write(silent := tmp_path / "silent.jsonl", [{"messages": [{**ASKED, "loss": False}, SAID]}])
     assert encoder(silent).encode(0)
     with pytest.raises(RecordError, match=r"which template\.loss_scale: all trains all the same"):
         encoder(silent, loss_scale="all").encode(0)
 
 
-def test_weights_that_a_template_loses_are_refused(encoder, monkeypatch):
+def test_weights_that_a_template_loses_are_refused(encoder, files, monkeypatch):
     """Where tokens are more than weights; where all weigh the same, none is needed."""
-    samples = encoder(ROWS["weights"])
+    samples = encoder(files["weights"], files["roles"])
     plain = samples.template.encode
 
     def short(record, **options):
@@ -224,7 +201,4 @@ def test_weights_that_a_template_loses_are_refused(encoder, monkeypatch):
     monkeypatch.setattr(samples.template, "encode", short)
     with pytest.raises(RecordError, match=r"which the template qwen2_5 does not carry to its [\d,]+ tokens"):
         samples.encode(0)
-    plainly = encoder(ROWS["roles"])
-    plain = plainly.template.encode
-    monkeypatch.setattr(plainly.template, "encode", short)
-    assert "loss_scale" not in plainly.encode(0)
+    assert "loss_scale" not in samples.encode(1)
