@@ -35,7 +35,7 @@ from packplan.app.wiring.runs import read_config, require_inputs
 from packplan.core.config import RunConfig
 from packplan.core.equality import CHECKS, Deviation, Verdict, choose_packs, judge, kind
 from packplan.core.errors import ConfigError, MismatchError, counted
-from packplan.core.samples import num_media
+from packplan.core.samples.tables import num_media
 
 if TYPE_CHECKING:
     from packplan.adapters.trainer.static import PackTrainer

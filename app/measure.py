@@ -28,7 +28,7 @@ from packplan.app.wiring import lengths
 from packplan.app.wiring.runs import ranks_refuse_together, require_inputs
 from packplan.core.errors import ConfigError, counted
 from packplan.core.ports import Arrays, ReportProgress
-from packplan.core.samples import Table, column, sample_indices
+from packplan.core.samples.tables import Table, column, sample_indices
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from packplan.app.wiring.stores import write_new
 from packplan.core.checksum import plan_checksum
 from packplan.core.config import RunConfig
 from packplan.core.packs import Packs
-from packplan.core.samples import column, sample_indices
+from packplan.core.samples.tables import column, sample_indices
 
 _TEXT = '''"""Trains the packs of a plan inside ms-swift: swift sft ... --packing true --external_plugins {name}"""
 

@@ -20,7 +20,7 @@ from packplan.adapters.progress import progress
 from packplan.adapters.samples.measurer import AT_ONCE, SwiftMeasurer
 from packplan.app.wiring.splits import open_encoders, open_measurer
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from packplan.core.samples import MeasuredSample, Outcome
+from packplan.core.samples.tables import MeasuredSample, Outcome
 from tools.demo.tiny_models import write_model
 from tools.demo.videos import MadeVideo, made_videos
 

@@ -17,7 +17,7 @@ from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.app.sft.train import prepare
 from packplan.core.config import RunConfig
 from packplan.core.lengths import IntArray
-from packplan.core.samples import Table
+from packplan.core.samples.tables import Table
 from packplan.core.schedule import EpochSchedule
 from packplan.core.shuffling import shuffled
 from packplan.core.work import WorkModel

@@ -15,7 +15,7 @@ import numpy as np
 
 from packplan.core.errors import ModelError
 from packplan.core.packs import Packs
-from packplan.core.samples import Table, column, num_media
+from packplan.core.samples.tables import Table, column, num_media
 
 AUTO = "auto"
 

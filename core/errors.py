@@ -109,7 +109,7 @@ class RecordError(UserError):
     """One record cannot become a sample."""
 
     where: str
-    """Place of the record: `core.samples.Where` prints it."""
+    """Place of the record: `core.samples.tables.Where` prints it."""
 
     reason: str
 

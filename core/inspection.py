@@ -22,7 +22,7 @@ from packplan.core.metrics import padded_positions
 from packplan.core.packs import filled
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.plan import RawPlan, unsupervised_samples
-from packplan.core.samples import MEDIA_COLUMNS, DataFile, MediaTable, Table, column, num_media, sample_indices
+from packplan.core.samples.tables import MEDIA_COLUMNS, DataFile, MediaTable, Table, column, num_media, sample_indices
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from packplan.core.work import SampleWorks
 

@@ -13,7 +13,7 @@ from packplan.core.errors import Difference
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray
 from packplan.core.plan import RawPlan
-from packplan.core.samples import (
+from packplan.core.samples.tables import (
     BadRecord,
     DataFile,
     Measurement,

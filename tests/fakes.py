@@ -16,7 +16,7 @@ from packplan.core.errors import CorruptArtefactError, Difference, RecordError, 
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import RawPlan
 from packplan.core.ports import Arrays, ReportProgress
-from packplan.core.samples import (
+from packplan.core.samples.tables import (
     DataFile,
     MeasuredSample,
     Measurement,

@@ -17,7 +17,7 @@ from packplan.core.config import RunConfig, configured_inputs, plan_policy
 from packplan.core.equality import PackingVerdict
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan
-from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile
+from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, DataFile
 
 LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7, 33, 12, 51, 29] * 5
 

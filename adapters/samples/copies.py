@@ -21,10 +21,8 @@ from packplan.adapters import files
 from packplan.adapters.samples.media_files import read_size
 from packplan.adapters.samples.places import FileVersion, Patience, RefusedError, fetch, list_places, read_version
 from packplan.core.errors import CorruptArtefactError, DataSetError, counted
-from packplan.core.samples import (
-    Image,
-    UnusableRecordError,
-    Video,
+from packplan.core.samples.media import Image, Video
+from packplan.core.samples.places import (
     folder_of,
     is_place,
     join_place,
@@ -32,6 +30,7 @@ from packplan.core.samples import (
     without_credentials,
     without_signature,
 )
+from packplan.core.samples.values import UnusableRecordError
 
 log = logging.getLogger(__name__)
 

@@ -37,15 +37,8 @@ from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_OF_LAYER, MediaCo
 from packplan.adapters.samples.media_lengths import ImageLengths, prove_lengths
 from packplan.adapters.samples.video_reading import reads_videos
 from packplan.core.errors import RecordError
-from packplan.core.samples import (
-    DIGEST_BYTES,
-    MeasuredSample,
-    Measurement,
-    MediaFacts,
-    Outcome,
-    ShortcutError,
-    to_row,
-)
+from packplan.core.samples.identity import DIGEST_BYTES
+from packplan.core.samples.tables import MeasuredSample, Measurement, MediaFacts, Outcome, ShortcutError, to_row
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,10 @@ from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.record_file import RecordFile
 from packplan.core.config import CustomConfig
 from packplan.core.errors import Difference, RecordError, StaleError
-from packplan.core.samples import DIGEST_BYTES, Where, is_place, to_messages
+from packplan.core.samples.identity import DIGEST_BYTES
+from packplan.core.samples.places import is_place
+from packplan.core.samples.records import to_messages
+from packplan.core.samples.tables import Where
 
 _SHOWN_DIGITS = 12
 """Digits of a digest that a message shows."""

@@ -32,20 +32,12 @@ from packplan.adapters.samples.video_reading import (
 from packplan.core.config import CustomConfig, ModelConfig, TemplateConfig
 from packplan.core.errors import RecordError, StaleError, counted
 from packplan.core.fingerprint import Value
-from packplan.core.samples import (
-    CALL,
-    MIXABLE,
-    RESPONSE,
-    DataFile,
-    Image,
-    Measurement,
-    MediaFacts,
-    Table,
-    UnusableRecordError,
-    Video,
-    from_row,
-    read_shape,
-)
+from packplan.core.samples.media import Image, Video
+from packplan.core.samples.records import read_shape
+from packplan.core.samples.shapes import MIXABLE
+from packplan.core.samples.tables import DataFile, Measurement, MediaFacts, Table, from_row
+from packplan.core.samples.tools import CALL, RESPONSE
+from packplan.core.samples.values import UnusableRecordError
 
 IGNORED_LABEL = -100
 

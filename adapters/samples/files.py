@@ -25,11 +25,7 @@ from packplan.adapters.samples.formats.rewriting import (
     head_of,
 )
 from packplan.core.errors import DataSetError
-from packplan.core.samples import (
-    is_place,
-    place_fault,
-    without_credentials,
-)
+from packplan.core.samples.places import is_place, place_fault, without_credentials
 
 _PACKED = {".gz", ".zst", ".zstd"}
 

@@ -26,7 +26,8 @@ from packplan.adapters.versions import installed_version
 from packplan.core.config import configured_inputs
 from packplan.core.errors import RecordError
 from packplan.core.fingerprint import Fingerprint, Value
-from packplan.core.samples import DIGEST_BYTES, MeasuredSample, Measurement, MediaFacts, Outcome
+from packplan.core.samples.identity import DIGEST_BYTES
+from packplan.core.samples.tables import MeasuredSample, Measurement, MediaFacts, Outcome
 
 MeasuredBatch = tuple[range, list[Outcome], bytes]
 """Records, their outcomes, and their digests one behind the other, all zero where unknown."""

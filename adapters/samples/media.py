@@ -20,7 +20,7 @@ from swift.template import Template
 
 from packplan.adapters.families import trained_config
 from packplan.core.errors import ConfigError, counted
-from packplan.core.samples import Measurement
+from packplan.core.samples.tables import Measurement
 
 FRAMES_OF_LAYER = 2
 """Frames of a video that become one layer of patches."""

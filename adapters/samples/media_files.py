@@ -22,8 +22,10 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from packplan.core.errors import counted
-from packplan.core.samples import HEAD_BYTES, MediaFacts, Video
-from packplan.core.samples import Image as Held
+from packplan.core.samples.identity import HEAD_BYTES
+from packplan.core.samples.media import Image as Held
+from packplan.core.samples.media import Video
+from packplan.core.samples.tables import MediaFacts
 
 CONTAINERS = {"mov,mp4,m4a,3gp,3g2,mj2": "mp4", "matroska,webm": "mkv", "avi": "avi"}
 """Containers that are read, as FFmpeg names them; another one is refused."""

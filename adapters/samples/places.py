@@ -21,7 +21,7 @@ from fsspec.callbacks import Callback
 from packplan.adapters import files
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.core.errors import counted
-from packplan.core.samples import PACKAGES, scheme_of, without_credentials
+from packplan.core.samples.places import PACKAGES, scheme_of, without_credentials
 
 T = TypeVar("T")
 

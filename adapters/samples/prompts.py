@@ -11,7 +11,8 @@ from packplan.adapters.samples.data_set import FileRecords, read_messages
 from packplan.adapters.samples.media_files import read_size
 from packplan.core.config import CustomConfig
 from packplan.core.errors import RecordError
-from packplan.core.samples import Image, UnusableRecordError
+from packplan.core.samples.media import Image
+from packplan.core.samples.values import UnusableRecordError
 
 _TAG = "<image>"
 

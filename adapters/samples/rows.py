@@ -21,7 +21,8 @@ from packplan.adapters.samples.encoder import SampleSpec, SwiftEncoder
 from packplan.adapters.samples.formats.record_file import FileName, RecordFile
 from packplan.adapters.samples.media import IMAGES, VIDEOS, measure_encoded
 from packplan.core.errors import RecordError
-from packplan.core.samples import DataFile, Measurement, Where, digest_of
+from packplan.core.samples.identity import digest_of
+from packplan.core.samples.tables import DataFile, Measurement, Where
 
 _OTHERS = "others"
 """Key of the fields of a sequence that only a full encode reads."""

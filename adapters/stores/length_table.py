@@ -15,7 +15,7 @@ from packplan.adapters.files import publishing, writing
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import Stored
-from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile, KnownLengths, Table, column, num_media
+from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, DataFile, KnownLengths, Table, column, num_media
 
 SCHEMA = "packplan length table 1"
 

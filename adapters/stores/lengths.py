@@ -23,7 +23,7 @@ from packplan.adapters import files
 from packplan.core.errors import ConfigError, CorruptArtefactError, StaleError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import Origin, Stored, StoredLengths
-from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, BadRecord, DataFile, MediaTable, Table
+from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, BadRecord, DataFile, MediaTable, Table
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from packplan.adapters.trainer.streams.dataset import Ended, Sample, ShardProgre
 from packplan.adapters.trainer.vision import complete
 from packplan.core.errors import PackplanError
 from packplan.core.packs import Packs
-from packplan.core.samples import Table
+from packplan.core.samples.tables import Table
 
 
 class PackedDataset(Dataset[PackOfRows | PackplanError]):

@@ -15,7 +15,7 @@ from packplan.app.wiring.stores import records_of
 from packplan.core.config import RunConfig
 from packplan.core.errors import DataSetError, counted
 from packplan.core.inspection import Place, place_of, scheduled_steps
-from packplan.core.samples import from_tables
+from packplan.core.samples.tables import from_tables
 
 
 def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[str, Any]:

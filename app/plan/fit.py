@@ -36,7 +36,7 @@ from packplan.core.forecast import (
     with_margin,
     written_bytes,
 )
-from packplan.core.samples import column
+from packplan.core.samples.tables import column
 
 
 @attrs.frozen

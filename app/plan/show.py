@@ -30,7 +30,7 @@ from packplan.core.inspection import (
     summarise_schedule,
     summarise_sources,
 )
-from packplan.core.samples import column, video_totals
+from packplan.core.samples.tables import column, video_totals
 
 SHOWN = 10
 """Epochs that are printed without --all."""

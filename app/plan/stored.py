@@ -18,7 +18,7 @@ from packplan.core.epochs import EpochRecipe, plan_key
 from packplan.core.errors import ConfigError, NotBuiltError, counted
 from packplan.core.plan import RawPlan, refuse_longer
 from packplan.core.ports import StoredLengths, StoredPlan
-from packplan.core.samples import by_source
+from packplan.core.samples.tables import by_source
 from packplan.core.schedule import EpochSchedule
 
 

@@ -38,7 +38,7 @@ from packplan.core.errors import (
 )
 from packplan.core.lengths import IntArray
 from packplan.core.ports import LengthSource, Origin, StoredLengths, StoredPlan
-from packplan.core.samples import (
+from packplan.core.samples.tables import (
     MeasuredSample,
     MediaTable,
     Table,

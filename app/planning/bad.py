@@ -6,7 +6,7 @@ from decimal import Decimal
 
 from packplan.core.errors import DataSetError, RecordError, counted
 from packplan.core.ports import LengthSource
-from packplan.core.samples import BadRecord
+from packplan.core.samples.tables import BadRecord
 
 log = logging.getLogger(__name__)
 

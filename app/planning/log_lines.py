@@ -15,7 +15,7 @@ from packplan.core.epochs import EpochRecord
 from packplan.core.errors import agree, counted, in_ranges
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.plan import packs_by_auto
-from packplan.core.samples import DataFile, by_source, column
+from packplan.core.samples.tables import DataFile, by_source, column
 from packplan.core.schedule import EpochSchedule
 
 WORTH_A_WARNING = Fraction(1, 100)

@@ -19,7 +19,7 @@ from packplan.app.planning.bad import BadRecords
 from packplan.core.errors import DataSetError, RecordError, StaleError, agree, counted
 from packplan.core.lengths import IntArray
 from packplan.core.ports import LengthSource, ReportProgress, Stored
-from packplan.core.samples import (
+from packplan.core.samples.tables import (
     COLUMNS,
     MEDIA_COLUMNS,
     UNKNOWN,

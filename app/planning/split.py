@@ -43,7 +43,7 @@ from packplan.core.plan import (
 )
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import Arrays, LengthSource, Lock, RankGroup, ReportProgress
-from packplan.core.samples import DataFile, Table, by_source, column
+from packplan.core.samples.tables import DataFile, Table, by_source, column
 from packplan.core.schedule import PackStats
 from packplan.core.work import FLOPs, SampleWorks, WorkModel
 

@@ -20,7 +20,7 @@ from packplan.app.wiring.stores import records_cache
 from packplan.core.config import RunConfig
 from packplan.core.errors import ArgumentError, ConfigError, StaleError
 from packplan.core.ports import LengthSource, Stored
-from packplan.core.samples import KnownLengths, media_identity, num_media
+from packplan.core.samples.tables import KnownLengths, media_identity, num_media
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from packplan.adapters.samples.files import file_faults
 from packplan.app.wiring.stores import records_cache
 from packplan.core.config import CustomConfig, ModelConfig, RlConfig, RunConfig
 from packplan.core.errors import ConfigError, DataSetError, Fault, RunError
-from packplan.core.samples import is_place, without_credentials
+from packplan.core.samples.places import is_place, without_credentials
 
 Run = TypeVar("Run", bound=RunConfig)
 

@@ -21,7 +21,7 @@ from packplan.core.config import RunConfig
 from packplan.core.epochs import EpochRecipe
 from packplan.core.errors import ConfigError, DataSetError, agree, counted
 from packplan.core.mixes import mixes_faults
-from packplan.core.samples import by_source, column, sample_indices
+from packplan.core.samples.tables import by_source, column, sample_indices
 
 log = logging.getLogger(__name__)
 

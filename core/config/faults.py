@@ -19,7 +19,7 @@ from packplan.core.config.keys import key_faults, key_of
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import Fault, PackplanError, shortened
 from packplan.core.packers import ALGORITHMS
-from packplan.core.samples import without_credentials
+from packplan.core.samples.places import without_credentials
 
 MANY_EPOCHS = 10**6
 """Number of epochs that can only be a typing error; nothing could count its steps."""

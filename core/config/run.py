@@ -30,7 +30,7 @@ from packplan.core.config.keys import (
 )
 from packplan.core.equality import BACKENDS
 from packplan.core.packers import ALGORITHMS
-from packplan.core.samples import READ
+from packplan.core.samples.shapes import READ
 
 Tuner: TypeAlias = Literal["full", "lora", "adapter", "boft", "dummy", "fourierft", "ia3", "llamapro", "vera"]
 

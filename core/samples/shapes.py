@@ -13,14 +13,7 @@ from typing import Any
 import attrs
 
 from packplan.core.errors import counted
-from packplan.core.samples.media import (
-    IMAGE_KEYS,
-    PARTS,
-    PLACES,
-    VIDEO_KEYS,
-    VIDEO_TAG,
-    refuse_sizes,
-)
+from packplan.core.samples.media import IMAGE_KEYS, PARTS, PLACES, VIDEO_KEYS, VIDEO_TAG, refuse_sizes
 from packplan.core.samples.tools import CALL, RESPONSE, in_text, with_blocks, with_calls
 from packplan.core.samples.values import fail, has, is_empty, parse_text
 

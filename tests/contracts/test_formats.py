@@ -30,7 +30,8 @@ from packplan.adapters.samples.formats import arrow_rows, record_file, rewriting
 from packplan.adapters.samples.formats import lines as lines_file
 from packplan.adapters.samples.formats.json_value import without_nulls
 from packplan.core.errors import DataSetError, OutputError, PackplanError, RecordError, StaleError
-from packplan.core.samples import DIGEST_BYTES, to_messages
+from packplan.core.samples.identity import DIGEST_BYTES
+from packplan.core.samples.records import to_messages
 from tests.records import json_values
 
 MESSAGES = [

@@ -19,7 +19,7 @@ from packplan.adapters.stores.length_table import (
 from packplan.core.errors import ArgumentError, OutputError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import Stored
-from packplan.core.samples import COLUMNS, DataFile, MeasuredSample, Measurement, MediaFacts, to_tables
+from packplan.core.samples.tables import COLUMNS, DataFile, MeasuredSample, Measurement, MediaFacts, to_tables
 
 KEY = Fingerprint({"template.system": "Be brief.", "template.max_pixels": None})
 FILES = (DataFile("data.jsonl", "data.jsonl", "messages", 3),)

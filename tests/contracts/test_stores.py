@@ -16,7 +16,7 @@ from packplan.core.errors import ConfigError, CorruptArtefactError, StaleError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan
 from packplan.core.ports import Origin, StoredPlan
-from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile
+from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, DataFile
 from tests.strategies import plain_schedule
 
 KEY, OTHER = Fingerprint({"a": 1, "b": None}), Fingerprint({"a": 2, "b": None})

@@ -15,7 +15,7 @@ from packplan.app.wiring.stores import open_stores
 from packplan.core.align import align_plan
 from packplan.core.config import plan_policy
 from packplan.core.plan import build_raw_plan
-from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile, to_row
+from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, DataFile, to_row
 from tests.fakes import ListSource
 
 DIGEST, LENGTHS = "data", "lengths.npy"

@@ -12,7 +12,7 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.video_reading import sees_videos_apart
 from packplan.adapters.trainer.vision import DummyImage
 from packplan.app.wiring.runs import read_config
-from packplan.core.samples import column
+from packplan.core.samples.tables import column
 from tests.e2e.ready import prepare
 
 TEXT, IMAGES, VIDEOS, BOTH = (False, False), (True, False), (False, True), (True, True)

@@ -13,7 +13,7 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer.loader import PackLoader
 from packplan.app.wiring.runs import read_config
 from packplan.core.errors import MismatchError
-from packplan.core.samples import to_messages
+from packplan.core.samples.records import to_messages
 from tests.e2e import rank_main
 from tests.e2e.alone import Gradients, silence, step_alone, token_losses, token_weights
 from tests.e2e.ready import prepare

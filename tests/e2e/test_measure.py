@@ -14,7 +14,7 @@ from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.app import measure
 from packplan.app.plan import __main__ as plan
-from packplan.core.samples import COLUMNS
+from packplan.core.samples.tables import COLUMNS
 from tests.e2e.test_plan_build import artefacts_of, refuse_to_measure, write_lines
 from tests.processes import finished
 

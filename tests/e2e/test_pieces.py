@@ -10,7 +10,7 @@ from swift.template import Template
 from packplan.adapters.samples.counting import PieceCounter, QuickMeasurer, prove_pieces
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_encoders, open_measurer
-from packplan.core.samples import MeasuredSample, ShortcutError
+from packplan.core.samples.tables import MeasuredSample, ShortcutError
 
 MARKS = (
     "<|im_end|>", "<|im_start|>user\n", "<think>\nso\n</think>\n\n", "<bbox>", "<ref-object>", "<video>", "  ", "\n",

@@ -18,7 +18,8 @@ from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_encoders
 from packplan.core.errors import RecordError
-from packplan.core.samples import READ, REFUSED
+from packplan.core.samples.records import REFUSED
+from packplan.core.samples.shapes import READ
 
 
 def png(color: str) -> bytes:

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 
 from packplan.adapters.stores.lengths import DiskLengthStore
-from packplan.core.samples import column
+from packplan.core.samples.tables import column
 from tests.faults.runs import FLUSH_EVERY, POLICY, FileSource, Forked, artefacts_of, at_each_line, execute, write_data
 
 RUNS = 16

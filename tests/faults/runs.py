@@ -21,7 +21,7 @@ from packplan.app.planning.split import Ranks, Split, Stores, plan_split
 from packplan.core.errors import RecordError
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import ReportProgress
-from packplan.core.samples import Measurement
+from packplan.core.samples.tables import Measurement
 from tests.fakes import ListSource, ScriptedGroup
 
 FLUSH_EVERY = 7

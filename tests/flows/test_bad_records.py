@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from packplan.app.planning.measure import REPEATED_SAMPLES, measure
 from packplan.core.errors import ArgumentError, DataSetError, RecordError
-from packplan.core.samples import BAD, column, from_row
+from packplan.core.samples.tables import BAD, column, from_row
 from tests.fakes import CountedLengthStore, ListSource
 from tests.flows.desk import Desk
 

@@ -19,7 +19,7 @@ from packplan.core.align import align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.inspection import summarise, summarise_schedule
 from packplan.core.plan import build_raw_plan
-from packplan.core.samples import DataFile
+from packplan.core.samples.tables import DataFile
 from packplan.core.work import SampleWorks, WorkModel
 from tests.stored import LENGTHS, store_run
 

@@ -5,7 +5,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.app.planning.measure import CLOSE, KnownTable, measure, merge_known
-from packplan.core.samples import KnownLengths, media_identity, to_tables
+from packplan.core.samples.tables import KnownLengths, media_identity, to_tables
 from tests.fakes import GuessingSource, ListSource
 from tests.flows.desk import Desk
 

@@ -21,7 +21,7 @@ from packplan.core.errors import (
     StaleError,
 )
 from packplan.core.plan import build_raw_plan
-from packplan.core.samples import column
+from packplan.core.samples.tables import column
 from packplan.core.work import SampleWorks, VisionWork, WorkModel
 from tests.fakes import (
     AuditedSource,

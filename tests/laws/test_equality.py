@@ -17,7 +17,7 @@ from packplan.core.equality import (
     loss_difference,
 )
 from packplan.core.packs import Packs
-from packplan.core.samples import COLUMNS
+from packplan.core.samples.tables import COLUMNS
 
 PRECISIONS = ["float32", "float16", "bfloat16"]
 

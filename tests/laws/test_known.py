@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.core.samples import (
+from packplan.core.samples.tables import (
     BAD,
     UNKNOWN,
     KnownLengths,

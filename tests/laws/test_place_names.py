@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.core.samples import (
+from packplan.core.samples.identity import digest_of
+from packplan.core.samples.places import (
     PACKAGES,
-    digest_of,
     folder_of,
     is_place,
     join_place,

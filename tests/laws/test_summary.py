@@ -13,7 +13,7 @@ from packplan.core.errors import ArgumentError
 from packplan.core.inspection import summarise, summarise_schedule, summarise_sources
 from packplan.core.metrics import padded_positions
 from packplan.core.plan import build_raw_plan, one_sample_packs
-from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile, video_totals
+from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, DataFile, video_totals
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from tests.strategies import raw_lengths
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from packplan.core.samples import HEAD_BYTES, digest_of, inline_image, unreadable_digest
+from packplan.core.samples.identity import HEAD_BYTES, digest_of, inline_image, unreadable_digest
 from tests.records import json_values
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 400

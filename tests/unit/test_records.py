@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.core.samples import READ, REFUSED, UnusableRecordError, to_messages
+from packplan.core.samples.records import REFUSED, to_messages
+from packplan.core.samples.shapes import READ
+from packplan.core.samples.values import UnusableRecordError
 from tests.records import ANSWER, QUESTION, asked, chat
 
 BOX = {"desc": "red dot", "bbox_2d": [1, 2, 3, 4]}

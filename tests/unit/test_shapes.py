@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.core.samples import read_shape, to_messages
+from packplan.core.samples.records import read_shape, to_messages
 from tests.records import ANSWER, QUESTION, asked, chat
 
 ASKED = [QUESTION, ANSWER]

@@ -5,7 +5,7 @@ from itertools import permutations
 
 import pytest
 
-from packplan.core.samples import to_messages
+from packplan.core.samples.records import to_messages
 from tests.records import chat
 
 ASKED = {"role": "user", "content": "1 and 2?"}

@@ -12,7 +12,7 @@ from packplan.core.equality import PackingVerdict, ProbeResult, choose_attention
 from packplan.core.errors import Difference, ModelError, PackplanError, RunError, StaleError, agree, counted
 from packplan.core.plan import refuse_longer
 from packplan.core.policy import PlanPolicy
-from packplan.core.samples import COLUMNS, Measurement, column, from_row, to_row
+from packplan.core.samples.tables import COLUMNS, Measurement, column, from_row, to_row
 
 
 def test_a_noun_agrees_with_its_number():

@@ -12,7 +12,7 @@ import numpy as np
 from packplan.adapters.samples.formats.json_value import has_media_tag, without_nulls
 from packplan.adapters.samples.formats.record_file import FileName, KeptFacts, RecordFile
 from packplan.core.errors import DataSetError, RecordError
-from packplan.core.samples import digest_of, unreadable_digest
+from packplan.core.samples.identity import digest_of, unreadable_digest
 
 MAX_UNPACKED = 2**26
 """Bytes that opening Arrow files may take in memory: mapped ones take none."""

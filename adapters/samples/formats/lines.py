@@ -14,7 +14,8 @@ from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.json_value import BAD_ROW, has_media_tag, read_value
 from packplan.adapters.samples.formats.record_file import FileName, KeptFacts, RecordFile
 from packplan.core.errors import DataSetError, RecordError, counted
-from packplan.core.samples import Where, digest_of, unreadable_digest
+from packplan.core.samples.identity import digest_of, unreadable_digest
+from packplan.core.samples.tables import Where
 
 CHUNK = 2**20
 """Bytes of a long record that are in memory at once."""

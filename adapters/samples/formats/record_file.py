@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from packplan.adapters import files
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.core.errors import CorruptArtefactError, OutputError, RecordError, counted
-from packplan.core.samples import DIGEST_BYTES, Where, digest_of, inline_image
+from packplan.core.samples.identity import DIGEST_BYTES, digest_of, inline_image
+from packplan.core.samples.tables import Where
 
 log = logging.getLogger(__name__)
 
