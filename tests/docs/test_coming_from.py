@@ -27,15 +27,11 @@ def rows(program: str) -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_keys_that_others_become_are_keys(program):
-    """Each row names one that a run's YAML has; so do its remarks."""
+    """Each row names one that a run's YAML has."""
     found = rows(program)
 
     assert len(found) > 15
     assert [] == [key for _, key, _ in found if key not in KEYS]
-    said = " ".join(remark for _, _, remark in found)
-    remarks = re.findall(r"`((?:model|template|custom|training)\.\w+)", said)
-    assert remarks
-    assert [] == [key for key in remarks if key not in KEYS]
 
 
 def test_keys_of_trl_are_those_of_the_installed_one():
@@ -47,11 +43,3 @@ def test_keys_of_trl_are_those_of_the_installed_one():
     declared = set(re.findall(r"^    (\w+): ", "\n".join([*sources, transformers]), re.MULTILINE))
 
     assert [] == [name for name, _, _ in rows("TRL") if name not in declared]
-
-
-def test_keys_of_the_page_for_users_of_ms_swift_are_keys():
-    page = (DOCS / "use-it-in/swift.md").read_text(encoding="utf-8")
-    named = re.findall(r"`((?:model|template|custom|training)\.\w+)", page)
-
-    assert len(named) > 5
-    assert [] == [key for key in named if key not in KEYS]

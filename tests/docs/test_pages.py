@@ -14,6 +14,7 @@ import yaml
 
 from packplan.adapters.config.run import RL_SECTIONS, load_rl_config, parse_config
 from packplan.adapters.config.trainer_keys import GRPO_TABLE, stored_keys
+from packplan.adapters.config.values import known_keys
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.__main__ import COMMANDS
@@ -33,6 +34,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("ADR/
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 CODE = re.compile(r"`([^`\n]+)`")
+
+KEYS = {path for path, section in known_keys(RunConfig) if not section} | {f"training.{key}" for key in stored_keys()}
 
 MODULES = [path for layer in ("core", "adapters", "app") for path in (ROOT / layer).rglob("*.py")]
 
@@ -135,6 +138,8 @@ def lost_names(page: Path) -> list[str]:
             found = (ROOT / word).exists()
         elif re.fullmatch(r"(packplan\.)?(core|adapters|app)(\.\w+)+", word):
             found = is_defined(word)
+        elif key := re.match(r"(?:model|template|custom|training)\.\w+(?=$|[: =])", word):
+            found = key[0] in KEYS or page.name == "CHANGELOG.md"  # has what left
         else:
             found = not re.fullmatch(r"test_\w+", word) or word in names_of_tests()
         lost += [word] * (not found)

@@ -138,7 +138,9 @@ def test_show_is_a_table_for_people(store, said):
     path = store()
     short, everything = said("show", path), said("show", path, "--all")
 
-    for words in ("samples", "no plan has fewer than", "fill", "optimizer steps", "imbalance", "raw_plan "):
+    block = Path("docs/see-a-plan.md").read_text().split("## Show")[1].split("```")[1]
+    labels = set(re.findall("^│ +([a-z][a-z ]+?) +│", block, re.MULTILINE))
+    for words in (*labels, "no plan has fewer than", "raw_plan "):
         assert words in short
     for words in ("above the lower bound", "of microbatches", "aligned_plan ", "fingerprint of the plan "):
         assert words in everything
