@@ -111,27 +111,6 @@ def _cut(options: dict[str, Any], own: torch.Tensor, num_positions: int) -> dict
     return cut
 
 
-def gather_row(
-    part: torch.Tensor, *, layout: PackedLayout, group: dist.ProcessGroup | None = None, dim: int = 1
-) -> torch.Tensor:
-    """
-    Return the whole row from the ranks' parts.
-
-    Differentiable: the gradient of a part is the sum over all ranks.
-
-    Args:
-        part: Tensor with num_positions / cp_size entries along *dim*, of the same shape on every
-            rank.
-        layout: Layout of the whole row.
-        group: Ranks that share the row; all of them by default.
-        dim: Dimension of the positions.
-
-    Returns:
-        The tensor with num_positions entries along *dim*, in the order of the row.
-    """
-    return _gather(part, torch.as_tensor(layout.restore, device=part.device), group, dim)
-
-
 def _gather(part: torch.Tensor, restore: torch.Tensor, group: dist.ProcessGroup | None, dim: int) -> torch.Tensor:
     expected = len(restore) // dist.get_world_size(group)
     if part.shape[dim] != expected:

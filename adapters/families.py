@@ -14,9 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_THINKER = "thinker"
-"""Part of an Omni model that reads text, images and sound, and writes text."""
-
 _SOUND = frozenset({"audio_tower", "talker", "token2wav"})
 """Parts of an Omni model that only process or make sound."""
 
@@ -42,24 +39,18 @@ def is_shown(template: str) -> bool:
     return template not in _families()["unshown"]
 
 
-def is_unpacked(model_type: str) -> bool:
-    """Return whether docs/models.md lists this model type among those that do not pack."""
-    return model_type in _families()["unpacked"]
-
-
 def trained_part(model: Any) -> Any:
     """
     Return the part of a model that is trained: the thinker of an Omni model, else the model itself.
 
     Adapters around it do not matter.
     """
-    thinker = getattr(model, _THINKER, None)
-    return model if thinker is None else thinker
+    return getattr(model, "thinker", None) or model
 
 
 def trained_config(config: Any) -> Any:
     """Return the configuration of `trained_part`."""
-    part = getattr(config, f"{_THINKER}_config", None)
+    part = getattr(config, "thinker_config", None)
     return config if part is None else part
 
 

@@ -23,11 +23,6 @@ from typing import Any
 
 from packplan.core.errors import RunError
 
-_PR_SET_PDEATHSIG = 1
-
-_LAUNCHER_VARIABLE = "TORCHELASTIC_RUN_ID"
-"""Variable that torchrun, and launchers built on it, set in their ranks."""
-
 _FULL = "Most often the machine, or its shared memory (/dev/shm), is full: {keys}, or give the machine more memory"
 
 _LOST = {
@@ -56,7 +51,7 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0):
+    if libc.prctl(1, int(number), 0, 0, 0):  # PR_SET_PDEATHSIG
         raise OSError(ctypes.get_errno(), "prctl cannot set the signal of a parent's death")
     parent = multiprocessing.parent_process()
     # The parent may have ended before the call above.
@@ -71,7 +66,7 @@ def end_with_launcher() -> None:
     On SIGTERM, training saves a checkpoint after the running step, and other commands end at once.
     Without a launcher this does nothing.
     """
-    if _LAUNCHER_VARIABLE in os.environ and multiprocessing.parent_process() is None:
+    if "TORCHELASTIC_RUN_ID" in os.environ and multiprocessing.parent_process() is None:
         end_with_parent(signal.SIGTERM)
 
 
@@ -123,19 +118,19 @@ def open_pool(workers: int, prepare: Callable[..., None], *arguments: Any) -> Pr
     Return a pool of forked processes that end with this one.
 
     They share the memory of this process, such as libraries of half a gigabyte, and start at once.
-    Open the pool within `ctrl_c_kept`, and submit the first work there: it forks all processes.
+    Open the pool within `keep_ctrl_c`, and submit the first work there: it forks all processes.
 
     Args:
         workers: Number of processes.
         prepare: Called first in each process.
         *arguments: Arguments of *prepare*.
     """
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _prepare_process, (prepare, arguments))
 
+    def prepare_process() -> None:
+        end_with_parent()
+        prepare(*arguments)
 
-def _prepare_process(prepare: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    end_with_parent()
-    prepare(*arguments)
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), prepare_process)
 
 
 def hide_broken_handover() -> None:
@@ -155,7 +150,7 @@ def hide_broken_handover() -> None:
 
 
 @contextmanager
-def lost_processes_named(doing: str, keys: str) -> Iterator[None]:
+def name_lost_processes(doing: str, keys: str) -> Iterator[None]:
     """
     Raise RunError where a pool or torch finds that one of its processes is gone; torch
     raises wherever this one is at.
@@ -168,15 +163,15 @@ def lost_processes_named(doing: str, keys: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = str(error).strip().rstrip(".")
-        remedies = [remedy for beginning, remedy in _LOST.items() if reason.startswith(beginning)]
-        if not remedies and not isinstance(error, BrokenProcessPool):
+        remedies = (remedy for beginning, remedy in _LOST.items() if reason.startswith(beginning))
+        remedy = next(remedies, _FULL if isinstance(error, BrokenProcessPool) else None)
+        if remedy is None:
             raise
-        remedy = (remedies or [_FULL])[0].format(keys=keys)
-        raise RunError("lost_process", f"{doing} failed: {reason}. {remedy}") from error
+        raise RunError("lost_process", f"{doing} failed: {reason}. {remedy.format(keys=keys)}") from error
 
 
 @contextmanager
-def ctrl_c_kept() -> Iterator[None]:
+def keep_ctrl_c() -> Iterator[None]:
     """
     Keep Ctrl-C from processes that are started inside, and until they are started.
 

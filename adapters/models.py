@@ -44,6 +44,19 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = training
 
 
+@contextmanager
+def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
+    """Give an object or a module other values of its attributes, inside."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor that ranks share, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

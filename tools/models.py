@@ -7,6 +7,7 @@ is. Without a page, the results are printed.
 """
 
 import argparse
+import json
 import logging
 import tempfile
 import textwrap
@@ -273,13 +274,13 @@ def with_unpadded(page: str, section: str) -> str:
 
 def probe_unpadded(names: Sequence[str]) -> dict[str, dict[str, str]]:
     """Return the padding that families that pack do not leave out -> the reason; see `unpad`."""
-    from packplan.adapters.families import is_unpacked
     from packplan.adapters.probe.small_model import SmallModels, quiet
     from packplan.hf import unpad
     from tools.families import default_config, family_names
 
     found: dict[str, dict[str, str]] = {}
-    chosen = names or [name for name in family_names() if not is_unpacked(name)]
+    unpacked = json.loads(Path("adapters", "families.json").read_text(encoding="utf-8"))["unpacked"]
+    chosen = names or [name for name in family_names() if name not in unpacked]
     for name in progress(chosen, desc="probing", unit=" families"):
         with quiet():
             model = SmallModels(default_config(name)).build(attention="eager")

@@ -8,7 +8,6 @@ the evaluation for those that have none of ours.
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from transformers.trainer_callback import ExportableState
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches, saved_progress
 from packplan.adapters.loaders.rows import PACK, learned, refuse_other_packs
 from packplan.adapters.model_folder import model_facts
+from packplan.adapters.models import replace_attributes
 from packplan.adapters.trainer_state import seal_saves
 from packplan.core.config import FIXED_ARGUMENTS, flat_values
 from packplan.core.errors import MismatchError
@@ -201,7 +201,7 @@ class EvaluatesPacks:
         self._evaluated = evaluated = _TokenMean(dataloader.batch_sampler)
         try:
             # ms-swift multiplies losses by the ranks, for a mean over all: a batch has its own.
-            with replaced(self.args, average_tokens_across_devices=False):
+            with replace_attributes(self.args, average_tokens_across_devices=False):
                 output = super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]
         finally:
             self._evaluated = None
@@ -300,16 +300,3 @@ def require_same_rows(plan: Plan, data: str) -> None:
     if len(set(checksums)) > 1:
         fact = "the ranks have different packs or rows: give all the same rows, in the same order"
         raise MismatchError("ranks_disagree", fact, {"checksums": tuple(checksums)})
-
-
-@contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Give an object or a module other values of its attributes, inside."""
-    before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)

@@ -26,8 +26,8 @@ import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from packplan.adapters.attention import Padding, RealTokens, computing
-from packplan.adapters.hf.following import replaced
 from packplan.adapters.loaders.rows import IGNORED_LABEL
+from packplan.adapters.models import replace_attributes
 from packplan.core.errors import PackplanError
 
 Positions = Literal["columns", "counted", "ids"]
@@ -254,7 +254,7 @@ class Unpadding:
 
     def paused(self) -> AbstractContextManager[None]:
         """Let calls pass through, inside."""
-        return replaced(self, _paused=True)
+        return replace_attributes(self, _paused=True)
 
     def _pack(self, module: Any, args: Any, kwargs: Any) -> Any:
         if module is not self._stack.module:

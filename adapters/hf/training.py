@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 
-from packplan.adapters.hf.following import ServesPacks, add_base, replaced, require_same_rows
+from packplan.adapters.hf.following import ServesPacks, add_base, require_same_rows
 from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
 from packplan.adapters.hf.refusals import refuse
 from packplan.adapters.hf.unpad import reads_both_ways, unpad, unwrap
 from packplan.adapters.loaders.rows import IGNORED_LABEL, Collate, PackInputs, RowsOfPacks, learned, pad_rows, types_of
+from packplan.adapters.models import replace_attributes
 from packplan.core.errors import ArgumentError, ModelError
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
@@ -127,7 +128,7 @@ class _PlannedTraining(ServesPacks):
         if self._evaluated is None:
             return super().prediction_step(model, inputs, prediction_loss_only, **options)
         own = inputs.get("attention_mask")
-        with replaced(self.unpadding, reads_loss_alone=prediction_loss_only):
+        with replace_attributes(self.unpadding, reads_loss_alone=prediction_loss_only):
             outputs = super().prediction_step(model, inputs, prediction_loss_only, **options)
         return outputs if own is None else _as_one_row(outputs, own.bool())
 

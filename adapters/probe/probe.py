@@ -22,13 +22,13 @@ from packplan.adapters.attention import (
     takes_grids,
 )
 from packplan.adapters.families import trained_config
-from packplan.adapters.probe.rows import ProbeRow, compare_row, measure_images, sees
+from packplan.adapters.probe.rows import ProbeRow, compare_row, measure_images, takes_images
 from packplan.adapters.probe.shrink import (
     FIRST_ID,
     LONGEST,
     VOCABULARY,
     Trials,
-    named,
+    place_name,
     shrink,
     shrink_by_trial,
     unknown_places,
@@ -343,7 +343,7 @@ def _short_lengths(config: Any, build: Callable[..., Any]) -> Trials:
     if left:
         model = build(attention="eager", trials=shorter)
         axes = {size for one in (*model.parameters(), *model.buffers()) for size in one.shape}
-        if unreached := [named(place, found[place]) for place in left if found[place] not in axes]:
+        if unreached := [place_name(place, found[place]) for place in left if found[place] not in axes]:
             raise ModelError("probe", f"{_UNREACHED}: {', '.join(unreached)}")
     return shorter
 
@@ -377,7 +377,7 @@ def _try(place: _CopyPlace, trial: Trial, refused: PackingVerdict) -> tuple[Pack
             found = split_found_states(model, place.row)
             model, measured = measure(found) if found else (model, measured)
             split = found
-    if not measured.why_not(limit=limit) and sees(model.config):
+    if not measured.why_not(limit=limit) and takes_images(model.config):
         project_patches(model)  # as in the model that trains
         try:
             images = measure_images(model, native=place.native)

@@ -138,7 +138,7 @@ _GRIDS = ((1, 12, 20), (1, 4, 4), (1, 16, 12))
 """Frames, rows and columns of patches: larger and smaller than a tower's windows."""
 
 
-def sees(config: Any) -> bool:
+def takes_images(config: Any) -> bool:
     """Return whether a model takes images."""
     return getattr(config, "vision_config", None) is not None
 

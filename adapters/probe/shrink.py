@@ -391,6 +391,6 @@ def with_trials(small: Mapping[str, Any], trials: Trials) -> dict[str, Any]:
     return changed
 
 
-def named(place: Place, value: int) -> str:
+def place_name(place: Place, value: int) -> str:
     """Describe a place in words: its keys, and its number."""
     return f"{'.'.join(str(key) for key in place if not isinstance(key, int))} ({value:,})"

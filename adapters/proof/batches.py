@@ -115,7 +115,7 @@ class PackedBatch:
         values = self.inputs.get("input_ids") if self.labels is None else self.labels
         if not isinstance(values, torch.Tensor) or values.shape != self.shape:
             raise _wrong("has neither labels nor input_ids by token, so it has no loss")
-        return [shifted(values[place]) for place in self.places]
+        return [next_tokens(values[place]) for place in self.places]
 
     def samples(self, alone: Sequence[Mapping[str, Any]] | None = None) -> list[Sample]:
         """
@@ -146,7 +146,7 @@ def _inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in batch.items() if key not in ("labels", PACK) and value is not None}
 
 
-def shifted(labels: torch.Tensor) -> torch.Tensor:
+def next_tokens(labels: torch.Tensor) -> torch.Tensor:
     """Return what each token has to predict: the next one's label, and nothing for the last."""
     return F.pad(labels[1:], (0, 1), value=IGNORED_LABEL)
 

@@ -25,7 +25,7 @@ from packplan.adapters.proof.comparison import (
     run_alone,
     watch_pass,
 )
-from packplan.adapters.proof.gradients import Reach, Watched, in_words, logit_reaches
+from packplan.adapters.proof.gradients import Reach, Watched, logit_reaches, shape_text
 from packplan.adapters.proof.modules import MixingModule, first_different, first_mixing
 from packplan.core.equality import EQUAL
 from packplan.core.errors import ArgumentError, MismatchError, ModelError
@@ -204,7 +204,7 @@ def _refuse_crossing_labels(row: PackedBatch) -> None:
         return
     if row.labels.shape != row.shape:
         shape = tuple(row.labels.shape)
-        raise ArgumentError("packed_batch", f"the packed batch has labels of shape {shape} for {in_words(row.shape)}")
+        raise ArgumentError("packed_batch", f"the packed batch has labels of shape {shape} for {shape_text(row.shape)}")
     for number, (before, (at, span)) in enumerate(pairwise(row.places), 1):
         if before[0] == at and int(row.labels[at, span.start]) != IGNORED_LABEL:
             fact = f"sample {number - 1} would learn the first token of sample {number}: its label has to be -100"

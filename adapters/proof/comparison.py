@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from packplan.adapters.attention.varlen import computing_dtype
 from packplan.adapters.loaders.rows import IGNORED_LABEL
 from packplan.adapters.models import Gradients, add_gradients, difference_norms, weight_gradients
-from packplan.adapters.proof.gradients import Shape, Watched, in_words, watching
+from packplan.adapters.proof.gradients import Shape, Watched, shape_text, watching
 from packplan.core.equality import Precision, loaded_limit, loss_difference
 from packplan.core.errors import ModelError
 
@@ -263,7 +263,7 @@ def logits_of(output: Any, shape: Shape) -> torch.Tensor:
         raise ModelError("probe", f"it returns {type(output).__name__} without logits: fused losses have to be off")
     rows, tokens = shape
     if logits.numel() == 0 or logits.numel() % (rows * tokens) or not {tokens, rows * tokens} & {*logits.shape[:2]}:
-        raise ModelError("probe", f"its logits have shape {tuple(logits.shape)} for {in_words(shape)}")
+        raise ModelError("probe", f"its logits have shape {tuple(logits.shape)} for {shape_text(shape)}")
     return logits.reshape(rows, tokens, -1)
 
 

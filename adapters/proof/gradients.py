@@ -193,7 +193,7 @@ def reaches(watched: Watched, result: Result, places: Sequence[Place], readers: 
         yield Reach(reader, source, others.get(source, 0.0), largest[reader])
 
 
-def in_words(shape: Shape) -> str:
+def shape_text(shape: Shape) -> str:
     """Return a batch's shape in words."""
     rows, tokens = shape
     return f"{counted(rows, 'row')} of {tokens:,} tokens"
@@ -217,7 +217,7 @@ def logit_reaches(
     result = Result.of(logits, watched.shape)
     if result is None:
         without = "its logits have no gradient, so nothing can be said: ask it in a type that trains, not quantised"
-        shape = f"its logits have shape {tuple(logits.shape)} for {in_words(watched.shape)}"
+        shape = f"its logits have shape {tuple(logits.shape)} for {shape_text(watched.shape)}"
         raise ModelError("probe", shape if logits.requires_grad else without)
     if not watched.sources:
         raise ModelError("probe", "it embeds no tokens of the batch by a module, so nothing can be said")

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from packplan.adapters.loaders.rows import IGNORED_LABEL
-from packplan.adapters.models import Gradients, same_state
+from packplan.adapters.models import Gradients, replace_attributes, same_state
 from packplan.adapters.proof.batches import PackedBatch
 from packplan.adapters.proof.checks import refuse_hidden_weights
 from packplan.adapters.proof.comparison import Outcome, Sample, compare, limit_of, logits_of, precision_of, run_alone
@@ -91,7 +91,7 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
     if is_trainer:
         _refuse_settings(trainer, model)
     computing = trainer.accelerator.autocast if is_trainer else nullcontext
-    with untouched(model), torch.enable_grad():
+    with leave_untouched(model), torch.enable_grad():
         loss, gradients, batches = (_of_trainer if is_trainer else _of_function)(trainer, model)
         samples, tokens = _agreed(batches)
         model.eval()
@@ -168,7 +168,7 @@ def _of_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, l
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             found["gradients"] = _gradients_of(model)
             for owner in (trainer.optimizer, trainer.lr_scheduler):
-                patches.enter_context(replaced(owner, step=lambda *_, **__: None))
+                patches.enter_context(replace_attributes(owner, step=lambda *_, **__: None))
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002  # transformers passes them
             control.should_log = control.should_training_stop = True
@@ -187,7 +187,12 @@ def _of_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, l
     handler = copy.copy(trainer.callback_handler)
     handler.callbacks = [OneStep()]
     quiet = {"max_grad_norm": 0.0, "eval_on_start": False, "load_best_model_at_end": False, "report_to": []}
-    with patches, replaced(trainer.args, **quiet), restored(trainer), restored(model):  # accelerate wraps its forward
+    with (
+        patches,
+        replace_attributes(trainer.args, **quiet),
+        restore_attributes(trainer),
+        restore_attributes(model),
+    ):  # accelerate wraps its forward
         vars(trainer).update(get_batch_samples=note, callback_handler=handler, neftune_noise_alpha=None)
         trainer.control = type(trainer.control)()
         trainer.train()
@@ -270,7 +275,7 @@ def _gathered(value: Any) -> list[Any]:
 
 
 @contextmanager
-def untouched(model: torch.nn.Module) -> Iterator[None]:
+def leave_untouched(model: torch.nn.Module) -> Iterator[None]:
     """
     Turn dropout off in training too, and restore gradients, buffers, modes and random state at the
     end.
@@ -283,26 +288,13 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
             names = [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
             if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # noqa: SLF001  # base of all of them
                 names.append("p")
-            stack.enter_context(replaced(module, training=module.training, **dict.fromkeys(names, 0.0)))
+            stack.enter_context(replace_attributes(module, training=module.training, **dict.fromkeys(names, 0.0)))
         stack.enter_context(same_state(model))
         yield
 
 
 @contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Give an object other values of its own attributes, inside."""
-    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    vars(owner).update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            vars(owner).pop(name, None)
-        vars(owner).update(before)
-
-
-@contextmanager
-def restored(owner: Any) -> Iterator[None]:
+def restore_attributes(owner: Any) -> Iterator[None]:
     """Restore all attributes of an object at the end."""
     before = dict(vars(owner))
     try:

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from packplan.adapters.lifeline import ctrl_c_kept
+from packplan.adapters.lifeline import keep_ctrl_c
 
 BEAT_S = 1.0
 
@@ -38,7 +38,7 @@ class Heartbeat:
         os.set_blocking(self._sender.fileno(), False)
         self._reported = 0.0
         self._process = context.Process(target=_beat, args=(receiver, store, os.getpid()), daemon=True)
-        with ctrl_c_kept():
+        with keep_ctrl_c():
             self._process.start()
             receiver.close()
 

@@ -141,7 +141,7 @@ class TorchGroup:
         """Return the value of every rank, by rank; see `core.ports.RankGroup`."""
         self._calls += 1
         keys = [f"gathered/{self._calls}/{rank}" for rank in range(self.world_size)]
-        with lost_ranks_named(self.rank):
+        with name_lost_ranks(self.rank):
             self._store.set(keys[self.rank], value)
         wait_s = self._timeout_s if timeout_s is None else timeout_s
         return tuple(self._answers(keys, wait_s, limit_s, "rank_gone", late="for the other ranks"))
@@ -149,7 +149,7 @@ class TorchGroup:
     def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port
         """Return whether any rank's flag is set."""
         flags = torch.tensor([int(flag)])
-        with lost_ranks_named(self.rank):
+        with name_lost_ranks(self.rank):
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         return bool(flags.item())
 
@@ -185,7 +185,7 @@ class TorchGroup:
     def _broadcast(self, array: NDArray[Any], *, src: int) -> None:
         if not array.size:
             return
-        with lost_ranks_named(self.rank):
+        with name_lost_ranks(self.rank):
             for chunk in torch.split(torch.from_numpy(array).view(-1), CHUNK_BYTES // array.itemsize):
                 dist.broadcast(chunk, src=src)
 
@@ -274,7 +274,7 @@ def _first_sentence(error: BaseException) -> str:
 
 
 @contextmanager
-def lost_ranks_named(rank: int) -> Iterator[None]:
+def name_lost_ranks(rank: int) -> Iterator[None]:
     """
     Turn the failure of a collective, wherever torch raises it, into a RunError.
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from packplan.adapters.lifeline import ctrl_c_kept, end_with_parent, lost_processes_named, open_pool
+from packplan.adapters.lifeline import end_with_parent, keep_ctrl_c, name_lost_processes, open_pool
 from packplan.adapters.model_folder import PROCESSING_FILES
 from packplan.adapters.samples.counting import QuickMeasurer
 from packplan.adapters.samples.data_set import absolute_folder
@@ -200,8 +200,8 @@ class SwiftMeasurer:
         pool = open_pool(self._workers, _open_worker, self, in_full)
         try:
             workers = f"lower training.packing_length_precompute_workers (now {self._workers:,}; "
-            with lost_processes_named("measuring samples", f"{workers}1 measures in the main process)"):
-                with ctrl_c_kept():
+            with name_lost_processes("measuring samples", f"{workers}1 measures in the main process)"):
+                with keep_ctrl_c():
                     waiting.append(pool.submit(_measure_in_worker, next(parts)))
                 for part in parts:
                     waiting.append(pool.submit(_measure_in_worker, part))
@@ -252,8 +252,8 @@ class SwiftMeasurer:
             multiprocessing_context="fork",
             worker_init_fn=lambda _: end_with_parent(),
         )
-        with lost_processes_named("encoding samples again, in another process,", "end what else runs on it"):
-            with ctrl_c_kept():
+        with name_lost_processes("encoding samples again, in another process,", "end what else runs on it"):
+            with keep_ctrl_c():
                 outcomes = iter(loader)
             return list(outcomes)
 

@@ -19,7 +19,7 @@ from swift.dataset import DatasetLoader, EncodePreprocessor
 from swift.pipelines.utils import get_cached_dataset
 from swift.utils import parse_args, seed_everything
 
-from packplan.adapters.hf.following import replaced
+from packplan.adapters.models import replace_attributes
 from packplan.adapters.swift.packs import ALGORITHMS
 from packplan.adapters.swift.refusals import planned_flags, refuse_arguments, type_faults
 from packplan.core.errors import ConfigError, Fault
@@ -171,7 +171,7 @@ def read_arguments(task: str, arguments: Sequence[str], *, words: Sequence[str],
         kind.__post_init__(arguments)
 
     planned = type(kind.__name__, (kind,), {**unplanned, "_check_padding_free": _check, "__post_init__": resolve})
-    with _faults_named(), replaced(training.TrainerFactory, get_training_args=lambda _: SimpleNamespace()):
+    with _faults_named(), replace_attributes(training.TrainerFactory, get_training_args=lambda _: SimpleNamespace()):
         try:
             plain, rest = parse_args(planned, [*arguments, "--packing", "true"])
         except SystemExit:  # its parser ends the process where it refuses one

@@ -34,11 +34,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from packplan.adapters.attention import with_text_row
 from packplan.adapters.files import loading, saving
-from packplan.adapters.hf.following import EvaluatesPacks, replaced
-from packplan.adapters.lifeline import lost_processes_named
+from packplan.adapters.hf.following import EvaluatesPacks
+from packplan.adapters.lifeline import name_lost_processes
 from packplan.adapters.loaders.batches import EvalBatches
 from packplan.adapters.loaders.rows import PACK
-from packplan.adapters.models import is_ruined, load_strictly, mean_size
+from packplan.adapters.models import is_ruined, load_strictly, mean_size, replace_attributes
 from packplan.adapters.samples.encoder import VIDEO_SECONDS
 from packplan.adapters.trainer.checkpoints import remove_digests, write_digests
 from packplan.adapters.trainer.loader import (
@@ -216,7 +216,7 @@ class PackingTrainer(EvaluatesPacks, Seq2SeqTrainer):
             "process) or training.dataloader_prefetch_factor"
         )
         try:
-            with lost_processes_named("loading data", advice):
+            with name_lost_processes("loading data", advice):
                 return super().train(*arguments, **options)
         finally:
             for loader in self._loaders:
@@ -352,7 +352,7 @@ class PackingTrainer(EvaluatesPacks, Seq2SeqTrainer):
             RunError: The loss is not finite.
         """
         plain = {"router_aux_loss_coef": 0.0, "enable_dft_loss": False}
-        with self.media_hook(), replaced(self.args, **plain):
+        with self.media_hook(), replace_attributes(self.args, **plain):
             output = super().evaluation_loop(
                 dataloader, "Evaluation", prediction_loss_only=True, metric_key_prefix=metric_key_prefix
             )

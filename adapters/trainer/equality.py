@@ -19,11 +19,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from packplan.adapters.attention import native_attention
 from packplan.adapters.families import trained_config
 from packplan.adapters.loaders.positions import rope_of, takes
-from packplan.adapters.models import evaluating, weight_gradients
-from packplan.adapters.proof.batches import shifted
+from packplan.adapters.models import evaluating, replace_attributes, weight_gradients
+from packplan.adapters.proof.batches import next_tokens
 from packplan.adapters.proof.comparison import Outcome, Sample, compare, limit_of, outcome_of, run_alone, watch_pass
 from packplan.adapters.proof.gradients import Watched, logit_reaches
-from packplan.adapters.proof.steps import replaced
 from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.samples.media import IMAGES, VIDEOS
 from packplan.adapters.trainer.base import model_inputs
@@ -100,7 +99,7 @@ class PackComparison:
             yield from _positions(pack, index, self._own_positions(sample.inputs), prepared["position_ids"][..., span])
             labels = torch.tensor([IGNORED_LABEL, *own["labels"][1:]])  # alone, nothing comes before to predict it
             yield Deviation("labels", int((collated["labels"][0, span].cpu() != labels).sum()), pack, index)
-        targets = shifted(collated["labels"][0])  # a label that crosses a border counts to the sample before it
+        targets = next_tokens(collated["labels"][0])  # a label that crosses a border counts to the sample before it
         packed = [attrs.evolve(one, targets=targets[span]) for one, (_, span) in zip(samples, places, strict=True)]
         found = outcome_of(trainer.model, [logits[place] for place in places], packed, gradients=None)
         if gradients:
@@ -143,7 +142,7 @@ class PackComparison:
         """Return an outcome with the loss and gradients of the trainer's own step on a pack."""
         trainer = self.trainer
         plain = {"router_aux_loss_coef": 0.0, "enable_dft_loss": False}  # what the reference computes
-        with replaced(trainer.args, **plain), self._prepared(collated) as inputs:
+        with replace_attributes(trainer.args, **plain), self._prepared(collated) as inputs:
             items = torch.tensor(collated[NORMALISER] or 1.0, device=trainer.accelerator.device)
             with trainer.accelerator.autocast():
                 loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=items)
@@ -159,7 +158,7 @@ class PackComparison:
         power = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}[self.trainer.reduction]
         samples = []
         for one in encoded:
-            targets = shifted(torch.tensor(one["labels"]))
+            targets = next_tokens(torch.tensor(one["labels"]))
             counted = (targets != IGNORED_LABEL).double()
             if "loss_scale" in one:
                 counted[:-1] *= torch.tensor(one["loss_scale"], dtype=torch.float64)[1:]

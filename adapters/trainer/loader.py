@@ -12,7 +12,7 @@ from swift.utils import seed_worker
 from torch.utils.data import Dataset
 
 from packplan.adapters.hf.following import RankLoader
-from packplan.adapters.lifeline import ctrl_c_kept, end_by_parent_alone, end_with_parent, hide_broken_handover
+from packplan.adapters.lifeline import end_by_parent_alone, end_with_parent, hide_broken_handover, keep_ctrl_c
 from packplan.adapters.loaders.rows import PACK, PackOfRows
 from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS, SwiftEncoder
 from packplan.adapters.trainer.streams.dataset import Ended, Sample, ShardProgress, StreamedPack
@@ -235,7 +235,7 @@ class PackLoader(RankLoader):
 
     def _get_iterator(self) -> Any:
         """Start the worker processes; a Ctrl-C meanwhile is raised when they are there."""
-        with ctrl_c_kept():
+        with keep_ctrl_c():
             return super()._get_iterator()
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # see above

@@ -15,8 +15,8 @@ import attrs
 import torch
 
 from packplan.adapters.config.run import load_mixes
-from packplan.adapters.ranks.environment import meeting, require_ranks
-from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, lost_ranks_named, weight_digests
+from packplan.adapters.ranks.environment import name_meeting_place, require_ranks
+from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, name_lost_ranks, weight_digests
 from packplan.adapters.versions import installed_version
 from packplan.app.wiring.runs import ranks_refuse_together
 from packplan.app.wiring.stores import training_alone
@@ -76,11 +76,11 @@ def meeting_ranks(settings: Mapping[str, Any], *, use_cpu: bool = False) -> Iter
     """
     group: RankGroup = OneRank()
     if require_ranks() > 1:
-        with meeting():
+        with name_meeting_place():
             timeout_s = float(settings.get("ddp_timeout", 1800))
             group = TorchGroup(use_cpu=use_cpu or bool(settings.get("use_cpu")), timeout_s=timeout_s)
     try:
-        with lost_ranks_named(group.rank):
+        with name_lost_ranks(group.rank):
             yield group
             # Not after an error: the other ranks may wait for this one in a collective, and leaving
             # would wait for them.

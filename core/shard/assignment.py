@@ -42,13 +42,13 @@ def fewer_rounds(packs: Packs, costs: IntArray, *, capacity: int, rounds_of: int
     return fewer if round_up(len(fewer), rounds_of) < round_up(len(packs), rounds_of) else packs
 
 
-def with_filler(packs: Packs, num_items: int) -> Packs:
+def add_filler(packs: Packs, num_items: int) -> Packs:
     """Return the packs, and one pack for each filler item."""
     ends = np.arange(packs.num_samples, num_items) + 1
     return Packs(np.concatenate([packs.offsets, ends]), np.concatenate([packs.indices, ends - 1]))
 
 
-def balanced(costs: IntArray, works: IntArray, *, shards: int, per_shard: int, capacity: int) -> IntArray | None:
+def balance_items(costs: IntArray, works: IntArray, *, shards: int, per_shard: int, capacity: int) -> IntArray | None:
     """
     Assign items by descending work, each to the least loaded worker with room; None if one fits
     nowhere.

@@ -169,7 +169,7 @@ def global_batches(num: int, batch_size: BatchSize) -> list[range]:
     return [range(start, min(start + size, num)) for start in range(0, num, size)]
 
 
-def filled(costs: IntArray, wanted: int) -> IntArray:
+def fill_slots(costs: IntArray, wanted: int) -> IntArray:
     """
     Return the sequences of a global batch, filled with the shortest; shape (>= wanted,).
 

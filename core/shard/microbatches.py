@@ -13,24 +13,24 @@ from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, whole_number
 from packplan.core.packers import pack, with_bin_count
 from packplan.core.packs import Packs
 from packplan.core.shard.assignment import (
+    add_filler,
     assign_packs,
-    balanced,
+    balance_items,
     fewer_rounds,
     rotate_to_least_loaded,
     round_up,
-    with_filler,
 )
 from packplan.core.shard.inputs import (
     BatchSize,
     SequenceWorks,
     WhenLong,
     Work,
-    filled,
+    fill_slots,
     global_batches,
     padded_lengths,
     require_choice,
 )
-from packplan.core.shard.rounds import in_rounds, spread
+from packplan.core.shard.rounds import assign_rounds, spread
 from packplan.core.shard.sharding import Part, Sharding, join
 from packplan.core.work import Meeting, in_units
 
@@ -121,7 +121,7 @@ def shard_packed(
         if balance:
             packs = fewer_rounds(packs, costs, capacity=capacity, rounds_of=shards * multiple)
         rounds = max(least, round_up(len(packs), shards * multiple) // shards)
-        items = filled(costs, shards * rounds)
+        items = fill_slots(costs, shards * rounds)
         costs, works, sizes = costs[items], works[items], padded[items + batch.start]
         labels = _cut_evenly(
             packs, costs, works, shards=shards, rounds=rounds, capacity=capacity, meeting=meeting if balance else None
@@ -177,23 +177,23 @@ def _cut_evenly(
     even = None
     by_round = spread(costs, works, shards=shards, rounds=rounds, capacity=capacity)
     if by_round is not None:
-        even = in_rounds(by_round, costs, works, shards=shards, capacity=capacity)
+        even = assign_rounds(by_round, costs, works, shards=shards, capacity=capacity)
         # No cut has a busiest worker below the mean.
         mean = -(-int(works.sum()) // shards)
         if meeting == "microbatch" or _busiest(even, works, shards) <= _nearly(mean):
             return even
-    by_worker = balanced(costs, works, shards=shards, per_shard=rounds, capacity=capacity)
+    by_worker = balance_items(costs, works, shards=shards, per_shard=rounds, capacity=capacity)
     if by_worker is None:
         by_worker = assign_packs(_whole(packs, costs, shards * rounds), works, shards, balance=True)
     if even is None:
-        even = in_rounds(by_worker, costs, works, shards=shards, capacity=capacity)
+        even = assign_rounds(by_worker, costs, works, shards=shards, capacity=capacity)
     level_enough = _busiest(even, works, shards) <= _nearly(_busiest(by_worker, works, shards))
     return even if meeting == "microbatch" or level_enough else by_worker
 
 
 def _whole(packs: Packs, costs: IntArray, num: int) -> Packs:
     """Return the packs with filler, split to *num* microbatches."""
-    return with_bin_count(with_filler(packs, costs.size), costs, minimum=num, multiple=1)
+    return with_bin_count(add_filler(packs, costs.size), costs, minimum=num, multiple=1)
 
 
 def _busiest(labels: IntArray, works: IntArray, shards: int) -> int:
@@ -254,7 +254,7 @@ def shard_dynamic(
     parts = []
     for batch in global_batches(array.size, batch_size):
         costs = padded[batch.start : batch.stop]
-        items = filled(costs, round_up(costs.size, shards))
+        items = fill_slots(costs, round_up(costs.size, shards))
         ascending = items[np.argsort(array[batch.start : batch.stop][items], kind="stable")]
         # Microbatch of each row. A row is as wide as the longest sequence of any worker.
         rows = costs[ascending[shards - 1 :: shards]]

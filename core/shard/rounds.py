@@ -198,7 +198,7 @@ class _Fill:
         return float(left - taken) / len(self._light)
 
 
-def in_rounds(labels: IntArray, costs: IntArray, works: IntArray, *, shards: int, capacity: int) -> IntArray:
+def assign_rounds(labels: IntArray, costs: IntArray, works: IntArray, *, shards: int, capacity: int) -> IntArray:
     """
     Assign microbatches to workers, so that those of a round have equal work and workers about equal
     sums. Microbatch k of a worker runs at the same time as microbatch k of the others.

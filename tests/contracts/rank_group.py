@@ -101,9 +101,9 @@ def _lose_in_flags(group: TorchGroup) -> None:
 def _lose_in_backward(group: TorchGroup) -> None:
     import torch
 
-    from packplan.adapters.ranks.torch_group import lost_ranks_named
+    from packplan.adapters.ranks.torch_group import name_lost_ranks
 
-    with lost_ranks_named(group.rank):
+    with name_lost_ranks(group.rank):
         loss = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))(torch.ones(2, 4)).sum()
         _kill(1, group)
         loss.backward()

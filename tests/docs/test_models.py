@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-from packplan.adapters.families import is_unpacked
 from tests.models_page import packing_families, unpacked_families
 
 ROOT = Path(__file__).parents[2]
@@ -34,5 +33,3 @@ def test_the_code_knows_the_families_that_do_not_pack():
 
     assert sorted(unpacked_families()) == listed
     assert not unpacked_families() & packing_families().keys()
-    assert is_unpacked("bloom")
-    assert not is_unpacked("qwen3")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from packplan.adapters.context_parallel import context_parallel, gather_row
+from packplan.adapters.context_parallel import context_parallel
 from packplan.core.context_parallel import PackedLayout
 
 LENGTHS = [13, 1, 30, 8, 2]
@@ -86,8 +86,10 @@ def share(
         dist.all_reduce(parameter.grad)
     loss = loss.detach()
     dist.all_reduce(loss)
+    parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, logits.detach())
     return {
-        "logits": gather_row(logits.detach(), layout=layout)[0, layout.is_token],
+        "logits": torch.cat(parts, dim=1)[0, layout.restore][layout.is_token],
         "loss": loss,
         "gradients": {name: p.grad for name, p in model.named_parameters()},
         "work": layout.causal_work(),

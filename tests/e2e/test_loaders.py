@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from packplan.adapters.lifeline import lost_processes_named
+from packplan.adapters.lifeline import name_lost_processes
 from packplan.adapters.ranks.heartbeat import Heartbeat
 from packplan.adapters.samples import measurer
 from packplan.adapters.trainer.loader import PackedDataset, PackLoader
@@ -76,7 +76,7 @@ def test_a_process_that_measures_and_is_killed_is_named_with_its_key(write_run, 
 )
 def test_what_torch_says_of_lost_workers_is_named(said, advice):
     """With what to do about it."""
-    with pytest.raises(RunError) as raised, lost_processes_named("loading data", "lower it"):
+    with pytest.raises(RunError) as raised, name_lost_processes("loading data", "lower it"):
         raise RuntimeError(said)
 
     for part in (said.strip().rstrip("."), advice, "lower it"):
@@ -85,7 +85,7 @@ def test_what_torch_says_of_lost_workers_is_named(said, advice):
 
 def test_other_errors_of_torch_keep_their_traceback():
     """Memory of a GPU is not that of a process that loads."""
-    with pytest.raises(RuntimeError, match="CUDA"), lost_processes_named("loading data", "lower it"):
+    with pytest.raises(RuntimeError, match="CUDA"), name_lost_processes("loading data", "lower it"):
         raise RuntimeError("CUDA error: out of memory")
 
 

@@ -4,8 +4,8 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,9 +14,9 @@ PATIENCE_S = 600
 
 def pool(_: Path) -> list[int]:
     """Start processes that measure."""
-    from packplan.adapters.lifeline import ctrl_c_kept, open_pool
+    from packplan.adapters.lifeline import keep_ctrl_c, open_pool
 
-    with ctrl_c_kept():
+    with keep_ctrl_c():
         started = open_pool(2, _say, "ready")
         named = [started.submit(_pid_and_pause, 0.2) for _ in range(4)]
     pids = {future.result() for future in named}
@@ -29,18 +29,11 @@ def loader(folder: Path) -> list[int]:
     """Start the workers of a trainer's loader, each in the middle of a long sample."""
     from torch.utils.data import DataLoader
 
-    from packplan.adapters.trainer.base import PackingTrainer
+    from packplan.adapters.trainer.loader import open_worker
 
-    args = SimpleNamespace(
-        dataloader_num_workers=2, dataloader_pin_memory=False, dataloader_persistent_workers=True,
-        dataloader_prefetch_factor=2,
-    )  # fmt: skip
-    trainer: Any = SimpleNamespace(
-        args=args,
-        group=SimpleNamespace(rank=0),
-        _maybe_multiprocessing_context=lambda _: {"multiprocessing_context": "fork"},
-    )
-    KEPT.append(iter(DataLoader(_Endless(folder), **PackingTrainer._worker_options(trainer))))
+    start = partial(open_worker, num_workers=2, rank=0)
+    options: Any = {"num_workers": 2, "multiprocessing_context": "fork", "worker_init_fn": start}
+    KEPT.append(iter(DataLoader(_Endless(folder), **options)))
     return _noted(folder, 2)
 
 
