@@ -52,7 +52,7 @@ class PackingMetrics:
 
     @property
     def efficiency(self) -> float:
-        """`ceil(tokens / capacity)` over the number of packs."""
+        """Least number of packs by tokens alone, over the number of packs; 1 is ideal."""
         return self.full_packs / self.num_packs
 
     @property

@@ -214,7 +214,7 @@ def count_up(counts: IntArray, *, starts: IntArray, dtype: type[np.signedinteger
 
 
 def _in_order_of_first_sample(labels: NDArray[np.int32], num_labels: int) -> NDArray[np.int32]:
-    """Renumber labels by where they first occur."""
+    """Renumber packs by their first sample; *labels* has the pack of each sample."""
     first = np.empty(num_labels, dtype=np.int64)
     # Assigned back to front: of equal labels, the first sample is written last, and stays.
     for end in range(labels.size, 0, -BLOCK):

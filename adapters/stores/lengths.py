@@ -279,7 +279,7 @@ class DiskLengthStore:
         self._media.cut()
 
     def digest(self) -> str:
-        """Return the SHA-256 hex digest of the rows of all records."""
+        """Return the SHA-256 hex digest of all stored measurements."""
         return str(self._samples.entry()["sha256"])
 
     def _rows(self, manifest: Mapping[str, Any]) -> Stored:

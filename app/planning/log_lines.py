@@ -120,8 +120,9 @@ def _log_epochs(split: Split, schedule: EpochSchedule) -> None:
 
 def drawn_of_sources(record: EpochRecord, files: Sequence[DataFile]) -> str:
     """
-    Return the samples and the share of the tokens that an epoch draws of each source; empty for one
-    source.
+    Return, as text, how many samples and which share of the tokens an epoch draws from each source.
+
+    The text of one source is empty.
 
     Args:
         record: Record of the epoch.

@@ -250,7 +250,7 @@ def _ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
 
 
 def _as_run(command: SwiftCommand) -> RunConfig:
-    """Return the data, packs, schedule and step of a command by the keys of a run."""
+    """Return the run by which a command of ms-swift is planned and forecast."""
     arguments = command.arguments
     shared = {field.name for field in attrs.fields(TrainingConfig)} - {"resume_from_checkpoint", "trainer"}
     values = {name: value for name in shared if (value := getattr(arguments, name, None)) is not None}

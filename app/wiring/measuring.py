@@ -73,7 +73,7 @@ def open_step_tracer(
     Args:
         config: The run.
         samples: Samples of `train`.
-        attention: Attention of the result of `as_traced`.
+        attention: Attention that was decided for `as_traced(config)`.
         sharding: Way in which ranks share the model.
         world_size: Ranks.
         accumulates: Whether a step has several microbatches.

@@ -107,7 +107,7 @@ def key_faults(section: Any, prefix: str = "") -> Iterator[Fault]:
 
 def must(holds: Callable[[Any], bool], wanted: str) -> Check:
     """
-    Return a check by a predicate.
+    Return a check that accepts a value if *holds(value)* is true.
 
     Args:
         holds: Whether a value is right.

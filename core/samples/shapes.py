@@ -98,11 +98,11 @@ class Shaped:
 
 def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = None) -> Shaped:
     """
-    Recognise the shape of a record, and return it as messages.
+    Recognise the shape of a record; return its name, and the record as messages.
 
     Args:
         record: A JSON object of a data file.
-        columns: Names of the record's keys -> names of `READ`.
+        columns: Key in the record -> key that a shape reads, one of `READ`.
 
     Raises:
         ValueError: It has no known shape, or would lose something.

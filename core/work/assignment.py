@@ -153,7 +153,7 @@ def bounds_of_steps(works: IntArray, *, world_size: int, accumulation: int, meet
 
 
 def _bounds(rows: IntArray, world_size: int) -> IntArray:
-    """Return the lower bound of the busiest rank's work, for steps whose works ascend in *rows*."""
+    """Return the lower bound of the busiest rank's work; *rows* are steps' works, ascending."""
     packs_of_rank = rows.shape[1] // world_size
     if packs_of_rank == 2:
         # The heaviest together with the lightest is optimal.

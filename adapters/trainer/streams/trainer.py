@@ -61,7 +61,7 @@ class StreamTotals:
 
 
 class FinishStream(TrainerCallback):
-    """Evaluates and saves after the last step of a stream, which is known when the epoch ends."""
+    """Evaluates and saves when a stream's last epoch ends; only then is its last step known."""
 
     def __init__(self, ends_training: Callable[[], bool]) -> None:
         """
