@@ -13,10 +13,9 @@ attn_implementation="packplan")`. All of it needs the extra `hf`.
 
 from __future__ import annotations
 
-from packplan.adapters.hf.attention import separate_samples
 from packplan.adapters.hf.balance import balance
 from packplan.adapters.hf.training import token_mean, use_plan
-from packplan.adapters.hf.unpad import unpad
+from packplan.adapters.hf.unpad import separate_samples, unpad
 from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.loaders.rows import PACK, PackInputs, RowsOfPacks, flatten, learned, refuse_other_packs
 

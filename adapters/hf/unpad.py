@@ -1,12 +1,14 @@
 """
-`unpad`: a model computes no padding of the batches that any trainer gives it.
+A model computes no padding of the batches that any trainer gives it (`unpad`), or is shown to keep
+the samples of packed rows apart (`separate_samples`).
 
-It finds where the model's calls are packed and by which positions, by asking the model for padded
-rows with and without the hooks of `packed_calls`.
+`unpad` finds where the model's calls are packed and by which positions, by asking the model for
+padded rows with and without the hooks of `packed_calls`.
 """
 
 import logging
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -17,13 +19,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from packplan.adapters.attention import NAME, PADDINGS, attend_as, native_attention
 from packplan.adapters.families import trained_config, trained_part
-from packplan.adapters.hf.attention import attend_apart
 from packplan.adapters.hf.packed_calls import HOOKED, POSITIONS, TextStack, Unpadding
 from packplan.adapters.models import evaluating
-from packplan.adapters.probe import plain_ids
+from packplan.adapters.probe import place_of, plain_ids, probe_config, probe_loaded
 from packplan.adapters.proof.comparison import compare_values, limit_of, rounds_choices, watch_pass
 from packplan.adapters.proof.gradients import logit_reaches
-from packplan.core.equality import VARLEN, AttentionChoice, ProbeResult
+from packplan.core.equality import AUTO, VARLEN, AttentionChoice, ProbeResult, choose_attention
 from packplan.core.errors import ArgumentError, ModelError
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,59 @@ def unpad(model: Any, *, logits: bool = True) -> Unpadding:
     else:
         attention = attend_apart(inner, named=NAME)
     return _hook(inner, native=attention.native, logits=logits)
+
+
+def separate_samples(model: Any, *, named: str | None = None, whole: bool = True) -> AttentionChoice:
+    """
+    Let a model attend within the samples of a packed row, and return how.
+
+    A model that was loaded with `attn_implementation="packplan"` takes the fastest attention that
+    is shown to work. Another one keeps its own. First a small copy of the model is probed, in some
+    seconds, and then the model itself: gradients between samples have to be exactly 0, and samples
+    equal to themselves alone.
+
+    Args:
+        model: Model of transformers, perhaps with adapters.
+        named: Attention that was asked for; None takes the one that the model was loaded with.
+        whole: Whether this process holds all weights. Otherwise only the small copy is probed.
+
+    Raises:
+        ModelError: It cannot be shown.
+    """
+    loaded = trained_config(model.config)._attn_implementation  # noqa: SLF001  # has no public name
+    choice = attend_apart(model, named=named or loaded)
+    if not whole:
+        return choice
+    why_not = probe_loaded(model, native=choice.native).why_not(limit=limit_of(model))
+    if why_not is not None:
+        reason = f"the loaded model ({place_of(model)}) was asked, and {why_not}"
+        raise ModelError.isolation(trained_config(model.config).model_type, named or loaded, reason)
+    return choice
+
+
+def attend_apart(model: Any, *, named: str) -> AttentionChoice:
+    """
+    Set an attention by which a small copy of a model keeps samples apart, and return it.
+
+    Args:
+        model: Model of transformers.
+        named: Attention; `packplan` takes the fastest that is shown to work.
+
+    Raises:
+        ModelError: It cannot be shown.
+    """
+    config = trained_config(model.config)
+    attn_impl = AUTO if named == NAME else named
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    verdict = probe_config(config, attn_impl=attn_impl, on_cpu=on_cpu)
+    flash = find_spec("flash_attn") is not None
+    choice = choose_attention(attn_impl, verdict, flash_installed=flash, on_cpu=on_cpu)
+    if choice.leak is not None:
+        raise ModelError.isolation(verdict.model_type, named, choice.leak)
+    if attn_impl == AUTO and choice.backend != config._attn_implementation:  # noqa: SLF001  # has no public name
+        model.set_attn_implementation(choice.backend)
+    attend_as(model, choice)
+    return choice
 
 
 def reads_both_ways(config: Any) -> bool:

@@ -7,11 +7,10 @@ from swift.trainers import Seq2SeqTrainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from packplan.adapters.attention import NAME, with_text_row
-from packplan.adapters.hf.attention import separate_samples
 from packplan.adapters.hf.following import ServesPacks, add_base, require_same_rows
 from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import refuse
-from packplan.adapters.hf.unpad import unpad
+from packplan.adapters.hf.unpad import separate_samples, unpad
 from packplan.adapters.loaders.batches import saved_progress
 from packplan.adapters.models import load_strictly
 from packplan.adapters.swift.packs import PackCollator, PlannedPacks

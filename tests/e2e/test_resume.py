@@ -16,24 +16,21 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
+from transformers import AutoModelForCausalLM, TrainerState
 
-import packplan as pp
-from packplan.adapters.hf.following import PackplanProgress, ServesPacks
-from packplan.adapters.loaders.batches import PackBatches, saved_progress
+from packplan.adapters.hf.following import ServesPacks
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer_state import read_state, seal_saves
 from packplan.app import sft
 from packplan.app.wiring.ranks import alone_in_output
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.trainers import open_checkpoint
-from packplan.core.errors import ConfigError, OutputError, PackplanError, StaleError
+from packplan.core.errors import ConfigError, OutputError, StaleError
 from packplan.core.fingerprint import seal, unseal
 from packplan.core.schedule import ORDER_VERSION, ResumeState
 from tests.e2e import rank_main
 from tests.e2e.ready import train
 from tests.processes import finished
-from tests.references import changed
 
 pytestmark = pytest.mark.slow
 
@@ -256,22 +253,6 @@ def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(  # noqa: PLR0917  # fixt
     found = open_checkpoint(last, OneRank(), ResumeState)
 
     assert (str(whole), 2) == (found.folder, found.resume_state.progress.step)
-
-
-def test_no_changed_checkpoint_of_another_trainer_is_loaded(tmp_path):
-    """Whatever number, text or key of the state of `use_plan` and of the trainer itself."""
-    plan = pp.plan([5, 40, 33, 60, 12, 29, 51, 8, 47, 20, 36], 64)
-    progress = PackplanProgress(PackBatches(plan.schedule(epochs=2), plan=plan.checksum))
-    progress.step = 2
-    state = TrainerState(global_step=2, log_history=[{"loss": 0.1}], stateful_callbacks=[progress, TrainerControl()])
-    seal_saves(state)
-    state.save_to_json(tmp_path / "trainer_state.json")
-    PackBatches(plan.schedule(epochs=2), plan=plan.checksum).load_state_dict(saved_progress(tmp_path))
-
-    for other in changed(json.loads((tmp_path / "trainer_state.json").read_text())):
-        (tmp_path / "trainer_state.json").write_text(json.dumps(other))
-        with pytest.raises(PackplanError, match=re.escape(str(tmp_path))):
-            saved_progress(tmp_path)
 
 
 def test_a_model_of_a_hub_is_known_by_its_name_in_another_trainer(demo):
