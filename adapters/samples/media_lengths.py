@@ -113,37 +113,41 @@ def prove_lengths(template: Template) -> tuple[ImageLengths | None, str]:
     return None, "; ".join(failures)
 
 
+# Processes that measure are given these, so they are functions of the module.
+
+
+def _qwen_cost(patch: int, merge: int, most: int | None, width: int, height: int) -> MediaCost:
+    # Both sides are rounded to whole merged patches within the limits.
+    width, height = shrink_size(width, height, most)
+    rows, columns = vision_process.smart_resize(height, width, factor=patch * merge)
+    patches = int(rows // patch) * int(columns // patch)
+    if not patches:
+        message = f"the limits of qwen_vl_utils leave an image of {width} x {height} no size"
+        raise ValueError(message)
+    return MediaCost(patches // merge**2, patches)
+
+
+def _processor_cost(processor: Any, unit: int, most: int | None, width: int, height: int) -> MediaCost:
+    width, height = shrink_size(width, height, most)
+    said = processor._get_num_multimodal_tokens(image_sizes=[(height, width)])  # noqa: SLF001  # no public way
+    return MediaCost(int(said.num_image_tokens[0]), int(said.num_image_patches[0]) * unit)
+
+
 def _image_lengths(template: Template, stands: MediaCost) -> Iterator[ImageLengths]:
     """Yield the ways that a template may have, where the stand-in's sample costs *stands*."""
     processor, most = template.processor, template.max_pixels
     images: Any = getattr(processor, "image_processor", None)
     patch: Any = getattr(images, "patch_size", None)
     merge: Any = getattr(images, "merge_size", None)
-
-    def qwen_cost(width: int, height: int) -> MediaCost:
-        # Both sides are rounded to whole merged patches within the limits.
-        width, height = shrink_size(width, height, most)
-        rows, columns = vision_process.smart_resize(height, width, factor=patch * merge)
-        patches = int(rows // patch) * int(columns // patch)
-        if not patches:
-            message = f"the limits of qwen_vl_utils leave an image of {width} x {height} no size"
-            raise ValueError(message)
-        return MediaCost(patches // merge**2, patches)
-
-    def processor_cost(width: int, height: int, unit: int = 1) -> MediaCost:
-        width, height = shrink_size(width, height, most)
-        said = processor._get_num_multimodal_tokens(image_sizes=[(height, width)])  # noqa: SLF001  # no public way
-        return MediaCost(int(said.num_image_tokens[0]), int(said.num_image_patches[0]) * unit)
-
     # A template that resizes by qwen_vl_utils names its function.
     resizes = "fetch_image" in type(template).replace_tag.__code__.co_names
     if resizes and isinstance(patch, int) and isinstance(merge, int):
-        yield ImageLengths("the arithmetic of qwen_vl_utils", qwen_cost)
+        yield ImageLengths("the arithmetic of qwen_vl_utils", partial(_qwen_cost, patch, merge, most))
     if hasattr(processor, "_get_num_multimodal_tokens"):
         # What it counts is a patch, or a tile of many.
-        units = processor_cost(*DUMMY_SIZE).patches
-        unit = stands.patches // units if units else 1
-        yield ImageLengths(f"what {type(processor).__name__} says of sizes", partial(processor_cost, unit=unit))
+        units = _processor_cost(processor, 1, most, *DUMMY_SIZE).patches
+        says = partial(_processor_cost, processor, stands.patches // units if units else 1, most)
+        yield ImageLengths(f"what {type(processor).__name__} says of sizes", says)
 
 
 _LARGE = (150, 70)
