@@ -1,7 +1,6 @@
 """
 Progress of long stages, with the time left: a bar on a terminal, a log line every 30 s elsewhere.
 
-`waiting` shows a short wait without steps as a line on a terminal, and removes it at the end.
 `hide` turns all of it off.
 """
 
@@ -10,7 +9,6 @@ import logging
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,8 +25,7 @@ LINE_S = 30.0
 BRIEF_S = 2.0
 """Delay of the bar for stages that may be short: `delay=BRIEF_S`."""
 
-NOTICED_S = 0.5
-"""Seconds of silence that a person at a terminal notices."""
+_LOADING = "packplan: loading torch, transformers and ms-swift …"
 
 _CLEAR = "\r\033[K"
 """Control sequence that removes the terminal line of the cursor."""
@@ -42,59 +39,35 @@ def hide(*, hidden: bool) -> None:
 
 
 @contextmanager
-def waiting(what: str, *, file: TextIO | None = None, noticed_s: float = NOTICED_S) -> Iterator[None]:
+def loading_libraries(*, file: TextIO | None = None) -> Iterator[None]:
     """
-    Show the task of this process on a terminal if it takes long, and remove the line at the end.
-
-    Args:
-        what: Task.
-        file: Terminal; None for standard error.
-        noticed_s: Seconds before the line is shown.
-    """
-    file = sys.stderr if file is None else file
-    if _state["hidden"] or file is None or not file.isatty() or os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    over = threading.Event()
-    thread = threading.Thread(target=_show, args=(what, file, over, noticed_s), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-@contextmanager
-def loading_libraries() -> Iterator[None]:
-    """
-    Show that torch, transformers and ms-swift are being imported, and pause garbage collection.
+    Show on a terminal that torch, transformers and ms-swift are being imported, and pause garbage
+    collection. The line is removed at the end.
 
     Imports make a million objects that live as long as the process. Collecting garbage among them
     took 1.3 s of 8.
+
+    Args:
+        file: Terminal; None for standard error.
     """
+    file = sys.stderr if file is None else file
+    is_shown = not _state["hidden"] and file.isatty() and os.environ.get("RANK", "0") == "0"
+    if is_shown:
+        # The cursor returns to the line's start, so that other output replaces the line. A line
+        # that wraps could not be removed.
+        file.write(_LOADING[: shutil.get_terminal_size().columns - 1] + "\r")
+        file.flush()
     collects = gc.isenabled()
     gc.disable()
     try:
-        with waiting("loading torch, transformers and ms-swift"):
-            yield
+        yield
     finally:
         gc.freeze()
         if collects:
             gc.enable()
-
-
-def _show(what: str, file: TextIO, over: threading.Event, noticed_s: float) -> None:
-    """Show a line after *noticed_s* seconds until *over* is set."""
-    if over.wait(noticed_s):
-        return
-    # The cursor returns to the line's start, so that other output replaces the line. A line that
-    # wraps could not be removed.
-    file.write(f"packplan: {what} …"[: shutil.get_terminal_size().columns - 1] + "\r")
-    file.flush()
-    over.wait()
-    file.write(_CLEAR)
-    file.flush()
+        if is_shown:
+            file.write(_CLEAR)
+            file.flush()
 
 
 def progress(
