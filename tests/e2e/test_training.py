@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import multiprocessing
 import os
 import signal
 from collections import Counter
@@ -19,7 +18,6 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from packplan.adapters import lifeline
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples import measurer
 from packplan.adapters.trainer import base, static
@@ -241,9 +239,6 @@ def test_a_text_edited_in_a_copy_after_planning_stops_the_run_and_is_named(write
 def test_several_processes_measure_the_same(demo, write_run, monkeypatch):
     """A pool of two gives the table of one process, and the first bad record's own error."""
     monkeypatch.setattr(measurer.os, "cpu_count", lambda: 2)
-    # Workers that are spawned import the stack, too; these come from the server, which has.
-    context = multiprocessing.get_context("forkserver")
-    monkeypatch.setattr(lifeline.multiprocessing, "get_context", lambda _: context)
     config = read_config(write_run())
     samples = open_measurer(config, open_encoders(config)["train"])
     samples.pool_start_s = 0.0
