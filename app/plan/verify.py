@@ -20,8 +20,8 @@ import numpy as np
 
 from packplan.adapters.progress import loading_libraries, progress
 from packplan.app.cli.command import add_config_arguments, whole_number
-from packplan.app.plan.stored import splits_of
 from packplan.app.planning.epochs import EpochPlanner
+from packplan.app.planning.schedule import require_static
 from packplan.app.planning.split import Split, plan_samples, samples_of
 from packplan.app.planning.stored_lengths import refusals
 from packplan.app.wiring.commands import read_run
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Verify, print, and fail if anything is wrong."""
     config = read_run(options.config, options.overrides)
-    splits = splits_of(config, None)
+    require_static(config)
 
     with loading_libraries():
         from packplan.app.wiring.splits import open_splits
@@ -74,13 +74,13 @@ def run(options: argparse.Namespace) -> None:
     opened = open_splits(config)
     found: dict[str, list[Finding]] = {}
     absent: list[NotBuiltError] = []
-    for split in splits:
+    for name, split in opened.items():
         try:
-            found[split] = list(verify(opened[split], num_samples=options.samples, decode=options.decode))
+            found[name] = list(verify(split, num_samples=options.samples, decode=options.decode))
         except NotBuiltError as error:
-            found[split] = [Finding("artefacts", error.folder, f"{error.reason}: build measures and plans")]
+            found[name] = [Finding("artefacts", error.folder, f"{error.reason}: build measures and plans")]
             absent.append(error)
-    if len(absent) == len(splits):
+    if len(absent) == len(opened):
         raise absent[0]
     number = sum(map(len, found.values()))
     if options.json:
