@@ -84,14 +84,14 @@ def run(options: argparse.Namespace) -> None:
         raise absent[0]
     number = sum(map(len, found.values()))
     if options.json:
-        rows = [{"split": split, **attrs.asdict(one)} for split, findings in found.items() for one in findings]
+        rows = [{"split": name, **attrs.asdict(one)} for name, findings in found.items() for one in findings]
         print(json.dumps({"passed": not number, "findings": rows}, indent=2))
     else:
-        for split, findings in found.items():
+        for name, findings in found.items():
             for one in findings:
-                print(f"{split}: {one}")
+                print(f"{name}: {one}")
             if not findings:
-                print(f"{split}: nothing is wrong with {counted(len(opened[split].source), 'record')} and their plan")
+                print(f"{name}: nothing is wrong with {counted(len(opened[name].source), 'record')} and their plan")
     if number:
         raise MismatchError("unsound", f"{counted(number, 'finding')}: what is stored is not what training would use")
 
