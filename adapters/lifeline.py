@@ -125,12 +125,12 @@ def open_pool(workers: int, prepare: Callable[..., None], *arguments: Any) -> Pr
         prepare: Called first in each process.
         *arguments: Arguments of *prepare*.
     """
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _prepare_process, (prepare, arguments))
 
-    def prepare_process() -> None:
-        end_with_parent()
-        prepare(*arguments)
 
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), prepare_process)
+def _prepare_process(prepare: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    end_with_parent()
+    prepare(*arguments)
 
 
 def hide_broken_handover() -> None:
