@@ -52,15 +52,15 @@ class Algorithm:
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
-        "auto": Algorithm("1", over_runs=True),
+        "auto": Algorithm("2", over_runs=True),
         "constant_volume": Algorithm("1", over_runs=True),
         "best_fit_decreasing": Algorithm("1", over_runs=True),
         "first_fit_decreasing": Algorithm("1", over_runs=True),
         "modified_first_fit_decreasing": Algorithm("1", over_runs=True),
         "concatenative": Algorithm("1", keeps_order=True),
         "first_fit_shuffle": Algorithm("1", draws=True),
-        "balanced": Algorithm("4", weighs=True, reports=True),
-        "certified": Algorithm(f"1, scipy {scipy.__version__}", draws=True, reports=True),
+        "balanced": Algorithm("5", weighs=True, reports=True),
+        "certified": Algorithm(f"2, scipy {scipy.__version__}", draws=True, reports=True),
     }
 )
 """Algorithms that `pack` and `PlanPolicy` may name."""

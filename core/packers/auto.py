@@ -1,8 +1,9 @@
 """
 Auto: the packs of constant volume, and fewer where a bounded search finds them.
 
-The search fills bins exactly where packs hold many samples, and in the proportions of a linear
-program where they hold few. Its effort is a fixed number of steps and a number for each sample.
+The search fills bins exactly where packs hold many samples, or where constant volume is nearly good
+enough. Else it fills them in the proportions of a linear program. Its effort is a fixed number of
+steps and a number for each sample.
 """
 
 from collections.abc import Iterator
@@ -17,23 +18,21 @@ from packplan.core.patterns import Filling, trace_of
 from packplan.core.patterns.certificate import quick_bound, reduced
 from packplan.core.patterns.effort import Effort, SpentError
 from packplan.core.patterns.fill import fill_exactly, refill
-from packplan.core.patterns.guided import fill_guided
+from packplan.core.patterns.guided import NUM_GROUPS, fill_guided
 from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_RUNS
 from packplan.core.runs import PackingTrace, Runs
 
-_CLOSE, _DONE = 500, 2000
-"""
-Packs per pack above the bound that is worth no search (0.2 %), and per pack that ends it.
-"""
+_CLOSE, _DONE = 1000, 2000
+"""Packs per pack above the bound that is worth no search (0.1 %), and per pack that ends it."""
 
 _EFFORT, _EFFORT_OF_A_SAMPLE = 2_800_000, 4
 """Steps of the search: the larger of a fixed number, of less than a second, and some a sample."""
 
-_MANY = 6
-"""Samples of a pack from which on exact filling comes first. It then reaches the bound, mostly."""
-
-_NUM_GROUPS = 96
-"""Groups of the first guided filling. Each further one has twice as many."""
+_MANY, _NEAR = 6, 200
+"""
+Samples of a pack from which on exact filling comes first, and packs per pack above the bound up to
+which it does. It then reaches the bound, mostly.
+"""
 
 
 def auto(runs: Runs, *, capacity: int) -> PackingTrace:
@@ -57,7 +56,7 @@ def _fewer(best: PackingTrace, runs: Runs, *, capacity: int, bound: int) -> Pack
     num_samples = sum(runs.counts)
     effort = Effort(max(_EFFORT, _EFFORT_OF_A_SAMPLE * num_samples))
     searches = [_exact(runs, capacity, bound, effort), _guided(runs, capacity, effort)]
-    if num_samples < _MANY * best.num_bins:
+    if num_samples < _MANY * best.num_bins and best.num_bins > bound + bound // _NEAR:
         searches.reverse()
     with suppress(SpentError):
         for filling in chain(*searches):
@@ -74,8 +73,11 @@ def _exact(runs: Runs, capacity: int, bound: int, effort: Effort) -> Iterator[Fi
 
 
 def _guided(runs: Runs, capacity: int, effort: Effort) -> Iterator[Filling]:
-    """Yield guided fillings of ever finer groups, while less than half of the effort is spent."""
-    enough, num_groups = effort.left / 2, _NUM_GROUPS
+    """
+    Yield guided fillings of ever more groups, twice as many each, while less than half of the
+    effort is spent.
+    """
+    enough, num_groups = effort.left / 2, NUM_GROUPS
     while effort.left > enough:
         yield fill_guided(runs, capacity=capacity, num_groups=num_groups, effort=effort)
         if num_groups >= len(runs.sizes):

@@ -12,6 +12,7 @@ from packplan.core.lengths import IntArray
 from packplan.core.patterns import Filling, Pattern, num_packs
 from packplan.core.patterns.effort import Effort, SpentError
 from packplan.core.patterns.fill import fill_exactly, refill
+from packplan.core.patterns.guided import fill_quickly
 from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_RUNS, relax
 from packplan.core.runs import Runs
 
@@ -122,11 +123,7 @@ def _search(runs: Runs, *, capacity: int, known: int, effort: Effort, bound: int
     drawn = refill(drawn, runs, capacity=capacity, enough=bound, effort=effort)
     if num_packs(drawn) == bound:
         return Certificate(bound, drawn, [], "reached")
-    fillings = [
-        drawn,
-        fill_exactly(runs, capacity=capacity, effort=effort),
-        fill_exactly(runs, capacity=capacity, effort=effort, largest_first=False, seed=0),
-    ]
+    fillings = [drawn, fill_quickly(runs, capacity=capacity, effort=effort)]
     best = min(fillings, key=num_packs)
     enough = min(known, num_packs(best))
     relaxation = relax(runs, capacity=capacity, fillings=fillings, bound=bound, enough=enough, effort=effort)

@@ -5,7 +5,8 @@ A step is the completion of a bin for one run in exact filling, about a third of
 other searches count steps of about the same time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import inf
 
 REPORT_EVERY = 1_000_000
@@ -28,6 +29,17 @@ class Effort:
         if steps > self.left:
             raise SpentError
         self.left -= steps
+
+    @contextmanager
+    def part(self, most: float) -> Iterator["Effort"]:
+        """Give an effort of *most* steps, or of those that remain, whose rest is given back."""
+        steps = int(min(most, self.left))
+        self.spend(steps)
+        own = Effort(steps)
+        try:
+            yield own
+        finally:
+            self.left += own.left
 
 
 class ReportedEffort(Effort):

@@ -33,35 +33,27 @@ _BITS_OF_A_STEP = 1 << 15
 """Bits that one step shifts. Larger capacities take proportionally more steps."""
 
 
-def fill_exactly(
-    runs: Runs, *, capacity: int, effort: Effort, largest_first: bool = True, seed: int | None = None
-) -> Filling:
+def fill_exactly(runs: Runs, *, capacity: int, effort: Effort, seed: int) -> Filling:
     """
-    Pack all samples, bin by bin.
+    Pack all samples, bin by bin, each from the longest sample left.
 
     Args:
         runs: Runs of lengths from 1 to *capacity*; counts may be 0.
         capacity: Tokens a bin may hold.
         effort: Limit of the filling; SpentError beyond.
-        largest_first: Whether each bin starts with the longest sample left. Otherwise with a drawn
-            one.
         seed: Seed of the runs that complete bins, so that the samples left stay a fair selection.
-            None completes with the longest that fit, which leaves short ones for the end.
     """
     sizes, left = runs.sizes, list(runs.counts)
     alive = [run for run, count in enumerate(left) if count]
-    draws = _draws(left, seed) if seed is not None else None
+    draws = _draws(left, seed)
     negated = [-size for size in sizes]
     filling: Filling = []
     while alive:
-        start = alive[0] if largest_first or draws is None else _first_left(draws, left, alive)
+        start = alive[0]
         left[start] -= 1
         room = capacity - sizes[start]
-        pattern: Pattern = {}
-        total = 0
         effort.spend(_STEPS_OF_A_BIN)
-        if draws is not None:
-            total, pattern = _complete_filling(room, _draw_fitting(draws, sizes, left, room), sizes, left, effort)
+        total, pattern = _complete_filling(room, _draw_fitting(draws, sizes, left, room), sizes, left, effort)
         if total < room:
             fitting = bisect_left(alive, bisect_left(negated, -room))
             found = _complete_filling(room, alive[fitting:], sizes, left, effort)
@@ -180,8 +172,3 @@ def _draw_fitting(draws: Iterator[int], sizes: list[int], left: list[int], room:
             if len(chosen) == NUM_DRAWN:
                 break
     return list(chosen)
-
-
-def _first_left(draws: Iterator[int], left: list[int], alive: list[int]) -> int:
-    """Return a drawn run that has samples left."""
-    return next((run for _, run in zip(range(NUM_DRAWN), draws, strict=False) if left[run]), alive[0])

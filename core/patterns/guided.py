@@ -27,6 +27,9 @@ from packplan.core.patterns.effort import Effort, SpentError
 from packplan.core.patterns.relaxation import solve_knapsack
 from packplan.core.runs import Runs
 
+NUM_GROUPS, _STEPS, _STEPS_OF_A_SAMPLE = 96, 300_000, 50
+"""Groups of lengths in a usual program, and its effort: a fixed part and one for each sample."""
+
 _FIRST_SHARE, _SHARE = 0.8, 0.5
 """Least share of a program's bins that are filled: of the first program, and of the others."""
 
@@ -50,7 +53,7 @@ def fill_guided(runs: Runs, *, capacity: int, num_groups: int, effort: Effort) -
     Pack all samples.
 
     Args:
-        runs: Runs of lengths from 1 to *capacity*, counts >= 1.
+        runs: Runs of lengths from 1 to *capacity*; counts may be 0.
         capacity: Tokens a bin may hold.
         num_groups: Groups of lengths in a program, at most.
         effort: Limit of the programs, not infinite. First fit packs the samples that are then left.
@@ -75,11 +78,17 @@ def fill_guided(runs: Runs, *, capacity: int, num_groups: int, effort: Effort) -
     return bins.filling
 
 
+def fill_quickly(runs: Runs, *, capacity: int, effort: Effort) -> Filling:
+    """Pack all samples by guided filling, with a usual part of *effort*, which may be infinite."""
+    with effort.part(_STEPS + _STEPS_OF_A_SAMPLE * sum(runs.counts)) as own:
+        return fill_guided(runs, capacity=capacity, num_groups=NUM_GROUPS, effort=own)
+
+
 class _Bins:
     """Bins that are filled, and the samples that are left."""
 
     def __init__(self, runs: Runs, capacity: int) -> None:
-        self.alive = list(range(len(runs.sizes)))
+        self.alive = [run for run, count in enumerate(runs.counts) if count]
         self.left = list(runs.counts)
         self.filling: Filling = []
         self._sizes, self._negated, self._capacity = runs.sizes, [-size for size in runs.sizes], capacity
@@ -151,13 +160,9 @@ def _solve(longest: list[int], counts: IntArray, capacity: int, effort: Effort) 
     samples, in about the fewest bins that half of the effort finds.
     """
     effort.spend(_STEPS_OF_A_PROGRAM)
-    half = int(effort.left) // 2
-    effort.spend(half)
-    own = Effort(half)
     program = _Program(np.array(longest), counts, capacity)
-    with suppress(SpentError):
+    with suppress(SpentError), effort.part(int(effort.left) // 2) as own:
         program.improve(own)
-    effort.left += own.left
     return [
         (column, use)
         for column, use in zip(program.columns, program.uses.tolist(), strict=True)

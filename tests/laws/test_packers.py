@@ -268,7 +268,7 @@ GOLDEN = {
     "modified_first_fit_decreasing": "bcdf5e2a461f32c8",
     "concatenative": "1d516d4a4800d7a9",
     "first_fit_shuffle": "c2ea5bc2075f3fd1",
-    "certified": "bcdf5e2a461f32c8",
+    "certified": "a114447e0b1937fb",
 }
 
 
