@@ -79,7 +79,14 @@ def fill_guided(runs: Runs, *, capacity: int, num_groups: int, effort: Effort) -
 
 
 def fill_quickly(runs: Runs, *, capacity: int, effort: Effort) -> Filling:
-    """Pack all samples by guided filling, with a usual part of *effort*, which may be infinite."""
+    """
+    Pack all samples by guided filling, within a usual part of an effort.
+
+    Args:
+        runs: Runs of lengths from 1 to *capacity*; counts may be 0.
+        capacity: Tokens a bin may hold.
+        effort: Limit of the filling; may be infinite.
+    """
     with effort.part(_STEPS + _STEPS_OF_A_SAMPLE * sum(runs.counts)) as own:
         return fill_guided(runs, capacity=capacity, num_groups=NUM_GROUPS, effort=own)
 
