@@ -2,12 +2,18 @@
 Certified: the fewest packs that are found, together with a lower bound.
 
 The packs of `auto` come first, then whole bins from the linear relaxation over patterns, until
-packs and bound meet. All limits count iterations, so the result does not depend on the machine's
-speed. If a gap remains, packs in the order of the data and in a random one are tried: the plan is
-never worse than that of another algorithm.
+packs and bound meet. A dive takes the patterns with whole uses, and the best of the others until
+enough bins are fixed. The remaining samples are packed by guided filling, and exactly if they are
+few. Then the program is solved again for them.
+
+All limits count iterations, so the result does not depend on the machine's speed. If a gap remains,
+packs in the order of the data and in a random one are tried: the plan is never worse than that of
+another algorithm.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+import numpy as np
 
 from packplan.core.errors import counted
 from packplan.core.lengths import IntArray
@@ -15,11 +21,25 @@ from packplan.core.packers.auto import auto
 from packplan.core.packers.concatenative import concatenative
 from packplan.core.packers.first_fit_shuffle import first_fit_shuffle
 from packplan.core.packs import Packs
-from packplan.core.patterns import num_packs, trace_of
+from packplan.core.patterns import Filling, Pattern, key_of, num_packs, trace_of
 from packplan.core.patterns.certificate import certify, reduced
-from packplan.core.patterns.effort import ReportedEffort
-from packplan.core.patterns.rounding import dives
+from packplan.core.patterns.effort import Effort, ReportedEffort
+from packplan.core.patterns.fill import fill_exactly
+from packplan.core.patterns.guided import fill_quickly
+from packplan.core.patterns.relaxation import FloatArray, Master, solve_master
 from packplan.core.runs import PackingTrace, Runs
+
+MAX_DIVES = 40
+"""Limit of linear programs after the relaxation. Each has fewer samples than the one before."""
+
+_MIN_SHARE_OF_A_DIVE = 0.5
+"""Least share of the remaining packs that one dive fixes."""
+
+_FEW = 3000
+"""Samples up to which exact filling is tried beside guided filling."""
+
+_TINY = 1e-6
+"""Tolerance of the solver around zero."""
 
 
 def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[str], None]) -> Packs:
@@ -53,8 +73,67 @@ def _fewest(runs: Runs, *, capacity: int, report: Callable[[str], None]) -> tupl
     bound, best = certificate.bound, certificate.filling
     if best is None or known.num_bins == bound:
         return known, bound
-    searches = dives(runs, capacity=capacity, patterns=certificate.patterns)
+    searches = _dives(runs, capacity=capacity, patterns=certificate.patterns)
     while num_packs(best) > bound and (found := next(searches, None)) is not None:
         best = min(best, found, key=num_packs)
         report(f"{counted(min(num_packs(best), known.num_bins), 'pack')}, the bound is {bound:,}: looking for fewer")
     return min(known, trace_of(best), key=lambda trace: trace.num_bins), bound
+
+
+def _dives(runs: Runs, *, capacity: int, patterns: list[Pattern]) -> Iterator[Filling]:
+    """
+    Yield packings, each with more bins fixed by the linear program.
+
+    Args:
+        runs: Runs of lengths from 1 to *capacity*, counts >= 1.
+        capacity: Tokens a bin may hold.
+        patterns: Patterns of the relaxation, which include a packing of all samples.
+    """
+    left = list(runs.counts)
+    fixed: Filling = []
+    pool = {key_of(pattern): pattern for pattern in patterns}
+    for dive in range(1, MAX_DIVES + 1):
+        usable = [p for p in pool.values() if all(per_bin <= left[run] for run, per_bin in p.items())]
+        master = _solve(usable, runs.sizes, left)
+        if master is None:
+            return
+        fixed += _fix(usable, master.uses, left, at_least=_MIN_SHARE_OF_A_DIVE * master.num_packs)
+        if not any(left):
+            yield fixed
+            return
+        rest = Runs(runs.sizes, left)
+        fillings = [fill_quickly(rest, capacity=capacity, effort=Effort())]
+        if sum(left) <= _FEW:
+            fillings.append(fill_exactly(rest, capacity=capacity, effort=Effort(), seed=dive))
+        yield fixed + min(fillings, key=num_packs)
+        pool.update({key_of(pattern): pattern for filling in fillings for pattern, _ in filling})
+
+
+def _solve(patterns: list[Pattern], sizes: list[int], left: list[int]) -> Master | None:
+    """Solve the linear program for the runs that have samples left."""
+    alive = [run for run, count in enumerate(left) if count]
+    place = {run: number for number, run in enumerate(alive)}
+    return solve_master(
+        [{place[run]: per_bin for run, per_bin in pattern.items()} for pattern in patterns],
+        sizes=np.array([sizes[run] for run in alive]),
+        counts=np.array([left[run] for run in alive]),
+    )
+
+
+def _fix(patterns: list[Pattern], uses: FloatArray, left: list[int], *, at_least: float) -> Filling:
+    """
+    Take bins of the most used patterns from *left*, all whole uses and *at_least* as many in all;
+    return them.
+    """
+    fixed: Filling = []
+    for place in np.argsort(-uses, kind="stable").tolist():
+        pattern, used = patterns[place], float(uses[place])
+        if used < 1 - _TINY and fixed and (num_packs(fixed) >= at_least or used < _TINY):
+            break
+        # The program lets a sample take the place of a longer one, so not every bin can be filled.
+        num = min(max(int(used + _TINY), 1), *(left[run] // per_bin for run, per_bin in pattern.items()))
+        if num:
+            fixed.append((pattern, num))
+            for run, per_bin in pattern.items():
+                left[run] -= num * per_bin
+    return fixed

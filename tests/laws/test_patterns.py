@@ -175,9 +175,9 @@ def test_certified_packs_whatever_the_solver_and_the_iterations_give():
 
     for change in (
         patch("packplan.core.patterns.relaxation.solve_master", return_value=None),
-        patch("packplan.core.patterns.rounding.solve_master", side_effect=once),
-        patch("packplan.core.patterns.rounding.MAX_DIVES", 1),
-        patch("packplan.core.patterns.rounding._FEW", 3),
+        patch("packplan.core.packers.certified.solve_master", side_effect=once),
+        patch("packplan.core.packers.certified.MAX_DIVES", 1),
+        patch("packplan.core.packers.certified._FEW", 3),
         patch("packplan.core.patterns.fill.MAX_REFILLS", 1),
         patch("packplan.core.patterns.relaxation.MAX_ROUNDS", 1),
         patch("packplan.core.patterns.relaxation.MAX_NEW_PATTERNS", 2),
@@ -198,10 +198,10 @@ def test_a_gap_that_stays_is_not_hidden():
     lengths, capacity = [13, 14, 16, 17, 17, 21, 27, 28, 28, 33, 34, 35, 35, 35, 37], 79
 
     for change in (
-        patch("packplan.core.patterns.rounding.MAX_DIVES", 1),
+        patch("packplan.core.packers.certified.MAX_DIVES", 1),
         patch("packplan.core.patterns.relaxation.MAX_ROUNDS", 1),
-        patch("packplan.core.patterns.rounding.solve_master", return_value=None),
-        patch("packplan.core.patterns.rounding._FEW", 3),
+        patch("packplan.core.packers.certified.solve_master", return_value=None),
+        patch("packplan.core.packers.certified._FEW", 3),
     ):
         with change:
             packs = pack(lengths, capacity=capacity, algorithm="certified")
