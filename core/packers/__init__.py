@@ -59,7 +59,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         "modified_first_fit_decreasing": Algorithm("1", over_runs=True),
         "concatenative": Algorithm("1", keeps_order=True),
         "first_fit_shuffle": Algorithm("1", draws=True),
-        "balanced": Algorithm("5", weighs=True, reports=True),
+        "balanced": Algorithm("6", weighs=True, reports=True),
         "certified": Algorithm(f"2, scipy {scipy.__version__}", draws=True, reports=True),
     }
 )

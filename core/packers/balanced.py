@@ -7,8 +7,9 @@ Samples in order of length and work are dealt to the groups in turn, so groups a
 Inside a group, samples go to the emptiest pack, longest first, without regard to the capacity.
 Exchanges then make the packs fit, and level their work. A sample of much work, beside which a full
 pack would exceed the mean work, also takes room for tokens that stay out of its pack. All unused
-room of the packs is kept for such samples. If packs do not fit in this way, packs of best fit are
-levelled instead, of a smaller capacity if their number allows.
+room of the packs is kept for such samples. Where packs do not fit in this way, or best fit needs
+more packs than the limit, packs of `auto` are levelled instead, of a smaller capacity if their
+number allows.
 """
 
 from bisect import bisect_left
@@ -43,11 +44,8 @@ Percentages of the unused room of all packs to keep empty beside samples of much
 with which packs fit is taken.
 """
 
-_SHARES = (996, 998, 1000)
-"""
-Thousandths of the capacity for best fit, if its packs are levelled. The first that needs few enough
-packs is taken.
-"""
+_SHARE = 996
+"""Thousandths of the capacity for packs that are levelled, if few enough packs suffice."""
 
 
 def balanced(
@@ -71,45 +69,25 @@ def balanced(
             number and of equal work; shape (num_samples,). None starts longest first.
     """
     units = in_units(WorkModel.estimated({}).trained().sample_flops(lengths) if works is None else works)
-    packs, fewest = _fewest(lengths, capacity=capacity)
+    packs, fewest = _packed(lengths, capacity), find_bound(lengths, capacity=capacity, effort=0).packs
+    is_tight = len(packs) > fewest + fewest // MORE
+    if is_tight:
+        packs = _packed(lengths, capacity, auto)
+        fewest = len(packs)
     limit = min(lengths.size, fewest + fewest // MORE)
-    labels = _spread(lengths, units, keys, num=limit, capacity=capacity, report=report)
+    labels = None
+    if not is_tight:
+        labels = _spread(lengths, units, keys, num=limit, capacity=capacity, report=report)
     if labels is None:
-        report("the packs of best fit are levelled")
-        roomy = _within(packs, lengths, limit=limit, capacity=capacity)
-        labels = _levelled(lengths, units, roomy, capacity=capacity, report=report)
+        roomy = _packed(lengths, max(int(lengths.max()), capacity * _SHARE // 1000), auto)
+        packs = roomy if len(roomy) <= limit else packs
+        labels = _levelled(lengths, units, packs.owners(lengths.size), capacity=capacity, report=report)
     return Packs.from_labels(np.unique(labels, return_inverse=True)[1].astype(np.int32))
 
 
 def _packed(lengths: IntArray, capacity: int, algorithm: Callable[..., PackingTrace] = best_fit_decreasing) -> Packs:
     runs = Runs.from_lengths(lengths)
     return algorithm(runs, capacity=capacity).packs(lengths, runs)
-
-
-def _fewest(lengths: IntArray, *, capacity: int) -> tuple[Packs, int]:
-    """
-    Return known packs, and a number of packs near the fewest: the quick bound if best fit is close
-    to it, else that of `auto`.
-    """
-    packs = _packed(lengths, capacity)
-    num = find_bound(lengths, capacity=capacity, known=len(packs), effort=0).packs
-    if len(packs) > num + num // MORE:
-        packs = _packed(lengths, capacity, auto)
-        num = len(packs)
-    return packs, num
-
-
-def _within(packs: Packs, lengths: IntArray, *, limit: int, capacity: int) -> IntArray:
-    """
-    Return the pack of each sample in at most *limit* packs, with unused room in each if possible,
-    else in *packs*.
-    """
-    for share in _SHARES:
-        smaller = _packed(lengths, max(int(lengths.max()), capacity * share // 1000))
-        if len(smaller) <= limit:
-            packs = smaller
-            break
-    return packs.owners(lengths.size)
 
 
 def _spread(

@@ -46,10 +46,10 @@ _TOLERANCE, _GAIN = 1000, 4000
 A pack is level within a thousandth of the mean work. An exchange gains at least a 4,000th of it.
 """
 
-_IDLE_ROUNDS, _IDLE_ROUNDS_OF_A_CYCLE, _IDLE_CYCLES = 30, 6, 12
+_IDLE_ROUNDS, _IDLE_ROUNDS_OF_A_CYCLE, _IDLE_CYCLES, _SLOW = 30, 6, 12, 1000
 """
-Rounds of samples, rounds of the same parts, and draws of parts without any exchange that end the
-search.
+Rounds of samples and rounds of the same parts without any exchange that end the search, and draws
+of parts that take away less than a thousandth of what is left to level.
 """
 
 _FEW, _MANY = 500, 8
@@ -134,10 +134,12 @@ class Exchange:
         for _ in range(cycles):
             if idle == _IDLE_CYCLES or self._unsettled(level=level).sum() <= few:
                 break
-            idle = 0 if self._draw_and_exchange(level=level) else idle + 1
+            before = self._excess(level=level)
+            self._draw_and_exchange(level=level)
+            idle = 0 if self._excess(level=level) < before - before // _SLOW else idle + 1
 
-    def _draw_and_exchange(self, *, level: bool) -> bool:
-        """Draw parts, and exchange them while that helps; return whether any were exchanged."""
+    def _draw_and_exchange(self, *, level: bool) -> None:
+        """Draw parts, and exchange them while that helps."""
         order, parts = self._drawn_parts()
         touched = np.zeros(self.num, dtype=bool)
         least, most = _ROUNDS_OF_A_CYCLE
@@ -146,7 +148,11 @@ class Exchange:
             idle = 0 if self._exchange_parts(order, parts, touched, level=level) else idle + 1
             if idle == _IDLE_ROUNDS_OF_A_CYCLE or (number + 1 >= least and touched.sum() > self.num // _MANY):
                 break
-        return bool(touched.any())
+
+    def _excess(self, *, level: bool) -> int:
+        """Return the work by which packs are not level, or the tokens above the capacity."""
+        excess = np.abs(self.sums - self._mean) if level else np.maximum(self.loads - self.capacity, 0)
+        return int(excess.sum())
 
     def _unsettled(self, *, level: bool) -> NDArray[np.bool_]:
         """Return a mask of packs that exceed the capacity, or are not level; shape (num,)."""
