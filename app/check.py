@@ -33,7 +33,7 @@ from packplan.app.cli.command import (
 )
 from packplan.app.wiring.runs import read_config, require_inputs
 from packplan.core.config import RunConfig
-from packplan.core.equality import CHECKS, Deviation, Verdict, choose_packs, judge, kind
+from packplan.core.equality import CHECKS, Deviation, Verdict, judge, kind, packs_to_compare
 from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.samples.tables import num_media
 
@@ -108,7 +108,7 @@ def compare(config: RunConfig, trainer: PackTrainer, train: Split, *, num_packs:
     from packplan.app.wiring.trainers import open_comparison
     from packplan.app.wiring.verdicts import model_type_of
 
-    chosen = choose_packs(train.raw.packs, train.table, count=num_packs)
+    chosen = packs_to_compare(train.raw.packs, train.table, count=num_packs)
     if not chosen:
         reason = "leaves no pack of several samples, so there is nothing to compare: raise it"
         raise ConfigError.at("template.max_length", reason)

@@ -169,7 +169,7 @@ def kind(images: Sequence[int]) -> str:
     return {0: "text", 1: "image", 2: "several images"}[max(kinds)]
 
 
-def choose_packs(packs: Packs, table: Table, *, count: int) -> list[int]:
+def packs_to_compare(packs: Packs, table: Table, *, count: int) -> list[int]:
     """
     Return the indices of up to *count* packs of several samples, in their order.
 

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Trainer
 
 from packplan.adapters.attention.varlen import traced_as_on_gpu
-from packplan.adapters.forecast.tracing import MemoryTracer, forget_numbers
+from packplan.adapters.forecast.tracing import MemoryTracer, empty_weights
 from packplan.adapters.loaders.positions import TYPES
 from packplan.adapters.loaders.rows import PackOfRows
 from packplan.adapters.models import local_part
@@ -71,7 +71,7 @@ class StepTracer:
         output = trainer.template.get_base_model(trainer.model).get_output_embeddings()
         width = 0 if output is None else output.weight.shape[0]
         self._tracer = MemoryTracer(vocabulary=width)
-        forget_numbers(trainer.model, self._tracer)
+        empty_weights(trainer.model, self._tracer)
         trainer._prepare_gradient_checkpointing(  # noqa: SLF001  # `train` calls it
             trainer.template.get_base_model(trainer.model)
         )

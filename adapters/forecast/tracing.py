@@ -189,7 +189,7 @@ def _place_of(error: BaseException) -> str:
     return f" in {frames[-1].name} of {Path(frames[-1].filename).name}" if frames else ""
 
 
-def forget_numbers(model: torch.nn.Module, tracer: MemoryTracer) -> None:
+def empty_weights(model: torch.nn.Module, tracer: MemoryTracer) -> None:
     """
     Replace the weights of a model of the device `meta` by ones without content on the CPU.
 

@@ -133,7 +133,7 @@ def _mode_faults(config: RunConfig) -> Iterator[Fault]:
         return
     default_buffer = attrs.fields(TrainingConfig).packing_buffer.default
     if training.packing and training.packing_mode == "dynamic":
-        reason = "dynamic is not for Stage-1: set training.packing_mode: static, or custom.trainer_variant: rollout"
+        reason = "is dynamic, which packs while training: set it to static, or custom.trainer_variant to rollout"
         yield Fault("training.packing_mode", reason)
     if training.packing and training.packing_mode == "static" and training.packing_buffer != default_buffer:
         reason = "has no meaning in static mode, which plans the whole data set: remove it"
@@ -163,7 +163,7 @@ def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
     training = config.training
     yield from _unread_by_streams(config)
     if training.packing_mode == "static":
-        reason = "is static, which is Stage-1's; the rollout variant packs while it trains: set it to dynamic"
+        reason = "is static, but the rollout variant packs while it trains: set it to dynamic"
         yield Fault("training.packing_mode", reason)
     if not training.packing:
         yield Fault("training.packing", "is false, but the rollout variant packs: set it to true")

@@ -200,10 +200,10 @@ class CustomConfig:
     fusion_schedule: Literal["planned"] | None = key(
         None, neither=_SELECTS, stream="is for static plans: a stream draws its mix while it trains"
     )
-    """Draw and plan all epochs of `fusion_config` before training. Unset, Stage-1 refuses a mix."""
+    """Draw and plan all epochs of `fusion_config` before training. Unset, a plan refuses a mix."""
 
     trainer_variant: Literal["sft", "rollout"] = key("sft", plan=True)
-    """`sft`: Stage-1, from static plans; `rollout` packs during training."""
+    """`sft` trains from static plans; `rollout` packs during training."""
 
     object_field_order: Literal["desc_first", "geometry_first"] = key("desc_first", lengths="value")
     """Order of description and geometry in dense captions."""
@@ -262,7 +262,7 @@ class TrainingConfig:
     """`false` trains padded batches by the same trainer; packing keys may stay."""
 
     packing_mode: Literal["static", "dynamic"] = key("static", neither=_STREAMS)
-    """`static` in Stage-1, `dynamic` in the rollout variant."""
+    """`static` in the variant `sft`, `dynamic` in `rollout`."""
 
     packing_algorithm: str = key(
         "constant_volume",
@@ -308,7 +308,7 @@ class TrainingConfig:
 
     eval_packing: bool | None = key(None, plan=True)
     """
-    Pack the evaluation; unset, in Stage-1 alone. Never without `packing`. The metric is the same.
+    Pack the evaluation; unset, for static plans. Never without `packing`. The metric is the same.
     """
 
     packing_wait_timeout_s: float = key(

@@ -214,7 +214,7 @@ def test_what_needs_a_plan_refuses_a_stream(write_rollout, capsys):
         ({}, {"max_steps": -1, "warmup_ratio": 0.1}, "training.warmup_ratio: is 0.1, .* write training.warmup_steps"),
         ({}, {"max_steps": -1, "save_steps": 0.5}, "training.save_steps: is 0.5, a share of the number of steps"),
         ({}, {"packing": False}, "training.packing: is false"),
-        ({}, {"packing_mode": "static"}, "training.packing_mode: is static, which is Stage-1's"),
+        ({}, {"packing_mode": "static"}, "training.packing_mode: is static, but the rollout"),
         ({}, {"resume_from_checkpoint": "last"}, "finds no whole checkpoint"),
         ({"fusion_config": "mix.yaml"}, {}, "both name the data"),
     ],

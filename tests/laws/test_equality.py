@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from packplan.core.equality import (
     CHECKS,
     Deviation,
-    choose_packs,
     judge,
     kind,
     loaded_limit,
     loss_difference,
+    packs_to_compare,
 )
 from packplan.core.packs import Packs
 from packplan.core.samples.tables import COLUMNS
@@ -50,7 +50,7 @@ def test_packs_of_every_kind_are_looked_at(held, count):
     kinds = {kind_of(held[position]) for position in several}
     event(f"kinds: {len(kinds)}, with videos: {any(shows for _, shows in kinds)}")
 
-    chosen = choose_packs(packs, table_of([media for pack in held for media in pack]), count=count)
+    chosen = packs_to_compare(packs, table_of([media for pack in held for media in pack]), count=count)
 
     assert sorted(set(chosen)) == chosen
     assert set(chosen) <= set(several)
