@@ -132,8 +132,7 @@ def _fix(patterns: list[Pattern], uses: FloatArray, left: list[int], *, at_least
             break
         # The program lets a sample take the place of a longer one, so not every bin can be filled.
         num = min(max(int(used + _TINY), 1), *(left[run] // per_bin for run, per_bin in pattern.items()))
-        if num:
-            fixed.append((pattern, num))
-            for run, per_bin in pattern.items():
-                left[run] -= num * per_bin
-    return fixed
+        fixed.append((pattern, num))
+        for run, per_bin in pattern.items():
+            left[run] -= num * per_bin
+    return [(pattern, num) for pattern, num in fixed if num]
