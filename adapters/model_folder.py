@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from packplan.adapters.files import loading
-from packplan.core.config import ModelConfig
+from packplan.core.config.run import ModelConfig
 from packplan.core.errors import ConfigError, Fault, counted
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+")

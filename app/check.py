@@ -32,7 +32,7 @@ from packplan.app.cli.command import (
     run_program,
 )
 from packplan.app.wiring.runs import read_config, require_inputs
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.equality import CHECKS, Deviation, Verdict, judge, kind, packs_to_compare
 from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.samples.tables import num_media

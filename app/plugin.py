@@ -20,7 +20,7 @@ from packplan.app.cli.command import add_logging_options, command_parser, run_co
 from packplan.app.wiring.commands import require_command, split_command
 from packplan.app.wiring.stores import write_new
 from packplan.core.checksum import plan_checksum
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.packs import Packs
 from packplan.core.samples.tables import column, sample_indices
 

@@ -25,7 +25,7 @@ from packplan.adapters.lifeline import end_with_parent
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.measurer import AT_ONCE
 from packplan.app.wiring.splits import open_encoders, open_measurer
-from packplan.core.config import RunConfig, TemplateConfig
+from packplan.core.config.run import RunConfig, TemplateConfig
 from tools.demo.tiny_models import write_model
 from tools.demo.videos import made_videos
 

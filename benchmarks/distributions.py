@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.lengths import IntArray
-from packplan.core.work import SampleWorks, VisionWork, WorkModel
+from packplan.core.work.model import SampleWorks, WorkModel
+from packplan.core.work.vision import VisionWork
 
 TRACES = Path(__file__).parent / "traces.npz"
 

@@ -19,7 +19,7 @@ from benchmarks.records import MODEL_TYPE, TEXT, paragraphs, record, write_chats
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.measurer import AT_ONCE, SwiftMeasurer
 from packplan.app.wiring.splits import open_encoders, open_measurer
-from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.samples.tables import MeasuredSample, Outcome
 from tools.demo.tiny_models import write_model
 from tools.demo.videos import MadeVideo, made_videos

@@ -25,7 +25,7 @@ from benchmarks.child import Child, run_in_child
 from benchmarks.options import add_names, add_number
 from benchmarks.table import show
 from packplan.adapters.progress import progress
-from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.forecast import Sharding, written_bytes
 
 LIMIT_S = 1800.0

@@ -21,7 +21,7 @@ from benchmarks.options import add_number
 from benchmarks.table import Columns, show
 from packplan.core.lengths import IntArray
 from packplan.core.shard import Sharding, shard_dynamic, shard_packed
-from packplan.core.work import Meeting
+from packplan.core.work.assignment import Meeting
 
 
 @attrs.frozen

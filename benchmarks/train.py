@@ -31,8 +31,8 @@ from benchmarks.table import Columns, show
 from benchmarks.work import position_flops
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import positive_number
-from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from packplan.core.work import WorkModel
+from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.work.model import WorkModel
 
 LIMIT_S = 3600.0
 """Seconds of a preparation or an epoch after which a process is ended."""

@@ -15,12 +15,12 @@ from benchmarks.work import image_flops
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.app.sft.train import prepare
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.lengths import IntArray
 from packplan.core.samples.tables import Table
 from packplan.core.schedule import EpochSchedule
 from packplan.core.shuffling import shuffled
-from packplan.core.work import WorkModel
+from packplan.core.work.model import WorkModel
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -32,7 +32,10 @@ from packplan.core.lengths import IntArray
 from packplan.core.packers import pack
 from packplan.core.packs import Packs, concatenate
 from packplan.core.shuffling import shuffled
-from packplan.core.work import DELTA_CHUNK, FLOPs, VisionWork, WorkModel, assign_steps, group_steps, in_units
+from packplan.core.work.assignment import assign_steps, group_steps, in_units
+from packplan.core.work.model import WorkModel
+from packplan.core.work.text import DELTA_CHUNK
+from packplan.core.work.vision import FLOPs, VisionWork
 
 LIMIT_S = 600
 

@@ -19,8 +19,8 @@ Everything that this project raises on purpose.
         └── CorruptArtefactError    a stored file is not what was written
 
 A class is what a caller tells apart; a `kind` is one fact that a class states. The fact is in the
-words of the library, and `core.config.with_remedy` adds what helps, in keys of a YAML. Fields are
-positional, so that errors survive pickling between processes.
+words of the library; `core.config.faults.with_remedy` adds what helps, in keys of a YAML. Fields
+are positional, so that errors survive pickling between processes.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from packplan.core.lengths import IntArray
 from packplan.core.packs import Packs
 from packplan.core.schedule import EpochSchedule, EpochStats
-from packplan.core.work import Meeting, SampleWorks
+from packplan.core.work.assignment import Meeting
+from packplan.core.work.model import SampleWorks
 
 
 @attrs.frozen

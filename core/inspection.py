@@ -24,7 +24,7 @@ from packplan.core.patterns.certificate import BoundKind
 from packplan.core.plan import RawPlan, unsupervised_samples
 from packplan.core.samples.tables import MEDIA_COLUMNS, DataFile, MediaTable, Table, column, num_media, sample_indices
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
-from packplan.core.work import SampleWorks
+from packplan.core.work.model import SampleWorks
 
 
 @attrs.frozen

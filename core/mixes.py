@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.config import PathText
+from packplan.core.config.run import PathText
 from packplan.core.errors import Fault, counted
 from packplan.core.lengths import IntArray, Lengths, as_lengths
 from packplan.core.shuffling import shuffled

@@ -12,7 +12,7 @@ from packplan.core.lengths import share, whole_number
 from packplan.core.packers import REDRAW_VERSION, algorithm_named, checked_seed
 
 if TYPE_CHECKING:
-    from packplan.core.work import WorkModel
+    from packplan.core.work.model import WorkModel
 
 
 def _packing_length(value: int) -> int:

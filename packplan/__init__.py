@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from packplan.core.shard import shard_packed as shard_packed
     from packplan.core.surface import Plan as Plan
     from packplan.core.surface import plan as plan
-    from packplan.core.work import WorkModel as WorkModel
+    from packplan.core.work.model import WorkModel as WorkModel
 
 _NAMES = MappingProxyType(
     {
@@ -59,7 +59,7 @@ _NAMES = MappingProxyType(
         "packplan.core.schedule": ("EpochSchedule",),
         "packplan.core.shard": ("shard_dynamic", "shard_packed"),
         "packplan.core.surface": ("Plan", "plan"),
-        "packplan.core.work": ("WorkModel",),
+        "packplan.core.work.model": ("WorkModel",),
     }
 )
 """Module -> the names that it defines; the imports above say the same to type checkers."""

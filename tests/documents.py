@@ -7,7 +7,7 @@ import pytest
 
 from packplan.adapters.config.run import parse_config
 from packplan.adapters.config.trainer_keys import stored_keys
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError
 
 KEYS = stored_keys()

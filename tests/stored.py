@@ -13,7 +13,8 @@ from packplan.app.wiring.attention import keep_verdict, needs_verdict, stored_ve
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.stores import open_stores, split_folder
 from packplan.core.align import align_plan
-from packplan.core.config import RunConfig, configured_inputs, plan_policy
+from packplan.core.config.identity import configured_inputs, plan_policy
+from packplan.core.config.run import RunConfig
 from packplan.core.equality import PackingVerdict
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan

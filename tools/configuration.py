@@ -2,8 +2,8 @@
 Write the lists of YAML keys into their pages: `python -m tools.configuration
 docs/configuration.md …`.
 
-A page marks each place by `<!-- keys of core.config.RunConfig -->` and `<!-- end of keys -->`, with
-the name of a frozen class, or of refusals. A class gives a list for each of its sections, from the
+A page marks each place by `<!-- keys of core.config.run.RunConfig -->` and `<!-- end of keys -->`,
+with the name of a frozen class, or of refusals. A class gives a list for each of its sections, from the
 types, defaults and docstrings of its fields. Refusals give one list. A file that ends in .json
 becomes the stored table of the keys that the installed ms-swift takes.
 """
@@ -23,7 +23,8 @@ from typing import Any
 import attrs
 
 from packplan.adapters.config.trainer_keys import GRPO_TABLE, as_table
-from packplan.core.config import PathText, key_of
+from packplan.core.config.keys import key_of
+from packplan.core.config.run import PathText
 
 _MARKED = re.compile(r"(<!-- keys of ([\w.]+) -->).*?(<!-- end of keys -->)", re.DOTALL)
 

@@ -10,15 +10,10 @@ import attrs
 from packplan.adapters.config.layers import Override, expand_path, read_document, read_overrides, without_null
 from packplan.adapters.config.trainer_keys import TrainerKey
 from packplan.adapters.config.values import known_keys, structure
-from packplan.core.config import (
-    RlConfig,
-    RunConfig,
-    TrainingConfig,
-    faults,
-    refused_settings,
-    rl_faults,
-    unknown_key,
-)
+from packplan.core.config.faults import faults, unknown_key
+from packplan.core.config.refusals import refused_settings
+from packplan.core.config.rl import RlConfig, rl_faults
+from packplan.core.config.run import RunConfig, TrainingConfig
 from packplan.core.errors import ConfigError, Fault
 from packplan.core.mixes import Mix, Mixes, Source, mixes_faults
 

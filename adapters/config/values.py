@@ -18,7 +18,8 @@ from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, Iterabl
 from cattrs.gen import make_dict_structure_fn, override
 
 from packplan.adapters.config.layers import expand_path
-from packplan.core.config import PathText, key_of
+from packplan.core.config.keys import key_of
+from packplan.core.config.run import PathText
 from packplan.core.errors import Fault
 
 T = typing.TypeVar("T")

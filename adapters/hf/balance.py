@@ -28,7 +28,7 @@ from packplan.adapters.hf.rows import Counts, RowLayout, Taken, Unit
 from packplan.core.errors import ArgumentError, ModelError
 from packplan.core.lengths import whole_number
 from packplan.core.shard import Sharding, shard_dynamic, shard_packed
-from packplan.core.work import WorkModel
+from packplan.core.work.model import WorkModel
 
 _EXTREMES = {
     "min_reward": min, "max_reward": max, "clip_ratio/low_min": min, "clip_ratio/high_max": max,

@@ -24,7 +24,7 @@ from packplan.adapters.loaders.rows import PACK, learned, refuse_other_packs
 from packplan.adapters.model_folder import model_facts
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.trainer_state import seal_saves
-from packplan.core.config import FIXED_ARGUMENTS, flat_values
+from packplan.core.config.identity import FIXED_ARGUMENTS, flat_values
 from packplan.core.errors import MismatchError
 from packplan.core.fingerprint import Fingerprint, RunIdentity
 from packplan.core.schedule import EpochSchedule

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any
 
-from packplan.core.config import refusals_of
+from packplan.core.config.refusals import refusals_of
 from packplan.core.errors import ArgumentError
 
 _LOSSES: Mapping[str, Collection[str]] = MappingProxyType(

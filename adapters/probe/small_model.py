@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils import logging as transformers_logging
 
 from packplan.adapters.probe.shrink import Trials, shrink, with_trials
-from packplan.core.config import ModelConfig
+from packplan.core.config.run import ModelConfig
 from packplan.core.errors import ConfigError, ModelError
 
 _MAX_WEIGHTS = 20_000_000

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from packplan.adapters.ranks.heartbeat import BEAT, DIED, Heartbeat
-from packplan.core.config import with_remedy
+from packplan.core.config.faults import with_remedy
 from packplan.core.errors import ConfigError, Fault, PackplanError, RunError, counted
 from packplan.core.ports import Arrays, ReportProgress
 

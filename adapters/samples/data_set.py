@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.record_file import RecordFile
-from packplan.core.config import CustomConfig
+from packplan.core.config.run import CustomConfig
 from packplan.core.errors import Difference, RecordError, StaleError
 from packplan.core.samples.identity import DIGEST_BYTES
 from packplan.core.samples.places import is_place

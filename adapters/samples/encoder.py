@@ -29,7 +29,7 @@ from packplan.adapters.samples.video_reading import (
     unread_reason,
     why_no_reader,
 )
-from packplan.core.config import CustomConfig, ModelConfig, TemplateConfig
+from packplan.core.config.run import CustomConfig, ModelConfig, TemplateConfig
 from packplan.core.errors import RecordError, StaleError, counted
 from packplan.core.fingerprint import Value
 from packplan.core.samples.media import Image, Video

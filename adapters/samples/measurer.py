@@ -23,7 +23,7 @@ from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.media import without_truncation
 from packplan.adapters.samples.template import swift_types
 from packplan.adapters.versions import installed_version
-from packplan.core.config import configured_inputs
+from packplan.core.config.identity import configured_inputs
 from packplan.core.errors import RecordError
 from packplan.core.fingerprint import Fingerprint, Value
 from packplan.core.samples.identity import DIGEST_BYTES

@@ -31,7 +31,7 @@ from swift.template import Template
 from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_OF_LAYER, MediaCost, encode_image, encode_media
 from packplan.adapters.samples.media_files import VideoFacts
 from packplan.adapters.samples.video_reading import Sampling, reads_videos, sampling_of
-from packplan.core.config import TemplateConfig
+from packplan.core.config.run import TemplateConfig
 from packplan.core.errors import counted
 
 PROOF_SIZES = ((28, 28), (9, 150), (37, 411), (571, 24), (500, 333), (640, 480), (1100, 90))

@@ -9,7 +9,7 @@ import PIL.Image
 from packplan.adapters.samples.copies import MediaCache, local_medium
 from packplan.adapters.samples.data_set import FileRecords, read_messages
 from packplan.adapters.samples.media_files import read_size
-from packplan.core.config import CustomConfig
+from packplan.core.config.run import CustomConfig
 from packplan.core.errors import RecordError
 from packplan.core.samples.media import Image
 from packplan.core.samples.values import UnusableRecordError

@@ -15,7 +15,7 @@ from swift.template import Template
 from packplan.adapters.families import embeds_itself, is_shown, settled_types
 from packplan.adapters.model_folder import config_architecture, model_sizes, torn_json
 from packplan.adapters.samples.video_reading import prepare_videos
-from packplan.core.config import ModelConfig, TemplateConfig
+from packplan.core.config.run import ModelConfig, TemplateConfig
 from packplan.core.errors import ConfigError, Fault
 
 _MEDIA = ("vision", "audio")

@@ -17,7 +17,7 @@ from qwen_vl_utils import vision_process
 from swift.template import Template
 
 from packplan.adapters.samples.media_files import open_video, quarter_turns
-from packplan.core.config import TemplateConfig
+from packplan.core.config.run import TemplateConfig
 from packplan.core.errors import ConfigError
 
 READER = "decord"

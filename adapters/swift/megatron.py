@@ -15,7 +15,7 @@ from pathlib import Path
 import swift
 from swift.arguments import BaseArguments
 
-from packplan.core.config import refusals_of
+from packplan.core.config.refusals import refusals_of
 from packplan.core.errors import ConfigError, Fault
 
 _BATCH = {"micro_batch_size": 1, "global_batch_size": 16}

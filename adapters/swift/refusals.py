@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from packplan.core.config import refusals_of
+from packplan.core.config.refusals import refusals_of
 from packplan.core.errors import ConfigError, Fault
 
 SHOWN_VERSIONS = ("4.6.0",)

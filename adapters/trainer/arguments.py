@@ -25,7 +25,8 @@ from transformers import Trainer, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks, is_deepspeed_zero3_enabled
 
 from packplan.adapters.config.trainer_keys import TrainerKey, device_faults, keys_of
-from packplan.core.config import RunConfig, TrainingConfig, tuners_of
+from packplan.core.config.faults import tuners_of
+from packplan.core.config.run import RunConfig, TrainingConfig
 from packplan.core.errors import ConfigError, Fault
 
 TrainingArguments: typing.TypeAlias = Seq2SeqTrainingArguments

@@ -17,7 +17,7 @@ from packplan.adapters.files import loading
 from packplan.adapters.model_folder import require_whole_weights
 from packplan.adapters.samples.template import swift_model_type
 from packplan.adapters.trainer.tuners import prepare_tuner, quantisation_of
-from packplan.core.config import ModelConfig, TrainingConfig
+from packplan.core.config.run import ModelConfig, TrainingConfig
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ConfigError, agree, counted
 

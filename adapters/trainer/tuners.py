@@ -13,7 +13,8 @@ from swift.model import get_model_info_meta
 
 from packplan.adapters.families import is_sound_weight, trained_part
 from packplan.adapters.samples.template import swift_model_type
-from packplan.core.config import ModelConfig, TrainingConfig, tuners_of
+from packplan.core.config.faults import tuners_of
+from packplan.core.config.run import ModelConfig, TrainingConfig
 from packplan.core.errors import ConfigError
 
 _SHARED = (

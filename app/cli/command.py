@@ -116,7 +116,7 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
         _flush()
     except PackplanError as error:
         rank = os.environ.get("RANK")
-        from packplan.core.config import with_remedy
+        from packplan.core.config.faults import with_remedy
 
         _complain(f"error{f' (rank {rank})' if rank else ''}: {with_remedy(error)}")
         return VERIFICATION_FAILED if isinstance(error, VerificationError) else USER_ERROR
@@ -179,7 +179,7 @@ def _no_room(error: OSError) -> int:
     if error.filename is None:
         _complain(f"error: standard output or a file cannot be written: {reason}; {_ELSEWHERE}")
     else:
-        from packplan.core.config import with_remedy
+        from packplan.core.config.faults import with_remedy
 
         _complain(f"error: {with_remedy(OutputError(str(error.filename), reason))}")
     return USER_ERROR

@@ -17,7 +17,7 @@ from packplan.app.planning.split import Ranks, Split, plan_split
 from packplan.app.wiring.attention import keep_verdict
 from packplan.app.wiring.commands import keep_command, ranks_of, read_run
 from packplan.app.wiring.runs import ranks_refuse_together, require_inputs
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.ports import RankGroup
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import attrs
 from packplan.adapters.samples.data_set import FileRecords
 from packplan.app.plan.stored import StoredSplit
 from packplan.app.wiring.stores import records_of
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.errors import DataSetError, counted
 from packplan.core.inspection import Place, place_of, scheduled_steps
 from packplan.core.samples.tables import from_tables

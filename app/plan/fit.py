@@ -22,7 +22,7 @@ from packplan.app.planning.schedule import accumulation_of, require_static, zero
 from packplan.app.planning.split import Ranks, Split, plan_split
 from packplan.app.wiring.commands import ranks_of, read_run, require_traceable
 from packplan.app.wiring.runs import require_inputs
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.forecast import (
     KINDS,

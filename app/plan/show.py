@@ -20,7 +20,7 @@ from packplan.app.plan.explain import as_text, explain_pack, explain_sample
 from packplan.app.plan.stored import StoredSplit, open_split, splits_of
 from packplan.app.planning.log_lines import BOUNDS, drawn_of_sources
 from packplan.app.wiring.commands import read_run
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, DataSetError, agree, counted
 from packplan.core.inspection import (
     PlanSummary,

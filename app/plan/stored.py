@@ -13,7 +13,7 @@ from packplan.app.planning.split import Split, alignment, plan_samples, samples_
 from packplan.app.planning.stored_lengths import open_lengths, refusals, stale_inputs
 from packplan.app.wiring.policies import policy_of, recipe_of, trained_work
 from packplan.app.wiring.stores import open_stores
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe, plan_key
 from packplan.core.errors import ConfigError, NotBuiltError, counted
 from packplan.core.plan import RawPlan, refuse_longer

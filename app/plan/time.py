@@ -18,7 +18,7 @@ from packplan.app.plan.stored import open_split
 from packplan.app.wiring.commands import read_run
 from packplan.app.wiring.forecasts import attention_name, find_timing, run_forecast
 from packplan.app.wiring.runs import ranks_refuse_together, read_config, require_inputs
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, NotBuiltError, counted
 from packplan.core.forecast import RunForecast
 

@@ -25,7 +25,7 @@ from packplan.app.planning.schedule import require_static
 from packplan.app.planning.split import Split, plan_samples, samples_of
 from packplan.app.planning.stored_lengths import refusals
 from packplan.app.wiring.commands import read_run
-from packplan.core.config import with_remedy
+from packplan.core.config.faults import with_remedy
 from packplan.core.epochs import EpochRecipe, EpochSamples
 from packplan.core.errors import (
     CorruptArtefactError,

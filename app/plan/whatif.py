@@ -21,7 +21,8 @@ from packplan.app.wiring.commands import ranks_of, read_run
 from packplan.app.wiring.policies import policy_of, trained_work
 from packplan.app.wiring.stores import open_stores
 from packplan.core.align import align_plan
-from packplan.core.config import RunConfig, with_remedy
+from packplan.core.config.faults import with_remedy
+from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe
 from packplan.core.errors import ConfigError, UserError, counted
 from packplan.core.inspection import PlanSummary, ScheduleSummary, summarise, summarise_schedule

@@ -32,7 +32,7 @@ from packplan.core.plan import refuse_dropped
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import Arrays, ReportProgress
 from packplan.core.schedule import EpochSchedule, PackStats
-from packplan.core.work import SampleWorks
+from packplan.core.work.model import SampleWorks
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import numpy as np
 from packplan.app.planning.schedule import forced_batches, ragged_window
 from packplan.app.planning.split import Split
 from packplan.core.checksum import plan_checksum
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecord
 from packplan.core.errors import agree, counted, in_ranges
 from packplan.core.patterns.certificate import BoundKind

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from packplan.core.align import AlignedPlan
 from packplan.core.batch import Accumulation, partial_window, resolve_accumulation
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, counted
 from packplan.core.schedule import EpochSchedule
-from packplan.core.work import Meeting
+from packplan.core.work.assignment import Meeting
 
 REDUCES_EACH_BACKWARD = 2
 """

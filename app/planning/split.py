@@ -25,7 +25,7 @@ from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.planning.measure import KnownTable, measure
 from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.checksum import plan_checksum
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe, EpochSamples, drawable, plan_epoch, plan_key
 from packplan.core.errors import ConfigError, DataSetError, MismatchError, agree, counted
 from packplan.core.fingerprint import Fingerprint
@@ -45,7 +45,8 @@ from packplan.core.policy import PlanPolicy
 from packplan.core.ports import Arrays, LengthSource, Lock, RankGroup, ReportProgress
 from packplan.core.samples.tables import DataFile, Table, by_source, column
 from packplan.core.schedule import PackStats
-from packplan.core.work import FLOPs, SampleWorks, WorkModel
+from packplan.core.work.model import SampleWorks, WorkModel
+from packplan.core.work.vision import FLOPs
 
 if TYPE_CHECKING:
     from packplan.app.planning.epochs import PlannedEpochs

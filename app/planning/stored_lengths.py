@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 
 from packplan.adapters.stores.lengths import DiskLengthStore
-from packplan.core.config import RunConfig, configured_inputs, with_remedy
+from packplan.core.config.faults import with_remedy
+from packplan.core.config.identity import configured_inputs
+from packplan.core.config.run import RunConfig
 from packplan.core.errors import ArgumentError, NotBuiltError, counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray, Lengths

@@ -27,7 +27,9 @@ from packplan.app.wiring.trainers import (
     open_stream_start,
 )
 from packplan.app.wiring.verdicts import decide_attention
-from packplan.core.config import LESS_DROPPED, RunConfig, stream_inputs
+from packplan.core.config.faults import LESS_DROPPED
+from packplan.core.config.identity import stream_inputs
+from packplan.core.config.run import RunConfig
 from packplan.core.errors import Difference, counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray

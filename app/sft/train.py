@@ -25,7 +25,7 @@ from packplan.app.wiring.ranks import alone_in_output
 from packplan.app.wiring.splits import open_splits
 from packplan.app.wiring.trainers import build_trainer, open_arguments, open_checkpoint, open_follower
 from packplan.app.wiring.verdicts import decide_attention
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.errors import agree, counted
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule, ResumeState

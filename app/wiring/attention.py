@@ -9,7 +9,7 @@ from pathlib import Path
 from packplan.adapters.model_folder import config_digest, config_model_type
 from packplan.adapters.stores.plans import DiskVerdictStore
 from packplan.adapters.versions import installed_version
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.equality import (
     AUTO,
     PROBE_VERSION,

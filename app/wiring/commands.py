@@ -26,7 +26,7 @@ from packplan.adapters import files
 from packplan.adapters.progress import loading_libraries
 from packplan.adapters.ranks.environment import require_ranks
 from packplan.app.wiring.runs import read_config
-from packplan.core.config import TUNERS, CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.config.run import TUNERS, CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import ConfigError, Fault
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from packplan.app.cli.command import duration
 from packplan.app.planning.schedule import split_schedule
 from packplan.app.planning.split import Split
 from packplan.app.wiring.attention import attention_by, stored_verdict
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.equality import AUTO
 from packplan.core.errors import ConfigError, UserError, counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.forecast import Calibration, RunForecast, StepTerms, Timing, forecast_run
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
-from packplan.core.work import SampleWorks
+from packplan.core.work.model import SampleWorks
 
 _SETTINGS = (
     "bf16", "fp16", "gradient_checkpointing", "fsdp", "deepspeed", "optim", "torch_compile", "use_cpu",

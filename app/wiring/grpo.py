@@ -20,7 +20,7 @@ from packplan.adapters.files import saving
 from packplan.adapters.samples.files import open_records
 from packplan.adapters.samples.prompts import Prompts
 from packplan.app.wiring.stores import records_cache
-from packplan.core.config import RlConfig
+from packplan.core.config.rl import RlConfig
 from packplan.core.errors import ConfigError, PackplanError
 from packplan.hf import balance, unpad
 

@@ -17,7 +17,7 @@ from packplan.app.planning.measure import KnownTable
 from packplan.app.planning.split import Split
 from packplan.app.wiring.runs import trainer_keys, with_inputs
 from packplan.app.wiring.stores import records_cache
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.errors import ArgumentError, ConfigError, StaleError
 from packplan.core.ports import LengthSource, Stored
 from packplan.core.samples.tables import KnownLengths, media_identity, num_media

@@ -29,7 +29,7 @@ from packplan.app.planning.schedule import meeting_point
 from packplan.app.planning.split import Split
 from packplan.app.wiring.forecasts import calibration_key, evaluation_terms, logs_each_step, open_calibrations
 from packplan.core.align import align_plan
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.equality import AttentionChoice
 from packplan.core.forecast import REPEATS, Calibration, Sharding, StepTerms, calibration_packs
 from packplan.core.packs import Packs

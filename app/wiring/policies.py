@@ -9,13 +9,14 @@ from packplan.adapters.model_folder import model_sizes
 from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.files import file_faults, open_records
 from packplan.app.wiring.stores import records_cache
-from packplan.core.config import RunConfig, plan_policy
+from packplan.core.config.identity import plan_policy
+from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe
 from packplan.core.errors import ConfigError, DataSetError, Fault, ModelError
 from packplan.core.mixes import Mixes, mixes_faults, stream_faults
 from packplan.core.packers import ALGORITHMS
 from packplan.core.policy import PlanPolicy
-from packplan.core.work import WorkModel
+from packplan.core.work.model import WorkModel
 
 
 def policy_of(config: RunConfig, split: str) -> PlanPolicy:

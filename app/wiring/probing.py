@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from packplan.adapters.probe import SmallProbe, open_model_config
-from packplan.core.config import ModelConfig
+from packplan.core.config.run import ModelConfig
 from packplan.core.equality import BACKENDS, PackingVerdict, Precision, choose_attention
 from packplan.core.errors import ConfigError, Fault
 

@@ -20,7 +20,8 @@ from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, name_lost_r
 from packplan.adapters.versions import installed_version
 from packplan.app.wiring.runs import ranks_refuse_together
 from packplan.app.wiring.stores import training_alone
-from packplan.core.config import RunConfig, flat_values, rank_differences, run_values
+from packplan.core.config.identity import flat_values, rank_differences, run_values
+from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, OutputError, RunError, UserError, counted, in_lines
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import RankGroup

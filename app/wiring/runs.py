@@ -18,7 +18,8 @@ from packplan.adapters.ranks.environment import require_ranks
 from packplan.adapters.samples.copies import local_files
 from packplan.adapters.samples.files import file_faults
 from packplan.app.wiring.stores import records_cache
-from packplan.core.config import CustomConfig, ModelConfig, RlConfig, RunConfig
+from packplan.core.config.rl import RlConfig
+from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig
 from packplan.core.errors import ConfigError, DataSetError, Fault, RunError
 from packplan.core.samples.places import is_place, without_credentials
 

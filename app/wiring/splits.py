@@ -17,7 +17,7 @@ from packplan.app.planning.split import Split, alignment
 from packplan.app.wiring.lengths import open_known
 from packplan.app.wiring.policies import mixes_of, policy_of, recipe_of, trained_work
 from packplan.app.wiring.stores import open_stores, records_cache
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe
 from packplan.core.errors import ConfigError, DataSetError, agree, counted
 from packplan.core.mixes import mixes_faults

@@ -11,7 +11,7 @@ from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.lock import FolderLock
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.planning.split import Stores
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, OutputError
 
 

@@ -35,7 +35,8 @@ from packplan.app.planning.split import Split
 from packplan.app.wiring.ranks import require_same, require_same_weights, settings_files
 from packplan.app.wiring.verdicts import ask_loaded
 from packplan.core.batch import Accumulation
-from packplan.core.config import RunConfig, flat_values, run_identity
+from packplan.core.config.identity import flat_values, run_identity
+from packplan.core.config.run import RunConfig
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ConfigError, Difference, counted
 from packplan.core.fingerprint import RunIdentity

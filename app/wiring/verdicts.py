@@ -22,7 +22,7 @@ from packplan.app.wiring.attention import (
     stored_verdict,
     verdict_key,
 )
-from packplan.core.config import ModelConfig, RunConfig
+from packplan.core.config.run import ModelConfig, RunConfig
 from packplan.core.equality import AttentionChoice, PackingVerdict
 from packplan.core.errors import ModelError
 

@@ -20,7 +20,7 @@ from packplan.core.config.run import LOADS, TRAINS, TUNES, CustomConfig, PathTex
 from packplan.core.errors import RankDifference
 from packplan.core.fingerprint import Fingerprint, RunIdentity, Value
 from packplan.core.policy import PlanPolicy
-from packplan.core.work import WorkModel
+from packplan.core.work.model import WorkModel
 
 
 def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None) -> PlanPolicy:

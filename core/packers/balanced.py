@@ -27,7 +27,8 @@ from packplan.core.packers.best_fit_decreasing import best_fit_decreasing
 from packplan.core.packers.exchange import Exchange
 from packplan.core.packs import Packs
 from packplan.core.runs import PackingTrace, Runs
-from packplan.core.work import WorkModel, in_units
+from packplan.core.work.assignment import in_units
+from packplan.core.work.model import WorkModel
 
 MORE = 200
 """Packs per extra pack, whose room serves to level work."""

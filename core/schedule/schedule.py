@@ -31,7 +31,7 @@ from packplan.core.fingerprint import NO_IDENTITY, Fingerprint, RunIdentity
 from packplan.core.lengths import MOST_RANKS, IntArray, checked_works, whole_number
 from packplan.core.packers import checked_seed
 from packplan.core.shuffling import shuffled
-from packplan.core.work import Meeting, assign_steps, group_steps, in_units
+from packplan.core.work.assignment import Meeting, assign_steps, group_steps, in_units
 
 Works = NDArray[np.number]
 """Work of each pack of a raw plan, in any unit; shape (num_packs,)."""

@@ -18,7 +18,7 @@ from packplan.core.lengths import IntArray, squares
 from packplan.core.packs import Packs, filled
 from packplan.core.plan import RawPlan
 from packplan.core.schedule.schedule import EpochSchedule
-from packplan.core.work import SampleWorks
+from packplan.core.work.model import SampleWorks
 
 
 @attrs.frozen(eq=False)

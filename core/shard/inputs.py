@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, rounded_up, squares, whole_number
-from packplan.core.work import WorkModel
+from packplan.core.work.model import WorkModel
 
 OF_TOKENS = frozenset(
     {

@@ -32,7 +32,7 @@ from packplan.core.shard.inputs import (
 )
 from packplan.core.shard.rounds import assign_rounds, spread
 from packplan.core.shard.sharding import Part, Sharding, join
-from packplan.core.work import Meeting, in_units
+from packplan.core.work.assignment import Meeting, in_units
 
 _MOST_MICROBATCHES = 10_000_000
 """Microbatches of a global batch that are asked for, at most: arrays have a place for each."""

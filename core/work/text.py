@@ -102,7 +102,7 @@ class LocalAttention:
 
 @attrs.frozen
 class TextWork:
-    """Forward FLOPs of text layers, with the fields of `core.work.WorkModel`."""
+    """Forward FLOPs of text layers, with the fields of `core.work.model.WorkModel`."""
 
     per_position: int
     per_pair: int

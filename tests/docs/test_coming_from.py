@@ -8,7 +8,7 @@ import pytest
 
 from packplan.adapters.config.trainer_keys import stored_keys
 from packplan.adapters.config.values import known_keys
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -19,7 +19,9 @@ from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.__main__ import COMMANDS
 from packplan.app.planning.split import Ranks, Split, Stores, plan_split
-from packplan.core.config import OWN, PATHS, RunConfig, keys_of
+from packplan.core.config.identity import OWN, PATHS
+from packplan.core.config.keys import keys_of
+from packplan.core.config.run import RunConfig
 from packplan.core.packers import ALGORITHMS
 from packplan.core.policy import PlanPolicy
 from packplan.core.schedule import EpochStats, PackStats

@@ -13,7 +13,7 @@ from packplan.adapters.loaders.rows import PACK, refuse_other_packs
 from packplan.core import errors
 from packplan.core.align import align_plan
 from packplan.core.batch import resolve_accumulation
-from packplan.core.config import with_remedy
+from packplan.core.config.faults import with_remedy
 from packplan.core.errors import Difference, Fault, ModelError, PackplanError, RankDifference, RunError, StaleError
 from packplan.core.lengths import checked_works
 from packplan.core.packers import pack

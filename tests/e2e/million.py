@@ -13,7 +13,7 @@ from packplan.app.planning.split import Ranks, Split, plan_split
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.stores import open_stores
 from packplan.core.align import align_plan
-from packplan.core.config import plan_policy
+from packplan.core.config.identity import plan_policy
 from packplan.core.plan import build_raw_plan
 from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, DataFile, to_row
 from tests.fakes import ListSource

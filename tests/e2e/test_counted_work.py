@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from benchmarks.work import image_flops, position_flops
 from packplan.adapters.probe.small_model import SmallModels, quiet
-from packplan.core.work import WorkModel
+from packplan.core.work.model import WorkModel
 from tools.families import default_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers]

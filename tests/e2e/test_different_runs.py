@@ -14,7 +14,7 @@ from packplan.app.wiring import ranks
 from packplan.app.wiring.ranks import joined_ranks
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.trainers import open_checkpoint
-from packplan.core.config import rank_differences
+from packplan.core.config.identity import rank_differences
 from packplan.core.errors import MismatchError, RunError
 from packplan.core.schedule import ResumeState
 from tests.e2e import different_runs_rank

@@ -18,7 +18,7 @@ from packplan.app.plan.__main__ import main as show_main
 from packplan.app.plan.stored import open_split
 from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs
 from packplan.app.wiring.runs import read_config
-from packplan.core.config import with_remedy
+from packplan.core.config.faults import with_remedy
 from packplan.core.errors import ConfigError, MismatchError, NotBuiltError, StaleError
 from packplan.core.schedule import PackStats
 from tests.e2e import rank_main

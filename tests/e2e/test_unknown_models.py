@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 from packplan.adapters.probe import open_model_config, probe_config, small_model
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.verdicts import ask_before_measuring
-from packplan.core.config import ModelConfig
+from packplan.core.config.run import ModelConfig
 from packplan.core.errors import ConfigError
 
 pytestmark = pytest.mark.slow

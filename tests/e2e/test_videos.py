@@ -111,7 +111,7 @@ def test_containers_give_the_lengths_of_full_encodes(model, demo, made, tmp_path
 def measurer(demo, mixed, tmp_path_factory):
     """Return a function that opens what measures the mixed records: once for each sampling."""
     from packplan.app.wiring.splits import open_encoders, open_measurer
-    from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+    from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 
     @cache
     def measures(model: str, sampling: tuple[tuple[str, float], ...]):

@@ -9,7 +9,7 @@ import yaml
 from packplan.adapters.config.run import load_mixes, parse_config
 from packplan.app.wiring.policies import mixes_of, open_mixes
 from packplan.app.wiring.runs import require_inputs, with_inputs
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError
 
 SIZES = {"a": 8, "b": 5, "c": 3}

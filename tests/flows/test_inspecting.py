@@ -20,7 +20,7 @@ from packplan.core.checksum import plan_checksum
 from packplan.core.inspection import summarise, summarise_schedule
 from packplan.core.plan import build_raw_plan
 from packplan.core.samples.tables import DataFile
-from packplan.core.work import SampleWorks, WorkModel
+from packplan.core.work.model import SampleWorks, WorkModel
 from tests.stored import LENGTHS, store_run
 
 ROOT = Path(__file__).parents[2]

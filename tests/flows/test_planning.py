@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from packplan.app.planning.log_lines import describe, log_plan
 from packplan.app.planning.measure import REPEATED_SAMPLES
 from packplan.app.planning.split import Ranks, alignment
-from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig, plan_policy
+from packplan.core.config.identity import plan_policy
+from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import (
     ArgumentError,
     CorruptArtefactError,
@@ -22,7 +23,8 @@ from packplan.core.errors import (
 )
 from packplan.core.plan import build_raw_plan
 from packplan.core.samples.tables import column
-from packplan.core.work import SampleWorks, VisionWork, WorkModel
+from packplan.core.work.model import SampleWorks, WorkModel
+from packplan.core.work.vision import VisionWork
 from tests.fakes import (
     AuditedSource,
     ElsewhereSource,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.core.work import UNITS, assign_steps, bounds_of_steps, in_units
+from packplan.core.work.assignment import UNITS, assign_steps, bounds_of_steps, in_units
 
 MEETINGS = ["step", "microbatch"]
 

@@ -22,7 +22,7 @@ from packplan.core.forecast import (
 )
 from packplan.core.packs import Packs
 from packplan.core.schedule import EpochStats
-from packplan.core.work import SampleWorks
+from packplan.core.work.model import SampleWorks
 from tests.laws.test_telemetry import MODEL, trainings
 
 COEFFICIENTS = st.floats(0.01, 10)

@@ -8,7 +8,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from packplan.core.checksum import plan_checksum
-from packplan.core.config import CustomConfig, TemplateConfig, configured_inputs
+from packplan.core.config.identity import configured_inputs
+from packplan.core.config.run import CustomConfig, TemplateConfig
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan

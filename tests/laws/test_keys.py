@@ -12,7 +12,10 @@ import pytest
 
 from packplan.adapters.config.run import parse_config
 from packplan.app.wiring.policies import policy_of
-from packplan.core.config import RunConfig, configured_inputs, faults, key_of, keys_of, plan_policy, stream_inputs
+from packplan.core.config.faults import faults
+from packplan.core.config.identity import configured_inputs, plan_policy, stream_inputs
+from packplan.core.config.keys import key_of, keys_of
+from packplan.core.config.run import RunConfig
 from packplan.core.fingerprint import Fingerprint
 
 

@@ -12,7 +12,7 @@ from packplan.core.checksum import plan_checksum
 from packplan.core.packers import ALGORITHMS, pack, redraw
 from packplan.core.plan import build_raw_plan
 from packplan.core.policy import PlanPolicy
-from packplan.core.work import WorkModel
+from packplan.core.work.model import WorkModel
 from tests.strategies import packable, raw_lengths
 
 MORE = 200

@@ -11,22 +11,17 @@ from hypothesis import strategies as st
 
 from packplan.adapters.config.trainer_keys import TABLE
 from packplan.adapters.config.values import known_keys
-from packplan.core import config
-from packplan.core.config import (
+from packplan.core.config import keys
+from packplan.core.config.identity import (
     FIXED_ARGUMENTS,
     OWN,
     PATHS,
-    CustomConfig,
-    ModelConfig,
-    PathText,
-    RunConfig,
-    TemplateConfig,
-    TrainingConfig,
     flat_values,
     rank_differences,
     run_identity,
     run_values,
 )
+from packplan.core.config.run import CustomConfig, ModelConfig, PathText, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import RankDifference
 from packplan.core.fingerprint import Fingerprint, RunIdentity
 
@@ -97,9 +92,7 @@ def changed(config, path: tuple[str, ...], value: object):
     return attrs.evolve(config, **{name: changed(getattr(config, name), tuple(rest), value) if rest else value})
 
 
-OF_SAMPLES = [
-    key for key, field in config.keys_of(RunConfig) if (config.key_of(field).lengths or "").startswith("value")
-]
+OF_SAMPLES = [key for key, field in keys.keys_of(RunConfig) if (keys.key_of(field).lengths or "").startswith("value")]
 
 
 @pytest.mark.parametrize("key", sorted({*OF_SAMPLES} - {"template.truncation_strategy"}))

@@ -14,7 +14,7 @@ from packplan.core.errors import ArgumentError
 from packplan.core.packers import ALGORITHMS, pack
 from packplan.core.shard import shard_dynamic, shard_packed
 from packplan.core.shard.rounds import spread
-from packplan.core.work import WorkModel
+from packplan.core.work.model import WorkModel
 from tests.references import spread_slowly
 
 MODES = ("packed", "round_robin", "dynamic")

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from packplan.core.inspection import summarise
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
-from packplan.core.work import SampleWorks, VisionWork, WorkModel
+from packplan.core.work.model import SampleWorks, WorkModel
+from packplan.core.work.vision import VisionWork
 from tests.laws.test_summary import schedules
 
 MODEL = WorkModel(per_position=4, per_pair=2, vision=VisionWork(5, 1, 0, 0))

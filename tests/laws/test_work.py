@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from benchmarks.work import image_flops
 from packplan.core.errors import ArgumentError, ModelError
 from packplan.core.packs import Packs
-from packplan.core.work import LocalAttention, SampleWorks, VisionWork, WorkModel
+from packplan.core.work.model import SampleWorks, WorkModel
+from packplan.core.work.text import LocalAttention
+from packplan.core.work.vision import VisionWork
 
 GRIDS = st.tuples(st.integers(1, 3), st.integers(1, 20).map(lambda n: 2 * n), st.integers(1, 20).map(lambda n: 2 * n))
 

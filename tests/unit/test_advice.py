@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from packplan.adapters.config.run import load_mixes, parse_config
 from packplan.adapters.config.values import known_keys
-from packplan.core.config import Host, RunConfig, closest, refusals_of, refused_settings, unknown_key
+from packplan.core.config.faults import closest, unknown_key
+from packplan.core.config.refusals import Host, refusals_of, refused_settings
+from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError
 from tests.documents import KEYS, faults_of
 

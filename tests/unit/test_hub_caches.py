@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from packplan.adapters.model_folder import config_model_type, download_command, find_cached, is_id
-from packplan.core.config import ModelConfig
+from packplan.core.config.run import ModelConfig
 from packplan.core.errors import ConfigError
 
 

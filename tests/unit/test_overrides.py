@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from packplan.adapters.config.run import load_config, load_mixes
 from packplan.adapters.config.values import known_keys
 from packplan.app.cli.command import add_config_arguments, add_logging_options, parse_arguments
-from packplan.core.config import RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError
 from tests.documents import KEYS, document, parsed
 

@@ -7,7 +7,7 @@ import pytest
 
 from packplan.adapters.samples.files import open_records
 from packplan.adapters.samples.prompts import Prompts
-from packplan.core.config import CustomConfig
+from packplan.core.config.run import CustomConfig
 from packplan.core.errors import RecordError
 
 ANSWER = {"role": "assistant", "content": "four"}

@@ -5,7 +5,7 @@ import yaml
 
 from packplan.adapters.config.run import load_rl_config
 from packplan.adapters.config.trainer_keys import GRPO_TABLE, stored_keys
-from packplan.core.config import RlConfig
+from packplan.core.config.rl import RlConfig
 from packplan.core.errors import ConfigError
 
 PACKING, DYNAMIC = {"sequence_packing": {"enabled": True}}, {"dynamic_batching": {"enabled": True}}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from packplan.core import errors
-from packplan.core.config import with_remedy
+from packplan.core.config.faults import with_remedy
 from packplan.core.equality import PackingVerdict, ProbeResult, choose_attention, trials
 from packplan.core.errors import Difference, ModelError, PackplanError, RunError, StaleError, agree, counted
 from packplan.core.plan import refuse_longer

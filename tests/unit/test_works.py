@@ -9,8 +9,9 @@ import pytest
 from packplan.app.planning.schedule import meeting_of
 from packplan.app.planning.split import table_works
 from packplan.app.wiring.policies import policy_of, trained_work
-from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig, faults
-from packplan.core.work import WorkModel
+from packplan.core.config.faults import faults
+from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.work.model import WorkModel
 
 TEXT = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "vocab_size": 100}  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from packplan.adapters.config.run import load_config
-from packplan.core.config import TrainingConfig
+from packplan.core.config.run import TrainingConfig
 from packplan.core.errors import ConfigError
 from tests.documents import KEYS, document, faults_of, parsed
 

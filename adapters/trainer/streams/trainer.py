@@ -27,7 +27,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from packplan.adapters.trainer.base import PackingTrainer
 from packplan.adapters.trainer.checkpoints import attention_to_state, progress_entry
 from packplan.adapters.trainer.loader import LENGTHS, Batch, PackLoader, weightless
-from packplan.core.config import LESS_DROPPED
+from packplan.core.config.faults import LESS_DROPPED
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import DataSetError, agree, counted
 from packplan.core.fingerprint import from_plain, to_plain
