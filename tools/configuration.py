@@ -3,9 +3,9 @@ Write the lists of YAML keys into their pages: `python -m tools.configuration
 docs/configuration.md …`.
 
 A page marks each place by `<!-- keys of core.config.run.RunConfig -->` and `<!-- end of keys -->`,
-with the name of a frozen class, or of refusals. A class gives a list for each of its sections, from the
-types, defaults and docstrings of its fields. Refusals give one list. A file that ends in .json
-becomes the stored table of the keys that the installed ms-swift takes.
+with the name of a frozen class, or of refusals. A class gives a list for each of its sections,
+from the types, defaults and docstrings of its fields. Refusals give one list. A file that ends in
+.json becomes the stored table of the keys that the installed ms-swift takes.
 """
 
 import argparse
