@@ -184,7 +184,7 @@ def swap(trainer) -> None:
     collate = trainer.data_collator
 
     def swapped(items):
-        samples = [dict(sample) for sample in items[0].samples]
+        samples = [dict(sample) for sample in items[0]]
         with_one = [sample for sample in samples if sample.get("num_images") == 1]
         first, last = with_one[0], with_one[-1]
         first["pixel_values"], last["pixel_values"] = last["pixel_values"], first["pixel_values"]
