@@ -135,7 +135,7 @@ def model_sizes(model: ModelConfig) -> Mapping[str, Any]:
                 f"`{download_command(model.model)}`, or set model.download: true"
             )
             raise ConfigError.at("model.model", reason) from None
-        reason = f"{model.model} is no folder with a config.json that names a model_type"
+        reason = f"{model.model} is no folder with a config.json that names a model_type: name such a folder"
         if (path.parent / "adapter_config.json").is_file():
             reason = f"{model.model} holds adapters and no model: merge them into their model, and name its folder"
         raise ConfigError.at("model.model", reason) from None

@@ -23,7 +23,7 @@ LAYERS = {
 
 WAY = {
     "run": "adapters/config/run.py",
-    "records": "adapters/samples/files.py",
+    "records": "adapters/samples/data_set.py",
     "messages": "core/samples/shapes.py",
     "tokens": "adapters/samples/encoder.py",
     "lengths": "app/planning/measure.py",

@@ -24,6 +24,7 @@ from packplan.core.config.keys import keys_of
 from packplan.core.config.run import RunConfig
 from packplan.core.packers import ALGORITHMS
 from packplan.core.policy import PlanPolicy
+from packplan.core.samples.places import PACKAGES
 from packplan.core.schedule import EpochStats, PackStats
 from packplan.core.surface import plan as plan_of
 from tests.fakes import FreeLock, ListSource, ScriptedGroup
@@ -283,6 +284,14 @@ def test_every_field_and_every_algorithm_is_in_its_table():
 
     assert [field.name for field in attrs.fields(PlanPolicy)] == re.findall(r"^- `(\w+)`:", listed, re.MULTILINE)
     assert [*ALGORITHMS] == re.findall(r"^\| `(\w+)` \|", table.split("\n\n")[0], re.MULTILINE)
+
+
+def test_every_kind_of_place_is_on_its_page():
+    """By its scheme, or the package that reads it; all but the one of tests."""
+    page = text_of(ROOT / "docs" / "records.md")
+    needs = {(f"{scheme}://", f"pip install {package}") for scheme, package in PACKAGES.items() if scheme != "memory"}
+
+    assert [] == [need for need in needs if not any(one in page for one in need)], "docs/records.md#places lists them"
 
 
 def test_every_figure_of_training_is_on_its_page():

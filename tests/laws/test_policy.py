@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from packplan.core.packers import ALGORITHMS
 from packplan.core.plan import build_raw_plan, one_sample_packs
 from packplan.core.policy import PlanPolicy
-from packplan.core.work import WorkModel
+from packplan.core.work.model import WorkModel
 from tests.strategies import raw_lengths
 
 POLICY = PlanPolicy(packing_length=80, algorithm="first_fit_shuffle", seed=42)

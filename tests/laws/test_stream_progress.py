@@ -6,6 +6,7 @@ from decimal import Decimal
 from itertools import chain, pairwise
 
 import attrs
+import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
@@ -114,6 +115,12 @@ def test_what_no_shard_has_read_stays_in_order(num_places, parts):
 
     assert sorted(left) == left
     assert [*range(num_places)] == sorted([*read, *left])
+
+
+@pytest.mark.parametrize("state", [{"next_shard": 1}, {"next_shard": -1}, {"trained": -1}])
+def test_progress_of_no_rank_is_refused(state):
+    with pytest.raises(ValueError, match="is next, after"):
+        RankState((ShardState(),), **state)
 
 
 @given(streams(), st.lists(st.tuples(st.integers(1, 3), st.integers(1, 2)), min_size=1, max_size=4), st.data())

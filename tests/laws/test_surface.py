@@ -5,7 +5,7 @@ from collections import Counter
 import attrs
 import numpy as np
 import pytest
-from hypothesis import assume, event, given, reject
+from hypothesis import assume, event, example, given, reject
 from hypothesis import strategies as st
 
 import packplan as pp
@@ -127,6 +127,7 @@ def test_a_table_has_the_figures_and_a_page_draws_the_packs(case, skips):
     assert f"{len(plan.packs):,} pack" in repr(plan)
 
 
+@example(lengths=[60, 35, 60, 20, 60, 10])
 @given(lengths=st.lists(st.integers(1, 60), min_size=2, max_size=30))
 def test_no_option_of_planning_is_ignored(lengths):
     """Samples that are too long and packs that are dropped are refused if an option says so."""

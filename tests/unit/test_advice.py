@@ -51,7 +51,7 @@ def test_every_key_at_every_wrong_level_is_told_its_right_one(level, value):
 def test_a_refused_key_at_a_wrong_level_is_told_why(key):
     """And not to be written where it is refused as well; a misspelling of it neither."""
     assert REFUSED[key] == faults_of({key: 1})[key] == faults_of({f"training.{key}": 1})[f"training.{key}"]
-    typo = key.replace("e", "ee", 1)
+    typo = key + key[-1]
     reason = faults_of({f"training.{typo}": 1})[f"training.{typo}"]
     assert f"is no known key; {key}, which it resembles, {REFUSED[key]}" == reason
 

@@ -37,7 +37,7 @@ def test_all_that_is_missing_is_named_at_once(run_of, tmp_path):
         require_inputs(config, trains=True)
 
     model, *data, file = map(str, raised.value.faults)
-    assert "model.model: gone is no folder with a config.json that names a model_type" == model
+    assert "model.model: gone is no folder with a config.json that names a model_type: name such a folder" == model
     assert [
         f"custom.train_jsonl: a.jsonl {GONE}",
         f"custom.train_jsonl: b.jsonl {GONE}",
