@@ -236,7 +236,7 @@ def _read_json(path: Path) -> Any:
         raise _damage_error(path, f"cannot be read ({error})") from error
 
 
-def torn_json(folder: str) -> str:
+def damaged_json_reason(folder: str) -> str:
     """Return the message about the first damaged JSON file of a folder; empty if there is none."""
     for path in sorted(Path(folder).glob("*.json")):
         try:

@@ -48,7 +48,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise CorruptArtefactError(str(path), reason, DAMAGED) from error
     ours = digest is not None or any("packplan" in name.lower() for name in state["stateful_callbacks"])
     if ours and digest != json_digest(state):
-        reason = "differs from the saved one" if digest else "is missing: an earlier version wrote it"
+        reason = "differs from the saved one" if digest else "is missing: the file was edited"
         raise CorruptArtefactError(str(path), f"its digest {reason}", DAMAGED)
     return state
 

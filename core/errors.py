@@ -301,7 +301,7 @@ class RankDifference:
         for rank, value in enumerate(self.values):
             ranks.setdefault(value, []).append(rank)
         same = sum(1 for _ in takewhile(lambda at: len(set(at)) == 1, zip(*filter(None, ranks), strict=False)))
-        shown = [f"{_from(value, same)} on {_ranks(ranks[value])}" for value in list(ranks)[:_MOST]]
+        shown = [f"{_from(value, same)} on {_ranks_in_words(ranks[value])}" for value in list(ranks)[:_MOST]]
         left_out = len(ranks) - len(shown)
         return f"{self.key}: {'; '.join(shown)}" + (f"; {counted(left_out, 'other value')}" if left_out else "")
 
@@ -322,7 +322,7 @@ def _from(value: str | None, same: int) -> str:
     return f"{'…' if start else ''}{value[start:end]}{'…' if end < len(value) else ''}"
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks_in_words(ranks: list[int]) -> str:
     """Return ranks in words: the first ones by number."""
     named = ", ".join(map(str, ranks[:_MOST]))
     others = f" and {len(ranks) - _MOST:,} more" if len(ranks) > _MOST else ""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import attrs
@@ -466,32 +465,6 @@ def written_bytes(number: float) -> str:
 
 Sharding = Literal["ddp", "fsdp2"]
 """Way in which ranks share a model: whole on each, or by FSDP 2."""
-
-_FULL_PRECISION = 4
-
-_STATES: Mapping[str, float] = MappingProxyType(
-    {"8bit": 2, "4bit": 1, "adafactor": 0, "lion": 4, "sgd": 0, "adagrad": 4, "rmsprop": 4, "muon": 4}
-)
-"""Part of an optimizer's name -> bytes of its states for each weight; others are as Adam's."""
-
-_ADAM = 8
-
-
-def optimizer_bytes(name: str, *, num_trained: int, itemsize: int) -> int:
-    """
-    Return the bytes of an optimizer's states, by its name alone.
-
-    Args:
-        name: Value of `optim`, as `adamw_torch_fused`.
-        num_trained: Trained weights.
-        itemsize: Bytes of one trained weight, which states follow unless they are quantised.
-
-    >>> optimizer_bytes("adamw_torch", num_trained=10, itemsize=2)
-    40
-    """
-    found = next((size for part, size in _STATES.items() if part in name), _ADAM)
-    return math.ceil(num_trained * found * (1 if "bit" in name else itemsize / _FULL_PRECISION))
-
 
 Kind = Literal["weights", "gradients", "optimizer", "activations", "temporaries"]
 

@@ -129,7 +129,7 @@ class StreamCounts:
             dropped_tokens=self.dropped_tokens + sum(lengths),
         )
 
-    def drops_more_than(self, share: Decimal) -> bool:
+    def dropped_more_than(self, share: Decimal) -> bool:
         """Return whether more than one pack, and more than this share of tokens, was dropped."""
         return self.dropped_packs > 1 and self.dropped_tokens > share * self.tokens
 
@@ -167,7 +167,7 @@ class ShardState:
         return (*self.admitted, *self.ahead)
 
 
-def read_place(state: ShardState, place: int) -> ShardState:
+def after_reading(state: ShardState, place: int) -> ShardState:
     """Return the state after the item of the next place was read."""
     return attrs.evolve(state, read=state.read + 1, ahead=(*state.ahead, Item(place)))
 

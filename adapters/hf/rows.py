@@ -74,7 +74,8 @@ class RowLayout:
 
     def take_apart(self, batch: Mapping[str, Any]) -> Taken:
         """
-        Return the units of a batch, without padding after their end.
+        Return the rows of a batch, or its pairs of rows (chosen and rejected), without padding
+        after their end.
 
         Padding before them stays, since it decides positions.
 

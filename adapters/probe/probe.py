@@ -212,7 +212,7 @@ class SmallProbe:
             return iter(())
 
     @cached_property
-    def _build(self) -> Callable[..., Any]:
+    def _builder(self) -> Callable[..., Any]:
         """Builds copies; ModelError if there are none that show everything."""
         build_one = SmallModels(self.config, trust_remote_code=self.trust_remote_code).build
         return partial(build_one, trials=_short_lengths(self.config, build_one))
@@ -226,7 +226,7 @@ class SmallProbe:
             elif trial.strategy == "flash":  # which takes 16 bits
                 where = ("cuda", "bfloat16")
         if where not in self._places:
-            self._places[where] = _CopyPlace.from_builder(self._build, *where)
+            self._places[where] = _CopyPlace.from_builder(self._builder, *where)
         return self._places[where]
 
     def _verdict(self, attn_impl: str) -> PackingVerdict:

@@ -186,7 +186,7 @@ def local_medium(medium: Image | Video, folder: str, cache: "MediaCache | None",
 
 
 class MediaCache:
-    """Fetches images and videos, and keeps them."""
+    """Fetches images and videos from URLs into a folder, once each."""
 
     def __init__(self, folder: Path, *, patience: Patience | None = None) -> None:
         """

@@ -145,15 +145,15 @@ class RowsEncoder(SwiftEncoder):
 
     def measure_sample(self, index: int, encoded: dict[str, Any]) -> Measurement:  # noqa: ARG002  # its base names it
         """
-        Measure an encoded sequence; videos are part of its length alone. A row of another task than
-        text has one target.
+        Measure an encoded sequence. Videos count only towards the length. A row of a task other
+        than causal LM has one target.
         """
         found = measure_encoded(self.template, encoded, images=encoded[IMAGES.counted], videos=0)
         return found if self._kind in {"causal_lm", "split texts"} else attrs.evolve(found, supervised=1)
 
 
 def _locate_image(image: Any) -> Any:
-    """Return an image of a row by its path, or as bytes where it is none of this machine."""
+    """Return an image of a row by its path, or its bytes, if it is no file on this machine."""
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path") or ""
     if not isinstance(image, str):

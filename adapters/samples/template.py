@@ -13,7 +13,7 @@ from swift.model import MODEL_MAPPING, get_matched_model_meta
 from swift.template import Template
 
 from packplan.adapters.families import embeds_itself, is_shown, settled_types
-from packplan.adapters.model_folder import config_architecture, model_sizes, torn_json
+from packplan.adapters.model_folder import config_architecture, damaged_json_reason, model_sizes
 from packplan.adapters.samples.video_reading import prepare_videos
 from packplan.core.config.run import ModelConfig, TemplateConfig
 from packplan.core.errors import ConfigError, Fault
@@ -174,7 +174,7 @@ def open_template(
         raise ConfigError.at("template", f"is refused by ms-swift: {error}") from error
     except Exception as error:  # what tokenizers make of broken files has no common kind
         remedy = ": pip install 'packplan[omni]'" if "qwen_omni_utils" in f"{error}" else ""
-        reason = f"{model.model} cannot be opened by ms-swift: {torn_json(model.model) or error}{remedy}"
+        reason = f"{model.model} cannot be opened by ms-swift: {damaged_json_reason(model.model) or error}{remedy}"
         raise ConfigError.at("model.model", reason) from error
     _refuse_other_kind(opened)
     if not opened.tokenizer("a").input_ids:  # transformers makes one of no words where tokenizer.json is missing

@@ -182,7 +182,10 @@ def read_arguments(task: str, arguments: Sequence[str], *, words: Sequence[str],
 
 
 def _check(arguments: Any) -> None:
-    """Refuse what the plugin refuses; flash attention is not needed."""
+    """
+    Check arguments as the plugin does, in place of ms-swift's check, which demands flash attention;
+    sets `padding_free`.
+    """
     refuse_arguments(arguments)
     arguments.padding_free = True
 

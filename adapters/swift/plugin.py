@@ -30,7 +30,7 @@ def install(*, planned: Mapping[str, Any] | None = None, any_version: bool = Fal
     Args:
         planned: Plan that the command has to have, as `packplan plugin swift` writes it: `flags`,
             `ranks` and `checksum`. None takes the plan of whatever the command has.
-        any_version: Try a version of ms-swift that the plugin was not shown with.
+        any_version: Try a version of ms-swift that the plugin was not tested with.
 
     Raises:
         ConfigError: ms-swift is of such a version.

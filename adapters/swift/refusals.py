@@ -62,7 +62,7 @@ def refuse_others(arguments: Any, *, flags: Mapping[str, Any], ranks: int) -> No
 
 def refuse_version(version: str) -> None:
     """
-    Refuse a version of ms-swift that the plugin was not shown with.
+    Refuse a version of ms-swift that the plugin was not tested with.
 
     Raises:
         ConfigError: It is another one.

@@ -118,7 +118,7 @@ def _build_optimizer(arguments: Any) -> None:
             raise
 
 
-def _build_schedule(arguments: Any) -> None:
+def _try_lr_scheduler(arguments: Any) -> None:
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
     get_scheduler(
         arguments.lr_scheduler_type,
@@ -147,7 +147,7 @@ def _check_shard_size(arguments: Any) -> None:
 
 _USES: dict[tuple[str, ...], Callable[[Any], None]] = {
     ("optim", "optim_args"): _build_optimizer,
-    ("lr_scheduler_type", "lr_scheduler_kwargs"): _build_schedule,
+    ("lr_scheduler_type", "lr_scheduler_kwargs"): _try_lr_scheduler,
     ("torch_compile", "torch_compile_backend", "torch_compile_mode"): _check_compilation,
     ("report_to",): _build_reporters,
     ("max_shard_size",): _check_shard_size,

@@ -16,7 +16,7 @@ from packplan.adapters.lifeline import end_by_parent_alone, end_with_parent, hid
 from packplan.adapters.loaders.rows import PACK, PackOfRows
 from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS, SwiftEncoder
 from packplan.adapters.trainer.streams.dataset import Ended, Sample, ShardProgress, StreamedPack
-from packplan.adapters.trainer.vision import complete
+from packplan.adapters.trainer.vision import add_model_inputs
 from packplan.core.errors import PackplanError
 from packplan.core.packs import Packs
 from packplan.core.samples.tables import Table
@@ -134,7 +134,7 @@ class Collator:
         with collated_as(self.template, packed=self.grouped):
             batch = self.collate(rows)
         if self.template.model_meta.is_multimodal:
-            complete(batch, self.template, samples, packed=self.grouped)
+            add_model_inputs(batch, self.template, samples, packed=self.grouped)
         return batch
 
     def _starts(self, batch: Batch) -> torch.Tensor:

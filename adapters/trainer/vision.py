@@ -61,7 +61,7 @@ def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tenso
     return media
 
 
-def complete(batch: dict[str, Any], template: Template, samples: list[dict[str, Any]], *, packed: bool) -> None:
+def add_model_inputs(batch: dict[str, Any], template: Template, samples: list[dict[str, Any]], *, packed: bool) -> None:
     """
     Add inputs that the model takes and its template does not make to a collated batch.
 

@@ -116,7 +116,7 @@ def schedule_summary(opened: StoredSplit) -> ScheduleSummary:
 
 
 def source_summaries(opened: StoredSplit) -> tuple[SourceSummary, ...]:
-    """Return the figures of the plan by source; none where older lengths name no files."""
+    """Return the figures of the plan by source; none before measuring has finished."""
     files, rows = opened.lengths.origin.files, opened.lengths.rows
     return summarise_sources(opened.split.raw, rows.table, files, media=rows.media) if files else ()
 

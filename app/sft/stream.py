@@ -162,7 +162,7 @@ def _log_end(config: RunConfig, group: RankGroup, trainer: StreamTrainer) -> Non
     if group.rank != 0:
         return
     training = config.training
-    if totals.counts.drops_more_than(training.packing_max_dropped_share):
+    if totals.counts.dropped_more_than(training.packing_max_dropped_share):
         log.warning("the stream has ended: %s. %s", totals, LESS_DROPPED)
     else:
         log.info("the stream has ended: %s", totals)

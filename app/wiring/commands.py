@@ -142,7 +142,7 @@ def ranks_of(config: RunConfig) -> int | None:
     return None if config.command is None else config.command.world_size
 
 
-def _note_of(output_dir: str | Path) -> Path:
+def _command_file(output_dir: str | Path) -> Path:
     return Path(output_dir) / "static_packing" / "command.json"
 
 
@@ -161,12 +161,12 @@ def keep_command(config: RunConfig) -> None:
         "environment": {name: os.environ[name] for name in PROCESSING_VARIABLES if name in os.environ},
         "paths": [word for word in config.command.words if not Path(word).is_absolute() and Path(word).exists()],
     }
-    files.write_bytes(_note_of(config.training.output_dir), json.dumps(note, indent=2).encode())
+    files.write_bytes(_command_file(config.training.output_dir), json.dumps(note, indent=2).encode())
 
 
 def _read_stored(folder: Path, words: Sequence[str], world_size: int | None) -> RunConfig:
     """Return the command whose plan a folder holds."""
-    path = _note_of(folder)
+    path = _command_file(folder)
     if not path.is_file():
         raise ConfigError(str(folder), (Fault("", "holds no plan of a command of ms-swift: name a run's YAML"),))
     if words:

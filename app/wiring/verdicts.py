@@ -40,8 +40,7 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
             see each other.
 
     Raises:
-        ModelError: The run cannot take the one that `model.attn_impl` names.
-        ModelError: The attention is refused.
+        ModelError: The run cannot take the one that `model.attn_impl` names, or it is refused.
         ConfigError: The model's folder does not say what it is.
     """
     on_cpu = runs_on_cpu(config.training.trainer)

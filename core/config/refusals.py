@@ -7,7 +7,6 @@ from typing import Any, Literal
 import attrs
 
 Host = Literal["sft", "plugin", "rlhf", "trainer", "balance"]
-
 """`packplan sft`; the plugin of ms-swift with packs, and without; `use_plan`; `balance`."""
 
 

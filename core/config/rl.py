@@ -1,5 +1,6 @@
 """
-Configuration of `packplan rl`: sections `policy:` and `grpo:`, and what it reads of the others.
+Configuration of `packplan rl`: sections `policy:` and `grpo:`, and what it reads of the other
+sections.
 """
 
 from collections.abc import Iterator, Mapping

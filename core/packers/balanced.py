@@ -171,9 +171,9 @@ def _fitted(
     for share in _KEPT_EMPTY:
         rooms = _rooms(lengths, units, num=num, capacity=capacity, share=share)
         roomy = Exchange(rooms, units, _longest_first(rooms, keys, num=num), num, capacity)
-        roomy.fit(nearly=True)
+        roomy.exchange_until_fitting(nearly=True)
         group = Exchange(lengths, units, roomy.labels, num, capacity)
-        if group.fit():
+        if group.exchange_until_fitting():
             return group
     return None
 

@@ -104,7 +104,7 @@ class Exchange:
         self._mean = int(self.sums.sum()) // self.num
         self._stream = np.random.PCG64(self.tokens.size)
 
-    def fit(self, *, nearly: bool = False) -> bool:
+    def exchange_until_fitting(self, *, nearly: bool = False) -> bool:
         """
         Exchange until no pack exceeds the capacity; return whether that succeeded.
 
@@ -155,7 +155,10 @@ class Exchange:
         return int(excess.sum())
 
     def _unsettled(self, *, level: bool) -> NDArray[np.bool_]:
-        """Return a mask of packs that exceed the capacity, or are not level; shape (num,)."""
+        """
+        Return a mask of packs that exceed the capacity or, if *level*, whose work is not near the
+        mean; shape (num,).
+        """
         if level:
             return np.abs(self.sums - self._mean) > self._mean // _TOLERANCE
         return self.loads > self.capacity

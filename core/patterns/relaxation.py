@@ -126,7 +126,7 @@ class Master:
 
 def solve_master(patterns: list[Pattern], *, sizes: IntArray, counts: IntArray) -> Master | None:
     """
-    Find the fewest packs of fractional patterns that have a place for every sample.
+    Solve the LP master problem: fewest fractional uses of *patterns* that cover all samples.
 
     A sample may take the place of a longer one.
 

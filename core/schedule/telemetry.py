@@ -159,7 +159,7 @@ class EpochStats:
         """Return the tokens of steps *start* to before *stop* of this epoch, counted from 0."""
         packs, first = self._packs(start, stop)
         useful = int((self.pack_stats.tokens[packs] * first).sum())
-        return Tokens(int(self._widths(self._rows(packs)).sum()), useful)
+        return Tokens(int(self._widths(self._by_rank(packs)).sum()), useful)
 
     def works(self, start: int, stop: int) -> NDArray[np.float64]:
         """
@@ -195,7 +195,7 @@ class EpochStats:
     def _works(self, start: int, stop: int) -> NDArray[np.float64]:
         """Return the work of each pack of some steps on each rank; shape (rows, world_size)."""
         packs, _ = self._packs(start, stop)
-        rows, stats = self._rows(packs), self.pack_stats
+        rows, stats = self._by_rank(packs), self.pack_stats
         return stats.work[rows] if stats.packed else stats.padded_work(rows, self._widths(rows))
 
     def statistics(self, start: int, stop: int) -> Mapping[str, float]:
@@ -252,7 +252,7 @@ class EpochStats:
         chosen = slice(start * self.packs_per_step, stop * self.packs_per_step)
         return self.order[chosen], self.first[chosen]
 
-    def _rows(self, packs: IntArray) -> IntArray:
+    def _by_rank(self, packs: IntArray) -> IntArray:
         """Return packs of whole steps by rank; shape (rows, world_size)."""
         return packs.reshape(-1, self.world_size)
 

@@ -229,7 +229,7 @@ def _mlps(keys: Keys, width: int, layers: int) -> int:
     if not experts:
         keys.get("num_experts_per_tok", "moe_intermediate_size", "shared_intermediate_size", "num_shared_experts")
         return layers * gated * inner
-    sparse = _sparse(keys, layers)
+    sparse = _num_expert_layers(keys, layers)
     active = keys.size(
         "num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k_experts", "experts_per_token"
     )
@@ -264,7 +264,7 @@ def _products(keys: Keys) -> int:
     return 2 if activation in _PLAIN else 3
 
 
-def _sparse(keys: Keys, layers: int) -> int:
+def _num_expert_layers(keys: Keys, layers: int) -> int:
     """Return the number of layers with experts."""
     named, places, frequency = keys.get("mlp_layer_types"), keys.get("moe_layers"), keys.get("moe_layer_freq")
     step = keys.count("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step") or 1

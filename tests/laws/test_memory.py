@@ -11,7 +11,6 @@ from packplan.core.forecast import (
     StepTrace,
     candidate_packs,
     longest_fitting,
-    optimizer_bytes,
     parse_bytes,
     with_margin,
     written_bytes,
@@ -86,15 +85,6 @@ def test_kinds_follow_from_what_blocks_are_for_and_when_they_live():
     )  # fmt: skip
 
     assert (1, 4000, 50000, 20, 600000) == attrs.astuple(trace.peak())
-
-
-@pytest.mark.parametrize(
-    ("name", "bytes_each"), [("adamw_torch_fused", 8), ("adamw_8bit", 2), ("sgd", 0), ("lion_32", 4)]
-)
-def test_the_states_of_an_optimizer_follow_from_its_name(name, bytes_each):
-    """Names that are not known count as Adam's; states of half weights are half as large."""
-    assert 10 * bytes_each == optimizer_bytes(name, num_trained=10, itemsize=4)
-    assert 10 * (bytes_each if "8bit" in name else bytes_each / 2) == optimizer_bytes(name, num_trained=10, itemsize=2)
 
 
 @given(st.lists(st.tuples(st.integers(1, 99), st.integers(0, 99), st.integers(0, 9)), min_size=1, max_size=9))

@@ -21,8 +21,8 @@ from packplan.core.stream import (
     StreamSegment,
     StreamState,
     admit_first,
+    after_reading,
     flush_buffer,
-    read_place,
     reassign,
     take_pack,
     unread_places,
@@ -58,7 +58,7 @@ def steps_of(state: ShardState, places: list[int], lengths: list[int], options, 
             state = admit_first(state, lengths[state.ahead[0].place], options=options)
         elif read < len(places):
             for place in places[read : read + group]:
-                state, read = read_place(state, place), read + 1
+                state, read = after_reading(state, place), read + 1
         elif state.buffer:
             state = flush_buffer(state, options=options)
         else:
@@ -188,9 +188,9 @@ def test_a_pack_that_fills_no_step_is_dropped_instead_of_trained(lengths, packin
 def test_one_dropped_pack_is_never_too_much():
     """The end of a stream leaves one; from two on the share of tokens decides."""
     limit = Decimal("0.1")
-    assert not StreamCounts(tokens=100, dropped_packs=1, dropped_tokens=50).drops_more_than(limit)
-    assert not StreamCounts(tokens=100, dropped_packs=2, dropped_tokens=10).drops_more_than(limit)
-    assert StreamCounts(tokens=100, dropped_packs=2, dropped_tokens=11).drops_more_than(limit)
+    assert not StreamCounts(tokens=100, dropped_packs=1, dropped_tokens=50).dropped_more_than(limit)
+    assert not StreamCounts(tokens=100, dropped_packs=2, dropped_tokens=10).dropped_more_than(limit)
+    assert StreamCounts(tokens=100, dropped_packs=2, dropped_tokens=11).dropped_more_than(limit)
 
 
 @given(

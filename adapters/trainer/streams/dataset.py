@@ -21,8 +21,8 @@ from packplan.core.stream import (
     ShardState,
     StreamSegment,
     admit_first,
+    after_reading,
     flush_buffer,
-    read_place,
     take_pack,
     unread_places,
 )
@@ -144,7 +144,7 @@ class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
                     kept = {item.place for item in state.admitted}
                     encoded = {place: sample for place, sample in encoded.items() if place in kept}
             elif (place := next(unread, None)) is not None:
-                state = read_place(state, place)
+                state = after_reading(state, place)
             elif state.buffer:
                 state = flush_buffer(state, options=self.options)
             else:

@@ -318,7 +318,7 @@ class StreamTrainer(PackingTrainer):
         """Return the stream's lost samples so far; warn once if they exceed the limit."""
         totals = self.totals()
         counts = totals.counts
-        if counts.drops_more_than(self.max_dropped_share) and not self._has_warned:
+        if counts.dropped_more_than(self.max_dropped_share) and not self._has_warned:
             self._has_warned = True
             if self.group.rank == 0:
                 log.warning(
