@@ -111,13 +111,14 @@ def _cut(options: dict[str, Any], own: torch.Tensor, num_positions: int) -> dict
     return cut
 
 
-def _gather(part: torch.Tensor, restore: torch.Tensor, group: dist.ProcessGroup | None, dim: int) -> torch.Tensor:
+def _gather(part: torch.Tensor, restore: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return all positions of tensors of shape (batch, heads, positions, size) from ranks' parts."""
     expected = len(restore) // dist.get_world_size(group)
-    if part.shape[dim] != expected:
-        message = f"a rank's part has {expected} of {len(restore)} positions, but this one has {part.shape[dim]}"
+    if part.shape[2] != expected:
+        message = f"a rank's part has {expected} of {len(restore)} positions, but this one has {part.shape[2]}"
         raise ValueError(message)
-    concatenated: torch.Tensor = _AllGather.apply(part.movedim(dim, 0), group)  # type: ignore[no-untyped-call]
-    return concatenated[restore].movedim(0, dim)
+    concatenated: torch.Tensor = _AllGather.apply(part.movedim(2, 0), group)  # type: ignore[no-untyped-call]
+    return concatenated[restore].movedim(0, 2)
 
 
 class _AllGather(torch.autograd.Function):
@@ -163,7 +164,7 @@ def _attend(
         message = "context parallelism computes causal attention without a sliding window, a mask or earlier keys"
         raise ValueError(message)
     # One collective for both.
-    both = _gather(torch.cat([key, value], dim=1), cp_share.restore, cp_share.group, dim=2)
+    both = _gather(torch.cat([key, value], dim=1), cp_share.restore, cp_share.group)
     keys, values = torch.split(both, key.shape[1], dim=1)
     outputs, done = [], 0
     for begin, start, stop in cp_share.blocks:

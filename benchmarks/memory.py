@@ -26,7 +26,7 @@ from benchmarks.options import add_names, add_number
 from benchmarks.table import show
 from packplan.adapters.progress import progress
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from packplan.core.forecast import Sharding, written_bytes
+from packplan.core.forecast import written_bytes
 
 LIMIT_S = 1800.0
 
@@ -60,9 +60,9 @@ class Setting:
         return "-".join([self.family, self.tuner, *(name for name, holds in told.items() if holds), f"{self.ranks}"])
 
     @property
-    def sharding(self) -> Sharding:
-        """How ranks share the model."""
-        return "ddp" if self.copies or self.ranks == 1 else "fsdp2"
+    def is_sharded(self) -> bool:
+        """Whether ranks share the model (FSDP 2)."""
+        return self.ranks > 1 and not self.copies
 
 
 SETTINGS = MappingProxyType(
@@ -188,7 +188,11 @@ def _row(setting: Setting, config: RunConfig) -> MemoryRow:
 def _forecast(config: RunConfig, setting: Setting) -> int:
     from packplan.app.plan.fit import forecast
 
-    found = forecast(config, memory=None, ranks=setting.ranks, sharding=setting.sharding)
+    if setting.is_sharded:
+        # A CPU's trainer would not take it.
+        settings = {**config.training.trainer, "fsdp": "full_shard"}
+        config = attrs.evolve(config, training=attrs.evolve(config.training, trainer=settings))
+    found = forecast(config, memory=None, ranks=setting.ranks)
     return found.packs[0].peak.total
 
 

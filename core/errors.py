@@ -349,16 +349,10 @@ def agree(number: int, one: str = "is", many: str = "are") -> str:
     return one if number == 1 else many
 
 
-def ranging(lowest: int, highest: int, name: str) -> str:
-    """
-    Return what numbers range over, with their noun: `7 tokens`, or `7 to 9 tokens`.
-
-    Args:
-        lowest: The least of them.
-        highest: The greatest.
-        name: The noun, in the singular.
-    """
-    return counted(highest, name) if lowest == highest else f"{lowest:,} to {counted(highest, name)}"
+def token_range(lowest: int, highest: int) -> str:
+    """Return the range of numbers of tokens in words: `7 tokens`, or `7 to 9 tokens`."""
+    tokens = counted(highest, "token")
+    return tokens if lowest == highest else f"{lowest:,} to {tokens}"
 
 
 def in_ranges(indices: Iterable[int], *, most: int | None = None) -> str:

@@ -120,19 +120,18 @@ def unseal(values: object) -> dict[str, Any]:
     return held
 
 
-def from_plain(kind: type[T], value: object, name: str = "the state") -> T:
+def from_plain(kind: type[T], value: object) -> T:
     """
     Return the frozen value of plain ones.
 
     Args:
         kind: Class of the value, of `attrs`.
         value: Plain values.
-        name: Name of the value in messages.
 
     Raises:
         ValueError: A key is missing or unknown, or a value has another type or is out of range.
     """
-    read: T = _read(kind, value, name)
+    read: T = _read(kind, value, "the state")
     return read
 
 

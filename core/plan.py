@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.bounds import Bound, find_bound, usual_effort
-from packplan.core.errors import ArgumentError, agree, counted, ranging
+from packplan.core.errors import ArgumentError, agree, counted, token_range
 from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, share, whole_number
 from packplan.core.packers import algorithm_named, pack, redraw
 from packplan.core.packs import Packs, by_first_index, concatenate
@@ -297,7 +297,7 @@ def _empty_plan(lengths: IntArray, skipped: IntArray, dropped: Packs, policy: Pl
         # Rounded down, so that the ratio that is named is one that suffices.
         details["fullest"] = int(dropped.loads(lengths).max()) * 10_000 // policy.packing_length / 10_000
         reasons.append(
-            f"{counted(len(dropped), 'pack')} (samples of {ranging(int(short.min()), int(short.max()), 'token')}) "
+            f"{counted(len(dropped), 'pack')} (samples of {token_range(int(short.min()), int(short.max()))}) "
             f"{agree(len(dropped))} filled below min_fill_ratio {policy.min_fill_ratio}, the fullest to "
             f"{details['fullest']:g} of {capacity}"
         )
@@ -353,7 +353,7 @@ def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
     enough = -(-plan.dropped_tokens * 10_000 // plan.num_tokens) / 10_000
     fact = (
         f"{plan.dropped_samples:,} of {counted(plan.num_samples, 'sample')} (of "
-        f"{ranging(int(dropped.min()), int(dropped.max()), 'token')}) would never be trained: their "
+        f"{token_range(int(dropped.min()), int(dropped.max()))}) would never be trained: their "
         f"{len(plan.dropped_packs):,} packs are filled below {policy.min_fill_ratio}, and have "
         f"{plan.dropped_tokens / plan.num_tokens:.2%} of all tokens, where max_dropped_share is "
         f"{policy.max_dropped_share}"

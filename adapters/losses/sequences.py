@@ -200,37 +200,6 @@ class PackedLoss(_Fields):
 
 
 @attrs.frozen
-class PaddedLoss:
-    """Runs an ordinary loss on a whole padded batch; the loss may compare sequences."""
-
-    loss: SequenceLoss
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        data: Mapping[str, Any],
-        *,
-        layout: PackedLayout,
-        num_sequences: float,
-        num_tokens: float,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """
-        Return the loss, float64, and its metrics.
-
-        Args:
-            logits: Logits of all rows, one after the other; shape (1, num_sequences * width,
-                vocabulary).
-            data: Fields of the sequences, padded to one width.
-            layout: Layout of the sequences in the rows.
-            num_sequences: See `SequenceLoss`.
-            num_tokens: See `SequenceLoss`.
-        """
-        rows = logits.view(layout.lengths.size, -1, logits.shape[-1])
-        loss, metrics = _call_loss(self.loss, rows, data, num_sequences=num_sequences, num_tokens=num_tokens)
-        return loss.double(), combined([metrics])
-
-
-@attrs.frozen
 class FusedLoss(_Fields):
     """
     Runs a loss on tokens in one pass over a packed row or a padded batch.

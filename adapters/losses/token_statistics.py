@@ -19,21 +19,6 @@ _CPU_BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 26
 """Logits in float32 at a time: as many as a core's cache holds, or 256 MB to keep a GPU busy."""
 
 
-def token_log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """
-    Return the log-probability of each target.
-
-    Args:
-        logits: Any floating type; shape (num_rows, vocabulary). If ranks share a row, this rank's
-            part.
-        targets: Token that each row predicts, or `NO_TARGET`; shape (num_rows,).
-
-    Returns:
-        float32 of shape (num_rows,); 0 where there is no target.
-    """
-    return token_statistics(logits, targets, with_entropy=False)[0]
-
-
 def token_statistics(
     logits: torch.Tensor, targets: torch.Tensor, *, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,8 +26,9 @@ def token_statistics(
     Return the log-probability of each target, and the entropy of the distribution that it is of.
 
     Args:
-        logits: See `token_log_probabilities`.
-        targets: See `token_log_probabilities`.
+        logits: Any floating type; shape (num_rows, vocabulary). If ranks share a row, this rank's
+            part.
+        targets: Token that each row predicts, or `NO_TARGET`; shape (num_rows,).
         with_entropy: Whether entropies are computed; their gradient is only if it is used.
 
     Returns:

@@ -58,26 +58,16 @@ def add_logging_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="also show what ms-swift and transformers log")
 
 
-def add_config_arguments(
-    parser: argparse.ArgumentParser, name: str = "config", *, metavar: str = "run.yaml", about: str = RUN
-) -> None:
-    """
-    Declare a YAML, and what overrides its keys; `parse_arguments` reads them.
-
-    Args:
-        parser: Parser of the command.
-        name: Attribute that the YAML's path becomes.
-        metavar: Name of the YAML in the help.
-        about: Help text of the YAML.
-    """
-    parser.add_argument(name, metavar=metavar, help=about)
+def add_config_arguments(parser: argparse.ArgumentParser, *, about: str = RUN) -> None:
+    """Declare a YAML, whose help is *about*, and its overrides; `parse_arguments` reads them."""
+    parser.add_argument("config", metavar="run.yaml", help=about)
     add_overrides(parser)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Declare what overrides keys of the YAML that the command reads."""
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value",
+        "overrides", nargs="*", default=[], metavar="key=value",
         help="in place of the YAML's: training.seed=7; null unsets what the YAML sets",
     )  # fmt: skip
 

@@ -103,8 +103,7 @@ def run(options: argparse.Namespace) -> None:
     require_traceable(config)
     require_inputs(config)
     ranks = options.world_size or ranks_of(config) or 1
-    sharding: Sharding = "ddp" if ranks == 1 else _sharding_of(config)
-    found = forecast(config, memory=options.memory, ranks=ranks, sharding=sharding)
+    found = forecast(config, memory=options.memory, ranks=ranks)
     if options.json:
         document = attrs.asdict(found) | {"fits": found.fits, "margin": MARGIN, "seconds": time.monotonic() - started}
         for pack, one in zip(document["packs"], found.packs, strict=True):
@@ -116,8 +115,10 @@ def run(options: argparse.Namespace) -> None:
         raise MismatchError("too_large", told_excess(found))
 
 
-def _sharding_of(config: RunConfig) -> Sharding:
-    """Return how several ranks of a run share its model, by its settings."""
+def _sharding_of(config: RunConfig, ranks: int) -> Sharding:
+    """Return how the ranks of a run share its model, by its settings."""
+    if ranks == 1:
+        return "ddp"
     settings = config.training.trainer
     if stage := zero_stage(settings.get("deepspeed")):
         reason = f"is ZeRO of stage {stage}, whose memory cannot be traced: set training.fsdp instead"
@@ -125,7 +126,7 @@ def _sharding_of(config: RunConfig) -> Sharding:
     return "fsdp2" if settings.get("fsdp") else "ddp"
 
 
-def forecast(config: RunConfig, *, memory: int | None, ranks: int, sharding: Sharding) -> Fit:
+def forecast(config: RunConfig, *, memory: int | None, ranks: int) -> Fit:
     """
     Return the memory of a run's step.
 
@@ -133,12 +134,12 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int, sharding: Sha
         config: The run.
         memory: Bytes of each rank's device; None looks for no longest length.
         ranks: Number of ranks.
-        sharding: How ranks share the model.
 
     Raises:
         PackplanError: Something the user can fix, or something stored that is damaged.
         ModelError: The model cannot be traced.
     """
+    sharding = _sharding_of(config, ranks)
     with loading_libraries():
         from packplan.app.wiring.measuring import as_traced, open_step_tracer
         from packplan.app.wiring.ranks import joined_ranks

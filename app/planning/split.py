@@ -342,19 +342,17 @@ def plan_samples(
     samples: EpochSamples,
     *,
     recipe: EpochRecipe | None = None,
-    epoch: int | None = None,
     quick_bound: bool = False,
     report: ReportProgress = lambda _: None,
 ) -> RawPlan:
     """
-    Build the raw plan of an epoch, or that of all, with a progress line.
+    Build the raw plan of all epochs, or of the first, with a progress line.
 
     Args:
         name: Name of the split, for messages.
         policy: Settings of planning.
         samples: Measured records.
         recipe: Samples of each epoch; None plans all samples.
-        epoch: The epoch; None takes the first one.
         quick_bound: Take a bound that is found at once, where plans are only compared.
         report: Called with each progress message too.
     """
@@ -368,7 +366,7 @@ def plan_samples(
             bar.set_postfix_str(words, refresh=False)
             bar.update()
 
-        return plan_epoch(recipe, policy, samples, epoch or 0, quick_bound=quick_bound, report=show).raw
+        return plan_epoch(recipe, policy, samples, 0, quick_bound=quick_bound, report=show).raw
 
 
 def table_works(model: WorkModel, table: Table) -> SampleWorks:

@@ -120,11 +120,6 @@ class Sharding:
         restore[self.order[real]] = real
         return restore
 
-    @property
-    def num_filler(self) -> int:
-        """Slots of weight 0."""
-        return int(self.weights.size - self.lengths.size)
-
     def by_worker(self, values: NDArray[_Number]) -> NDArray[_Number]:
         """
         Return values of microbatches in shape (num_shards, microbatches of a worker in all global

@@ -131,27 +131,6 @@ def group_steps(works: IntArray, *, packs_per_step: int, steps: int, seed: Seque
     return order
 
 
-def bounds_of_steps(works: IntArray, *, world_size: int, accumulation: int, meeting: Meeting) -> IntArray:
-    """
-    Return the lower bound of the work of the busiest ranks in each step; int64, shape (num_steps,).
-
-    If ranks wait once a step, it is the mean work of a rank, rounded up, or the heaviest pack with
-    the lightest ones beside it. If they wait in each microbatch, it is the sum of the heaviest
-    packs of the microbatches, which sorting reaches.
-
-    Args:
-        works: Work of each pack in the given order, in whole units; shape (num_packs,).
-        world_size: Data-parallel learners, >= 1.
-        accumulation: Packs of a rank in one step, >= 1.
-        meeting: Point where ranks wait for each other.
-    """
-    bounds = [np.zeros(0, dtype=np.int64)]
-    for part in _by_step(works, world_size * accumulation):
-        rows = np.sort(part, axis=1)
-        bounds.append(_bounds(rows, world_size) if meeting == "step" else rows[:, ::-world_size].sum(axis=1))
-    return np.concatenate(bounds)
-
-
 def _bounds(rows: IntArray, world_size: int) -> IntArray:
     """Return the lower bound of the busiest rank's work; *rows* are steps' works, ascending."""
     packs_of_rank = rows.shape[1] // world_size

@@ -18,9 +18,9 @@ def forecast_of():
     from packplan.app.wiring.runs import read_config
     from tests.stored import asked
 
-    def forecast_run(path, *changed, ranks=1, sharding="ddp", memory=None):
+    def forecast_run(path, *changed, ranks=1, memory=None):
         asked(path)
-        return forecast(read_config(path, changed), memory=memory, ranks=ranks, sharding=sharding)
+        return forecast(read_config(path, changed), memory=memory, ranks=ranks)
 
     return forecast_run
 
@@ -57,7 +57,7 @@ def test_each_rank_of_fsdp_holds_its_part(write_run, forecast_of):
     path = write_run("qwen2", training=TRAINING | {"effective_batch_size": 4})
 
     alone = forecast_of(write_run("qwen2", "alone", training=TRAINING)).packs[0].peak
-    shared, copied = (forecast_of(path, ranks=4, sharding=one) for one in ("fsdp2", "ddp"))
+    shared, copied = (forecast_of(path, *fsdp, ranks=4) for fsdp in (["training.fsdp=full_shard"], []))
 
     # Weights that ranks do not divide are filled up.
     part = shared.packs[0].peak

@@ -9,13 +9,11 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.adapters.losses import (
-    NO_TARGET,
     FusedLoss,
     PackedLoss,
     combined,
     normalisers,
     refuse_whole_batch,
-    token_log_probabilities,
     token_statistics,
 )
 from packplan.core.context_parallel import PackedLayout
@@ -285,7 +283,7 @@ def test_token_statistics_are_computed_block_by_block(monkeypatch, dtype, near, 
     logits[2, 7] = -torch.inf
     logits.requires_grad_()
     targets = torch.randint(8, 50, (10,), generator=generator)
-    targets[4] = NO_TARGET
+    targets[4] = token_statistics.NO_TARGET
     outer = torch.randn(2, 10, generator=generator) * torch.tensor(weights)[:, None]
     every = torch.log_softmax(logits.double(), -1)
     exact = -(every.exp() * every.masked_fill(every == -torch.inf, 0)).sum(-1) * (targets >= 0)
@@ -296,7 +294,8 @@ def test_token_statistics_are_computed_block_by_block(monkeypatch, dtype, near, 
         found, entropy = token_statistics.token_statistics(logits, targets, with_entropy=True)
         torch.testing.assert_close(entropy.double(), exact, rtol=1e-5, atol=1e-5)
     else:
-        found, entropy = token_log_probabilities(logits, targets), torch.zeros(10)
+        found, _ = token_statistics.token_statistics(logits, targets, with_entropy=False)
+        entropy = torch.zeros(10)
     of_both = (entropy * outer[0]).sum() + ((found * outer[1]).sum() if weights[1] else 0)
     (mine,) = torch.autograd.grad(of_both, logits)
 
@@ -311,7 +310,7 @@ def test_no_second_copy_of_the_logits_is_kept():
     kept = {}
     logits = torch.randn(64, 1000, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
-        token_log_probabilities(logits, torch.zeros(64, dtype=torch.long))
+        token_statistics.token_statistics(logits, torch.zeros(64, dtype=torch.long), with_entropy=False)
 
     assert logits.data_ptr() in kept
     assert sum(tensor.nbytes for tensor in kept.values()) < logits.nbytes + 64 * 16

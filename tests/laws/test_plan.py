@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.distributions import trace
 from packplan.core import packers
-from packplan.core.errors import ArgumentError, ranging
+from packplan.core.errors import ArgumentError, token_range
 from packplan.core.plan import (
     build_raw_plan,
     one_sample_packs,
@@ -137,7 +137,7 @@ def test_a_plan_that_drops_more_than_its_share_is_refused(case, ratio, share):
 
     error = raised.value
     assert ("dropped_tokens", len(dropped)) == (error.kind, error.details["num_dropped"])
-    assert f"(of {ranging(min(dropped), max(dropped), 'token')})" in str(error)
+    assert f"(of {token_range(min(dropped), max(dropped))})" in str(error)
     assert refuse_dropped(plan, lengths, attrs.evolve(policy, max_dropped_share=error.details["enough"])) is None
 
 
@@ -206,7 +206,7 @@ def test_an_empty_plan_names_the_lengths_and_a_ratio_that_leaves_a_pack(lengths,
 
     error = it.value
     assert (len(lengths), 0) == (error.details["num_dropped_packs"], error.details["num_skipped"])
-    assert f"(samples of {ranging(min(lengths), max(lengths), 'token')})" in str(error)
+    assert f"(samples of {token_range(min(lengths), max(lengths))})" in str(error)
     named = error.details["fullest"]
     assert build_raw_plan(lengths, packing_length=100, min_fill_ratio=named).packs
     with pytest.raises(ArgumentError):

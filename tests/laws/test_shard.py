@@ -67,7 +67,8 @@ def test_every_sequence_is_computed_once_within_the_budget(case):
     """With weight 1 in its own global batch, filler with 0; equally many microbatches."""
     sharding = cut(case)
 
-    event(f"filler: {sharding.num_filler > 0}, global batches: {len(sharding.num_microbatches) > 1}, {case['mode']}")
+    filler = not sharding.weights.all()
+    event(f"filler: {filler}, global batches: {len(sharding.num_microbatches) > 1}, {case['mode']}")
     lengths, multiple, is_row = case["lengths"], case["multiple"], case["mode"] in {"packed", "round_robin"}
     padded = [-(-length // multiple) * multiple for length in lengths]
     assert case["shards"] == len(sharding)
@@ -96,7 +97,7 @@ def test_results_come_back_in_order(case, random):
     returned = np.concatenate([[batch[i] for i in part.indices] for worker in sharding for part in worker])
     assert batch == returned[sharding.restore].tolist()
     assert np.array_equal(np.arange(len(batch)), sharding.order[sharding.restore])
-    if not sharding.num_filler:
+    if sharding.weights.all():
         assert np.array_equal(np.arange(len(batch)), sharding.restore[sharding.order])
 
 
@@ -386,7 +387,7 @@ def test_works_and_positions_count_what_the_microbatches_hold(case):
         rows = 1 if sharding.mode == "packed" else len(members)
         assert rows * width == positions
         assert work == (sum(padded[i] ** 2 for i in members) if sharding.mode == "packed" else rows * width**2)
-    assert sharding.num_filler == (sharding.weights == 0).sum()
+    assert len(case["lengths"]) == sharding.weights.sum()
 
 
 @given(batches(modes=("packed",)), st.sampled_from(sorted(set(ALGORITHMS) - {"certified"})))

@@ -111,6 +111,10 @@ def test_overrides_stand_before_behind_and_between_options(capsys):
 
     assert ("run.yaml", ["a=1", "b.c=-2", "d="]) == (options.config, options.overrides)
     assert options.quiet
+    assert [] == parse_arguments(parser, ["run.yaml"]).overrides
+    with pytest.raises(SystemExit, match="2"):
+        parse_arguments(parser, [])
+    assert "required: run.yaml\n" in capsys.readouterr().err
     for wrong in ("--quite", "other.yaml", "-x=1", "--nproc-per-node=2", "--nproc_per_node"):
         with pytest.raises(SystemExit, match="2"):
             parse_arguments(parser, ["run.yaml", "--quiet", wrong])
