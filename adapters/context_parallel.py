@@ -112,7 +112,7 @@ def _cut(options: dict[str, Any], own: torch.Tensor, num_positions: int) -> dict
 
 
 def _gather(part: torch.Tensor, restore: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return all positions of tensors of shape (batch, heads, positions, size) from ranks' parts."""
+    """Return all positions of tensors of shape (batch, heads, positions, size) from parts."""
     expected = len(restore) // dist.get_world_size(group)
     if part.shape[2] != expected:
         message = f"a rank's part has {expected} of {len(restore)} positions, but this one has {part.shape[2]}"

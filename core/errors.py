@@ -351,8 +351,7 @@ def agree(number: int, one: str = "is", many: str = "are") -> str:
 
 def token_range(lowest: int, highest: int) -> str:
     """Return the range of numbers of tokens in words: `7 tokens`, or `7 to 9 tokens`."""
-    tokens = counted(highest, "token")
-    return tokens if lowest == highest else f"{lowest:,} to {tokens}"
+    return counted(highest, "token") if lowest == highest else f"{lowest:,} to {counted(highest, 'token')}"
 
 
 def in_ranges(indices: Iterable[int], *, most: int | None = None) -> str:
