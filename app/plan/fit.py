@@ -115,10 +115,8 @@ def run(options: argparse.Namespace) -> None:
         raise MismatchError("too_large", told_excess(found))
 
 
-def _sharding_of(config: RunConfig, ranks: int) -> Sharding:
-    """Return how the ranks of a run share its model, by its settings."""
-    if ranks == 1:
-        return "ddp"
+def _sharding_of(config: RunConfig) -> Sharding:
+    """Return how several ranks of a run share its model, by its settings."""
     settings = config.training.trainer
     if stage := zero_stage(settings.get("deepspeed")):
         reason = f"is ZeRO of stage {stage}, whose memory cannot be traced: set training.fsdp instead"
@@ -139,7 +137,7 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int) -> Fit:
         PackplanError: Something the user can fix, or something stored that is damaged.
         ModelError: The model cannot be traced.
     """
-    sharding = _sharding_of(config, ranks)
+    sharding: Sharding = "ddp" if ranks == 1 else _sharding_of(config)
     with loading_libraries():
         from packplan.app.wiring.measuring import as_traced, open_step_tracer
         from packplan.app.wiring.ranks import joined_ranks
