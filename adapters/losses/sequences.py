@@ -33,18 +33,11 @@ Metrics = Mapping[str, Any]
 
 Normalisation = Literal["token", "sequence", "constant"]
 
-_OF_SEQUENCES = {
-    "sequence_log_ratio": ("log_probabilities", "old_log_probabilities"),
-    "sequence_correction": ("old_log_probabilities", "engine_log_probabilities"),
-}
-"""Field -> the log-probabilities of a token whose difference it is, as a mean of its sequence."""
-
-DERIVED = frozenset({"entropy", "values", "sequence_tokens", *_OF_SEQUENCES})
+DERIVED = frozenset({"entropy", "sequence_tokens", "sequence_log_ratio"})
 """
-Fields that a loss may ask for and no batch has: entropy of the token's distribution, in nats; what
-a value head predicts; the total weight of the tokens of its sequence; and mean log-ratios of its
-sequence, without a gradient, of the policy to `old_log_probabilities` (`sequence_log_ratio`), and
-of these to `engine_log_probabilities` (`sequence_correction`).
+Fields that a loss may ask for and no batch has: entropy of the token's distribution, in nats; the
+total weight of the tokens of its sequence; and the mean of its sequence, without a gradient, of the
+log-ratio of the policy to `old_log_probabilities`, which it then asks for too.
 """
 
 _PREFERENCES = {"bpo", "cpo", "dpo", "ipo", "kto", "orpo", "preference", "preferences", "rpo", "simpo"}
@@ -219,7 +212,6 @@ class FusedLoss(_Fields):
         layout: PackedLayout | None = None,
         cp_rank: int = 0,
         sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums,
-        values: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """
         Return the loss, float64, and metrics; sums are in float64.
@@ -235,7 +227,6 @@ class FusedLoss(_Fields):
             layout: Layout of the sequences in the row.
             cp_rank: Rank within the group that shares the row.
             sum_over_ranks: Function that adds a tensor over the group that shares the row.
-            values: Predictions of a value head, of the first two dimensions of the logits.
         """
         lengths = self.lengths(data, layout)
         if layout is None:
@@ -244,8 +235,7 @@ class FusedLoss(_Fields):
             layout = PackedLayout(cu_seqlens(lengths or [width] * num), cu_seqlens([width] * num))
             logits = logits.reshape(1, -1, logits.shape[-1])
         _check_size(logits, layout.num_positions // layout.cp_size)
-        derived = DERIVED if values is not None else DERIVED - {"values"}
-        read = [name for name in self.loss.fields if name not in derived]
+        read = [name for name in self.loss.fields if name not in DERIVED]
         given = dict.fromkeys([self.input_key, "token_mask", *read])
         missing = given.keys() - data.keys()
         if missing:
@@ -263,13 +253,10 @@ class FusedLoss(_Fields):
         # reach the gradients.
         fields = {name: _zero_where(predicted.values(data[name], dims[name]), ~counts) for name in read}
         fields |= {"entropy": entropy, "sequence_tokens": totals[predicted.sequence]}
-        if values is not None:
-            fields["values"] = _zero_where(values.reshape(-1), ~counts)
-        known = {**fields, "log_probabilities": log_probabilities.detach()}
-        for name, (one, other) in _OF_SEQUENCES.items():
-            if name in self.loss.fields:
-                sums = sum_over_ranks(predicted.sums(mask * (known[one] - known[other]), like=totals))
-                fields[name] = (sums / totals.masked_fill(totals == 0, 1))[predicted.sequence].float()
+        if "sequence_log_ratio" in self.loss.fields:
+            log_ratios = mask * (log_probabilities.detach() - fields["old_log_probabilities"])
+            sums = sum_over_ranks(torch.zeros_like(totals).index_add(0, predicted.sequence, log_ratios))
+            fields["sequence_log_ratio"] = (sums / totals.masked_fill(totals == 0, 1))[predicted.sequence].float()
         losses, metrics = self.loss(log_probabilities, fields)
         if self.loss.normalisation == "token":
             weights = mask / max(num_tokens, 1)
@@ -341,10 +328,6 @@ class _Predicted:
         """
         at = field[self.sequence] if dim is None else field.movedim(dim, 1)[self.sequence, self.column]
         return _zero_where(at, ~self.exists)
-
-    def sums(self, values: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
-        """Return the sum of each sequence's rows, of the shape and type of *like*."""
-        return torch.zeros_like(like).index_add(0, self.sequence, values)
 
 
 def _call_loss(

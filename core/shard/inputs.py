@@ -16,9 +16,8 @@ from packplan.core.work.model import WorkModel
 
 OF_TOKENS = frozenset(
     {
-        "advantages", "attention_mask", "engine_log_probabilities", "input_ids", "labels", "log_probabilities",
-        "loss_mask", "old_log_probabilities", "old_values", "position_ids", "reference_log_probabilities", "returns",
-        "token_mask", "values",
+        "advantages", "attention_mask", "input_ids", "labels", "log_probabilities", "loss_mask",
+        "old_log_probabilities", "position_ids", "reference_log_probabilities", "token_mask", "values",
     }
 )  # fmt: skip
 """Names of fields in which a dimension as long as the tokens are wide is that of the tokens."""

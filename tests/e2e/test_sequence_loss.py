@@ -39,25 +39,16 @@ class OwnLoss:
 
     normalisation: str
     divisor: float = 7.0
-    fields = (
-        "advantages", "old_log_probabilities", "engine_log_probabilities", "returns", "values", "entropy",
-        "sequence_tokens", "sequence_log_ratio", "sequence_correction",
-    )  # fmt: skip
+    fields = ("advantages", "old_log_probabilities", "entropy", "sequence_tokens", "sequence_log_ratio")
 
     def __call__(self, p, fields):
         ratios = (p - fields["old_log_probabilities"]).exp()
-        of_sequence = (fields["sequence_log_ratio"] + fields["sequence_correction"]).exp() / fields["sequence_tokens"]
+        of_sequence = fields["sequence_log_ratio"].exp() / fields["sequence_tokens"]
         gains = ratios * of_sequence.clamp(max=2) * fields["advantages"] + 0.2 * fields["entropy"]
-        return (fields["values"] - fields["returns"]) ** 2 - gains, {
-            "ratio": ratios,
-            "ratio_min": ratios,
-            "ratio_max": ratios,
-        }
+        return -gains, dict.fromkeys(("ratio", "ratio_min", "ratio_max"), ratios)
 
 
 NAMED = {name: OwnLoss(name) for name in ("token", "sequence", "constant")}
-
-OF_TOKENS = ("old_log_probabilities", "engine_log_probabilities", "returns")
 
 
 @st.composite
@@ -75,11 +66,9 @@ def batches(draw) -> tuple[torch.Tensor, dict, PackedLayout]:
         "input_ids": torch.randint(0, VOCABULARY, shape, generator=generator),
         "token_mask": (inside & counts).float(),
         "advantages": torch.randn(len(lengths), generator=generator),
-        **{name: -1 - 3 * torch.rand(shape, generator=generator) for name in OF_TOKENS},
+        "old_log_probabilities": (-1 - 3 * torch.rand(shape, generator=generator)).masked_fill(~inside, torch.nan),
         "names": [f"sequence {number}" for number in range(len(lengths))],
     }
-    for name in OF_TOKENS:
-        fields[name] = fields[name].masked_fill(~inside, torch.nan)
     logits = 2 * torch.randn(*shape, VOCABULARY, generator=generator)
     event(f"a sequence of one token: {1 in lengths}")
     event(f"a sequence without a token that counts: {0 in fields['token_mask'][:, 1:].sum(1)}")
@@ -101,24 +90,12 @@ def unpack(row: torch.Tensor, layout: PackedLayout, shape: torch.Size) -> torch.
     return batch
 
 
-def values_of(logits):
-    """Return what a value head predicts, here a part of each row of logits."""
-    return logits[..., 0] / 3
-
-
 def run(loss, logits, *args, **options):
-    """Return loss, metrics and the logits' gradient, which a value head's error reaches too."""
+    """Return loss, metrics and the logits' gradient."""
     logits = logits.clone().requires_grad_()
-    if isinstance(loss, FusedLoss):
-        options["values"] = values_of(logits)
     value, metrics = loss(logits, *args, **options)
     (gradient,) = torch.autograd.grad(value, logits)
     return float(value.detach()), {name: float(metric) for name, metric in metrics.items()}, gradient
-
-
-def with_values(loss, logits, data, **options):
-    """Return the loss of one sequence and of what a value head predicts of it."""
-    return loss(logits, data, values=values_of(logits), **options)
 
 
 def of_ranks(loss, row, fields, layout, **options):
@@ -128,12 +105,10 @@ def of_ranks(loss, row, fields, layout, **options):
         own = {"layout": layout, "cp_rank": rank, "sum_over_ranks": total, **options}
         return run(loss, row[:, layout.positions(rank)], fields, **own)
 
-    parts = [[] for _ in range(layout.cp_size)]
-    for rank, own in enumerate(parts if any(name.startswith("sequence_") for name in loss.loss.fields) else []):
-        found(rank, lambda part, own=own: own.append(part) or part)
-    # The first exchange of every rank, the second, and so on.
-    totals = [list(map(sum, zip(*parts, strict=True)))[::-1] for _ in parts]
-    return [found(rank, lambda _, left=left: left.pop()) for rank, left in enumerate(totals)]
+    parts = []
+    for rank in range(layout.cp_size):
+        found(rank, lambda part: parts.append(part) or part)
+    return [found(rank, lambda _: sum(parts)) for rank in range(layout.cp_size)]
 
 
 def reference(logits, fields, loss: OwnLoss) -> tuple[torch.Tensor, float]:
@@ -142,18 +117,17 @@ def reference(logits, fields, loss: OwnLoss) -> tuple[torch.Tensor, float]:
     for b, mask in enumerate(fields["token_mask"].tolist()):
         every = torch.log_softmax(logits[b, :-1].double(), -1)
         counted = [t for t in range(1, len(mask)) if mask[t]]
-        of = {t: {name: fields[name][b, t].double() for name in OF_TOKENS} for t in counted}
+        old = fields["old_log_probabilities"][b].double()
         drawn = {t: every[t - 1][fields["input_ids"][b, t]] for t in counted}
-        away = sum(drawn[t].detach() - of[t]["engine_log_probabilities"] for t in counted) / max(1, len(counted))
+        away = sum(drawn[t].detach() - old[t] for t in counted) / max(1, len(counted))
         rows.append([])
         sizes.append([])
         for t in counted:
             weight = (away.exp() / len(counted)).clamp(max=2) * fields["advantages"][b].double()
-            gain = (drawn[t] - of[t]["old_log_probabilities"]).exp() * weight
+            gain = (drawn[t] - old[t]).exp() * weight
             entropy = -(every[t - 1].exp() * every[t - 1]).sum()
-            error = values_of(logits[b, t - 1].double()) - of[t]["returns"]
-            rows[-1].append(error**2 - gain - 0.2 * entropy)
-            sizes[-1].append(float(((error.abs() + 2) ** 2 + gain.abs() + 2).detach()))
+            rows[-1].append(-gain - 0.2 * entropy)
+            sizes[-1].append(float(gain.abs().detach() + 6))
 
     def mean(of):
         if loss.normalisation == "token":
@@ -185,8 +159,7 @@ def test_every_way_gives_the_loss_of_the_sequences_alone(batch, loss):
 
     padded = run(FusedLoss(loss), logits, fields, **given)
     fused = run(FusedLoss(loss), row, fields, layout=PackedLayout(layout.cu_seqlens, layout.cu_seqlens_padded), **given)
-    one_by_one = PackedLoss(partial(with_values, FusedLoss(loss)))
-    loop = run(one_by_one, row, fields, layout=layout, **given)
+    loop = run(PackedLoss(FusedLoss(loss)), row, fields, layout=layout, **given)
     parts = of_ranks(FusedLoss(loss), row, fields, layout, **given)
     shared = (
         sum(part[0] for part in parts),
@@ -259,8 +232,8 @@ def test_without_a_token_that_counts_there_is_no_loss():
         "input_ids": torch.ones(1, 3).long(),
         "token_mask": torch.tensor([[1.0, 0, 0]]),
         "advantages": torch.ones(1),
+        "old_log_probabilities": torch.full((1, 3), -torch.inf),
     }
-    fields |= dict.fromkeys(OF_TOKENS, torch.full((1, 3), -torch.inf))
     value, metrics, gradient = run(
         FusedLoss(OwnLoss("token")), torch.ones(1, 3, 5), fields, num_sequences=0, num_tokens=0
     )
@@ -351,13 +324,11 @@ def test_losses_that_compare_sequences_are_refused_by_name(loss):
 
 
 def test_what_does_not_fit_is_refused():
-    """A field that is missing, values that no head predicts, logits of another row."""
+    """A field that is missing, logits of another row."""
     fields = {"input_ids": torch.ones(1, 3).long(), "token_mask": torch.ones(1, 3), "advantages": torch.ones(1)}
     given = {"num_sequences": 1, "num_tokens": 2}
     loss = FusedLoss(OwnLoss("token"))
-    with pytest.raises(
-        ValueError, match=r"needs engine_log_probabilities, old.*, returns, values, but the data have input_ids"
-    ):
+    with pytest.raises(ValueError, match="needs old_log_probabilities, but the data have input_ids"):
         loss(torch.ones(1, 3, 5), fields, **given)
     layout = PackedLayout.from_lengths([3], cp_size=2)
     for one in (loss, PackedLoss(plain_policy_loss)):
