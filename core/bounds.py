@@ -4,10 +4,10 @@ from math import inf
 
 import attrs
 
+from packplan.core.length_counts import LengthCounts, fit_decreasing
 from packplan.core.lengths import Lengths, lengths_up_to, whole_number
 from packplan.core.patterns.certificate import BoundKind, certify, quick_bound, reduced
 from packplan.core.patterns.effort import Effort
-from packplan.core.runs import Runs, fit_decreasing
 
 _FIXED_EFFORT, _EFFORT_OF_A_SAMPLE = 120_000, 0.3
 """
@@ -70,13 +70,13 @@ def find_bound(
     capacity = whole_number("capacity", capacity)
     if known is not None:
         whole_number("known", known, least=0)
-    runs = Runs.from_lengths(lengths_up_to(lengths, capacity=capacity))
-    if not runs.sizes:
+    tally = LengthCounts.from_lengths(lengths_up_to(lengths, capacity=capacity))
+    if not tally.sizes:
         return Bound(0, "reached")
-    runs, capacity = reduced(runs, capacity=capacity)
+    tally, capacity = reduced(tally, capacity=capacity)
     if not effort:
-        packs = quick_bound(runs, capacity=capacity)
+        packs = quick_bound(tally, capacity=capacity)
         return Bound(packs, "reached" if packs == known else "quick")
-    best_fit = fit_decreasing(runs, capacity=capacity, fullest=True).num_bins
-    found = certify(runs, capacity=capacity, known=min(best_fit, known or best_fit), effort=Effort(effort))
+    best_fit = fit_decreasing(tally, capacity=capacity, fullest=True).num_bins
+    found = certify(tally, capacity=capacity, known=min(best_fit, known or best_fit), effort=Effort(effort))
     return Bound(found.bound, found.kind)

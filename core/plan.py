@@ -150,7 +150,7 @@ def build_raw_plan(
         return one_sample_packs(array, packing_length=policy.packing_length, allow_single_long=allow_single_long)
     long = np.flatnonzero(array >= policy.packing_length)
     # Over runs, a long sample is a pack of its own by filling one.
-    whole = not long.size or (allow_single_long and policy.over_runs)
+    whole = not long.size or (allow_single_long and policy.counts_lengths)
     short = np.flatnonzero(array < policy.packing_length)
     packed = slice(None) if whole else short
     tokens = np.minimum(array[packed], policy.packing_length)
@@ -269,7 +269,7 @@ def packs_by_auto(plan: RawPlan, lengths: Lengths, *, algorithm: str) -> int | N
             the order of the data or by work.
     """
     grouped = len(plan.packs) + len(plan.dropped_packs)
-    if not algorithm_named(algorithm).over_runs or (grouped - plan.lower_bound) * _SAVED <= grouped:
+    if not algorithm_named(algorithm).counts_lengths or (grouped - plan.lower_bound) * _SAVED <= grouped:
         return None
     indices = np.concatenate([plan.packs.indices, plan.dropped_packs.indices])
     tokens = np.minimum(as_lengths(lengths, least=0)[indices], plan.packing_length)

@@ -92,9 +92,9 @@ class PlanPolicy:
         return self.packing and algorithm_named(self.algorithm).weighs
 
     @property
-    def over_runs(self) -> bool:
+    def counts_lengths(self) -> bool:
         """Whether the packs depend on how many samples have each length, and on their order."""
-        return self.packing and algorithm_named(self.algorithm).over_runs
+        return self.packing and algorithm_named(self.algorithm).counts_lengths
 
     def fingerprint(self, lengths_digest: str) -> Fingerprint:
         """

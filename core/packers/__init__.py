@@ -15,10 +15,10 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
+from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray, Lengths, checked_works, lengths_up_to, whole_number
 from packplan.core.packers.bin_count import with_bin_count
 from packplan.core.packs import Packs
-from packplan.core.runs import Runs
 
 
 @attrs.frozen
@@ -34,8 +34,8 @@ class Algorithm:
     Version of the packs, part of a plan's fingerprint. It changes if any input gives other packs.
     """
 
-    over_runs: bool = False
-    """Whether the function takes `Runs` and returns a `PackingTrace`, instead of packs."""
+    counts_lengths: bool = False
+    """Whether the function takes `LengthCounts` and returns a `PackingTrace`, instead of packs."""
 
     draws: bool = False
     """Whether the packs depend on the seed. The function then takes `seed`."""
@@ -52,11 +52,11 @@ class Algorithm:
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
-        "auto": Algorithm("2", over_runs=True),
-        "constant_volume": Algorithm("1", over_runs=True),
-        "best_fit_decreasing": Algorithm("1", over_runs=True),
-        "first_fit_decreasing": Algorithm("1", over_runs=True),
-        "modified_first_fit_decreasing": Algorithm("1", over_runs=True),
+        "auto": Algorithm("2", counts_lengths=True),
+        "constant_volume": Algorithm("1", counts_lengths=True),
+        "best_fit_decreasing": Algorithm("1", counts_lengths=True),
+        "first_fit_decreasing": Algorithm("1", counts_lengths=True),
+        "modified_first_fit_decreasing": Algorithm("1", counts_lengths=True),
         "concatenative": Algorithm("1", keeps_order=True),
         "first_fit_shuffle": Algorithm("1", draws=True),
         "balanced": Algorithm("6", weighs=True, reports=True),
@@ -233,6 +233,6 @@ def redraw(
 def _call_packer(lengths: IntArray, algorithm: str, **needs: Any) -> Packs:
     """Return the packs of an algorithm's function, given what it *needs*."""
     function = function_named(algorithm)
-    runs = Runs.from_lengths(lengths) if ALGORITHMS[algorithm].over_runs else None
-    packs: Packs = function(lengths, **needs) if runs is None else function(runs, **needs).packs(lengths, runs)
+    tally = LengthCounts.from_lengths(lengths) if ALGORITHMS[algorithm].counts_lengths else None
+    packs: Packs = function(lengths, **needs) if tally is None else function(tally, **needs).packs(lengths, tally)
     return packs

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from packplan.core.bounds import find_bound
 from packplan.core.errors import counted
+from packplan.core.length_counts import LengthCounts, PackingTrace
 from packplan.core.lengths import IntArray
 from packplan.core.packers.auto import auto
 from packplan.core.packers.best_fit_decreasing import best_fit_decreasing
 from packplan.core.packers.exchange import Exchange
 from packplan.core.packs import Packs
-from packplan.core.runs import PackingTrace, Runs
 from packplan.core.work.assignment import in_units
 from packplan.core.work.model import WorkModel
 
@@ -87,8 +87,8 @@ def balanced(
 
 
 def _packed(lengths: IntArray, capacity: int, algorithm: Callable[..., PackingTrace] = best_fit_decreasing) -> Packs:
-    runs = Runs.from_lengths(lengths)
-    return algorithm(runs, capacity=capacity).packs(lengths, runs)
+    tally = LengthCounts.from_lengths(lengths)
+    return algorithm(tally, capacity=capacity).packs(lengths, tally)
 
 
 def _spread(

@@ -3,9 +3,9 @@ Best-fit decreasing: longest samples first, each into the fullest bin that fits,
 first.
 """
 
-from packplan.core.runs import PackingTrace, Runs, fit_decreasing
+from packplan.core.length_counts import LengthCounts, PackingTrace, fit_decreasing
 
 
-def best_fit_decreasing(runs: Runs, *, capacity: int) -> PackingTrace:
+def best_fit_decreasing(tally: LengthCounts, *, capacity: int) -> PackingTrace:
     """Put each sample into the fullest bin that it fits."""
-    return fit_decreasing(runs, capacity=capacity, fullest=True)
+    return fit_decreasing(tally, capacity=capacity, fullest=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from packplan.core.errors import counted
+from packplan.core.length_counts import LengthCounts, PackingTrace
 from packplan.core.lengths import IntArray
 from packplan.core.packers.auto import auto
 from packplan.core.packers.concatenative import concatenative
@@ -27,7 +28,6 @@ from packplan.core.patterns.effort import Effort, ReportedEffort
 from packplan.core.patterns.fill import fill_exactly
 from packplan.core.patterns.guided import fill_quickly
 from packplan.core.patterns.relaxation import FloatArray, Master, solve_master
-from packplan.core.runs import PackingTrace, Runs
 
 MAX_DIVES = 40
 """Limit of linear programs after the relaxation. Each has fewer samples than the one before."""
@@ -52,9 +52,9 @@ def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[
         seed: Seed of `first_fit_shuffle`, which is tried last.
         report: Called with a progress message.
     """
-    runs = Runs.from_lengths(lengths)
-    best, bound = _fewest(runs, capacity=capacity, report=report)
-    packs = best.packs(lengths, runs)
+    tally = LengthCounts.from_lengths(lengths)
+    best, bound = _fewest(tally, capacity=capacity, report=report)
+    packs = best.packs(lengths, tally)
     if len(packs) > bound:
         in_order = concatenative(lengths, capacity=capacity)
         shuffled = first_fit_shuffle(lengths, capacity=capacity, seed=seed)
@@ -62,46 +62,46 @@ def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[
     return packs
 
 
-def _fewest(runs: Runs, *, capacity: int, report: Callable[[str], None]) -> tuple[PackingTrace, int]:
-    """Return the best packing over runs, and the lower bound."""
-    known = auto(runs, capacity=capacity)
-    runs, capacity = reduced(runs, capacity=capacity)
+def _fewest(tally: LengthCounts, *, capacity: int, report: Callable[[str], None]) -> tuple[PackingTrace, int]:
+    """Return the best packing over distinct lengths, and the lower bound."""
+    known = auto(tally, capacity=capacity)
+    tally, capacity = reduced(tally, capacity=capacity)
     bounding = f"{counted(known.num_bins, 'pack')}, looking for the bound"
     report(bounding)
     effort = ReportedEffort(lambda steps: report(f"{bounding}: {counted(steps, 'step')}"))
-    certificate = certify(runs, capacity=capacity, known=known.num_bins, effort=effort)
+    certificate = certify(tally, capacity=capacity, known=known.num_bins, effort=effort)
     bound, best = certificate.bound, certificate.filling
     if best is None or known.num_bins == bound:
         return known, bound
-    searches = _dives(runs, capacity=capacity, patterns=certificate.patterns)
+    searches = _dives(tally, capacity=capacity, patterns=certificate.patterns)
     while num_packs(best) > bound and (found := next(searches, None)) is not None:
         best = min(best, found, key=num_packs)
         report(f"{counted(min(num_packs(best), known.num_bins), 'pack')}, the bound is {bound:,}: looking for fewer")
     return min(known, trace_of(best), key=lambda trace: trace.num_bins), bound
 
 
-def _dives(runs: Runs, *, capacity: int, patterns: list[Pattern]) -> Iterator[Filling]:
+def _dives(tally: LengthCounts, *, capacity: int, patterns: list[Pattern]) -> Iterator[Filling]:
     """
     Yield packings, each with more bins fixed by the linear program.
 
     Args:
-        runs: Runs of lengths from 1 to *capacity*, counts >= 1.
+        tally: Lengths from 1 to *capacity*, counts >= 1.
         capacity: Tokens a bin may hold.
         patterns: Patterns of the relaxation, which include a packing of all samples.
     """
-    left = list(runs.counts)
+    left = list(tally.counts)
     fixed: Filling = []
     pool = {key_of(pattern): pattern for pattern in patterns}
     for dive in range(1, MAX_DIVES + 1):
-        usable = [p for p in pool.values() if all(per_bin <= left[run] for run, per_bin in p.items())]
-        master = _solve(usable, runs.sizes, left)
+        usable = [p for p in pool.values() if all(per_bin <= left[index] for index, per_bin in p.items())]
+        master = _solve(usable, tally.sizes, left)
         if master is None:
             return
         fixed += _fix(usable, master.uses, left, at_least=_MIN_SHARE_OF_A_DIVE * master.num_packs)
         if not any(left):
             yield fixed
             return
-        rest = Runs(runs.sizes, left)
+        rest = LengthCounts(tally.sizes, left)
         fillings = [fill_quickly(rest, capacity=capacity, effort=Effort())]
         if sum(left) <= _FEW:
             fillings.append(fill_exactly(rest, capacity=capacity, effort=Effort(), seed=dive))
@@ -110,13 +110,13 @@ def _dives(runs: Runs, *, capacity: int, patterns: list[Pattern]) -> Iterator[Fi
 
 
 def _solve(patterns: list[Pattern], sizes: list[int], left: list[int]) -> Master | None:
-    """Solve the linear program for the runs that have samples left."""
-    alive = [run for run, count in enumerate(left) if count]
-    place = {run: number for number, run in enumerate(alive)}
+    """Solve the linear program for the sizes that have samples left."""
+    alive = [index for index, count in enumerate(left) if count]
+    place = {index: number for number, index in enumerate(alive)}
     return solve_master(
-        [{place[run]: per_bin for run, per_bin in pattern.items()} for pattern in patterns],
-        sizes=np.array([sizes[run] for run in alive]),
-        counts=np.array([left[run] for run in alive]),
+        [{place[index]: per_bin for index, per_bin in pattern.items()} for pattern in patterns],
+        sizes=np.array([sizes[index] for index in alive]),
+        counts=np.array([left[index] for index in alive]),
     )
 
 
@@ -131,8 +131,8 @@ def _fix(patterns: list[Pattern], uses: FloatArray, left: list[int], *, at_least
         if used < 1 - _TINY and fixed and (num_packs(fixed) >= at_least or used < _TINY):
             break
         # The program lets a sample take the place of a longer one, so not every bin can be filled.
-        num = min(max(int(used + _TINY), 1), *(left[run] // per_bin for run, per_bin in pattern.items()))
+        num = min(max(int(used + _TINY), 1), *(left[index] // per_bin for index, per_bin in pattern.items()))
         fixed.append((pattern, num))
-        for run, per_bin in pattern.items():
-            left[run] -= num * per_bin
+        for index, per_bin in pattern.items():
+            left[index] -= num * per_bin
     return [(pattern, num) for pattern, num in fixed if num]

@@ -10,22 +10,22 @@ at once.
 
 from heapq import heappop, heappush
 
-from packplan.core.runs import PackingTrace, Runs
+from packplan.core.length_counts import LengthCounts, PackingTrace
 
 
-def constant_volume(runs: Runs, *, capacity: int) -> PackingTrace:
+def constant_volume(tally: LengthCounts, *, capacity: int) -> PackingTrace:
     """
     Put each sample into the emptiest bin, of equal ones the first, or into a new bin if none fits.
     """
     trace = PackingTrace()
     num_bins = 0
     ranges: list[tuple[int, int, int]] = []  # (-room, first, number)
-    for run, (size, count) in enumerate(zip(runs.sizes, runs.counts, strict=True)):
+    for index, (size, count) in enumerate(zip(tally.sizes, tally.counts, strict=True)):
         left = count
         while left and ranges and -ranges[0][0] >= size:
             room, first, number = heappop(ranges)
             taken = min(number, left)
-            trace.write((run, first, taken, 1))
+            trace.write((index, first, taken, 1))
             left -= taken
             heappush(ranges, (room + size, first, taken))
             if taken < number:
@@ -33,10 +33,10 @@ def constant_volume(runs: Runs, *, capacity: int) -> PackingTrace:
         per_bin = capacity // size
         full, rest = divmod(left, per_bin)
         if full:
-            trace.write((run, num_bins, full, per_bin))
+            trace.write((index, num_bins, full, per_bin))
             heappush(ranges, (per_bin * size - capacity, num_bins, full))
         if rest:
-            trace.write((run, num_bins + full, 1, rest))
+            trace.write((index, num_bins + full, 1, rest))
             heappush(ranges, (rest * size - capacity, num_bins + full, 1))
         num_bins += full + (rest > 0)
     return trace

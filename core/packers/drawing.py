@@ -20,10 +20,10 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray
 from packplan.core.packers import ALGORITHMS, Level, Redrawn, function_named, pack
 from packplan.core.packs import Packs
-from packplan.core.runs import Runs
 
 MORE = 200
 """Packs of the algorithm's own packing for each further pack that a draw may have."""
@@ -121,10 +121,10 @@ def _group_starts(shuffled: IntArray, ends: IntArray, *, capacity: int, loose: i
 
 
 def _packing(lengths: IntArray, *, capacity: int, algorithm: str, seed: int, report: Callable[[str], None]) -> _Packing:
-    if ALGORITHMS[algorithm].over_runs:
-        runs = Runs.from_lengths(lengths)
-        trace = function_named(algorithm)(runs, capacity=capacity)
-        return _Packing(trace.num_bins, lambda: trace.labels(lengths, runs))
+    if ALGORITHMS[algorithm].counts_lengths:
+        tally = LengthCounts.from_lengths(lengths)
+        trace = function_named(algorithm)(tally, capacity=capacity)
+        return _Packing(trace.num_bins, lambda: trace.labels(lengths, tally))
     packs = pack(lengths, capacity=capacity, algorithm=algorithm, seed=seed, report=report)
     return _Packing(len(packs), lambda: packs.owners(lengths.size).astype(np.int32))
 

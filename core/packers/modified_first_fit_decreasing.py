@@ -1,5 +1,5 @@
 """
-Modified first-fit decreasing, over runs of equal length.
+Modified first-fit decreasing, over counts of equal lengths.
 
 Johnson and Garey, "A 71/60 theorem for bin packing" (1985). Samples are large (over a half of the
 capacity), medium (over a third), small (over a sixth) or tiny. Large ones open a bin each, and the
@@ -14,7 +14,7 @@ from collections import Counter
 
 import attrs
 
-from packplan.core.runs import PackingTrace, Runs, fit_decreasing
+from packplan.core.length_counts import LengthCounts, PackingTrace, fit_decreasing
 
 
 @attrs.define
@@ -34,50 +34,49 @@ class _BinRange:
         return head
 
 
-def modified_first_fit_decreasing(runs: Runs, *, capacity: int) -> PackingTrace:
+def modified_first_fit_decreasing(tally: LengthCounts, *, capacity: int) -> PackingTrace:
     """
     Give each large sample a bin, fill these bins up, and pack the rest by first-fit decreasing.
     """
     trace = PackingTrace()
-    left = list(runs.counts)
-    medium, small, tiny = (sum(size * parts > capacity for size in runs.sizes) for parts in (2, 3, 6))
-    ranges = _open(runs, medium, capacity, trace, left)
-    num_bins = ranges[-1].first + ranges[-1].num if ranges else 0
-    ranges = _add_medium(ranges, runs, range(medium, small), trace, left)
-    ranges = _add_two_small(ranges, runs, range(small, tiny), trace, left)
-    _add_any(ranges, runs, trace, left)
-    return fit_decreasing(Runs(runs.sizes, left), capacity=capacity, fullest=False, trace=trace, num_bins=num_bins)
+    left = list(tally.counts)
+    medium, small, tiny = (sum(size * parts > capacity for size in tally.sizes) for parts in (2, 3, 6))
+    ranges = _open(tally.sizes, medium, capacity, trace, left)
+    ranges = _add_medium(ranges, tally.sizes, range(medium, small), trace, left)
+    ranges = _add_two_small(ranges, tally.sizes, range(small, tiny), trace, left)
+    _add_any(ranges, tally.sizes, trace, left)
+    return fit_decreasing(LengthCounts(tally.sizes, left), capacity=capacity, fullest=False, trace=trace)
 
 
-def _open(runs: Runs, medium: int, capacity: int, trace: PackingTrace, left: list[int]) -> list[_BinRange]:
+def _open(sizes: list[int], medium: int, capacity: int, trace: PackingTrace, left: list[int]) -> list[_BinRange]:
     """Phase 1: open a bin for each large sample, longest first."""
     ranges = []
     first = 0
-    for run in range(medium):
-        trace.write((run, first, left[run], 1))
-        ranges.append(_BinRange(first, left[run], capacity - runs.sizes[run]))
-        first += left[run]
-        left[run] = 0
+    for index in range(medium):
+        trace.write((index, first, left[index], 1))
+        ranges.append(_BinRange(first, left[index], capacity - sizes[index]))
+        first += left[index]
+        left[index] = 0
     return ranges
 
 
 def _add_medium(
-    ranges: list[_BinRange], runs: Runs, medium: range, trace: PackingTrace, left: list[int]
+    ranges: list[_BinRange], sizes: list[int], medium: range, trace: PackingTrace, left: list[int]
 ) -> list[_BinRange]:
     """Phase 2: forward, add to each bin the largest medium sample that fits."""
     after = []
-    fitting: list[int] = []  # runs that fit and have samples left, largest last
+    fitting: list[int] = []  # sizes that fit and have samples left, largest last
     waiting = list(medium)
     for bins in ranges:
-        while waiting and runs.sizes[waiting[-1]] <= bins.room:
+        while waiting and sizes[waiting[-1]] <= bins.room:
             fitting.append(waiting.pop())
         while bins.num and fitting:
-            run = fitting[-1]
-            num = min(bins.num, left[run])
-            trace.write((run, bins.first, num, 1))
-            after.append(bins.split(num, runs.sizes[run], has_medium=True))
-            left[run] -= num
-            if not left[run]:
+            index = fitting[-1]
+            num = min(bins.num, left[index])
+            trace.write((index, bins.first, num, 1))
+            after.append(bins.split(num, sizes[index], has_medium=True))
+            left[index] -= num
+            if not left[index]:
                 fitting.pop()
         if bins.num:
             after.append(bins)
@@ -85,7 +84,7 @@ def _add_medium(
 
 
 def _add_two_small(
-    ranges: list[_BinRange], runs: Runs, small: range, trace: PackingTrace, left: list[int]
+    ranges: list[_BinRange], sizes: list[int], small: range, trace: PackingTrace, left: list[int]
 ) -> list[_BinRange]:
     """
     Phase 3: backward, add to each bin without a medium sample the smallest small one and the
@@ -99,48 +98,48 @@ def _add_two_small(
                 smallest -= 1
             # The room beside the smallest only shrinks from bin to bin: a sample that does not fit
             # now never will.
-            while largest <= smallest and (not left[largest] or runs.sizes[largest] + runs.sizes[smallest] > bins.room):
+            while largest <= smallest and (not left[largest] or sizes[largest] + sizes[smallest] > bins.room):
                 largest += 1
             if largest > smallest or (largest == smallest and left[smallest] < 2):
                 break
             pair = Counter((smallest, largest))
-            num = min(bins.num, *(left[run] // per_bin for run, per_bin in pair.items()))
-            for run, per_bin in pair.items():
-                trace.write((run, bins.first, num, per_bin))
-                left[run] -= num * per_bin
-            after.append(bins.split(num, runs.sizes[smallest] + runs.sizes[largest], has_medium=False))
+            num = min(bins.num, *(left[index] // per_bin for index, per_bin in pair.items()))
+            for index, per_bin in pair.items():
+                trace.write((index, bins.first, num, per_bin))
+                left[index] -= num * per_bin
+            after.append(bins.split(num, sizes[smallest] + sizes[largest], has_medium=False))
         if bins.num:
             after.append(bins)
     return sorted(after, key=lambda bins: bins.first)
 
 
-def _add_any(ranges: list[_BinRange], runs: Runs, trace: PackingTrace, left: list[int]) -> None:
+def _add_any(ranges: list[_BinRange], sizes: list[int], trace: PackingTrace, left: list[int]) -> None:
     """Phase 4: forward, add to each bin the largest sample that fits, as long as any does."""
-    sizes = [-size for size in runs.sizes]
-    # Links from a run without samples left to the next run that has some.
-    following = [run if count else run + 1 for run, count in enumerate(left)] + [len(left)]
+    negated = [-size for size in sizes]
+    # Links from a size without samples left to the next that has some.
+    following = [index if count else index + 1 for index, count in enumerate(left)] + [len(left)]
 
-    def next_left(run: int) -> int:
-        while following[run] != run:
-            following[run] = following[following[run]]
-            run = following[run]
-        return run
+    def next_left(index: int) -> int:
+        while following[index] != index:
+            following[index] = following[following[index]]
+            index = following[index]
+        return index
 
     for bins in ranges:
         while bins.num:
             content: dict[int, int] = {}
             room = bins.room
-            run = next_left(bisect_left(sizes, -room))
-            while run < len(sizes):
-                content[run] = min(room // runs.sizes[run], left[run])
-                room -= content[run] * runs.sizes[run]
-                run = next_left(max(run + 1, bisect_left(sizes, -room)))
+            index = next_left(bisect_left(negated, -room))
+            while index < len(sizes):
+                content[index] = min(room // sizes[index], left[index])
+                room -= content[index] * sizes[index]
+                index = next_left(max(index + 1, bisect_left(negated, -room)))
             if not content:
                 break
-            num = min(bins.num, *(left[run] // per_bin for run, per_bin in content.items()))
-            for run, per_bin in content.items():
-                trace.write((run, bins.first, num, per_bin))
-                left[run] -= num * per_bin
-                if not left[run]:
-                    following[run] = run + 1
+            num = min(bins.num, *(left[index] // per_bin for index, per_bin in content.items()))
+            for index, per_bin in content.items():
+                trace.write((index, bins.first, num, per_bin))
+                left[index] -= num * per_bin
+                if not left[index]:
+                    following[index] = index + 1
             bins.split(num, 0, has_medium=False)

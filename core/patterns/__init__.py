@@ -1,14 +1,14 @@
 """
-Patterns: the samples of each run that a bin takes, and the number of bins with each pattern.
+Patterns: the samples of each length that a bin takes, and the number of bins with each pattern.
 
 `fill` finds patterns that use every token. `relaxation` bounds the number of packs from below by a
 linear program over patterns. `guided` fills bins in the proportions of such a program.
 """
 
-from packplan.core.runs import PackingTrace
+from packplan.core.length_counts import PackingTrace
 
 Pattern = dict[int, int]
-"""Run -> samples of it in one bin."""
+"""Index of a length in `LengthCounts` -> samples of it in one bin."""
 
 Filling = list[tuple[Pattern, int]]
 """Patterns and the number of bins of each. Together they hold every sample once."""
@@ -32,7 +32,7 @@ def trace_of(filling: Filling) -> PackingTrace:
     trace = PackingTrace()
     first = 0
     for pattern, num in filling:
-        for run, per_bin in pattern.items():
-            trace.write((run, first, num, per_bin))
+        for index, per_bin in pattern.items():
+            trace.write((index, first, num, per_bin))
         first += num
     return trace

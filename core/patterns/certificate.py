@@ -8,19 +8,19 @@ from typing import Literal
 import attrs
 import numpy as np
 
+from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray
 from packplan.core.patterns import Filling, Pattern, num_packs
 from packplan.core.patterns.effort import Effort, SpentError
 from packplan.core.patterns.fill import fill_exactly, refill
 from packplan.core.patterns.guided import fill_quickly
-from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_RUNS, relax
-from packplan.core.runs import Runs
+from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, relax
 
 MAX_PARTS = 100
 """Parts of the capacity that dual-feasible functions round lengths to, at most."""
 
 
-def quick_bound(runs: Runs, *, capacity: int) -> int:
+def quick_bound(tally: LengthCounts, *, capacity: int) -> int:
     """
     Return the better of the L2 bound and the bound of dual-feasible functions.
 
@@ -31,13 +31,13 @@ def quick_bound(runs: Runs, *, capacity: int) -> int:
     classes of fast lower bounds for bin packing problems", 2001) round lengths to k-ths of the
     capacity such that no pack holds more than k of them.
     """
-    if not runs.sizes:
+    if not tally.sizes:
         return 0
-    sizes = np.array(runs.sizes[::-1], dtype=np.int64)
-    counts = np.array(runs.counts[::-1], dtype=np.int64)
+    sizes = np.array(tally.sizes[::-1], dtype=np.int64)
+    counts = np.array(tally.counts[::-1], dtype=np.int64)
     # Products reach number of samples * capacity * parts. Beyond 64 bits, Python's own integers
     # take over.
-    if sum(runs.counts) * capacity * (MAX_PARTS + 1) >= 2**63:
+    if sum(tally.counts) * capacity * (MAX_PARTS + 1) >= 2**63:
         sizes, counts = sizes.astype(object), counts.astype(object)
     return max(_l2(sizes, counts, capacity), _dual_feasible(sizes, counts, capacity))
 
@@ -48,7 +48,7 @@ def _l2(sizes: IntArray, counts: IntArray, capacity: int) -> int:
     tokens = np.concatenate([[0], np.cumsum(counts * sizes)])
     halves = int(np.searchsorted(sizes, capacity // 2, side="right"))
     thresholds = np.concatenate([[0], sizes[:halves]])
-    # Runs below `small` are below K, those up to `halves` are at most half, those up to `large`
+    # Sizes below `small` are below K, those up to `halves` are at most half, those up to `large`
     # leave room for K.
     small = np.searchsorted(sizes, thresholds, side="left")
     large = np.maximum(np.searchsorted(sizes, capacity - thresholds, side="right"), halves)
@@ -94,47 +94,47 @@ class Certificate:
     kind: BoundKind
 
 
-def certify(runs: Runs, *, capacity: int, known: int, effort: Effort) -> Certificate:
+def certify(tally: LengthCounts, *, capacity: int, known: int, effort: Effort) -> Certificate:
     """
     Bound the number of packs from below, and from above where that helps.
 
     Args:
-        runs: Lengths from 1 to *capacity*, counts >= 1, at least one; in lowest terms (`reduced`).
+        tally: Lengths from 1 to *capacity*, counts >= 1, at least one; in lowest terms (`reduced`).
         capacity: Tokens a pack may hold.
         known: Number of packs of a known packing.
         effort: Limit of the search beyond the quick bounds.
     """
-    bound = quick_bound(runs, capacity=capacity)
+    bound = quick_bound(tally, capacity=capacity)
     if known == bound:
         return Certificate(bound, None, [], "reached")
-    if capacity > MAX_CAPACITY or len(runs.sizes) > MAX_RUNS:
+    if capacity > MAX_CAPACITY or len(tally.sizes) > MAX_SIZES:
         return Certificate(bound, None, [], "quick")
     try:
-        return _search(runs, capacity=capacity, known=known, effort=effort, bound=bound)
+        return _search(tally, capacity=capacity, known=known, effort=effort, bound=bound)
     except SpentError:
         return Certificate(bound, None, [], "quick")
 
 
-def _search(runs: Runs, *, capacity: int, known: int, effort: Effort, bound: int) -> Certificate:
+def _search(tally: LengthCounts, *, capacity: int, known: int, effort: Effort, bound: int) -> Certificate:
     """
     Search for bounds beyond the quick *bound*; SpentError if the effort ends before the relaxation.
     """
-    drawn = fill_exactly(runs, capacity=capacity, effort=effort, seed=0)
-    drawn = refill(drawn, runs, capacity=capacity, enough=bound, effort=effort)
+    drawn = fill_exactly(tally, capacity=capacity, effort=effort, seed=0)
+    drawn = refill(drawn, tally, capacity=capacity, enough=bound, effort=effort)
     if num_packs(drawn) == bound:
         return Certificate(bound, drawn, [], "reached")
-    fillings = [drawn, fill_quickly(runs, capacity=capacity, effort=effort)]
+    fillings = [drawn, fill_quickly(tally, capacity=capacity, effort=effort)]
     best = min(fillings, key=num_packs)
     enough = min(known, num_packs(best))
-    relaxation = relax(runs, capacity=capacity, fillings=fillings, bound=bound, enough=enough, effort=effort)
+    relaxation = relax(tally, capacity=capacity, fillings=fillings, bound=bound, enough=enough, effort=effort)
     kind: BoundKind = "relaxation" if relaxation.is_complete or relaxation.bound > bound else "quick"
     return Certificate(relaxation.bound, best, relaxation.patterns, "reached" if relaxation.bound == enough else kind)
 
 
-def reduced(runs: Runs, *, capacity: int) -> tuple[Runs, int]:
+def reduced(tally: LengthCounts, *, capacity: int) -> tuple[LengthCounts, int]:
     """
     Divide lengths and capacity by the greatest common divisor of the lengths. The packings are the
     same.
     """
-    unit = gcd(*runs.sizes) or 1
-    return Runs([size // unit for size in runs.sizes], runs.counts), capacity // unit
+    unit = gcd(*tally.sizes) or 1
+    return LengthCounts([size // unit for size in tally.sizes], tally.counts), capacity // unit

@@ -21,11 +21,11 @@ from math import fsum
 
 import numpy as np
 
+from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray
 from packplan.core.patterns import Filling, Pattern
 from packplan.core.patterns.effort import Effort, SpentError
 from packplan.core.patterns.relaxation import solve_knapsack
-from packplan.core.runs import Runs
 
 NUM_GROUPS, _STEPS, _STEPS_OF_A_SAMPLE = 96, 300_000, 50
 """Groups of lengths in a usual program, and its effort: a fixed part and one for each sample."""
@@ -43,26 +43,26 @@ _SCALE, _SMOOTHING, _TINY = 1 << 40, 0.8, 1e-9
 
 _STEPS_OF_A_PROGRAM, _STEPS_OF_A_BIN, _STEPS_OF_A_COLUMN, _STEPS_OF_A_PIVOT = 20_000, 50, 10, 150
 """
-Steps to group runs, to fill bins of one kind, to compare a column of a program with its prices, and
-to enter one.
+Steps to group sizes, to fill bins of one kind, to compare a column of a program with its prices,
+and to enter one.
 """
 
 
-def fill_guided(runs: Runs, *, capacity: int, num_groups: int, effort: Effort) -> Filling:
+def fill_guided(tally: LengthCounts, *, capacity: int, num_groups: int, effort: Effort) -> Filling:
     """
     Pack all samples.
 
     Args:
-        runs: Runs of lengths from 1 to *capacity*; counts may be 0.
+        tally: Lengths from 1 to *capacity*; counts may be 0.
         capacity: Tokens a bin may hold.
         num_groups: Groups of lengths in a program, at most.
         effort: Limit of the programs, not infinite. First fit packs the samples that are then left.
     """
-    bins = _Bins(runs, capacity)
+    bins = _Bins(tally, capacity)
     share = _FIRST_SHARE
     with suppress(SpentError):
         while bins.alive:
-            sizes, counts = [runs.sizes[run] for run in bins.alive], [bins.left[run] for run in bins.alive]
+            sizes, counts = [tally.sizes[index] for index in bins.alive], [bins.left[index] for index in bins.alive]
             longest, members = _grouped(sizes, counts, num_groups)
             uses = _solve(longest, members, capacity, effort)
             wanted = share * fsum(use for _, use in uses)
@@ -74,31 +74,31 @@ def fill_guided(runs: Runs, *, capacity: int, num_groups: int, effort: Effort) -
                 slots = [longest[group] for group in sorted(pattern) for _ in range(pattern[group])]
                 bins.fill(slots, max(1, num), effort)
             share = _SHARE
-    bins.fill([capacity] * (capacity // runs.sizes[-1]), sum(bins.left), Effort())
+    bins.fill([capacity] * (capacity // tally.sizes[-1]), sum(bins.left), Effort())
     return bins.filling
 
 
-def fill_quickly(runs: Runs, *, capacity: int, effort: Effort) -> Filling:
+def fill_quickly(tally: LengthCounts, *, capacity: int, effort: Effort) -> Filling:
     """
     Pack all samples by guided filling, within a usual part of an effort.
 
     Args:
-        runs: Runs of lengths from 1 to *capacity*; counts may be 0.
+        tally: Lengths from 1 to *capacity*; counts may be 0.
         capacity: Tokens a bin may hold.
         effort: Limit of the filling; may be infinite.
     """
-    with effort.part(_STEPS + _STEPS_OF_A_SAMPLE * sum(runs.counts)) as own:
-        return fill_guided(runs, capacity=capacity, num_groups=NUM_GROUPS, effort=own)
+    with effort.part(_STEPS + _STEPS_OF_A_SAMPLE * sum(tally.counts)) as own:
+        return fill_guided(tally, capacity=capacity, num_groups=NUM_GROUPS, effort=own)
 
 
 class _Bins:
     """Bins that are filled, and the samples that are left."""
 
-    def __init__(self, runs: Runs, capacity: int) -> None:
-        self.alive = [run for run, count in enumerate(runs.counts) if count]
-        self.left = list(runs.counts)
+    def __init__(self, tally: LengthCounts, capacity: int) -> None:
+        self.alive = [index for index, count in enumerate(tally.counts) if count]
+        self.left = list(tally.counts)
         self.filling: Filling = []
-        self._sizes, self._negated, self._capacity = runs.sizes, [-size for size in runs.sizes], capacity
+        self._sizes, self._negated, self._capacity = tally.sizes, [-size for size in tally.sizes], capacity
 
     def fill(self, slots: list[int], num: int, effort: Effort) -> None:
         """
@@ -110,22 +110,22 @@ class _Bins:
             room, pattern = self._capacity, Pattern()
             for place, slot in enumerate(slots, start=1):
                 most = room if place == len(slots) else min(slot, room)
-                run = self._longest(most, pattern)
-                if run is not None:
-                    pattern[run] = pattern.get(run, 0) + 1
-                    room -= self._sizes[run]
+                index = self._longest(most, pattern)
+                if index is not None:
+                    pattern[index] = pattern.get(index, 0) + 1
+                    room -= self._sizes[index]
                 elif most == room:
                     break
-            alike = min(num, *(self.left[run] // per_bin for run, per_bin in pattern.items()))
+            alike = min(num, *(self.left[index] // per_bin for index, per_bin in pattern.items()))
             self.filling.append((pattern, alike))
-            for run, per_bin in pattern.items():
-                self.left[run] -= alike * per_bin
-                if not self.left[run]:
-                    del self.alive[bisect_left(self.alive, run)]
+            for index, per_bin in pattern.items():
+                self.left[index] -= alike * per_bin
+                if not self.left[index]:
+                    del self.alive[bisect_left(self.alive, index)]
             num -= alike
 
     def _longest(self, most: int, pattern: Pattern) -> int | None:
-        """Return the run of the longest sample up to *most* tokens beside those of *pattern*."""
+        """Return the index of the longest size up to *most* tokens beside those of *pattern*."""
         place = bisect_left(self.alive, bisect_left(self._negated, -most))
         while place < len(self.alive) and pattern.get(self.alive[place], 0) == self.left[self.alive[place]]:
             place += 1
@@ -134,8 +134,8 @@ class _Bins:
 
 def _grouped(sizes: list[int], counts: list[int], num_groups: int) -> tuple[list[int], IntArray]:
     """
-    Return the longest length and the samples of each group of neighbouring runs. If there are too
-    many runs, about the least number of tokens is allowed that each group loses by its longest.
+    Return the longest length and the samples of each group of neighbouring sizes. If there are too
+    many, about the least number of tokens is allowed that each group loses by its longest.
     """
     samples: list[int] = [0, *accumulate(counts)]
     tokens: list[int] = [0, *accumulate(size * count for size, count in zip(sizes, counts, strict=True))]
@@ -158,7 +158,7 @@ def _grouped(sizes: list[int], counts: list[int], num_groups: int) -> tuple[list
         middle = (low + high) // 2
         low, high = (middle + 1, high) if starts(middle) is None else (low, middle)
     first = starts(high) or []
-    return [sizes[run] for run in first], np.add.reduceat(np.array(counts), first)
+    return [sizes[index] for index in first], np.add.reduceat(np.array(counts), first)
 
 
 def _solve(longest: list[int], counts: IntArray, capacity: int, effort: Effort) -> list[tuple[Pattern, float]]:
@@ -204,7 +204,7 @@ class _Program:
                 bound, centre = total / knapsack.best, knapsack.prices / knapsack.best
             if fsum((self.uses * self._costs).tolist()) <= bound * (1 + _CLOSE):
                 return
-            dearest = np.argsort(-knapsack.worth_with_each_run(), kind="stable").tolist()
+            dearest = np.argsort(-knapsack.worth_with_each_size(), kind="stable").tolist()
             entered = [self._enter(pattern, 1, effort) for pattern in knapsack.patterns_with(dearest)]
             smoothing = _SMOOTHING if any(entered) else 0.0
 

@@ -18,10 +18,10 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray
 from packplan.core.patterns import Filling, Pattern, PatternKey, key_of
 from packplan.core.patterns.effort import Effort, SpentError
-from packplan.core.runs import Runs
 
 MAX_ROUNDS = 30
 """Limit of master programs. Each gives a valid bound."""
@@ -30,7 +30,7 @@ MAX_NEW_PATTERNS = 1_000
 """Limit of patterns taken from one knapsack."""
 
 MAX_CAPACITY = 1 << 17
-MAX_RUNS = 20_000
+MAX_SIZES = 20_000
 """Limits beyond which one knapsack takes more than seconds."""
 
 _SCALE = 1 << 40
@@ -53,22 +53,24 @@ class Relaxation:
     """Whether it ended within its effort."""
 
 
-def relax(runs: Runs, *, capacity: int, fillings: list[Filling], bound: int, enough: int, effort: Effort) -> Relaxation:
+def relax(
+    tally: LengthCounts, *, capacity: int, fillings: list[Filling], bound: int, enough: int, effort: Effort
+) -> Relaxation:
     """
     Raise a lower bound on the number of packs.
 
     Args:
-        runs: Runs of lengths from 1 to *capacity*, counts >= 1.
+        tally: Lengths from 1 to *capacity*, counts >= 1.
         capacity: Tokens a pack may hold.
         fillings: Known packings, whose patterns start the program.
         bound: Known lower bound.
         enough: Number of packs of a known packing. A bound that reaches it ends the search.
         effort: Limit of the search, which then ends with the best bound so far.
     """
-    sizes, counts = np.array(runs.sizes), np.array(runs.counts)
+    sizes, counts = np.array(tally.sizes), np.array(tally.counts)
     pool = {key_of(pattern): pattern for filling in fillings for pattern, _ in filling}
-    for run, size in enumerate(runs.sizes):
-        pool.setdefault(((run, capacity // size),), {run: capacity // size})
+    for index, size in enumerate(tally.sizes):
+        pool.setdefault(((index, capacity // size),), {index: capacity // size})
     centre = sizes / capacity
     best = 0.0
     try:
@@ -77,12 +79,11 @@ def relax(runs: Runs, *, capacity: int, fillings: list[Filling], bound: int, eno
             master = solve_master(list(pool.values()), sizes=sizes, counts=counts)
             if master is None:
                 break
-            added = 0
             for smoothing in (_SMOOTHING, 0.0):
                 effort.spend(_steps_of_a_knapsack(sizes.size, capacity))
                 smoothed = smoothing * centre + (1 - smoothing) * master.duals
                 knapsack = solve_knapsack(sizes, np.floor(np.maximum(smoothed, 0) * _SCALE).astype(np.int64), capacity)
-                total = sum(price * count for price, count in zip(knapsack.prices.tolist(), runs.counts, strict=True))
+                total = sum(price * count for price, count in zip(knapsack.prices.tolist(), tally.counts, strict=True))
                 bound = max(bound, -(-total // knapsack.best))
                 if total / knapsack.best > best:
                     best = total / knapsack.best
@@ -99,16 +100,16 @@ def relax(runs: Runs, *, capacity: int, fillings: list[Filling], bound: int, eno
 
 def _steps_of_a_master(pool: dict[PatternKey, Pattern]) -> int:
     """
-    Estimate the steps of a master program: some milliseconds, and the product of its runs and
+    Estimate the steps of a master program: some milliseconds, and the product of its sizes and
     entries.
     """
-    num_runs = len({run for pattern in pool.values() for run in pattern})
-    return 15_000 + num_runs * sum(map(len, pool.values())) // 4
+    num_sizes = len({index for pattern in pool.values() for index in pattern})
+    return 15_000 + num_sizes * sum(map(len, pool.values())) // 4
 
 
-def _steps_of_a_knapsack(num_runs: int, capacity: int) -> int:
-    """Estimate the steps of a knapsack: a pass over the runs for each capacity up to *capacity*."""
-    return capacity * (12 + num_runs // 150)
+def _steps_of_a_knapsack(num_sizes: int, capacity: int) -> int:
+    """Estimate the steps of a knapsack: a pass over sizes for each capacity up to *capacity*."""
+    return capacity * (12 + num_sizes // 150)
 
 
 @attrs.frozen
@@ -121,7 +122,7 @@ class Master:
     """Number of uses of each pattern; shape (num_patterns,)."""
 
     duals: FloatArray
-    """Price of one more sample of each run, in packs; shape (num_runs,)."""
+    """Price of one more sample of each size, in packs; shape (num_sizes,)."""
 
 
 def solve_master(patterns: list[Pattern], *, sizes: IntArray, counts: IntArray) -> Master | None:
@@ -131,7 +132,7 @@ def solve_master(patterns: list[Pattern], *, sizes: IntArray, counts: IntArray) 
     A sample may take the place of a longer one.
 
     Args:
-        patterns: Patterns over the runs of *sizes*.
+        patterns: Patterns over *sizes*.
         sizes: Lengths in tokens, longest first.
         counts: Number of samples of each length.
 
@@ -142,15 +143,15 @@ def solve_master(patterns: list[Pattern], *, sizes: IntArray, counts: IntArray) 
     from scipy.optimize import linprog  # noqa: PLC0415
     from scipy.sparse import csc_array  # noqa: PLC0415
 
-    num, num_runs = len(patterns), sizes.size
-    rows = np.fromiter((run for pattern in patterns for run in pattern), dtype=np.int64)
+    num, num_sizes = len(patterns), sizes.size
+    rows = np.fromiter((index for pattern in patterns for index in pattern), dtype=np.int64)
     columns = np.repeat(np.arange(num), [len(pattern) for pattern in patterns])
     values = np.fromiter((per_bin for pattern in patterns for per_bin in pattern.values()), dtype=np.float64)
-    swaps = np.arange(num_runs - 1)  # a place of run i, for a sample of run i + 1
-    entries = np.concatenate([values, -np.ones(num_runs - 1), np.ones(num_runs - 1)])
+    swaps = np.arange(num_sizes - 1)  # a place of size i, for a sample of size i + 1
+    entries = np.concatenate([values, -np.ones(num_sizes - 1), np.ones(num_sizes - 1)])
     place = (np.concatenate([rows, swaps, swaps + 1]), np.concatenate([columns, num + swaps, num + swaps]))
-    matrix = csc_array((entries, place), shape=(num_runs, num + num_runs - 1))
-    cost = np.concatenate([np.ones(num), np.zeros(num_runs - 1)])
+    matrix = csc_array((entries, place), shape=(num_sizes, num + num_sizes - 1))
+    cost = np.concatenate([np.ones(num), np.zeros(num_sizes - 1)])
     solved = linprog(cost, A_ub=-matrix, b_ub=-counts, method="highs-ipm")
     if solved.status:
         return None
@@ -163,31 +164,31 @@ class Knapsack:
 
     sizes: IntArray
     prices: IntArray
-    """Price of a sample of each run; shape (num_runs,)."""
+    """Price of a sample of each size; shape (num_sizes,)."""
 
     worth: IntArray
     """The highest price of a pattern of at most n tokens; shape (capacity + 1,)."""
 
     first: IntArray
-    """A run of such a pattern; -1 if it leaves the n-th token unused; shape (capacity + 1,)."""
+    """Index of a size of such a pattern; -1 if token n stays unused; shape (capacity + 1,)."""
 
     @property
     def best(self) -> int:
         """The highest price of a pattern."""
         return int(self.worth[-1])
 
-    def worth_with_each_run(self) -> IntArray:
-        """Return, for each run, the highest price of a pattern that has it; shape (num_runs,)."""
+    def worth_with_each_size(self) -> IntArray:
+        """Return, for each size, the highest price of a pattern that has it; shape (num_sizes,)."""
         worth: IntArray = self.prices + self.worth[self.worth.size - 1 - self.sizes]
         return worth
 
-    def patterns_with(self, runs: list[int]) -> Iterator[Pattern]:
-        """Yield, for each of these runs, the pattern of the highest price that has it."""
+    def patterns_with(self, indices: list[int]) -> Iterator[Pattern]:
+        """Yield, for each of these sizes, the pattern of the highest price that has it."""
         used = np.maximum.accumulate(np.where(self.first >= 0, np.arange(self.first.size), 0)).tolist()
         first, sizes = self.first.tolist(), self.sizes.tolist()
-        for run in runs:
-            pattern = {run: 1}
-            room = used[len(first) - 1 - sizes[run]]
+        for index in indices:
+            pattern = {index: 1}
+            room = used[len(first) - 1 - sizes[index]]
             while room:
                 pattern[first[room]] = pattern.get(first[room], 0) + 1
                 room = used[room - sizes[first[room]]]
@@ -222,14 +223,14 @@ def solve_knapsack(sizes: IntArray, prices: IntArray, capacity: int) -> Knapsack
 
 def _add_patterns(pool: dict[PatternKey, Pattern], knapsack: Knapsack, duals: FloatArray) -> int:
     """
-    Add the best pattern with each run if it would lower the master program; return the number of
+    Add the best pattern with each size if it would lower the master program; return the number of
     new ones.
     """
     before = len(pool)
     dual = duals.tolist()
-    dearest = np.argsort(-knapsack.worth_with_each_run(), kind="stable").tolist()
+    dearest = np.argsort(-knapsack.worth_with_each_size(), kind="stable").tolist()
     for pattern in knapsack.patterns_with(dearest):
-        if sum(dual[run] * per_bin for run, per_bin in pattern.items()) > 1 + 1e-7:
+        if sum(dual[index] * per_bin for index, per_bin in pattern.items()) > 1 + 1e-7:
             pool.setdefault(key_of(pattern), pattern)
             if len(pool) == before + MAX_NEW_PATTERNS:
                 break

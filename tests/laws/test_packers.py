@@ -162,7 +162,7 @@ def test_the_size_of_blocks_changes_nothing(algorithm, case, block):
 
     with (
         patch("packplan.core.packs.BLOCK", block),
-        patch("packplan.core.runs.BLOCK", block),
+        patch("packplan.core.length_counts.BLOCK", block),
         patch("packplan.core.packers.concatenative.BLOCK", block),
     ):
         assert expected == pack(lengths, capacity=capacity, algorithm=algorithm)

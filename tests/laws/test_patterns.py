@@ -8,7 +8,8 @@ import pytest
 from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
-from packplan.core.bounds import find_bound, lower_bound
+from packplan.core.bounds import Bound, find_bound, lower_bound
+from packplan.core.length_counts import LengthCounts
 from packplan.core.packers import pack
 from packplan.core.patterns import num_packs
 from packplan.core.patterns.certificate import certify, quick_bound
@@ -17,18 +18,17 @@ from packplan.core.patterns.fill import fill_exactly, refill
 from packplan.core.patterns.guided import _Program, fill_guided
 from packplan.core.patterns.relaxation import relax, solve_knapsack, solve_master
 from packplan.core.plan import build_raw_plan
-from packplan.core.runs import Runs
 from tests import references
 from tests.strategies import packable, packable_arrays
 
 
-def contents(filling, runs):
+def contents(filling, tally):
     """Samples of each length that a filling holds, and its fullest bin."""
     held = Counter()
     for pattern, num in filling:
-        for run, per_bin in pattern.items():
-            held[runs.sizes[run]] += per_bin * num
-    return held, max(sum(runs.sizes[run] * per_bin for run, per_bin in pattern.items()) for pattern, _ in filling)
+        for index, per_bin in pattern.items():
+            held[tally.sizes[index]] += per_bin * num
+    return held, max(sum(tally.sizes[index] * per_bin for index, per_bin in pattern.items()) for pattern, _ in filling)
 
 
 def narrow(num=300, capacity=8192):
@@ -42,14 +42,14 @@ def narrow(num=300, capacity=8192):
 def test_exact_filling_holds_each_sample_once(case, seed):
     """No bin exceeds the capacity, before and after open bins are packed again."""
     lengths, capacity = case
-    runs = Runs.from_lengths(np.array(lengths))
+    tally = LengthCounts.from_lengths(np.array(lengths))
 
-    filling = fill_exactly(runs, capacity=capacity, effort=Effort(), seed=seed)
-    again = refill(filling, runs, capacity=capacity, enough=1, effort=Effort())
+    filling = fill_exactly(tally, capacity=capacity, effort=Effort(), seed=seed)
+    again = refill(filling, tally, capacity=capacity, enough=1, effort=Effort())
 
     event(f"saved: {num_packs(filling) - num_packs(again)}")
     for found in (filling, again):
-        held, fullest = contents(found, runs)
+        held, fullest = contents(found, tally)
         assert Counter(lengths) == held
         assert fullest <= capacity
     assert num_packs(again) <= num_packs(filling)
@@ -59,11 +59,11 @@ def test_exact_filling_holds_each_sample_once(case, seed):
 def test_guided_filling_holds_each_sample_once(case, num_groups, limit):
     """No bin exceeds the capacity, however few groups and steps there are."""
     lengths, capacity = case
-    runs = Runs.from_lengths(np.array(lengths))
+    tally = LengthCounts.from_lengths(np.array(lengths))
 
-    found = fill_guided(runs, capacity=capacity, num_groups=num_groups, effort=Effort(limit))
+    found = fill_guided(tally, capacity=capacity, num_groups=num_groups, effort=Effort(limit))
 
-    held, fullest = contents(found, runs)
+    held, fullest = contents(found, tally)
     event(f"best fit needs more: {num_packs(found) < len(pack(lengths, capacity=capacity))}")
     assert Counter(lengths) == held
     assert fullest <= capacity
@@ -83,37 +83,37 @@ def test_a_bin_is_completed_to_the_largest_reachable_sum(case, capacity):
     """The first bin of a filling, against all subsets."""
     lengths, _ = case
     lengths = [min(length, capacity) for length in lengths]
-    runs = Runs.from_lengths(np.array(lengths))
+    tally = LengthCounts.from_lengths(np.array(lengths))
     rest = sorted(lengths)[:-1]
     sums = {sum(n for bit, n in enumerate(rest) if chosen >> bit & 1) for chosen in range(1 << len(rest))}
     best = max(total for total in sums if total + max(lengths) <= capacity)
 
-    pattern, _ = fill_exactly(runs, capacity=capacity, effort=Effort(), seed=0)[0]
-    assert max(lengths) + best == sum(runs.sizes[run] * per_bin for run, per_bin in pattern.items())
+    pattern, _ = fill_exactly(tally, capacity=capacity, effort=Effort(), seed=0)[0]
+    assert max(lengths) + best == sum(tally.sizes[index] * per_bin for index, per_bin in pattern.items())
 
 
 @given(case=packable(min_size=1, max_size=8))
 def test_the_relaxation_is_a_bound_and_no_weaker_than_the_one_it_is_given(case):
     """Against exhaustive search, however early the search ends."""
     lengths, capacity = case
-    runs = Runs.from_lengths(np.array(lengths))
+    tally = LengthCounts.from_lengths(np.array(lengths))
     best = references.fewest(lengths, capacity)
 
     for enough in (1, best, 99):
-        assert relax(runs, capacity=capacity, fillings=[], bound=0, enough=enough, effort=Effort()).bound <= best
-    assert best == relax(runs, capacity=capacity, fillings=[], bound=best, enough=99, effort=Effort()).bound
+        assert relax(tally, capacity=capacity, fillings=[], bound=0, enough=enough, effort=Effort()).bound <= best
+    assert best == relax(tally, capacity=capacity, fillings=[], bound=best, enough=99, effort=Effort()).bound
 
 
 @given(case=packable(max_size=8, min_size=1))
 def test_quick_bounds_are_bounds(case):
     """Against exhaustive search; in 64 bits and beyond."""
     lengths, capacity = case
-    small = quick_bound(Runs.from_lengths(np.array(lengths)), capacity=capacity)
-    huge = Runs.from_lengths(np.array(lengths) * 2**52)
+    small = quick_bound(LengthCounts.from_lengths(np.array(lengths)), capacity=capacity)
+    huge = LengthCounts.from_lengths(np.array(lengths) * 2**52)
 
     assert small <= references.fewest(lengths, capacity)
     assert small == quick_bound(huge, capacity=capacity * 2**52)
-    assert 0 == quick_bound(Runs([], []), capacity=capacity)
+    assert 0 == quick_bound(LengthCounts([], []), capacity=capacity)
 
 
 @given(case=packable(min_size=1, max_size=12), rng=st.randoms(use_true_random=False))
@@ -131,24 +131,24 @@ def test_the_knapsack_is_exact(case, rng):
 
     assert worth == knapsack.worth.tolist()
     everything = list(range(sizes.size))
-    for run, pattern in zip(everything, knapsack.patterns_with(everything), strict=True):
-        assert run in pattern
+    for index, pattern in zip(everything, knapsack.patterns_with(everything), strict=True):
+        assert index in pattern
         assert sum(int(sizes[i]) * num for i, num in pattern.items()) <= capacity
-        assert knapsack.worth_with_each_run()[run] == sum(int(prices[i]) * num for i, num in pattern.items())
+        assert knapsack.worth_with_each_size()[index] == sum(int(prices[i]) * num for i, num in pattern.items())
 
 
 @given(case=packable_arrays())
 def test_the_master_program_is_below_every_packing_of_its_patterns(case):
     """And its dual values price every sample at as much as the packs cost."""
     lengths, capacity = case
-    runs = Runs.from_lengths(np.array(lengths))
-    filling = fill_exactly(runs, capacity=capacity, effort=Effort(), seed=0)
+    tally = LengthCounts.from_lengths(np.array(lengths))
+    filling = fill_exactly(tally, capacity=capacity, effort=Effort(), seed=0)
 
-    master = solve_master([pattern for pattern, _ in filling], sizes=np.array(runs.sizes), counts=np.array(runs.counts))
+    sizes, counts = np.array(tally.sizes), np.array(tally.counts)
+    master = solve_master([pattern for pattern, _ in filling], sizes=sizes, counts=counts)
 
     assert master.num_packs <= num_packs(filling) + 1e-6
-    assert master.num_packs == pytest.approx(float(master.duals @ np.array(runs.counts)), abs=1e-6)
-    assert master.num_packs == pytest.approx(float(master.uses.sum()), abs=1e-6)
+    assert [master.duals @ counts, master.uses.sum()] == pytest.approx([master.num_packs] * 2, abs=1e-6)
 
 
 @pytest.mark.untraced
@@ -181,8 +181,8 @@ def test_certified_packs_whatever_the_solver_and_the_iterations_give():
         patch("packplan.core.patterns.fill.MAX_REFILLS", 1),
         patch("packplan.core.patterns.relaxation.MAX_ROUNDS", 1),
         patch("packplan.core.patterns.relaxation.MAX_NEW_PATTERNS", 2),
-        patch("packplan.core.patterns.fill.MAX_RUNS", 3),
-        patch("packplan.core.patterns.certificate.MAX_RUNS", 3),
+        patch("packplan.core.patterns.fill.MAX_SIZES", 3),
+        patch("packplan.core.patterns.certificate.MAX_SIZES", 3),
         patch("packplan.core.patterns.certificate.MAX_CAPACITY", 3),
     ):
         with change:
@@ -227,13 +227,13 @@ def test_a_solver_that_reports_no_solution_is_believed():
 def test_a_certificate_holds(case):
     """What it knows of the best packing agrees with its bound."""
     lengths, capacity = case
-    runs = Runs.from_lengths(np.array(lengths))
-    certificate = certify(runs, capacity=capacity, known=len(lengths) + 1, effort=Effort())
+    tally = LengthCounts.from_lengths(np.array(lengths))
+    certificate = certify(tally, capacity=capacity, known=len(lengths) + 1, effort=Effort())
     assume(certificate.filling is not None)
 
     event(f"relaxed: {bool(certificate.patterns)}")
     assert certificate.bound <= num_packs(certificate.filling)
-    assert Counter(lengths) == contents(certificate.filling, runs)[0]
+    assert Counter(lengths) == contents(certificate.filling, tally)[0]
 
 
 @given(case=packable(min_size=1, max_size=8), efforts=st.lists(st.integers(0, 100_000), min_size=2, max_size=2))
@@ -247,24 +247,24 @@ def test_a_bound_of_any_effort_is_one_and_more_effort_never_weakens_it(case, eff
     assert less.packs <= more.packs <= lower_bound(lengths, capacity=capacity) <= fewest
     for found in (less, more):
         assert found.kind != "reached" or found.packs == fewest
-    quick = find_bound(lengths, capacity=capacity, effort=0)
-    assert ("quick", quick_bound(Runs.from_lengths(np.array(lengths)), capacity=capacity)) == (quick.kind, quick.packs)
+    quick = quick_bound(LengthCounts.from_lengths(np.array(lengths)), capacity=capacity)
+    assert Bound(quick, "quick") == find_bound(lengths, capacity=capacity, effort=0)
 
 
 @pytest.mark.parametrize("limit", [0, 1_000, 20_000, 150_000, pytest.param(1_000_000, marks=pytest.mark.untraced)])
 def test_a_search_never_spends_more_than_its_effort(limit):
     """It ends with a valid bound, and solves no program that was not paid for."""
     lengths, capacity = narrow()
-    runs = Runs.from_lengths(lengths)
+    tally = LengthCounts.from_lengths(lengths)
     effort = Effort(limit)
     with patch("packplan.core.patterns.relaxation.solve_master", side_effect=solve_master) as masters:
-        certificate = certify(runs, capacity=capacity, known=len(lengths), effort=effort)
+        certificate = certify(tally, capacity=capacity, known=len(lengths), effort=effort)
 
     assert 0 <= effort.left <= limit
     assert masters.call_count * 15_000 <= limit - effort.left
-    assert quick_bound(runs, capacity=capacity) <= certificate.bound
+    assert quick_bound(tally, capacity=capacity) <= certificate.bound
     assert certificate.kind in ({"quick"} if limit < 1_000_000 else {"quick", "relaxation"})
-    assert certificate == certify(runs, capacity=capacity, known=len(lengths), effort=Effort(limit))
+    assert certificate == certify(tally, capacity=capacity, known=len(lengths), effort=Effort(limit))
 
 
 def test_all_of_an_effort_may_be_spent_and_no_more():
@@ -283,7 +283,7 @@ def test_a_plan_of_many_distinct_lengths_waits_for_no_linear_program():
         plan = build_raw_plan(lengths, packing_length=8192)
 
     assert "quick" == plan.bound_kind
-    assert quick_bound(Runs.from_lengths(lengths), capacity=8192) == plan.lower_bound
+    assert quick_bound(LengthCounts.from_lengths(lengths), capacity=8192) == plan.lower_bound
 
 
 def test_a_search_that_takes_long_says_how_many_steps_it_took():

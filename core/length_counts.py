@@ -1,9 +1,9 @@
 """
-Runs: equal lengths counted once, and any fit over them. The cost of planning grows with distinct
+Equal lengths counted once, and any fit over them. The cost of planning grows with distinct
 lengths, not with samples.
 
-Rules: run 0 holds the longest samples; inside a run samples keep their input order, and algorithms
-take them in it. An algorithm fills a `PackingTrace` over runs; only `PackingTrace.packs` touches
+Rules: index 0 is the longest length; samples of one length keep their input order, and algorithms
+take them in it. An algorithm fills a `PackingTrace` over indices; only `PackingTrace.packs` touches
 single samples, in passes over cache-sized blocks.
 
 Any fit is best fit and first fit, longest samples first. Both stay with a bin until the length no
@@ -25,7 +25,7 @@ from packplan.core.packs import BLOCK, Packs, count_up
 
 
 @attrs.frozen
-class Runs:
+class LengthCounts:
     """Samples by length."""
 
     sizes: list[int]
@@ -35,7 +35,7 @@ class Runs:
     """Number of samples of each length, >= 1."""
 
     @classmethod
-    def from_lengths(cls, lengths: IntArray) -> Runs:
+    def from_lengths(cls, lengths: IntArray) -> LengthCounts:
         """Count *lengths*, each >= 1."""
         if lengths.size and lengths.max() <= _table_limit(lengths):
             table = np.bincount(lengths)
@@ -53,59 +53,59 @@ def _table_limit(lengths: IntArray) -> int:
 
 class PackingTrace:
     """
-    Record of the bins that take the samples of each run, written while an algorithm packs.
+    Record of the bins that take the samples of each length, written while an algorithm packs.
 
-    An entry is (run, first, num, per_bin): bins `first … first + num - 1` take `per_bin` samples of
-    the run each. Entries of one run take its samples in the order they are written.
+    An entry is (index, first, num, per_bin): bins `first … first + num - 1` take `per_bin` samples
+    of that length each. Entries of one length take its samples in the order they are written.
     """
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, int, int, int]] = []
         self.write = self._entries.append
-        """Take an entry (run, first, num, per_bin)."""
+        """Take an entry (index, first, num, per_bin)."""
 
     @property
     def num_bins(self) -> int:
         """Bins that take a sample."""
         return max((first + num for _, first, num, _ in self._entries), default=0)
 
-    def packs(self, lengths: IntArray, runs: Runs) -> Packs:
+    def packs(self, lengths: IntArray, tally: LengthCounts) -> Packs:
         """
         Return the packs in canonical order.
 
         Args:
             lengths: Tokens of each sample; at least one.
-            runs: Runs of these lengths. Every sample has to be in an entry.
+            tally: Counts of these lengths. Every sample has to be in an entry.
         """
-        return Packs.from_labels(self.labels(lengths, runs))
+        return Packs.from_labels(self.labels(lengths, tally))
 
-    def labels(self, lengths: IntArray, runs: Runs) -> NDArray[np.int32]:
+    def labels(self, lengths: IntArray, tally: LengthCounts) -> NDArray[np.int32]:
         """
         Return the bin of each sample; shape (num_samples,).
 
         Args:
             lengths: Tokens of each sample; at least one.
-            runs: Runs of these lengths. Every sample has to be in an entry.
+            tally: Counts of these lengths. Every sample has to be in an entry.
         """
-        return _to_samples(lengths, runs, self._bins())
+        return _to_samples(lengths, tally, self._bins())
 
     def _bins(self) -> NDArray[np.int32]:
         """Return the bin of each sample, longest first; shape (num_samples,)."""
-        run, first, num, per_bin = np.array(self._entries, dtype=np.int64).T
-        order = np.argsort(run, kind="stable")
+        index, first, num, per_bin = np.array(self._entries, dtype=np.int64).T
+        order = np.argsort(index, kind="stable")
         first, num, per_bin = first[order], num[order], per_bin[order]
         bins = count_up(num, starts=first, dtype=np.int32)
         return bins if per_bin.max() == 1 else np.repeat(bins, np.repeat(per_bin, num))
 
 
-def _to_samples(lengths: IntArray, runs: Runs, bins: NDArray[np.int32]) -> NDArray[np.int32]:
+def _to_samples(lengths: IntArray, tally: LengthCounts, bins: NDArray[np.int32]) -> NDArray[np.int32]:
     """
     Reorder *bins* from longest first to the order of *lengths*; equal lengths keep their order.
 
     This is a radix sort of 16-bit keys, block by block. A block fits the cache, and equal keys
     inside it read neighbouring elements of *bins*.
     """
-    sizes, counts = np.array(runs.sizes), np.array(runs.counts)
+    sizes, counts = np.array(tally.sizes), np.array(tally.counts)
     num = sizes.size
     key_type = np.uint16 if num <= 65_536 else np.uint32
     table = None
@@ -151,21 +151,20 @@ class _OpenBins:
 
 
 def fit_decreasing(
-    runs: Runs, *, capacity: int, fullest: bool, trace: PackingTrace | None = None, num_bins: int = 0
+    tally: LengthCounts, *, capacity: int, fullest: bool, trace: PackingTrace | None = None
 ) -> PackingTrace:
     """
-    Pack all runs.
+    Pack all samples, longest first.
 
     Args:
-        runs: Runs of lengths from 1 to *capacity*; counts may be 0.
+        tally: Lengths from 1 to *capacity*; counts may be 0.
         capacity: Tokens a bin may hold.
         fullest: Prefer the fullest bin (best fit), else the first (first fit).
-        trace: Trace to append to; a new one by default.
-        num_bins: Closed bins that are already in the trace.
+        trace: Trace to append to, whose bins are closed; a new one by default.
     """
     trace = PackingTrace() if trace is None else trace
-    bins = _OpenBins(fullest=fullest)
-    for run, (size, count) in enumerate(zip(runs.sizes, runs.counts, strict=True)):
+    bins, num_bins = _OpenBins(fullest=fullest), trace.num_bins
+    for index, (size, count) in enumerate(zip(tally.sizes, tally.counts, strict=True)):
         left = count
         bins.turn_to(size)
         while left:
@@ -178,10 +177,10 @@ def fit_decreasing(
             full = min(number, left // per_bin)
             rest = min(per_bin, left - full * per_bin) if full < number else 0
             if full:
-                trace.write((run, first, full, per_bin))
+                trace.write((index, first, full, per_bin))
                 bins.put(first, full, room - per_bin * size, size)
             if rest:
-                trace.write((run, first + full, 1, rest))
+                trace.write((index, first + full, 1, rest))
                 bins.put(first + full, 1, room - rest * size, size)
             untouched = number - full - (rest > 0)
             if untouched:
