@@ -465,7 +465,7 @@ def choose_attention(
     'flash attention runs on a GPU alone'
     """
     passes = verdict is not None and verdict.passes
-    leak = _not_here(attn_impl, flash_installed=flash_installed, on_cpu=on_cpu)
+    leak = reason_against_backend(attn_impl, flash_installed=flash_installed, on_cpu=on_cpu)
     if leak is None and verdict is not None and not passes:
         leak = verdict.reason
     if attn_impl == VARLEN and verdict is not None and not passes:
@@ -484,7 +484,7 @@ def choose_attention(
     )
 
 
-def _not_here(attn_impl: str, *, flash_installed: bool, on_cpu: bool) -> str | None:
+def reason_against_backend(attn_impl: str, *, flash_installed: bool, on_cpu: bool) -> str | None:
     """Return why a backend does not train on this machine; None if it may."""
     if attn_impl in FLASH_BACKENDS and not flash_installed:
         return "the package flash-attn is not installed"

@@ -11,7 +11,7 @@ import yaml
 from packplan.app.planning.split import alignment
 from packplan.app.wiring.attention import keep_verdict, needs_verdict, stored_verdict, verdict_key
 from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.stores import open_stores, split_folder
+from packplan.app.wiring.stores import artefacts_folder, open_stores
 from packplan.core.align import align_plan
 from packplan.core.config.identity import configured_inputs, plan_policy
 from packplan.core.config.run import RunConfig
@@ -52,7 +52,7 @@ def store_run(
     config = read_config(path)
     for split, of in (("train", lengths), ("eval", eval_lengths)):
         if of:
-            shutil.rmtree(split_folder(config.training.output_dir, split), ignore_errors=True)
+            shutil.rmtree(artefacts_folder(config.training.output_dir) / split, ignore_errors=True)
             _store(
                 config, split, of, world_sizes, measured=measured or len(of), repeatability=repeatability,
                 supervised=supervised,

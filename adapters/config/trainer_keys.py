@@ -66,13 +66,13 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 _NEED = {"deepspeed": "deepspeed", "use_flash_ckpt": "dlrover", "use_liger_kernel": "liger_kernel"}
 """Setting -> the package it needs."""
 
-_FILES = ("accelerator_config", "deepspeed", "fsdp_config")
-"""Settings that are a section, or the file of one."""
+SETTINGS_FILES = ("accelerator_config", "deepspeed", "fsdp_config")
+"""Keys of `training.` that are a section, or name the file of one."""
 
 _ANNOTATIONS = {"fsdp": bool | str | None, "report_to": list[str] | str}
 """Types of settings whose annotations are incomplete."""
 
-_PATHS = frozenset({*_FILES, "logging_dir"})
+_PATHS = frozenset({*SETTINGS_FILES, "logging_dir"})
 
 _BELOW_ONE = frozenset({"adam_beta1", "adam_beta2", "warmup_ratio"})
 
@@ -222,7 +222,7 @@ def package_faults(settings: Mapping[str, Any]) -> Iterator[Fault]:
         if settings.get(key) and find_spec(package) is None:
             reason = f"needs the package {package}, which is not installed: install it, or remove the key"
             yield Fault(f"training.{key}", reason)
-    for key in _FILES:
+    for key in SETTINGS_FILES:
         file = settings.get(key)
         if isinstance(file, str) and not file.startswith("{") and not Path(file).is_file():
             reason = f"is {file}, which is no file: name a JSON file, or write what it would hold as a section of keys"

@@ -40,7 +40,7 @@ from packplan.adapters.loaders.batches import EvalBatches
 from packplan.adapters.loaders.rows import PACK
 from packplan.adapters.models import is_ruined, load_strictly, mean_size, replace_attributes
 from packplan.adapters.samples.encoder import VIDEO_SECONDS
-from packplan.adapters.trainer.checkpoints import remove_digests, write_digests
+from packplan.adapters.trainer.checkpoints import CHECKPOINT_KEY, remove_digests, write_digests
 from packplan.adapters.trainer.loader import (
     LENGTHS,
     NORMALISER,
@@ -67,8 +67,6 @@ def _not_finite(what: str, number: float) -> RunError:
     ended = "the run ended before anything of it was saved, and earlier checkpoints are as they were"
     return RunError("not_finite", f"{what} is {number}, so {ended}")
 
-
-_CHECKPOINT_KEY = "training.resume_from_checkpoint"
 
 _RESTORE = "restore the settings that it was trained with, or name another checkpoint"
 """Advice if a checkpoint belongs to another model or optimizer."""
@@ -305,7 +303,7 @@ class PackingTrainer(EvaluatesPacks, Seq2SeqTrainer):
     def _load_optimizer_and_scheduler(self, *arguments: Any, **options: Any) -> None:
         needed = {*chain(*self.optimizer.param_groups)}
         fact = f"is {self.saved}, whose optimizer this run cannot take"
-        with loading(_CHECKPOINT_KEY, fact, _RESTORE):
+        with loading(CHECKPOINT_KEY, fact, _RESTORE):
             super()._load_optimizer_and_scheduler(*arguments, **options)
             # The first step would fail on missing settings.
             if lacking := sorted(needed.difference(*self.optimizer.param_groups)):
@@ -385,7 +383,7 @@ class PackingTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         fact = f"is {resume_from_checkpoint}, whose weights this run cannot take"
-        with loading(_CHECKPOINT_KEY, fact, _RESTORE):
+        with loading(CHECKPOINT_KEY, fact, _RESTORE):
             if not self._load_strictly(resume_from_checkpoint, model or self.model):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 

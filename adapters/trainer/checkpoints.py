@@ -42,7 +42,7 @@ _OF_OTHER_KIND = f"but it is of another custom.trainer_variant: restore that; {_
 _FOREIGN = f"but it does not say how far a plan was trained: it was not written by this program; {_FRESH}"
 """Reason against a checkpoint without a resume state."""
 
-_KEY = "training.resume_from_checkpoint"
+CHECKPOINT_KEY = "training.resume_from_checkpoint"
 
 _MOST_NAMED = 3
 """Differences of another run's checkpoint that the log names."""
@@ -116,12 +116,12 @@ def find_checkpoint(
             raise stale
         reason = reason or "but another rank cannot read it as it was saved: see its message"
         if wanted != "last":
-            raise ConfigError.at(_KEY, f"is {wanted}, {reason}")
+            raise ConfigError.at(CHECKPOINT_KEY, f"is {wanted}, {reason}")
         log.warning("%s is passed over: it is a folder %s", folder, reason)
     if stale is not None:
         raise stale
     reason = f"finds no whole checkpoint in {output_dir}: remove it to start again"
-    raise ConfigError.at(_KEY, reason)
+    raise ConfigError.at(CHECKPOINT_KEY, reason)
 
 
 def read_resume_state(folder: Path, kind: type[State]) -> State:

@@ -29,7 +29,7 @@ from packplan.adapters.trainer.base import model_inputs
 from packplan.adapters.trainer.loader import NORMALISER
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.adapters.trainer.vision import model_media
-from packplan.core.equality import Deviation
+from packplan.core.equality import Deviation, reason_against_backend
 from packplan.core.errors import PackplanError
 from packplan.core.packs import Packs
 
@@ -55,10 +55,9 @@ class PackComparison:
     def without_gradients(self) -> str | None:
         """Why no gradients, and so no loss of a step, are compared; None if they are."""
         config = trained_config(self.trainer.model.config)
-        flex = config._attn_implementation == "flex_attention"  # noqa: SLF001  # no public question
-        if flex and self.trainer.accelerator.device.type == "cpu":
-            return "flex attention has no backward pass on a CPU"
-        return None
+        name = config._attn_implementation  # noqa: SLF001  # no public question
+        on_cpu = self.trainer.accelerator.device.type == "cpu"
+        return reason_against_backend(name, flash_installed=True, on_cpu=on_cpu)
 
     @property
     def rounding(self) -> float:

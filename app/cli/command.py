@@ -40,8 +40,6 @@ BROKEN_PIPE, USER_ERROR, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 130
 EXTRAS = MappingProxyType({"ray": "rl", "deepspeed": "deepspeed", "qwen_omni_utils": "omni", "decord": "video"})
 """Package -> the extra that brings it; `train` brings all others."""
 
-MOST_RANKS = 100_000
-
 
 def command_parser(name: str, about: str | None) -> argparse.ArgumentParser:
     """Return the parser of `packplan NAME`, whose help shows a docstring as it is written."""
@@ -252,6 +250,8 @@ def positive_number(text: str) -> int:
 
 def world_size(text: str) -> int:
     """Read a number of ranks, for argparse."""
+    from packplan.core.lengths import MOST_RANKS
+
     ranks = positive_number(text)
     if ranks > MOST_RANKS:
         message = f"is {ranks:,}, but has to be at most {MOST_RANKS:,} ranks"

@@ -6,7 +6,6 @@ import argparse
 import logging
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, positive_number, to_type
@@ -17,6 +16,7 @@ from packplan.app.planning.split import Ranks, Split, plan_split
 from packplan.app.wiring.attention import keep_verdict
 from packplan.app.wiring.commands import keep_command, ranks_of, read_run
 from packplan.app.wiring.runs import ranks_refuse_together, require_inputs
+from packplan.app.wiring.stores import artefacts_folder
 from packplan.core.config.run import RunConfig
 from packplan.core.ports import RankGroup
 
@@ -65,7 +65,7 @@ def _log_next(config: RunConfig, words: list[str], world_size: int) -> None:
         train = f"the command with --external_plugins plugin.py, which {to_type('plugin')} swift -o plugin.py writes"
     log.info(
         "the plan is in %s; to see it: %s %s; to train: %s",
-        Path(config.training.output_dir) / "static_packing", to_type("plan show"), typed, train,
+        artefacts_folder(config.training.output_dir), to_type("plan show"), typed, train,
     )  # fmt: skip
 
 

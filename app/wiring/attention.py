@@ -4,11 +4,11 @@ The attention of a run by its configuration and the verdict on its model, withou
 """
 
 from importlib.util import find_spec
-from pathlib import Path
 
 from packplan.adapters.model_folder import config_digest, config_model_type
 from packplan.adapters.stores.plans import DiskVerdictStore
 from packplan.adapters.versions import installed_version
+from packplan.app.wiring.stores import artefacts_folder
 from packplan.core.config.run import RunConfig
 from packplan.core.equality import (
     AUTO,
@@ -90,4 +90,4 @@ def keep_verdict(config: RunConfig, verdict: PackingVerdict) -> None:
 
 
 def _open_verdicts(config: RunConfig) -> DiskVerdictStore:
-    return DiskVerdictStore(Path(config.training.output_dir) / "static_packing")
+    return DiskVerdictStore(artefacts_folder(config.training.output_dir))

@@ -26,6 +26,7 @@ from packplan.adapters import files
 from packplan.adapters.progress import loading_libraries
 from packplan.adapters.ranks.environment import require_ranks
 from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.stores import artefacts_folder
 from packplan.core.config.run import TUNERS, CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import ConfigError, Fault
 
@@ -143,7 +144,7 @@ def ranks_of(config: RunConfig) -> int | None:
 
 
 def _command_file(output_dir: str | Path) -> Path:
-    return Path(output_dir) / "static_packing" / "command.json"
+    return artefacts_folder(output_dir) / "command.json"
 
 
 def keep_command(config: RunConfig) -> None:

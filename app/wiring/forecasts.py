@@ -3,7 +3,6 @@ Timing of a run, by a calibration that fits. Without torch.
 """
 
 import math
-from pathlib import Path
 
 import attrs
 import cattrs
@@ -14,6 +13,7 @@ from packplan.app.cli.command import duration
 from packplan.app.planning.schedule import split_schedule
 from packplan.app.planning.split import Split
 from packplan.app.wiring.attention import attention_by, stored_verdict
+from packplan.app.wiring.stores import artefacts_folder
 from packplan.core.config.run import RunConfig
 from packplan.core.equality import AUTO
 from packplan.core.errors import ConfigError, UserError, counted
@@ -101,7 +101,7 @@ def attention_name(config: RunConfig) -> str | None:
 
 def open_calibrations(config: RunConfig) -> DiskCalibrations:
     """Return the store of a run's calibrations, beside its plans."""
-    return DiskCalibrations(Path(config.training.output_dir) / "static_packing" / "calibrations")
+    return DiskCalibrations(artefacts_folder(config.training.output_dir) / "calibrations")
 
 
 def run_forecast(

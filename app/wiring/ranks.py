@@ -15,6 +15,7 @@ import attrs
 import torch
 
 from packplan.adapters.config.run import load_mixes
+from packplan.adapters.config.trainer_keys import SETTINGS_FILES
 from packplan.adapters.ranks.environment import name_meeting_place, require_ranks
 from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, name_lost_ranks, weight_digests
 from packplan.adapters.versions import installed_version
@@ -30,9 +31,6 @@ _PACKAGES = (
     "packplan", "ms-swift", "transformers", "torch", "numpy", "accelerate", "peft", "flash-attn", "deepspeed"
 )  # fmt: skip
 """Packages whose versions all ranks share."""
-
-_SETTINGS = ("accelerator_config", "deepspeed", "fsdp_config")
-"""Keys of `training.` that name a file of settings."""
 
 
 @contextlib.contextmanager
@@ -106,7 +104,7 @@ def settings_files(config: RunConfig) -> dict[str, Any]:
     cannot be read.
     """
     found: dict[str, Any] = {}
-    for key in _SETTINGS:
+    for key in SETTINGS_FILES:
         file = config.training.trainer.get(key)
         if isinstance(file, str):
             with contextlib.suppress(OSError, ValueError):

@@ -15,16 +15,16 @@ from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, OutputError
 
 
-def split_folder(output_dir: str, split: str) -> Path:
-    """Return the folder of a split's artefacts."""
-    return Path(output_dir) / "static_packing" / split
+def artefacts_folder(output_dir: str | Path) -> Path:
+    """Return the folder of what is measured, planned and found for a run: in it, one per split."""
+    return Path(output_dir) / "static_packing"
 
 
 def open_stores(config: RunConfig, split: str) -> Stores:
     """Return the stores of a run's split."""
     training = config.training
-    folder, known = split_folder(training.output_dir, split), training.packing_lengths_from
-    lengths = DiskLengthStore(folder, lengths_from=split_folder(known, split) if known else None)
+    folder, known = artefacts_folder(training.output_dir) / split, training.packing_lengths_from
+    lengths = DiskLengthStore(folder, lengths_from=artefacts_folder(known) / split if known else None)
     return Stores(lengths, DiskPlanStore(folder), FolderLock(folder))
 
 

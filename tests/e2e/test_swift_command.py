@@ -22,7 +22,7 @@ from packplan.adapters.swift.training import schedule_of
 from packplan.app import export, plugin
 from packplan.app.plan.__main__ import main as plan
 from packplan.app.wiring import commands
-from packplan.app.wiring.stores import split_folder
+from packplan.app.wiring.stores import artefacts_folder
 
 NUM_ROWS = 40
 
@@ -153,7 +153,7 @@ def test_rows_of_other_tasks_are_as_long_as_ms_swift_says(command, tmp_path, kin
 
     assert 0 == plan(["build", *words])
     export_main([*asked, "--num_labels", "2", "--to_cached_dataset", "true", "--output_dir", str(theirs)])
-    lengths = DiskLengthStore(split_folder(value(words, "--output_dir"), "train")).inspect()
+    lengths = DiskLengthStore(artefacts_folder(value(words, "--output_dir")) / "train").inspect()
     expected = load_from_disk(theirs / "train")["lengths"]
 
     assert list(map(sum, expected)) == lengths.tokens.tolist()

@@ -14,7 +14,7 @@ import yaml
 from packplan.app.plan import __main__ as command
 from packplan.app.planning.schedule import split_schedule
 from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.stores import split_folder
+from packplan.app.wiring.stores import artefacts_folder
 from packplan.core.align import align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.inspection import summarise, summarise_schedule
@@ -241,7 +241,7 @@ def test_what_is_not_there_or_cannot_be_is_named(store, refused, arguments, reas
 def test_lengths_that_give_no_plan_are_not_sent_back_to_build(store, refused, changes, reason):
     """What building raises is said, with its remedy: it stored the lengths, and no plan."""
     path = store(lengths=list(range(51, 60)))
-    folder = split_folder(read_config(path).training.output_dir, "train")
+    folder = artefacts_folder(read_config(path).training.output_dir) / "train"
     (folder / "raw_plan.json").unlink()
     message = refused("show", changed(path, **changes))
 
@@ -262,7 +262,7 @@ def test_overrides_steer_what_is_shown(store, said, shown):
 def test_what_is_not_built_is_named(store, refused):
     """No lengths, not all lengths, no plan, or one of other lengths; with what builds."""
     path = store()
-    folder = split_folder(read_config(path).training.output_dir, "train")
+    folder = artefacts_folder(read_config(path).training.output_dir) / "train"
     for change, reason in (
         (lambda: store(measured=30), "the lengths of 30 of 60 records"),
         ((folder / "lengths.json").unlink, "holds no lengths"),
@@ -279,7 +279,7 @@ def test_what_is_not_built_is_named(store, refused):
 def test_damage_is_no_plan_to_look_at(store, capfd):
     """Status 3, from every command that reads it."""
     path = store()
-    target = split_folder(read_config(path).training.output_dir, "train") / "lengths.bin"
+    target = artefacts_folder(read_config(path).training.output_dir) / "train" / "lengths.bin"
     target.write_bytes(b"\0" + target.read_bytes()[1:])
 
     for arguments in (["show", path], ["whatif", path], ["time", path]):
