@@ -485,7 +485,14 @@ def choose_attention(
 
 
 def reason_against_backend(attn_impl: str, *, flash_installed: bool, on_cpu: bool) -> str | None:
-    """Return why a backend does not train on this machine; None if it may."""
+    """
+    Return why a backend of attention does not train on this machine; None if it may.
+
+    Args:
+        attn_impl: Name of the backend.
+        flash_installed: Whether the package flash-attn is installed.
+        on_cpu: Whether the model trains on a CPU.
+    """
     if attn_impl in FLASH_BACKENDS and not flash_installed:
         return "the package flash-attn is not installed"
     if attn_impl in FLASH_BACKENDS and on_cpu:
