@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="name of the file to write (default: plugin.py)",
     )  # fmt: skip
     parser.add_argument(
-        "--any-version", action="store_true", help="let it try versions of the tool that it was not shown with"
+        "--any-version", action="store_true", help="let it try versions of the tool that it was not tested with"
     )
     parser.add_argument("--world-size", type=world_size, metavar="N", help="ranks (default: those of the command)")
     add_logging_options(parser)

@@ -7,7 +7,7 @@ from typing import Any
 from packplan.core.config.refusals import refusals_of
 from packplan.core.errors import ConfigError, Fault
 
-SHOWN_VERSIONS = ("4.6.0",)
+TESTED_VERSIONS = ("4.6.0",)
 """Versions of ms-swift with which the plugin was shown to train plans exactly."""
 
 _TYPES = ("dpo",)
@@ -67,9 +67,9 @@ def refuse_version(version: str) -> None:
     Raises:
         ConfigError: It is another one.
     """
-    if version not in SHOWN_VERSIONS:
+    if version not in TESTED_VERSIONS:
         reason = (
-            f"{version} is not a version that this plugin was shown with ({', '.join(SHOWN_VERSIONS)}): install that "
+            f"{version} is not a version that this plugin was tested with ({', '.join(TESTED_VERSIONS)}): install that "
             "one, or write the plugin with packplan plugin swift --any-version"
         )
         raise ConfigError("the plugin", (Fault("ms-swift", reason),))
