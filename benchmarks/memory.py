@@ -111,16 +111,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--max-length", 1024, "packing length in tokens")
     add_number(parser, "--samples", 48, "samples of the data")
     add_number(parser, "--seed", 1, "of the data")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda has one rank (default: cpu)")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda trains the settings of one rank (default: cpu)"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     """Forecast, train and print."""
     rows = []
-    with TemporaryDirectory() as name, progress(total=len(options.settings), desc="training") as bar:
+    settings = [one for one in options.settings if options.device == "cpu" or SETTINGS[one].ranks == 1]
+    with TemporaryDirectory() as name, progress(total=len(settings), desc="training") as bar:
         folder = Path(name)
         run_in_child(partial(_write, folder, options), limit_s=LIMIT_S)
-        for chosen in options.settings:
+        for chosen in settings:
             config = _config(SETTINGS[chosen], folder, options)
             rows.append(_row(SETTINGS[chosen], config))
             bar.update()

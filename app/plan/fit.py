@@ -178,7 +178,7 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int) -> Fit:
 
 
 def _notes(config: RunConfig) -> list[str]:
-    """Return what the figures assume."""
+    """Return the assumptions behind the figures."""
     on_gpu = not config.training.trainer.get("use_cpu")
     others = ", and for CUDA and NCCL: an assumption, not measured on a GPU" if on_gpu else ": an assumption"
     notes = [f"{MARGIN:.0%} are added for rounding and fragmentation of blocks{others}"]

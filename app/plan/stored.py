@@ -168,7 +168,7 @@ def _with_epochs(opened: StoredSplit, *, where: str) -> StoredSplit:
 
 
 def _warnings(config: RunConfig, opened: StoredSplit) -> Iterator[str]:
-    """Yield what training would refuse, or do otherwise than the stored plan."""
+    """Yield the reasons for which training would refuse the stored plan, or deviate from it."""
     split, lengths, plan = opened.split, opened.lengths, opened.plan
     yield from stale_inputs(config, lengths)
     differences = plan.key.differences(split.plan_key(lengths.digest))
