@@ -4,7 +4,7 @@ Packing in trainers of transformers and TRL, and in loops of one's own: `docs/us
     from packplan.hf import balance, unpad, use_plan
 
     unpad(trainer.model)  # any trainer of padded batches computes no padding
-    balance(trainer, max_tokens=8192)  # and its microbatches are cut by tokens, not by rows
+    balance(trainer, max_tokens=8192)  # GRPO and RLOO: microbatches are cut by tokens, not by rows
     schedule = use_plan(trainer, plan)  # or: the trainer trains the packs of a plan
 
 Importing this module registers our attention, for `from_pretrained(…,

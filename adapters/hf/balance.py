@@ -1,8 +1,8 @@
 """
-Microbatches by tokens, in trainers whose batch is a number of rows.
+Microbatches by tokens, in TRL's trainers that learn from answers of the model.
 
-The trainer decides which rows an optimizer step trains, and computes the loss. Here its batches of
-a step are taken apart, cut by `core.shard`, and run as other microbatches:
+The trainer decides which answers an optimizer step trains, and computes the loss. Here its batches
+of a step are taken apart, cut by `core.shard`, and run as other microbatches:
 
 - All ranks run equally many microbatches in a step.
 - The loss of a microbatch is weighed by its share of the divisor of the trainer's own batch: rows,
@@ -23,16 +23,14 @@ from accelerate.utils import gather_object
 from scipy.optimize import linear_sum_assignment
 from transformers import Trainer
 
-from packplan.adapters.hf.refusals import checked_host, is_old_trl
-from packplan.adapters.hf.rows import Counts, RowLayout, Taken, Unit
+from packplan.adapters.hf.refusals import is_old_trl, refuse_cut
+from packplan.adapters.hf.rows import Counts, Row, Taken, join_rows, take_apart
 from packplan.core.errors import ArgumentError, ModelError
 from packplan.core.lengths import whole_number
 from packplan.core.shard import Sharding, shard_dynamic, shard_packed
 from packplan.core.work.model import WorkModel
 
-_EXTREMES = {
-    "min_reward": min, "max_reward": max, "clip_ratio/low_min": min, "clip_ratio/high_max": max,
-}  # fmt: skip
+_EXTREMES = {"clip_ratio/low_min": min, "clip_ratio/high_max": max}
 
 _DIVIDED_BY_STEP = ("dapo", "cispo", "vespo")
 """Losses of GRPO whose divisor is a constant of the step."""
@@ -51,11 +49,8 @@ class BalanceCounts:
     tokens: int = 0
     """Tokens of the rows that this rank trained, without padding."""
 
-    largest: int = 0
-    """Tokens of the largest microbatch; with padding if `padded`."""
-
     moved: int = 0
-    """Rows, or pairs of rows, that came from other ranks."""
+    """Rows that came from other ranks."""
 
 
 def balance(
@@ -69,19 +64,17 @@ def balance(
     move_rows: bool = True,
 ) -> BalanceCounts:
     """
-    Let a trainer run the rows of each optimizer step as microbatches by tokens.
+    Let a trainer run the answers of each optimizer step as microbatches by tokens.
 
-    The trainer's arguments still decide which rows a step trains. Loss and gradients are those of
-    the trainer's own step, and logged values those of its step in one batch. Call it on every rank,
-    after the trainer is built and before it trains.
+    The trainer's arguments still decide which answers a step trains. Loss and gradients are those
+    of the trainer's own step, and logged values those of its step in one batch. Call it on every
+    rank, after the trainer is built and before it trains.
 
     Args:
-        trainer: `GRPOTrainer`, `RLOOTrainer`, `DPOTrainer`, `KTOTrainer`, `RewardTrainer` or
-            `SFTTrainer` of TRL, or `Trainer` of transformers with a causal language model.
-        max_tokens: Tokens of a microbatch. A longer row, or pair of rows, is a microbatch of its
-            own.
-        logprob_max_tokens: Tokens of a pass without gradients, which GRPO and RLOO make for old and
-            reference log-probabilities; None for *max_tokens*.
+        trainer: `GRPOTrainer` or `RLOOTrainer` of TRL.
+        max_tokens: Tokens of a microbatch. A longer row is a microbatch of its own.
+        logprob_max_tokens: Tokens of a pass without gradients, for old and reference
+            log-probabilities; None for *max_tokens*.
         padded: Whether padding counts too, rows times the longest. Use it without `unpad`.
         algorithm: A name in `core.packers.ALGORITHMS`; *padded* microbatches have their own.
         length_multiple: Each row counts as rounded up to a multiple of it.
@@ -92,20 +85,15 @@ def balance(
     """
     if isinstance(trainer, _BalancedTraining):
         raise ArgumentError("host", "the trainer's microbatches are balanced already")
-    host = checked_host(trainer)
+    refuse_cut(trainer)
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     pads = [getattr(one, "pad_token_id", None) for one in (tokenizer, trainer.model.config.get_text_config())]
-    answers = host in ("GRPOTrainer", "RLOOTrainer")
-    layout = RowLayout(
-        answers, host in ("DPOTrainer", "RewardTrainer"), next((pad for pad in pads if pad is not None), 0)
-    )
     trainer._balance = balance = _Balance(  # noqa: SLF001  # its own
-        host, layout, whole_number("max_tokens", max_tokens),
+        next((pad for pad in pads if pad is not None), 0), whole_number("max_tokens", max_tokens),
         whole_number("logprob_max_tokens", logprob_max_tokens or max_tokens),
         padded, algorithm, whole_number("length_multiple", length_multiple), move_rows, _work(trainer.model),
     )  # fmt: skip
-    bases = (_BalancedAnswers if answers else _BalancedTraining, type(trainer))
-    trainer.__class__ = type(f"Balanced{type(trainer).__name__}", bases, {})
+    trainer.__class__ = type(f"Balanced{type(trainer).__name__}", (_BalancedTraining, type(trainer)), {})
     return balance.counts
 
 
@@ -118,7 +106,7 @@ def _work(model: Any) -> WorkModel | None:
 
 def split_to(microbatches: list[list[int]], num: int) -> list[list[int]]:
     """
-    Split microbatches until there are *num*; empty ones follow where there are too few units.
+    Split microbatches until there are *num*; empty ones follow where there are too few rows.
 
     >>> split_to([[0, 1, 2], [3]], 3), split_to([[0]], 2)
     ([[0], [1, 2], [3]], [[0], []])
@@ -136,8 +124,7 @@ def split_to(microbatches: list[list[int]], num: int) -> list[list[int]]:
 class _Balance:
     """Settings of a balanced trainer, and the state of its optimizer step."""
 
-    host: str
-    layout: RowLayout
+    pad_token_id: int
     max_tokens: int
     logprob_max_tokens: int
     padded: bool
@@ -161,14 +148,8 @@ class _Balance:
     measured: list[tuple[Counts, dict[str, float]]] = attrs.field(factory=list)
     """Numbers of this step's microbatches, and the values that they logged."""
 
-    attended: int = 0
-    """Tokens of this step on all ranks."""
-
-    trained: int = 0
-    """Tokens that the trainer counted before this step."""
-
     def cut(self, lengths: Sequence[int], *, shards: int = 1, max_tokens: int | None = None) -> Sharding:
-        """Return the microbatches of units of these lengths."""
+        """Return the microbatches of rows of these lengths."""
         common: Any = {
             "shards": shards, "batch_size": len(lengths), "work": self.work, "when_long": "alone",
             "max_tokens_per_microbatch": max_tokens or self.max_tokens,
@@ -183,16 +164,16 @@ class _Balance:
         Return the microbatches of this rank, as many as of the rank that has most.
 
         Args:
-            lengths: Lengths of each rank's units.
+            lengths: Lengths of each rank's rows.
             rank: This rank.
             max_tokens: Tokens of a microbatch; None for those of training.
         """
         cuts = [self.cut(own, max_tokens=max_tokens).shard(0)[0].microbatches for own in lengths]
         return split_to(cuts[rank], max(map(len, cuts)))
 
-    def told(self, taken: Sequence[Taken], *facts: Any) -> list[tuple[list[list[int]], Any]]:
+    def gather_lengths(self, taken: Sequence[Taken], *facts: Any) -> list[tuple[list[list[int]], Any]]:
         """
-        Return what each rank has: lengths of the units of each of its batches, and further facts.
+        Return of each rank the lengths of the rows of each of its batches, and further facts.
 
         Args:
             taken: Batches of this rank.
@@ -223,7 +204,7 @@ class _Alone:
 
 
 class _BalancedTraining:
-    """A trainer of transformers or TRL that runs microbatches by tokens."""
+    """A trainer of TRL that runs microbatches by tokens."""
 
     _balance: _Balance
     accelerator: Any
@@ -262,8 +243,8 @@ class _BalancedTraining:
             return {}
         batches, now.waiting = now.waiting, []
         model, num_items = now.call
-        *others, last = self._microbatches(batches, num_items)
-        now.trained, self.accelerator = getattr(self, "_total_train_tokens", 0), _Alone(self.accelerator)
+        *others, last = self._microbatches(batches)
+        self.accelerator = _Alone(self.accelerator)
         for microbatch in others:
             given = self._begin(*microbatch)
             with self.accelerator.no_sync(model):
@@ -294,68 +275,50 @@ class _BalancedTraining:
     def _logged(self) -> dict[str, list[float]]:
         return cast(dict[str, list[float]], getattr(self, "_metrics", {}).get("train", {}))
 
-    def _divided_by(self, num_items: Any) -> str:
-        """Return what the loss of a batch is divided by."""
-        host = self._balance.host
-        if host == "GRPOTrainer":
-            return "step" if self.loss_type in _DIVIDED_BY_STEP else "tokens" if self.loss_type == "bnpo" else "rows"
-        if host == "DPOTrainer":
-            return "chosen_tokens" if self.loss_types == ["sft"] else "rows"  # type: ignore[attr-defined]
-        if host in ("SFTTrainer", "Trainer"):
-            return "tokens" if num_items is None else "step"
-        return "rows"
+    @property
+    def _divided_by(self) -> str:
+        """What the loss of a batch is divided by: a constant of the step, or one of its counts."""
+        loss = getattr(self, "loss_type", "")  # RLOO has one loss
+        return "step" if loss in _DIVIDED_BY_STEP else "tokens" if loss == "bnpo" else "rows"
 
-    def _microbatches(self, batches: list[Any], num_items: Any) -> list[tuple[dict[str, Any], float, Counts]]:
+    def _microbatches(self, batches: list[Any]) -> list[tuple[dict[str, Any], float, Counts]]:
         """Return this rank's microbatches of a step: inputs, weight and numbers."""
-        now, rank, by = self._balance, self.args.process_index, self._divided_by(num_items)
-        attended = sum(now.layout.count(batch).attended for batch in batches)
-        batches = [self._as_trained(batch) for batch in batches]
-        taken = [now.layout.take_apart(batch) for batch in batches]
+        now, rank, by = self._balance, self.args.process_index, self._divided_by
+        taken = [take_apart(batch) for batch in batches]
         divisors = [
-            float(batch["num_items_in_batch"] if num_items is None else num_items)
-            if by == "step"
-            else max(getattr(now.layout.count(batch), by), 1)
+            float(batch["num_items_in_batch"]) if by == "step" else max(getattr(Counts.from_batch(batch), by), 1)
             for batch in batches
         ]
-        told = now.told(taken, attended, divisors)
-        now.attended = int(sum(own for _, (own, _) in told))
-        pools, lengths = [one.units for one in taken], [own for own, _ in told]
-        if len({divisor for _, (_, own) in told for divisor in own}) == 1:
+        ranks = now.gather_lengths(taken, divisors)
+        pools, lengths = [one.rows for one in taken], [own for own, _ in ranks]
+        if len({divisor for _, (own,) in ranks for divisor in own}) == 1:
             pools, lengths = [list(chain(*pools))], [[list(chain(*own))] for own in lengths]
-        if len(pools) == 1 and len(told) > 1 and now.move_rows:
-            cuts = [self._exchanged([own for (own,) in lengths], pools[0])]
+        if len(pools) == 1 and len(ranks) > 1 and now.move_rows:
+            cuts = [self._exchange([own for (own,) in lengths], pools[0])]
         else:
             cuts = [
-                [[units[index] for index in indices] for indices in now.cut_alike(own, rank)]
-                for units, own in zip(pools, zip(*lengths, strict=True), strict=True)
+                [[rows[index] for index in indices] for indices in now.cut_alike(own, rank)]
+                for rows, own in zip(pools, zip(*lengths, strict=True), strict=True)
             ]
         found = []
         for microbatches, divisor in zip(cuts, divisors, strict=False):
-            for units in microbatches:
-                inputs = now.layout.join(units or pools[0][:1])  # one of weight 0 keeps ranks together
-                counts = now.layout.count(inputs) if units else Counts(0, 0, 0)
-                found.append((inputs, bool(units) if by == "step" else getattr(counts, by) / divisor, counts))
-                sizes = [inputs[name].numel() for name in now.layout.masks]
-                now.counts.largest = max(now.counts.largest, sum(sizes) if now.padded else int(counts.attended))
+            for rows in microbatches:
+                # One of weight 0 keeps ranks together.
+                inputs = join_rows(rows or pools[0][:1], pad_token_id=now.pad_token_id)
+                counts = Counts.from_batch(inputs) if rows else Counts(0, 0, 0)
+                found.append((inputs, bool(rows) if by == "step" else getattr(counts, by) / divisor, counts))
                 now.counts.tokens += int(counts.attended)
         now.counts.steps += 1
         now.counts.microbatches += len(found)
         return found
 
-    def _as_trained(self, batch: Any) -> Any:
-        """Return a batch as the loss takes it: DPO of older TRL truncates rows in the loss."""
-        if not hasattr(self, "_truncate_inputs"):
-            return batch
-        keys = ("input_ids", "attention_mask", "completion_mask")
-        return batch | dict(zip(keys, self._truncate_inputs(*(batch[key] for key in keys)), strict=True))
-
-    def _exchanged(self, lengths: list[list[int]], units: list[Unit]) -> list[list[Unit]]:
+    def _exchange(self, lengths: list[list[int]], rows: list[Row]) -> list[list[Row]]:
         """
-        Return this rank's microbatches of the units of all ranks.
+        Exchange rows between all ranks, and return the microbatches of this one.
 
         Args:
-            lengths: Lengths of each rank's units.
-            units: Units of this rank.
+            lengths: Lengths of each rank's rows.
+            rows: Rows of this rank.
         """
         rank, flat = self.args.process_index, list(chain(*lengths))
         owners = np.repeat(np.arange(len(lengths)), [len(own) for own in lengths])
@@ -366,12 +329,12 @@ class _BalancedTraining:
         worker_of = linear_sum_assignment(kept.T, maximize=True)[1]
         first = int(np.searchsorted(owners, rank))
         leaving = [
-            {int(index): units[index - first] for index in np.unique(held[worker].indices) if owners[index] == rank}
+            {int(index): rows[index - first] for index in np.unique(held[worker].indices) if owners[index] == rank}
             for worker in worker_of
         ]
         mine = leaving[rank]
         leaving[rank] = {}
-        arrived = _sent(leaving, self.args.device)
+        arrived = _send_rows(leaving, self.args.device)
         self._balance.counts.moved += len(arrived)
         mine |= arrived
         own = held[worker_of[rank]]
@@ -385,49 +348,29 @@ class _BalancedTraining:
         now, logged = self._balance, self._logged()
         sums: dict[str, tuple[float, float]] = {}
         extremes: dict[str, list[float]] = {}
-        by_batch = is_old_trl() and now.layout.answers  # older TRL takes extremes of means of batches
         for counts, values in now.measured:
             for name, value in values.items():
-                if name in _EXTREMES and counts.rows and not by_batch:
+                if name in _EXTREMES and counts.rows and not is_old_trl():
                     extremes.setdefault(name, []).append(value)
                 elif weight := getattr(counts, self._weighed_by(name)):
                     total, before = sums.get(name, (0.0, 0.0))
                     sums[name] = total + value * weight, before + weight
+        # Older TRL takes extremes of means of batches.
         extremes |= {name: [total / weight] for name, (total, weight) in sums.items() if name in _EXTREMES}
-        told = gather_object([(sums, extremes)])
-        means = {}
-        for name in sorted({name for ranks in told for one in ranks for name in one}):
+        ranks = gather_object([(sums, extremes)])
+        for name in sorted({name for found in ranks for one in found for name in one}):
             if name in _EXTREMES:
-                means[name] = _EXTREMES[name](chain(*(found.get(name, []) for _, found in told)))
+                mean = _EXTREMES[name](chain(*(found.get(name, []) for _, found in ranks)))
             else:
-                totals, weights = zip(*(found.get(name, (0.0, 0.0)) for found, _ in told), strict=True)
-                means[name] = sum(totals) / sum(weights)
-        if now.host == "KTOTrainer" and "rewards/margins" in means:
-            means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
-        for name, value in means.items():
-            logged[name].extend([value] * self.current_gradient_accumulation_steps)
-        if hasattr(self, "_total_train_tokens") and not now.layout.answers:  # those count while they generate
-            self._total_train_tokens = now.trained + now.attended
-            logged["num_tokens"] = [self._total_train_tokens]
+                totals, weights = zip(*(found.get(name, (0.0, 0.0)) for found, _ in ranks), strict=True)
+                mean = sum(totals) / sum(weights)
+            logged[name].extend([mean] * self.current_gradient_accumulation_steps)
         now.measured.clear()
 
     def _weighed_by(self, name: str) -> str:
         """Return which of the counts of a batch a logged mean is over."""
-        host, end = self._balance.host, name.rpartition("/")[2]
-        if name == "entropy":
-            return "attended" if host == "SFTTrainer" and is_old_trl() else "tokens"
-        if name == "mean_token_accuracy":
-            return "chosen_tokens" if host == "DPOTrainer" else "tokens"
-        if name.startswith("logits/"):
-            return f"{end}_tokens"
-        if host == "KTOTrainer" and end in ("chosen", "rejected"):
-            return end
-        by_token = host == "GRPOTrainer" and ("clip_ratio" in name and self.importance_sampling_level == "token")  # type: ignore[attr-defined]
-        return "tokens" if by_token or name == "kl" else "rows"
-
-
-class _BalancedAnswers(_BalancedTraining):
-    """A trainer that generates answers, and asks for their log-probabilities."""
+        by_token = "clip_ratio" in name and getattr(self, "importance_sampling_level", None) == "token"
+        return "tokens" if by_token or name in {"entropy", "kl"} else "rows"
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, batch_size: Any = None, **given: Any
@@ -443,12 +386,12 @@ class _BalancedAnswers(_BalancedTraining):
             "prompt_ids": input_ids[:, :-logits_to_keep], "completion_ids": input_ids[:, answer],
             "prompt_mask": attention_mask[:, :-logits_to_keep], "completion_mask": attention_mask[:, answer],
         }  # fmt: skip
-        taken = now.layout.take_apart(batch)
-        lengths = [own for (own,), _ in now.told([taken])]
+        taken = take_apart(batch)
+        lengths = [own for (own,), _ in now.gather_lengths([taken])]
         cuts = now.cut_alike(lengths, self.args.process_index, now.logprob_max_tokens)
         parts = []
         for indices in cuts:
-            rows = now.layout.join([taken.units[index] for index in indices or [0]])
+            rows = join_rows([taken.rows[index] for index in indices or [0]], pad_token_id=now.pad_token_id)
             masks = [rows.pop("prompt_mask"), rows.pop("completion_mask")]
             ids = [rows.pop("prompt_ids"), rows.pop("completion_ids")]
             found = ask(
@@ -464,35 +407,34 @@ def padded_to(rows: torch.Tensor, width: int) -> torch.Tensor:
     return torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
 
 
-def _sent(leaving: list[dict[int, Unit]], device: Any) -> dict[int, Unit]:
+def _send_rows(leaving: list[dict[int, Row]], device: Any) -> dict[int, Row]:
     """
-    Send units to other ranks, and return those that arrived.
+    Send rows to other ranks, and return those that arrived.
 
     Args:
-        leaving: Units for each rank.
+        leaving: Rows for each rank.
         device: Device of this rank.
     """
     packed = []
-    for units in leaving:
+    for rows in leaving:
         buffer = BytesIO()
-        torch.save(
-            {index: {key: _copied(value, "cpu") for key, value in unit.items()} for index, unit in units.items()},
-            buffer,
-        )
+        torch.save({index: _copy(row, "cpu") for index, row in rows.items()}, buffer)
         packed.append(torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8))
     sizes = torch.tensor([len(part) for part in packed], device=device)
     coming = torch.empty_like(sizes)
     torch.distributed.all_to_all_single(coming, sizes)
     given = torch.empty(int(coming.sum()), dtype=torch.uint8, device=device)
     torch.distributed.all_to_all_single(given, torch.cat(packed).to(device), coming.tolist(), sizes.tolist())
-    arrived: dict[int, Unit] = {}
+    arrived: dict[int, Row] = {}
     for part in torch.split(given.cpu(), coming.tolist()):
         arrived |= torch.load(BytesIO(part.numpy().tobytes()), weights_only=True)
-    return {index: {key: _copied(value, device) for key, value in unit.items()} for index, unit in arrived.items()}
+    return {index: _copy(row, device) for index, row in arrived.items()}
 
 
-def _copied(value: Any, device: Any) -> Any:
+def _copy(value: Any, device: Any) -> Any:
     """Return a value on a device, without the rest of the tensor that it is a part of."""
+    if isinstance(value, dict):
+        return {key: _copy(one, device) for key, one in value.items()}
     if isinstance(value, list):
-        return [_copied(one, device) for one in value]
+        return [_copy(one, device) for one in value]
     return value.clone().to(device) if torch.is_tensor(value) else value

@@ -1,29 +1,15 @@
-"""Settings, losses and data under which a trainer would not train a plan, or its step in parts."""
+"""Settings and losses under which a trainer would not train a plan, or its step in parts."""
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from importlib.metadata import version
-from types import MappingProxyType
 from typing import Any
 
 from packplan.core.config.refusals import refusals_of
 from packplan.core.errors import ArgumentError
 
-_LOSSES: Mapping[str, Collection[str]] = MappingProxyType(
-    {
-        "GRPOTrainer": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
-        "RLOOTrainer": (),
-        "DPOTrainer": (
-            "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "sppo_hard", "apo_zero", "apo_down",
-            "discopop", "sft", "sigmoid_norm",
-        ),
-        "KTOTrainer": ("apo_zero_unpaired",),
-        "RewardTrainer": (),
-        "SFTTrainer": ("nll", "dft", "chunked_nll"),
-        "Trainer": (),
-    }
-)  # fmt: skip
-"""Trainer -> values of `loss_type` whose losses are sums or means over rows or tokens."""
+_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+"""Losses of GRPO that are sums or means over rows or tokens."""
 
 
 def refuse(trainer: Any) -> None:
@@ -70,52 +56,38 @@ def is_old_trl() -> bool:
     return int(version("trl").partition(".")[0]) < 1
 
 
-def checked_host(trainer: Any) -> str:
+def refuse_cut(trainer: Any) -> None:
     """
-    Return the name of the trainer's class that computes its loss, which can be cut.
+    Check that the batches of a trainer of answers can be cut without changing its loss.
 
     Raises:
         ArgumentError: A setting or the loss stands against it; all are named.
     """
     kind = type(trainer)
-    hosts = (one for one in kind.__mro__ if one.__module__.startswith(("trl.", "transformers.")))
-    base = next(one for one in hosts if one.__name__ in _LOSSES)  # ms-swift has the same names
-    if any(getattr(kind, name, None) is not getattr(base, name, None) for name in ("compute_loss", "_compute_loss")):
-        raise ArgumentError("host", f"{kind.__name__} computes a loss of its own: unpad alone serves it")
-    if reasons := [*_of_losses(trainer, base.__name__), *_of_settings(trainer, base.__name__), *of_sharing(trainer)]:
+    named = (one for one in kind.__mro__ if one.__name__ in {"GRPOTrainer", "RLOOTrainer"})
+    base = next((one for one in named if one.__module__.startswith("trl.")), None)  # ms-swift has the same names
+    methods = ("compute_loss", "_compute_loss")
+    if base is None or any(getattr(kind, name, None) is not getattr(base, name, None) for name in methods):
+        fact = f"{kind.__name__} is not GRPOTrainer or RLOOTrainer of TRL with its own loss: unpad alone serves it"
+        raise ArgumentError("host", fact)
+    if reasons := [*_of_losses(trainer), *of_sharing(trainer)]:
         raise ArgumentError("host", f"the trainer's batches cannot be cut: {'; '.join(reasons)}")
-    return base.__name__
 
 
-def _of_losses(trainer: Any, host: str) -> Iterator[str]:
-    named = getattr(trainer.args, "loss_type", None) or []
-    losses = [named] if isinstance(named, str) else named
-    for loss in sorted({*losses} - {*_LOSSES[host]}):
-        yield f"loss_type is {loss!r}, which compares the rows of a batch, or is not known"
-    if host == "DPOTrainer" and "sft" in losses and (len(losses) > 1 or trainer.args.use_weighting):
-        yield "loss_type is 'sft' beside another one, or use_weighting is set: one counts tokens, the other rows"
-    if host == "KTOTrainer" and is_old_trl():
-        yield "KTOTrainer is of TRL before 1.0"
-    sequence = getattr(trainer.args, "importance_sampling_level", None) == "sequence"
-    if "luspo" in losses and is_old_trl() and not (sequence and not trainer.beta):
-        yield "loss_type is 'luspo', which TRL before 1.0 divides by padding, unless by sequence and with beta 0"
-
-
-def _of_settings(trainer: Any, host: str) -> Iterator[str]:
+def _of_losses(trainer: Any) -> Iterator[str]:
     args = trainer.args
+    loss = getattr(args, "loss_type", None)
+    if loss is not None and loss not in _LOSSES:
+        yield f"loss_type is {loss!r}, which is not known"
+    by_sequence = getattr(args, "importance_sampling_level", None) == "sequence"
+    if loss == "luspo" and is_old_trl() and not (by_sequence and not trainer.beta):
+        yield "loss_type is 'luspo', which TRL before 1.0 divides by padding, unless by sequence and with beta 0"
     for refusal in refusals_of(args, "balance"):
         yield f"{refusal.setting} is set, which {refusal.effect}"
     if getattr(args, "top_entropy_quantile", 1.0) < 1:
         yield "top_entropy_quantile is below 1, which compares the tokens of a batch"
-    config = trainer.model.config.get_text_config()
-    weight = getattr(trainer, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0))
-    if weight and getattr(trainer, "aux_loss_enabled", getattr(config, "output_router_logits", False)):
+    weight = getattr(trainer, "router_aux_loss_coef", 0)
+    if weight and getattr(trainer, "aux_loss_enabled", False):
         yield f"router_aux_loss_coef is {weight}, whose loss compares the tokens of a batch"
     if trainer.accelerator.distributed_type == "DEEPSPEED":
         yield "DeepSpeed counts microbatches itself"
-    own = trainer.compute_loss_func
-    if host in ("SFTTrainer", "Trainer") and callable(own) and not own.__module__.startswith("trl."):
-        yield "compute_loss_func is not known"
-    model = type(getattr(trainer.model, "get_base_model", lambda: trainer.model)()).__name__
-    if host == "Trainer" and not model.endswith("ForCausalLM"):
-        yield f"the loss of {model} is not known"

@@ -61,16 +61,13 @@ REFUSALS = (
         Refusal(name, ("plugin", "rlhf"), _SHARES, "set it to 1")
         for name in ("sequence_parallel_size", "context_parallel_size", "deepspeed_autotp_size")
     ),
-    Refusal("packing", ("trainer", "balance"), "packs rows by itself"),
-    Refusal("eval_packing", ("trainer",), "packs rows by itself"),
+    *(Refusal(name, ("trainer",), "packs rows by itself") for name in ("packing", "eval_packing")),
     Refusal("include_for_metrics", ("trainer",), "hands inputs of padded rows to metrics of packs"),
     *(
         Refusal(f"accelerator_config.{name}", ("trainer",), "hands the batches of one rank out to all")
         for name in ("dispatch_batches", "split_batches")
     ),
-    Refusal("padding_free", ("balance",), "makes one row of a batch"),
     *(Refusal(name, ("balance",), "divides losses in a kernel") for name in ("use_liger_kernel", "use_liger_loss")),
-    Refusal("label_smoothing_factor", ("balance",), "divides losses by other counts"),
     *(Refusal(name, ("balance",), "averages over a batch") for name in ("entropy_coef", "use_adaptive_entropy")),
 )  # fmt: skip
 
