@@ -277,7 +277,7 @@ class _BalancedTraining:
 
     @property
     def _divided_by(self) -> str:
-        """What the loss of a batch is divided by: a constant of the step, or one of its counts."""
+        """Divisor of the loss of a batch: a constant of the step, or one of its counts."""
         loss = getattr(self, "loss_type", "")  # RLOO has one loss
         return "step" if loss in _DIVIDED_BY_STEP else "tokens" if loss == "bnpo" else "rows"
 
