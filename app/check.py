@@ -117,7 +117,7 @@ def compare(config: RunConfig, trainer: PackTrainer, train: Split, *, num_packs:
     for pack in progress(chosen, desc="comparing", unit=" packs"):
         findings += comparison.findings(pack)
     precision, without = trainer.precision, comparison.without_gradients
-    verdicts = judge(findings, precision=precision, rounding=comparison.rounding)
+    verdicts = judge(findings, precision=precision, limit=comparison.limit)
     images, where = num_media(train.table), train.encoder.records.where
     return Report(
         model=config.model.model,

@@ -62,17 +62,7 @@ EQUAL: Mapping[Precision, float] = MappingProxyType({"float32": 2e-5, "float16":
 """Largest relative difference between a packed sample and the same one alone."""
 
 _LOSSES: Mapping[Precision, float] = MappingProxyType({"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2})
-
-# A leak was measured to move logits by their own scale.
-_LIMITS: Mapping[str, Mapping[Precision, float]] = MappingProxyType(
-    {
-        "logits": {"float32": 2e-5, "float16": 1e-2, "bfloat16": 5e-2},
-        "sample loss": _LOSSES,
-        "step loss": _LOSSES,
-        "gradients": EQUAL,
-    }
-)
-"""Checks -> largest difference by precision; where there is none, it has to be 0."""
+"""Largest relative difference of mean losses, which depth does not add to."""
 
 _LOSS_SHARE = 0.1
 """
@@ -130,29 +120,29 @@ def loss_difference(found: float, expected: float, *, terms: float) -> float:
     return abs(found - expected) / scale if scale else math.inf
 
 
-def judge(findings: Iterable[Deviation], *, precision: Precision, rounding: float = 0.0) -> tuple[Verdict, ...]:
+def judge(findings: Iterable[Deviation], *, precision: Precision, limit: float) -> tuple[Verdict, ...]:
     """
     Return the verdict on each check that has a deviation, in the order of `CHECKS`.
 
     Args:
         findings: Deviations of all packs.
-        precision: Precision that the model computes in.
-        rounding: Difference of logits and gradients that rounding explains, see `loaded_limit`.
+        precision: Precision that the model computes in, which decides the limit of losses.
+        limit: Largest difference of logits and gradients; of other checks than losses it is 0.
 
     >>> findings = [Deviation("logits", 3e-6, 0, 1), Deviation("logits", 2.0, 0, 4)]
-    >>> judge(findings, precision="float32")[0].worst.sample
+    >>> judge(findings, precision="float32", limit=2e-5)[0].worst.sample
     4
     """
+    limits = dict.fromkeys(("logits", "gradients"), limit)
+    limits |= dict.fromkeys(("sample loss", "step loss"), _LOSSES[precision])
     found: dict[str, list[Deviation]] = {}
     for finding in findings:
         found.setdefault(finding.check, []).append(finding)
     verdicts = []
     for check in filter(found.get, CHECKS):
-        limit = _LIMITS[check][precision] if check in _LIMITS else 0.0
-        if check in {"logits", "gradients"}:
-            limit = max(limit, rounding)
         worst = max(found[check], key=lambda finding: (math.isnan(finding.value), finding.value))
-        verdicts.append(Verdict(check, worst, limit, passed=worst.value <= limit))
+        allowed = limits.get(check, 0.0)
+        verdicts.append(Verdict(check, worst, allowed, passed=worst.value <= allowed))
     return tuple(verdicts)
 
 
@@ -302,10 +292,6 @@ class ProbeResult:
         """Largest of the differences; infinite if one is not a finite number."""
         values = (self.logits, self.losses, self.gradients)
         return max(values) if all(map(math.isfinite, values)) else math.inf
-
-    def passes(self, precision: Precision = "float32") -> bool:
-        """Return whether samples are apart, and equal to the samples alone."""
-        return self.why_not(limit=EQUAL[precision]) is None
 
     def why_not(self, *, limit: float) -> str | None:
         """

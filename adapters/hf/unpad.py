@@ -22,6 +22,7 @@ from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.hf.packed_calls import HOOKED, POSITIONS, TextStack, Unpadding
 from packplan.adapters.models import evaluating
 from packplan.adapters.probe import place_of, plain_ids, probe_config, probe_loaded
+from packplan.adapters.proof.batches import PackedBatch
 from packplan.adapters.proof.comparison import compare_values, limit_of, rounds_choices, watch_pass
 from packplan.adapters.proof.gradients import logit_reaches
 from packplan.core.equality import AUTO, VARLEN, AttentionChoice, ProbeResult, choose_attention
@@ -225,12 +226,11 @@ def _run(model: Any, module: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, 
 def _isolation(module: Any, ids: torch.Tensor, mask: torch.Tensor) -> float:
     """Return the largest gradient between rows of a packed call, over one within a row."""
     inputs = {"inputs_embeds": module.get_input_embeddings()(ids), "attention_mask": mask}
+    places = tuple((row, slice(0, ids.shape[1])) for row in range(len(ids)))
+    packed = PackedBatch(inputs, None, (ids.shape[0], ids.shape[1]), places)
     with torch.enable_grad():
-        watched, states = watch_pass(
-            module, inputs, (ids.shape[0], ids.shape[1]), call=lambda **all_: module(**all_)[0]
-        )
-    places = [(row, slice(0, ids.shape[1])) for row in range(len(ids))]
-    return max(reach.isolation for reach in logit_reaches(watched, states, places))
+        watched, states = watch_pass(module, packed, call=lambda **all_: module(**all_)[0])
+    return max(reach.isolation for reach in logit_reaches(watched, states))
 
 
 def _draw_ids(model: Any) -> torch.Tensor:

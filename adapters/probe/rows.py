@@ -17,10 +17,9 @@ import torch
 from packplan.adapters.attention import native_attention
 from packplan.adapters.families import trained_config
 from packplan.adapters.models import evaluating, weight_gradients
-from packplan.adapters.proof.batches import PackedBatch
+from packplan.adapters.proof.batches import PackedBatch, Sample
 from packplan.adapters.proof.comparison import (
     Outcome,
-    Sample,
     compare,
     compare_values,
     outcome_of,
@@ -91,8 +90,8 @@ def compare_row(model: Any, row: ProbeRow, alone: Outcome, *, typical: bool = Fa
         typical: Compare each sample's typical token, not the worst, and no losses.
     """
     packed = row.packed
-    watched, logits = watch_pass(model, packed.inputs, packed.shape)
-    isolation = max(reach.isolation for reach in logit_reaches(watched, logits, packed.places))
+    watched, logits = watch_pass(model, packed)
+    isolation = max(reach.isolation for reach in logit_reaches(watched, logits))
     gradients = weight_gradients if alone.gradients else None
     found = outcome_of(model, [logits[place] for place in packed.places], row.samples, gradients=gradients)
     apart = compare(found, alone, typical=typical)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -12,9 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 
 from packplan.adapters.loaders.rows import IGNORED_LABEL, PACK
-from packplan.adapters.proof.comparison import Sample
-from packplan.adapters.proof.gradients import Place, Shape
-from packplan.core.errors import ArgumentError
+from packplan.core.errors import ArgumentError, counted
 
 _OF_ROWS = ("attention_mask", "cu_seq", "max_length", "max_seq", "seq_idx", "seq_lengths", "num_items_in_batch")
 """Beginnings of keys that tell a packed row's samples apart, and that a sample alone lacks."""
@@ -24,6 +21,27 @@ _NUMBERS = MappingProxyType({"seq_idx": 1, "attention_mask": 2})
 
 Starts = Sequence[int] | Sequence[Sequence[int]]
 """First token of each sample, or a list of them for each row."""
+
+
+Shape = tuple[int, int]
+"""Rows of a batch, and tokens of each."""
+
+Place = tuple[int, slice]
+"""Row of a sample, and its tokens there."""
+
+
+@attrs.frozen(eq=False)
+class Sample:
+    """A sample alone."""
+
+    inputs: Mapping[str, Any]
+    """Arguments of the model: a batch of one."""
+
+    targets: torch.Tensor
+    """Token that each token has to predict; int64, shape (tokens,), -100 where none is learned."""
+
+    weights: torch.Tensor | None = None
+    """Weight of each target in the loss; None takes the mean over the learned ones."""
 
 
 @attrs.frozen(eq=False)
@@ -43,7 +61,7 @@ class PackedBatch:
     """Place of each sample: its row, and its tokens there. Padding is in none."""
 
     @classmethod
-    def read(cls, batch: Mapping[str, Any], starts: Starts | None, *, at_least: int = 2) -> PackedBatch:
+    def read(cls, batch: Mapping[str, Any], starts: Starts | None) -> PackedBatch:
         """
         Read a batch.
 
@@ -51,33 +69,33 @@ class PackedBatch:
             batch: Arguments of the model, of packed rows.
             starts: First token of each sample. None takes those at which positions restart; without
                 positions, each of several rows is a sample.
-            at_least: Number of samples that the batch has to have. With 1, a row without positions
-                may be one sample, or be told apart by another key.
 
         Raises:
             ArgumentError: It has no packed rows, or its parts disagree on where samples begin.
         """
-        inputs = _inputs_of(batch)
+        inputs = inputs_of(batch)
         shape = _shape_of(inputs)
         filled = _filled(inputs, shape)
-        told = {key: _within(found, filled) for key, found in _told_starts(inputs, shape)}
-        if starts is None:
-            given = told.get("position_ids") or _without_positions(told, filled, at_least)
-            if given is None:
-                raise _wrong("has no position_ids of its text, so nothing says where samples begin: give starts")
+        first = filled & (filled.cumsum(1) == 1)
+        told = {key: found & filled | first for key, found in _told_begins(inputs, shape)}
+        if starts is not None:
+            begins = _given_begins(starts, filled) | first
+        elif "position_ids" in told or len(filled) > 1:
+            begins = told.get("position_ids", first)
         else:
-            given = _given(starts, filled)
+            raise _wrong("has no position_ids of its text, so nothing says where samples begin: give starts")
         for key, found in told.items():
-            if found != given:
-                raise _disagreement(key, found, given)
-        places = tuple(
-            (row, slice(*one))
-            for row, (own, span) in enumerate(zip(given, filled, strict=True))
-            for one in pairwise([*own, span.stop])
-        )
-        if len(places) < at_least:
+            for row, token in (found != begins).nonzero().tolist():
+                by, other = ("starts", key) if begins[row, token] else (key, "starts")
+                raise _wrong(f"begins a sample at token {token:,} of row {row} by {by}, but not by {other}")
+        lengths = torch.bincount(begins.flatten().cumsum(0)[filled.flatten()] - 1).tolist()
+        if len(lengths) < 2:
             raise _wrong("holds one sample, so nothing can leak: give a row of several")
-        return cls(inputs, batch.get("labels"), shape, places)
+        places = [
+            (row, slice(token, token + length))
+            for (row, token), length in zip(begins.nonzero().tolist(), lengths, strict=True)
+        ]
+        return cls(inputs, batch.get("labels"), shape, tuple(places))
 
     def _cut(self, number: int) -> dict[str, Any]:
         """
@@ -105,18 +123,6 @@ class PackedBatch:
                 )
         return cut
 
-    def targets(self) -> list[torch.Tensor]:
-        """
-        Return what each token of each sample has to predict; int64, -100 where none is learned.
-
-        Raises:
-            ArgumentError: The batch has neither labels nor token ids.
-        """
-        values = self.inputs.get("input_ids") if self.labels is None else self.labels
-        if not isinstance(values, torch.Tensor) or values.shape != self.shape:
-            raise _wrong("has neither labels nor input_ids by token, so it has no loss")
-        return [next_tokens(values[place]) for place in self.places]
-
     def samples(self, alone: Sequence[Mapping[str, Any]] | None = None) -> list[Sample]:
         """
         Return each sample alone: cut out of its row, or as the user's own collator made it.
@@ -128,27 +134,36 @@ class PackedBatch:
             ArgumentError: They are other samples than those of the rows, or cannot be cut out; or
                 the batch has neither labels nor token ids.
         """
-        targets = self.targets()
+        ids = self.inputs.get("input_ids")
+        labels = ids if self.labels is None else self.labels
+        if not isinstance(labels, torch.Tensor) or labels.shape != self.shape:
+            raise _wrong("has neither labels nor input_ids by token, so it has no loss")
+        targets = [next_tokens(labels[place]) for place in self.places]
         if alone is None:
             return [Sample(self._cut(number), own) for number, own in enumerate(targets)]
         if len(alone) != len(self.places):
             raise _wrong(f"has {len(self.places)} samples, but alone has {len(alone)}: none may be dropped or added")
-        ids = self.inputs.get("input_ids")
         for number, (batch, place) in enumerate(zip(alone, self.places, strict=True)):
             own = batch.get("input_ids")
             if ids is not None and own is not None and ids[place].tolist() != own.flatten().tolist():
                 raise _wrong(f"has other tokens in sample {number} than alone[{number}]: both need one order")
-        return [Sample(_inputs_of(batch), own) for batch, own in zip(alone, targets, strict=True)]
+        return [Sample(inputs_of(batch), own) for batch, own in zip(alone, targets, strict=True)]
 
 
-def _inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+def shape_text(shape: Shape) -> str:
+    """Return a batch's shape in words."""
+    rows, tokens = shape
+    return f"{counted(rows, 'row')} of {tokens:,} tokens"
+
+
+def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch's arguments of the model, without labels."""
     return {key: value for key, value in batch.items() if key not in ("labels", PACK) and value is not None}
 
 
 def next_tokens(labels: torch.Tensor) -> torch.Tensor:
     """Return what each token has to predict: the next one's label, and nothing for the last."""
-    return F.pad(labels[1:], (0, 1), value=IGNORED_LABEL)
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
 
 
 def _shape_of(inputs: Mapping[str, Any]) -> Shape:
@@ -162,90 +177,47 @@ def _shape_of(inputs: Mapping[str, Any]) -> Shape:
     raise _wrong("has neither input_ids nor inputs_embeds as a tensor")
 
 
-def _filled(inputs: Mapping[str, Any], shape: Shape) -> list[slice]:
-    """Return the part of each row that is no padding, by a mask of its tokens."""
+def _filled(inputs: Mapping[str, Any], shape: Shape) -> torch.Tensor:
+    """Return which positions are no padding, by a mask of the tokens; bool of the batch's shape."""
     mask = inputs.get("attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.shape != shape:
-        return [slice(0, shape[1])] * shape[0]
-    spans = []
-    for row, own in enumerate(mask):
-        tokens = own.nonzero().flatten().tolist() or [0]
-        span = slice(tokens[0], tokens[-1] + 1)
-        if len(tokens) != span.stop - span.start:
-            raise _wrong(f"has padding between the tokens of row {row}, by attention_mask: give rows without holes")
-        spans.append(span)
-    return spans
+        return torch.ones(shape, dtype=torch.bool)
+    filled = (mask != 0).cpu()
+    runs = (filled.int().diff(dim=1, prepend=torch.zeros(len(filled), 1)) == 1).sum(1)
+    for row in (runs > 1).nonzero().flatten().tolist():
+        raise _wrong(f"has padding between the tokens of row {row}, by attention_mask: give rows without holes")
+    return filled
 
 
-def _told_starts(inputs: Mapping[str, Any], shape: Shape) -> Iterator[tuple[str, list[list[int]]]]:
-    """Yield each key that says where samples begin, with what it says of each row."""
-    rows, tokens = shape
+def _told_begins(inputs: Mapping[str, Any], shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each key that says at which tokens samples begin; bool of the batch's shape."""
     for key, value in inputs.items():
+        begins = torch.zeros(shape, dtype=torch.bool)
         if not isinstance(value, torch.Tensor):
             continue
         if key.startswith("cu_seq"):
-            flat = [int(one) for one in value.flatten().tolist()]
-            yield key, [[one - row * tokens for one in flat if row == one // tokens] for row in range(rows)]
-        elif key == "position_ids" and value.shape[-1] == tokens and (value.dim() == 2 or value.shape[0] == 4):
-            own = value.reshape(-1, value.shape[-2], tokens)[0].expand(rows, tokens)
-            yield key, [_changes(one.diff() != 1) for one in own]
+            begins.view(-1)[value[value < begins.numel()].long().cpu()] = True
+            yield key, begins
+        elif key == "position_ids" and value.shape[-1] == shape[1] and (value.dim() == 2 or value.shape[0] == 4):
+            begins[:, 1:] = value.reshape(-1, value.shape[-2], shape[1])[0].diff() != 1
+            yield key, begins
         elif key in _NUMBERS and value.shape == shape and int(value.max()) >= _NUMBERS[key]:
-            yield key, [_changes(one.diff() != 0) for one in value]
+            begins[:, 1:] = value.diff() != 0
+            yield key, begins
 
 
-def _changes(differs: torch.Tensor) -> list[int]:
-    return [0, *(differs.nonzero().flatten() + 1).tolist()]
-
-
-def _within(found: list[list[int]], filled: list[slice]) -> list[list[int]]:
-    """Return starts without those in padding, and with the first token that is none."""
-    return [
-        sorted({span.start, *(one for one in own if span.start < one < span.stop)})
-        for own, span in zip(found, filled, strict=True)
-    ]
-
-
-def _without_positions(
-    told: Mapping[str, list[list[int]]], filled: list[slice], at_least: int
-) -> list[list[int]] | None:
-    """Return the starts in a batch whose positions do not tell them; None if nothing does."""
-    if at_least == 1 and told:
-        return next(iter(told.values()))
-    return [[span.start] for span in filled] if at_least == 1 or len(filled) > 1 else None
-
-
-def _given(starts: Starts, filled: list[slice]) -> list[list[int]]:
-    """Return the starts of each row as they were given; ArgumentError if they cannot be."""
+def _given_begins(starts: Starts, filled: torch.Tensor) -> torch.Tensor:
+    """Return at which tokens samples begin as they were given; ArgumentError if they cannot."""
     of_rows: Sequence[Any] = starts if starts and isinstance(starts[0], Sequence) else [starts]
     if len(of_rows) != len(filled):
         raise _wrong(f"has {len(filled)} rows, but starts are of {len(of_rows)}: give a list for each row")
-    found = [[int(one) for one in own] for own in of_rows]
-    for own, span in zip(found, filled, strict=True):
-        if not own or own[0] != span.start or own[-1] >= span.stop or any(one >= two for one, two in pairwise(own)):
-            raise _wrong(
-                f"has {span.stop:,} tokens, but starts are {_shown(own)}: they rise from {span.start}, and are below "
-                "that"
-            )
-    return found
-
-
-def _disagreement(key: str, found: list[list[int]], starts: list[list[int]]) -> ArgumentError:
-    """Return the error of borders that disagree, by the first that does."""
-    row = next(row for row, (one, two) in enumerate(zip(found, starts, strict=True)) if one != two)
-    mine, other = starts[row], found[row]
-    number = next(
-        (place for place, (one, two) in enumerate(zip(mine, other, strict=False)) if one != two),
-        min(len(mine), len(other)),
-    )
-    own, said = (f"at token {one[number]:,}" if number < len(one) else "nowhere" for one in (mine, other))
-    where = f" of row {row}" if len(starts) > 1 else ""
-    return _wrong(
-        f"begins sample {number}{where} {own} by starts, but {said} by {key}: the model would take other samples"
-    )
-
-
-def _shown(starts: Sequence[int]) -> str:
-    return f"{', '.join(map(str, starts[:6]))}{', …' if len(starts) > 6 else ''}" or "none"
+    begins = torch.zeros_like(filled)
+    for row, own in enumerate(of_rows):
+        for token in own:
+            if not (0 <= token < filled.shape[1] and filled[row, token]):
+                raise _wrong(f"has no token {token:,} in row {row}, which starts name")
+            begins[row, token] = True
+    return begins
 
 
 def _wrong(fact: str) -> ArgumentError:

@@ -12,22 +12,19 @@ from torch.distributed.tensor import DTensor
 
 from packplan.adapters.loaders.rows import IGNORED_LABEL
 from packplan.adapters.models import evaluating
-from packplan.adapters.proof.batches import PackedBatch, Starts
+from packplan.adapters.proof.batches import PackedBatch, Starts, shape_text
 from packplan.adapters.proof.comparison import (
-    Sample,
     compare,
     compare_values,
     limit_of,
     logits_of,
     outcome_of,
-    precision_of,
     rounds_choices,
     run_alone,
     watch_pass,
 )
-from packplan.adapters.proof.gradients import Reach, Watched, logit_reaches, shape_text
+from packplan.adapters.proof.gradients import Watched, logit_reaches
 from packplan.adapters.proof.modules import MixingModule, first_different, first_mixing
-from packplan.core.equality import EQUAL
 from packplan.core.errors import ArgumentError, MismatchError, ModelError
 
 
@@ -70,12 +67,18 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
     row = PackedBatch.read(batch, starts)
     with _computing(model):
         watched, logits = _sound_pass(model, row)
-        for reach in logit_reaches(watched, logits, row.places):
+        for reach in logit_reaches(watched, logits):
             if math.isinf(reach.isolation):
                 reason = f"no gradient reaches sample {reach.reader} from its own logits, so nothing can be said"
                 raise ModelError("probe", reason)
             if reach.size != 0:
-                raise _leak(model, row, reach)
+                fact = f"sample {reach.reader} depends on sample {reach.source}, by a gradient of "
+                fact += f"{reach.isolation:.2g} of its own, where 0 is due"
+                if getattr(getattr(model, "config", None), "use_cache", False) and "use_cache" not in row.inputs:
+                    fact += " (its config.use_cache is true, with which transformers takes a row as one sample)"
+                where = first_mixing(model, row, reach.reader)
+                details = {"samples": (reach.reader, reach.source), "module": where and where.name}
+                raise MismatchError("leak", f"samples of the row are not apart: {fact}{_first(where)}", details)
 
 
 def assert_equal_to_alone(
@@ -111,7 +114,7 @@ def assert_equal_to_alone(
     row = PackedBatch.read(batch, starts)
     _refuse_crossing_labels(row)
     samples = row.samples(alone)
-    limit = max(EQUAL[precision_of(model)], limit_of(model)) if limit is None else limit
+    limit = limit_of(model) if limit is None else limit
     with _computing(model):
         if not any(one.requires_grad for one in model.parameters()):
             raise ModelError("probe", "none of its weights trains (requires_grad), so it has no gradients to compare")
@@ -120,15 +123,17 @@ def assert_equal_to_alone(
         apart = compare(packed, run_alone(model, samples), typical=rounds_choices(model))
         for number, different in enumerate(apart.logits):
             if not different <= limit:
-                raise _unlike(model, row, samples[number], number, different=different, limit=limit)
+                fact = f"the logits of sample {number} differ from those of the sample alone by {different:.2g}"
+                where = first_different(model, row, samples[number].inputs, row.places[number], limit=limit)
+                raise _unlike(f"{fact}, where {limit:.0e} is allowed", where, sample=number)
     for number, different in enumerate(apart.losses):
         if not different <= limit:
             fact = f"the loss of sample {number} differs from that of the sample alone by {different:.2g}"
-            raise MismatchError("unlike_alone", f"{fact}, where {limit:.0e} is allowed", {"sample": number})
+            raise _unlike(f"{fact}, where {limit:.0e} is allowed", sample=number)
     if not apart.gradients <= limit:
         fact = f"gradients differ from the sum of the samples' own by {apart.gradients:.2g}, where {limit:.0e}"
         fact += f" is allowed; most of all that of {apart.weight}"
-        raise MismatchError("unlike_alone", fact, {"weight": apart.weight})
+        raise _unlike(fact, weight=apart.weight)
     return Differences(max(apart.logits), max(apart.losses, default=0.0), apart.gradients, limit)
 
 
@@ -158,7 +163,7 @@ def refuse_hidden_weights(model: torch.nn.Module) -> None:
 
 def _sound_pass(model: torch.nn.Module, row: PackedBatch) -> tuple[Watched, torch.Tensor]:
     """Compute a row, and return its embeddings and logits; ModelError if numbers are random."""
-    watched, logits = watch_pass(model, row.inputs, row.shape)
+    watched, logits = watch_pass(model, row)
     numbers = logits.detach()
     if not bool(numbers.isfinite().all()):
         raise ModelError("probe", "its logits are not all finite, so nothing can be said")
@@ -171,24 +176,9 @@ def _sound_pass(model: torch.nn.Module, row: PackedBatch) -> tuple[Watched, torc
     return watched, logits
 
 
-def _leak(model: Any, row: PackedBatch, reach: Reach) -> MismatchError:
-    where = first_mixing(model, row, reach.reader)
-    fact = (
-        f"samples of the row are not apart: sample {reach.reader} depends on sample {reach.source}, by a gradient of "
-        f"{reach.isolation:.2g} of its own, where 0 is due{_first(where)}"
-    )
-    if getattr(getattr(model, "config", None), "use_cache", False) and "use_cache" not in row.inputs:
-        fact += ". Its config.use_cache is true, under which transformers takes a row as one sample: set it to False"
-    return MismatchError("leak", fact, {"samples": (reach.reader, reach.source), "module": where and where.name})
-
-
-def _unlike(
-    model: torch.nn.Module, row: PackedBatch, sample: Sample, number: int, *, different: float, limit: float
-) -> MismatchError:
-    where = first_different(model, row, sample.inputs, row.places[number], limit=limit)
-    fact = f"the logits of sample {number} differ from those of the sample alone by {different:.2g}"
-    fact += f", where {limit:.0e} is allowed{_first(where)}"
-    return MismatchError("unlike_alone", fact, {"sample": number, "module": where and where.name})
+def _unlike(fact: str, where: MixingModule | None = None, **details: Any) -> MismatchError:
+    """Return the error of a difference, which names the first module that computes it."""
+    return MismatchError("unlike_alone", f"{fact}{_first(where)}", {**details, "module": where and where.name})
 
 
 def _first(where: MixingModule | None) -> str:
@@ -208,4 +198,4 @@ def _refuse_crossing_labels(row: PackedBatch) -> None:
     for number, (before, (at, span)) in enumerate(pairwise(row.places), 1):
         if before[0] == at and int(row.labels[at, span.start]) != IGNORED_LABEL:
             fact = f"sample {number - 1} would learn the first token of sample {number}: its label has to be -100"
-            raise MismatchError("unlike_alone", fact, {"sample": number})
+            raise _unlike(fact, sample=number)

@@ -4,7 +4,7 @@ The comparator: what a model computes of samples that are packed, and of the sam
 `watch_pass` computes packed rows, and `outcome_of` reads values, losses and gradients of each
 sample off their logits. `run_alone` computes each sample by itself, and `compare` returns the
 differences. A caller gives the model, its samples, and how its host calls the model. `limit_of`
-returns the largest difference that rounding explains, for a model of any size.
+returns the largest difference that is allowed, for a model of any size.
 """
 
 import math
@@ -18,8 +18,9 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from packplan.adapters.attention.varlen import computing_dtype
 from packplan.adapters.loaders.rows import IGNORED_LABEL
 from packplan.adapters.models import Gradients, add_gradients, difference_norms, weight_gradients
-from packplan.adapters.proof.gradients import Shape, Watched, shape_text, watching
-from packplan.core.equality import Precision, loaded_limit, loss_difference
+from packplan.adapters.proof.batches import PackedBatch, Sample, Shape, shape_text
+from packplan.adapters.proof.gradients import Watched, watching
+from packplan.core.equality import EQUAL, Precision, loaded_limit, loss_difference
 from packplan.core.errors import ModelError
 
 _ENOUGH = 8
@@ -40,20 +41,6 @@ Call = Callable[..., Any]
 
 TakeGradients = Callable[[torch.nn.Module, torch.Tensor], Gradients]
 """Function from a model and a loss to the gradients of the weights."""
-
-
-@attrs.frozen(eq=False)
-class Sample:
-    """A sample alone."""
-
-    inputs: Mapping[str, Any]
-    """Arguments of the model: a batch of one."""
-
-    targets: torch.Tensor
-    """Token that each token has to predict; int64, shape (tokens,), -100 where none is learned."""
-
-    weights: torch.Tensor | None = None
-    """Weight of each target in the loss; None takes the mean over the learned ones."""
 
 
 @attrs.frozen(eq=False)
@@ -100,23 +87,21 @@ class Comparison:
 
 
 def watch_pass(
-    model: torch.nn.Module, inputs: Mapping[str, Any], shape: Shape, *, call: Call | None = None
+    model: torch.nn.Module, packed: PackedBatch, *, call: Call | None = None
 ) -> tuple[Watched, torch.Tensor]:
     """
     Compute packed rows, and return their embeddings and logits.
 
     Args:
         model: Model that computes.
-        inputs: Packed rows, as arguments of the call.
-        shape: Rows, and tokens of each.
+        packed: Rows, with the arguments of the call.
         call: The way in which a host calls the model; None calls it as it is.
 
     Raises:
         ModelError: There are no logits for each token.
     """
-    given = dict(inputs)
-    with watching(model, given, shape) as watched:
-        return watched, logits_of((call or model)(**given), shape)
+    with watching(model, packed) as watched:
+        return watched, logits_of((call or model)(**watched.inputs), packed.shape)
 
 
 def outcome_of(
@@ -262,7 +247,7 @@ def logits_of(output: Any, shape: Shape) -> torch.Tensor:
     if not isinstance(logits, torch.Tensor):
         raise ModelError("probe", f"it returns {type(output).__name__} without logits: fused losses have to be off")
     rows, tokens = shape
-    if logits.numel() == 0 or logits.numel() % (rows * tokens) or not {tokens, rows * tokens} & {*logits.shape[:2]}:
+    if logits.numel() == 0 or logits.shape[:-1].numel() != rows * tokens:
         raise ModelError("probe", f"its logits have shape {tuple(logits.shape)} for {shape_text(shape)}")
     return logits.reshape(rows, tokens, -1)
 
@@ -275,15 +260,16 @@ def precision_of(model: torch.nn.Module) -> Precision:
 
 def limit_of(model: torch.nn.Module, precision: Precision | None = None, *, experts: bool = True) -> float:
     """
-    Return the largest difference of packed logits that rounding explains.
+    Return the largest relative difference of packed samples from themselves alone.
 
     Args:
         model: Model that computes.
         precision: Precision of its products; None takes that of the weights.
         experts: Whether rounding may choose other experts, where typical tokens are compared.
     """
-    rounding = loaded_limit(_epsilon_of(model, precision), layers=_layers_of(model))
-    return rounding + (_OTHER_EXPERTS if experts and rounds_choices(model) else 0)
+    precision = precision or precision_of(model)
+    rounding = loaded_limit(_epsilon_of(precision), layers=_layers_of(model))
+    return max(EQUAL[precision], rounding + (_OTHER_EXPERTS if experts and rounds_choices(model) else 0))
 
 
 def rounds_choices(model: torch.nn.Module) -> bool:
@@ -292,7 +278,7 @@ def rounds_choices(model: torch.nn.Module) -> bool:
 
     This holds for experts chosen by scores of 16 bits.
     """
-    return _epsilon_of(model) >= _TF32 and any("expert" in name for name, _ in model.named_modules())
+    return _epsilon_of(precision_of(model)) >= _TF32 and any("expert" in name for name, _ in model.named_modules())
 
 
 def _layers_of(model: torch.nn.Module) -> int:
@@ -303,9 +289,8 @@ def _layers_of(model: torch.nn.Module) -> int:
     return max(1, getattr(text, "num_hidden_layers", None) or max(lists, default=1))
 
 
-def _epsilon_of(model: torch.nn.Module, precision: Precision | None = None) -> float:
-    """Return the step of the type to which a model's products are rounded."""
-    precision = precision or precision_of(model)
+def _epsilon_of(precision: Precision) -> float:
+    """Return the step to which products are rounded."""
     if precision == "float32" and torch.get_float32_matmul_precision() != "highest":
         return _TF32
     return float(torch.finfo(getattr(torch, precision)).eps)

@@ -8,7 +8,7 @@ and a result that depends on another sample shows, however little it does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,17 +16,11 @@ import attrs
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from packplan.core.errors import ModelError, counted
+from packplan.adapters.proof.batches import PackedBatch, Shape
+from packplan.core.errors import ModelError
 
 _SEED = 11
 """Decides the weights of the numbers in a result."""
-
-
-Shape = tuple[int, int]
-"""Rows of a batch, and tokens of each."""
-
-Place = tuple[int, slice]
-"""Row of a sample, and its tokens there."""
 
 
 def by_token(value: Any, shape: Shape) -> torch.Tensor | None:
@@ -68,88 +62,6 @@ class Result:
         return cls(get_gradient_edge(value), value.new_empty(1).expand(value.shape))
 
 
-@attrs.frozen(eq=False)
-class Watched:
-    """The embeddings of a forward pass that was watched."""
-
-    shape: Shape
-    """Rows, and tokens of each."""
-
-    sources: list[tuple[GradientEdge, int | None]] = attrs.field(factory=list)
-    """Embeddings of the tokens; pixels, with the one sample that is given them."""
-
-    def sizes(self, result: Result, places: Sequence[Place], reader: int, weights: torch.Tensor) -> list[float]:
-        """
-        Return how strongly one sample's part of a result depends on each sample.
-
-        Args:
-            result: Tensor of the pass, with the tokens.
-            places: Place of each sample.
-            reader: The sample.
-            weights: Weight of each number of the result in the sum whose gradient is taken.
-        """
-        own = torch.zeros_like(weights)
-        self._by_token(own)[places[reader]] = self._by_token(weights)[places[reader]]
-        edges = [edge for edge, _ in self.sources]
-        found = torch.autograd.grad([result.edge], edges, [own], retain_graph=True, allow_unused=True)
-        sizes = torch.zeros(len(places), device=weights.device)
-        for (_, sample), gradient in zip(self.sources, found, strict=True):
-            if gradient is None:
-                continue
-            size = gradient.detach().abs().float()
-            if sample is None:
-                by_token = self._by_token(size).flatten(2).amax(2).to(sizes)
-                sizes = torch.maximum(sizes, torch.stack([by_token[place].max() for place in places]))
-            else:
-                sizes[sample] = torch.maximum(sizes[sample], size.max().to(sizes))
-        largest: list[float] = sizes.tolist()
-        return largest
-
-    def _by_token(self, value: torch.Tensor) -> torch.Tensor:
-        view = by_token(value, self.shape)
-        assert view is not None  # noqa: S101  # a `Result` and its gradient have the tokens
-        return view
-
-
-@contextmanager
-def watching(model: torch.nn.Module, inputs: dict[str, Any], shape: Shape) -> Iterator[Watched]:
-    """
-    Watch the embeddings of the model's next forward pass.
-
-    Args:
-        model: Model that embeds its tokens, or is given their embeddings.
-        inputs: Arguments of the pass; `inputs_embeds` among them get a gradient.
-        shape: Rows, and tokens of each.
-    """
-    watched = Watched(shape)
-
-    def collect(_: Any, __: Any, output: Any) -> Any:
-        """Keep embeddings of the tokens, which have a gradient from here on."""
-        if by_token(output, shape) is None or not torch.is_grad_enabled():
-            return output
-        embedded = output if output.requires_grad else output.detach().requires_grad_()
-        watched.sources.append((get_gradient_edge(embedded), None))
-        return output if output.requires_grad else embedded.clone()
-
-    given = inputs.get("inputs_embeds")
-    if isinstance(given, torch.Tensor):
-        inputs["inputs_embeds"] = collect(None, None, given.detach())
-    with ExitStack() as hooks:
-        for module in _embeddings(model):
-            hooks.enter_context(module.register_forward_hook(collect))
-        yield watched
-
-
-def _embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules that embed token ids, and positions that are looked up."""
-    found: list[torch.nn.Module] = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    try:
-        own: Any = model.get_input_embeddings()  # type: ignore[operator]  # of transformers' models
-    except (AttributeError, NotImplementedError):
-        return found
-    return found if own is None or own in found else [*found, own]
-
-
 @attrs.frozen
 class Reach:
     """How strongly one sample's result depends on another sample."""
@@ -174,51 +86,114 @@ class Reach:
         return self.size / self.own
 
 
-def reaches(watched: Watched, result: Result, places: Sequence[Place], readers: Iterable[int]) -> Iterator[Reach]:
-    """
-    Yield which other sample each of some samples' parts of a result depends on.
+@attrs.frozen(eq=False)
+class Watched:
+    """A forward pass of packed rows whose embeddings are watched."""
 
-    Args:
-        watched: The pass that computed the result.
-        result: Tensor of the pass.
-        places: Place of each sample.
-        readers: Samples whose parts are looked at.
-    """
-    drawn = torch.randn(result.example.shape, generator=torch.Generator().manual_seed(_SEED))
-    weights = drawn.to(result.example)
-    for reader in readers:
-        largest = watched.sizes(result, places, reader, weights)
-        others = {number: size for number, size in enumerate(largest) if number != reader and size != 0}
-        source = max(others, key=lambda one: math.inf if math.isnan(largest[one]) else largest[one], default=reader)
-        yield Reach(reader, source, others.get(source, 0.0), largest[reader])
+    packed: PackedBatch
+
+    inputs: dict[str, Any]
+    """Arguments of the pass; embeddings among them have a gradient."""
+
+    sources: list[tuple[GradientEdge, int | None]] = attrs.field(factory=list)
+    """Embeddings of the tokens; pixels, with the one sample that is given them."""
+
+    def reaches(self, result: Result, readers: Iterable[int] | None = None) -> Iterator[Reach]:
+        """
+        Yield which other sample each of some samples' parts of a result depends on.
+
+        Args:
+            result: Tensor of the pass.
+            readers: Samples whose parts are looked at; None takes all.
+        """
+        drawn = torch.randn(result.example.shape, generator=torch.Generator().manual_seed(_SEED))
+        weights = drawn.to(result.example)
+        for reader in range(len(self.packed.places)) if readers is None else readers:
+            largest = self._sizes(result, reader, weights)
+            others = {number: size for number, size in enumerate(largest) if number != reader and size != 0}
+            source = max(others, key=lambda one: math.inf if math.isnan(largest[one]) else largest[one], default=reader)
+            yield Reach(reader, source, others.get(source, 0.0), largest[reader])
+
+    def _sizes(self, result: Result, reader: int, weights: torch.Tensor) -> list[float]:
+        """
+        Return how strongly one sample's part of a result depends on each sample.
+
+        Args:
+            result: Tensor of the pass, with the tokens.
+            reader: The sample.
+            weights: Weight of each number of the result in the sum whose gradient is taken.
+        """
+        own, places = torch.zeros_like(weights), self.packed.places
+        self._by_token(own)[places[reader]] = self._by_token(weights)[places[reader]]
+        edges = [edge for edge, _ in self.sources]
+        found = torch.autograd.grad([result.edge], edges, [own], retain_graph=True, allow_unused=True)
+        sizes = torch.zeros(len(places), device=weights.device)
+        for (_, sample), gradient in zip(self.sources, found, strict=True):
+            if gradient is None:
+                continue
+            size = gradient.detach().abs().float()
+            if sample is None:
+                by_token = self._by_token(size).flatten(2).amax(2).to(sizes)
+                sizes = torch.maximum(sizes, torch.stack([by_token[place].max() for place in places]))
+            else:
+                sizes[sample] = torch.maximum(sizes[sample], size.max().to(sizes))
+        largest: list[float] = sizes.tolist()
+        return largest
+
+    def _by_token(self, value: torch.Tensor) -> torch.Tensor:
+        view = by_token(value, self.packed.shape)
+        assert view is not None  # noqa: S101  # a `Result` and its gradient have the tokens
+        return view
 
 
-def shape_text(shape: Shape) -> str:
-    """Return a batch's shape in words."""
-    rows, tokens = shape
-    return f"{counted(rows, 'row')} of {tokens:,} tokens"
+@contextmanager
+def watching(model: torch.nn.Module, packed: PackedBatch) -> Iterator[Watched]:
+    """Watch the embeddings of a model's next forward pass, of packed rows."""
+    watched = Watched(packed, dict(packed.inputs))
+
+    def collect(_: Any, __: Any, output: Any) -> Any:
+        """Keep embeddings of the tokens, which have a gradient from here on."""
+        if by_token(output, packed.shape) is None or not torch.is_grad_enabled():
+            return output
+        embedded = output if output.requires_grad else output.detach().requires_grad_()
+        watched.sources.append((get_gradient_edge(embedded), None))
+        return output if output.requires_grad else embedded.clone()
+
+    given = packed.inputs.get("inputs_embeds")
+    if isinstance(given, torch.Tensor):
+        watched.inputs["inputs_embeds"] = collect(None, None, given.detach())
+    with ExitStack() as hooks:
+        for module in _embeddings(model):
+            hooks.enter_context(module.register_forward_hook(collect))
+        yield watched
 
 
-def logit_reaches(
-    watched: Watched, logits: torch.Tensor, places: Sequence[Place], readers: Iterable[int] | None = None
-) -> Iterator[Reach]:
+def _embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules that embed token ids, and positions that are looked up."""
+    found: list[torch.nn.Module] = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    try:
+        own: Any = model.get_input_embeddings()  # type: ignore[operator]  # of transformers' models
+    except (AttributeError, NotImplementedError):
+        return found
+    return found if own is None or own in found else [*found, own]
+
+
+def logit_reaches(watched: Watched, logits: torch.Tensor, readers: Iterable[int] | None = None) -> Iterator[Reach]:
     """
     Yield which other sample each sample's logits depend on.
 
     Args:
         watched: The pass that computed the logits.
         logits: Logits of the rows.
-        places: Place of each sample.
         readers: Samples whose logits are looked at; None takes all.
 
     Raises:
-        ModelError: The logits have no gradient, or not one entry for each token.
+        ModelError: The logits have no gradient.
     """
-    result = Result.of(logits, watched.shape)
+    result = Result.of(logits, watched.packed.shape)
     if result is None:
-        without = "its logits have no gradient, so nothing can be said: ask it in a type that trains, not quantised"
-        shape = f"its logits have shape {tuple(logits.shape)} for {shape_text(watched.shape)}"
-        raise ModelError("probe", shape if logits.requires_grad else without)
+        reason = "its logits have no gradient, so nothing can be said: ask it in a type that trains, not quantised"
+        raise ModelError("probe", reason)
     if not watched.sources:
         raise ModelError("probe", "it embeds no tokens of the batch by a module, so nothing can be said")
-    yield from reaches(watched, result, places, range(len(places)) if readers is None else readers)
+    yield from watched.reaches(result, readers)

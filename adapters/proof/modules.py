@@ -14,19 +14,9 @@ from typing import Any
 import attrs
 import torch
 
-from packplan.adapters.proof.batches import PackedBatch
+from packplan.adapters.proof.batches import PackedBatch, Place, Shape
 from packplan.adapters.proof.comparison import watch_pass
-from packplan.adapters.proof.gradients import (
-    Place,
-    Reach,
-    Result,
-    Shape,
-    Watched,
-    by_token,
-    logit_reaches,
-    reaches,
-    watching,
-)
+from packplan.adapters.proof.gradients import Reach, Result, by_token, logit_reaches, watching
 
 
 @attrs.frozen
@@ -61,8 +51,8 @@ def first_leak(model: torch.nn.Module, packed: PackedBatch) -> tuple[Reach, Mixi
         model: Model in evaluation mode.
         packed: Packed rows.
     """
-    watched, logits = watch_pass(model, packed.inputs, packed.shape)
-    leak = next((reach for reach in logit_reaches(watched, logits, packed.places) if reach.size != 0), None)
+    watched, logits = watch_pass(model, packed)
+    leak = next((reach for reach in logit_reaches(watched, logits) if reach.size != 0), None)
     return None if leak is None else (leak, first_mixing(model, packed, leak.reader))
 
 
@@ -111,23 +101,21 @@ def first_mixing(model: torch.nn.Module, packed: PackedBatch, reader: int) -> Mi
         packed: Packed rows.
         reader: Sample whose logits depend on another.
     """
-    given, shape = dict(packed.inputs), packed.shape
     with (
         torch.enable_grad(),
-        watching(model, given, shape) as watched,
-        _calls(model, lambda value: Result.of(value, shape)) as calls,
+        watching(model, packed) as watched,
+        _calls(model, lambda value: Result.of(value, packed.shape)) as calls,
     ):
-        model(**given)
-    mixed = partial(_is_mixed, watched, packed.places, reader)
+        model(**watched.inputs)
+
+    def mixed(results: Sequence[Result]) -> bool:
+        return any(reach.size != 0 for result in results for reach in watched.reaches(result, [reader]))
+
     calls = [call for call in calls if call.returned]
     for call in (*_from_first_block(calls, mixed), *calls):
         if mixed(call.returned) and not mixed(call.given) and _is_mixed_around(call, calls, mixed):
             return call.module
     return None
-
-
-def _is_mixed(watched: Watched, places: Sequence[Place], reader: int, results: Sequence[Result]) -> bool:
-    return any(reach.size != 0 for result in results for reach in reaches(watched, result, places, [reader]))
 
 
 def _from_first_block(calls: list[_Call], mixed: Callable[[Sequence[Result]], bool]) -> list[_Call]:

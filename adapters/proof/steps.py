@@ -12,7 +12,6 @@ own loss. Whether samples of a batch are apart is asked by `checks`.
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -23,14 +22,10 @@ import torch.distributed as dist
 
 from packplan.adapters.loaders.rows import IGNORED_LABEL
 from packplan.adapters.models import Gradients, replace_attributes, same_state
-from packplan.adapters.proof.batches import PackedBatch
+from packplan.adapters.proof.batches import Sample, inputs_of, next_tokens
 from packplan.adapters.proof.checks import refuse_hidden_weights
-from packplan.adapters.proof.comparison import Outcome, Sample, compare, limit_of, logits_of, precision_of, run_alone
-from packplan.core.equality import EQUAL, Precision
-from packplan.core.errors import ArgumentError, MismatchError, ModelError, PackplanError, counted
-
-_NO_MEAN = ("label_smoothing_factor", "output_router_logits")
-"""Settings that add something to the loss that is no mean over tokens."""
+from packplan.adapters.proof.comparison import Outcome, compare, limit_of, run_alone
+from packplan.core.errors import ArgumentError, MismatchError, ModelError, counted
 
 _SHARING = ("tp_size", "cp_size", "sp_size")
 """Settings of accelerate by which ranks share rows."""
@@ -89,18 +84,21 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
     if not any(one.requires_grad for one in model.parameters()):
         raise ModelError("probe", "none of its weights trains (requires_grad), so a step has no gradients")
     if is_trainer:
-        _refuse_settings(trainer, model)
+        _refuse_engines(trainer)
     computing = trainer.accelerator.autocast if is_trainer else nullcontext
     with leave_untouched(model), torch.enable_grad():
         loss, gradients, batches = (_of_trainer if is_trainer else _of_function)(trainer, model)
-        samples, tokens = _agreed(batches)
+        samples = [_whole(batch) for rank in _gathered([*map(_on_cpu, batches)]) for batch in rank]
+        tokens = sum(int((one.targets != IGNORED_LABEL).sum()) for one in samples)
+        if not tokens:
+            raise ArgumentError("packed_batch", "the step learns no token, so it has no loss to compare")
         model.eval()
         expected = _mean(model, samples, tokens, computing)
     if not gradients:
         raise ArgumentError("host", "the step left no gradients: the function has to leave them in the weights")
     if limit is None:
-        precision = _precision_of(model, computing)
-        limit = max(EQUAL[precision], limit_of(model, precision))
+        with computing():
+            limit = limit_of(model)
     apart = compare(Outcome(expected.loss if loss is None else loss, gradients), expected)
     along = sum(
         float((gradients[name].double() * one).sum()) for name, one in expected.gradients.items() if name in gradients
@@ -112,31 +110,26 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
         facts.append(f"the step's loss is {loss:.5g}, {loss / found.due:.4g} times the {found.due:.5g} that is due")
     if not found.gradients <= limit:
         facts.append(f"the gradients are {factor:.4g} times those that are due, and differ by {found.gradients:.2g}")
-    for told in _gathered("; ".join(facts)):  # a rank may differ alone
-        if told:
-            numbers = f"{counted(_world_size(), 'rank')} of {counted(len(batches), 'batch')} each"
-            raise MismatchError("unlike_step", f"{told}; {numbers} took the step", attrs.asdict(found))
+    ranks = _gathered("; ".join(facts))
+    for told in filter(None, ranks):  # a rank may differ alone
+        numbers = f"{counted(len(ranks), 'rank')} of {counted(len(batches), 'batch')} each"
+        raise MismatchError("unlike_step", f"{told}; {numbers} took the step", attrs.asdict(found))
     return found
 
 
-def _refuse_settings(trainer: Any, model: Any) -> None:
-    """
-    Refuse a loss that is no mean, rows that ranks share, and gradients that an engine keeps;
-    ArgumentError.
-    """
-    settings = {**vars(trainer.args), **vars(getattr(model, "config", object))}
-    for name in _NO_MEAN:
-        if settings.get(name):
-            raise ArgumentError("host", f"{name} is set, so the trainer's loss is no mean over tokens: set it to 0")
-    kind = str(getattr(trainer.accelerator, "distributed_type", "")).rpartition(".")[2]
-    if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
-        fact = f"the trainer shards by {kind}, which hides gradients: ask it without, or give a function of your loop"
-        raise ArgumentError("host", fact)
-    parallel = getattr(trainer.accelerator, "parallelism_config", None)
-    if any((getattr(parallel, name, None) or 1) > 1 for name in _SHARING):
-        raise ArgumentError("host", "ranks of the trainer share rows (parallelism_config): ask it without")
-    if getattr(trainer.accelerator, "scaler", None) is not None:
-        raise ArgumentError("host", "the trainer scales its loss for float16: ask it in bfloat16 or float32")
+def _refuse_engines(trainer: Any) -> None:
+    """Refuse a trainer whose gradients are not this rank's own, whole and unscaled."""
+    accelerator = trainer.accelerator
+    parallel = getattr(accelerator, "parallelism_config", None)
+    reasons = {
+        "shards the model": str(getattr(accelerator, "distributed_type", "")).endswith(("SPEED", "FSDP", "_LM")),
+        "shares rows between ranks (parallelism_config)": any(
+            (getattr(parallel, one, None) or 1) > 1 for one in _SHARING
+        ),
+        "scales its loss for float16": getattr(accelerator, "scaler", None) is not None,
+    }
+    for reason in (one for one, holds in reasons.items() if holds):
+        raise ArgumentError("host", f"the trainer {reason}: ask it without, or give a function of your own loop")
 
 
 def _of_function(function: Callable[[], Any], model: torch.nn.Module) -> tuple[Any, Gradients, list[Any]]:
@@ -205,72 +198,37 @@ def _gradients_of(model: torch.nn.Module) -> Gradients:
     return {name: one.grad.detach().clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
-def _agreed(batches: list[Any]) -> tuple[list[Sample], int]:
-    """Return this rank's batches and all ranks' learned tokens; raise on all what one raises."""
-    samples, error = [], None
-    try:
-        samples = [_whole(batch) for batch in batches]
-    except PackplanError as raised:
-        error = raised
-    shared = _gathered((sum(int((one.targets != IGNORED_LABEL).sum()) for one in samples), error))
-    for _, failure in shared:
-        if failure is not None:
-            raise failure
-    tokens = sum(number for number, _ in shared)
-    if not tokens:
-        raise ArgumentError("packed_batch", "the step learns no token, so it has no loss to compare")
-    return samples, tokens
+def _on_cpu(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: one.cpu() if torch.is_tensor(one) else one for key, one in batch.items()}
 
 
 def _whole(batch: Mapping[str, Any]) -> Sample:
-    """Return a batch as one sample, in which no token learns one of another sample."""
-    read = PackedBatch.read(batch, None, at_least=1)
-    if read.labels is None:
+    """Return a batch as one sample."""
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor):
         raise ArgumentError("packed_batch", "the model is given no labels, so nothing says what the step learns")
-    targets = torch.full(read.shape, IGNORED_LABEL)
-    for place, own in zip(read.places, read.targets(), strict=True):
-        targets[place] = own.to(targets.device)
-    return Sample(read.inputs, targets.flatten())
+    return Sample(inputs_of(batch), next_tokens(labels).flatten())
 
 
 def _mean(model: torch.nn.Module, samples: list[Sample], tokens: int, computing: Callable[[], Any]) -> Outcome:
-    """Return the mean over the learned tokens of all ranks, of which this rank computes its own."""
+    """Return the mean over the learned tokens of some batches."""
     device = next(model.parameters()).device
 
-    def call(**inputs: Any) -> torch.Tensor:
+    def call(**inputs: Any) -> Any:
         given = {key: one.to(device) if torch.is_tensor(one) else one for key, one in inputs.items()}
-        shape: Any = next(given[key] for key in ("input_ids", "inputs_embeds") if key in given).shape[:2]
         with computing():
-            return logits_of(model(**given), tuple(shape)).flatten(0, 1)[None]
+            return model(**given)
 
     weighted = [attrs.evolve(one, weights=torch.full(one.targets.shape, 1 / tokens)) for one in samples]
-    mine = run_alone(model, weighted, call=call, keep=False)
-    names = {name for rank in _gathered(list(mine.gradients)) for name in rank}
-    for name, weight in model.named_parameters():
-        if _world_size() > 1 and name in names:
-            dist.all_reduce(mine.gradients.setdefault(name, torch.zeros_like(weight)))
-    losses, norms, scales = zip(*_gathered((mine.loss, mine.norms, mine.scale)), strict=True)
-    return attrs.evolve(mine, loss=math.fsum(losses), norms=sum(norms), scale=max(scales))
-
-
-def _precision_of(model: torch.nn.Module, computing: Callable[[], Any]) -> Precision:
-    """Return the type in which a step computes."""
-    device = next(model.parameters()).device.type
-    with computing():
-        if torch.is_autocast_enabled(device):
-            return "bfloat16" if torch.get_autocast_dtype(device) == torch.bfloat16 else "float16"
-    return precision_of(model)
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return run_alone(model, weighted, call=call, keep=False)
 
 
 def _gathered(value: Any) -> list[Any]:
     """Return the value of each rank."""
-    found = [value] * _world_size()
-    if len(found) > 1:
-        dist.all_gather_object(found, value)
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    found = [value] * dist.get_world_size()
+    dist.all_gather_object(found, value)
     return found
 
 

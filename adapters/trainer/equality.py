@@ -20,8 +20,8 @@ from packplan.adapters.attention import native_attention
 from packplan.adapters.families import trained_config
 from packplan.adapters.loaders.positions import rope_of, takes
 from packplan.adapters.models import evaluating, replace_attributes, weight_gradients
-from packplan.adapters.proof.batches import next_tokens
-from packplan.adapters.proof.comparison import Outcome, Sample, compare, limit_of, outcome_of, run_alone, watch_pass
+from packplan.adapters.proof.batches import PackedBatch, Place, Sample, next_tokens
+from packplan.adapters.proof.comparison import Outcome, compare, limit_of, outcome_of, run_alone, watch_pass
 from packplan.adapters.proof.gradients import Watched, logit_reaches
 from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.samples.media import IMAGES, VIDEOS
@@ -60,8 +60,8 @@ class PackComparison:
         return reason_against_backend(name, flash_installed=True, on_cpu=on_cpu)
 
     @property
-    def rounding(self) -> float:
-        """Largest difference of logits that rounding explains, with the same experts."""
+    def limit(self) -> float:
+        """Largest difference of logits and gradients, with the same experts."""
         return limit_of(self.trainer.model, self.trainer.precision, experts=False)
 
     def findings(self, pack: int) -> Iterator[Deviation]:
@@ -83,16 +83,15 @@ class PackComparison:
         if isinstance(served, PackplanError):
             raise served
         encoded = [self.encode(index) for index in indices]
-        places = [
-            (0, slice(*one)) for one in pairwise(accumulate((len(one["input_ids"]) for one in encoded), initial=0))
-        ]
+        ends = accumulate((len(one["input_ids"]) for one in encoded), initial=0)
+        places = tuple((0, slice(*one)) for one in pairwise(ends))
         collated = _on(trainer.accelerator.device, trainer.data_collator([served]))
         samples = self._samples(encoded)
         gradients = None if self.without_gradients else weight_gradients
         with native_attention(trainer.model, trainer.attention.native):
             alone = run_alone(trainer.model, samples, call=self._call, gradients=gradients)
         media = _own_pixels(encoded, collated) if gradients else []
-        prepared, watched, logits = self._packed(collated, with_gradients=gradients is not None)
+        prepared, watched, logits = self._packed(collated, places, with_gradients=gradients is not None)
         watched.sources.extend(media)
         for index, (_, span), sample, own in zip(indices, places, samples, encoded, strict=True):
             yield from _positions(pack, index, self._own_positions(sample.inputs), prepared["position_ids"][..., span])
@@ -103,7 +102,7 @@ class PackComparison:
         found = outcome_of(trainer.model, [logits[place] for place in places], packed, gradients=None)
         if gradients:
             readers = torch.linspace(0, len(places) - 1, min(_READERS, len(places))).round().int().tolist()
-            for reach in logit_reaches(watched, logits, places, readers):
+            for reach in logit_reaches(watched, logits, readers):
                 detail = f"on sample {indices[reach.source]}" if reach.size else ""
                 yield Deviation("isolation", reach.isolation, pack, indices[reach.reader], detail)
             del watched, logits
@@ -128,14 +127,14 @@ class PackComparison:
             yield trainer._prepare_inputs(dict(collated))  # noqa: SLF001  # what training does, and no less
 
     def _packed(
-        self, collated: dict[str, Any], *, with_gradients: bool
+        self, collated: dict[str, Any], places: tuple[Place, ...], *, with_gradients: bool
     ) -> tuple[dict[str, Any], Watched, torch.Tensor]:
         """Return a pack's prepared inputs, its embeddings, and its logits."""
         with torch.set_grad_enabled(with_gradients), self._prepared(collated) as prepared:
             inputs = model_inputs(prepared)
             inputs.pop("logits_to_keep", None)
-            shape = (1, collated["labels"].shape[1])
-            return prepared, *watch_pass(self.trainer.model, inputs, shape, call=self._call)
+            row = PackedBatch(inputs, None, (1, collated["labels"].shape[1]), places)
+            return prepared, *watch_pass(self.trainer.model, row, call=self._call)
 
     def _step(self, collated: dict[str, Any], found: Outcome) -> Outcome:
         """Return an outcome with the loss and gradients of the trainer's own step on a pack."""

@@ -31,13 +31,13 @@ FAULTS = {
     "trainer not divided": rf"the gradients are .*{TOOK}",
     "trainer divided twice": rf"0\.5 times .*{TOOK}",
     "trainer with ranks of unequal token counts": rf"the gradients are .*{TOOK}",
+    "trainer smooths labels": rf"times the .* that is due; the gradients are .*{TOOK}",
 }
 
 REFUSED = {
     "no update belongs in it": "the step changed weights: leave the optimizer's update out",
     "nothing is computed": "the step learns no token",
     "nothing is labelled": "the model is given no labels",
-    "trainer smooths labels": "label_smoothing_factor is set, so the trainer's loss is no mean over tokens",
 }
 
 

@@ -121,11 +121,9 @@ def test_trials_go_from_the_fastest_to_the_slowest():
 
 def test_what_is_measured_passes_if_it_is_apart_and_equal():
     """Isolation has no threshold; what is not a number passes nothing."""
-    assert ProbeResult(0, 2e-5, 2e-5, 2e-5).passes()
-    assert not ProbeResult(1e-30, 0).passes()
-    assert not ProbeResult(0, 0, 0, 3e-5).passes()
-    assert not ProbeResult(0, float("nan")).passes()
-    assert ProbeResult(0, 5e-2).passes("bfloat16")
+    assert ProbeResult(0, 2e-5, 2e-5, 2e-5).why_not(limit=2e-5) is None
+    for found in (ProbeResult(1e-30, 0), ProbeResult(0, 0, 0, 3e-5), ProbeResult(0, float("nan"))):
+        assert found.why_not(limit=2e-5) is not None
 
 
 def test_a_resume_on_another_plan_names_the_keys_that_changed():
