@@ -2,7 +2,7 @@
 
 import copy
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import pytest
 import torch
@@ -21,7 +21,6 @@ from transformers.masking_utils import (
 )
 
 from packplan.adapters import attention
-from packplan.adapters.attention import layout as layouts
 from packplan.adapters.attention import varlen
 from packplan.adapters.attention.layout import Layout, read_layout
 from packplan.adapters.attention.vision import PatchProjection
@@ -482,12 +481,3 @@ def test_a_compiled_model_gives_the_same():
     for lengths in ([5, 19, 3], [1, 1, 25]):
         inputs = row(lengths)
         assert max(apart(packed(compiled, inputs, lengths), packed(model, inputs, lengths))) < EQUAL
-
-
-def test_boundaries_of_like_blocks():
-    """Blocks of equal length are one batch, unless each has a mask of its own."""
-    cu_seqlens = torch.tensor(list(accumulate([3, 5, 3, 1, 5], initial=0)), dtype=torch.int32)
-
-    assert ((0, 2), (1, 4), (3,)) == Layout(cu_seqlens, is_causal=True).alike
-    assert ((0,), (1,), (2,), (3,), (4,)) == Layout(cu_seqlens, is_causal=True, masks=(torch.ones(1),) * 5).alike
-    assert 5 == layouts.Layout(cu_seqlens, is_causal=True).longest
