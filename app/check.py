@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
             reason = f"is {ranks[:40]!r}, but packplan check compares on one process: start it without torchrun"
             raise ConfigError.at("WORLD_SIZE", reason)
         config = read_config(options.config, options.overrides)
-        require_inputs(config, loads=True, trains=True)
+        require_inputs(config, loads=True)
 
         with loading_libraries():
             from packplan.app.wiring.trainers import without_progress

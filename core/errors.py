@@ -78,12 +78,8 @@ class Fault:
     reason: str
     """Fact and remedy, as a clause."""
 
-    place: str = ""
-    """Argument of the command line that set the value, `section.key=value`; empty for the YAML."""
-
     def __str__(self) -> str:
-        place = f" (command line: {self.place})" if self.place else ""
-        return f"{self.path}{place}: {self.reason}" if self.path else self.reason
+        return f"{self.path}: {self.reason}" if self.path else self.reason
 
 
 @attrs.define(eq=False)

@@ -1,21 +1,25 @@
 """YAML -> RunConfig, strictly: every fault at once, each with its path and remedy."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_origin
 
 import attrs
 
-from packplan.adapters.config.layers import Override, expand_path, read_document, read_overrides, without_null
+from packplan.adapters.config.layers import COMMAND_LINE, expand_path, override, read_document
 from packplan.adapters.config.trainer_keys import TrainerKey
-from packplan.adapters.config.values import known_keys, structure
+from packplan.adapters.config.values import Advise, structure
 from packplan.core.config.faults import faults, unknown_key
+from packplan.core.config.keys import keys_of
 from packplan.core.config.refusals import refused_settings
 from packplan.core.config.rl import RlConfig, rl_faults
 from packplan.core.config.run import RunConfig, TrainingConfig
 from packplan.core.errors import ConfigError, Fault
 from packplan.core.mixes import Mix, Mixes, Source, mixes_faults
+
+T = TypeVar("T", bound=RunConfig)
 
 SECTIONS = ("model", "template", "custom", "training")
 
@@ -65,26 +69,18 @@ def parse_config(
     Raises:
         ConfigError: All faults of the configuration.
     """
-    given = read_overrides(overrides)
-    document = without_null(_override(document, given))
-    known = {f"training.{key}": False for key in trainer_keys} | dict(known_keys(RunConfig))
-    usable = {path: section for path, section in known.items() if path not in _REFUSED}
-    advice = _Advice(document, usable, _REFUSED)
-    sections, found = _sections(document, SECTIONS)
-    for name in document.keys() & set(RL_SECTIONS):
-        reason = "is of reinforcement learning (packplan rl), which this command is not: remove the section"
-        found.append(Fault(name, reason))
-    training = sections["training"]
-    own = {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
-    passed = {key: training.pop(key) for key in list(training) if key not in own}
-    training["trainer"], key_faults = _check_settings(passed, "training", trainer_keys, advice)
-    found += key_faults
-    others = {key: value for key, value in document.items() if key not in {*sections, *RL_SECTIONS}}
-    config = structure({**others, **sections}, RunConfig, advice)
-    found += faults(config) if isinstance(config, RunConfig) else config
-    if found or not isinstance(config, RunConfig):
-        raise ConfigError(source, _place_faults(found, given))
-    return config
+    document = {name: {} for name in SECTIONS} | override(document, overrides)
+    reason = "is of reinforcement learning (packplan rl), which this command is not: remove the section"
+    found = [Fault(name, reason) for name in RL_SECTIONS if document.pop(name, None) is not None]
+    usable = {f"training.{key}" for key in trainer_keys} | {*known_keys(RunConfig)}
+    advise = partial(unknown_key, known=sorted(usable - {*_REFUSED}), refused=_REFUSED)
+    if isinstance(training := document["training"], dict):
+        own = training.keys() & {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
+        passed = {key: value for key, value in training.items() if key not in own}
+        checked, more = _check_settings("training", passed, trainer_keys, advise)
+        document["training"] = {key: training[key] for key in own} | {"trainer": checked}
+        found += more
+    return _build(document, RunConfig, _name_source(source, overrides), advise, found)
 
 
 def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, overrides: Sequence[str] = ()) -> RlConfig:
@@ -99,22 +95,42 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
     Raises:
         ConfigError: All faults of the configuration.
     """
-    given = read_overrides(overrides)
-    document = without_null(_override(read_document(Path(path)), given))
-    known = {path: section for path, section in known_keys(RlConfig) if path.partition(".")[0] != "training"}
-    advice = _Advice(document, known | {f"grpo.{key}": False for key in grpo_keys}, {})
-    sections, found = _sections(document, ("model", "template", "custom", *RL_SECTIONS))
-    if "training" in document:
+    document = {name: {} for name in (*SECTIONS, *RL_SECTIONS)} | override(read_document(Path(path)), overrides)
+    known = [key for key in known_keys(RlConfig) if key.partition(".")[0] != "training"]
+    advise = partial(unknown_key, known=[*known, *(f"grpo.{key}" for key in grpo_keys)], refused={})
+    found = []
+    if document["training"]:
         found.append(Fault("training", "is of packplan sft: write into the section grpo what GRPOConfig takes"))
-    sections["grpo"], key_faults = _check_settings(sections["grpo"], "grpo", grpo_keys, advice)
-    if "output_dir" not in sections["grpo"]:
-        key_faults.append(Fault("grpo.output_dir", "is not set: name a folder for checkpoints and the policy"))
-    sections["training"] = {"output_dir": sections["grpo"].get("output_dir", "")}
-    others = {key: value for key, value in document.items() if key not in sections}
-    config = structure({**others, **sections}, RlConfig, advice)
-    found += [*key_faults, *(rl_faults(config) if isinstance(config, RlConfig) else config)]
-    if found or not isinstance(config, RlConfig):
-        raise ConfigError(str(path), _place_faults(found, given))
+    grpo: Any = document["grpo"]
+    if isinstance(grpo, dict):
+        if "output_dir" not in grpo:
+            found.append(Fault("grpo.output_dir", "is not set: name a folder for checkpoints and the policy"))
+        document["grpo"], more = _check_settings("grpo", grpo, grpo_keys, advise)
+        found += more
+        document["training"] = {"output_dir": document["grpo"].get("output_dir", "unset")}
+    return _build(document, RlConfig, _name_source(str(path), overrides), advise, found)
+
+
+def known_keys(kind: type) -> Iterator[str]:
+    """Yield the path of every key that a frozen class reads, and of every section."""
+    paths = (path for path, field in keys_of(kind) if get_origin(field.type) is not Mapping)
+    parts = (part.removesuffix("[]") for path in paths for part in accumulate(path.split("."), "{}.{}".format))
+    return iter(dict.fromkeys(parts))
+
+
+def _name_source(source: str, overrides: Sequence[str]) -> str:
+    return f"{source} with {COMMAND_LINE}" if overrides else source
+
+
+def _build(document: Mapping[str, Any], kind: type[T], source: str, advise: Advise, found: Sequence[Fault]) -> T:
+    """
+    Return the configuration of a document; ConfigError with its faults and those that were *found*.
+    """
+    config = structure(document, kind, advise)
+    if isinstance(config, list):
+        raise ConfigError(source, (*found, *config))
+    if found := (*found, *(rl_faults(config) if isinstance(config, RlConfig) else faults(config))):
+        raise ConfigError(source, found)
     return config
 
 
@@ -132,7 +148,9 @@ def load_mixes(path: str | Path) -> Mixes:
     """
     document = read_document(Path(path))
     kind: type[_Curriculum | Mix] = _Curriculum if "curriculum" in document else Mix
-    found: _Curriculum | Mix | list[Fault] = structure(document, kind, _Advice(document, dict(known_keys(kind)), {}))
+    found: _Curriculum | Mix | list[Fault] = structure(
+        document, kind, partial(unknown_key, known=[*known_keys(kind)], refused={})
+    )
     if isinstance(found, list):
         raise ConfigError(str(path), tuple(found))
     spelling: dict[Path, str] = {}
@@ -157,66 +175,18 @@ class _Curriculum:
     curriculum: tuple[Mix, ...]
 
 
-@attrs.frozen
-class _Advice:
-    """Advice on a key that its place does not have."""
-
-    document: Mapping[str, Any]
-    known: Mapping[str, bool]
-    """Every key with its sections -> whether it is a section itself."""
-
-    refused: Mapping[str, str]
-
-    def __call__(self, key: str, level: str) -> str:
-        """Return what is wrong with a *key* in the section *level*, and what to do."""
-        value: Any = self.document
-        for part in re.findall(r"[^.\[\]]+", level):
-            value = value[int(part)] if isinstance(value, list) else value[part]
-        is_leaf = not isinstance(value.get(key), (dict, type(None)))
-        known = [path for path, section in self.known.items() if not (is_leaf and section)]
-        return unknown_key(key, re.sub(r"\[\d+\]", "[]", level), known, refused=self.refused)
-
-
-def _override(document: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
-    result = dict(document)
-    for override in overrides:
-        result = override.over(result)
-    return result
-
-
-def _place_faults(found: Sequence[Fault], overrides: Sequence[Override]) -> tuple[Fault, ...]:
-    """Return the faults, those of overridden keys with their overrides as their place."""
-    placed = list(found)
-    for override in overrides:
-        placed = [override.with_place(fault) for fault in placed]
-    return tuple(placed)
-
-
-def _sections(document: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[Fault]]:
-    """
-    Return these sections, those that are absent as empty, and what is wrong with them as a whole.
-    """
-    found: list[Fault] = []
-    sections: dict[str, dict[str, Any]] = {}
-    for name in names:
-        value = document.get(name)
-        if value is not None and not isinstance(value, dict):
-            found.append(Fault(name, f"is {value!r}, but has to be a section of keys"))
-        sections[name] = dict(value) if isinstance(value, dict) else {}
-    return sections, found
-
-
 def _check_settings(
-    passed: Mapping[str, Any], section: str, keys: Mapping[str, TrainerKey], advice: _Advice
+    section: str, values: Mapping[str, Any], keys: Mapping[str, TrainerKey], advise: Advise
 ) -> tuple[dict[str, Any], list[Fault]]:
-    """Return the settings of a section that go to the trainer, and what is wrong with them."""
-    checked, found = {}, []
-    for key, value in passed.items():
+    """Return settings of a section as the trainer takes them, and the faults of the others."""
+    checked: dict[str, Any] = {}
+    found = []
+    for key, value in values.items():
         path = f"{section}.{key}"
         if path in _REFUSED:
             found.append(Fault(path, _REFUSED[path]))
         elif key not in keys:
-            found.append(Fault(path, advice(str(key), section)))
+            found.append(Fault(path, advise(str(key), section)))
         else:
             try:
                 checked[key] = keys[key].checked(value)

@@ -1,6 +1,6 @@
 """
 Types, choices and bounds of the training arguments of ms-swift and TRL, read from tables, since
-importing these takes seconds; and faults of settings that this machine lacks something for, or
+importing these takes seconds; and faults of settings that this machine lacks a package for, or
 would ignore.
 
 A table is of one version of its libraries; `make reference` writes it from the installed ones
@@ -9,11 +9,9 @@ A table is of one version of its libraries; `make reference` writes it from the 
 
 import contextlib
 import json
-import os
-import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,16 +50,6 @@ TYPES: Mapping[Any, str] = {
     dict: "dict",
 }  # fmt: skip
 """Type -> its name, a key of `WORDS`."""
-
-PACKAGES: Mapping[str, tuple[str, ...]] = {
-    "all": (),
-    "azure_ml": ("azureml",),
-    "dagshub": ("dagshub", "mlflow"),
-    "flyte": ("flytekit",),
-    "kubeflow": (),
-    "none": (),
-}
-"""Service of `report_to` -> the packages it needs, where these are not the one of its name."""
 
 _NEED = {"deepspeed": "deepspeed", "use_flash_ckpt": "dlrover", "use_liger_kernel": "liger_kernel"}
 """Setting -> the package it needs."""
@@ -216,56 +204,19 @@ def as_table(keys: Mapping[str, TrainerKey], path: Path = TABLE) -> str:
     return f'{{\n  "versions": {versions},\n  "keys": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
 
 
-def package_faults(settings: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield faults of settings that need a package or a file that this machine does not have."""
+def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool) -> Iterator[Fault]:
+    """
+    Yield faults of settings that this machine lacks a package for or would ignore, or that break
+    the count of learners.
+
+    Args:
+        settings: Settings of the trainer.
+        on_cpu: Whether training uses no GPU.
+    """
     for key, package in _NEED.items():
         if settings.get(key) and find_spec(package) is None:
             reason = f"needs the package {package}, which is not installed: install it, or remove the key"
             yield Fault(f"training.{key}", reason)
-    for key in SETTINGS_FILES:
-        file = settings.get(key)
-        if isinstance(file, str) and not file.startswith("{") and not Path(file).is_file():
-            reason = f"is {file}, which is no file: name a JSON file, or write what it would hold as a section of keys"
-            yield Fault(f"training.{key}", reason)
-    services = settings.get("report_to", ())
-    for service in [services] if isinstance(services, str) else services:
-        for package in PACKAGES.get(service, (service,)):
-            if find_spec(package) is None:
-                reason = f"has {service}, whose package {package} is not installed: install it, or remove {service}"
-                yield Fault("training.report_to", reason)
-
-
-_DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
-"""Files of the drivers of GPUs that torch computes on, one of which is there where a GPU is."""
-
-
-def surely_without_gpu(
-    environment: Mapping[str, str] = os.environ, exists: Callable[[str], bool] = os.path.exists
-) -> bool:
-    """
-    Return whether torch will certainly find no GPU; False also where only torch itself could tell.
-
-    Args:
-        environment: The variables of this process.
-        exists: Whether there is a file of a name.
-    """
-    if environment.get("CUDA_VISIBLE_DEVICES") in {"", "-1"} or sys.platform == "darwin":
-        return True
-    if (installed_version("torch") or "").endswith("+cpu"):
-        return True
-    return sys.platform == "linux" and not any(map(exists, _DRIVERS))
-
-
-def device_faults(settings: Mapping[str, Any], *, on_cpu: bool | None = None) -> Iterator[Fault]:
-    """
-    Yield faults of settings that the devices would ignore, or that break the count of learners.
-
-    Args:
-        settings: Settings of the trainer.
-        on_cpu: Whether training uses no GPU; None where that is not asked of torch.
-    """
-    if on_cpu is None:
-        on_cpu = bool(settings.get("use_cpu")) or surely_without_gpu()
     if settings.get("fp16") and on_cpu:
         yield Fault("training.fp16", "computes in float32 on a CPU, silently: use bf16, or remove it")
     if settings.get("fsdp") and on_cpu:

@@ -51,24 +51,6 @@ def structure(document: Mapping[str, Any], kind: type[T], advise: Advise) -> T |
         return list(_faults(error, "", advise))
 
 
-def known_keys(kind: type, prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """
-    Yield the path of every key of a frozen class, and whether it is a section: those of a list's
-    items have a `[]`.
-    """
-    for field in attrs.fields(attrs.resolve_types(kind)):
-        plain = _without_none(field.type)
-        item: Any = next(iter(typing.get_args(plain)), None)
-        path = f"{prefix}{field.name}"
-        if attrs.has(plain):
-            yield path, True
-            yield from known_keys(plain, f"{path}.")
-        elif _origin(plain) is not Mapping and not key_of(field).by_command:
-            yield path, False
-            if attrs.has(item):
-                yield from known_keys(item, f"{path}[].")
-
-
 def _refuse(value: object, wanted: str) -> typing.NoReturn:
     message = f"is {value!r}, but has to be {wanted}"
     raise ValueError(message)
@@ -117,7 +99,7 @@ def _to_str(value: object, _: Any) -> str:
 
 
 def _to_path(value: object, _: Any) -> str:
-    return expand_path(_to_str(value, None))
+    return expand_path(_to_str(value, None)) or _refuse(value, "a path")
 
 
 def _to_decimal(value: object, _: Any) -> Decimal:

@@ -24,7 +24,7 @@ from swift.optimizers import optimizers_map
 from transformers import Trainer, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks, is_deepspeed_zero3_enabled
 
-from packplan.adapters.config.trainer_keys import TrainerKey, device_faults, keys_of
+from packplan.adapters.config.trainer_keys import TrainerKey, keys_of, machine_faults
 from packplan.core.config.faults import tuners_of
 from packplan.core.config.run import RunConfig, TrainingConfig
 from packplan.core.errors import ConfigError, Fault
@@ -77,7 +77,7 @@ def training_arguments(
         "average_tokens_across_devices": True,
     }
     on_cpu = runs_on_cpu(training.trainer)
-    refused = list(device_faults(training.trainer, on_cpu=on_cpu))
+    refused = list(machine_faults(training.trainer, on_cpu=on_cpu))
     if refused:
         raise ConfigError("the section training", tuple(refused))
     if on_cpu:

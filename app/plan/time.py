@@ -113,7 +113,7 @@ def _calibrate(options: argparse.Namespace) -> tuple[int, int]:
     """Time steps of a run on this process's ranks; return the rank and their number."""
     with ranks_refuse_together():
         config = read_config(options.config, options.overrides)
-        require_inputs(config, loads=True, trains=True)
+        require_inputs(config, loads=True)
         with loading_libraries():
             from packplan.app.sft.train import prepare
             from packplan.app.wiring.measuring import calibrate, calibrated_run

@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     def command() -> None:
         with ranks_refuse_together():
             config = read_config(options.config, options.overrides)
-            require_inputs(config, loads=True, trains=True)
+            require_inputs(config, loads=True)
 
             with loading_libraries():
                 from packplan.app.sft.stream import train_stream

@@ -68,9 +68,9 @@ def recipe_of(config: RunConfig, split: str) -> EpochRecipe | None:
     custom, training = config.custom, config.training
     if split != "train":
         return None
-    if custom.fusion_schedule is None or custom.fusion_config is None:
+    if custom.planned_mix is None:
         return EpochRecipe() if training.packing_epochs == "replanned" else None
-    return EpochRecipe(mixes=load_mixes(custom.fusion_config), seed=training.seed)
+    return EpochRecipe(mixes=load_mixes(custom.planned_mix), seed=training.seed)
 
 
 def open_mixes(path: str, *, cache: Path, measured: bool = False) -> tuple[Mixes, list[FileRecords]]:
@@ -118,7 +118,7 @@ def mixes_of(config: RunConfig) -> tuple[Mixes, list[FileRecords]]:
     """
     custom = config.custom
     assert custom.fusion_config is not None  # noqa: S101  # the caller has looked
-    measured = custom.fusion_schedule == "planned"
+    measured = custom.planned_mix is not None
     mixes, records = open_mixes(custom.fusion_config, cache=records_cache(config), measured=measured)
     known = {*mixes.files, *custom.val_jsonl}
     reason = "is no file of the mix, nor of custom.val_jsonl: write it as it is written there"

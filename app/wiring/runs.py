@@ -12,7 +12,7 @@ from typing import TypeVar
 import attrs
 
 from packplan.adapters.config.run import load_config, load_mixes, load_rl_config
-from packplan.adapters.config.trainer_keys import GRPO_TABLE, TrainerKey, device_faults, package_faults, stored_keys
+from packplan.adapters.config.trainer_keys import GRPO_TABLE, TrainerKey, stored_keys
 from packplan.adapters.model_folder import download_model, find_cached, is_id, model_faults
 from packplan.adapters.ranks.environment import require_ranks
 from packplan.adapters.samples.copies import local_files
@@ -70,8 +70,8 @@ def with_inputs(config: Run) -> Run:
     """
     model = _with_model(config.model)
     custom = config.custom
-    if custom.fusion_schedule is not None and custom.fusion_config is not None:
-        custom = attrs.evolve(custom, train_jsonl=load_mixes(custom.fusion_config).files)
+    if custom.planned_mix is not None:
+        custom = attrs.evolve(custom, train_jsonl=load_mixes(custom.planned_mix).files)
     custom = _with_copies(custom, records_cache(config))
     return attrs.evolve(config, model=model, custom=custom)
 
@@ -130,7 +130,7 @@ def ranks_refuse_together() -> Iterator[None]:
         raise
 
 
-def require_inputs(config: RunConfig, *, loads: bool = False, trains: bool = False) -> None:
+def require_inputs(config: RunConfig, *, loads: bool = False) -> None:
     """
     Refuse a model or data that are not there, before libraries are imported that take seconds;
     ms-swift has looked for those of a command.
@@ -138,7 +138,6 @@ def require_inputs(config: RunConfig, *, loads: bool = False, trains: bool = Fal
     Args:
         config: The run.
         loads: Whether the model is loaded: its weights have to be whole.
-        trains: Whether the trainer is built: its packages, files and devices have to be there too.
 
     Raises:
         ConfigError: All that is not there.
@@ -147,13 +146,11 @@ def require_inputs(config: RunConfig, *, loads: bool = False, trains: bool = Fal
         return
     found = list(model_faults(config.model, loads=loads))
     custom = config.custom
-    if custom.fusion_schedule is not None and custom.fusion_config is not None:
-        found += _mix_faults(custom.fusion_config)
+    if custom.planned_mix is not None:
+        found += _mix_faults(custom.planned_mix)
     else:
         found += [Fault("custom.train_jsonl", reason) for reason in file_faults(custom.train_jsonl)]
     found += [Fault("custom.val_jsonl", reason) for reason in file_faults(custom.val_jsonl)]
-    if trains:
-        found += [*package_faults(config.training.trainer), *device_faults(config.training.trainer)]
     if found:
         raise ConfigError("the configuration", tuple(found))
 

@@ -34,7 +34,7 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
     try:
         encoders = open_encoders(config)
     except DataSetError:
-        if config.custom.fusion_schedule is not None:
+        if config.custom.planned_mix is not None:
             mixes_of(config)  # names the source of the mix by its key
         raise
     splits = {}

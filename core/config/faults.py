@@ -2,15 +2,14 @@
 Faults of a run's configuration, and keys to change: faults of several keys together, unknown keys,
 and remedies of errors that core states without a key.
 
-All faults are reported at once. An unknown key is told where it belongs, or which key it misspells;
-never a key of another meaning. A misspelling keeps the words of a key and their order. At most two
-words are off by one letter (one too many, too few, another one, or two swapped), and numbers stay.
-So `packing_lenght` is `packing_length`, and `min_pixels` is not `max_pixels`. Failing that, a key
-may lack one word, or have one too many; it does not lack the medium that it is of: `min_pixels` is
-not `video_min_pixels`. docs/troubleshooting.md has more than the one remedy by kind of error.
+All faults are reported at once. An unknown key is told where it belongs, or which key it misspells:
+`packing_lenght` is `packing_length`, and `min_pixels` is not `max_pixels`. docs/troubleshooting.md
+has more than the one remedy by kind of error.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from types import MappingProxyType
 
 import attrs
@@ -24,33 +23,23 @@ from packplan.core.samples.places import without_credentials
 MANY_EPOCHS = 10**6
 """Number of epochs that can only be a typing error; nothing could count its steps."""
 
-_OF_MODULES = ("lora", "boft", "fourierft", "vera")
-"""Tuners that take modules by their names."""
-
 _TUNERS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        ("lora_rank", "lora_alpha", "lora_dropout", "lora_bias", "lora_dtype", "use_rslora", "use_dora",
-         "lorap_lr_ratio", "target_parameters", "init_weights"), ("lora",),
-    ),
-    **dict.fromkeys(("target_modules", "target_regex", "modules_to_save"), _OF_MODULES),
-    **dict.fromkeys(
-        ("freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio", "trainable_parameters",
-         "trainable_parameters_regex"), ("full",),
-    ),
-}  # fmt: skip
-"""Key of `training.` -> values of `training.tuner_type` that read it."""
+    r"lora_\w+|use_rslora|use_dora|lorap_lr_ratio|target_parameters|init_weights": ("lora",),
+    r"target_modules|target_regex|modules_to_save": ("lora", "boft", "fourierft", "vera"),
+    r"(freeze|trainable)_parameters(_regex|_ratio)?": ("full",),
+    r"adapter_\w+": ("adapter",),
+    r"boft_\w+": ("boft",),
+    r"fourier_\w+": ("fourierft",),
+    r"llamapro_\w+": ("llamapro",),
+    r"vera_\w+": ("vera",),
+}
+"""Pattern of keys of `training.` -> values of `training.tuner_type` that read them."""
 
 _ENDLESS_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy")
 """Values of `training.lr_scheduler_type` that need no number of steps."""
 
 _IN_STEPS = ("warmup_ratio", "warmup_steps", "logging_steps", "eval_steps", "save_steps")
 """Keys of `training.` that give a number of steps, or a share of all steps if they are below 1."""
-
-_TUNERS_BY_PREFIX: Mapping[str, tuple[str, ...]] = {
-    "adapter_": ("adapter",), "boft_": ("boft",), "fourier_": ("fourierft",), "llamapro_": ("llamapro",),
-    "vera_": ("vera",),
-}  # fmt: skip
-"""Beginning of the keys of one tuner -> that tuner."""
 
 
 def tuners_of(name: str) -> tuple[str, ...]:
@@ -60,8 +49,7 @@ def tuners_of(name: str) -> tuple[str, ...]:
     >>> tuners_of("boft_block_size"), tuners_of("seed")
     (('boft',), ())
     """
-    by_prefix = (tuners for prefix, tuners in _TUNERS_BY_PREFIX.items() if name.startswith(prefix))
-    return _TUNERS.get(name) or next(by_prefix, ())
+    return next((tuners for pattern, tuners in _TUNERS.items() if re.fullmatch(pattern, name)), ())
 
 
 def faults(config: RunConfig) -> Iterator[Fault]:
@@ -99,14 +87,10 @@ def _source_faults(custom: CustomConfig) -> Iterator[Fault]:
 
 
 def _video_faults(template: TemplateConfig) -> Iterator[Fault]:
-    """Yield faults in limits of videos that leave nothing between them."""
-    for what, low, high in (
-        ("frames", ("fps_min_frames", 4), ("fps_max_frames", 768)),
-        ("pixels", ("video_min_pixels", None), ("video_max_pixels", None)),
-    ):
-        least, most = (getattr(template, name) or default for name, default in (low, high))
-        if least is not None and most is not None and least > most:
-            yield Fault(f"template.{low[0]}", f"is {least}, but template.{high[0]} is {most} {what}: lower it")
+    """Yield faults in limits of frames; the template has defaults of those of pixels."""
+    least, most = template.fps_min_frames or 4, template.fps_max_frames or 768
+    if least > most:
+        yield Fault("template.fps_min_frames", f"is {least}, but template.fps_max_frames is {most}: lower it")
 
 
 def _step_faults(training: TrainingConfig) -> Iterator[Fault]:
@@ -248,11 +232,8 @@ def _quantisation_faults(model: ModelConfig, training: TrainingConfig) -> Iterat
 MOST = 3
 """Keys that advice names, at most."""
 
-_ONE_WORD = 3
-"""Rank of a key that differs by a whole word: behind all that differ by letters."""
-
-_MEDIA = frozenset({"audio", "image", "video"})
-"""Words without which a key would be of another medium."""
+_TELLING = re.compile(r"\d+|(?:^|_)(?:min|max)(?=_|$)")
+"""Parts of a key that tell it from others that look like it; a misspelling keeps them."""
 
 
 def unknown_key(name: str, level: str, known: Iterable[str], *, refused: Mapping[str, str]) -> str:
@@ -270,7 +251,7 @@ def unknown_key(name: str, level: str, known: Iterable[str], *, refused: Mapping
     >>> unknown_key("learning_rate", "", ["training.learning_rate"], refused={})
     'is no key of the top level: write training.learning_rate'
     """
-    paths = list(known)
+    paths, level = list(known), re.sub(r"\[\d+\]", "[]", level)
     if f"{_prefix(level)}{name}" in paths:
         section, _, last = name.rpartition(".")
         return f"is written with a dot: write {last} in the section {_prefix(level)}{section}"
@@ -291,13 +272,14 @@ def unknown_key(name: str, level: str, known: Iterable[str], *, refused: Mapping
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
     """
-    Return the keys that *name* may misspell, those that differ least, in their order.
+    Return the keys that *name* may misspell, the nearest first.
 
     >>> closest("learning_rat", ["learning_rate", "seed"]), closest("min_pixels", ["max_pixels"])
     (['learning_rate'], [])
     """
-    ranks = {key: rank for key in known if (rank := _rank(_words(name), _words(key))) is not None}
-    return [key for key, rank in ranks.items() if rank == min(ranks.values())]
+    words = name.lower().replace("-", "_")
+    alike = {key for key in known if _TELLING.findall(key) == _TELLING.findall(words)}
+    return get_close_matches(words, sorted(alike), MOST, cutoff=0.8)
 
 
 def _prefix(level: str) -> str:
@@ -310,40 +292,6 @@ def _last(path: str) -> str:
 
 def _either(names: Sequence[str]) -> str:
     return " or ".join(names[:MOST])
-
-
-def _words(key: str) -> list[str]:
-    return key.lower().replace("-", "_").split("_")
-
-
-def _rank(words: list[str], meant: list[str]) -> int | None:
-    """
-    Return by how much *words* differ from those that are meant; None if they mean something else.
-    """
-    if _digits(words) != _digits(meant):
-        return None
-    if "".join(words) == "".join(meant):
-        return 0
-    if len(words) == len(meant):
-        slips = [pair for pair in zip(words, meant, strict=True) if pair[0] != pair[1]]
-        return len(slips) if len(slips) < 3 and all(_is_slip(*pair) for pair in slips) else None
-    one = _without_one(words, meant) | (_without_one(meant, words) - _MEDIA)
-    return _ONE_WORD if one and min(len(words), len(meant)) >= 2 else None
-
-
-def _without_one(longer: list[str], shorter: list[str]) -> set[str]:
-    """Return the words any one of which *longer* has beyond *shorter*; none if they differ more."""
-    return {word for place, word in enumerate(longer) if longer[:place] + longer[place + 1 :] == shorter}
-
-
-def _digits(words: list[str]) -> str:
-    return "".join(letter for letter in "".join(words) if letter.isdigit())
-
-
-def _is_slip(word: str, meant: str) -> bool:
-    """Return whether a word of at least three letters is off by one."""
-    one, two = ({text, *(text[:at] + text[at + 1 :] for at in range(len(text)))} for text in (word, meant))
-    return len(word + meant) > 4 and bool(one & two)
 
 
 LESS_DROPPED = "To drop less, set training.packing_drop_last: false, or lower training.packing_min_fill_ratio"
@@ -385,21 +333,6 @@ _REMEDIES: Mapping[str, str] = MappingProxyType(
 """Kind of an error -> remedy, with its `details` in braces."""
 
 
-_KEYS_OF_PLANS: Mapping[str, str] = MappingProxyType(
-    {
-        "algorithm": "training.packing_algorithm",
-        "allow_single_long": "training.packing_allow_single_long",
-        "min_fill_ratio": "training.packing_min_fill_ratio",
-        "mix": "custom.fusion_config",
-        "mix_seed": "training.seed",
-        "packing": "training.packing",
-        "packing_length": "template.max_length",
-        "replanned": "training.packing_epochs",
-    }
-)
-"""Input of a plan -> the key that decides it."""
-
-
 def with_remedy(error: PackplanError) -> str:
     """
     Return the text of an error with its remedy, if it has one, in keys of a run's YAML.
@@ -413,8 +346,5 @@ def with_remedy(error: PackplanError) -> str:
         kind = "attention"
     if kind not in _REMEDIES:
         return fact
-    if kind == "changed_plan":
-        changed = {_KEYS_OF_PLANS[one.key]: None for one in error.details["differences"] if one.key in _KEYS_OF_PLANS}
-        fact += f"\n  changed: {', '.join(changed)}" if changed else ""
     between = "\n  " if "\n" in fact else "; "
     return shortened(f"{fact}{between}{_REMEDIES[kind].format_map(error.details)}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import attrs
 
@@ -82,13 +82,18 @@ def key_of(field: attrs.Attribute[Any]) -> Key:
 
 
 def keys_of(kind: type, prefix: str = "") -> Iterator[tuple[str, attrs.Attribute[Any]]]:
-    """Yield each key of a class and of the sections below it: its path and its field."""
+    """
+    Yield each key of a class and of the sections below it: its path and its field. Keys of a list's
+    sections have a `[]`.
+    """
     for field in attrs.fields(attrs.resolve_types(kind)):
-        path = f"{prefix}{field.name}"
+        path, item = f"{prefix}{field.name}", next(iter(get_args(field.type)), None)
         if attrs.has(field.type):
             yield from keys_of(field.type, f"{path}.")
         elif not key_of(field).by_command:
             yield path, field
+            if isinstance(item, type) and attrs.has(item):
+                yield from keys_of(item, f"{path}[].")
 
 
 def key_faults(section: Any, prefix: str = "") -> Iterator[Fault]:

@@ -23,52 +23,46 @@ class Refusal:
     effect: str
     """Consequence of the setting, as a clause."""
 
-    remedy: str = "remove it"
+    remedy: str
 
     def __str__(self) -> str:
         return f"{self.effect}: {self.remedy}"
 
 
-_DRAWS = "draws batches by itself"
+_DRAWS, _SHARES = "draws batches by itself", "lets ranks share rows"
 
-_SHARES = "lets ranks share rows"
+_REMOVE = "remove it"
 
-REFUSALS = (
-    Refusal("auto_find_batch_size", ("sft", "plugin", "trainer"), "changes the batch, which decides the steps"),
-    Refusal("group_by_length", ("sft", "plugin", "trainer"), _DRAWS),
-    Refusal("ignore_data_skip", ("sft", "plugin", "trainer"), "lets a resumed run train packs twice"),
-    *(
-        Refusal(name, ("sft",), _DRAWS, "use training.train_dataloader_shuffle")
-        for name in ("sortish_sampler", "train_sampling_strategy")
-    ),
-    Refusal(
-        "packing_length", ("sft",), "is derived from template.max_length", "set that instead"
-    ),
-    Refusal("packing_avg_samples", ("sft",), "guesses what a plan counts"),
-    Refusal("max_epochs", ("sft",), "ends training at another step than planned", "use training.num_train_epochs"),
-    Refusal("remove_unused_columns", ("sft",), "drops columns that packs need"),
-    Refusal("eval_use_evalscope", ("sft",), "is not supported"),
-    Refusal("use_galore", ("sft",), "was not tried with packs"),
-    *(
-        Refusal(name, ("sft",), "is for generated answers, but evaluation measures the loss")
-        for name in ("predict_with_generate", "generation_config", "generation_max_length", "generation_num_beams")
-    ),
-    Refusal("parallelism_config", ("sft",), _SHARES),
-    Refusal("average_tokens_across_devices", ("sft",), "is always on"),
-    Refusal("streaming", ("plugin",), "gives no lengths before training"),
-    Refusal("use_ray", ("plugin", "rlhf"), "starts processes that were not tried"),
-    *(
-        Refusal(name, ("plugin", "rlhf"), _SHARES, "set it to 1")
-        for name in ("sequence_parallel_size", "context_parallel_size", "deepspeed_autotp_size")
-    ),
-    *(Refusal(name, ("trainer",), "packs rows by itself") for name in ("packing", "eval_packing")),
-    Refusal("include_for_metrics", ("trainer",), "hands inputs of padded rows to metrics of packs"),
-    *(
-        Refusal(f"accelerator_config.{name}", ("trainer",), "hands the batches of one rank out to all")
-        for name in ("dispatch_batches", "split_batches")
-    ),
-    *(Refusal(name, ("balance",), "divides losses in a kernel") for name in ("use_liger_kernel", "use_liger_loss")),
-    *(Refusal(name, ("balance",), "averages over a batch") for name in ("entropy_coef", "use_adaptive_entropy")),
+_PLANNING: tuple[Host, ...] = ("sft", "plugin", "trainer")
+_SWIFT: tuple[Host, ...] = ("plugin", "rlhf")
+REFUSALS = tuple(
+    Refusal(setting, hosts, effect, remedy)
+    for settings, hosts, effect, remedy in (
+        ("auto_find_batch_size", _PLANNING, "changes the batch, which decides the steps", _REMOVE),
+        ("group_by_length", _PLANNING, _DRAWS, _REMOVE),
+        ("ignore_data_skip", _PLANNING, "lets a resumed run train packs twice", _REMOVE),
+        ("sortish_sampler train_sampling_strategy", ("sft",), _DRAWS, "use training.train_dataloader_shuffle"),
+        ("packing_length", ("sft",), "is derived from template.max_length", "set that instead"),
+        ("packing_avg_samples", ("sft",), "guesses what a plan counts", _REMOVE),
+        ("max_epochs", ("sft",), "ends training at another step than planned", "use training.num_train_epochs"),
+        ("remove_unused_columns", ("sft",), "drops columns that packs need", _REMOVE),
+        ("eval_use_evalscope", ("sft",), "is not supported", _REMOVE),
+        ("use_galore", ("sft",), "was not tried with packs", _REMOVE),
+        ("predict_with_generate generation_config generation_max_length generation_num_beams", ("sft",),
+         "is for generated answers, but evaluation measures the loss", _REMOVE),
+        ("parallelism_config", ("sft",), _SHARES, _REMOVE),
+        ("average_tokens_across_devices", ("sft",), "is always on", _REMOVE),
+        ("streaming", ("plugin",), "gives no lengths before training", _REMOVE),
+        ("use_ray", _SWIFT, "starts processes that were not tried", _REMOVE),
+        ("sequence_parallel_size context_parallel_size deepspeed_autotp_size", _SWIFT, _SHARES, "set it to 1"),
+        ("packing eval_packing", ("trainer",), "packs rows by itself", _REMOVE),
+        ("include_for_metrics", ("trainer",), "hands inputs of padded rows to metrics of packs", _REMOVE),
+        ("accelerator_config.dispatch_batches accelerator_config.split_batches", ("trainer",),
+         "hands the batches of one rank out to all", _REMOVE),
+        ("use_liger_kernel use_liger_loss", ("balance",), "divides losses in a kernel", _REMOVE),
+        ("entropy_coef use_adaptive_entropy", ("balance",), "averages over a batch", _REMOVE),
+    )
+    for setting in settings.split()
 )  # fmt: skip
 
 

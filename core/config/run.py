@@ -250,6 +250,11 @@ class CustomConfig:
     media_cache: PathText | None = key(None, neither=_COPIES)
     """Folder for images and videos at places, fetched once. Unset, such media are refused."""
 
+    @property
+    def planned_mix(self) -> str | None:
+        """The mix whose epochs are planned before training; None if there is none."""
+        return self.fusion_config if self.fusion_schedule else None
+
 
 @attrs.frozen(kw_only=True)
 class TrainingConfig:
@@ -314,7 +319,7 @@ class TrainingConfig:
     packing_wait_timeout_s: float = key(
         7200.0,
         neither=_MEASURES,
-        check=must(lambda value: value >= 0, "a number of seconds, or 0 to wait for ever"),
+        check=at_least(0),
         stream="evaluation",
     )
     """Seconds that ranks wait for rank 0, and rank 0 for other jobs in its folders; 0: for ever."""
@@ -322,7 +327,6 @@ class TrainingConfig:
     packing_lengths_from: PathText | None = key(
         None,
         neither="names lengths that have the same fingerprint",
-        check=must(bool, "the output_dir of another run"),
         stream="evaluation",
     )
     """

@@ -17,7 +17,7 @@ from tests.models_page import packing_families, unpacked_families
 ROOT = Path(__file__).parents[2]
 
 CORE_MAY_IMPORT = {
-    "__future__", "ast", "attrs", "base64", "binpacking", "bisect", "collections", "contextlib", "decimal",
+    "__future__", "ast", "attrs", "base64", "binpacking", "bisect", "collections", "contextlib", "decimal", "difflib",
     "fractions", "functools", "hashlib", "heapq", "importlib", "itertools", "json",
     "math", "numbers", "numpy", "packplan.core", "re", "scipy", "shlex", "types", "typing",
 }  # fmt: skip

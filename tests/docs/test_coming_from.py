@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from packplan.adapters.config.run import SECTIONS, known_keys
 from packplan.adapters.config.trainer_keys import stored_keys
-from packplan.adapters.config.values import known_keys
 from packplan.core.config.run import RunConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 
-KEYS = {path for path, section in known_keys(RunConfig) if not section} | {f"training.{key}" for key in stored_keys()}
+KEYS = {*known_keys(RunConfig)} - {*SECTIONS} | {f"training.{key}" for key in stored_keys()}
 
 PROGRAMS = ("TRL", "axolotl", "LLaMA-Factory")
 

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import yaml
 
-from packplan.adapters.config.run import RL_SECTIONS, load_rl_config, parse_config
+from packplan.adapters.config.run import RL_SECTIONS, SECTIONS, known_keys, load_rl_config, parse_config
 from packplan.adapters.config.trainer_keys import GRPO_TABLE, stored_keys
-from packplan.adapters.config.values import known_keys
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.__main__ import COMMANDS
@@ -38,7 +37,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 CODE = re.compile(r"`([^`\n]+)`")
 
-KEYS = {path for path, section in known_keys(RunConfig) if not section} | {f"training.{key}" for key in stored_keys()}
+KEYS = {*known_keys(RunConfig)} - {*SECTIONS} | {f"training.{key}" for key in stored_keys()}
 
 MODULES = [path for layer in ("core", "adapters", "app") for path in (ROOT / layer).rglob("*.py")]
 

@@ -54,11 +54,11 @@ FAULTS = (
     Fault("template.max_length", "is 4096.5, but has to be a whole number"),
     Fault("training.packing_bufer", "is no known key: did you mean packing_buffer?"),
     Fault("learning_rate", "is no key of the top level: write training.learning_rate"),
-    Fault("training.seed", "is 'x', but has to be a whole number", "training.seed=x"),
+    Fault("training.seed", "is 'x', but has to be a whole number"),
 )
 
 EXAMPLES = (
-    errors.ConfigError("run.yaml", FAULTS),
+    errors.ConfigError("run.yaml with the command line", FAULTS),
     errors.RecordError("data/train.jsonl, line 17", "has 2 images, but 1 <image> tag: write one tag for each image"),
     errors.DataSetError("data/train.jsonl holds no record"),
     raised(pack, [9, 7, 3, -1], capacity=16),

@@ -18,7 +18,6 @@ from packplan.app.plan.__main__ import main as show_main
 from packplan.app.plan.stored import open_split
 from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs
 from packplan.app.wiring.runs import read_config
-from packplan.core.config.faults import with_remedy
 from packplan.core.errors import ConfigError, MismatchError, NotBuiltError, StaleError
 from packplan.core.schedule import PackStats
 from tests.e2e import rank_main
@@ -153,13 +152,9 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(write_mix, execute, tmp_p
     assert whole.schedule.total_steps + resumed.schedule.steps_in(3) == resumed.num_steps
     assert not hasattr(whole.planned["train"], "raw")
     assert not hasattr(PackedDataset, "set_epoch"), "a plan's data set is told no epoch"
-    for keys, named in (
-        ({"mix": changed(ratio=2)}, "custom.fusion_config"),
-        ({"packing_epochs": "replanned"}, "training.packing_epochs"),
-    ):
-        with pytest.raises(StaleError, match=r"plan: stored '\w+', now '") as raised:
+    for keys, named in (({"mix": changed(ratio=2)}, "mix"), ({"packing_epochs": "replanned"}, "replanned")):
+        with pytest.raises(StaleError, match=rf"{named}: stored .*, now "):
             execute(write_mix(**keys, name="again", resume_from_checkpoint=checkpoint))
-        assert f"changed: {named}\n" in with_remedy(raised.value)
 
 
 def shown(capsys, *arguments: str) -> str:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from packplan.adapters.config.run import SECTIONS, known_keys
 from packplan.adapters.config.trainer_keys import TABLE
-from packplan.adapters.config.values import known_keys
 from packplan.core.config import keys
 from packplan.core.config.identity import (
     FIXED_ARGUMENTS,
@@ -83,7 +83,7 @@ def test_a_changed_setting_is_refused_or_told_or_decides_no_step(changed, refuse
 
 def keys_of(kind: type) -> list[tuple[str, ...]]:
     """Return the path of every key of a run that is no section."""
-    return [tuple(path.split(".")) for path, is_section in known_keys(kind) if not is_section]
+    return [tuple(path.split(".")) for path in known_keys(kind) if path not in SECTIONS]
 
 
 def changed(config, path: tuple[str, ...], value: object):

@@ -1,11 +1,9 @@
-"""What a run needs and this machine lacks is named at once, before libraries are imported."""
-
-import sys
+"""What a run needs and this machine lacks is named at once."""
 
 import pytest
 import yaml
 
-from packplan.adapters.config.trainer_keys import device_faults, surely_without_gpu
+from packplan.adapters.config.trainer_keys import machine_faults
 from packplan.app.wiring.runs import read_config, require_inputs
 from packplan.core.errors import ConfigError
 
@@ -30,32 +28,18 @@ def run_of(tmp_path):
 
 
 def test_all_that_is_missing_is_named_at_once(run_of, tmp_path):
-    """The model, every data file of both splits, and what the trainer needs, each with its key."""
-    config = run_of(training={"output_dir": str(tmp_path / "run"), "accelerator_config": "ds.json"})
-
+    """The model, and every data file of both splits, each with its key."""
     with pytest.raises(ConfigError) as raised:
-        require_inputs(config, trains=True)
+        require_inputs(run_of())
 
-    model, *data, file = map(str, raised.value.faults)
+    model, *data = map(str, raised.value.faults)
     assert "model.model: gone is no folder with a config.json that names a model_type: name such a folder" == model
     assert [
         f"custom.train_jsonl: a.jsonl {GONE}",
         f"custom.train_jsonl: b.jsonl {GONE}",
         f"custom.val_jsonl: {tmp_path}/*.csv matches no file: name existing data files",
     ] == data
-    assert file.startswith("training.accelerator_config: is ds.json, which is no file")
     assert not (tmp_path / "run").exists()
-
-
-def test_what_only_training_needs_does_not_keep_from_planning(run_of, tmp_path):
-    """A plan may be built where the trainer could not start."""
-    config = run_of(training={"output_dir": str(tmp_path / "run"), "fp16": True, "use_cpu": True})
-
-    with pytest.raises(ConfigError) as raised:
-        require_inputs(config)
-    assert {"model.model", "custom.train_jsonl", "custom.val_jsonl"} == {fault.path for fault in raised.value.faults}
-    with pytest.raises(ConfigError, match=r"training\.fp16: computes in float32 on a CPU, silently: use bf16"):
-        require_inputs(config, trains=True)
 
 
 def test_a_download_is_ms_swift_s_and_its_failure_is_a_fault(run_of, monkeypatch, tmp_path):
@@ -69,24 +53,10 @@ def test_a_download_is_ms_swift_s_and_its_failure_is_a_fault(run_of, monkeypatch
         run_of(model={"model": "org/gone", "download": True})
 
 
-@pytest.mark.parametrize("driver", ["/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/nvmap"])
-def test_a_gpu_is_missing_only_where_that_is_sure(monkeypatch, driver):
-    """A driver's file leaves it to torch; hidden devices and a torch without them do not."""
-    monkeypatch.setattr("packplan.adapters.config.trainer_keys.installed_version", lambda _: "2.13.0")
-    monkeypatch.setattr(sys, "platform", "linux")
+def test_what_this_machine_lacks_or_ignores_is_refused():
+    """Packages by the keys that need them; half precision and shards on a CPU alone."""
+    settings = {"fp16": True, "fsdp": "full_shard", "use_flash_ckpt": True, "use_liger_kernel": False}
 
-    assert not surely_without_gpu({}, driver.__eq__)
-    assert not surely_without_gpu({"CUDA_VISIBLE_DEVICES": "0"}, driver.__eq__)
-    assert surely_without_gpu({}, lambda _: False)
-    assert surely_without_gpu({"CUDA_VISIBLE_DEVICES": ""}, driver.__eq__)
-    assert surely_without_gpu({"CUDA_VISIBLE_DEVICES": "-1"}, driver.__eq__)
-    monkeypatch.setattr("packplan.adapters.config.trainer_keys.installed_version", lambda _: "2.13.0+cpu")
-    assert surely_without_gpu({}, driver.__eq__)
-
-
-def test_half_precision_is_refused_on_a_cpu_alone():
-    """And so are shards that would be dropped there."""
-    settings = {"fp16": True, "fsdp": "full_shard"}
-
-    assert ["training.fp16", "training.fsdp"] == [fault.path for fault in device_faults(settings, on_cpu=True)]
-    assert not list(device_faults(settings, on_cpu=False))
+    refused = ["training.use_flash_ckpt", "training.fp16", "training.fsdp"]
+    assert refused == [fault.path for fault in machine_faults(settings, on_cpu=True)]
+    assert refused[:1] == [fault.path for fault in machine_faults(settings, on_cpu=False)]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packplan.adapters.config import trainer_keys
-from packplan.adapters.config.trainer_keys import TrainerKey, as_table, package_faults, stored_keys
+from packplan.adapters.config.trainer_keys import TrainerKey, as_table, stored_keys
 
 KEYS = stored_keys()
 
@@ -94,23 +94,3 @@ def test_a_table_is_not_used_for_other_versions(monkeypatch, table):
             assert stored_keys(table) is None
     monkeypatch.setattr(trainer_keys, "installed_version", lambda _: None)
     assert stored_keys(table) == keys
-
-
-@pytest.mark.parametrize(
-    ("settings", "path", "says"),
-    [
-        ({"report_to": "no_such_service"}, "training.report_to",
-         "no_such_service, whose package no_such_service is not installed: install it"),
-        ({"report_to": ["tensorboard", "azure_ml"]}, "training.report_to", "has azure_ml, whose package azureml"),
-        ({"use_flash_ckpt": True}, "training.use_flash_ckpt", "needs the package dlrover"),
-        ({"fsdp_config": "zero2"}, "training.fsdp_config", "is zero2, which is no file: name a JSON file"),
-    ],
-)  # fmt: skip
-def test_a_package_or_file_that_lacks_is_named(settings, path, says):
-    """By the key that needs it; what needs none is not asked."""
-    (fault,) = package_faults(settings)
-
-    assert path == fault.path
-    assert says in fault.reason
-    settings = {"report_to": ["none", "tensorboard"], "deepspeed": None, "fsdp_config": {"a": 1}}
-    assert [] == list(package_faults({**settings, "accelerator_config": __file__}))

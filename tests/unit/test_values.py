@@ -126,15 +126,6 @@ def test_what_is_measured_passes_if_it_is_apart_and_equal():
         assert found.why_not(limit=2e-5) is not None
 
 
-def test_a_resume_on_another_plan_names_the_keys_that_changed():
-    """Each once; inputs that no key decides alone are left to the differences."""
-    differences = (Difference("plan", "a", "b"), Difference("mix", "x", "y"), Difference("mix_seed", 1, 2))
-    told = with_remedy(errors.StaleError.plan("checkpoint-1", differences))
-
-    assert "changed: custom.fusion_config, training.seed\n" in told
-    assert "changed:" not in with_remedy(errors.StaleError.plan("checkpoint-1", differences[:1]))
-
-
 def test_a_blind_probe_says_nothing():
     """No gradient reaches a sample from its own logits."""
     assert "no gradient reaches a sample" in ProbeResult(float("inf"), 0).why_not(limit=1.0)
