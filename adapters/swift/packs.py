@@ -11,7 +11,6 @@ from swift.dataset import AddLengthPreprocessor, EncodePreprocessor
 from torch.utils.data import Dataset
 
 from packplan.adapters.loaders.rows import IGNORED_LABEL, PACK, PackOfRows, RowFacts, refuse_other_length, tensor_bytes
-from packplan.core.align import aligned_positions
 from packplan.core.errors import DataSetError
 from packplan.core.surface import Plan, plan
 
@@ -102,22 +101,9 @@ class PlannedPacks(Dataset[PackOfRows]):
     def __len__(self) -> int:
         return len(self.packed_idx)
 
-    def fill_steps(self, packs_per_step: int) -> None:
-        """
-        Repeat packs from the front until all fill whole steps.
-
-        For loops that drop what fills none, and train items by a sampler of their own.
-
-        Args:
-            packs_per_step: Packs of an optimizer step over all ranks, >= 1.
-        """
-        repeated = aligned_positions(len(self.plan.packs), packs_per_step, False)  # noqa: FBT003  # its signature
-        self.packed_idx = self.plan.packs.take(repeated).tolist()
-        self.packed_length = [self.packed_length[pack] for pack in repeated]
-
     def __getitem__(self, item: int) -> PackOfRows:
         """Return the rows of a pack; an error names a row that is not the planned one."""
-        return PackOfRows([self._row(index) for index in self.packed_idx[item]], item % len(self.plan.packs))
+        return PackOfRows([self._row(index) for index in self.packed_idx[item]], item)
 
     def _row(self, index: int) -> Row:
         row: Row = self._rows[index]

@@ -12,7 +12,7 @@ from swift.utils import is_master
 
 from packplan.adapters.loaders.rows import refuse_unlearned
 from packplan.adapters.swift.packs import AddFacts, PlannedPacks
-from packplan.adapters.swift.refusals import is_megatron, own_type, refuse_arguments, refuse_others, refuse_version
+from packplan.adapters.swift.refusals import own_type, refuse_arguments, refuse_others, refuse_version
 from packplan.adapters.swift.training import follow, unpad_models
 from packplan.core.checksum import plan_checksum
 from packplan.core.errors import DataSetError, PackplanError, counted
@@ -21,7 +21,7 @@ from packplan.core.surface import Plan
 
 def install(*, planned: Mapping[str, Any] | None = None, any_version: bool = False) -> None:
     """
-    Let `swift sft`, `swift pt`, `swift rlhf --rlhf_type dpo` and `megatron sft` train plans.
+    Let `swift sft`, `swift pt` and `swift rlhf --rlhf_type dpo` train plans.
 
     Other types of `swift rlhf` train their own batches, whose padding no model of theirs computes.
     Nothing changes for other commands, such as `swift infer`, which read the name of the plugin in
@@ -117,24 +117,18 @@ class _Planning:
         Raises:
             DataSetError: They are not those that were planned. ArgumentError: Nothing is learned.
         """
-        arguments = pipeline.args
-        if is_megatron(arguments):
-            self.check(arguments)
         packed = self._pack(pipeline, data_sets)
         packs: PlannedPacks | None = packed[0]
         if packs is None:
             message = "no row is left to train: all are longer than --max_length, or cannot be encoded"
             raise DataSetError(message)
-        if not arguments.packing:
+        if not pipeline.args.packing:
             return packed
         refuse_unlearned(packs.facts.learned)
         found = plan_checksum(packs.plan.packs, lengths=packs.plan.lengths)
         if self.planned is not None and found != self.planned["checksum"]:
             fact = "the data have changed since they were planned: all arguments are the same, but not the lengths"
             raise DataSetError(fact)
-        if is_megatron(arguments):  # its sampler drops what fills no step
-            packs.fill_steps(arguments.global_batch_size)
-            tell(f"{plan_line(packs.plan)}; {len(packs) // arguments.global_batch_size:,} steps an epoch")
         return packed
 
     def train(self, pipeline: Any, trainer: Any) -> Any:

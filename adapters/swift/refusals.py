@@ -14,11 +14,6 @@ _TYPES = ("dpo",)
 """Types of `swift rlhf` whose packs were shown to train as their samples alone do."""
 
 
-def is_megatron(arguments: Any) -> bool:
-    """Return whether arguments are those of `megatron sft`."""
-    return hasattr(arguments, "global_batch_size")
-
-
 _DECIDES = (
     "model", "model_type", "template", "system", "agent_template", "use_chat_template", "response_prefix", "norm_bbox",
     "max_length", "max_pixels", "truncation_strategy", "packing_length", "packing_strategy", "task_type", "rlhf_type",
@@ -52,9 +47,8 @@ def refuse_others(arguments: Any, *, flags: Mapping[str, Any], ranks: int) -> No
         for flag, then in flags.items()
         if now.get(flag) != then
     ]
-    started = getattr(arguments, "data_parallel_size", arguments.global_world_size)  # the former is Megatron's
-    if ranks != started:
-        reason = f"are {started}, but the plan was made for {ranks}: plan again, or start {ranks}"
+    if ranks != arguments.global_world_size:
+        reason = f"are {arguments.global_world_size}, but the plan was made for {ranks}: plan again, or start {ranks}"
         faults.append(Fault("ranks", reason))
     if faults:
         raise ConfigError("the command", tuple(faults))
@@ -91,7 +85,7 @@ def refuse_arguments(arguments: Any) -> None:
 
 def _faults(arguments: Any) -> Iterator[Fault]:
     own = own_type(arguments) is not None
-    if own and (arguments.packing or is_megatron(arguments)):
+    if own and arguments.packing:
         yield from type_faults(arguments)
     elif not own and not arguments.packing:
         yield Fault("--packing", "is false, but packs are planned: say --packing true, or leave the plugin out")
@@ -111,5 +105,5 @@ def own_type(arguments: Any) -> str | None:
 def type_faults(arguments: Any) -> Iterator[Fault]:
     """Yield the fault of a type of `swift rlhf` for which no plans are made."""
     if (kind := own_type(arguments)) is not None:
-        way = "remove the plugin" if is_megatron(arguments) else "the plugin trains it without padding, not --packing"
+        way = "the plugin trains it without padding, not --packing"
         yield Fault("--rlhf_type", f"is {kind}, but plans are made for {', '.join(_TYPES)} alone: {way}")

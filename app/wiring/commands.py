@@ -37,15 +37,14 @@ log = logging.getLogger(__name__)
 
 COMMAND = "the command"
 
-MEGATRON = "megatron sft"
-
-_PROGRAM = re.compile(r"swift|megatron|torchrun|accelerate|deepspeed|python[\d.]*")
+_PROGRAM = re.compile(r"swift|torchrun|accelerate|deepspeed|python[\d.]*")
 """Names of programs that begin a command of ms-swift."""
 
-_ENTRY = re.compile(r"(?:.*[/.])?swift[/.]cli[/.](_megatron[/.])?(\w+?)(?:\.py)?")
+_ENTRY = re.compile(r"(?:.*[/.])?swift[/.]cli[/.](\w+?)(?:\.py)?")
 """Module or file that trains without the program `swift`, as `swift.cli.sft`."""
 
-_PLANNED = ("swift sft", "swift pt", "swift rlhf", MEGATRON)
+_PLANNED = ("sft", "pt", "rlhf")
+"""Commands of ms-swift."""
 
 _RANKS = ("num_processes", "nproc_per_node", "num_gpus", "nnodes", "num_nodes")
 """Options of launchers that say ranks: on all machines, on each, or the number of machines."""
@@ -67,8 +66,6 @@ def require_traceable(config: RunConfig) -> None:
     if config.command is None:
         return
     faults = []
-    if _parts_of(config.command.words)[1] == MEGATRON:
-        faults.append(Fault(MEGATRON, "computes steps by Megatron's own model, which is not traced"))
     if config.command.num_parts != 1 or config.command.arguments.task_type != "causal_lm":
         reason = "trains pairs, another task or split texts, but steps of texts are traced: use a run's YAML"
         faults.append(Fault("swift", reason))
@@ -187,13 +184,10 @@ def _read_command(words: Sequence[str], world_size: int | None) -> RunConfig:
     launcher, task, arguments = _parts_of(words)
     with loading_libraries():
         from packplan.adapters.swift.command import read_arguments, with_file
-        from packplan.adapters.swift.megatron import as_sft
 
     arguments = with_file(arguments)  # whose variables may say the ranks
     ranks = world_size or _ranks(launcher, is_swift=not _ENTRY.fullmatch(words[len(launcher)]))
-    if task == MEGATRON:
-        arguments, ranks = as_sft(arguments, started=ranks, world_size=world_size)
-    command = read_arguments(task.split()[1], arguments, words=words, world_size=ranks)
+    command = read_arguments(task, arguments, words=words, world_size=ranks)
     if not any(word.partition("=")[0] in {"--packing", "--padding_free"} for word in arguments):
         log.warning("the command does not say --packing true, without which ms-swift trains no packs: add it")
     return _as_run(command)
@@ -201,20 +195,19 @@ def _read_command(words: Sequence[str], world_size: int | None) -> RunConfig:
 
 def _parts_of(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     """
-    Return the launcher's words, the command of ms-swift as `swift sft`, and its arguments.
+    Return the launcher's words, the command of ms-swift, as `sft`, and its arguments.
 
     Raises:
         ConfigError: There is none, or it is not planned.
     """
     for at, (word, following) in enumerate(pairwise([*words, ""])):
-        entry, is_megatron = _ENTRY.fullmatch(word), Path(word).name == "megatron"
-        if entry is None and not is_megatron and Path(word).name != "swift":
+        entry = _ENTRY.fullmatch(word)
+        if entry is None and Path(word).name != "swift":
             continue
-        task = (entry[2] if entry else following).replace("_", "-")
-        program = "megatron" if is_megatron or (entry and entry[1]) else "swift"
-        if f"{program} {task}" not in _PLANNED:
-            raise ConfigError(COMMAND, (Fault(f"{program} {task}", f"is not planned: only {', '.join(_PLANNED)} are"),))
-        return list(words[:at]), f"{program} {task}", list(words[at + (1 if entry else 2) :])
+        task = (entry[1] if entry else following).replace("_", "-")
+        if task not in _PLANNED:
+            raise ConfigError(COMMAND, (Fault(f"swift {task}", f"is not planned: only {', '.join(_PLANNED)} are"),))
+        return list(words[:at]), task, list(words[at + (1 if entry else 2) :])
     reason = "names no command of ms-swift: write swift sft, or a launcher and .../swift/cli/sft.py"
     raise ConfigError(COMMAND, (Fault(words[0], reason),))
 

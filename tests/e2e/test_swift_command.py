@@ -1,13 +1,10 @@
 """A plan for ms-swift's command: its rows, lengths, packs and steps."""
 
-import ast
 import base64
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import swift
 from datasets import Dataset, load_from_disk
 from swift.pipelines import export_main
 from swift.pipelines.utils import get_cached_dataset
@@ -16,7 +13,6 @@ from transformers import AutoTokenizer
 
 from packplan.adapters.samples import media_lengths
 from packplan.adapters.stores.lengths import DiskLengthStore
-from packplan.adapters.swift import megatron
 from packplan.adapters.swift.packs import PlannedPacks
 from packplan.adapters.swift.training import schedule_of
 from packplan.app import export, plugin
@@ -327,46 +323,6 @@ def test_rows_that_ms_swift_leaves_out_are_counted_and_named(command, capsys):
     assert ".jsonl, row " in stopped
 
 
-def test_megatron_is_planned_as_swift_sft_with_its_batches(command, capsys):
-    """Arguments of Megatron alone change nothing; ranks that share a model train the same packs."""
-    words = command("text", "--train_dataloader_shuffle true")
-    own = "--tensor_model_parallel_size 2 --micro_batch_size 2 --global_batch_size=12 --lr 1e-4 --moe_grouped_gemm true"
-    shared = [word for flag in words if flag in SHARED for word in (flag, value(words, flag))]
-    started = ["torchrun", "--nproc_per_node", "4", "-m", "swift.cli._megatron.sft", *shared, *own.split()]
-
-    assert 0 == plan(["build", *words])
-    assert 0 == plan(["build", *started])
-    again = capsys.readouterr().err
-    assert 0 == plan(["show", "--json", value(words, "--output_dir")])
-    shown = json.loads(capsys.readouterr().out)["splits"]["train"]
-    assert 2 == plan(["fit", *started])
-
-    assert "the stored plan fits and is used again" in again
-    assert "on 2 ranks" in again
-    packs, schedule = shown["plan"]["num_packs"], shown["schedule"]
-    assert (-(-packs // 12), 12) == (schedule["steps_per_epoch"], schedule["effective_batch_size"])
-    assert "megatron sft: computes steps by Megatron's own model" in capsys.readouterr().err
-
-
-SHARED = ("--model", "--model_type", "--template", "--dataset", "--packing", "--max_length", "--packing_length",
-          "--torch_dtype", "--output_dir", "--num_train_epochs", "--seed")  # fmt: skip
-"""Flags of the test's commands that `megatron sft` has."""
-
-
-def test_megatron_s_batch_is_its_own_where_none_is_said():
-    """Names and defaults, in the source that cannot be imported here."""
-    source = ast.parse((Path(swift.__file__).parent / "megatron/arguments/megatron_args.py").read_text())
-    (own,) = (node for node in source.body if getattr(node, "name", "") == "MegatronArguments")
-    defaults = {
-        field.target.id: field.value.value
-        for field in own.body
-        if isinstance(getattr(field, "value", None), ast.Constant)
-    }
-
-    expected = megatron._BATCH | dict.fromkeys(megatron._SHARING, 1) | {"train_iters": None}
-    assert expected.items() <= defaults.items()
-
-
 def elsewhere(words: list[str]) -> list[str]:
     """Return the words of a command that stores its plan elsewhere."""
     return [*words, "--output_dir", f"{value(words, '--output_dir')}-other"]
@@ -377,12 +333,6 @@ def elsewhere(words: list[str]) -> list[str]:
     [
         ("train.sh", "is a script, and none is read: put packplan before its command"),
         ("swift infer --model m", "swift infer: is not planned"),
-        ("megatron rlhf --model m", "megatron rlhf: is not planned"),
-        ("megatron sft --context_parallel_size 2", "--context_parallel_size: lets ranks share rows"),
-        ("megatron sft --pipeline_model_parallel_size 3", "ranks: are 2, which 3 that share a model do not divide"),
-        ("megatron sft --micro_batch_size 0", "--micro_batch_size: is 0, but has to be at least 1"),
-        ("megatron sft --global_batch_size 3", "--global_batch_size: is 3, which 2 data-parallel ranks"),
-        ("megatron sft --num_train_epoch 3", "--num_train_epoch: is no argument of megatron sft"),
         ("python train.py --model m", "python: names no command of ms-swift"),
         ("accelerate launch -m swift.cli.sft {given}", "accelerate: does not say its ranks: give them by --world-size"),
         ("torchrun --nproc_per_node gpu -m swift.cli.sft {given}", "nproc_per_node: is gpu, which is no number"),

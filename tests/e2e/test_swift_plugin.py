@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +16,6 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from hypothesis import event, given
-from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import packplan as pp
@@ -32,7 +30,6 @@ from tests.e2e.swift_plans import LENGTH, NUM, PLAIN, Ran
 from tests.processes import Started, finished, is_whole, wait_for
 
 # isort: split
-import swift
 
 pytestmark = pytest.mark.slow
 
@@ -522,47 +519,3 @@ def test_rows_are_known_by_what_they_teach():
     assert found.facts.digest == packs_of(ENCODED).facts.digest
     assert found.facts.digest != packs_of(ENCODED[::-1]).facts.digest
     assert found.facts.digest != packs_of([ENCODED[0], ENCODED[1] | {"labels": [-100, 2, -99]}]).facts.digest
-
-
-@pytest.fixture(scope="module")
-def megatron_sampler():
-    """The sampler of `megatron sft`, from its file: its package cannot be imported without GPUs."""
-    path = Path(swift.__file__).parent / "megatron" / "trainers" / "batch_sampler.py"
-    spec = spec_from_file_location("megatron_batch_sampler", path)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.MegatronPretrainingRandomSampler
-
-
-@given(
-    num_rows=st.integers(1, 60),
-    ranks=st.integers(1, 4),
-    later=st.integers(1, 4),
-    size=st.integers(1, 2),
-    accumulation=st.integers(1, 3),
-    data=st.data(),
-)
-def test_megatron_trains_every_pack(  # noqa: PLR0917  # drawn numbers
-    megatron_sampler, num_rows, ranks, later, size, accumulation, data
-):
-    """As often as planned, in every epoch, also resumed on other ranks: no pack fills no step."""
-    packs_per_step = math.lcm(ranks, later) * size * accumulation
-    rows = {"lengths": data.draw(st.lists(st.integers(1, 9), min_size=num_rows, max_size=num_rows))}
-    packs = PlannedPacks(SimpleNamespace(max_length=10), rows)
-    event(f"packs repeat: {len(packs) % packs_per_step != 0}")
-    packs.fill_steps(packs_per_step)
-
-    def served(ranks: int, consumed: int) -> list[int]:
-        """Items of what is left of an epoch, over all ranks."""
-        samplers = [
-            megatron_sampler(packs, len(packs), consumed, size, rank, ranks, data_sharding=False, seed=3)
-            for rank in range(ranks)
-        ]
-        batches = zip(*map(list, samplers), strict=True)
-        return [item for round_ in batches for batch in round_ for item in batch]
-
-    whole, steps = served(ranks, 0), len(packs) // packs_per_step
-    assert list(range(len(packs))) == sorted(whole)
-    assert set(range(len(packs.plan.packs))) == {item % len(packs.plan.packs) for item in whole}
-    done = data.draw(st.integers(0, steps - 1)) * packs_per_step
-    assert sorted(whole[done:]) == sorted(served(later, done))

@@ -104,7 +104,6 @@ STARTERS = {
     "benchmarks/child.py": {"multiprocessing"},
     "benchmarks/forecast.py": {"concurrent"},  # threads
     "benchmarks/memory.py": {"concurrent"},  # threads
-    "tools/check_megatron.py": {"subprocess"},  # commands of a terminal, one after the other
 }
 """Modules that start processes; each kind ends with its parent, or is waited for at once."""
 
