@@ -2,7 +2,7 @@
 
 import bisect
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.record_file import RecordFile
 from packplan.core.config.run import CustomConfig
 from packplan.core.errors import Difference, RecordError, StaleError
-from packplan.core.samples.identity import DIGEST_BYTES
 from packplan.core.samples.places import is_place
 from packplan.core.samples.records import to_messages
 from packplan.core.samples.tables import Where
@@ -48,9 +47,6 @@ class FileRecords:
         self._files = list(files)
         self._ends: list[int] = np.cumsum([len(file) for file in files]).tolist()
         self.firsts = [0, *self._ends[:-1]]
-        self.num_with_media_tags = sum(file.num_with_media_tags for file in files)
-        self._known: NDArray[np.uint8] | None = None
-        """Digests of records that were read, all zero where one was not."""
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -58,7 +54,7 @@ class FileRecords:
     def record_digest(self, index: int) -> str:
         """Return the digest of record *index* alone."""
         file, row = self._find(index)
-        return self._digests(file, row, range(index, index + 1)).tobytes().hex()
+        return file.digests(row, row + 1).tobytes().hex()
 
     def read(self, index: int) -> tuple[Any, bytes]:
         """
@@ -76,7 +72,7 @@ class FileRecords:
             if file.changed:
                 raise StaleError.file(file.named.name, str(error)) from error
             raise
-        digest, known = file.digest_of(row, value), self._known_digest(file, row, index)
+        digest, known = file.digest_of(row, value), file.known_digest(row)
         if digest == known:
             return value, b""
         if not known:
@@ -85,39 +81,17 @@ class FileRecords:
         stale = StaleError.sample(index, str(file.where(row)), (changed,), copy=file.named.copy)
         raise StaleError.file(file.named.name, str(stale)) if file.changed else stale
 
-    def _known_digest(self, file: RecordFile, row: int, index: int) -> bytes:
-        """Return the digest that a record had before; nothing if it was not digested yet."""
-        if file.knows_digests:
-            return file.digests(row, row + 1)
-        if self._known is None:
-            return b""
-        known: bytes = self._known[index].tobytes()
-        return known if any(known) else b""
-
     def remember(self, indices: range, digests: NDArray[np.uint8]) -> None:
         """
-        Keep digests of records that were read, perhaps in another process, so that they need not be
-        read for them again.
+        Take over digests of records that were read, so that they need not be read for them again.
 
         Args:
             indices: Records, one behind the other.
             digests: Their digests, all zero where there is none; shape (num_records, DIGEST_BYTES).
         """
-        known = digests.any(axis=1)
-        if known.any():
-            if self._known is None:
-                self._known = np.zeros((len(self), DIGEST_BYTES), np.uint8)
-            self._known[indices.start : indices.stop][known] = digests[known]
-
-    def _digests(self, file: RecordFile, row: int, indices: range) -> NDArray[np.uint8]:
-        """Return the digests of records of a file, read where they are not known; one a row."""
-        known = None if self._known is None else self._known[indices.start : indices.stop]
-        if known is not None and known.any(axis=1).all():
-            return known
-        found = np.frombuffer(file.digests(row, row + len(indices)), np.uint8).reshape(-1, DIGEST_BYTES)
-        if not file.knows_digests:
-            self.remember(indices, found)
-        return found
+        if len(digests):
+            for file, row, index, number in self._runs(indices.start, indices.stop):
+                file.remember(row, digests[index - indices.start :][:number])
 
     @property
     def files(self) -> list[tuple[str, int]]:
@@ -150,32 +124,30 @@ class FileRecords:
             count: Number of records.
             without: Indices of bad records.
         """
-        sha256, folder, index = hashlib.sha256(), "", 0
+        sha256, folder = hashlib.sha256(), ""
         with progress(total=count, desc="hashing the data", unit=" records", leave=False, delay=BRIEF_S) as bar:
-            while index < count:
-                file, row = self._find(index)
-                indices = np.arange(index, index + min(len(file) - row, count - index, _AT_ONCE))
-                digests = self._digests(file, row, range(index, index + len(indices)))
-                kept = digests[~np.isin(indices, without)]
+            for file, row, index, number in self._runs(0, count):
+                kept = file.digests(row, row + number)[~np.isin(np.arange(index, index + number), without)]
                 if len(kept) and file.named.folder != folder:
                     folder = file.named.folder
                     sha256.update(f"{absolute_folder(folder)}\n".encode())
                 sha256.update(kept.tobytes())
-                index += len(indices)
-                bar.update(len(indices))
+                bar.update(number)
         if count == len(self):
-            self._keep()
+            for file in self._files:
+                file.keep()
         return sha256.hexdigest()
 
-    def _keep(self) -> None:
-        """Let files keep the digests of their records, once all of them are known."""
-        if self._known is None:
-            return
-        for number, file in enumerate(self._files):
-            if not file.knows_digests:
-                file.keep(self._known[self.firsts[number] : self._ends[number]])
-        if all(file.knows_digests for file in self._files):
-            self._known = None
+    def _runs(self, start: int, stop: int) -> Iterator[tuple[RecordFile, int, int, int]]:
+        """
+        Yield records that follow each other in parts of one file: the file, the first one's row and
+        index, and their number, at most 10,000.
+        """
+        while start < stop:
+            file, row = self._find(start)
+            number = min(len(file) - row, stop - start, _AT_ONCE)
+            yield file, row, start, number
+            start += number
 
     def _find(self, index: int) -> tuple[RecordFile, int]:
         """Return the file of a record, and its row there."""
@@ -187,4 +159,4 @@ class FileRecords:
 
 
 _AT_ONCE = 10_000
-"""Records that are hashed between two lines of progress."""
+"""Records of a run, after which progress is shown."""

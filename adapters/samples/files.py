@@ -15,7 +15,7 @@ from pathlib import Path
 from packplan.adapters.samples.copies import origin_of
 from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.formats.arrow_rows import ArrowFile, is_arrow_folder, parts_of_folder
-from packplan.adapters.samples.formats.lines import CopiedRows, LinesFile
+from packplan.adapters.samples.formats.lines import LinesFile
 from packplan.adapters.samples.formats.record_file import FileName, RecordFile
 from packplan.adapters.samples.formats.rewriting import (
     COMMAS,
@@ -223,8 +223,8 @@ def _open(path: Path, max_bytes: int | None, cache: Path | None) -> RecordFile:
     named = FileName(name, folder, str(copy))
     if kind == "parquet":
         return ArrowFile([copy], named=named, max_bytes=max_bytes, cache=cache)
-    text = LinesFile if kind == "lines" else CopiedRows
-    return text(copy, named=named, max_bytes=max_bytes, cache=cache)
+    unit = "line" if kind == "lines" else "row"
+    return LinesFile(copy, named=named, max_bytes=max_bytes, cache=cache, unit=unit)
 
 
 def _kind_of(path: Path, name: str) -> tuple[str, bool]:

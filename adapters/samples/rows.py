@@ -47,7 +47,7 @@ class RowsFile(RecordFile):
             num_parts: Sequences of each row.
         """
         self.rows, self.num_parts = rows, num_parts
-        self.named, self.facts = FileName(name, ""), {"num_with_media_tags": 0}
+        self.named = FileName(name, "")
 
     def __len__(self) -> int:
         return len(self.rows) * self.num_parts
@@ -63,7 +63,7 @@ class RowsFile(RecordFile):
         """Return the place of a sequence's row."""
         return Where(self.named.name, row // self.num_parts + 1, self.unit)
 
-    def keep(self, _: Any) -> None:
+    def keep(self) -> None:
         """Keep nothing: the rows are made again at each start."""
 
 

@@ -1,7 +1,6 @@
 """A run's splits, opened for every command that plans, trains or verifies; nothing is written."""
 
 import logging
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from packplan.app.wiring.policies import mixes_of, policy_of, recipe_of, trained
 from packplan.app.wiring.stores import open_stores, records_cache
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe
-from packplan.core.errors import ConfigError, DataSetError, agree, counted
+from packplan.core.errors import ConfigError, DataSetError
 from packplan.core.mixes import mixes_faults
 from packplan.core.samples.tables import by_source, column, sample_indices
 
@@ -76,17 +75,9 @@ def open_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
 
 
 def _log_records(split: str, encoder: SwiftEncoder) -> None:
-    """Log the shapes of records, and tags in them that no media belong to."""
+    """Log the shapes of records."""
     for one in encoder.data_files():
         log.info("%s: %s has records of the shape %s", split, one.file, one.shape)
-    if (with_tags := encoder.records.num_with_media_tags) and os.environ.get("RANK", "0") == "0":
-        log.warning(
-            "%s: %s of %s %s <video> or <audio> without such media, which stays text",
-            split,
-            f"{with_tags:,}",
-            counted(len(encoder), "record"),
-            agree(with_tags, "says", "say"),
-        )
 
 
 def open_measurer(config: RunConfig, encoder: SwiftEncoder) -> SwiftMeasurer:

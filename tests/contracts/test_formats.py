@@ -321,26 +321,13 @@ def test_a_table_of_text_comes_back_as_the_csv_module_wrote_it(tmp_path_factory,
         assert [{key: field for key, field in record if field} for record in written] == list(records)
 
 
-def test_a_row_of_a_table_that_does_not_fit_its_header_is_named(tmp_path):
-    (tmp_path / "a.csv").write_bytes(b"a,b\n1,2\n1,2,3\n\xff,2\n5,6")
-    records = opened(tmp_path / "a.csv")
-
-    assert {"a": "5", "b": "6"} == records[3]
-    with pytest.raises(RecordError, match=r"row 2: has 3 fields, but the header names 2"):
-        records[1]
-    with pytest.raises(RecordError, match=r"row 3: is not UTF-8"):
-        records[2]
-
-
-@given(st.lists(json_values, min_size=1, max_size=4), st.sampled_from([None, 1]), st.integers(1, 9), st.booleans())
-def test_an_array_of_anything_is_found_as_the_json_module_reads_it(tmp_path_factory, values, indent, chunk, is_plain):
-    """Brackets, quotes and backslashes in texts; with blanks or not; whatever is read at once."""
+@given(st.lists(json_values, min_size=1, max_size=4), st.sampled_from([None, 1]), st.booleans())
+def test_an_array_of_anything_is_found_as_the_json_module_reads_it(tmp_path_factory, values, indent, is_plain):
+    """Brackets, quotes and backslashes in texts; with blanks or not."""
     path = tmp_path_factory.mktemp("array") / "a.json"
     path.write_text(json.dumps(values, indent=indent, ensure_ascii=is_plain), "utf-8")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rewriting, "_CHUNK", chunk)
-        assert values == list(opened(path))
+    assert values == list(opened(path))
 
 
 def test_a_line_end_in_a_text_of_an_array_is_refused_by_its_row(tmp_path):
@@ -353,9 +340,9 @@ def test_a_line_end_in_a_text_of_an_array_is_refused_by_its_row(tmp_path):
         records[1]
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.csv"])
-def test_a_file_is_rewritten_in_little_memory(tmp_path, name, monkeypatch):
-    """However many rows it has; a row that goes on without an end is refused."""
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv", "a.parquet"])
+def test_a_file_is_rewritten_in_little_memory(tmp_path, name):
+    """However many rows it has."""
     rows = [{"query": f"{row}", "response": "a " * 1000} for row in range(10_000)]
     path = write_many(tmp_path, name, rows)
     tracemalloc.start()
@@ -365,16 +352,20 @@ def test_a_file_is_rewritten_in_little_memory(tmp_path, name, monkeypatch):
 
     assert peak < 12_000_000
     assert [rows[0], rows[-1]] == [records[0], records[len(rows) - 1]]
-    monkeypatch.setattr(rewriting, "MOST_CHARACTERS", 2**20)
-    (tmp_path / "b.json").write_bytes(b'[{"a": "' + b"x" * 2**22)
-    with pytest.raises(DataSetError, match=r"b\.json, row 1: is no JSON value .Unterminated"):
-        opened(tmp_path / "b.json")
 
 
 @pytest.mark.parametrize(
     ("name", "data", "says"),
     [
-        ("a.csv", b'a,b\n1,2\n"x,3\n4,5\n', "row 2: a quote opens a text that does not end"),
+        (
+            "a.csv",
+            b'a,b\n1,2\n"x,3\n4,5\n',
+            r"row 2: is no row of a table \(unexpected end of data\): a quote may open",
+        ),
+        ("a.csv", b'a,b\n1,2\n"x"y,3\n', r"row 2: is no row of a table \(',' expected after '\"'\)"),
+        ("a.csv", b"a,b\n1,2\n1,2,3\n", "row 2: has 3 fields, but the header names 2"),
+        ("a.csv", b"a,b\n1,\xff\n", "is not UTF-8"),
+        ("a.json", b'[{"a": "\xff"}]', "is not UTF-8"),
         ("a.csv", b"a,a\n1,2\n", "names the column 'a' twice"),
         ("a.csv", b"a,\xff\n1,2\n", "is not UTF-8"),
         ("a.csv", b"a,b\n", "holds no record"),
@@ -383,13 +374,8 @@ def test_a_file_is_rewritten_in_little_memory(tmp_path, name, monkeypatch):
         ("a.json", b'[{"a": 1}, {"a": [', r"row 2: is no JSON value \(Expecting value\): the file may be cut off"),
         ("a.json", b'[{"a": 1}, ', r"row 2: is no JSON value \(Expecting value\)"),
         ("a.json", b'[{"a": 1} {"a": 2}]', "row 1: is not followed by a comma"),
-        ("a.json", b'[{"a": 1}, ]', r"row 2: is no JSON value \(Expecting value\)"),
+        ("a.json", b'[{"a": 1}, ]', "row 1: is the last of the array, but a comma follows it"),
         ("a.json", b'[{"a": 1}] 2', "row 1: is the last of the array, but more follows"),
-        (
-            "a.json",
-            b'[{"a": 1}, {"a": tru, "b": "' + b"x" * 99 + b'"}]',
-            r"row 2: is no JSON value \(Expecting value\)",
-        ),
         ("a.json", b"[" * 100_000, "row 1: is nested too deeply"),
         ("a.json", b"[]", "holds no record"),
         ("a.jsonl", b"\n  \n", "holds no record"),
@@ -601,23 +587,6 @@ def test_texts_of_a_dictionary_at_any_depth_are_read_as_they_are(tmp_path):
     assert rows == list(opened(tmp_path / "a.parquet"))
 
 
-@every_format
-def test_records_that_name_other_media_are_counted(tmp_path, name):
-    """Each once, in texts at any depth."""
-    rows = [{"m": [{"c": "<video><video>"}]}, {"m": [{"c": "a video"}]}, {"m": [{"c": "<audio>"}]}]
-    assert 2 == opened(write(tmp_path, name, rows)).num_with_media_tags
-
-
-@pytest.mark.parametrize(("name", "comma"), [("a.csv", ","), ("a.tsv", "\t")])
-def test_rows_of_a_table_that_have_the_videos_that_they_name_are_not_counted(tmp_path, name, comma):
-    """By the cell of `videos` or `video`; one that is empty has none. Bad rows are not counted."""
-    cells = [("<video>", "a.mp4"), ("<video>", ""), ("<video>", "[]"), ("<video><audio>", "a.mp4"), ("a video", "")]
-    for column in ("videos", "video"):
-        rows = [("query", "response", column), *((query, "so", video) for query, video in cells), ("<video>", "short")]
-        (tmp_path / name).write_text("".join(f"{comma.join(row)}\n" for row in rows))
-        assert 3 == opened(tmp_path / name).num_with_media_tags
-
-
 def test_an_image_in_a_line_is_no_text(tmp_path):
     """It does not count for the longest line."""
     image = f"data:image/png;base64,iVBORw0KGgo{'A' * 401}"
@@ -714,7 +683,7 @@ def digested(path: Path, monkeypatch) -> tuple[str, int]:
 def test_a_later_start_reads_a_few_records_of_a_file_that_stands_as_it_did(tmp_path, name, monkeypatch):
     """The same digest, records, places and texts; of a copy, none. Another file is read again."""
     num_compared = 0 if name in {*COPIED, "a.csv"} else record_file.AUDITED
-    rows = [{"t": f"text {number}", "n": f"<video> {number}"} for number in range(500)]
+    rows = [{"t": f"text {number}", "n": f"{number}"} for number in range(500)]
     path = write_many(tmp_path, name, rows)
     start = partial(digested, path, monkeypatch)
     cold, num_cold = start()
@@ -727,13 +696,12 @@ def test_a_later_start_reads_a_few_records_of_a_file_that_stands_as_it_did(tmp_p
     records = opened(path)
     assert rows == list(records)
     assert [first.where(row) for row in range(500)] == [records.where(row) for row in range(500)]
-    assert 500 == first.num_with_media_tags == records.num_with_media_tags
 
     held = next((tmp_path / "cache").glob("*-digests.bin"))
     held.write_bytes(held.read_bytes()[:-1] + b"?")
     assert (cold, 500) == start()
 
-    changed = [*rows[:250], {"t": "text 25O", "n": "<video> 250"}, *rows[251:]]
+    changed = [*rows[:250], {"t": "text 25O", "n": "250"}, *rows[251:]]
     write_many(tmp_path, name, changed)
     digest, num_parsed = start()
     assert 500 <= num_parsed

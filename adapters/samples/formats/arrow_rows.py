@@ -2,14 +2,13 @@
 
 import json
 import mmap
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from packplan.adapters.samples.formats.json_value import has_media_tag, without_nulls
+from packplan.adapters.samples.formats.json_value import without_nulls
 from packplan.adapters.samples.formats.record_file import FileName, KeptFacts, RecordFile
 from packplan.core.errors import DataSetError, RecordError
 from packplan.core.samples.identity import digest_of, unreadable_digest
@@ -24,8 +23,6 @@ READ_AROUND = 2**21
 """Bytes that a system maps around one that is read, at most, where it holds them already."""
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
-
-_WORDS = re.compile(rb"<(?:video|audio)>")
 
 
 def is_arrow_folder(path: Path) -> bool:
@@ -91,8 +88,8 @@ class ArrowFile(RecordFile):
         self._ends = np.cumsum([0, *(one.batch.num_rows for one in self._batches)])
         self._sound = np.zeros(len(self._batches), dtype=bool)
         """Batches whose offsets and texts were found to be sound, before a row of them was read."""
-        if found is None or not self._restore(*found):
-            self.facts = {"num_with_media_tags": sum(one.num_with_tags() for one in self._batches)}
+        if found is not None:
+            self._restore(found[1])
 
     def _open_part(self, part: Path, before: int) -> None:
         """Map a file; DataSetError if it is compressed, or names a column twice."""
@@ -110,13 +107,13 @@ class ArrowFile(RecordFile):
             mapped.pass_by(batch.nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("parts", "named", "max_bytes", "_cache", "_kept")
-        return {name: self.__dict__[name] for name in kept}
+        kept = ("parts", "named", "max_bytes", "_cache", "_kept", "_digests", "_is_kept")
+        return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open()
-        self._kept = state["_kept"]  # how the file stood when the first process opened it
+        self.__dict__.update(state)  # what was known of the file when the first process opened it
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -175,15 +172,6 @@ class _Mapped:
         """Check all offsets and texts; ArrowException if one is damaged."""
         self.batch.validate(full=True)
         self._mapped.pass_by(self._size)
-
-    def num_with_tags(self) -> int:
-        """Return the number of rows that say <video> or <audio>; rows are only made if one does."""
-        self._mapped.pass_by(self._size)
-        buffers = (buffer for column in self.batch.columns for buffer in column.buffers() if buffer)
-        if not any(map(_WORDS.search, buffers)):
-            return 0
-        rows = (json.dumps(row, ensure_ascii=False, default=str) for row in self.batch.to_pylist())
-        return sum(has_media_tag(row.encode("utf-8", "surrogatepass")) for row in rows)
 
     def row(self, number: int) -> Any:
         """Return a row as Python values."""

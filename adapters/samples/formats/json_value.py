@@ -2,22 +2,10 @@
 
 import json
 import math
-import re
 from collections import Counter
 from typing import Any
 
 from packplan.core.errors import RecordError
-
-_HAS_VIDEOS = re.compile(rb'"videos?"\s*:\s*["\[{]\s*(?!\[\s*\]")[^\]\s]')
-"""A record that has videos, as JSON writes it: <video> in its texts stands for them."""
-
-BAD_ROW = b"!"
-"""First byte of a line of a copy whose row is no record; what follows says why."""
-
-_AUDIO_TAG = re.compile(rb"(?:<|\\u003[cC])audio(?:>|\\u003[eE])")
-
-_MEDIA_TAG = re.compile(rb"(?:<|\\u003[cC])(?:video|audio)(?:>|\\u003[eE])")
-"""`<video>` or `<audio>`, as JSON may write it."""
 
 
 def read_value(text: bytes, where: str) -> Any:
@@ -96,11 +84,3 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nulls(held) for held in value]
     return value
-
-
-def has_media_tag(text: bytes) -> bool:
-    """Return whether a part of a record says <video> or <audio> without such media."""
-    if b"video" not in text and b"audio" not in text:
-        return False
-    found = _AUDIO_TAG if _HAS_VIDEOS.search(text) else _MEDIA_TAG
-    return found.search(text) is not None

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.adapters.samples.formats.json_value import BAD_ROW, has_media_tag, read_value
+from packplan.adapters.samples.formats.json_value import read_value
 from packplan.adapters.samples.formats.record_file import FileName, KeptFacts, RecordFile
 from packplan.core.errors import DataSetError, RecordError, counted
 from packplan.core.samples.identity import digest_of, unreadable_digest
@@ -35,9 +35,9 @@ class LinesFile(RecordFile):
         spans: First byte, end, and number of the line, of each record; shape (num_records, 3).
     """
 
-    unit = "line"
-
-    def __init__(self, path: Path, *, named: FileName, max_bytes: int | None, cache: Path | None) -> None:
+    def __init__(
+        self, path: Path, *, named: FileName, max_bytes: int | None, cache: Path | None, unit: str = "line"
+    ) -> None:
         """
         Find every record's place, in one pass, unless that is kept from an earlier start.
 
@@ -46,68 +46,52 @@ class LinesFile(RecordFile):
             named: Name and folder of the file.
             max_bytes: A record of more text is refused when it is asked for; None reads all.
             cache: Folder where what was found is kept; None keeps nothing.
+            unit: Name of a record's place: a copy of an array or a table has a row a line.
 
         Raises:
             DataSetError: The file cannot be read as what it is.
         """
-        self.path, self.named, self.max_bytes = path, named, max_bytes
+        self.path, self.named, self.max_bytes, self.unit = path, named, max_bytes, unit
         self._descriptor: int | None = None
         try:
             self._kept = KeptFacts(cache, [path], kind=type(self).__name__, is_copy=named.copy is not None)
             found = self._kept.load()
-            if found is None or not self._restore(*found):
+            if found is None or not self._restore(found[1]):
                 self.spans = self._scan()
         except OSError as error:
             message = f"{self.named.name} cannot be read ({error.strerror}): name an existing data file"
             raise DataSetError(message) from None
 
-    def _restore(self, facts: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bool:
+    def _restore(self, arrays: Mapping[str, NDArray[Any]]) -> bool:
         self.spans = arrays["spans"].reshape(-1, 3)
-        return super()._restore(facts, arrays)
+        return super()._restore(arrays)
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         return {"spans": self.spans.reshape(-1)}
 
     def kept_fault(self) -> str | None:
         """Return the difference of all of the file from the kept facts; None if there is none."""
-        if self.knows_digests and not np.array_equal(self._scan(), self.spans):
+        if self._is_kept and not np.array_equal(self._scan(), self.spans):
             return f"its records stand in other places than {self._kept.where} says: delete that, and build again"
         return super().kept_fault()
 
     def _scan(self) -> NDArray[np.int64]:
-        """Return the spans, and note the facts beside them."""
-        found, num_with_tags = array("q"), 0
-        self.facts = {}
-        size = self.path.stat().st_size
-        with progress(total=size, desc=f"reading {self.path.name}", unit=" bytes", leave=False, delay=BRIEF_S) as bar:
-            for start, end, number, is_tagged in self._find():
-                # 24 bytes each, where tuples of numbers take 170.
-                found.extend((start, end, number))
-                num_with_tags += is_tagged
-                bar.update(end - bar.n)
-        self.facts["num_with_media_tags"] = num_with_tags
-        return np.array(found, dtype=np.int64).reshape(-1, 3)
-
-    def _find(self) -> Iterator[tuple[int, int, int, bool]]:
-        """
-        Yield each record's first byte, its end, its line, and whether it says <video> or <audio>;
-        no line is read whole.
-        """
-        with self.path.open("rb") as file:
+        """Return the spans; no line is read whole."""
+        found = array("q")
+        bar = progress(desc=f"reading {self.path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
+        with self.path.open("rb") as file, bar:
+            bar.total = os.fstat(file.fileno()).st_size
             start, line = 0, 0
             while text := file.readline(CHUNK):
-                line, end = line + 1, start + len(text)
-                says, tagged = not text.isspace(), has_media_tag(text)
+                line, end, says = line + 1, start + len(text), not text.isspace()
                 while len(text) == CHUNK and not text.endswith(b"\n"):
                     text = file.readline(CHUNK)
-                    end, says, tagged = end + len(text), says or bool(text.strip()), tagged or has_media_tag(text)
+                    end, says = end + len(text), says or bool(text.strip())
                 if says:
-                    yield start, end, line, tagged
+                    found.extend((start, end, line))  # 24 bytes each, where tuples of numbers take 170
+                bar.update(end - start)
                 start = end
-
-    def _value(self, text: bytes, where: str) -> Any:
-        """Return the JSON value of a record's text; RecordError if there is none."""
-        return read_value(text, where)
+        return np.array(found, dtype=np.int64).reshape(-1, 3)
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -118,7 +102,7 @@ class LinesFile(RecordFile):
             several = "write each record on one line if it holds several, and" if len(self) == 1 else "write"
             reason = f"the {self.unit} has {counted(size, 'byte')}, but may have {LONGEST_PARSED:,}"
             raise RecordError(where, f"{reason}: {several} images to files")
-        return self._value(b"".join(self._text(row)), where)
+        return read_value(b"".join(self._text(row)), where)
 
     def where(self, row: int) -> Where:
         """Return the place of a record."""
@@ -129,7 +113,7 @@ class LinesFile(RecordFile):
             return unreadable_digest(self._text(row))
         text = b"".join(self._text(row))
         try:
-            return digest_of(self._value(text, ""))
+            return digest_of(read_value(text, ""))
         except RecordError:
             return unreadable_digest([text])
 
@@ -163,14 +147,3 @@ class LinesFile(RecordFile):
             weakref.finalize(self, os.close, self._descriptor)
         # At a place, since processes that were forked share the file's own position.
         return os.pread(self._descriptor, end - start, start)
-
-
-class CopiedRows(LinesFile):
-    """Rows of an array or a table, which a copy has as lines."""
-
-    unit = "row"
-
-    def _value(self, text: bytes, where: str) -> Any:
-        if text.startswith(BAD_ROW):
-            raise RecordError(where, text.removeprefix(BAD_ROW).decode())
-        return super()._value(text, where)

@@ -154,7 +154,6 @@ class RecordFile:
 
     Attributes:
         named: Name and folder of the file.
-        facts: Facts beside the places of records, as JSON has them.
     """
 
     unit = "row"
@@ -163,10 +162,14 @@ class RecordFile:
     """Bytes that the texts of a record may have, images aside; None reads all."""
 
     named: FileName
-    facts: dict[str, Any]
 
     _kept: KeptFacts
+
     _digests: NDArray[np.uint8] | None = None
+    """Digests of the records, all zero where one is not known; None where none is."""
+
+    _is_kept = False
+    """Whether all digests are known, and kept on disk."""
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -196,61 +199,77 @@ class RecordFile:
         return Where(self.named.name, row + 1, self.unit)
 
     @property
-    def num_with_media_tags(self) -> int:
-        """Number of records that say <video> or <audio> without such media."""
-        return int(self.facts["num_with_media_tags"])
-
-    @property
     def changed(self) -> bool:
         """Whether the file, which is no copy, is not on disk as it was when it was opened."""
         return self.named.copy is None and self._kept.changed()
 
-    @property
-    def knows_digests(self) -> bool:
-        """Whether no record has to be read for its digest."""
-        return self._digests is not None
+    def digests(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """
+        Return the digests of the records from *start* to before *stop*, which are read where they
+        are not known; shape (num_records, DIGEST_BYTES).
+        """
+        known = self._known_digests()[start:stop]
+        for row in np.flatnonzero(~known.any(axis=1)).tolist():
+            known[row] = np.frombuffer(self._digest(start + row), np.uint8)
+        return known
 
-    def digests(self, start: int, stop: int) -> bytes:
-        """Return the digests of the records from *start* to before *stop*, one behind the other."""
-        if self._digests is not None:
-            return self._digests[start:stop].tobytes()
-        return b"".join(map(self._digest, range(start, stop)))
+    def known_digest(self, row: int) -> bytes:
+        """Return the digest of a record as it was when it was digested; nothing if it was not."""
+        digest = b"" if self._digests is None else self._digests[row].tobytes()
+        return digest if any(digest) else b""
+
+    def remember(self, start: int, digests: NDArray[np.uint8]) -> None:
+        """
+        Take over digests of records that were read, perhaps in another process.
+
+        Args:
+            start: Row of the first record.
+            digests: Of records that follow each other, all zero where one is not known; shape
+                (num_records, DIGEST_BYTES).
+        """
+        if not self._is_kept:
+            known = self._known_digests()[start : start + len(digests)]
+            np.copyto(known, digests, where=digests.any(axis=1, keepdims=True))
+
+    def _known_digests(self) -> NDArray[np.uint8]:
+        if self._digests is None:
+            self._digests = np.zeros((len(self), DIGEST_BYTES), np.uint8)
+        return self._digests
 
     def digest_of(self, _: int, value: Any) -> bytes:
         """Return the digest of a record that was read, by its JSON value where that decides it."""
         return digest_of(value)
 
-    def _restore(self, facts: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bool:
+    def _restore(self, arrays: Mapping[str, NDArray[Any]]) -> bool:
         """
         Take over kept facts if a few records have their digests; return whether they were taken.
         """
-        self.facts, self._digests = facts, arrays["digests"].reshape(-1, DIGEST_BYTES)
+        digests = arrays["digests"].reshape(-1, DIGEST_BYTES)
         compared = rows_to_audit(len(self) if self.named.copy is None else 0)
-        if len(self._digests) == len(self) and all(map(self._is_kept, compared)):
-            return True
-        log.warning("%s is another file than its size and times say: it is read again", self.named.name)
-        self._kept.discard()
-        self._digests = None
-        return False
-
-    def _is_kept(self, row: int) -> bool:
-        """Return whether a record is the one whose digest is kept."""
-        return self._digests is not None and self._digest(row) == self._digests[row].tobytes()
+        self._is_kept = len(digests) == len(self) and all(
+            self._digest(row) == digests[row].tobytes() for row in compared
+        )
+        if self._is_kept:
+            self._digests = digests
+        else:
+            log.warning("%s is another file than its size and times say: it is read again", self.named.name)
+            self._kept.discard()
+        return self._is_kept
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays that are kept beside the digests."""
         return {}
 
-    def keep(self, digests: NDArray[np.uint8]) -> None:
-        """Keep the digests of all records for later starts; shape (num_records, DIGEST_BYTES)."""
-        if self._kept.save(self.facts, {**self._arrays(), "digests": digests.reshape(-1)}):
-            self._digests = digests
+    def keep(self) -> None:
+        """Keep the digests of all records for later starts, where they are known."""
+        if not self._is_kept and self._digests is not None and self._digests.any(axis=1).all():
+            self._is_kept = self._kept.save({}, {**self._arrays(), "digests": self._digests.reshape(-1)})
 
     def kept_fault(self) -> str | None:
         """Return the difference of all of the file from the kept facts; None if there is none."""
-        rows = range(len(self) if self.knows_digests else 0)
+        rows = range(len(self) if self._is_kept else 0)
         for row in progress(rows, desc=f"comparing {self.named.name}", leave=False, delay=BRIEF_S):
-            if not self._is_kept(row):
+            if self._digest(row) != self.known_digest(row):
                 place = f"{self.unit} {self.where(row).number:,}"
                 delete = self.named.copy or "that"
                 return f"{place} is another one than {self._kept.where} says: delete {delete}, and build again"

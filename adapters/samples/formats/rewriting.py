@@ -16,13 +16,11 @@ import logging
 import re
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from packplan.adapters import files
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.adapters.samples.formats.json_value import BAD_ROW
 from packplan.adapters.samples.formats.record_file import KeptFacts
 from packplan.core.errors import DataSetError, counted
 
@@ -38,7 +36,7 @@ COMMAS = {"csv": ",", "tsv": "\t"}
 """Kinds of tables -> what separates their fields."""
 
 MOST_CHARACTERS = 2**27
-"""Characters of a row of an array or a table, all of which is in memory while it is rewritten."""
+"""Characters of a field of a table."""
 
 _PACKINGS = {GZIP: "gzip", ZSTD: "zstd"}
 """First bytes of a compressed file -> pyarrow's name of its compression."""
@@ -58,13 +56,7 @@ _AIM = 2**23
 _VALUES = json.JSONDecoder(strict=False, parse_int=str, parse_float=str, parse_constant=str)
 """Finds the ends of values. Whether they are usable is asked of each when it is read."""
 
-_BEHIND = frozenset(" \t\r\n,]")
-"""Characters of which one stands behind a whole value."""
-
 _BLANKS = re.compile(r"[ \t\r\n]*")
-
-_END = "\0end"
-"""Last line that is read of a table; a text that is not closed takes it in."""
 
 _LINE_ENDS = str.maketrans("\r\n", "\t\t")
 """Blanks between values, and as invalid as before inside of a string."""
@@ -164,12 +156,16 @@ def _lines(path: Path, kind: str, name: str) -> Iterator[bytes]:
         with opened, bar:
             parts = iter(partial(opened.read, _FEED), b"")
             if kind != "lines":
-                text = io.TextIOWrapper(opened, encoding="utf-8-sig", errors="surrogateescape", newline="")
-                parts = _array_rows(text, name) if kind == "array" else _table_rows(text, name, COMMAS[kind])
+                text = io.TextIOWrapper(opened, encoding="utf-8-sig", newline="")
+                rows = _array_rows(text.read(), name) if kind == "array" else _table_rows(text, name, COMMAS[kind])
+                parts = (row.encode() + b"\n" for row in rows)
             for part in parts:
                 number += part.count(b"\n")
                 bar.update(len(part))
                 yield part
+    except UnicodeDecodeError:
+        message = f"{name} is not UTF-8 text: save it as UTF-8"
+        raise DataSetError(message) from None
     except OSError as error:
         if error.errno:  # the disk's, not the archive's
             raise
@@ -178,68 +174,32 @@ def _lines(path: Path, kind: str, name: str) -> Iterator[bytes]:
         raise DataSetError(message) from None
 
 
-def _array_rows(text: io.TextIOWrapper, name: str) -> Iterator[bytes]:
+def _array_rows(text: str, name: str) -> Iterator[str]:
     """Yield each value of a JSON array as a line; DataSetError if it is no whole array."""
-    held, row = _Window(text), 1
-    held.skip("[")
-    ended = held.skip("]")
-    while not ended:
-        end = held.end_of_value(name, row)
-        yield held.text[held.place : end].translate(_LINE_ENDS).encode("utf-8", "surrogateescape") + b"\n"
-        held.place = end
-        if ended := held.skip("]"):
-            break
-        if not held.skip(","):
-            _fail(name, row, "is not followed by a comma or the end of the array: the file may be cut off")
+    place, row = _skip(text, text.index("[") + 1), 0
+    while not text.startswith("]", place):
         row += 1
-    if held.next():
+        try:
+            end = _VALUES.raw_decode(text, place)[1]
+        except json.JSONDecodeError as error:
+            _fail(name, row, f"is no JSON value ({error.msg}): the file may be cut off")
+        except RecursionError:
+            _fail(name, row, "is nested too deeply")
+        yield text[place:end].translate(_LINE_ENDS)
+        place = _skip(text, end)
+        if text.startswith(",", place):
+            place = _skip(text, place + 1)
+            if text.startswith("]", place):
+                _fail(name, row, "is the last of the array, but a comma follows it")
+        elif not text.startswith("]", place):
+            _fail(name, row, "is not followed by a comma or the end of the array: the file may be cut off")
+    if _skip(text, place + 1) < len(text):
         _fail(name, row, "is the last of the array, but more follows it in the file")
 
 
-class _Window:
-    """Part of a text that is searched, which grows where a value goes on behind it."""
-
-    def __init__(self, file: io.TextIOWrapper) -> None:
-        self._file, self.text, self.place = file, "", 0
-
-    def _grow(self) -> bool:
-        """Read on, and drop what was passed; False at the end of the text."""
-        # As much again as there is, so that a long value is searched few times.
-        part = self._file.read(max(_CHUNK, len(self.text) - self.place))
-        self.text, self.place = self.text[self.place :] + part, 0
-        return bool(part)
-
-    def next(self) -> str:
-        """Go to the next character that is not blank, and return it; nothing at the end."""
-        while True:
-            self.place = _BLANKS.match(self.text, self.place).end()  # type: ignore[union-attr]  # it matches nothing, too
-            if self.place < len(self.text) or not self._grow():
-                return self.text[self.place : self.place + 1]
-
-    def skip(self, mark: str) -> bool:
-        """Pass a mark, and return whether it is the next character."""
-        is_next = self.next() == mark
-        self.place += is_next
-        return is_next
-
-    def end_of_value(self, name: str, row: int) -> int:
-        """Return the end of the value that is next; DataSetError if it has none."""
-        self.next()
-        while True:
-            end, reason = len(self.text), ""
-            try:
-                end = _VALUES.raw_decode(self.text, self.place)[1]
-            except json.JSONDecodeError as error:
-                reason = f"is no JSON value ({error.msg}): the file may be cut off"
-            except RecursionError:
-                _fail(name, row, "is nested too deeply")
-            # A number may go on behind the text that is here, and a value be no whole one.
-            if self.text[end : end + 1] in _BEHIND or not self._grow():
-                if reason:
-                    _fail(name, row, reason)
-                return end
-            if len(self.text) > MOST_CHARACTERS:
-                _fail(name, row, reason or f"has more than {MOST_CHARACTERS:,} characters")
+def _skip(text: str, place: int) -> int:
+    """Return the place of the next character that is not blank."""
+    return _BLANKS.match(text, place).end()  # type: ignore[union-attr]  # it matches nothing, too
 
 
 def _fail(name: str, row: int, reason: str) -> NoReturn:
@@ -247,53 +207,28 @@ def _fail(name: str, row: int, reason: str) -> NoReturn:
     raise DataSetError(message)
 
 
-def _table_rows(text: io.TextIOWrapper, name: str, comma: str) -> Iterator[bytes]:
-    """Yield each row of a table as a line; DataSetError if one does not end."""
+def _table_rows(text: io.TextIOWrapper, name: str, comma: str) -> Iterator[str]:
+    """
+    Yield each row of a table as an object of JSON, without empty fields; DataSetError if one is
+    none.
+    """
     columns, number = None, 0
     try:
-        for fields in csv.reader(chain(text, [_END]), delimiter=comma):
-            if fields in ([], [" "], [_END]):
-                continue
-            if fields[-1].endswith(_END):
-                _fail(name, number + 1, "a quote opens a text that does not end")
+        for fields in csv.reader(text, delimiter=comma, strict=True):
             if columns is None:
-                columns = _header(fields, name)
-                continue
-            number += 1
-            yield _table_line(fields, columns) + b"\n"
+                columns = [field.strip() for field in fields]
+                if twice := next((column for column in columns if column and columns.count(column) > 1), None):
+                    message = f"{name} names the column {twice!r} twice in its header: rename one"
+                    raise DataSetError(message)
+            elif fields:
+                number += 1
+                if len(fields) != len(columns):
+                    reason = f"has {counted(len(fields), 'field')}, but the header names {len(columns)}"
+                    _fail(name, number, f"{reason}: put quotes around a text that has commas")
+                row = {column: field for column, field in zip(columns, fields, strict=True) if field}
+                yield json.dumps(row, ensure_ascii=False)
     except csv.Error as error:
         _fail(name, number + 1, f"is no row of a table ({error}): a quote may open a text that does not end")
-
-
-def _header(fields: list[str], name: str) -> list[str]:
-    columns = [field.strip() for field in fields]
-    if not _is_text(columns):
-        message = f"{name} is not UTF-8 text: save it as UTF-8"
-        raise DataSetError(message)
-    if twice := next((column for column in columns if column and columns.count(column) > 1), None):
-        message = f"{name} names the column {twice!r} twice in its header: rename one"
-        raise DataSetError(message)
-    return columns
-
-
-def _table_line(fields: list[str], columns: list[str]) -> bytes:
-    """Return a row as an object of JSON without empty fields, or why it is none."""
-    if not _is_text(fields):
-        return BAD_ROW + b"is not UTF-8 text"
-    if len(fields) != len(columns):
-        reason = f"has {counted(len(fields), 'field')}, but the header names {len(columns)}"
-        return BAD_ROW + f"{reason}: put quotes around a text that has commas".encode()
-    row = {name: field for name, field in zip(columns, fields, strict=True) if field}
-    return json.dumps(row, ensure_ascii=False).encode()
-
-
-def _is_text(fields: list[str]) -> bool:
-    """Return whether no field holds bytes that are no UTF-8."""
-    try:
-        "".join(fields).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _open_unpacked(path: Path) -> Any:
