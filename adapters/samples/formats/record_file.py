@@ -224,7 +224,7 @@ class RecordFile:
 
         Args:
             start: Row of the first record.
-            digests: Of records that follow each other, all zero where one is not known; shape
+            digests: Digests of records that follow each other, all zero where unknown; shape
                 (num_records, DIGEST_BYTES).
         """
         if not self._is_kept:
