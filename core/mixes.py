@@ -175,20 +175,6 @@ Seed = tuple[int, int, int]
 
 
 @attrs.frozen(eq=False)
-class Schedule:
-    """The samples of an epoch, in order; arrays of shape (num_samples,)."""
-
-    source: IntArray
-    """Index of the file in `Mixes.files`."""
-
-    index: IntArray
-    """Index of the sample in its file."""
-
-    def __len__(self) -> int:
-        return int(self.source.size)
-
-
-@attrs.frozen(eq=False)
 class Pool:
     """Samples of a source that can be drawn; arrays of shape (num_samples,)."""
 
@@ -226,13 +212,13 @@ def pools(mix: Mix, mixes: Mixes, lengths: IntArray, sizes: Sequence[int]) -> li
     return found
 
 
-def schedule(mixes: Mixes, sizes: Sequence[int], *, seed: int, epoch: int) -> Schedule:
+def draw_in_order(mixes: Mixes, sizes: Sequence[int], *, seed: int, epoch: int) -> IntArray:
     """
-    Return the samples of an epoch in order, for mixes by samples.
+    Return the records that an epoch trains in their order, for mixes by samples; int64.
 
     Args:
         mixes: Mixes without `mixes_faults` and `stream_faults`.
-        sizes: Samples of each file of `mixes.files`.
+        sizes: Records of each file of `mixes.files`.
         seed: Seed of draws and order, from 0.
         epoch: Epoch, from 0. Each has its own draw and order.
     """
@@ -240,14 +226,16 @@ def schedule(mixes: Mixes, sizes: Sequence[int], *, seed: int, epoch: int) -> Sc
     files = [mixes.files.index(source.jsonl) for source in mix.sources]
     wanted = [int(quota) for quota in quotas(mix, [sizes[file] for file in files])]
     drawn = [
-        _draw_with_replacement(sizes[file], quota, np.random.PCG64((seed, epoch, number)))
-        if source.replacement
-        else shuffled(sizes[file], seed=(seed, epoch, number))[:quota]
+        sum(sizes[:file])
+        + (
+            _draw_with_replacement(sizes[file], quota, np.random.PCG64((seed, epoch, number)))
+            if source.replacement
+            else shuffled(sizes[file], seed=(seed, epoch, number))[:quota]
+        )
         for number, (source, file, quota) in enumerate(zip(mix.sources, files, wanted, strict=True))
     ]
-    source = np.repeat(files, wanted)
-    order = shuffled(source.size, seed=(seed, epoch, len(wanted)))
-    return Schedule(source[order], np.concatenate(drawn)[order])
+    indices: IntArray = np.concatenate(drawn)[shuffled(sum(wanted), seed=(seed, epoch, len(wanted)))]
+    return indices
 
 
 def select(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed: int, epoch: int) -> IntArray:
@@ -255,7 +243,7 @@ def select(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed: int, e
     Return the records that an epoch trains: int64, ascending, repeated where replacement drew them
     more than once.
 
-    By samples, and where every record can be drawn, they are those of `schedule`.
+    By samples, and where every record can be drawn, they are those of `draw_in_order`.
 
     Args:
         mixes: Mixes without `mixes_faults` and `drawn_faults`.

@@ -32,8 +32,7 @@ from packplan.core.config.identity import stream_inputs
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import Difference, counted
 from packplan.core.fingerprint import Fingerprint
-from packplan.core.lengths import IntArray
-from packplan.core.mixes import schedule
+from packplan.core.mixes import draw_in_order
 from packplan.core.ports import RankGroup
 from packplan.core.shuffling import shuffled
 from packplan.core.stream import PACKER_VERSION, Order, StreamProgress, StreamState
@@ -188,11 +187,4 @@ def _order(config: RunConfig) -> tuple[Order, tuple[str, ...]]:
         return (lambda epoch: shuffled(total, seed=(seed, epoch))), custom.train_jsonl
     mixes, records = mixes_of(config)
     sizes = [len(one) for one in records]
-    firsts = np.cumsum([0, *sizes])
-
-    def mixed(epoch: int) -> IntArray:
-        drawn = schedule(mixes, sizes, seed=seed, epoch=epoch)
-        indices: IntArray = firsts[drawn.source] + drawn.index
-        return indices
-
-    return mixed, mixes.files
+    return (lambda epoch: draw_in_order(mixes, sizes, seed=seed, epoch=epoch)), mixes.files

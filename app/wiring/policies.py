@@ -2,8 +2,6 @@
 Settings that a run's plans follow from: policy, work of its model, and the mixes of its epochs.
 """
 
-from pathlib import Path
-
 from packplan.adapters.config.run import load_mixes
 from packplan.adapters.model_folder import model_sizes
 from packplan.adapters.samples.data_set import FileRecords
@@ -73,19 +71,16 @@ def recipe_of(config: RunConfig, split: str) -> EpochRecipe | None:
     return EpochRecipe(mixes=load_mixes(custom.planned_mix), seed=training.seed)
 
 
-def open_mixes(path: str, *, cache: Path, measured: bool = False) -> tuple[Mixes, list[FileRecords]]:
+def mixes_of(config: RunConfig) -> tuple[Mixes, list[FileRecords]]:
     """
-    Read the mixes of all epochs, and the records of each of their files.
-
-    Args:
-        path: The mixes, a YAML.
-        cache: Folder of the copies of packed sources.
-        measured: Whether samples are measured before they are drawn, as `by: tokens` needs.
+    Read the mixes of a run, `custom.fusion_config`, and the records of each of their files.
 
     Raises:
-        ConfigError: All that is wrong with them.
+        ConfigError: All that is wrong with them, or `custom.source_names` names another file.
     """
-    mixes = load_mixes(path)
+    custom = config.custom
+    assert custom.fusion_config is not None  # noqa: S101  # the caller has looked
+    mixes, cache = load_mixes(custom.fusion_config), records_cache(config)
     opened: dict[str, FileRecords] = {}
     reasons: dict[str, str] = {}
     for file in mixes.files:
@@ -99,30 +94,16 @@ def open_mixes(path: str, *, cache: Path, measured: bool = False) -> tuple[Mixes
         for number, source in enumerate(mix.sources)
         if source.jsonl in reasons
     ]
-    faults += () if measured else stream_faults(mixes)
+    faults += () if custom.planned_mix else stream_faults(mixes)
     if not faults:
         faults = list(mixes_faults(mixes, [len(records) for records in opened.values()]))
     if not faults:  # patterns may have files in common
         faults = [Fault("curriculum" if mixes.is_curriculum else "sources", text) for text in file_faults(mixes.files)]
     if faults:
-        raise ConfigError(path, tuple(faults))
-    return mixes, list(opened.values())
-
-
-def mixes_of(config: RunConfig) -> tuple[Mixes, list[FileRecords]]:
-    """
-    Read the mixes of a run, `custom.fusion_config`, and the records of each of their files.
-
-    Raises:
-        ConfigError: All that is wrong with them, or `custom.source_names` names another file.
-    """
-    custom = config.custom
-    assert custom.fusion_config is not None  # noqa: S101  # the caller has looked
-    measured = custom.planned_mix is not None
-    mixes, records = open_mixes(custom.fusion_config, cache=records_cache(config), measured=measured)
+        raise ConfigError(custom.fusion_config, tuple(faults))
     known = {*mixes.files, *custom.val_jsonl}
     reason = "is no file of the mix, nor of custom.val_jsonl: write it as it is written there"
     faults = [Fault(f"custom.source_names.{name}", reason) for name in custom.source_names if name not in known]
     if faults:
         raise ConfigError("the configuration", tuple(faults))
-    return mixes, records
+    return mixes, list(opened.values())

@@ -15,11 +15,11 @@ from packplan.core.mixes import (
     Mix,
     Mixes,
     Source,
+    draw_in_order,
     drawn_faults,
     lowest,
     mixes_faults,
     quotas,
-    schedule,
     select,
     stream_faults,
 )
@@ -64,8 +64,8 @@ def mixes_by_tokens(draw) -> tuple[Mixes, list[int], list[int]]:
     return Mixes((mix,), is_curriculum=False), lengths, sizes
 
 
-def faults_of(mixes: Mixes, sizes: list[int]) -> list[str]:
-    return [str(fault) for fault in mixes_faults(mixes, sizes)]
+def paths(faults) -> list[str]:
+    return [fault.path for fault in faults]
 
 
 def in_files(sizes: list[int], values: np.ndarray) -> list[np.ndarray]:
@@ -125,38 +125,30 @@ def test_samples_are_exact_shares_to_within_one(given_mix):
 
 
 @given(mixes_by_samples(), seeds, epochs)
-def test_a_schedule_draws_its_quotas_in_a_mixed_order(given_mix, seed, epoch):
+def test_an_order_draws_its_quotas(given_mix, seed, epoch):
     """Without replacement each sample once at most; the same again for the same seed and epoch."""
     mix, sizes = attrs.evolve(given_mix[0].entries[0], samples_per_epoch=None), given_mix[1]
-    mixes = Mixes((mix,))
 
-    drawn = schedule(mixes, sizes, seed=seed, epoch=epoch)
+    drawn = draw_in_order(Mixes((mix,)), sizes, seed=seed, epoch=epoch)
 
-    again = schedule(mixes, sizes, seed=seed, epoch=epoch)
-    assert np.array_equal(drawn.source, again.source)
-    assert np.array_equal(drawn.index, again.index)
-    assert quotas(mix, sizes) == np.bincount(drawn.source, minlength=len(sizes)).tolist()
-    for number, (source, size) in enumerate(zip(mix.sources, sizes, strict=True)):
-        indices = drawn.index[drawn.source == number]
-        assert not indices.size or 0 <= indices.min() <= indices.max() < size
-        assert source.replacement or len(set(indices.tolist())) == indices.size
+    assert np.array_equal(drawn, draw_in_order(Mixes((mix,)), sizes, seed=seed, epoch=epoch))
+    times = in_files(sizes, np.bincount(drawn, minlength=sum(sizes)))
+    assert quotas(mix, sizes) == [part.sum() for part in times]
+    assert all(one.replacement or part.max() <= 1 for one, part in zip(mix.sources, times, strict=True))
 
 
 @given(mixes_by_samples(), seeds, epochs, st.data())
-def test_a_selection_has_the_samples_of_the_schedule(given_mix, seed, epoch, data):
+def test_a_selection_has_the_samples_of_the_order(given_mix, seed, epoch, data):
     """Each as often, ascending; records that cannot be drawn are as if they were not there."""
-    mix, sizes = attrs.evolve(given_mix[0].entries[0], samples_per_epoch=None), given_mix[1]
-    mixes = Mixes((mix,))
-    drawn = schedule(mixes, sizes, seed=seed, epoch=epoch)
+    mixes, sizes = Mixes((attrs.evolve(given_mix[0].entries[0], samples_per_epoch=None),)), given_mix[1]
     spread = [[*data.draw(st.lists(st.just(0), max_size=2)), 1] for _ in range(sum(sizes))]
     lengths = np.array([length for part in spread for length in part])
-    drawable = np.flatnonzero(lengths)
     spread_sizes = [int(sum(part)) for part in in_files(sizes, np.array(list(map(len, spread))))]
 
     selection = select(mixes, lengths, spread_sizes, seed=seed, epoch=epoch)
 
     assert np.dtype(np.int64) == selection.dtype
-    expected = drawable[np.cumsum([0, *sizes])[drawn.source] + drawn.index]
+    expected = np.flatnonzero(lengths)[draw_in_order(mixes, sizes, seed=seed, epoch=epoch)]
     assert np.sort(expected).tolist() == selection.tolist()
 
 
@@ -229,7 +221,7 @@ def test_golden_selections(by, digest):
     assert digest == hashlib.sha256(np.concatenate(drawn).tobytes()).hexdigest()[:16], "meant? CHANGELOG.md says so"
 
 
-def test_golden_schedules():
+def test_golden_orders():
     """A stream has these samples in this order."""
     sources = (
         Source(jsonl="a", ratio=Decimal("0.5")),
@@ -237,8 +229,8 @@ def test_golden_schedules():
         Source(jsonl="c", ratio=Decimal("0.2"), replacement=True),
     )
     mix = Mix(sources=sources)
-    drawn = [schedule(Mixes((mix,)), [10_000] * 3, seed=3, epoch=epoch) for epoch in range(3)]
-    joined = np.concatenate([values for one in drawn for values in (one.source, one.index)])
+    drawn = [draw_in_order(Mixes((mix,)), [10_000] * 3, seed=3, epoch=epoch) for epoch in range(3)]
+    joined = np.concatenate([values for one in drawn for values in divmod(one, 10_000)])
 
     assert "9ae41f384afedbe2" == hashlib.sha256(joined.tobytes()).hexdigest()[:16]
 
@@ -247,144 +239,103 @@ def test_each_epoch_has_its_entry_and_the_last_stays():
     """The files of all entries count as records, whichever of them an epoch draws."""
     entries = ((("b", 2),), (("a", 1), ("b", 1)), (("c", 3),))
     mixes = Mixes(tuple(Mix(sources=tuple(Source(jsonl=j, count=n) for j, n in entry)) for entry in entries))
-    sizes = [4, 3, 3]
-    lengths = np.arange(1, 11)
+    sizes, lengths = [4, 3, 3], np.arange(1, 11)
 
     assert ("b", "a", "c") == mixes.files
     for epoch, counts in enumerate([[2, 0, 0], [1, 1, 0], [0, 0, 3], [0, 0, 3]]):
-        selection = select(mixes, lengths, sizes, seed=0, epoch=epoch)
-        drawn = schedule(mixes, sizes, seed=0, epoch=epoch)
-        assert counts == np.histogram(selection, np.cumsum([0, *sizes]))[0].tolist()
-        assert counts == np.bincount(drawn.source, minlength=3).tolist()
+        for drawn in (
+            select(mixes, lengths, sizes, seed=0, epoch=epoch), draw_in_order(mixes, sizes, seed=0, epoch=epoch)
+        ):  # fmt: skip
+            assert counts == [part.sum() for part in in_files(sizes, np.bincount(drawn, minlength=10))]
 
 
 ONE = Decimal(1)
 
 
+def mix_of(*sources: dict, **keys) -> Mix:
+    """A mix of sources a, b …, each of its keys."""
+    made = [Source(**{"jsonl": name, **one}) for name, one in zip("abc", sources, strict=False)]
+    return Mix(sources=tuple(made), **keys)
+
+
 @pytest.mark.parametrize(
-    ("source", "size", "says"),
+    ("mix", "path"),
     [
-        (Source(jsonl="a"), 5, "either a ratio or a count"),
-        (Source(jsonl="a", ratio=ONE, count=1), 5, "either a ratio or a count"),
-        (Source(jsonl="a", ratio=Decimal(0)), 5, "above 0"),
-        (Source(jsonl="a", ratio=Decimal(-1)), 5, "above 0"),
-        (Source(jsonl="a", ratio=Decimal("nan")), 5, "above 0"),
-        (Source(jsonl="a", ratio=Decimal("inf")), 5, "above 0"),
-        (Source(jsonl="a", count=0), 5, "at least 1"),
-        (Source(jsonl="a", count=6), 5, "a has 5 samples: lower it, or set replacement: true"),
-        (Source(jsonl="a", ratio=ONE), 0, "has no record"),
-        (Source(jsonl="a", ratio=ONE, cap=0), 5, "cap: is 0, but has to be at least 1"),
-        (Source(jsonl="a", count=1, cap=2), 5, "limits what a ratio gives, but the source has a count: remove one"),
+        (mix_of({}), "sources[0]"),
+        (mix_of({"ratio": ONE, "count": 1}), "sources[0]"),
+        *((mix_of({"ratio": Decimal(ratio)}), "sources[0].ratio") for ratio in (0, -1, "nan", "inf")),
+        *((mix_of({"count": count}), "sources[0].count") for count in (0, 10)),
+        *((mix_of({**one, "cap": cap}), "sources[0].cap") for one, cap in (({"ratio": ONE}, 0), ({"count": 1}, 2))),
+        (mix_of({"ratio": ONE}, {"ratio": ONE}, {"jsonl": "a", "count": 1}), "sources[2].jsonl"),
+        (mix_of(), "sources"),
+        (mix_of({"ratio": ONE}, by="tokens", samples_per_epoch=3), "samples_per_epoch"),
+        (mix_of({"ratio": ONE}, tokens_per_epoch=3), "tokens_per_epoch"),
+        (mix_of({"ratio": ONE}, by="tokens", tokens_per_epoch=0), "tokens_per_epoch"),
+        (mix_of({"count": 1}, by="tokens"), "sources[0].count"),
+        (mix_of({"ratio": ONE, "cap": 4}, by="tokens", tokens_per_epoch=5), "tokens_per_epoch"),
+        (mix_of({"ratio": ONE, "cap": 4}, samples_per_epoch=5), "samples_per_epoch"),
+        *((mix_of({"count": 5}, samples_per_epoch=total), "samples_per_epoch") for total in (0, 2, 99)),
+        *((mix_of({"ratio": ONE}, {"count": 5}, samples_per_epoch=total), path)
+          for total, path in ((2, "samples_per_epoch"), (5, "sources[0]"), (50, "sources[0]"))),
+        (mix_of({"count": 10**9, "replacement": True}), "sources[0]"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_mix_is_named_by_its_key(mix, path):
+    """Before samples are measured, also in a later entry; each source has nine."""
+    mixes = Mixes((mix_of({"ratio": ONE}), mix_of({"ratio": ONE}), mix))
+
+    alone = Mixes((mix,), is_curriculum=False)
+
+    assert [path] == paths(mixes_faults(alone, [9] * len(alone.files)))
+    assert [f"curriculum[2].{path}"] == paths(mixes_faults(mixes, [9] * len(mixes.files)))
+
+
+def test_sources_and_curricula_without_anything_are_refused():
+    assert ["curriculum"] == paths(mixes_faults(Mixes(()), []))
+    assert ["curriculum[0].sources[0]"] == paths(mixes_faults(Mixes((mix_of({"ratio": ONE}),)), [0]))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "total", "lengths", "cap", "fault"),
+    [
+        (1, None, [0, 0], None, "sources[0]"),
+        (1, 5, [9, 9], None, "sources[0]"),
+        (1, 20, [9, 0], None, "sources[0]"),
+        (1, None, [9, 0], 9, "sources[0]"),
+        (1, None, [7, 9], 8, "sources[0].cap"),
+        (1, 18, [9, 0], None, None),
+        (10, None, [9, 0], 9, None),
     ],
 )
-def test_what_is_wrong_with_a_source_is_said(source, size, says):
-    """By its place, also in a later entry of a curriculum."""
-    mix = Mix(sources=(source,))
-    (fault,) = mixes_faults(Mixes((mix,), is_curriculum=False), [size])
-    good = Mix(sources=(Source(jsonl="b", ratio=ONE),))
-    (later,) = mixes_faults(Mixes((good, good, mix)), [1, size])
-
-    assert fault.path.startswith("sources[0]")
-    assert says in str(fault)
-    assert f"curriculum[2].{fault}" == str(later)
-
-
-@pytest.mark.parametrize(
-    ("mix", "says"),
-    [
-        (Mix(sources=(Source(jsonl="a", ratio=ONE),), by="tokens", samples_per_epoch=3),
-         "samples_per_epoch: is set, but the mix is by tokens: set tokens_per_epoch instead"),
-        (Mix(sources=(Source(jsonl="a", ratio=ONE),), tokens_per_epoch=3),
-         "tokens_per_epoch: is set, but the mix is by samples: set samples_per_epoch instead"),
-        (Mix(sources=(Source(jsonl="a", ratio=ONE),), by="tokens", tokens_per_epoch=0),
-         "tokens_per_epoch: is 0, but has to be at least 1"),
-        (Mix(sources=(Source(jsonl="a", count=1),), by="tokens"),
-         "sources[0].count: is a number of samples, but the mix is by tokens: set a ratio, and perhaps a cap"),
-        (Mix(sources=(Source(jsonl="a", ratio=ONE, cap=4),), by="tokens", tokens_per_epoch=5),
-         "tokens_per_epoch: is 5, but no source takes more than its cap, 4 in all: lower it, or raise a cap"),
-        (Mix(sources=(Source(jsonl="a", ratio=ONE, cap=4),), samples_per_epoch=5),
-         "samples_per_epoch: is 5, but no source takes more than its cap, 4 in all: lower it, or raise a cap"),
-        (Mix(sources=()), "sources: is empty: name at least one"),
-        (Mix(sources=(Source(jsonl="a", count=1),), samples_per_epoch=0),
-         "samples_per_epoch: is 0, but has to be at least 1"),
-        (Mix(sources=(Source(jsonl="a", ratio=ONE), Source(jsonl="b", ratio=ONE), Source(jsonl="a", count=1))),
-         "sources[2].jsonl: is a, as sources[0].jsonl is: name each file once"),
-        *((Mix(sources=(*[Source(jsonl="a", ratio=ratio)] * bool(ratio), Source(jsonl="b", count=count)),
-               samples_per_epoch=total), says)
-          for count, ratio, total, says in (
-              (5, ONE, 2, "samples_per_epoch: is 2, but the counts alone are 5"),
-              (5, None, 99, "samples_per_epoch: is 99, but the counts are 5, and no source has a ratio"),
-              (5, ONE, 5, "sources[0]: (a) has a share of no sample"),
-              (5, ONE, 50, "sources[0]: (a) has 9 samples, but its share is 45"),
-          )),
-    ],
-)  # fmt: skip
-def test_units_and_caps_agree_with_the_total(mix, says):
-    """Or their key is named, unmeasured; so are empty mixes, and files named twice."""
-    mixes = Mixes((mix,), is_curriculum=False)
-
-    (found,) = faults_of(mixes, [9] * len(mixes.files))
-    assert found.startswith(says)
-    assert ["curriculum: is empty: name at least one mix"] == faults_of(Mixes(()), [])
-
-
-BELOW_9 = "below its shortest sample (9 tokens) in an epoch:"
-
-
-@pytest.mark.parametrize(
-    ("ratio", "total", "lengths", "cap", "says"),
-    [
-        (1, None, [0, 0], None, "(a) has no sample to draw, since all its records are bad or too long: remove it"),
-        (1, 5, [9, 9], None, f"(a) has a share {BELOW_9} raise tokens_per_epoch"),
-        (1, 20, [9, 0], None, "(a) has 9 tokens, but its share is 10: set replacement: true, or a cap"),
-        (1, None, [9, 0], 9, f"(a) has a share {BELOW_9} raise its ratio"),
-        (1, None, [7, 9], 8, "cap: is 8, but the longest sample of a has 9 tokens: raise it"),
-        (1, 18, [9, 0], None, ""),
-        (10, None, [9, 0], 9, ""),
-    ],
-)  # fmt: skip
-def test_faults_that_lengths_decide_are_said(ratio, total, lengths, cap, says):
+def test_faults_that_lengths_decide_are_named(ratio, total, lengths, cap, fault):
     """By their place; entries of epochs that are not trained have none."""
-    good = Source(jsonl="b", ratio=ONE, replacement=True)
-    two = (Source(jsonl="a", ratio=Decimal(ratio), cap=cap), good)
-    mixes = Mixes((Mix(sources=(good,), by="tokens"), Mix(sources=two, by="tokens", tokens_per_epoch=total)))
+    good = {"jsonl": "b", "ratio": ONE, "replacement": True}
+    last = mix_of({"ratio": Decimal(ratio), "cap": cap}, good, by="tokens", tokens_per_epoch=total)
+    mixes = Mixes((mix_of(good, by="tokens"), last))
 
     assert not list(drawn_faults(mixes, [2, *lengths], [1, 2], 1))
-    found = [str(fault) for fault in drawn_faults(mixes, [2, *lengths], [1, 2], 2)]
-    assert [f"curriculum[1].sources[0]{'.' if says.startswith('cap') else ': '}{says}"] * bool(says) == found
+    assert [f"curriculum[1].{fault}"] * bool(fault) == paths(drawn_faults(mixes, [2, *lengths], [1, 2], 2))
 
 
-@pytest.mark.parametrize(("by", "times"), [("tokens", "199,999,999"), ("samples", "999,999,999")])
-def test_no_epoch_draws_more_than_memory_holds(by, times):
+@pytest.mark.parametrize("by", ["tokens", "samples"])
+def test_no_epoch_draws_more_than_memory_holds(by):
     """With replacement, the data do not limit how often."""
-    mix = Mix(sources=(Source(jsonl="a", ratio=ONE, replacement=True),), by=by, **{f"{by}_per_epoch": 999_999_999})
-
-    def found(mix):
-        return list(map(str, drawn_faults(Mixes((mix,), is_curriculum=False), [4, 6], [2], 1)))
-
-    says = f"sources[0]: (a) would be drawn from {times} times in an epoch, above 100,000,000: lower {by}_per_epoch"
-    assert [says] == found(mix)
-    assert not found(attrs.evolve(mix, **{f"{by}_per_epoch": 10**8}))
-    counted = Mix(sources=(Source(jsonl="a", count=10**9, replacement=True),))
-    (fault,) = mixes_faults(Mixes((counted,)), [2])
-    assert str(fault).endswith(
-        "would be drawn from 1,000,000,000 times in an epoch, above 100,000,000: lower its count"
-    )
+    for total, found in ((999_999_999, ["sources[0]"]), (10**8, [])):
+        mix = mix_of({"ratio": ONE, "replacement": True}, by=by, **{f"{by}_per_epoch": total})
+        assert found == paths(drawn_faults(Mixes((mix,), is_curriculum=False), [4, 6], [2], 1))
 
 
 def test_streams_take_no_mix_by_tokens():
     """Since nothing is measured before it is drawn."""
-    by_samples = Mix(sources=(Source(jsonl="a", ratio=ONE),))
+    mixes = Mixes((mix_of({"ratio": ONE}), mix_of({"ratio": ONE}, by="tokens")))
 
-    assert ["curriculum[1].by"] == [
-        fault.path for fault in stream_faults(Mixes((by_samples, attrs.evolve(by_samples, by="tokens"))))
-    ]
+    assert ["curriculum[1].by"] == paths(stream_faults(mixes))
 
 
 @given(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=3), min_size=1, max_size=3))
 def test_the_place_of_a_file_is_where_it_is_named_first(named):
     """In whichever entry that is."""
-    mixes = Mixes(tuple(Mix(sources=tuple(Source(jsonl=file, ratio=ONE) for file in entry)) for entry in named))
+    mixes = Mixes(tuple(mix_of(*({"jsonl": file, "ratio": ONE} for file in entry)) for entry in named))
     entries = [(k, n, file) for k, entry in enumerate(named) for n, file in enumerate(entry)]
 
     assert set(mixes.files) == set(mixes.places)
@@ -395,11 +346,10 @@ def test_the_place_of_a_file_is_where_it_is_named_first(named):
 
 def test_another_epoch_is_another_draw_and_another_order():
     """And so is another seed."""
-    one = Decimal(1)
-    mix = Mix(sources=(Source(jsonl="a", ratio=one), Source(jsonl="b", ratio=one, replacement=True)))
-    drawn = [schedule(Mixes((mix,)), [100, 100], seed=seed, epoch=epoch) for seed, epoch in [(0, 0), (0, 1), (1, 0)]]
+    mixes = Mixes((mix_of({"ratio": ONE}, {"ratio": ONE, "replacement": True}),))
+    drawn = [draw_in_order(mixes, [100, 100], seed=seed, epoch=epoch) for seed, epoch in [(0, 0), (0, 1), (1, 0)]]
 
-    assert 3 == len({tuple(one.source.tolist()) for one in drawn})
-    assert 3 == len({tuple(np.sort(one.index[one.source == 1]).tolist()) for one in drawn})
-    assert 3 == len({tuple(one.index[one.source == 0].tolist()) for one in drawn})
-    assert (200, 200) == (len(drawn[0]), len(drawn[0].index))
+    assert 3 == len({tuple((one >= 100).tolist()) for one in drawn})
+    assert 3 == len({tuple(np.sort(one[one >= 100]).tolist()) for one in drawn})
+    assert 3 == len({tuple(one[one < 100].tolist()) for one in drawn})
+    assert {(200,)} == {one.shape for one in drawn}
