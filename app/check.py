@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import attrs
 from rich.table import Table
 
+from packplan.adapters.model_folder import config_model_type
 from packplan.adapters.progress import loading_libraries, progress
 from packplan.app.cli.command import (
     add_config_arguments,
@@ -105,14 +106,13 @@ def compare(config: RunConfig, trainer: PackTrainer, train: Split, *, num_packs:
         train: Split that it trains.
         num_packs: Packs of the plan to compare.
     """
-    from packplan.app.wiring.trainers import open_comparison
-    from packplan.app.wiring.verdicts import model_type_of
+    from packplan.adapters.trainer.equality import PackComparison
 
     chosen = packs_to_compare(train.raw.packs, train.table, count=num_packs)
     if not chosen:
         reason = "leaves no pack of several samples, so there is nothing to compare: raise it"
         raise ConfigError.at("template.max_length", reason)
-    comparison = open_comparison(trainer, train)
+    comparison = PackComparison(trainer, train.encoder.encode, train.raw.packs)
     findings: list[Deviation] = []
     for pack in progress(chosen, desc="comparing", unit=" packs"):
         findings += comparison.findings(pack)
@@ -121,7 +121,7 @@ def compare(config: RunConfig, trainer: PackTrainer, train: Split, *, num_packs:
     images, where = num_media(train.table), train.encoder.records.where
     return Report(
         model=config.model.model,
-        model_type=model_type_of(config),
+        model_type=config_model_type(config.model),
         attn_impl=trainer.attention.name,
         precision=precision,
         packs=tuple(

@@ -17,7 +17,7 @@ import attrs
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_logging_options, command_parser, run_command, run_program
-from packplan.app.wiring.model_path import model_path
+from packplan.app.wiring.runs import find_model
 from packplan.core.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def command() -> None:
-        path = model_path(options.model)
+        path = find_model(options.model)
         with loading_libraries():
             from packplan.app.wiring.probing import probe_backends
 

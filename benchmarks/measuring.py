@@ -20,7 +20,7 @@ from packplan.adapters.progress import progress
 from packplan.adapters.samples.measurer import AT_ONCE, SwiftMeasurer
 from packplan.app.wiring.splits import open_encoders, open_measurer
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from packplan.core.samples.tables import MeasuredSample, Outcome
+from packplan.core.samples.tables import MeasuredSample, RecordOutcome
 from tools.demo.tiny_models import write_model
 from tools.demo.videos import MadeVideo, made_videos
 
@@ -134,7 +134,7 @@ def write_videos(folder: Path, videos: Sequence[MadeVideo]) -> list[Path]:
     return [video.write(folder / f"{number:03d}_{video.codec}.{video.container}") for number, video in numbered]
 
 
-def video_lengths(model: Path, videos: Sequence[Path], *, in_full: bool) -> list[Outcome]:
+def video_lengths(model: Path, videos: Sequence[Path], *, in_full: bool) -> list[RecordOutcome]:
     """
     Measure a sample of each video.
 
@@ -147,7 +147,7 @@ def video_lengths(model: Path, videos: Sequence[Path], *, in_full: bool) -> list
     return list(progress(samples.measure_many(range(len(samples)), in_full=in_full), desc=model.name, leave=False))
 
 
-def differing(videos: Sequence[Path], quick: Sequence[Outcome], full: Sequence[Outcome]) -> list[str]:
+def differing(videos: Sequence[Path], quick: Sequence[RecordOutcome], full: Sequence[RecordOutcome]) -> list[str]:
     """
     Return a line for each video whose lengths differ, or that could not be measured.
 

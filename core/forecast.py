@@ -463,7 +463,7 @@ def written_bytes(number: float) -> str:
     return f"{number:,.2f} GiB"
 
 
-Sharding = Literal["ddp", "fsdp2"]
+ModelSharding = Literal["ddp", "fsdp2"]
 """Way in which ranks share a model: whole on each, or by FSDP 2."""
 
 Kind = Literal["weights", "gradients", "optimizer", "activations", "temporaries"]

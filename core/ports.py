@@ -19,7 +19,7 @@ from packplan.core.samples.tables import (
     Measurement,
     MediaFacts,
     MediaTable,
-    Outcome,
+    RecordOutcome,
     Table,
     column,
 )
@@ -61,7 +61,7 @@ class LengthSource(Protocol):
 
     def measure_many(
         self, indices: Sequence[int], /, *, in_full: bool, epoch: int | None = None
-    ) -> Generator[Outcome, None, None]:
+    ) -> Generator[RecordOutcome, None, None]:
         """
         Measure several records in the order of *indices*, perhaps in parallel. Closing the
         generator ends the measuring processes.

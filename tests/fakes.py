@@ -21,7 +21,7 @@ from packplan.core.samples.tables import (
     MeasuredSample,
     Measurement,
     MediaFacts,
-    Outcome,
+    RecordOutcome,
     ShortcutError,
     Table,
 )
@@ -60,12 +60,14 @@ class ListSource:
         self.measured.append(index)
         return Measurement(self.lengths[index], 1, 1, 4)
 
-    def measure_many(self, indices: Sequence[int], *, in_full: bool, epoch: int | None = None) -> Iterator[Outcome]:
+    def measure_many(
+        self, indices: Sequence[int], *, in_full: bool, epoch: int | None = None
+    ) -> Iterator[RecordOutcome]:
         if epoch is not None:
             return iter(self.measure_elsewhere(indices, epoch=epoch))
         return self.measure_here(indices, in_full=in_full)
 
-    def measure_here(self, indices: Sequence[int], *, in_full: bool) -> Iterator[Outcome]:
+    def measure_here(self, indices: Sequence[int], *, in_full: bool) -> Iterator[RecordOutcome]:
         self.is_measuring = True
         try:
             for index in indices:
@@ -76,7 +78,7 @@ class ListSource:
         finally:
             self.is_measuring = False
 
-    def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
+    def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
         self.elsewhere = list(indices)
         return [MeasuredSample(self.measure(index)) for index in indices]
 
@@ -152,7 +154,7 @@ class ElsewhereSource(ListSource):
         self.epoch_matters = epoch_matters
         self.differs = 0  # which one
 
-    def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
+    def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
         more = epoch if self.epoch_matters else 1
         return [
             MeasuredSample(Measurement(self.lengths[index] + more * (index == self.differs), 1, 1, 4))
@@ -169,7 +171,7 @@ class GuessingSource(ListSource):
         self.ways: list[bool] = []
         self.bad: int | None = None  # in full
 
-    def measure_here(self, indices: Sequence[int], *, in_full: bool) -> Iterator[Outcome]:
+    def measure_here(self, indices: Sequence[int], *, in_full: bool) -> Iterator[RecordOutcome]:
         self.ways.append(in_full)
         for index in indices:
             if in_full and index == self.bad:
@@ -186,7 +188,7 @@ class AuditedSource(ListSource):
         self.wrong = wrong
         self.ways: list[bool] = []
 
-    def measure_here(self, indices: Sequence[int], *, in_full: bool) -> Iterator[Outcome]:
+    def measure_here(self, indices: Sequence[int], *, in_full: bool) -> Iterator[RecordOutcome]:
         self.ways.append(in_full)
         for index in indices:
             if index == self.wrong and not in_full:

@@ -28,7 +28,7 @@ from packplan.adapters.models import local_part
 from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.trainer.base import PackingTrainer
 from packplan.core.errors import ModelError
-from packplan.core.forecast import Kind, Sharding, StepTrace
+from packplan.core.forecast import Kind, ModelSharding, StepTrace
 
 _MOST_TOKENS = 131_072
 """Longest packing length that is looked at where a model says none."""
@@ -51,7 +51,7 @@ class StepTracer:
     trainer: OutlineTrainer
     """Trainer of the model on the device `meta`, not yet prepared."""
 
-    sharding: Sharding
+    sharding: ModelSharding
 
     world_size: int
 

@@ -38,7 +38,7 @@ from packplan.adapters.samples.media_lengths import ImageLengths, prove_lengths
 from packplan.adapters.samples.video_reading import reads_videos
 from packplan.core.errors import RecordError
 from packplan.core.samples.identity import DIGEST_BYTES
-from packplan.core.samples.tables import MeasuredSample, Measurement, MediaFacts, Outcome, ShortcutError, to_row
+from packplan.core.samples.tables import MeasuredSample, Measurement, MediaFacts, RecordOutcome, ShortcutError, to_row
 
 log = logging.getLogger(__name__)
 
@@ -393,7 +393,7 @@ class QuickMeasurer:
     def _log_once(self, text: str) -> None:
         _log_once(f"{self._encoder.template.template_meta.template_type}: {text}")
 
-    def measure(self, indices: Sequence[int]) -> tuple[list[Outcome], bytes]:
+    def measure(self, indices: Sequence[int]) -> tuple[list[RecordOutcome], bytes]:
         """
         Measure samples, and return the digests of their records too, all zero where they are not
         known; ShortcutError if one of those that are encoded too is measured otherwise then.
@@ -444,7 +444,7 @@ class QuickMeasurer:
         except Exception:  # noqa: BLE001  # whatever the template raises, a full encode says with the record's place
             return None
 
-    def _outcome(self, one: _Read, counted: Iterator[Measurement | None]) -> Outcome:
+    def _outcome(self, one: _Read, counted: Iterator[Measurement | None]) -> RecordOutcome:
         """
         Return the measurement of a sample that was read; ShortcutError if it is audited, and
         encodes to another.

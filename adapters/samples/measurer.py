@@ -27,9 +27,9 @@ from packplan.core.config.identity import configured_inputs
 from packplan.core.errors import RecordError
 from packplan.core.fingerprint import Fingerprint, Value
 from packplan.core.samples.identity import DIGEST_BYTES
-from packplan.core.samples.tables import MeasuredSample, Measurement, MediaFacts, Outcome
+from packplan.core.samples.tables import MeasuredSample, Measurement, MediaFacts, RecordOutcome
 
-MeasuredBatch = tuple[range, list[Outcome], bytes]
+MeasuredBatch = tuple[range, list[RecordOutcome], bytes]
 """Records, their outcomes, and their digests one behind the other, all zero where unknown."""
 
 _PROCESSING_PACKAGES = ("ms-swift", "transformers", "tokenizers", "qwen_vl_utils", "pillow", "torchvision")
@@ -169,7 +169,7 @@ class SwiftMeasurer:
 
     def measure_many(
         self, indices: Sequence[int], *, in_full: bool, epoch: int | None = None
-    ) -> Generator[Outcome, None, None]:
+    ) -> Generator[RecordOutcome, None, None]:
         """
         Measure several, in the order of *indices*, by processes where that is faster; see
         `core.ports`.
@@ -187,7 +187,7 @@ class SwiftMeasurer:
                     return
             yield from self._keep_digests(self.batch(indices[done : done + size], in_full=in_full))
 
-    def _measure_in_pool(self, indices: range, *, in_full: bool) -> Generator[Outcome, None, None]:
+    def _measure_in_pool(self, indices: range, *, in_full: bool) -> Generator[RecordOutcome, None, None]:
         """Measure records in other processes, a few batches ahead."""
         size = min(AT_ONCE, -(-len(indices) // (2 * self._workers)))
         parts = (indices[start : start + size] for start in range(0, len(indices), size))
@@ -214,7 +214,7 @@ class SwiftMeasurer:
             if not kept_before:
                 gc.unfreeze()
 
-    def _keep_digests(self, batch: MeasuredBatch) -> list[Outcome]:
+    def _keep_digests(self, batch: MeasuredBatch) -> list[RecordOutcome]:
         """Return the outcomes of a batch, and keep the digests of its records."""
         indices, outcomes, digests = batch
         self._encoder.records.remember(indices, np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES))
@@ -238,7 +238,7 @@ class SwiftMeasurer:
         joined = [_join(outcomes[place : place + num_parts]) for place in range(0, len(outcomes), num_parts)]
         return parts, joined, digests
 
-    def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
+    def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
         """
         Encode samples in a worker process of torch's own loader, seeded for *epoch*.
         """
@@ -271,7 +271,7 @@ class SwiftMeasurer:
         found = (self._encoder.video_facts(index, video) for video in videos)
         return (*facts, *map(self._encoder.stored_facts, found))
 
-    def encoded(self, index: int) -> Outcome:
+    def encoded(self, index: int) -> RecordOutcome:
         """Encode and measure sample *index* and its media, or say why it cannot become a sample."""
         try:
             return MeasuredSample(self.measure(index), self.media_facts(index))
@@ -279,7 +279,7 @@ class SwiftMeasurer:
             return error
 
 
-def _join(parts: Sequence[Outcome]) -> Outcome:
+def _join(parts: Sequence[RecordOutcome]) -> RecordOutcome:
     """Return the outcome of a sample: bad if a part of it is."""
     samples = [one for one in parts if isinstance(one, MeasuredSample)]
     if len(samples) < len(parts):
@@ -293,13 +293,13 @@ def _sum(parts: Sequence[Measurement]) -> Measurement:
     return parts[0] if len(parts) == 1 else Measurement(*map(sum, zip(*map(attrs.astuple, parts), strict=True)))
 
 
-class _FullyEncoded(Dataset[Outcome]):
+class _FullyEncoded(Dataset[RecordOutcome]):
     """Samples encoded in full, as a loader's worker would."""
 
     def __init__(self, samples: SwiftMeasurer) -> None:
         self._samples = samples
 
-    def __getitem__(self, index: int) -> Outcome:
+    def __getitem__(self, index: int) -> RecordOutcome:
         return self._samples.encoded(index)
 
 

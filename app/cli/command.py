@@ -71,11 +71,17 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    """Return the options of a command that takes overrides, which may also stand behind options."""
+    """
+    Return the options of a command that takes overrides, which may also stand behind options.
+
+    A command's own parser, where *parser* holds several, is its `parser` among the options.
+    """
     options, others = parser.parse_known_args(arguments)
     if wrong := [text for text in others if text.startswith("-") or "=" not in text]:
         how = "; torchrun starts ranks: torchrun --nproc-per-node N -m packplan.app.sft run.yaml"
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}{how if wrong[0].startswith('--n') else ''}")
+        getattr(options, "parser", parser).error(
+            f"unrecognized arguments: {' '.join(wrong)}{how if wrong[0].startswith('--n') else ''}"
+        )
     options.overrides += others
     return options
 
@@ -96,7 +102,9 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
     from packplan.adapters import progress
 
     end_with_launcher()
-    _share_cores()
+    # Read by OpenMP when torch is loaded. Threads that spin while they wait keep a core from those
+    # they wait for, where other processes want it too.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     progress.hide(hidden=quiet)
     _set_up_logging(verbose=verbose, quiet=quiet)
     try:
@@ -269,32 +277,6 @@ def world_sizes(text: str) -> list[int]:
     return positive_numbers(text, world_size)
 
 
-def _share_cores() -> None:
-    """
-    Have threads wait asleep, and the ranks of this machine share its cores, unless the environment
-    says otherwise.
-
-    Read by OpenMP when torch is loaded. Threads that spin while they wait keep a core from those
-    they wait for, where other processes want it too.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if (ranks := _variable("LOCAL_WORLD_SIZE", 1)) > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // ranks)))
-
-
-def _variable(name: str, default: int) -> int:
-    """
-    Return a number of torchrun's; *default* where it is none, which those that join ranks refuse.
-    """
-    text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() and len(text) < 10 else default
-
-
-def _num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
 class _MarkWarnings(logging.Formatter):
     """Marks lines that are no mere notes with what they are."""
 
@@ -308,12 +290,12 @@ def _set_up_logging(*, verbose: bool, quiet: bool) -> None:
     Log to standard error: all of ours on rank 0, warnings of other ranks, of the libraries, and in
     quiet.
     """
-    rank = _variable("RANK", 0)
+    rank = os.environ.get("RANK", "0")
     handler = logging.StreamHandler()
-    handler.setFormatter(_MarkWarnings(f"packplan{f' rank {rank}' if rank else ''}: %(mark)s%(message)s"))
+    handler.setFormatter(_MarkWarnings(f"packplan{f' rank {rank:.9}' if rank != '0' else ''}: %(mark)s%(message)s"))
     logger = logging.getLogger("packplan")
     logger.handlers = [handler]
-    logger.setLevel(logging.INFO if rank == 0 and not quiet else logging.WARNING)
+    logger.setLevel(logging.INFO if rank == "0" and not quiet else logging.WARNING)
     logger.propagate = False
     if not verbose:
         for name in ("swift", "transformers", "accelerate"):

@@ -14,7 +14,7 @@ from packplan.app.planning.log_lines import log_plan, log_schedule, steps_line
 from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule
 from packplan.app.planning.split import Ranks, Split, plan_split
 from packplan.app.wiring.attention import keep_verdict
-from packplan.app.wiring.commands import keep_command, ranks_of, read_run
+from packplan.app.wiring.commands import keep_command, ranks_of, read_run_or_command
 from packplan.app.wiring.runs import ranks_refuse_together, require_inputs
 from packplan.app.wiring.stores import artefacts_folder
 from packplan.core.config.run import RunConfig
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Build, and log what to type next."""
     with ranks_refuse_together():
-        config = read_run(options.config, options.overrides, world_size=options.world_size)
+        config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
         require_inputs(config)
 
         with loading_libraries():

@@ -20,7 +20,7 @@ from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, plain_console, world_size
 from packplan.app.planning.schedule import accumulation_of, require_static, zero_stage
 from packplan.app.planning.split import Ranks, Split, plan_split
-from packplan.app.wiring.commands import ranks_of, read_run, require_traceable
+from packplan.app.wiring.commands import ranks_of, read_run_or_command, require_traceable
 from packplan.app.wiring.runs import require_inputs
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, MismatchError, counted
@@ -28,8 +28,8 @@ from packplan.core.forecast import (
     KINDS,
     MARGIN,
     Longest,
+    ModelSharding,
     PeakMemory,
-    Sharding,
     candidate_packs,
     longest_fitting,
     parse_bytes,
@@ -53,7 +53,7 @@ class Fit:
     """Memory of a run's step on one rank."""
 
     world_size: int
-    sharding: Sharding
+    sharding: ModelSharding
     memory: int | None
     """Bytes of each rank's device; None if not said."""
 
@@ -96,7 +96,7 @@ def amount(text: str) -> int:
 def run(options: argparse.Namespace) -> None:
     """Plan, trace, and print."""
     started = time.monotonic()
-    config = read_run(options.config, options.overrides, world_size=options.world_size)
+    config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
     require_static(config)
     if not config.training.packing:
         raise ConfigError.at("training.packing", "is false: what is forecast is the memory of packs")
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> None:
         raise MismatchError("too_large", told_excess(found))
 
 
-def _sharding_of(config: RunConfig) -> Sharding:
+def _sharding_of(config: RunConfig) -> ModelSharding:
     """Return how several ranks of a run share its model, by its settings."""
     settings = config.training.trainer
     if stage := zero_stage(settings.get("deepspeed")):
@@ -137,7 +137,7 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int) -> Fit:
         PackplanError: Something the user can fix, or something stored that is damaged.
         ModelError: The model cannot be traced.
     """
-    sharding: Sharding = "ddp" if ranks == 1 else _sharding_of(config)
+    sharding: ModelSharding = "ddp" if ranks == 1 else _sharding_of(config)
     with loading_libraries():
         from packplan.app.wiring.measuring import as_traced, open_step_tracer
         from packplan.app.wiring.ranks import joined_ranks

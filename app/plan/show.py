@@ -19,7 +19,7 @@ from packplan.app.cli.command import add_config_arguments, plain_console, whole_
 from packplan.app.plan.explain import as_text, explain_pack, explain_sample
 from packplan.app.plan.stored import StoredSplit, open_split, splits_of
 from packplan.app.planning.log_lines import BOUNDS, drawn_of_sources
-from packplan.app.wiring.commands import read_run
+from packplan.app.wiring.commands import read_run_or_command
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, DataSetError, agree, counted
 from packplan.core.inspection import (
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
     """Open the plans, then print."""
     if options.text and options.sample is None:
         raise ConfigError.at("--text", "is of one sample: name it by --sample")
-    config = read_run(options.config, options.overrides, world_size=options.world_size)
+    config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
     explained = options.pack is not None or options.sample is not None
     splits = [
         # An evaluation has one epoch.

@@ -15,7 +15,7 @@ from typing import Any
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, duration, plain_console, world_size
 from packplan.app.plan.stored import open_split
-from packplan.app.wiring.commands import read_run
+from packplan.app.wiring.commands import read_run_or_command
 from packplan.app.wiring.forecasts import attention_name, find_timing, run_forecast
 from packplan.app.wiring.runs import ranks_refuse_together, read_config, require_inputs
 from packplan.core.config.run import RunConfig
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
         rank, ranks = _calibrate(options)
         if rank:
             return
-    config = read_run(options.config, options.overrides, world_size=ranks)
+    config = read_run_or_command(options.config, options.overrides, world_size=ranks)
     forecast, ranks = _forecast(config, world_size=ranks)
     if forecast is None:
         how = "--calibrate trains some here, and times them"

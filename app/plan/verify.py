@@ -24,7 +24,7 @@ from packplan.app.planning.epochs import EpochPlanner
 from packplan.app.planning.schedule import require_static
 from packplan.app.planning.split import Split, plan_samples, samples_of
 from packplan.app.planning.stored_lengths import refusals
-from packplan.app.wiring.commands import read_run
+from packplan.app.wiring.commands import read_run_or_command
 from packplan.core.config.faults import with_remedy
 from packplan.core.epochs import EpochRecipe, EpochSamples
 from packplan.core.errors import (
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Verify, print, and fail if anything is wrong."""
-    config = read_run(options.config, options.overrides)
+    config = read_run_or_command(options.config, options.overrides)
     require_static(config)
 
     with loading_libraries():

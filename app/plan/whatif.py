@@ -17,7 +17,7 @@ from packplan.app.plan.stored import measured_recipe
 from packplan.app.planning.schedule import require_static, split_schedule
 from packplan.app.planning.split import alignment, plan_samples, samples_of, table_works
 from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
-from packplan.app.wiring.commands import ranks_of, read_run
+from packplan.app.wiring.commands import ranks_of, read_run_or_command
 from packplan.app.wiring.policies import policy_of, trained_work
 from packplan.app.wiring.stores import open_stores
 from packplan.core.align import align_plan
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Plan every combination, then print."""
-    config = read_run(options.config, options.overrides, world_size=(options.world_size or [None])[0])
+    config = read_run_or_command(options.config, options.overrides, world_size=(options.world_size or [None])[0])
     require_static(config)
     if not config.training.packing:
         raise ConfigError.at("training.packing", "is false: nothing is packed, so there is nothing to vary")

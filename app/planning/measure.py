@@ -27,7 +27,7 @@ from packplan.core.samples.tables import (
     MeasuredSample,
     Measurement,
     MediaTable,
-    Outcome,
+    RecordOutcome,
     ShortcutError,
     Table,
     column,
@@ -90,7 +90,7 @@ class KnownTable:
     """Function that reads the table, when it is first needed."""
 
 
-def merge_known(source: LengthSource, indices: range, table: KnownTable) -> Generator[Outcome, None, None]:
+def merge_known(source: LengthSource, indices: range, table: KnownTable) -> Generator[RecordOutcome, None, None]:
     """
     Yield the measurement of each record, from a table or by measuring what that lacks.
 
@@ -237,7 +237,7 @@ def _measure_rows(split: Split, stored: Stored, *, bad: BadRecords, report: Repo
     total = len(source)
     first = done = len(stored.table)
     every = split.flush_every or min(max(total // 100, 256), 10_000)
-    waiting: list[Outcome] = []
+    waiting: list[RecordOutcome] = []
 
     def flush() -> None:
         nonlocal done

@@ -95,7 +95,7 @@ def split_command(given: Sequence[str] | None, *, skip: int = 0) -> tuple[list[s
     return list(words[:end]), list(words[end:])
 
 
-def read_run(path: str, words: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
+def read_run_or_command(path: str, words: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
     """
     Read a run's YAML, a command of ms-swift, or the folder of a plan that was built for one.
 
@@ -122,14 +122,14 @@ def require_command(path: str, words: Sequence[str] = (), *, world_size: int | N
     Read a command of ms-swift.
 
     Args:
-        path: See `read_run`.
-        words: See `read_run`.
-        world_size: See `read_run`.
+        path: See `read_run_or_command`.
+        words: See `read_run_or_command`.
+        world_size: See `read_run_or_command`.
 
     Raises:
         ConfigError: It has faults, or is a run of another kind.
     """
-    config = read_run(path, words, world_size=world_size)
+    config = read_run_or_command(path, words, world_size=world_size)
     if config.command is None:
         raise ConfigError(path, (Fault("", "is a run of packplan sft: name a command of ms-swift"),))
     return config

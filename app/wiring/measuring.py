@@ -31,7 +31,7 @@ from packplan.app.wiring.forecasts import calibration_key, evaluation_terms, log
 from packplan.core.align import align_plan
 from packplan.core.config.run import RunConfig
 from packplan.core.equality import AttentionChoice
-from packplan.core.forecast import REPEATS, Calibration, Sharding, StepTerms, calibration_packs
+from packplan.core.forecast import REPEATS, Calibration, ModelSharding, StepTerms, calibration_packs
 from packplan.core.packs import Packs
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
@@ -62,7 +62,7 @@ def open_step_tracer(
     samples: SwiftEncoder,
     *,
     attention: AttentionChoice,
-    sharding: Sharding,
+    sharding: ModelSharding,
     world_size: int,
     accumulates: bool,
 ) -> Iterator[StepTracer]:

@@ -24,7 +24,6 @@ from packplan.adapters.trainer.checkpoints import (
     find_checkpoint,
     newest_checkpoint,
 )
-from packplan.adapters.trainer.equality import PackComparison
 from packplan.adapters.trainer.loader import PackedDataset
 from packplan.adapters.trainer.model import hide_progress_bars, open_model
 from packplan.adapters.trainer.static import PackTrainer
@@ -329,8 +328,3 @@ def build_stream_trainer(
         train_dataset=DynamicDataset(encoder, order, options, rank=group.rank, world_size=group.world_size),
         eval_dataset=evaluated,
     )
-
-
-def open_comparison(trainer: PackTrainer, split: Split) -> PackComparison:
-    """Return the comparison of a trainer's packs with their samples alone."""
-    return PackComparison(trainer, split.encoder.encode, split.raw.packs)

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from packplan.adapters.model_folder import config_model_type, refuse_other_layers
+from packplan.adapters.model_folder import refuse_other_layers
 from packplan.adapters.probe import open_model_config, place_of, probe_config, probe_loaded
 from packplan.adapters.proof.comparison import limit_of
 from packplan.adapters.samples.template import refuse_remote_code
@@ -89,11 +89,6 @@ def _probed(digest: str, model: ModelConfig, attn_impl: str, *, on_cpu: bool) ->
     )
     log.info("%s was asked whether it may pack, in %.1f s: %s", verdict.model_type, time.monotonic() - start, verdict)
     return verdict
-
-
-def model_type_of(config: RunConfig) -> str:
-    """Return the `model_type` of the model's config.json."""
-    return config_model_type(config.model)
 
 
 def ask_loaded(config: RunConfig, model: Any, verdict: PackingVerdict, *, whole: bool, keep: bool) -> None:

@@ -155,11 +155,11 @@ class ShortcutError(Exception):
         return f"{self.where} measured {self.quick} by a shortcut, but encodes to {self.encoded} ({', '.join(COLUMNS)})"
 
 
-Outcome = MeasuredSample | RecordError
+RecordOutcome = MeasuredSample | RecordError
 """Result of measuring a record. The error of a bad record is a value, since measuring goes on."""
 
 
-def to_tables(outcomes: Iterable[Outcome]) -> tuple[Table, MediaTable]:
+def to_tables(outcomes: Iterable[RecordOutcome]) -> tuple[Table, MediaTable]:
     """Return the measurements of several records, and their images."""
     measured = [MeasuredSample(BAD) if isinstance(one, RecordError) else one for one in outcomes]
     rows = np.array([to_row(one.measurement) for one in measured], dtype=np.int32)

@@ -3,7 +3,6 @@ Arguments that all ways of sharding share, checked.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import Literal, Self, get_args
 
 import attrs
@@ -74,9 +73,6 @@ FloatArray = NDArray[np.floating | np.integer]
 Work = WorkModel | Sequence[float] | FloatArray
 """Work of a model, or the work of each sequence in any unit."""
 
-BatchSize = int | Sequence[int] | NDArray[np.integer]
-"""Sequences of every global batch, or of each."""
-
 WhenLong = Literal["error", "alone"]
 """Whether a sequence over the budget is an error or a microbatch of its own."""
 
@@ -145,25 +141,13 @@ class SequenceWorks:
         return cls(lambda widths: np.zeros(widths.shape), checked_works(work, num, of="sequences"))
 
 
-def global_batches(num: int, batch_size: BatchSize) -> list[range]:
+def global_batches(num: int, batch_size: int) -> list[range]:
     """
-    Return the sequences of each global batch.
-
-    Args:
-        num: Sequences of the batch.
-        batch_size: Sequences of every global batch, the last one perhaps fewer; or of each.
-
-    Raises:
-        ArgumentError: There is no sequence, or the sizes of the global batches add up to others.
+    Return the sequences of each global batch of *batch_size*, the last one perhaps of fewer;
+    ArgumentError if there is no sequence.
     """
     if not num:
         raise ArgumentError("batch", "the batch has no sequence, so there is nothing to cut")
-    if isinstance(batch_size, (Sequence, np.ndarray)):
-        ends = list(accumulate(whole_number("batch_size", size) for size in batch_size))
-        if not ends or ends[-1] != num:
-            sizes, sequences = ends[-1] if ends else 0, counted(num, "sequence")
-            raise ArgumentError("batch", f"batch_size adds up to {sizes:,}, but the batch has {sequences}")
-        return [range(start, end) for start, end in pairwise([0, *ends])]
     size = whole_number("batch_size", batch_size)
     return [range(start, min(start + size, num)) for start in range(0, num, size)]
 

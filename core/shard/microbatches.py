@@ -21,7 +21,6 @@ from packplan.core.shard.assignment import (
     round_up,
 )
 from packplan.core.shard.inputs import (
-    BatchSize,
     SequenceWorks,
     WhenLong,
     Work,
@@ -37,15 +36,12 @@ from packplan.core.work.assignment import Meeting, in_units
 _MOST_MICROBATCHES = 10_000_000
 """Microbatches of a global batch that are asked for, at most: arrays have a place for each."""
 
-RowWidth = Literal["own", "longest"]
-"""Positions of a packed row: those of its sequences, or of the longest row of its global batch."""
-
 
 def shard_packed(
     lengths: Lengths,
     *,
     shards: int,
-    batch_size: BatchSize,
+    batch_size: int,
     max_tokens_per_microbatch: int,
     sequence_length_pad_multiple: int = 1,
     algorithm: str = "modified_first_fit_decreasing",
@@ -53,7 +49,6 @@ def shard_packed(
     microbatch_order: Literal["packer", "largest_first"] = "packer",
     microbatch_multiple: int = 1,
     min_microbatches: int = 1,
-    row_width: RowWidth = "own",
     when_long: WhenLong = "error",
     seed: int = 0,
     work: Work | None = None,
@@ -65,8 +60,7 @@ def shard_packed(
     Args:
         lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
         shards: Data-parallel workers, >= 1.
-        batch_size: Sequences of a global batch, over all workers; the last one may have fewer. A
-            list gives the size of each global batch.
+        batch_size: Sequences of a global batch, over all workers; the last one may have fewer.
         max_tokens_per_microbatch: Tokens of a row, padding included.
         sequence_length_pad_multiple: Each sequence is padded to a multiple of it.
         algorithm: A name in `core.packers.ALGORITHMS`. It decides the number of microbatches.
@@ -78,8 +72,6 @@ def shard_packed(
         microbatch_multiple: Divisor of the microbatches of a worker in a global batch, for virtual
             pipeline stages.
         min_microbatches: Fewest microbatches of a worker in a global batch, for pipeline stages.
-        row_width: Positions that rows are padded to: those of the `longest` row of the global
-            batch, where stages of a pipeline exchange buffers of one shape.
         when_long: Whether a sequence over the budget is an error, or the one sequence of its row
             (`alone`).
         seed: Seed of random algorithms.
@@ -106,7 +98,6 @@ def shard_packed(
     require_choice("assignment", assignment, ("balanced", "round_robin"))
     require_choice("microbatch_order", microbatch_order, ("packer", "largest_first"))
     require_choice("meeting", meeting, get_args(Meeting))
-    require_choice("row_width", row_width, get_args(RowWidth))
     array, padded = padded_lengths(lengths, sequence_length_pad_multiple, capacity, when_long)
     # A sequence over the budget counts as a full row, so that it is alone.
     costs_of = np.minimum(padded, capacity)
@@ -122,16 +113,16 @@ def shard_packed(
             packs = fewer_rounds(packs, costs, capacity=capacity, rounds_of=shards * multiple)
         rounds = max(least, round_up(len(packs), shards * multiple) // shards)
         items = fill_slots(costs, shards * rounds)
-        costs, works, sizes = costs[items], works[items], padded[items + batch.start]
+        costs, works = costs[items], works[items]
         labels = _cut_evenly(
             packs, costs, works, shards=shards, rounds=rounds, capacity=capacity, meeting=meeting if balance else None
         )
-        widest = int(np.bincount(labels, sizes).max()) if row_width == "longest" else 0
         if balance:
             labels, done = rotate_to_least_loaded(labels, works, done, rounds)
-        loads = sizes if microbatch_order == "largest_first" else works if balance else None
+        largest_first = microbatch_order == "largest_first"
+        loads = padded[items + batch.start] if largest_first else works if balance else None
         labels = _ordered(labels, items, loads, rounds=rounds, by_round=loads is works)
-        parts.append(Part(items + batch.start, labels, rounds, widest))
+        parts.append(Part(items + batch.start, labels, rounds))
     return join(
         "packed", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_pad_multiple),
         work=works_of,
@@ -213,7 +204,7 @@ def shard_dynamic(
     lengths: Lengths,
     *,
     shards: int,
-    batch_size: BatchSize,
+    batch_size: int,
     max_tokens_per_microbatch: int,
     sequence_length_round: int = 1,
     when_long: WhenLong = "error",
@@ -229,8 +220,7 @@ def shard_dynamic(
     Args:
         lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
         shards: Data-parallel workers, >= 1.
-        batch_size: Sequences of a global batch, over all workers; the last one may have fewer. A
-            list gives the size of each global batch.
+        batch_size: Sequences of a global batch, over all workers; the last one may have fewer.
         max_tokens_per_microbatch: Limit of sequences times width.
         sequence_length_round: Widths are multiples of it.
         when_long: Whether a sequence wider than the budget is an error, or the one row of its

@@ -47,7 +47,6 @@ def spread(costs: IntArray, works: IntArray, *, shards: int, rounds: int, capaci
         if (place := fill.add(len(places))) is None:
             return None
         places.append(place)
-        places += fill.add_light(len(places))
     labels = np.empty_like(order)
     labels[order] = places
     return labels
@@ -133,23 +132,6 @@ class _Fill:
             return None
         self._num_empty -= key < self._num
         return key % self._num
-
-    def add_light(self, item: int) -> list[int]:
-        """Return the microbatches that take the next items, as long as only light ones can."""
-        places: list[int] = []
-        if self._num_empty or not self._is_light_open:
-            return places
-        keys, room, num, sizes, steps = self._light.keys, self._room, self._num, self._sizes, self._steps
-        most_step, most_size = self._most_step, max(self._most_size, self._light.most_waiting)
-        while item < len(sizes) and keys and steps[item] >= most_step and sizes[item] > most_size:
-            place = keys[0] % num
-            if room[place] < sizes[item]:
-                break
-            room[place] -= sizes[item]
-            heapreplace(keys, keys[0] + steps[item])
-            places.append(place)
-            item += 1
-        return places
 
     def _add(self, item: int, below: int) -> int | None:
         """Return the key, before, of the microbatch that takes an item. It is below a limit."""

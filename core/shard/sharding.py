@@ -160,10 +160,10 @@ class Part:
     num: int
     """Microbatches of every worker."""
 
-    widths: IntArray | int
+    widths: IntArray | None = None
     """
-    Positions of each row of a padded microbatch, the same for all workers; shape (num,). Least
-    positions of a packed row.
+    Positions of each row of a padded microbatch, the same for all workers; shape (num,). None if
+    microbatches are packed.
     """
 
 
@@ -207,14 +207,13 @@ def join(
     # Filler follows the sequences of its global batch.
     weights = np.zeros(slots.num_samples, dtype=np.int64)
     weights[np.unique(sequences, return_index=True)[1]] = 1
-    widths = np.tile(np.concatenate([np.broadcast_to(part.widths, part.num) for part in parts]), shards)
-    if mode == "packed":
-        widths = np.maximum(slots.loads(padded), widths)
-    positions = widths if mode == "packed" else slots.sizes() * widths
     works = np.add.reduceat(work.own[slots.indices], slots.offsets[:-1])
     if mode == "packed":
+        widths = positions = slots.loads(padded)
         works += np.add.reduceat(work.of_rows(padded)[slots.indices], slots.offsets[:-1])
     else:
+        widths = np.tile(np.concatenate([part.widths for part in parts if part.widths is not None]), shards)
+        positions = slots.sizes() * widths
         works += slots.sizes() * work.of_rows(widths)
     return Sharding(
         mode=mode,

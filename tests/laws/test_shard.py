@@ -121,16 +121,18 @@ def test_dynamic_microbatches_are_shared_and_as_large_as_they_can_be(case):
             assert (stop + 1 - start) * width > case["budget"]
 
 
-@given(batches(modes=("packed", "round_robin")), st.integers(1, 3))
-def test_microbatches_come_in_multiples(case, multiple):
-    """As virtual pipeline stages need; and by falling size where asked."""
+@given(batches(modes=("packed", "round_robin")), st.integers(1, 6), st.integers(1, 3))
+def test_a_worker_has_at_least_so_many_microbatches_in_multiples(case, least, multiple):
+    """As stages of a pipeline need, filled with weight 0; and by falling size where asked."""
     tight = {**case, "budget": -(-max(case["lengths"]) // case["multiple"]) * case["multiple"]}
-    sharding = cut(tight, microbatch_multiple=multiple, microbatch_order="largest_first")
+    sharding = cut(tight, min_microbatches=least, microbatch_multiple=multiple, microbatch_order="largest_first")
 
-    assert all(0 == num % multiple for num in sharding.num_microbatches)
+    require_rules(sharding, tight)
+    own = cut(tight, microbatch_multiple=multiple).num_microbatches
+    assert all(0 == num % multiple for num in own)
+    assert tuple(max(num, -(-least // multiple) * multiple) for num in own) == sharding.num_microbatches
     for worker in sharding:
-        for batch in worker:
-            assert sorted(batch.widths.tolist(), reverse=True) == batch.widths.tolist()
+        assert all(sorted(batch.widths.tolist(), reverse=True) == batch.widths.tolist() for batch in worker)
 
 
 @given(batches(modes=("packed",)))
@@ -279,30 +281,26 @@ def test_fewer_sequences_than_workers_starve_nobody():
 
 
 @pytest.mark.parametrize("shard", [shard_packed, shard_dynamic])
-def test_a_sequence_over_the_budget_is_named(shard):
-    """With its padded length, how many there are, and what would do."""
+def test_what_cannot_be_sharded_is_refused(shard):
+    """No sequence, no worker, options that there are not, and sequences over the budget."""
     multiple = "sequence_length_pad_multiple" if shard is shard_packed else "sequence_length_round"
-    with pytest.raises(ArgumentError) as caught:
-        shard([3, 90, 98], shards=1, batch_size=4, max_tokens_per_microbatch=95, **{multiple: 32})
-    assert {"index": 1, "num_over": 2, "widest": 128} == caught.value.details
-    assert (
-        "sequence 1 has 90 tokens, 96 when padded, but a microbatch holds 95 (max_tokens_per_microbatch); 2 "
-        "sequences are too wide, the widest 128"
-    ) == str(caught.value)
-    with pytest.raises(ArgumentError, match="sequence 0 has 5 tokens but a microbatch holds 4"):
-        shard([5], shards=1, batch_size=4, max_tokens_per_microbatch=4)
+    options = {"shards": 1, "batch_size": 4, "max_tokens_per_microbatch": 95}
+    for width in (1, 32):
+        with pytest.raises(
+            ArgumentError, match=f"sequence 1 has 90 tokens{', 96 when padded,' * (width > 1)}"
+        ) as found:
+            shard([3, 90, 98], **options | {"max_tokens_per_microbatch": 89 if width == 1 else 95, multiple: width})
+        assert {"index": 1, "num_over": 2, "widest": 98 if width == 1 else 128} == found.value.details
+    for lengths, wrong in (([], {}), ([1], {"shards": 0}), ([1], {"batch_size": 0}), ([1], {"when_long": "zzz"})):
+        with pytest.raises(ValueError, match=next(iter(wrong), "no sequence")):
+            shard(lengths, **options | wrong)
 
 
-def test_what_cannot_be_sharded_is_refused():
-    """No sequence, no worker, and options that there are not."""
-    for shard in (shard_packed, shard_dynamic):
-        with pytest.raises(ArgumentError, match="no sequence"):
-            shard([], shards=1, batch_size=1, max_tokens_per_microbatch=1)
-        with pytest.raises(ValueError, match="shards is 0"):
-            shard([1], shards=0, batch_size=1, max_tokens_per_microbatch=1)
-    for option in ("assignment", "microbatch_order", "when_long", "row_width", "meeting"):
-        with pytest.raises(ValueError, match=f"{option} is 'zzz', but has to be one of"):
-            shard_packed([1], shards=1, batch_size=1, max_tokens_per_microbatch=1, **{option: "zzz"})
+@pytest.mark.parametrize("option", ["assignment", "microbatch_order", "meeting", "works"])
+def test_options_of_packed_rows_are_checked(option):
+    wrong = {"work": [1.0, -2.0]} if option == "works" else {option: "zzz"}
+    with pytest.raises(ArgumentError, match=option):
+        shard_packed([1, 1, 1], shards=1, batch_size=1, max_tokens_per_microbatch=1, **wrong)
 
 
 @given(batches(modes=("packed", "round_robin", "dynamic")), st.integers(1, 60))
@@ -317,62 +315,6 @@ def test_a_sequence_over_the_budget_may_be_alone(case, budget):
     for members, positions in zip(sharding.slots, sharding.positions.tolist(), strict=True):
         assert positions <= budget or len(members) == 1
     assert max(sharding.positions) <= sharding.capacity
-
-
-@given(batches(modes=("packed", "round_robin")), st.integers(1, 6), st.integers(1, 3))
-def test_a_worker_has_at_least_so_many_microbatches(case, least, multiple):
-    """Also in multiples, filled with weight 0 where sequences are too few."""
-    sharding = cut(case, min_microbatches=least, microbatch_multiple=multiple)
-
-    require_rules(sharding, case)
-    own = cut(case, microbatch_multiple=multiple).num_microbatches
-    assert tuple(max(num, -(-least // multiple) * multiple) for num in own) == sharding.num_microbatches
-
-
-@given(batches(), st.data())
-def test_every_global_batch_has_the_size_that_is_asked_for(case, data):
-    """In the order of the batch; equal sizes are one number written often."""
-    sizes, left = [], len(case["lengths"])
-    while left:
-        sizes.append(data.draw(st.integers(1, left)))
-        left -= sizes[-1]
-    sharding = cut({**case, "batch_size": sizes})
-
-    ends = np.cumsum(sizes)
-    for number, (size, end) in enumerate(zip(sizes, ends.tolist(), strict=True)):
-        parts = [worker[number] for worker in sharding]
-        found = sorted(index for part in parts for index in part.indices[part.weights == 1].tolist())
-        assert list(range(end - size, end)) == found
-    whole = [case["batch_size"]] * (len(case["lengths"]) // case["batch_size"])
-    rest = len(case["lengths"]) - sum(whole)
-    named = cut({**case, "batch_size": np.array(whole + [rest] * (rest > 0))})
-    assert cut(case).slots == named.slots
-
-
-@given(batches(modes=("packed", "round_robin")))
-def test_rows_of_one_width(case):
-    """That of the longest row of a global batch."""
-    own, longest = (cut(case, row_width=name) for name in ("own", "longest"))
-
-    assert own.slots == longest.slots
-    for number in range(len(own.num_microbatches)):
-        widths = {width for worker in longest for width in worker[number].widths.tolist()}
-        assert {max(int(worker[number].widths.max()) for worker in own)} == widths
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"batch_size": [2, 2]}, "batch_size adds up to 4, but the batch has 3 sequences"),
-        ({"batch_size": []}, "batch_size adds up to 0"),
-        ({"work": [1.0, 2.0]}, "works and sequences differ in number"),
-        ({"work": [1.0, -2.0, 1.0]}, "work 1 is -2.0"),
-    ],
-)
-def test_options_that_do_not_match_the_batch_are_refused(options, says):
-    """With their names, before anything is cut."""
-    with pytest.raises(ArgumentError, match=says):
-        shard_packed([3, 2, 4], **{"shards": 2, "batch_size": 3, "max_tokens_per_microbatch": 10, **options})
 
 
 @given(batches())

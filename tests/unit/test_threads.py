@@ -1,4 +1,4 @@
-"""Threads of a command wait asleep, and ranks share the cores, once torch is loaded."""
+"""Threads of a command wait asleep, once torch is loaded."""
 
 import importlib.util
 import os
@@ -12,35 +12,15 @@ from packplan.app.cli import command
 
 ROOT = Path(__file__).parents[2]
 
-WAIT, THREADS = "OMP_WAIT_POLICY", "OMP_NUM_THREADS"
 
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch):
-    """Leave the environment as it was, whatever a command sets in it."""
-    for name in (WAIT, THREADS, "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-
-
-@pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 1, None), (8, 2, "4"), (8, 3, "2"), (2, 4, "1")])
-def test_ranks_times_threads_are_at_most_the_cores(monkeypatch, cores, ranks, threads):
-    """And one rank takes what OpenMP gives."""
-    monkeypatch.setattr(command, "_num_cores", lambda: cores)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+@pytest.mark.parametrize("said", [None, "ACTIVE"])
+def test_threads_wait_asleep_unless_the_user_says_otherwise(monkeypatch, said):
+    monkeypatch.setenv("OMP_WAIT_POLICY", said or "")
+    if said is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
 
     assert 0 == command.run_command(lambda: None, verbose=False)
-    assert ("PASSIVE", threads) == (os.environ[WAIT], os.environ.get(THREADS))
-
-
-def test_what_the_user_says_stays(monkeypatch):
-    """The way of waiting, and the number of threads."""
-    monkeypatch.setenv(WAIT, "ACTIVE")
-    monkeypatch.setenv(THREADS, "7")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-
-    assert 0 == command.run_command(lambda: None, verbose=False)
-    assert ("ACTIVE", "7") == (os.environ[WAIT], os.environ[THREADS])
+    assert (said or "PASSIVE") == os.environ["OMP_WAIT_POLICY"]
 
 
 @pytest.mark.slow
