@@ -23,7 +23,8 @@ from packplan.app.cli.command import (
     run_program,
 )
 from packplan.app.planning.measure import measure
-from packplan.app.planning.split import Ranks, Split
+from packplan.app.planning.plan import Ranks
+from packplan.app.planning.split import Split
 from packplan.app.wiring import lengths
 from packplan.app.wiring.runs import ranks_refuse_together, require_inputs
 from packplan.core.errors import ConfigError, counted
@@ -83,7 +84,6 @@ def run(options: argparse.Namespace) -> None:
         if output.exists():
             split.known = lengths.open_written(output, split.source)
         ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
-        ranks.require_writable([split.stores.lock])
         ranks.build(split.stores.lock, partial(_write_table, split, output))
 
 

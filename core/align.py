@@ -43,11 +43,6 @@ class AlignedPlan:
         """Packs added at the end."""
         return len(self.repeated)
 
-    @property
-    def per_rank(self) -> int:
-        """Packs each rank consumes in an epoch."""
-        return len(self.packs) // self.world_size
-
 
 def align_plan(
     raw_plan: RawPlan, *, world_size: int, dataloader_drop_last: bool = False, batch_size: int = 1

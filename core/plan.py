@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from packplan.core.bounds import Bound, find_bound, usual_effort
 from packplan.core.errors import ArgumentError, agree, counted, token_range
-from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, share, whole_number
-from packplan.core.packers import algorithm_named, pack, redraw
+from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, share
+from packplan.core.packers import pack, redraw
 from packplan.core.packs import Packs, by_first_index, concatenate
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.policy import PlanPolicy
@@ -64,6 +64,12 @@ class RawPlan:
 
     bound_kind: BoundKind
     """Method that found `lower_bound`."""
+
+    auto_packs: int = attrs.field(default=0, eq=False)
+    """
+    Number of packs that `auto` needs for the same samples; 0 where it saves at most 0.2 %, or was
+    not asked.
+    """
 
     @property
     def planned_samples(self) -> int:
@@ -147,7 +153,7 @@ def build_raw_plan(
     policy = PlanPolicy(**fields) if policy is None else attrs.evolve(_checked_policy(policy), **fields)
     array, allow_single_long = as_lengths(lengths), policy.allow_single_long
     if not policy.packing:
-        return one_sample_packs(array, packing_length=policy.packing_length, allow_single_long=allow_single_long)
+        return _one_sample_packs(array, policy)
     long = np.flatnonzero(array >= policy.packing_length)
     # Over runs, a long sample is a pack of its own by filling one.
     whole = not long.size or (allow_single_long and policy.counts_lengths)
@@ -155,7 +161,11 @@ def build_raw_plan(
     packed = slice(None) if whole else short
     tokens = np.minimum(array[packed], policy.packing_length)
     weights = None if works is None else checked_works(works, array.size, of="samples")[packed]
-    found = _group_tokens(tokens, policy, epoch=epoch, works=weights, report=report)
+    needs: dict[str, Any] = {
+        "capacity": policy.packing_length, "algorithm": policy.algorithm, "seed": policy.seed, "works": weights,
+        "report": report,
+    }  # fmt: skip
+    found = redraw(tokens, epoch=epoch, **needs).packs if policy.replanned else pack(tokens, **needs)
     grouped = found if whole else Packs(found.offsets, short[found.indices])
     kept, dropped = _split_by_fill(grouped, array, policy)
     single = Packs.from_lists([]) if whole or not allow_single_long else Packs(np.arange(long.size + 1), long)
@@ -164,28 +174,19 @@ def build_raw_plan(
         raise _empty_plan(array, long[:0] if allow_single_long else long, dropped, policy)
     effort = inf if policy.algorithm == "certified" else usual_effort(array.size)
     bound = _bound(tokens, policy, known=len(grouped), effort=0 if quick_bound else effort, report=report)
+    return _count_plan(array, packs, long, dropped, policy=policy, bound=Bound(len(single) + bound.packs, bound.kind))
+
+
+def _one_sample_packs(lengths: IntArray, policy: PlanPolicy) -> RawPlan:
+    """Plan each sample as a pack by itself, in the order of the data, for padded batches."""
+    is_long, nothing = lengths >= policy.packing_length, Packs.from_lists([])
+    kept = np.arange(lengths.size) if policy.allow_single_long else np.flatnonzero(~is_long)
+    if not kept.size:
+        raise _empty_plan(lengths, lengths, nothing, policy)
+    packs = Packs(np.arange(kept.size + 1), kept)
     return _count_plan(
-        array, packs, long, dropped, packing_length=policy.packing_length, allow_single_long=allow_single_long,
-        lower_bound=len(single) + bound.packs, bound_kind=bound.kind,
-    )  # fmt: skip
-
-
-def _group_tokens(
-    tokens: IntArray,
-    policy: PlanPolicy,
-    *,
-    epoch: int,
-    works: NDArray[np.float64] | None,
-    report: Callable[[str], None],
-) -> Packs:
-    """Return the packs of a policy's algorithm, or those that an epoch draws among its equals."""
-    needs: dict[str, Any] = {
-        "capacity": policy.packing_length, "algorithm": policy.algorithm, "seed": policy.seed, "works": works,
-        "report": report,
-    }  # fmt: skip
-    if policy.replanned:
-        return redraw(tokens, epoch=epoch, **needs).packs
-    return pack(tokens, **needs)
+        lengths, packs, np.flatnonzero(is_long), nothing, policy=policy, bound=Bound(kept.size, "reached")
+    )
 
 
 def _bound(tokens: IntArray, policy: PlanPolicy, *, known: int, effort: float, report: Callable[[str], None]) -> Bound:
@@ -228,53 +229,45 @@ def _split_by_fill(grouped: Packs, lengths: IntArray, policy: PlanPolicy) -> tup
 
 
 def _count_plan(
-    lengths: IntArray,
-    packs: Packs,
-    long: IntArray,
-    dropped: Packs,
-    *,
-    packing_length: int,
-    allow_single_long: bool,
-    lower_bound: int,
-    bound_kind: BoundKind,
+    lengths: IntArray, packs: Packs, long: IntArray, dropped: Packs, *, policy: PlanPolicy, bound: Bound
 ) -> RawPlan:
     """Return the plan of these packs with its counts. Long samples are packs, or skipped."""
-    single, skipped = (long, long[:0]) if allow_single_long else (long[:0], long)
+    single, skipped = (long, long[:0]) if policy.allow_single_long else (long[:0], long)
     everything, dropped_tokens, skipped_tokens = map(_tokens, (lengths, lengths[dropped.indices], lengths[skipped]))
     return RawPlan(
         packs=packs,
         single_long=tuple(single.tolist()),
         skipped_long=tuple(skipped.tolist()),
         dropped_packs=dropped,
-        packing_length=packing_length,
+        packing_length=policy.packing_length,
         num_samples=lengths.size,
         num_tokens=everything,
         planned_tokens=everything - dropped_tokens - skipped_tokens,
         dropped_tokens=dropped_tokens,
         skipped_tokens=skipped_tokens,
         long_tokens=_tokens(lengths[single]),
-        lower_bound=lower_bound,
-        bound_kind=bound_kind,
+        lower_bound=bound.packs,
+        bound_kind=bound.kind,
     )
 
 
-def packs_by_auto(plan: RawPlan, lengths: Lengths, *, algorithm: str) -> int | None:
+def packs_by_auto(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> int:
     """
-    Return the number of packs that `auto` needs, or None if it saves at most 0.2 %.
+    Return the number of packs that `auto` needs, or 0 if it saves at most 0.2 %.
 
     Args:
         plan: The raw plan.
         lengths: Tokens of each record, 0 for one that is no sample; shape (num_records,).
-        algorithm: Algorithm of the plan. None is returned for one that packs in random order, in
-            the order of the data or by work.
+        policy: Policy of the plan. 0 is returned for one that packs in random order, in the order
+            of the data or by work.
     """
     grouped = len(plan.packs) + len(plan.dropped_packs)
-    if not algorithm_named(algorithm).counts_lengths or (grouped - plan.lower_bound) * _SAVED <= grouped:
-        return None
+    if policy.replanned or not policy.counts_lengths or (grouped - plan.lower_bound) * _SAVED <= grouped:
+        return 0
     indices = np.concatenate([plan.packs.indices, plan.dropped_packs.indices])
     tokens = np.minimum(as_lengths(lengths, least=0)[indices], plan.packing_length)
     found = len(pack(tokens, capacity=plan.packing_length, algorithm="auto"))
-    return found if (grouped - found) * _SAVED > grouped else None
+    return found if (grouped - found) * _SAVED > grouped else 0
 
 
 def no_samples() -> ArgumentError:
@@ -393,30 +386,6 @@ def refuse_unsupervised(plan: RawPlan, supervised: Lengths) -> None:
         raise ArgumentError("unsupervised", fact, {"num_samples": nothing.size, "sample": int(nothing[0])})
 
 
-def one_sample_packs(lengths: Lengths, *, packing_length: int, allow_single_long: bool = True) -> RawPlan:
-    """
-    Plan each sample as a pack by itself, in the order of the data, for padded batches.
-
-    Args:
-        lengths: Tokens of each sample, >= 1.
-        packing_length: A sample of that many tokens or more is long.
-        allow_single_long: Keep long samples; otherwise skip them.
-
-    Raises:
-        ArgumentError: No sample remains.
-    """
-    array = as_lengths(lengths)
-    is_long = array >= whole_number("packing_length", packing_length)
-    kept = np.arange(array.size) if allow_single_long else np.flatnonzero(~is_long)
-    if not kept.size:
-        raise _empty_plan(array, array, Packs.from_lists([]), PlanPolicy(packing_length=packing_length))
-    return _count_plan(
-        array, Packs(np.arange(kept.size + 1), kept), np.flatnonzero(is_long), Packs.from_lists([]),
-        packing_length=packing_length, allow_single_long=allow_single_long,
-        lower_bound=kept.size, bound_kind="reached",
-    )  # fmt: skip
-
-
 _COUNTS = (
     "packing_length",
     "num_samples",
@@ -426,6 +395,7 @@ _COUNTS = (
     "skipped_tokens",
     "long_tokens",
     "lower_bound",
+    "auto_packs",
 )
 
 _BOUND_KINDS: tuple[BoundKind, ...] = get_args(BoundKind)

@@ -180,9 +180,6 @@ class StoredPlan:
 class Lock(Protocol):
     """Lock that lets one job at a time write to the stores."""
 
-    def require_writable(self) -> None:
-        """Make the folder of the stores; OutputError if it cannot be written to."""
-
     def held(
         self, *, timeout_s: float, report: ReportProgress, limit_s: float | None = None
     ) -> AbstractContextManager[None]:

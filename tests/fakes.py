@@ -224,9 +224,6 @@ class FreeLock:
         self.waits: list[float] = []  # seconds that each holder would have waited
         self.limits: list[float | None] = []  # and that an error would have named
 
-    def require_writable(self) -> None:
-        """Write anywhere."""
-
     @contextmanager
     def held(self, *, timeout_s: float, report: ReportProgress, limit_s: float | None = None) -> Iterator[None]:
         assert not self.is_held

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryFile
 
 from packplan.adapters import files
 from packplan.core.errors import OutputError
@@ -22,13 +21,6 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._path = folder / "write.lock"
-
-    def require_writable(self) -> None:
-        """Make the folder, and a file in it that goes at once; see `core.ports.Lock`."""
-        with files.writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=self.folder):
-                pass
 
     @contextmanager
     def held(self, *, timeout_s: float, report: ReportProgress, limit_s: float | None = None) -> Iterator[None]:

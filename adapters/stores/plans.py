@@ -32,7 +32,7 @@ from packplan.core.schedule import EpochSchedule
 
 log = logging.getLogger(__name__)
 
-SCHEMA = "packplan raw plan 2"
+SCHEMA = "packplan raw plan 3"
 
 ALIGNED_SCHEMA = "packplan aligned plan 1"
 

@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         module.add_arguments(command)
         add_logging_options(command)
-        command.set_defaults(parser=command)
+        command.set_defaults(run=module.run, parser=command)
     own, words = split_command(arguments)
     options = parse_arguments(parser, own)
     options.overrides += words

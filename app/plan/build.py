@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, positive_number, to_type
-from packplan.app.planning.epochs import plan_epochs
 from packplan.app.planning.log_lines import log_plan, log_schedule, steps_line
+from packplan.app.planning.plan import Ranks, plan_epochs, plan_split
 from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule
-from packplan.app.planning.split import Ranks, Split, plan_split
+from packplan.app.planning.split import Split
 from packplan.app.wiring.attention import keep_verdict
 from packplan.app.wiring.commands import keep_command, ranks_of, read_run_or_command
 from packplan.app.wiring.runs import ranks_refuse_together, require_inputs
@@ -29,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=positive_number, metavar="N", help="ranks to align for (default: those that build)"
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -83,7 +82,6 @@ def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
     ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
-    ranks.require_writable([split.stores.lock for split in splits])
     for split in splits:
         plan_split(split, ranks, world_size=world_size)
         if group.rank == 0:

@@ -18,8 +18,9 @@ from rich.table import Table
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, plain_console, world_size
+from packplan.app.planning.plan import Ranks, plan_split
 from packplan.app.planning.schedule import accumulation_of, require_static, zero_stage
-from packplan.app.planning.split import Ranks, Split, plan_split
+from packplan.app.planning.split import Split
 from packplan.app.wiring.commands import ranks_of, read_run_or_command, require_traceable
 from packplan.app.wiring.runs import require_inputs
 from packplan.core.config.run import RunConfig
@@ -82,7 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=amount, metavar="80GiB", help="memory of each rank's device")
     parser.add_argument("--world-size", type=world_size, metavar="N", help="ranks that train (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
-    parser.set_defaults(run=run)
 
 
 def amount(text: str) -> int:

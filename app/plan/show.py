@@ -57,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--all", action="store_true", help="every figure and digest, each source, each bad record")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

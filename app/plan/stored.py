@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import attrs
 
-from packplan.app.planning.bad import left_out
-from packplan.app.planning.epochs import EpochPlanner
+from packplan.app.planning.epochs import EpochPlanner, plan_samples, samples_of
 from packplan.app.planning.log_lines import describe
+from packplan.app.planning.measure import left_out
 from packplan.app.planning.schedule import ragged_window, require_static, split_schedule
-from packplan.app.planning.split import Split, alignment, plan_samples, samples_of
+from packplan.app.planning.split import Split, alignment
 from packplan.app.planning.stored_lengths import open_lengths, refusals, stale_inputs
 from packplan.app.wiring.policies import policy_of, recipe_of, trained_work
 from packplan.app.wiring.stores import open_stores

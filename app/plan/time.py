@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--world-size", type=world_size, metavar="N", help="ranks (default: the most that were built for)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document, with each step, not a table")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

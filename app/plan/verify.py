@@ -20,9 +20,9 @@ import numpy as np
 
 from packplan.adapters.progress import loading_libraries, progress
 from packplan.app.cli.command import add_config_arguments, whole_number
-from packplan.app.planning.epochs import EpochPlanner
+from packplan.app.planning.epochs import EpochPlanner, plan_samples, samples_of
 from packplan.app.planning.schedule import require_static
-from packplan.app.planning.split import Split, plan_samples, samples_of
+from packplan.app.planning.split import Split
 from packplan.app.planning.stored_lengths import refusals
 from packplan.app.wiring.commands import read_run_or_command
 from packplan.core.config.faults import with_remedy
@@ -60,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--decode", action="store_true", help="read the pixels of every image and frame")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

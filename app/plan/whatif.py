@@ -14,8 +14,9 @@ from rich.table import Table
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, plain_console, positive_numbers, world_sizes
 from packplan.app.plan.stored import measured_recipe
+from packplan.app.planning.epochs import plan_samples, samples_of, table_works
 from packplan.app.planning.schedule import require_static, split_schedule
-from packplan.app.planning.split import alignment, plan_samples, samples_of, table_works
+from packplan.app.planning.split import alignment
 from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
 from packplan.app.wiring.commands import ranks_of, read_run_or_command
 from packplan.app.wiring.policies import policy_of, trained_work
@@ -71,7 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--world-size", type=world_sizes, metavar="N,N", help="ranks (default: 1, or those of a command)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -1,14 +1,10 @@
 """
-Epochs with plans of their own: all are planned and counted before the first step, and each is
-planned again when it is trained, one ahead, so that two plans at most are in memory.
+Plans of measured records: the one of all epochs, or, where epochs have plans of their own, each.
+These are counted before the first step, and planned again when they are trained, one ahead, so that
+two at most are in memory.
 """
 
-from __future__ import annotations
-
-import json
-import logging
-import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from concurrent.futures import Future
 from threading import Thread
 
@@ -16,25 +12,85 @@ import attrs
 import numpy as np
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.app.planning.split import Ranks, Split, samples_of
-from packplan.core.epochs import (
-    EpochPlan,
-    EpochRecipe,
-    EpochRecord,
-    EpochSamples,
-    plan_epoch,
-    record_of,
-    select_epoch,
-    with_epochs,
-)
-from packplan.core.errors import MismatchError
-from packplan.core.plan import refuse_dropped
+from packplan.core.epochs import EpochPlan, EpochRecipe, EpochRecord, EpochSamples, plan_epoch, record_of
+from packplan.core.errors import DataSetError, MismatchError, agree, counted
+from packplan.core.plan import RawPlan, packs_by_auto, refuse_dropped
 from packplan.core.policy import PlanPolicy
-from packplan.core.ports import Arrays, ReportProgress
-from packplan.core.schedule import EpochSchedule, PackStats
-from packplan.core.work.model import SampleWorks
+from packplan.core.ports import ReportProgress
+from packplan.core.samples.tables import DataFile, Table, by_source, column
+from packplan.core.schedule import PackStats
+from packplan.core.work.model import SampleWorks, WorkModel
 
-log = logging.getLogger(__name__)
+TAKES_LONG = {"certified", "balanced"}
+"""Algorithms whose progress is shown from their start: seconds to minutes for a million samples."""
+
+
+def table_works(model: WorkModel, table: Table) -> SampleWorks:
+    """
+    Return the work of measured records.
+
+    Args:
+        model: Work of a model.
+        table: Measurements of the records; shape (num_records, num_columns).
+    """
+    media = {name: column(table, name).astype(np.int64) for name in ("images", "patches", "frames", "video_patches")}
+    return SampleWorks.from_lengths(model, column(table, "length").astype(np.int64), **media)
+
+
+def samples_of(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> EpochSamples:
+    """
+    Return measured records as they are planned.
+
+    Args:
+        policy: Settings of planning.
+        table: Measurements of the records; shape (num_records, num_columns).
+        files: Files of the data, for mixes of them.
+    """
+    works = table_works(policy.work, table).flops if policy.weighs and policy.work is not None else None
+    lengths = column(table, "length").astype(np.int64)
+    if (empty := np.flatnonzero((lengths == 0) & (column(table, "bad") == 0))).size:
+        fact = f"{counted(empty.size, 'sample')} of {len(lengths):,} {agree(empty.size, 'has', 'have')} no token"
+        message = f"{fact}, the first is sample {empty[0]:,}: remove such records"
+        raise DataSetError(message)
+    return EpochSamples(lengths=lengths, sizes=tuple(size for _, size in by_source(files)), works=works)
+
+
+def plan_samples(
+    name: str,
+    policy: PlanPolicy,
+    samples: EpochSamples,
+    *,
+    recipe: EpochRecipe | None = None,
+    quick_bound: bool = False,
+    report: ReportProgress = lambda _: None,
+) -> RawPlan:
+    """
+    Build the raw plan of all epochs, or of the first, with a progress line.
+
+    Args:
+        name: Name of the split, for messages.
+        policy: Settings of planning.
+        samples: Measured records.
+        recipe: Samples of each epoch; None plans all samples.
+        quick_bound: Take a bound that is found at once, and ask `auto` nothing, where plans are
+            only compared.
+        report: Called with each progress message too.
+    """
+    recipe = recipe or EpochRecipe()
+    look = "{desc}{postfix} [{elapsed}]"
+    delay = 0 if policy.algorithm in TAKES_LONG else BRIEF_S
+    with progress(desc=f"planning {name}", bar_format=look, miniters=1, delay=delay, leave=not delay) as bar:
+
+        def show(words: str) -> None:
+            report(f"planning {name}: {words}")
+            bar.set_postfix_str(words, refresh=False)
+            bar.update()
+
+        raw = plan_epoch(recipe, policy, samples, 0, quick_bound=quick_bound, report=show).raw
+        if quick_bound:
+            return raw
+        show("looking for what auto would save")
+        return attrs.evolve(raw, auto_packs=packs_by_auto(raw, samples.lengths, policy))
 
 
 @attrs.frozen(eq=False)
@@ -44,12 +100,6 @@ class EpochPlanner:
     policy: PlanPolicy
     recipe: EpochRecipe
     samples: EpochSamples
-
-    @classmethod
-    def from_split(cls, split: Split) -> EpochPlanner:
-        """Return the planner of a split that has a recipe, and is measured."""
-        samples = samples_of(split.policy, split.table, split.encoder.data_files())
-        return cls(split.policy, split.recipe or EpochRecipe(), samples)
 
     def plan(self, epoch: int) -> EpochPlan:
         """Return the plan of an epoch; ArgumentError if it drops too much, or no pack remains."""
@@ -118,58 +168,3 @@ class PlannedEpochs:
             )
             raise MismatchError("ranks_disagree", fact, {"epoch": epoch})
         return PackStats.from_plan(plan.raw, planner.samples.lengths, packed=planner.policy.packing, works=self.works)
-
-
-def plan_epochs(split: Split, schedule: EpochSchedule, ranks: Ranks) -> EpochSchedule:
-    """
-    Plan and count all epochs on rank 0, store a record of each, and return the schedule over them;
-    the same schedule where all epochs have one plan.
-
-    Args:
-        split: The split, whose first epoch is planned.
-        schedule: Settings of the schedule, from where training starts.
-        ranks: All ranks.
-
-    Raises:
-        PackplanError: An epoch cannot be planned; on every rank.
-    """
-    if split.recipe is None:
-        return schedule
-    planner = EpochPlanner.from_split(split)
-
-    def build(report: ReportProgress) -> Arrays:
-        key, plans = split.plan_key(split.stores.lengths.digest()), split.stores.plans
-        known = {one.epoch: one for one in plans.load_epochs(key)}
-        whole, records = _counted(planner, split, schedule, known, report)
-        plans.save_epochs(key, records, whole)
-        told = json.dumps([attrs.asdict(one) for one in records])
-        return {"records": np.frombuffer(told.encode(), dtype=np.uint8)}
-
-    rows = json.loads(ranks.build(split.stores.lock, build)["records"].tobytes())
-    split.epochs = epochs = PlannedEpochs(planner, tuple(EpochRecord(**row) for row in rows), split.works)
-    by_work = None if schedule.works is None else lambda epoch: epochs.stats(epoch).work
-    return attrs.evolve(schedule, num_packs=tuple(one.num_packs for one in epochs.records), works=by_work)
-
-
-def _counted(
-    planner: EpochPlanner,
-    split: Split,
-    schedule: EpochSchedule,
-    known: Mapping[int, EpochRecord],
-    report: ReportProgress,
-) -> tuple[EpochSchedule, tuple[EpochRecord, ...]]:
-    """Return the schedule over all epochs, and the record of each, known or planned now."""
-    ends = None if schedule.max_steps > 0 else math.ceil(schedule.num_train_epochs)
-    with progress(total=ends, desc=f"planning {split.name}", unit=" epochs", delay=BRIEF_S) as bar:
-
-        def record(epoch: int) -> EpochRecord:
-            report(f"planning epoch {epoch} of {split.name}")
-            bar.update()
-            if epoch in known:
-                return known[epoch]
-            if epoch:
-                return planner.record(planner.plan(epoch))
-            first = select_epoch(planner.recipe, planner.policy, planner.samples, 0)
-            return planner.record(EpochPlan(0, first, split.raw))
-
-        return with_epochs(schedule, record, alike_from=planner.recipe.alike_from)

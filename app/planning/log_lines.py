@@ -14,7 +14,6 @@ from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecord
 from packplan.core.errors import agree, counted, in_ranges
 from packplan.core.patterns.certificate import BoundKind
-from packplan.core.plan import packs_by_auto
 from packplan.core.samples.tables import DataFile, by_source, column
 from packplan.core.schedule import EpochSchedule
 
@@ -44,16 +43,10 @@ Line = tuple[int, str]
 
 
 def log_plan(planned: Split) -> None:
-    """Log a planned split in words, and what `auto` would save."""
+    """Log a planned split in words."""
     of = f"{planned.name}, its first epoch" if planned.recipe else planned.name
     for level, line in describe(planned):
         log.log(level, "%s: %s", of, line)
-    raw, policy = planned.raw, planned.policy
-    if policy.packing and not policy.replanned:
-        lengths = column(planned.table, "length").astype(np.int64)
-        if found := packs_by_auto(raw, lengths, algorithm=policy.algorithm):
-            instead = f"{counted(found, 'pack')} instead of {len(raw.packs) + len(raw.dropped_packs):,}"
-            log.info("%s: training.packing_algorithm: auto needs %s", planned.name, instead)
 
 
 def steps_line(planned: Split, schedule: EpochSchedule) -> str:
@@ -199,10 +192,13 @@ def _describe_plan(planned: Split) -> Iterator[Line]:
 
 
 def _describe_packs(planned: Split) -> Iterator[Line]:
-    """Yield the long samples, and those far over the packing length."""
+    """Yield what `auto` would save, the long samples, and those far over the packing length."""
     if not planned.policy.packing:
         return
     raw, lengths = planned.raw, column(planned.table, "length")
+    if raw.auto_packs:
+        instead = f"{counted(raw.auto_packs, 'pack')} instead of {len(raw.packs) + len(raw.dropped_packs):,}"
+        yield _note(f"training.packing_algorithm: auto needs {instead}")
     if number := len(raw.single_long):
         long = lengths[list(raw.single_long)].astype(np.int64)
         over = int((long * 10 > raw.packing_length * 11).sum())

@@ -1,131 +1,32 @@
 """
-One split of a run, `train` or `eval`, from its samples to a verified plan.
-
-A `Split` is filled in order: opened, measured, planned, aligned. `plan_split` is read from top to
-bottom; rank 0 alone measures and plans, and `Ranks` gives its result to all.
+One split of a run, `train` or `eval`, from its samples to its plan: a `Split` is filled in order,
+opened, measured, planned, aligned.
 """
 
-from __future__ import annotations
-
-import json
-import logging
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from decimal import Decimal
-from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import numpy as np
 
-from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
-from packplan.app.planning.measure import KnownTable, measure
+from packplan.app.planning.epochs import PlannedEpochs, table_works
 from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.config.run import RunConfig
-from packplan.core.epochs import EpochRecipe, EpochSamples, drawable, plan_epoch, plan_key
-from packplan.core.errors import ConfigError, DataSetError, MismatchError, agree, counted
+from packplan.core.epochs import EpochRecipe, plan_key
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray
-from packplan.core.mixes import drawn_faults
-from packplan.core.plan import (
-    RawPlan,
-    no_samples,
-    plan_from_arrays,
-    plan_to_arrays,
-    refuse_dropped,
-    refuse_longer,
-    refuse_unsupervised,
-    unsupervised_samples,
-)
+from packplan.core.plan import RawPlan, unsupervised_samples
 from packplan.core.policy import PlanPolicy
-from packplan.core.ports import Arrays, LengthSource, Lock, RankGroup, ReportProgress
-from packplan.core.samples.tables import DataFile, Table, by_source, column
+from packplan.core.ports import LengthSource, Lock
+from packplan.core.samples.tables import KnownLengths, Table, column
 from packplan.core.schedule import PackStats
 from packplan.core.work.model import SampleWorks, WorkModel
 from packplan.core.work.vision import FLOPs
-
-if TYPE_CHECKING:
-    from packplan.app.planning.epochs import PlannedEpochs
-
-log = logging.getLogger(__name__)
-
-TAKES_LONG = {"certified", "balanced"}
-"""Algorithms whose progress is shown from their start: seconds to minutes for a million samples."""
-
-_LATE_S = 1e-3
-"""
-Seconds left after the deadline: not 0, which would be for ever. Results that are ready are still
-taken.
-"""
-
-
-class Ranks:
-    """Ranks of a run, of which rank 0 builds what all read; one deadline for all their waits."""
-
-    def __init__(self, group: RankGroup, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """
-        Begin to wait.
-
-        Args:
-            group: All ranks.
-            timeout_s: Seconds that the waits for rank 0 and for other jobs' locks may take in all,
-                from now; 0 means for ever.
-            clock: Gives the seconds now.
-        """
-        self.group, self._timeout_s, self._clock, self._started_s = group, timeout_s, clock, clock()
-
-    def wait(self) -> dict[str, float]:
-        """
-        Return the options of a port's wait: the seconds that are left, and those in all, which an
-        error names. After the deadline, almost none are left.
-        """
-        left_s = max(self._timeout_s - (self._clock() - self._started_s), _LATE_S) if self._timeout_s else 0.0
-        return {"timeout_s": left_s, "limit_s": self._timeout_s}
-
-    def build(self, lock: Lock, make: Callable[[ReportProgress], Arrays]) -> Arrays:
-        """
-        Return what rank 0 makes, on every rank; meanwhile no other job writes the same stores.
-
-        Args:
-            lock: Lock of the stores.
-            make: Function that rank 0 alone runs, perhaps for hours.
-
-        Raises:
-            PackplanError: Any error of rank 0, on every rank.
-        """
-
-        def locked(report: ReportProgress) -> Arrays:
-            with lock.held(**self.wait(), report=report):
-                return make(report)
-
-        return self.group.from_rank_zero(locked, **self.wait())
-
-    def require_writable(self, locks: Iterable[Lock]) -> None:
-        """Make the places of stores; OutputError, on every rank, if one cannot be written."""
-
-        def make(_: ReportProgress) -> Arrays:
-            for lock in locks:
-                lock.require_writable()
-            return {}
-
-        self.group.from_rank_zero(make, **self.wait())
-
-    def require_same(self, what: str, value: str) -> None:
-        """
-        Compare a value between all ranks; MismatchError if one holds another.
-
-        Args:
-            what: The value's name, for the error.
-            value: This rank's.
-        """
-        values = self.group.gather(value)
-        if len(set(values)) > 1:
-            rows = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise MismatchError("ranks_disagree", f"ranks disagree on {what}: {rows}", {"values": values})
 
 
 @attrs.frozen
@@ -135,6 +36,17 @@ class Stores:
     lengths: DiskLengthStore
     plans: DiskPlanStore
     lock: Lock
+
+
+@attrs.frozen
+class KnownTable:
+    """A table of known lengths."""
+
+    where: str
+    """Place of the table, for messages."""
+
+    read: Callable[[], KnownLengths]
+    """Function that reads the table, when it is first needed."""
 
 
 def alignment(config: RunConfig, split: str) -> dict[str, Any]:
@@ -249,133 +161,3 @@ class Split:
     def checksum(self) -> str:
         """Checksum of the aligned plan."""
         return plan_checksum(self.aligned.packs)
-
-
-def plan_split(split: Split, ranks: Ranks, *, world_size: int | None = None) -> Split:
-    """
-    Measure, plan and align a split, compare it between all ranks, and return it.
-
-    Args:
-        split: Samples, policy and stores.
-        ranks: All ranks; rank 0 measures and plans.
-        world_size: Ranks to align for, if not these.
-
-    Raises:
-        PackplanError: Any error of rank 0, on every rank; MismatchError if ranks hold
-            different plans; ArgumentError, before anything is stored, if there are no samples.
-    """
-    name, source = split.name, split.source
-    if not len(source):
-        raise no_samples()
-    world_size = world_size or ranks.group.world_size
-    arrays = dict(ranks.build(split.stores.lock, partial(_measure_and_plan, split, world_size)))
-    split.table, split.key = arrays.pop("table"), Fingerprint(json.loads(arrays.pop("key").tobytes()))
-    split.raw = plan_from_arrays(arrays)
-    split.aligned = split.align(world_size)
-    split.data_digest = source.data_digest(len(source), without=np.flatnonzero(column(split.table, "bad")).tolist())
-
-    ranks.require_same(f"the {name} plan's checksum", split.checksum)
-    # A rank that sees other data would train on other samples under the same plan.
-    ranks.require_same(f"what the {name} lengths depend on", source.fingerprint().digest)
-    ranks.require_same(f"the {name} data", split.data_digest)
-    return split
-
-
-def _measure_and_plan(split: Split, world_size: int, report: ReportProgress) -> dict[str, Any]:
-    """Return the table, and the raw plan with its key."""
-    name, policy, stores = split.name, split.policy, split.stores
-    files = split.encoder.data_files()
-    table = measure(split, report)
-    stores.lengths.keep_files(files)
-    lengths = column(table, "length").astype(np.int64)
-    refuse_longer(lengths, policy)
-
-    report(f"planning {name}")
-    key = split.plan_key(stores.lengths.digest())
-    raw = stores.plans.load(key)
-    if raw is not None:
-        log.info("%s: the stored plan fits and is used again", name)
-    else:
-        samples = samples_of(policy, table, files)
-        _require_drawable(split.recipe, policy, samples)
-        log.info("%s: planning %s", name, counted(int(np.count_nonzero(samples.lengths)), "sample"))
-        raw = plan_samples(name, policy, samples, recipe=split.recipe, report=report)
-        stores.plans.save(key, raw)
-    refuse_dropped(raw, lengths, policy)
-    if name == "train":
-        refuse_unsupervised(raw, column(table, "supervised"))
-    stores.plans.save_aligned(key, align_plan(raw, world_size=world_size, **split.alignment))
-    inputs = np.frombuffer(json.dumps(dict(key.inputs)).encode(), dtype=np.uint8)
-    return {"table": table, "key": inputs, **plan_to_arrays(raw)}
-
-
-def _require_drawable(recipe: EpochRecipe | None, policy: PlanPolicy, samples: EpochSamples) -> None:
-    """Refuse mixes that ask for more than their measured sources have; ConfigError by key."""
-    if recipe is None or recipe.mixes is None:
-        return
-    entries = len(recipe.mixes.entries)
-    if faults := tuple(drawn_faults(recipe.mixes, drawable(policy, samples), samples.sizes, entries)):
-        raise ConfigError("custom.fusion_config", faults)
-
-
-def samples_of(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> EpochSamples:
-    """
-    Return measured records as they are planned.
-
-    Args:
-        policy: Settings of planning.
-        table: Measurements of the records; shape (num_records, num_columns).
-        files: Files of the data, for mixes of them.
-    """
-    works = table_works(policy.work, table).flops if policy.weighs and policy.work is not None else None
-    lengths = column(table, "length").astype(np.int64)
-    if (empty := np.flatnonzero((lengths == 0) & (column(table, "bad") == 0))).size:
-        fact = f"{counted(empty.size, 'sample')} of {len(lengths):,} {agree(empty.size, 'has', 'have')} no token"
-        message = f"{fact}, the first is sample {empty[0]:,}: remove such records"
-        raise DataSetError(message)
-    return EpochSamples(lengths=lengths, sizes=tuple(size for _, size in by_source(files)), works=works)
-
-
-def plan_samples(
-    name: str,
-    policy: PlanPolicy,
-    samples: EpochSamples,
-    *,
-    recipe: EpochRecipe | None = None,
-    quick_bound: bool = False,
-    report: ReportProgress = lambda _: None,
-) -> RawPlan:
-    """
-    Build the raw plan of all epochs, or of the first, with a progress line.
-
-    Args:
-        name: Name of the split, for messages.
-        policy: Settings of planning.
-        samples: Measured records.
-        recipe: Samples of each epoch; None plans all samples.
-        quick_bound: Take a bound that is found at once, where plans are only compared.
-        report: Called with each progress message too.
-    """
-    recipe = recipe or EpochRecipe()
-    look = "{desc}{postfix} [{elapsed}]"
-    delay = 0 if policy.algorithm in TAKES_LONG else BRIEF_S
-    with progress(desc=f"planning {name}", bar_format=look, miniters=1, delay=delay, leave=not delay) as bar:
-
-        def show(words: str) -> None:
-            report(f"planning {name}: {words}")
-            bar.set_postfix_str(words, refresh=False)
-            bar.update()
-
-        return plan_epoch(recipe, policy, samples, 0, quick_bound=quick_bound, report=show).raw
-
-
-def table_works(model: WorkModel, table: Table) -> SampleWorks:
-    """
-    Return the work of measured records.
-
-    Args:
-        model: Work of a model.
-        table: Measurements of the records; shape (num_records, num_columns).
-    """
-    media = {name: column(table, name).astype(np.int64) for name in ("images", "patches", "frames", "video_patches")}
-    return SampleWorks.from_lengths(model, column(table, "length").astype(np.int64), **media)

@@ -12,8 +12,8 @@ import attrs
 import numpy as np
 
 from packplan.app.planning.log_lines import log_plan
+from packplan.app.planning.plan import Ranks, plan_split
 from packplan.app.planning.schedule import accumulation_of, forced_batches
-from packplan.app.planning.split import Ranks, plan_split
 from packplan.app.sft.train import interruption_logged, log_outcome
 from packplan.app.wiring.policies import mixes_of
 from packplan.app.wiring.ranks import alone_in_output
@@ -74,7 +74,6 @@ def _prepare(
     order, paths = _order(config)
     splits = open_splits(attrs.evolve(config, custom=attrs.evolve(config.custom, train_jsonl=paths)))
     ranks = Ranks(group, timeout_s=training.packing_wait_timeout_s)
-    ranks.require_writable([splits["eval"].stores.lock] if "eval" in splits else [])
     train = splits["train"].source
     inputs, data = train.fingerprint(), train.data_digest(len(train))
     if group.world_size > 1:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from packplan.app.planning.epochs import plan_epochs
 from packplan.app.planning.log_lines import log_plan, log_schedule
+from packplan.app.planning.plan import Ranks, plan_epochs, plan_split
 from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule
-from packplan.app.planning.split import Ranks, Split, plan_split
+from packplan.app.planning.split import Split
 from packplan.app.wiring.forecasts import find_timing, run_forecast, told_error, told_forecast
 from packplan.app.wiring.policies import trained_work
 from packplan.app.wiring.ranks import alone_in_output
@@ -76,7 +76,6 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
     accumulation = accumulation_of(config, world_size=group.world_size)
     splits = open_splits(config)
     ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
-    ranks.require_writable([split.stores.lock for split in splits.values()])
     arguments = open_arguments(config, accumulation)
 
     for split in splits.values():

@@ -13,8 +13,7 @@ from packplan.adapters import files
 from packplan.adapters.config.layers import read_document
 from packplan.adapters.config.run import parse_config
 from packplan.adapters.stores.length_table import read_length_table, read_length_table_key, write_length_table
-from packplan.app.planning.measure import KnownTable
-from packplan.app.planning.split import Split
+from packplan.app.planning.split import KnownTable, Split
 from packplan.app.wiring.runs import trainer_keys, with_inputs
 from packplan.app.wiring.stores import records_cache
 from packplan.core.config.run import RunConfig

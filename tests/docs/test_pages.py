@@ -17,7 +17,8 @@ from packplan.adapters.config.trainer_keys import GRPO_TABLE, stored_keys
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.__main__ import COMMANDS
-from packplan.app.planning.split import Ranks, Split, Stores, plan_split
+from packplan.app.planning.plan import Ranks, plan_split
+from packplan.app.planning.split import Split, Stores
 from packplan.core.config.identity import OWN, PATHS
 from packplan.core.config.keys import keys_of
 from packplan.core.config.run import RunConfig

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.child import peak_bytes, reset_peak
-from packplan.app.planning.split import Ranks, Split, plan_split
+from packplan.app.planning.plan import Ranks, plan_split
+from packplan.app.planning.split import Split
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.stores import open_stores
 from packplan.core.align import align_plan

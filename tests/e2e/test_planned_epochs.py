@@ -86,7 +86,7 @@ def trained_samples(seen: list[dict], steps: int, *, accumulation: int) -> list[
 
 def planner_of(path: Path) -> EpochPlanner:
     """Return the planner of a run whose plans are built."""
-    from packplan.app.planning.split import samples_of
+    from packplan.app.planning.epochs import samples_of
     from packplan.app.planning.stored_lengths import open_lengths
     from packplan.app.wiring.policies import policy_of, recipe_of
     from packplan.app.wiring.stores import open_stores

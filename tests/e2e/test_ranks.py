@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.app.planning.split import Ranks, plan_split
+from packplan.app.planning.plan import Ranks, plan_split
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_splits
 from tests.e2e import rank_main

@@ -17,7 +17,8 @@ from packplan.adapters.samples.files import open_records
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.lock import FolderLock
 from packplan.adapters.stores.plans import DiskPlanStore
-from packplan.app.planning.split import Ranks, Split, Stores, plan_split
+from packplan.app.planning.plan import Ranks, plan_split
+from packplan.app.planning.split import Split, Stores
 from packplan.core.errors import RecordError
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import ReportProgress

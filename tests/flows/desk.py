@@ -1,6 +1,7 @@
 """A split with its stores and ranks, over doubles."""
 
-from packplan.app.planning.split import Ranks, Split, Stores, plan_split
+from packplan.app.planning.plan import Ranks, plan_split
+from packplan.app.planning.split import Split, Stores
 from packplan.core.policy import PlanPolicy
 from tests.fakes import CountedLengthStore, CountedPlanStore, FreeLock, ListSource, ScriptedGroup
 

@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.app.planning.measure import CLOSE, KnownTable, measure, merge_known
+from packplan.app.planning.measure import CLOSE, measure, merge_known
+from packplan.app.planning.split import KnownTable
 from packplan.core.samples.tables import KnownLengths, media_identity, to_tables
 from tests.fakes import GuessingSource, ListSource
 from tests.flows.desk import Desk

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from packplan.app.planning.log_lines import describe, log_plan
 from packplan.app.planning.measure import REPEATED_SAMPLES
-from packplan.app.planning.split import Ranks, alignment
+from packplan.app.planning.plan import Ranks
+from packplan.app.planning.split import alignment
 from packplan.core.config.identity import plan_policy
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import (

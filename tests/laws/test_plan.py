@@ -14,7 +14,6 @@ from packplan.core import packers
 from packplan.core.errors import ArgumentError, token_range
 from packplan.core.plan import (
     build_raw_plan,
-    one_sample_packs,
     packs_by_auto,
     plan_from_arrays,
     plan_to_arrays,
@@ -95,10 +94,10 @@ def test_without_packing_each_sample_is_alone(case, allow):
     kept = [[i] for i, length in enumerate(lengths) if allow or length < packing_length]
     if not kept:
         with pytest.raises(ArgumentError):
-            one_sample_packs(lengths, packing_length=packing_length, allow_single_long=allow)
+            build_raw_plan(lengths, packing_length=packing_length, allow_single_long=allow, packing=False)
         return
 
-    plan = one_sample_packs(lengths, packing_length=packing_length, allow_single_long=allow)
+    plan = build_raw_plan(lengths, packing_length=packing_length, allow_single_long=allow, packing=False)
 
     assert kept == plan.packs.tolist()
     assert plan.num_tokens == plan.planned_tokens + plan.skipped_tokens
@@ -186,7 +185,7 @@ def test_planned_samples_that_teach_nothing_are_counted_and_all_of_them_are_refu
         ("all_skipped", "2 samples have 10 tokens or more",
          lambda: build_raw_plan([10, 11], packing_length=10, allow_single_long=False)),
         ("all_skipped", "1 sample has 10 tokens or more",
-         lambda: one_sample_packs([10], packing_length=10, allow_single_long=False)),
+         lambda: build_raw_plan([10], packing_length=10, allow_single_long=False, packing=False)),
         ("all_dropped", r"1 pack \(samples of 1 token\) is filled below",
          lambda: build_raw_plan([1], packing_length=10, min_fill_ratio="0.65")),
     ],
@@ -235,9 +234,10 @@ def test_a_long_sample_does_not_weaken_the_bound_of_the_others():
 @pytest.mark.parametrize(
     ("lengths", "options", "expected"),
     [
-        ([34, 33, 33] * 3 + [66, 67] * 2, {}, None), (CAPTIONS, {}, 20), ([*CAPTIONS, 9000], {}, 20),
-        (CAPTIONS, {"min_fill_ratio": "0.9"}, 20), (CAPTIONS, {"algorithm": "concatenative"}, None),
-        (CAPTIONS, {"algorithm": "auto"}, None), (CAPTIONS[:6], {}, None),
+        ([34, 33, 33] * 3 + [66, 67] * 2, {}, 0), (CAPTIONS, {}, 20), ([*CAPTIONS, 9000], {}, 20),
+        (CAPTIONS, {"min_fill_ratio": "0.9"}, 20), (CAPTIONS, {"algorithm": "concatenative"}, 0),
+        (CAPTIONS, {"replanned": True}, 0),
+        (CAPTIONS, {"algorithm": "auto"}, 0), (CAPTIONS[:6], {}, 0),
     ],
 )  # fmt: skip
 def test_a_plan_says_how_many_packs_auto_needs_where_it_saves_some(lengths, options, expected):
@@ -245,4 +245,4 @@ def test_a_plan_says_how_many_packs_auto_needs_where_it_saves_some(lengths, opti
     policy = PlanPolicy(packing_length=8192, allow_single_long=False, **options)
     plan = build_raw_plan(lengths, policy)
 
-    assert expected == packs_by_auto(plan, lengths, algorithm=policy.algorithm)
+    assert expected == packs_by_auto(plan, lengths, policy)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packplan.core.packers import ALGORITHMS
-from packplan.core.plan import build_raw_plan, one_sample_packs
+from packplan.core.plan import build_raw_plan
 from packplan.core.policy import PlanPolicy
 from packplan.core.work.model import WorkModel
 from tests.strategies import raw_lengths
@@ -108,13 +108,6 @@ def test_a_policy_plans_what_its_fields_by_keyword_plan(case, ratio, allow, algo
     assert whole == build_raw_plan(lengths, **keywords)
     assert whole == build_raw_plan(
         lengths, attrs.evolve(policy, packing_length=9), packing_length=packing_length, quick_bound=True
-    )
-
-
-def test_without_packing_each_sample_is_planned_alone():
-    assert one_sample_packs([80, 3], packing_length=80) == build_raw_plan([80, 3], POLICY, packing=False)
-    assert one_sample_packs([80, 3], packing_length=80, allow_single_long=False) == build_raw_plan(
-        [80, 3], POLICY, packing=False, allow_single_long=False
     )
 
 

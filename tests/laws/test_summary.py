@@ -12,7 +12,7 @@ from packplan.core.align import align_plan
 from packplan.core.errors import ArgumentError
 from packplan.core.inspection import summarise, summarise_schedule, summarise_sources
 from packplan.core.metrics import padded_positions
-from packplan.core.plan import build_raw_plan, one_sample_packs
+from packplan.core.plan import build_raw_plan
 from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, DataFile, video_totals
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from tests.strategies import raw_lengths
@@ -132,7 +132,7 @@ def schedules(draw):
     packed = draw(st.booleans())
     plan, lengths = draw(plans())
     if not packed:
-        plan = one_sample_packs(lengths, packing_length=plan.packing_length)
+        plan = build_raw_plan(lengths, packing_length=plan.packing_length, packing=False)
     world_size = draw(st.integers(1, 5))
     batch_size = 1 if packed else draw(st.integers(1, 3))
     schedule = EpochSchedule(
@@ -167,7 +167,7 @@ def test_a_schedule_is_summed_up_as_it_is_trained(drawn):
     ]
     imbalances = [max(step) / (sum(step) / len(step)) for step in steps]
 
-    assert aligned.per_rank == summary.packs_per_rank
+    assert len(aligned.packs) == summary.packs_per_rank * aligned.world_size
     assert aligned.pad_needed == summary.repeated_packs
     assert aligned.num_dropped == summary.unaligned_packs
     assert len(batches[0]) == summary.batches_per_rank
@@ -196,7 +196,7 @@ def test_the_log_of_an_epoch_says_what_the_summary_said(drawn):
 def test_padded_batches_have_no_fill_and_no_gap():
     """Nothing is packed, so nothing is saved; the counts stay."""
     lengths = [60, 20, 90]
-    summary = summarise(one_sample_packs(lengths, packing_length=80), lengths, packed=False)
+    summary = summarise(build_raw_plan(lengths, packing_length=80, packing=False), lengths, packed=False)
 
     assert (None,) * 5 == (
         summary.gap, summary.fill_mean, summary.fill_p5, summary.fill_worst, summary.padding_saved

@@ -6,8 +6,8 @@ import attrs
 import numpy as np
 import pytest
 
+from packplan.app.planning.epochs import table_works
 from packplan.app.planning.schedule import meeting_of
-from packplan.app.planning.split import table_works
 from packplan.app.wiring.policies import policy_of, trained_work
 from packplan.core.config.faults import faults
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig

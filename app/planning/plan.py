@@ -1,0 +1,223 @@
+"""
+Measures and plans a split, and the epochs that have plans of their own: rank 0 alone, and what it
+made is compared between all ranks.
+"""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import attrs
+import numpy as np
+
+from packplan.adapters.progress import BRIEF_S, progress
+from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, plan_samples, samples_of
+from packplan.app.planning.measure import measure
+from packplan.app.planning.split import Split
+from packplan.core.align import align_plan
+from packplan.core.epochs import EpochPlan, EpochRecipe, EpochRecord, EpochSamples, drawable, select_epoch, with_epochs
+from packplan.core.errors import ConfigError, MismatchError, counted
+from packplan.core.fingerprint import Fingerprint
+from packplan.core.mixes import drawn_faults
+from packplan.core.plan import (
+    no_samples,
+    plan_from_arrays,
+    plan_to_arrays,
+    refuse_dropped,
+    refuse_longer,
+    refuse_unsupervised,
+)
+from packplan.core.policy import PlanPolicy
+from packplan.core.ports import Arrays, Lock, RankGroup, ReportProgress
+from packplan.core.samples.tables import column
+from packplan.core.schedule import EpochSchedule
+
+log = logging.getLogger(__name__)
+
+_LATE_S = 1e-3
+"""
+Seconds left after the deadline: not 0, which would be for ever. Results that are ready are still
+taken.
+"""
+
+
+class Ranks:
+    """Ranks of a run, of which rank 0 builds what all read; one deadline for all their waits."""
+
+    def __init__(self, group: RankGroup, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Begin to wait.
+
+        Args:
+            group: All ranks.
+            timeout_s: Seconds that the waits for rank 0 and for other jobs' locks may take in all,
+                from now; 0 means for ever.
+            clock: Gives the seconds now.
+        """
+        self.group, self._timeout_s, self._clock, self._started_s = group, timeout_s, clock, clock()
+
+    def wait(self) -> dict[str, float]:
+        """
+        Return the options of a port's wait: the seconds that are left, and those in all, which an
+        error names. After the deadline, almost none are left.
+        """
+        left_s = max(self._timeout_s - (self._clock() - self._started_s), _LATE_S) if self._timeout_s else 0.0
+        return {"timeout_s": left_s, "limit_s": self._timeout_s}
+
+    def build(self, lock: Lock, make: Callable[[ReportProgress], Arrays]) -> Arrays:
+        """
+        Return what rank 0 makes, on every rank; meanwhile no other job writes the same stores.
+
+        Args:
+            lock: Lock of the stores.
+            make: Function that rank 0 alone runs, perhaps for hours.
+
+        Raises:
+            PackplanError: Any error of rank 0, on every rank.
+        """
+
+        def locked(report: ReportProgress) -> Arrays:
+            with lock.held(**self.wait(), report=report):
+                return make(report)
+
+        return self.group.from_rank_zero(locked, **self.wait())
+
+    def require_same(self, what: str, value: str) -> None:
+        """
+        Compare a value between all ranks; MismatchError if one holds another.
+
+        Args:
+            what: The value's name, for the error.
+            value: This rank's.
+        """
+        values = self.group.gather(value)
+        if len(set(values)) > 1:
+            rows = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise MismatchError("ranks_disagree", f"ranks disagree on {what}: {rows}", {"values": values})
+
+
+def plan_split(split: Split, ranks: Ranks, *, world_size: int | None = None) -> Split:
+    """
+    Measure, plan and align a split, compare it between all ranks, and return it.
+
+    Args:
+        split: Samples, policy and stores.
+        ranks: All ranks; rank 0 measures and plans.
+        world_size: Ranks to align for, if not these.
+
+    Raises:
+        PackplanError: Any error of rank 0, on every rank; MismatchError if ranks hold
+            different plans; ArgumentError, before anything is stored, if there are no samples.
+    """
+    name, source = split.name, split.source
+    if not len(source):
+        raise no_samples()
+    world_size = world_size or ranks.group.world_size
+    arrays = dict(ranks.build(split.stores.lock, partial(_measure_and_plan, split, world_size)))
+    split.table, split.key = arrays.pop("table"), Fingerprint(json.loads(arrays.pop("key").tobytes()))
+    split.raw = plan_from_arrays(arrays)
+    split.aligned = split.align(world_size)
+    split.data_digest = source.data_digest(len(source), without=np.flatnonzero(column(split.table, "bad")).tolist())
+
+    ranks.require_same(f"the {name} plan's checksum", split.checksum)
+    # A rank that sees other data would train on other samples under the same plan.
+    ranks.require_same(f"what the {name} lengths depend on", source.fingerprint().digest)
+    ranks.require_same(f"the {name} data", split.data_digest)
+    return split
+
+
+def _measure_and_plan(split: Split, world_size: int, report: ReportProgress) -> dict[str, Any]:
+    """Return the table, and the raw plan with its key."""
+    name, policy, stores = split.name, split.policy, split.stores
+    files = split.encoder.data_files()
+    table = measure(split, report)
+    stores.lengths.keep_files(files)
+    lengths = column(table, "length").astype(np.int64)
+    refuse_longer(lengths, policy)
+
+    report(f"planning {name}")
+    key = split.plan_key(stores.lengths.digest())
+    raw = stores.plans.load(key)
+    if raw is not None:
+        log.info("%s: the stored plan fits and is used again", name)
+    else:
+        samples = samples_of(policy, table, files)
+        _require_drawable(split.recipe, policy, samples)
+        log.info("%s: planning %s", name, counted(int(np.count_nonzero(samples.lengths)), "sample"))
+        raw = plan_samples(name, policy, samples, recipe=split.recipe, report=report)
+        stores.plans.save(key, raw)
+    refuse_dropped(raw, lengths, policy)
+    if name == "train":
+        refuse_unsupervised(raw, column(table, "supervised"))
+    stores.plans.save_aligned(key, align_plan(raw, world_size=world_size, **split.alignment))
+    inputs = np.frombuffer(json.dumps(dict(key.inputs)).encode(), dtype=np.uint8)
+    return {"table": table, "key": inputs, **plan_to_arrays(raw)}
+
+
+def _require_drawable(recipe: EpochRecipe | None, policy: PlanPolicy, samples: EpochSamples) -> None:
+    """Refuse mixes that ask for more than their measured sources have; ConfigError by key."""
+    if recipe is None or recipe.mixes is None:
+        return
+    entries = len(recipe.mixes.entries)
+    if faults := tuple(drawn_faults(recipe.mixes, drawable(policy, samples), samples.sizes, entries)):
+        raise ConfigError("custom.fusion_config", faults)
+
+
+def plan_epochs(split: Split, schedule: EpochSchedule, ranks: Ranks) -> EpochSchedule:
+    """
+    Plan and count all epochs on rank 0, store a record of each, and return the schedule over them;
+    the same schedule where all epochs have one plan.
+
+    Args:
+        split: The split, whose first epoch is planned.
+        schedule: Settings of the schedule, from where training starts.
+        ranks: All ranks.
+
+    Raises:
+        PackplanError: An epoch cannot be planned; on every rank.
+    """
+    if split.recipe is None:
+        return schedule
+    samples = samples_of(split.policy, split.table, split.encoder.data_files())
+    planner = EpochPlanner(split.policy, split.recipe, samples)
+
+    def build(report: ReportProgress) -> Arrays:
+        key, plans = split.plan_key(split.stores.lengths.digest()), split.stores.plans
+        known = {one.epoch: one for one in plans.load_epochs(key)}
+        whole, records = _counted(planner, split, schedule, known, report)
+        plans.save_epochs(key, records, whole)
+        told = json.dumps([attrs.asdict(one) for one in records])
+        return {"records": np.frombuffer(told.encode(), dtype=np.uint8)}
+
+    rows = json.loads(ranks.build(split.stores.lock, build)["records"].tobytes())
+    split.epochs = epochs = PlannedEpochs(planner, tuple(EpochRecord(**row) for row in rows), split.works)
+    by_work = None if schedule.works is None else lambda epoch: epochs.stats(epoch).work
+    return attrs.evolve(schedule, num_packs=tuple(one.num_packs for one in epochs.records), works=by_work)
+
+
+def _counted(
+    planner: EpochPlanner,
+    split: Split,
+    schedule: EpochSchedule,
+    known: Mapping[int, EpochRecord],
+    report: ReportProgress,
+) -> tuple[EpochSchedule, tuple[EpochRecord, ...]]:
+    """Return the schedule over all epochs, and the record of each, known or planned now."""
+    ends = None if schedule.max_steps > 0 else math.ceil(schedule.num_train_epochs)
+    with progress(total=ends, desc=f"planning {split.name}", unit=" epochs", delay=BRIEF_S) as bar:
+
+        def record(epoch: int) -> EpochRecord:
+            report(f"planning epoch {epoch} of {split.name}")
+            bar.update()
+            if epoch in known:
+                return known[epoch]
+            if epoch:
+                return planner.record(planner.plan(epoch))
+            first = select_epoch(planner.recipe, planner.policy, planner.samples, 0)
+            return planner.record(EpochPlan(0, first, split.raw))
+
+        return with_epochs(schedule, record, alike_from=planner.recipe.alike_from)
