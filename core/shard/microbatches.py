@@ -33,9 +33,6 @@ from packplan.core.shard.rounds import assign_rounds, spread
 from packplan.core.shard.sharding import Part, Sharding, join
 from packplan.core.work.assignment import Meeting, in_units
 
-_MOST_MICROBATCHES = 10_000_000
-"""Microbatches of a global batch that are asked for, at most: arrays have a place for each."""
-
 
 def shard_packed(
     lengths: Lengths,
@@ -47,8 +44,6 @@ def shard_packed(
     algorithm: str = "modified_first_fit_decreasing",
     assignment: Literal["balanced", "round_robin"] = "balanced",
     microbatch_order: Literal["packer", "largest_first"] = "packer",
-    microbatch_multiple: int = 1,
-    min_microbatches: int = 1,
     when_long: WhenLong = "error",
     seed: int = 0,
     work: Work | None = None,
@@ -69,9 +64,6 @@ def shard_packed(
         microbatch_order: Order of a worker's microbatches in a global batch. `packer` orders by
             first sequence. `largest_first` orders by descending tokens, so that the peak of memory
             comes first.
-        microbatch_multiple: Divisor of the microbatches of a worker in a global batch, for virtual
-            pipeline stages.
-        min_microbatches: Fewest microbatches of a worker in a global batch, for pipeline stages.
         when_long: Whether a sequence over the budget is an error, or the one sequence of its row
             (`alone`).
         seed: Seed of random algorithms.
@@ -92,9 +84,6 @@ def shard_packed(
     """
     capacity = whole_number("max_tokens_per_microbatch", max_tokens_per_microbatch)
     shards = whole_number("shards", shards, most=MOST_RANKS)
-    multiple = whole_number("microbatch_multiple", microbatch_multiple)
-    least = round_up(whole_number("min_microbatches", min_microbatches), multiple)
-    whole_number("the number of microbatches of all workers", shards * least, most=_MOST_MICROBATCHES)
     require_choice("assignment", assignment, ("balanced", "round_robin"))
     require_choice("microbatch_order", microbatch_order, ("packer", "largest_first"))
     require_choice("meeting", meeting, get_args(Meeting))
@@ -110,8 +99,8 @@ def shard_packed(
         costs, works = costs_of[batch.start : batch.stop], units[batch.start : batch.stop]
         packs = pack(costs, capacity=capacity, algorithm=algorithm, seed=seed)
         if balance:
-            packs = fewer_rounds(packs, costs, capacity=capacity, rounds_of=shards * multiple)
-        rounds = max(least, round_up(len(packs), shards * multiple) // shards)
+            packs = fewer_rounds(packs, costs, capacity=capacity, rounds_of=shards)
+        rounds = round_up(len(packs), shards) // shards
         items = fill_slots(costs, shards * rounds)
         costs, works = costs[items], works[items]
         labels = _cut_evenly(
