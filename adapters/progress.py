@@ -5,15 +5,14 @@ Progress of long stages, with the time left: a bar on a terminal, a log line eve
 """
 
 import gc
+import io
 import logging
 import os
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -70,20 +69,13 @@ def loading_libraries(*, file: TextIO | None = None) -> Iterator[None]:
             file.flush()
 
 
-def progress(
-    items: Iterable[Any] | None = None,
-    *,
-    on_terminal: bool = True,
-    clock: Callable[[], float] = time.monotonic,
-    **options: Any,
-) -> Any:
+def progress(items: Iterable[Any] | None = None, *, on_terminal: bool = True, **options: Any) -> Any:
     """
     Return an iterator over *items* that shows progress as tqdm does, or a bar to update by hand.
 
     Args:
         items: Items to iterate over; None for a bar that is updated by hand.
         on_terminal: Whether a terminal shows the bar; false if another bar shows the same stage.
-        clock: Function that returns the current time in seconds.
         **options: Options of tqdm.
     """
     file = options.get("file") or sys.stderr
@@ -91,80 +83,18 @@ def progress(
         return tqdm(items, disable=True, **options)
     if file.isatty():
         return tqdm(items, **options)
-    return Lines(items, clock=clock, **options)
+    known = options.get("total") is not None or hasattr(items, "__len__")
+    done = "{desc}: {n:,} of {total:,}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}"
+    form = done if known else "{desc}{postfix}, {elapsed} so far"
+    # A delay above 0 leaves out the line of the start, and one position those of nested bars.
+    lines = {"bar_format": form, "file": _LogLines(), "delay": 1e-9, "miniters": 1, "leave": False, "position": 0}
+    return tqdm(items, **{"mininterval": LINE_S, **options, **lines})
 
 
-class Lines:
-    """
-    Stand-in for tqdm's bar that logs lines: items done, total, rate and time left.
+class _LogLines(io.StringIO):
+    """File to which tqdm writes, and whose lines are logged."""
 
-    Attributes:
-        n: Items done, those of an earlier run included.
-    """
-
-    def __init__(
-        self,
-        items: Iterable[Any] | None = None,
-        *,
-        clock: Callable[[], float],
-        desc: str = "",
-        total: int | None = None,
-        initial: int = 0,
-        unit: str = "",
-        **_: Any,
-    ) -> None:
-        """
-        Begin a stage.
-
-        Args:
-            items: Items to iterate over, if any.
-            clock: Function that returns the current time in seconds.
-            desc: Name of the stage.
-            total: All items, those of an earlier run included; None for the length of *items*, if
-                known.
-            initial: Items that an earlier run has done.
-            unit: Name of an item, in the plural and after a space.
-            **_: Options for tqdm's bar.
-        """
-        self._items, self._clock, self._desc, self._unit = items, clock, desc, unit
-        self._total = len(items) if total is None and hasattr(items, "__len__") else total  # type: ignore[arg-type]
-        self.n = self._first = initial
-        self._words = ""
-        self._started = self._logged = clock()
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in self._items or ():
-            yield item
-            self.update()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def set_postfix_str(self, words: str, refresh: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002  # as tqdm has it
-        """Start later lines with *words*."""
-        self._words = words
-
-    def update(self, number: int = 1) -> None:
-        """Count items as done, and log a line every `LINE_S` seconds."""
-        self.n += number
-        if (now := self._clock()) - self._logged >= LINE_S:
-            self._logged = now
-            log.info("%s: %s", self._desc, self._line(now - self._started))
-
-    def _line(self, spent_s: float) -> str:
-        parts = [self._words] if self._words else []
-        rate = (self.n - self._first) / spent_s
-        if self._total is not None:
-            parts.append(f"{self.n:,} of {self._total:,}{self._unit}, {rate:,.{0 if rate >= 10 else 2}f}/s")
-        if self._total is not None and rate:
-            parts.append(f"{_duration((self._total - self.n) / rate)} left")
-        else:
-            parts.append(f"{_duration(spent_s)} so far")
-        return ", ".join(parts)
-
-
-def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+    def write(self, text: str) -> int:
+        if line := text.strip():
+            log.info("%s", line)
+        return len(text)

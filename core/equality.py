@@ -22,12 +22,6 @@ AUTO = "auto"
 VARLEN = "varlen"
 """Packplan's attention of variable length: each sample of a pack by itself, without a mask."""
 
-MASKED = "masked"
-"""
-Packplan's attention by the model's own mask, with samples apart, for models that varlen does not
-fit.
-"""
-
 NATIVE = "sdpa"
 """Default attention of transformers. It computes references if it is exact."""
 
@@ -187,7 +181,7 @@ def packs_to_compare(packs: Packs, table: Table, *, count: int) -> list[int]:
     return sorted(chosen[:count])
 
 
-Strategy = Literal["flash", "varlen", "own", "masked"]
+Strategy = Literal["flash", "varlen", "own"]
 
 PROBE_VERSION = 2
 """
@@ -231,7 +225,6 @@ class Trial:
     strategy: Strategy
 
     attention: str
-    """Name of the attention; `masked` is ours too."""
 
     follows_rows: bool = False
     """
@@ -250,7 +243,7 @@ def trials(attn_impl: str, *, native: str, flash: bool) -> Iterator[Trial]:
         flash: Whether flash attention runs here.
 
     >>> [trial.strategy for trial in trials("auto", native="sdpa", flash=False)]
-    ['varlen', 'varlen', 'own', 'masked']
+    ['varlen', 'varlen', 'own']
     """
     if attn_impl in FLASH_BACKENDS:
         yield Trial("flash", attn_impl)
@@ -265,7 +258,6 @@ def trials(attn_impl: str, *, native: str, flash: bool) -> Iterator[Trial]:
     yield Trial("varlen", VARLEN, follows_rows=True)
     if attn_impl == AUTO:
         yield Trial("own", native, follows_rows=True)
-        yield Trial("masked", MASKED, follows_rows=True)
 
 
 @attrs.frozen
@@ -394,7 +386,7 @@ class AttentionChoice:
     """The attention that a run takes, and the reason."""
 
     name: str
-    """`varlen`, `masked`, or a name of transformers' own."""
+    """`varlen`, or a name of transformers' own."""
 
     why: str = ""
     """Why this one, as a clause."""
@@ -420,7 +412,7 @@ class AttentionChoice:
     @property
     def backend(self) -> str:
         """The attention of transformers that the model is loaded with."""
-        return self.native if self.name in (VARLEN, MASKED) else self.name
+        return self.native if self.name == VARLEN else self.name
 
     def __str__(self) -> str:
         return f"{self.name}: {self.why}"

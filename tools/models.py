@@ -50,7 +50,6 @@ STRATEGIES = {
     "flash": "flash attention with sample boundaries",
     "varlen": "our attention of variable length, sample by sample",
     "own": "the model's own attention, which finds samples by restarting positions",
-    "masked": "the model's own mask, with the samples of a row apart",
 }
 """Strategies in the order of trials -> description."""
 
@@ -103,7 +102,7 @@ NOT_BUILT = {
     "interns1": f"{OWN_CODE}; ms-swift asks for transformers below 4.56",
     "internvl": OWN_CODE,
     "internvl2": OWN_CODE,
-    "internvl2_5": f"{OWN_CODE}; only its lengths are tested, in full encodes",
+    "internvl2_5": OWN_CODE,
     "internvl2_phi3": OWN_CODE,
     "internvl3_5": OWN_CODE,
     "internvl3_5_gpt": OWN_CODE,

@@ -16,19 +16,10 @@ import torch._functorch.config as functorch_config
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from packplan.adapters.attention.rows import (
-    PADDINGS,
-    Padding,
-    RealTokens,
-    computing,
-    follow_rows,
-    split_states,
-    with_text_row,
-)
-from packplan.adapters.attention.varlen import attend, attend_to_patches, row_mask, sample_mask, told_row_mask
-from packplan.adapters.attention.vision import project_patches
+from packplan.adapters.attention.rows import follow_rows, split_states
+from packplan.adapters.attention.varlen import attend, attend_to_patches, row_mask, told_row_mask
 from packplan.adapters.families import trained_part
-from packplan.core.equality import FLEX, MASKED, NATIVE, VARLEN, AttentionChoice
+from packplan.core.equality import FLEX, NATIVE, VARLEN, AttentionChoice
 
 NAME = "packplan"
 """Name of varlen attention among transformers' functions: `attn_implementation="packplan"`."""
@@ -43,8 +34,6 @@ Name for vision towers.
 For a name with the word flash, towers pass the starts of images and windows, in one call.
 """
 
-MASKED_NAME = "packplan_masked"
-"""Name of the model's own mask, with samples apart."""
 
 # Compiled models run these uncompiled, or each row's layout would need a program of its own.
 _uncompiled: Any = torch.compiler.disable
@@ -52,8 +41,6 @@ AttentionInterface.register(NAME, _uncompiled(attend))
 AttentionMaskInterface.register(NAME, _uncompiled(row_mask))
 AttentionInterface.register(ROWS_NAME, _uncompiled(attend))
 AttentionMaskInterface.register(ROWS_NAME, _uncompiled(told_row_mask))
-AttentionInterface.register(MASKED_NAME, _uncompiled(attend))
-AttentionMaskInterface.register(MASKED_NAME, _uncompiled(sample_mask))
 AttentionInterface.register(PATCHES_NAME, _uncompiled(attend_to_patches))
 
 
@@ -70,8 +57,6 @@ def attend_as(model: Any, attention: AttentionChoice) -> None:
     follows, part = attention.follows_rows or bool(attention.split), trained_part(model)
     if attention.name == VARLEN:
         attend_by_varlen(part, name=ROWS_NAME if follows else NAME)
-    elif attention.name == MASKED:
-        _attend_by_masks(part)
     elif attention.name == FLEX:
         functorch_config.donated_buffer = False  # probes ask its compiled graph for more than one gradient
     if follows:
@@ -94,12 +79,6 @@ def takes_grids(model: Any, part: str) -> bool:
     config = getattr(model.config, part, None)
     towers = (one for one in model.modules() if config is not None and getattr(one, "config", None) is config)
     return part == "vision_config" and any("grid_thw" in inspect.signature(one.forward).parameters for one in towers)
-
-
-def _attend_by_masks(model: Any) -> None:
-    """Let a model of transformers attend under its own mask, with samples of a row apart."""
-    texts = {part: MASKED_NAME for part in model.config.sub_configs if part != "vision_config"}
-    model.set_attn_implementation({"": MASKED_NAME, **texts})
 
 
 @contextmanager

@@ -162,23 +162,6 @@ def _mentions(function: Any, maker: Callable[..., Any], depth: int = 4) -> bool:
     return depth > 0 and any(_mentions(part, maker, depth - 1) for part in parts)
 
 
-def sample_mask(*, mask_function: MaskFunction, **options: Any) -> torch.Tensor | None:
-    """
-    Return the model's own mask with samples apart; shape (batch, 1, queries, keys).
-
-    transformers passes these arguments to functions of `AttentionMaskInterface`.
-    """
-    row_of_layers()
-    is_square = options["batch_size"] == 1 and options["q_length"] == options["kv_length"]
-    row = packed_row(options["q_length"]) if is_square else None
-    given = options.get("attention_mask")
-    if row is not None and (given is None or bool(given.all())):
-        mask_function = within_samples(mask_function, row, options.get("local_size"))
-        options["allow_is_causal_skip"] = False
-    mask: torch.Tensor | None = sdpa_mask(mask_function=mask_function, **options)
-    return mask
-
-
 OwnAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Attention of a model's own code, for query, key, value, and a bool mask or none."""
 

@@ -25,7 +25,7 @@ import attrs
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from packplan.adapters.attention import Padding, RealTokens, computing
+from packplan.adapters.attention.rows import Padding, RealTokens, computing
 from packplan.adapters.loaders.rows import IGNORED_LABEL
 from packplan.adapters.models import replace_attributes
 from packplan.core.errors import PackplanError

@@ -17,11 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
-from packplan.adapters.attention import NAME, PADDINGS, attend_as, native_attention
+from packplan.adapters.attention import NAME, attend_as, native_attention
+from packplan.adapters.attention.rows import PADDINGS
 from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.hf.packed_calls import HOOKED, POSITIONS, TextStack, Unpadding
 from packplan.adapters.models import evaluating
-from packplan.adapters.probe import place_of, plain_ids, probe_config, probe_loaded
+from packplan.adapters.probe.probe import probe_config
+from packplan.adapters.probe.rows import plain_ids, probe_loaded
 from packplan.adapters.proof.batches import PackedBatch
 from packplan.adapters.proof.comparison import compare_values, limit_of, rounds_choices, watch_pass
 from packplan.adapters.proof.gradients import logit_reaches
@@ -87,12 +89,8 @@ def separate_samples(model: Any, *, named: str | None = None, whole: bool = True
     """
     loaded = trained_config(model.config)._attn_implementation  # noqa: SLF001  # has no public name
     choice = attend_apart(model, named=named or loaded)
-    if not whole:
-        return choice
-    why_not = probe_loaded(model, native=choice.native).why_not(limit=limit_of(model))
-    if why_not is not None:
-        reason = f"the loaded model ({place_of(model)}) was asked, and {why_not}"
-        raise ModelError.isolation(trained_config(model.config).model_type, named or loaded, reason)
+    if whole:
+        probe_loaded(model, native=choice.native, named=named or loaded)
     return choice
 
 

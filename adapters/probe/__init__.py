@@ -6,7 +6,3 @@ compares a packed row with its samples alone, on the copy or on the model that i
 and images of a row with each image alone. `probe` tries one strategy after the other, and finds
 layers that carry a state along the row.
 """
-
-from packplan.adapters.probe.probe import SmallProbe, probe_config
-from packplan.adapters.probe.rows import place_of, plain_ids, probe_loaded
-from packplan.adapters.probe.small_model import open_model_config

@@ -12,17 +12,11 @@ from typing import Any
 import attrs
 import torch
 
-from packplan.adapters.attention import (
-    MASKED_NAME,
-    NAME,
-    ROWS_NAME,
-    attend_as,
-    project_patches,
-    split_states,
-    takes_grids,
-)
+from packplan.adapters.attention import NAME, ROWS_NAME, attend_as, takes_grids
+from packplan.adapters.attention.rows import split_states
+from packplan.adapters.attention.vision import project_patches
 from packplan.adapters.families import trained_config
-from packplan.adapters.probe.rows import ProbeRow, compare_row, measure_images, takes_images
+from packplan.adapters.probe.rows import ProbeRow, compare_row, measure_images
 from packplan.adapters.probe.shrink import (
     FIRST_ID,
     LONGEST,
@@ -40,9 +34,7 @@ from packplan.core.equality import (
     AUTO,
     EQUAL,
     FLEX,
-    MASKED,
     NATIVE,
-    VARLEN,
     AttentionChoice,
     PackingVerdict,
     Precision,
@@ -59,27 +51,6 @@ LENGTHS = (33, 3, LONGEST, 51)
 
 _ROUNDS = 4
 """Most kinds of layers that carry a state."""
-
-
-def apply_trial(model: Any, trial: Trial, split: tuple[str, ...] = ()) -> None:
-    """
-    Let a model pack by a strategy.
-
-    Args:
-        model: Model of transformers with its native attention.
-        trial: Strategy.
-        split: Classes of layers that run sample by sample.
-
-    Raises:
-        ModelError: The model does not take the attention.
-    """
-    follows = trial.follows_rows or bool(split)
-    name = {VARLEN: ROWS_NAME if follows else NAME, MASKED: MASKED_NAME}.get(trial.attention, trial.attention)
-    if name == trial.attention and model.config._attn_implementation != name:  # noqa: SLF001  # no public question
-        model.set_attn_implementation(name)
-    attend_as(model, AttentionChoice(trial.attention, split=split, follows_rows=trial.follows_rows))
-    if model.config._attn_implementation != name:  # noqa: SLF001
-        raise ModelError("probe", f"its code takes no attention but its own, not {trial.attention}")
 
 
 def probe_config(
@@ -112,21 +83,23 @@ def _one_thread() -> Iterator[None]:
 
 
 @attrs.frozen(eq=False)
-class _CopyPlace:
-    """Device and precision of small copies of a model, and their results for each sample alone."""
+class _Copies:
+    """Small copies of a model on one device and in one precision, and what each sample is alone."""
 
     build: Callable[[str], Any]
     """Builds a copy with an attention of transformers."""
 
-    precision: Precision
     native: str
+    """The attention of transformers that computes what the model means."""
+
+    limit: float
     row: ProbeRow
     alone: Outcome
 
     @classmethod
-    def from_builder(cls, build: Callable[..., Any], device: str, precision: Precision) -> _CopyPlace:
+    def from_builder(cls, build: Callable[..., Any], device: str, precision: Precision) -> _Copies:
         """
-        Choose the native attention, and compute each sample alone under it.
+        Compute each sample alone, and choose the native attention.
 
         Args:
             build: Builds a copy with an attention of transformers, on the CPU in float32.
@@ -137,19 +110,44 @@ class _CopyPlace:
         def place(attention: str) -> Any:
             return build(attention=attention).to(device, getattr(torch, precision))
 
-        model = place("eager")
+        model, native, limit = place("eager"), "eager", EQUAL[precision]
         row = _row(model)
         try:
             alone = run_alone(model, row.samples)
         except Exception as error:
             raise ModelError("probe", f"its small copy does not run ({error_text(error)})") from error
-        native = "eager"
         with contextlib.suppress(ModelError, ValueError, RuntimeError):
             # Torch's attention has no soft cap and no sinks.
             own = run_alone(place(NATIVE), row.samples, gradients=None)
-            if max(compare_values(own.logits, alone.logits)) <= EQUAL[precision]:
+            if max(compare_values(own.logits, alone.logits)) <= limit:
                 native = NATIVE
-        return cls(place, precision, native, row, alone)
+        return cls(place, native, limit, row, alone)
+
+    def packing(self, trial: Trial, split: tuple[str, ...] = ()) -> Any:
+        """
+        Return a copy that packs by a strategy.
+
+        Args:
+            trial: Strategy.
+            split: Classes of layers that run sample by sample.
+
+        Raises:
+            ModelError: The model does not take the attention.
+        """
+        model = self.build(self.native)
+        attention = AttentionChoice(trial.attention, native=self.native, split=split, follows_rows=trial.follows_rows)
+        if attention.backend != self.native:
+            model.set_attn_implementation(trial.attention)
+        attend_as(model, attention)
+        if model.config._attn_implementation not in (trial.attention, NAME, ROWS_NAME):  # noqa: SLF001  # no public question
+            raise ModelError("probe", f"its code takes no attention but its own, not {trial.attention}")
+        return model
+
+    def measure(self, trial: Trial, split: tuple[str, ...] = ()) -> tuple[Any, ProbeResult, str | None]:
+        """Return a copy that packs, its numbers, and why it may not pack; see `packing`."""
+        model = self.packing(trial, split)
+        measured = compare_row(model, self.row, self.alone)
+        return model, measured, measured.why_not(limit=self.limit)
 
 
 @attrs.define(eq=False)
@@ -171,9 +169,9 @@ class SmallProbe:
     precision: Precision = "float32"
     """Precision of the copies."""
 
-    _places: dict[tuple[str, Precision], _CopyPlace] = attrs.field(factory=dict, init=False)
+    _copies: dict[tuple[str, Precision], _Copies] = attrs.field(factory=dict, init=False)
 
-    _verdicts: dict[Trial, tuple[PackingVerdict, tuple[str, ...]]] = attrs.field(factory=dict, init=False)
+    _verdicts: dict[Trial, PackingVerdict] = attrs.field(factory=dict, init=False)
 
     def verdict(self, attn_impl: str) -> PackingVerdict:
         """Return the verdict on a model under a value of `model.attn_impl`."""
@@ -191,25 +189,20 @@ class SmallProbe:
         Args:
             attn_impl: Value of `model.attn_impl`; its verdict was asked before.
         """
-        for trial in self._trials(attn_impl):
-            verdict, _ = self._verdicts.get(trial, (None, ()))
+        for trial in self._trials(attn_impl) if self._copies else ():
+            verdict = self._verdicts.get(trial)
             if verdict is None or verdict.measured is None:
                 continue
             if verdict.passes and not verdict.split and (trial.strategy == "own" or not trial.follows_rows):
                 return True, None
             with quiet(), _one_thread():
-                place = self._place(trial)
-                model = place.build(place.native)
-                apply_trial(model, trial)
-                return False, _where(model, place)
+                copies = self._copies_for(trial)
+                return False, _where(copies.packing(trial), copies)
         return False, None
 
     def _trials(self, attn_impl: str) -> Iterator[Trial]:
         flash = not self.on_cpu and find_spec("flash_attn") is not None
-        try:
-            return trials(attn_impl, native=self._place().native, flash=flash)
-        except ModelError:
-            return iter(())
+        return trials(attn_impl, native=self._copies_for().native, flash=flash)
 
     @cached_property
     def _builder(self) -> Callable[..., Any]:
@@ -217,40 +210,31 @@ class SmallProbe:
         build_one = SmallModels(self.config, trust_remote_code=self.trust_remote_code).build
         return partial(build_one, trials=_short_lengths(self.config, build_one))
 
-    def _place(self, trial: Trial | None = None) -> _CopyPlace:
-        """Return the place in which a trial runs; None: the one that shows the native attention."""
+    def _copies_for(self, trial: Trial | None = None) -> _Copies:
+        """Return the copies that a trial runs on; None: those that show the native attention."""
         where: tuple[str, Precision] = (self.device, self.precision)
         if trial is not None and not self.on_cpu and self.device == "cpu":
             if trial.attention == FLEX:
                 where = ("cuda", "float32")
             elif trial.strategy == "flash":  # which takes 16 bits
                 where = ("cuda", "bfloat16")
-        if where not in self._places:
-            self._places[where] = _CopyPlace.from_builder(self._builder, *where)
-        return self._places[where]
+        if where not in self._copies:
+            self._copies[where] = _Copies.from_builder(self._builder, *where)
+        return self._copies[where]
 
     def _verdict(self, attn_impl: str) -> PackingVerdict:
-        native, refused = self._place().native, []
-        carriers: tuple[str, ...] = ()
+        refused = []
         for trial in self._trials(attn_impl):
             if trial not in self._verdicts:
-                self._verdicts[trial] = _try(
-                    self._place(trial), trial, _refused(self.config, trial.attention, native, "")
-                )
-            verdict, stuck = self._verdicts[trial]
-            if verdict.passes:
-                return verdict
-            refused.append(verdict)
-            carriers = carriers or stuck
-        measured = [one for one in refused if one.measured is not None]
+                before = _refused(self.config, trial.attention, self._copies_for().native, "")
+                self._verdicts[trial] = _try(self._copies_for(trial), trial, before)
+            if self._verdicts[trial].passes:
+                return self._verdicts[trial]
+            refused.append(self._verdicts[trial])
+        measured = [(one.measured, one) for one in reversed(refused) if one.measured is not None]
         if not measured:
             return attrs.evolve(refused[-1], attention=attn_impl)
-        best = min(measured, key=lambda one: (one.isolation, one.equality))
-        if not carriers:
-            return best
-        verbs = agree(len(carriers), "carries", "carry"), agree(len(carriers), "does", "do")
-        how = f"{verbs[0]} it along the row, and {verbs[1]} not run sample by sample"
-        return attrs.evolve(best, reason=f"{best.reason}; {' and '.join(carriers)} {how}")
+        return min(measured, key=lambda one: (one[0].isolation, one[0].equality))[1]
 
 
 def split_found_states(model: Any, row: ProbeRow) -> tuple[str, ...]:
@@ -297,16 +281,15 @@ def _lies_within(model: Any, kind: str, others: set[str]) -> bool:
     return all(any(name.startswith(f"{one}.") for one in outer) for name, one in kinds.items() if one == kind)
 
 
-def _where(model: Any, place: _CopyPlace) -> MixingModule | None:
+def _where(model: Any, copies: _Copies) -> MixingModule | None:
     """Return the first module that mixes samples, or that computes something else than alone."""
-    packed = place.row.packed
+    packed = copies.row.packed
     try:
         leak = first_leak(model, packed)
         if leak is not None:
             return leak[1]
-        for own, sample in zip(packed.places, place.row.samples, strict=True):
-            limit = EQUAL[place.precision]
-            found = first_different(model, packed, sample.inputs, own, limit=limit)
+        for own, sample in zip(packed.places, copies.row.samples, strict=True):
+            found = first_different(model, packed, sample.inputs, own, limit=copies.limit)
             if found is not None:
                 return found
     except Exception:  # whatever the code of a family raises; the verdict stands
@@ -352,51 +335,48 @@ def _row(model: Any) -> ProbeRow:
     return ProbeRow.draw(model, LENGTHS, ids=range(FIRST_ID, VOCABULARY))
 
 
-def _try(place: _CopyPlace, trial: Trial, refused: PackingVerdict) -> tuple[PackingVerdict, tuple[str, ...]]:
+def _try(copies: _Copies, trial: Trial, refused: PackingVerdict) -> PackingVerdict:
     """
-    Return the verdict on a strategy, and the layers that carry a state and cannot be split; where
-    samples are not apart, such layers run sample by sample.
+    Return the verdict on a strategy; where samples are not apart, layers that carry a state run
+    sample by sample.
     """
-
-    def measure(split: tuple[str, ...]) -> tuple[Any, ProbeResult]:
-        model = place.build(place.native)
-        apply_trial(model, trial, split)
-        return model, compare_row(model, place.row, place.alone)
-
-    limit = EQUAL[place.precision]
-    found: tuple[str, ...] = ()
+    carriers: tuple[str, ...] = ()
     split: tuple[str, ...] = ()
     not_exercised: tuple[str, ...] = ()
     try:
-        model, measured = measure(())
+        model, measured, why_not = copies.measure(trial)
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
-        return attrs.evolve(refused, reason=error_text(error)), ()
-    if measured.why_not(limit=limit) and trial.follows_rows:
+        return attrs.evolve(refused, reason=error_text(error))
+    if why_not and trial.follows_rows:
         # Where its layers cannot be split, the numbers without stand.
         with contextlib.suppress(Exception):
-            found = split_found_states(model, place.row)
-            model, measured = measure(found) if found else (model, measured)
-            split = found
-    if not measured.why_not(limit=limit) and takes_images(model.config):
+            carriers = split_found_states(model, copies.row)
+            if carriers:
+                model, measured, why_not = copies.measure(trial, carriers)
+                carriers, split = (), carriers
+    if why_not is None and getattr(model.config, "vision_config", None) is not None:
         project_patches(model)  # as in the model that trains
         try:
-            images = measure_images(model, native=place.native)
-            measured = images if images.why_not(limit=limit) else measured
+            images = measure_images(model, native=copies.native)
+            why_not = images.why_not(limit=copies.limit)
+            measured = images if why_not else measured
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
             if takes_grids(model, "vision_config"):  # all images of a row in one pass
-                return attrs.evolve(refused, reason=f"its images: {error_text(error)}"), ()
+                return attrs.evolve(refused, reason=f"its images: {error_text(error)}")
             not_exercised = ("images",)
-    why_not = measured.why_not(limit=limit)
     if why_not is not None:
-        stuck = () if found == split else found
-        return attrs.evolve(refused, split=split, measured=measured, reason=why_not), stuck
+        if carriers:
+            verbs = agree(len(carriers), "carries", "carry"), agree(len(carriers), "does", "do")
+            why_not += (
+                f"; {' and '.join(carriers)} {verbs[0]} it along the row, and {verbs[1]} not run sample by sample"
+            )
+        return attrs.evolve(refused, split=split, measured=measured, reason=why_not)
     follows = trial.follows_rows and trial.strategy != "own"  # which reads its rows by itself
-    verdict = attrs.evolve(
+    return attrs.evolve(
         refused, strategy=trial.strategy, split=split, follows_rows=follows or bool(split), measured=measured,
         reason="no gradient passes between samples, and samples are equal to themselves alone",
         not_exercised=not_exercised,
     )  # fmt: skip
-    return verdict, ()
 
 
 def _refused(config: Any, attention: str, native: str, reason: str) -> PackingVerdict:

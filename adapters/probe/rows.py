@@ -22,6 +22,7 @@ from packplan.adapters.proof.comparison import (
     Outcome,
     compare,
     compare_values,
+    limit_of,
     outcome_of,
     precision_of,
     rounds_choices,
@@ -30,6 +31,7 @@ from packplan.adapters.proof.comparison import (
 )
 from packplan.adapters.proof.gradients import logit_reaches
 from packplan.core.equality import ProbeResult
+from packplan.core.errors import ModelError
 
 LOADED_LENGTHS = (17, 3, 29)
 """Tokens of the samples that a loaded model packs."""
@@ -98,19 +100,29 @@ def compare_row(model: Any, row: ProbeRow, alone: Outcome, *, typical: bool = Fa
     return ProbeResult(isolation, max(apart.logits), max(apart.losses, default=0.0), apart.gradients)
 
 
-def probe_loaded(model: Any, *, native: str) -> ProbeResult:
+def probe_loaded(model: Any, *, native: str, named: str) -> ProbeResult:
     """
     Compare a packed row of short samples with the samples alone, on a model that is ready to train.
 
     Args:
         model: Model of transformers, perhaps with adapters; its mode is restored.
         native: Attention of transformers for samples alone.
+        named: Attention that was asked for.
+
+    Raises:
+        ModelError: Samples are not apart, or not equal to themselves alone.
     """
-    row = ProbeRow.draw(model, LOADED_LENGTHS, ids=plain_ids(trained_config(model.config)))
+    config = trained_config(model.config)
+    row = ProbeRow.draw(model, LOADED_LENGTHS, ids=plain_ids(config))
     with evaluating(model):  # dropout is no difference
         with native_attention(model, native):
             alone = run_alone(model, row.samples, gradients=None)
-        return compare_row(model, row, alone, typical=rounds_choices(model))
+        measured = compare_row(model, row, alone, typical=rounds_choices(model))
+    why_not = measured.why_not(limit=limit_of(model))
+    if why_not is not None:
+        reason = f"the loaded model ({place_of(model)}) was asked, and {why_not}"
+        raise ModelError.isolation(config.model_type, named, reason)
+    return measured
 
 
 def place_of(model: torch.nn.Module) -> str:
@@ -135,11 +147,6 @@ def plain_ids(config: Any) -> list[int]:
 
 _GRIDS = ((1, 12, 20), (1, 4, 4), (1, 16, 12))
 """Frames, rows and columns of patches: larger and smaller than a tower's windows."""
-
-
-def takes_images(config: Any) -> bool:
-    """Return whether a model takes images."""
-    return getattr(config, "vision_config", None) is not None
 
 
 def measure_images(model: Any, *, native: str) -> ProbeResult:

@@ -1,12 +1,10 @@
 """The two assertions: samples of a packed batch are apart, and equal to themselves alone."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-import attrs
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -14,35 +12,17 @@ from packplan.adapters.loaders.rows import IGNORED_LABEL
 from packplan.adapters.models import evaluating
 from packplan.adapters.proof.batches import PackedBatch, Starts, shape_text
 from packplan.adapters.proof.comparison import (
+    Comparison,
     compare,
-    compare_values,
     limit_of,
-    logits_of,
     outcome_of,
     rounds_choices,
     run_alone,
     watch_pass,
 )
-from packplan.adapters.proof.gradients import Watched, logit_reaches
+from packplan.adapters.proof.gradients import logit_reaches
 from packplan.adapters.proof.modules import MixingModule, first_different, first_mixing
 from packplan.core.errors import ArgumentError, MismatchError, ModelError
-
-
-@attrs.frozen
-class Differences:
-    """Largest relative differences of packed samples from themselves alone."""
-
-    logits: float
-    """Difference of a logit, over the largest logit."""
-
-    losses: float
-    """Difference of a sample's mean loss."""
-
-    gradients: float
-    """Norm of the difference of the weights' gradients, over the sum of the samples' norms."""
-
-    limit: float
-    """Largest difference that was allowed."""
 
 
 def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: Starts | None = None) -> None:
@@ -62,11 +42,12 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
         MismatchError: A sample depends on another one. It is an AssertionError, and names the first
             two samples and the first module that mixes them.
         ArgumentError: The batch has no packed rows, or its parts disagree on where samples begin.
-        ModelError: The model cannot be asked: it has no gradients, or is random.
+        ModelError: The model cannot be asked: it has no gradients.
     """
     row = PackedBatch.read(batch, starts)
-    with _computing(model):
-        watched, logits = _sound_pass(model, row)
+    refuse_hidden_weights(model)
+    with evaluating(model), torch.enable_grad():
+        watched, logits = watch_pass(model, row)
         for reach in logit_reaches(watched, logits):
             if math.isinf(reach.isolation):
                 reason = f"no gradient reaches sample {reach.reader} from its own logits, so nothing can be said"
@@ -88,7 +69,7 @@ def assert_equal_to_alone(
     *,
     alone: Sequence[Mapping[str, Any]] | None = None,
     limit: float | None = None,
-) -> Differences:
+) -> Comparison:
     """
     Assert that packed samples have the logits, losses and gradients that they have alone.
 
@@ -109,16 +90,17 @@ def assert_equal_to_alone(
         MismatchError: A sample differs. It is an AssertionError, and names the sample and the first
             module that computes something else.
         ArgumentError: The batch has no packed rows, or its parts disagree on where samples begin.
-        ModelError: The model cannot be asked: it has no gradients, or is random.
+        ModelError: The model cannot be asked: it has no gradients.
     """
     row = PackedBatch.read(batch, starts)
     _refuse_crossing_labels(row)
     samples = row.samples(alone)
     limit = limit_of(model) if limit is None else limit
-    with _computing(model):
-        if not any(one.requires_grad for one in model.parameters()):
-            raise ModelError("probe", "none of its weights trains (requires_grad), so it has no gradients to compare")
-        _, logits = _sound_pass(model, row)
+    refuse_hidden_weights(model)
+    if not any(one.requires_grad for one in model.parameters()):
+        raise ModelError("probe", "none of its weights trains (requires_grad), so it has no gradients to compare")
+    with evaluating(model), torch.enable_grad():
+        _, logits = watch_pass(model, row)
         packed = outcome_of(model, [logits[place] for place in row.places], samples)
         apart = compare(packed, run_alone(model, samples), typical=rounds_choices(model))
         for number, different in enumerate(apart.logits):
@@ -134,46 +116,15 @@ def assert_equal_to_alone(
         fact = f"gradients differ from the sum of the samples' own by {apart.gradients:.2g}, where {limit:.0e}"
         fact += f" is allowed; most of all that of {apart.weight}"
         raise _unlike(fact, weight=apart.weight)
-    return Differences(max(apart.logits), max(apart.losses, default=0.0), apart.gradients, limit)
-
-
-@contextmanager
-def _computing(model: torch.nn.Module) -> Iterator[None]:
-    """Let a model compute with gradients, and without chance; ModelError if it cannot."""
-    if torch.is_inference_mode_enabled() or any(one.is_inference() for one in model.parameters()):
-        raise ModelError("probe", "it is in inference mode, which has no gradients: build and ask it outside")
-    refuse_hidden_weights(model)
-    with evaluating(model), torch.enable_grad():
-        yield
+    return apart
 
 
 def refuse_hidden_weights(model: torch.nn.Module) -> None:
     """Refuse weights of which this process holds nothing, or a part; ModelError names the first."""
     for name, weight in model.named_parameters():
-        reason = ""
-        if weight.numel() == 0:
-            reason = "is a placeholder of size 0, as ZeRO-3 leaves it"
-        elif "_flat_param" in name:
-            reason = "is flattened, as FSDP 1 leaves it"
-        elif isinstance(weight, DTensor):
-            reason = "is sharded (DTensor), as FSDP 2 leaves it"
-        if reason:
-            raise ModelError("probe", f"its weight {name} {reason}: ask the model before its weights are sharded")
-
-
-def _sound_pass(model: torch.nn.Module, row: PackedBatch) -> tuple[Watched, torch.Tensor]:
-    """Compute a row, and return its embeddings and logits; ModelError if numbers are random."""
-    watched, logits = watch_pass(model, row)
-    numbers = logits.detach()
-    if not bool(numbers.isfinite().all()):
-        raise ModelError("probe", "its logits are not all finite, so nothing can be said")
-    with torch.no_grad():
-        again = logits_of(model(**row.inputs), row.shape)
-    limit = limit_of(model)
-    if not compare_values([again.flatten(0, 1)], [numbers.flatten(0, 1)])[0] <= limit:
-        where = first_different(model, row, row.inputs, None, limit=limit)
-        raise ModelError("probe", f"it is random in evaluation mode: two passes differ{_first(where)}")
-    return watched, logits
+        if weight.numel() == 0 or "_flat_param" in name or isinstance(weight, DTensor):
+            reason = f"its weight {name} is sharded, as FSDP and ZeRO-3 leave it: ask the model before"
+            raise ModelError("probe", reason)
 
 
 def _unlike(fact: str, where: MixingModule | None = None, **details: Any) -> MismatchError:

@@ -148,7 +148,7 @@ def _is_mixed_around(call: _Call, calls: list[_Call], mixed: Callable[[Sequence[
 
 
 def first_different(
-    model: torch.nn.Module, packed: PackedBatch, alone: Mapping[str, Any], place: Place | None, *, limit: float
+    model: torch.nn.Module, packed: PackedBatch, alone: Mapping[str, Any], place: Place, *, limit: float
 ) -> MixingModule | None:
     """
     Return the first module whose output for a sample differs from that for the sample alone.
@@ -157,15 +157,14 @@ def first_different(
         model: Model in evaluation mode.
         packed: Packed rows.
         alone: The sample alone, as arguments of the model.
-        place: Place of the sample in the rows; None compares all rows with themselves.
+        place: Place of the sample in the rows.
         limit: Largest relative difference that rounding explains.
     """
-    shape = packed.shape
-    by_itself = shape if place is None else (1, place[1].stop - place[1].start)
+    tokens = place[1].stop - place[1].start
     with torch.no_grad():
-        with _calls(model, partial(_part, shape=by_itself, place=None)) as expected:
+        with _calls(model, partial(_part, shape=(1, tokens), place=(0, slice(tokens)))) as expected:
             model(**alone)
-        with _calls(model, partial(_part, shape=shape, place=place)) as found:
+        with _calls(model, partial(_part, shape=packed.shape, place=place)) as found:
             model(**packed.inputs)
     for mine, own in zip(found, expected, strict=False):
         if mine.module != own.module:
@@ -175,12 +174,12 @@ def first_different(
     return None
 
 
-def _part(value: Any, *, shape: Shape, place: Place | None) -> torch.Tensor | None:
-    """Return a copy of a tensor's part of one sample, or of all, with the tokens first."""
+def _part(value: Any, *, shape: Shape, place: Place) -> torch.Tensor | None:
+    """Return a copy of a tensor's part of one sample, with the tokens first."""
     view = by_token(value, shape)
     if view is None or not view.is_floating_point():
         return None
-    part = view.detach().flatten(0, 1) if place is None else view.detach()[place]
+    part = view.detach()[place]
     return part.reshape(len(part), -1).float().clone()
 
 

@@ -6,7 +6,8 @@ from typing import Any
 from swift.trainers import Seq2SeqTrainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from packplan.adapters.attention import NAME, with_text_row
+from packplan.adapters.attention import NAME
+from packplan.adapters.attention.rows import with_text_row
 from packplan.adapters.hf.following import ServesPacks, add_base, require_same_rows
 from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import refuse

@@ -32,7 +32,7 @@ from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from packplan.adapters.attention import with_text_row
+from packplan.adapters.attention.rows import with_text_row
 from packplan.adapters.files import loading, saving
 from packplan.adapters.hf.following import EvaluatesPacks
 from packplan.adapters.lifeline import name_lost_processes

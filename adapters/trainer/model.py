@@ -12,7 +12,8 @@ from swift.utils import HfConfigFactory
 from transformers import modeling_utils
 from transformers.utils import logging as transformers_logging
 
-from packplan.adapters.attention import attend_as, project_patches
+from packplan.adapters.attention import attend_as
+from packplan.adapters.attention.vision import project_patches
 from packplan.adapters.files import loading
 from packplan.adapters.model_folder import require_whole_weights
 from packplan.adapters.samples.template import swift_model_type

@@ -8,7 +8,8 @@ from pathlib import Path
 import attrs
 import torch
 
-from packplan.adapters.probe import SmallProbe, open_model_config
+from packplan.adapters.probe.probe import SmallProbe
+from packplan.adapters.probe.small_model import open_model_config
 from packplan.core.config.run import ModelConfig
 from packplan.core.equality import BACKENDS, PackingVerdict, Precision, choose_attention
 from packplan.core.errors import ConfigError, Fault

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from packplan.adapters.probe import SmallProbe
+from packplan.adapters.probe.probe import SmallProbe
 from packplan.app import probe
 from tools.families import default_config
 

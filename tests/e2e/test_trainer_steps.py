@@ -100,7 +100,7 @@ def placeholders():
 
 
 HIDDEN = {
-    "placeholders": (placeholders, r"its weight lm_head\.weight is a placeholder of size 0, as ZeRO-3 leaves it"),
+    "placeholders": (placeholders, r"its weight lm_head\.weight is sharded"),
     "frozen": (lambda: step_loss_rank.llama().requires_grad_(requires_grad=False), "none of its weights trains"),
 }
 

@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
-from packplan.adapters.probe import open_model_config, probe_config, small_model
+from packplan.adapters.probe import small_model
+from packplan.adapters.probe.probe import probe_config
+from packplan.adapters.probe.small_model import open_model_config
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.verdicts import ask_before_measuring
 from packplan.core.config.run import ModelConfig

@@ -23,7 +23,7 @@ from transformers.masking_utils import (
 from packplan.adapters import attention
 from packplan.adapters.attention import varlen
 from packplan.adapters.attention.layout import Layout, read_layout
-from packplan.adapters.attention.vision import PatchProjection
+from packplan.adapters.attention.vision import PatchProjection, project_patches
 
 pytestmark = pytest.mark.slow
 
@@ -431,7 +431,7 @@ def test_a_vision_tower_attends_once_a_layer(opened, name, monkeypatch):
     assert len(tower.blocks) == len(calls)
     with attention.native_attention(model):
         expected = look()
-    attention.project_patches(tower)
+    project_patches(tower)
     projected = look()
 
     assert 2 * len(tower.blocks) == len(calls)
