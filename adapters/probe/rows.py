@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import attrs
@@ -17,7 +16,7 @@ import torch
 from packplan.adapters.attention import native_attention
 from packplan.adapters.families import trained_config
 from packplan.adapters.models import evaluating, weight_gradients
-from packplan.adapters.proof.batches import PackedBatch, Sample
+from packplan.adapters.proof.batches import PackedBatch, Sample, places_in_row
 from packplan.adapters.proof.comparison import (
     Outcome,
     compare,
@@ -69,7 +68,7 @@ class ProbeRow:
         positions = torch.cat([torch.arange(length, device=drawn.device) for length in lengths])[None]
         if any(hasattr(module, "get_rope_index") for module in model.modules()):  # with those of images
             positions = positions.expand(4, 1, -1)
-        places = tuple((0, slice(*span)) for span in pairwise(accumulate(lengths, initial=0)))
+        places = places_in_row(lengths)
         inputs = {"input_ids": drawn, "position_ids": positions, "use_cache": False}
         row = PackedBatch(inputs, None, (1, sum(lengths)), places)
         parts = [drawn[:, span] for _, span in places]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -154,6 +155,11 @@ def shape_text(shape: Shape) -> str:
     """Return a batch's shape in words."""
     rows, tokens = shape
     return f"{counted(rows, 'row')} of {tokens:,} tokens"
+
+
+def places_in_row(lengths: Iterable[int]) -> tuple[Place, ...]:
+    """Return the places of samples that follow each other in one row, by their lengths."""
+    return tuple((0, slice(*span)) for span in pairwise(accumulate(lengths, initial=0)))
 
 
 def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ alone, positions by the model itself, no mask but the causal one.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import attrs
@@ -20,7 +19,7 @@ from packplan.adapters.attention import native_attention
 from packplan.adapters.families import trained_config
 from packplan.adapters.loaders.positions import rope_of, takes
 from packplan.adapters.models import evaluating, replace_attributes, weight_gradients
-from packplan.adapters.proof.batches import PackedBatch, Place, Sample, next_tokens
+from packplan.adapters.proof.batches import PackedBatch, Place, Sample, next_tokens, places_in_row
 from packplan.adapters.proof.comparison import Outcome, compare, limit_of, outcome_of, run_alone, watch_pass
 from packplan.adapters.proof.gradients import Watched, logit_reaches
 from packplan.adapters.samples.encoder import IGNORED_LABEL
@@ -83,8 +82,7 @@ class PackComparison:
         if isinstance(served, PackplanError):
             raise served
         encoded = [self.encode(index) for index in indices]
-        ends = accumulate((len(one["input_ids"]) for one in encoded), initial=0)
-        places = tuple((0, slice(*one)) for one in pairwise(ends))
+        places = places_in_row(len(one["input_ids"]) for one in encoded)
         collated = _on(trainer.accelerator.device, trainer.data_collator([served]))
         samples = self._samples(encoded)
         gradients = None if self.without_gradients else weight_gradients
