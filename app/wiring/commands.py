@@ -2,9 +2,9 @@
 A command of ms-swift as a run that is planned and not trained here: `packplan plan build swift sft
 --model ...`.
 
-The words are those that a shell hands over, and ms-swift resolves them itself. Of a launcher's
-words the ranks are read, and no others. The folder of a plan keeps the command that it was built
-for, so that the folder alone names it afterwards.
+The words are those that a shell hands over, and ms-swift resolves them itself; those of a launcher
+are not read. The folder of a plan keeps the command that it was built for, so that the folder alone
+names it afterwards.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _ENTRY = re.compile(r"(?:.*[/.])?swift[/.]cli[/.](\w+?)(?:\.py)?")
 _PLANNED = ("sft", "pt", "rlhf")
 """Commands of ms-swift."""
 
-_RANKS = ("num_processes", "nproc_per_node", "num_gpus", "nnodes", "num_nodes")
-"""Options of launchers that say ranks: on all machines, on each, or the number of machines."""
+_STARTERS = ("accelerate", "deepspeed", "torch.distributed.run", "torchrun")
+"""Programs and modules that start ranks."""
 
 _OF_STEP = (
     "bf16", "fp16", "gradient_checkpointing", "vit_gradient_checkpointing", "optim", "use_liger_kernel", "use_cpu",
@@ -214,32 +214,22 @@ def _parts_of(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
 
 def _ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
     """
-    Return the ranks that a command starts.
+    Return the ranks that a command starts; ConfigError where a launcher starts them.
 
     Args:
         launcher: Words before ms-swift's own.
         is_swift: Whether the program `swift` follows, which starts torchrun where variables say so.
     """
-    options = {
-        name.lstrip("-").replace("-", "_"): value if equals else following
-        for word, following in pairwise([*launcher, ""])
-        for name, equals, value in [word.partition("=")]
-        if word.startswith("-")
-    }
-    named: list[str] = [name for name in _RANKS if name in options]
-    starters = {Path(word).name for word in launcher} & {"accelerate", "deepspeed"}
-    if starters and not {"num_processes", "num_gpus"} & {*named}:
-        reason = "does not say its ranks: give them by --world-size, before the command"
+    if starters := {*_STARTERS} & {Path(word).name for word in launcher}:
+        reason = "starts ranks: give their number by --world-size, before the command"
         raise ConfigError(COMMAND, (Fault(min(starters), reason),))
-    if not named and is_swift:
-        options = {"nproc_per_node": os.environ.get("NPROC_PER_NODE", "1"), "nnodes": os.environ.get("NNODES", "1")}
-        named = [*options]
     ranks = 1
-    for name in named[:1] if "num_processes" in named else named:  # that is the number on all machines
-        if not options[name].isdecimal() or not int(options[name]):
-            reason = f"is {options[name]}, which is no number of ranks: give it by --world-size, before the command"
+    for name in ("NPROC_PER_NODE", "NNODES") if is_swift else ():
+        value = os.environ.get(name, "1")
+        if not value.isdecimal() or not int(value):
+            reason = f"is {value}, which is no number of ranks: give it by --world-size, before the command"
             raise ConfigError(COMMAND, (Fault(name, reason),))
-        ranks *= int(options[name])
+        ranks *= int(value)
     return ranks
 
 

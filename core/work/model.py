@@ -66,7 +66,7 @@ class WorkModel:
         if others := sorted(set(config) & unknown):
             raise ModelError("work", f"the work of the model's {', '.join(others)} is not known")
         layers = read_text(text, model_type=text.get("model_type") or config.get("model_type"))
-        return cls(**attrs.asdict(layers, recurse=False), vision=None if vision is None else read_vision(config))
+        return cls(**layers, vision=None if vision is None else read_vision(config))
 
     @classmethod
     def estimated(cls, config: Sizes) -> WorkModel:
@@ -108,12 +108,23 @@ class WorkModel:
                 per_image_pair=3 * tower.per_image_pair,
                 per_window_pair=3 * tower.per_window_pair,
             )
-        return WorkModel(
-            per_position=self.per_position * (2 + text),
-            per_pair=3 * self.per_pair,
-            vision=tower,
-            local=tuple(attrs.evolve(one, per_pair=3 * one.per_pair) for one in self.local),
-            per_chunk=3 * self.per_chunk,
+        return attrs.evolve(self.weighed(2 + text, 3), vision=tower, per_chunk=3 * self.per_chunk)
+
+    def weighed(self, text: float, attention: float) -> WorkModel:
+        """
+        Return the work with each part in another unit, and the vision tower as it is.
+
+        Args:
+            text: Factor of the matrix products of text positions, and of layers under the delta
+                rule.
+            attention: Factor of attention between text tokens.
+        """
+        return attrs.evolve(
+            self,
+            per_position=text * self.per_position,
+            per_pair=attention * self.per_pair,
+            local=tuple(attrs.evolve(one, per_pair=attention * one.per_pair) for one in self.local),
+            per_chunk=text * self.per_chunk,
         )
 
     def sample_flops(self, lengths: Lengths) -> FLOPs:
@@ -199,23 +210,15 @@ class SampleWorks:
         Return the works with each part in another unit, as nanoseconds for FLOPs.
 
         Args:
-            text: Factor of the matrix products of text positions, and of layers under the delta
-                rule.
-            attention: Factor of attention between text tokens.
+            text: See `WorkModel.weighed`.
+            attention: See `WorkModel.weighed`.
             vision: Factor of the vision tower.
 
         >>> model = WorkModel(per_position=100, per_pair=2)
         >>> SampleWorks.from_lengths(model, [3]).weighed(0, 10, 0).flops.tolist()
         [120.0]
         """
-        model = attrs.evolve(
-            self.model,
-            per_position=text * self.model.per_position,
-            per_pair=attention * self.model.per_pair,
-            local=tuple(attrs.evolve(one, per_pair=attention * one.per_pair) for one in self.model.local),
-            per_chunk=text * self.model.per_chunk,
-        )
-        return attrs.evolve(self, model=model, images=vision * self.images)
+        return attrs.evolve(self, model=self.model.weighed(text, attention), images=vision * self.images)
 
     @property
     def flops(self) -> FLOPs:

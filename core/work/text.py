@@ -8,7 +8,7 @@ key for. A key that names a size and is not read here makes the model unknown.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -100,19 +100,9 @@ class LocalAttention:
         return within
 
 
-@attrs.frozen
-class TextWork:
-    """Forward FLOPs of text layers, with the fields of `core.work.model.WorkModel`."""
-
-    per_position: int
-    per_pair: int
-    local: tuple[LocalAttention, ...]
-    per_chunk: int
-
-
-def read_text(sizes: Sizes, *, model_type: str | None) -> TextWork:
+def read_text(sizes: Sizes, *, model_type: str | None) -> dict[str, Any]:
     """
-    Return the work of a model's text layers.
+    Return the forward FLOPs of a model's text layers, by the fields of `core.work.model.WorkModel`.
 
     Args:
         sizes: The text's part of a config.json.
@@ -147,12 +137,12 @@ def read_text(sizes: Sizes, *, model_type: str | None) -> TextWork:
     if unread := keys.unread():
         named = ", ".join(unread[:5])
         raise ModelError("work", f"what {named} of its config.json adds to the work is not known")
-    return TextWork(
-        per_position=PRODUCT * per_position,
-        per_pair=scale * kinds["full"] * pair // 2,
-        local=tuple(local),
-        per_chunk=PRODUCT * kinds["delta"] * products,
-    )
+    return {
+        "per_position": PRODUCT * per_position,
+        "per_pair": scale * kinds["full"] * pair // 2,
+        "local": tuple(local),
+        "per_chunk": PRODUCT * kinds["delta"] * products,
+    }
 
 
 def _kinds(keys: Keys, layers: int) -> list[Kind]:
