@@ -78,19 +78,18 @@ def run(options: argparse.Namespace) -> None:
             from packplan.app.wiring.ranks import joined_ranks
             from packplan.app.wiring.splits import open_splits
 
-    with joined_ranks(config, use_cpu=True) as group:
+    with lengths.naming_output(output), joined_ranks(config, use_cpu=True) as group:
         split = open_splits(config)["train"]
         split.name = "data"
         if output.exists():
-            split.known = lengths.open_written(output, split.source)
+            split.known = lengths.open_known(output, split.source, key="--output")
         ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
         ranks.build(split.stores.lock, partial(_write_table, split, output))
 
 
 def _write_table(split: Split, output: Path, report: ReportProgress) -> Arrays:
     """Measure a split, and write its table; rank 0 alone runs this."""
-    with lengths.naming_output(output):
-        table = measure(split, report)
+    table = measure(split, report)
     report(f"writing {output}")
     lengths.publish_table(split, split.stores.lengths.stored(), output)
     _log_totals(table, output)

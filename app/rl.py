@@ -5,10 +5,6 @@ Answers differ in length: `policy.sequence_packing` or `policy.dynamic_batching`
 microbatches. Everything else, as resuming, adapters, FSDP or vLLM, is TRL's, by `grpo.`.
 """
 
-import os
-from contextlib import nullcontext
-from pathlib import Path
-
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import (
     add_config_arguments,
@@ -18,7 +14,6 @@ from packplan.app.cli.command import (
     run_command,
 )
 from packplan.app.wiring.runs import ranks_refuse_together, read_rl_config, require_inputs
-from packplan.app.wiring.stores import training_alone
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,10 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
             require_inputs(config, loads=True)
             with loading_libraries():
                 from packplan.app.wiring import grpo
-                from packplan.app.wiring.ranks import meeting_ranks
-        folder, is_first = Path(config.training.output_dir), os.environ.get("RANK", "0") == "0"
-        alone = training_alone(folder, key="grpo.output_dir") if is_first else nullcontext()
-        with alone, meeting_ranks(config.grpo):
+                from packplan.app.wiring.ranks import alone_in_output, meeting_ranks
+        with meeting_ranks(config.grpo) as group, alone_in_output(config, group, key="grpo.output_dir"):
             grpo.train(config, quiet=options.quiet)
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet)

@@ -4,12 +4,9 @@ import argparse
 import errno
 import logging
 import os
-import shlex
-import shutil
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TextIO
 
@@ -204,18 +201,6 @@ def _complain(text: str) -> None:
 def _give_up(stream: TextIO) -> None:
     """Send what is left to flush nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def to_type(name: str) -> str:
-    """
-    Return the words that start the command *name* from this process's environment: with the path of
-    its `packplan` where another one, or none, is found without it.
-    """
-    own = Path(sys.executable).with_name("packplan")
-    if shutil.which("packplan") == str(own):
-        return f"packplan {name}"
-    shown = os.path.relpath(own) if own.is_relative_to(Path.cwd()) else str(own)
-    return f"{shlex.quote(shown)} {name}"
 
 
 def plain_console(width: int | None = None) -> "Console":

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 
 from packplan.adapters.progress import loading_libraries
-from packplan.app.cli.command import add_config_arguments, positive_number, to_type
+from packplan.app.cli.command import add_config_arguments, positive_number
 from packplan.app.planning.log_lines import log_plan, log_schedule, steps_line
 from packplan.app.planning.plan import Ranks, plan_epochs, plan_split
 from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule
@@ -58,14 +58,12 @@ def run(options: argparse.Namespace) -> None:
 def _log_next(config: RunConfig, words: list[str], world_size: int) -> None:
     """Log where the plan is, and the commands that show it and train it on so many ranks."""
     typed = config.training.output_dir if ranks_of(config) else shlex.join(words)
-    train = f"torchrun --nproc-per-node {world_size} -m packplan.app.sft" if world_size > 1 else to_type("sft")
+    train = f"torchrun --nproc-per-node {world_size} -m packplan.app.sft" if world_size > 1 else "packplan sft"
     train = f"{train} {typed}"
     if ranks_of(config):
-        train = f"the command with --external_plugins plugin.py, which {to_type('plugin')} swift -o plugin.py writes"
-    log.info(
-        "the plan is in %s; to see it: %s %s; to train: %s",
-        artefacts_folder(config.training.output_dir), to_type("plan show"), typed, train,
-    )  # fmt: skip
+        train = "the command with --external_plugins plugin.py, which packplan plugin swift -o plugin.py writes"
+    folder = artefacts_folder(config.training.output_dir)
+    log.info("the plan is in %s; to see it: packplan plan show %s; to train: %s", folder, typed, train)
 
 
 def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world_size: int | None = None) -> None:

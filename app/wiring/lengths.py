@@ -89,48 +89,39 @@ def require_table(output: Path) -> None:
 
 @contextlib.contextmanager
 def naming_output(output: Path) -> Iterator[None]:
-    """Name the table and its folder, where that holds what was measured from other inputs."""
+    """Name the table, where it or what was measured for it is of other inputs."""
     try:
         yield
     except StaleError as error:
-        if error.kind != "stale_lengths":
+        if error.kind not in {"stale_lengths", "table_lengths"}:
             raise
-        reason = f"{error}; remove {store_folder(output)}, or name another file"
+        reason = f"{error}; name another file, or remove it and {store_folder(output)}"
         raise ConfigError.at("--output", reason) from None
 
 
-def open_written(output: Path, source: LengthSource) -> KnownTable:
+def open_known(path: str | Path | None, source: LengthSource, *, key: str = "custom.lengths") -> KnownTable | None:
     """
-    Return the table that was written before; ConfigError if it was measured from other inputs.
-    """
-    try:
-        return _open_known(output, source, "--output")
-    except StaleError as error:
-        raise ConfigError.at("--output", f"{error}; name another file, or remove it") from None
+    Return the table of known lengths that a run names, if it does.
 
-
-def open_known(config: RunConfig, source: LengthSource) -> KnownTable | None:
-    """
-    Return the table of `custom.lengths`, if the run names one.
+    Args:
+        path: The table; None without one.
+        source: Samples, whose lengths it has to hold.
+        key: Key or option that names it.
 
     Raises:
         ConfigError: The table cannot be read.
         StaleError: It was measured from other inputs.
     """
-    if config.custom.lengths is None:
+    if path is None:
         return None
-    return _open_known(Path(config.custom.lengths), source, "custom.lengths")
-
-
-def _open_known(path: Path, source: LengthSource, named: str) -> KnownTable:
-    with _named(named):
-        key = read_length_table_key(path)
-    if differences := key.differences(source.fingerprint()):
+    with _named(key):
+        measured = read_length_table_key(Path(path))
+    if differences := measured.differences(source.fingerprint()):
         raise attrs.evolve(StaleError.lengths(str(path), differences), kind="table_lengths")
 
     def read() -> KnownLengths:
-        with _named(named):
-            return read_length_table(path)
+        with _named(key):
+            return read_length_table(Path(path))
 
     return KnownTable(str(path), read)
 

@@ -14,13 +14,13 @@ from typing import Any
 import attrs
 import torch
 
+from packplan.adapters import files
 from packplan.adapters.config.run import load_mixes
 from packplan.adapters.config.trainer_keys import SETTINGS_FILES
 from packplan.adapters.ranks.environment import name_meeting_place, require_ranks
 from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, name_lost_ranks, weight_digests
 from packplan.adapters.versions import installed_version
 from packplan.app.wiring.runs import ranks_refuse_together
-from packplan.app.wiring.stores import training_alone
 from packplan.core.config.identity import flat_values, rank_differences, run_values
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, OutputError, RunError, UserError, counted, in_lines
@@ -167,9 +167,15 @@ def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def alone_in_output(config: RunConfig, group: RankGroup) -> Iterator[None]:
+def alone_in_output(config: RunConfig, group: RankGroup, *, key: str = "training.output_dir") -> Iterator[None]:
     """
-    Keep other runs from training into the same folder; every rank calls this.
+    Make the folder that a run trains into, and keep other runs from training into it until the
+    block ends; every rank calls this.
+
+    Args:
+        config: The run.
+        group: All ranks.
+        key: Key that names the folder.
 
     Raises:
         ConfigError: Another run does so now, and both would write the same checkpoints.
@@ -177,12 +183,19 @@ def alone_in_output(config: RunConfig, group: RankGroup) -> Iterator[None]:
     """
     folder = Path(config.training.output_dir)
     failure: UserError | None = None
+
+    def refuse() -> str:
+        reason = f"is {folder}, which another run trains into: both would write its checkpoints; name another folder"
+        raise ConfigError.at(key, reason)
+
     with contextlib.ExitStack() as lock:
         if group.rank == 0:
             try:
-                lock.enter_context(training_alone(folder))
+                with files.writing(folder):
+                    folder.mkdir(parents=True, exist_ok=True)
+                lock.enter_context(files.held(folder / "train.lock", f"to train into {folder}", wait=refuse))
             except (ConfigError, OutputError) as error:  # raised once the others know
                 failure = error
         if group.any(failure is not None):
-            raise failure or ConfigError.at("training.output_dir", f"is {folder}, which rank 0 cannot train into")
+            raise failure or ConfigError.at(key, f"is {folder}, which rank 0 cannot train into")
         yield

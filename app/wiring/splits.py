@@ -44,7 +44,8 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
             _recipe_of(config, name, encoder),
             max_bad_share=config.custom.max_bad_share if config.custom.on_bad_record == "skip" else None,
             flush_every=config.training.packing_length_cache_persist_every,
-            stores=open_stores(config, name), encoder=encoder, source=source, known=open_known(config, source),
+            stores=open_stores(config, name), encoder=encoder, source=source,
+            known=open_known(config.custom.lengths, source),
         )  # fmt: skip
     return splits
 

@@ -1,7 +1,5 @@
 """Stores of a run on disk: of its splits, of files that commands write, of its output folder."""
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 from packplan.adapters import files
@@ -12,7 +10,7 @@ from packplan.adapters.stores.lock import FolderLock
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.planning.split import Stores
 from packplan.core.config.run import RunConfig
-from packplan.core.errors import ConfigError, OutputError
+from packplan.core.errors import ConfigError
 
 
 def artefacts_folder(output_dir: str | Path) -> Path:
@@ -43,33 +41,7 @@ def records_of(config: RunConfig, split: str) -> FileRecords:
 
 
 def write_new(path: Path, text: str) -> None:
-    """
-    Write the file of --output; ConfigError if another text is there, or it cannot be written.
-    """
+    """Write the file of --output; ConfigError if another text is there."""
     if path.exists() and (not path.is_file() or path.read_text(encoding="utf-8") != text):
         raise ConfigError.at("--output", f"{path} exists and holds something else: name another file, or remove it")
-    try:
-        files.write_bytes(path, text.encode())
-    except OutputError as error:
-        raise ConfigError.at("--output", f"{path} cannot be written: {error.reason}") from error
-
-
-@contextlib.contextmanager
-def training_alone(folder: Path, *, key: str = "training.output_dir") -> Iterator[None]:
-    """
-    Make a folder, which a *key* names, and keep other runs from training into it until the block
-    ends.
-
-    Raises:
-        ConfigError: Another run does so now, and both would write the same checkpoints.
-        OutputError: It cannot be written.
-    """
-
-    def refuse() -> str:
-        reason = f"is {folder}, which another run trains into: both would write its checkpoints; name another folder"
-        raise ConfigError.at(key, reason)
-
-    with files.writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with files.held(folder / "train.lock", f"to train into {folder}", wait=refuse):
-        yield
+    files.write_bytes(path, text.encode())

@@ -9,13 +9,15 @@ import argparse
 import math
 import os
 import shlex
+import shutil
+import sys
 from pathlib import Path
 
 import yaml
 
 from packplan.adapters.files import saving, writing
 from packplan.adapters.progress import loading_libraries
-from packplan.app.cli.command import run_command, run_program, to_type
+from packplan.app.cli.command import run_command, run_program
 from packplan.app.wiring.runs import read_config
 from packplan.core.errors import counted
 
@@ -75,7 +77,9 @@ def summary(folder: Path) -> str:
 def _training(folder: Path, config: Path) -> str:
     """Return the command that trains a YAML of the demo on what is in *folder*."""
     shown = os.path.relpath(config) if config.is_relative_to(Path.cwd()) else str(config)
-    words = [*shlex.split(to_type("sft")), shown]
+    own = Path(sys.executable).with_name("packplan")
+    program = "packplan" if shutil.which("packplan") == str(own) else os.path.relpath(own)
+    words = [program, "sft", shown]
     if folder != FOLDER:
         document = yaml.safe_load(config.read_text(encoding="utf-8"))
         for key in ("model.model", "custom.train_jsonl", "custom.val_jsonl", "training.output_dir"):
