@@ -19,7 +19,7 @@ from packplan.adapters.samples.copies import MediaCache, local_medium
 from packplan.adapters.samples.data_set import read_messages
 from packplan.adapters.samples.files import copy_faults, open_records, sources_of
 from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial, measure_encoded
-from packplan.adapters.samples.media_files import VideoFacts, frames_of, image_facts, read_size, video_facts
+from packplan.adapters.samples.media_files import VideoFacts, image_facts, read_size, video_facts
 from packplan.adapters.samples.media_lengths import VideoLengths, shrink_size
 from packplan.adapters.samples.template import open_template
 from packplan.adapters.samples.video_reading import (
@@ -286,8 +286,7 @@ class SwiftEncoder:
         template cannot.
         """
         if videos := sample.get("videos"):
-            listed = [video if isinstance(video, list) else frames_of(video) or video for video in videos]
-            sample = {**sample, "videos": [list(video) if isinstance(video, tuple) else video for video in listed]}
+            sample = {**sample, "videos": [list(video) if isinstance(video, tuple) else video for video in videos]}
         if images := sample.get("images"):
             held = [{"bytes": image, "path": None} if isinstance(image, bytes) else image for image in images]
             sample = {**sample, "images": held}
@@ -355,11 +354,11 @@ class SwiftEncoder:
         Raises:
             RecordError: They cannot be decoded.
         """
-        with self.naming_sample(index):
-            frames = frames_of(video)
-            for frame in frames or ():
-                read_size(frame, decode=True)
-        if frames is None and (reason := unread_reason(str(video), sampling)) is not None:
+        if isinstance(video, tuple):
+            with self.naming_sample(index):
+                for frame in video:
+                    read_size(frame, decode=True)
+        elif (reason := unread_reason(video, sampling)) is not None:
             raise self.fault(index, reason)
 
     def fault(self, index: int, reason: str, remedy: str = "") -> RecordError:

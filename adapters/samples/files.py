@@ -58,7 +58,9 @@ def open_records(
         OutputError: There is no room for a copy.
     """
     opened = []
-    for path in _expand_patterns(paths):
+    for fault in file_faults(paths):
+        raise DataSetError(fault)
+    for path in (file for name in paths for file in _matching(name)):
         file = _open(path, max_line_bytes, cache)
         if not len(file):
             message = f"{file.named.name} holds no record: the data set is empty"
@@ -76,7 +78,7 @@ def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple
         paths: As `open_records` takes them.
         cache: Folder of copies.
     """
-    for path in _expand_patterns(paths):
+    for path in (file for name in paths for file in _matching(name)):
         file = _open(path, None, cache)
         if (changed := file.kept_fault()) is not None:
             yield str(path), changed
@@ -130,15 +132,6 @@ def require_file(path: Path) -> None:
     except OSError as error:
         message = f"{path} cannot be read ({error.strerror}): name an existing data file"
         raise DataSetError(message) from None
-
-
-def _expand_patterns(paths: Iterable[str]) -> list[Path]:
-    """Return the files that names and patterns stand for, those of a pattern by name; all exist."""
-    files = [file for path in paths for file in _matching(path)]
-    for file in files:
-        require_file(file)
-    _refuse_twins(files)
-    return files
 
 
 def _matching(path: str) -> list[Path]:

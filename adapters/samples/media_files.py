@@ -36,9 +36,6 @@ Codecs whose videos are measured without decoding; of another one, decoding show
 read.
 """
 
-FRAMES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
-"""Endings of the names of a folder's frames; others are no frames."""
-
 MAX_PIXELS = 2**26
 """Pixels of the largest frame, 8,192 x 8,192: beyond, a header is more likely a lie."""
 
@@ -139,39 +136,18 @@ class VideoFacts:
         )
 
 
-def frames_of(video: Video) -> tuple[str, ...] | None:
-    """
-    Return the paths of the frames of a list, or of a folder in the order of their names; None if it
-    is a file. ValueError if a folder has none.
-    """
-    if isinstance(video, tuple):
-        return video
-    folder = Path(video)
-    if not folder.is_dir():
-        return None
-    frames = sorted(path for path in folder.iterdir() if path.suffix.lower() in FRAMES)
-    if not frames:
-        message = f"the video {video} is a folder without frames: it has no {', '.join(sorted(FRAMES))}"
-        raise ValueError(message)
-    return tuple(map(str, frames))
-
-
 def video_facts(video: Video, *, max_seconds: float) -> VideoFacts:
     """
     Return the facts of a video, of which only the first frame is decoded.
 
     Args:
-        video: Path of a file or of a folder of frames, or the paths of frames.
+        video: Path of a file, or the paths of frames.
         max_seconds: A longer one is refused.
 
     Raises:
         ValueError: It cannot be used, and why.
     """
-    frames = frames_of(video)
-    if frames is not None:
-        return _of_frames(frames)
-    assert isinstance(video, str)  # noqa: S101  # a list has frames
-    return _of_file(video, max_seconds)
+    return _of_frames(video) if isinstance(video, tuple) else _of_file(video, max_seconds)
 
 
 def _of_frames(frames: Sequence[str]) -> VideoFacts:
@@ -211,7 +187,7 @@ def _of_file(path: str, max_seconds: float) -> VideoFacts:
     try:
         # A pipe would wait for a writer that never comes.
         if not stat.S_ISREG(Path(path).stat().st_mode):
-            message = f"the video {path} is a pipe or a device: name a video file, or a folder of frames"
+            message = f"the video {path} is a folder, a pipe or a device: name a video file, or list its frames"
             raise ValueError(message)
         with open_video(path) as container:
             size, ends = _bytes_of(path)
@@ -243,7 +219,7 @@ class _Container:
         stream = self.opened.streams.best("video")
         codec = None if stream is None else stream.codec_context
         if stream is None or stream.disposition & av.stream.Disposition.attached_pic:  # the cover of an album
-            raise self._refusal("has no video, but sound alone" if self.opened.streams.audio else "has no video")
+            raise self._refusal("has no video")
         if codec is None:
             raise self._refusal("is of a codec that is not known here: encode it again, as H.264")
         self._refuse_size(stream.width, stream.height)
@@ -272,13 +248,9 @@ class _Container:
 
     def _kind(self) -> str:
         name = self.opened.format.name
-        if name in CONTAINERS:
-            return CONTAINERS[name]
-        if name.endswith("_pipe") or name == "image2":
-            raise self._refusal(f"is a still image ({name.removesuffix('_pipe')}): write it into 'images'")
-        if name == "gif":
-            raise self._refusal("is a GIF: list its frames as images, or encode it again as mp4")
-        raise self._refusal(f"is a {name} file; read are mp4, mov, mkv, webm and avi: encode it again")
+        if name not in CONTAINERS:
+            raise self._refusal(f"is a {name} file; read are mp4, mov, mkv, webm and avi: encode it again")
+        return CONTAINERS[name]
 
     def _refuse_size(self, width: int, height: int) -> None:
         if not 0 < width * height <= MAX_PIXELS:

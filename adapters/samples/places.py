@@ -207,25 +207,15 @@ def _http_options(patience: Patience) -> dict[str, Any]:
     """Return options of fsspec's file system of http."""
     import aiohttp
 
-    trace = aiohttp.TraceConfig()
-    trace.on_request_redirect.append(_refuse_downgrade)
     times = aiohttp.ClientTimeout(patience.all_s, sock_connect=patience.silence_s, sock_read=patience.silence_s)
     client = {
         "headers": {"User-Agent": "packplan", "Accept-Encoding": "identity"},
         "requote_redirect_url": False,  # a signature is of the URL as it is written
         "timeout": times,
-        "trace_configs": [trace],
         "trust_env": True,
     }
     # An instance of another patience has another session.
     return {"client_kwargs": client, "encoded": True, "max_redirects": _MOST_REDIRECTS, "skip_instance_cache": True}
-
-
-async def _refuse_downgrade(_: object, __: object, asked: Any) -> None:
-    """Refuse a redirect from https to http; others than to these two aiohttp refuses."""
-    target = str(asked.response.headers.get("Location", ""))
-    if asked.url.scheme == "https" and scheme_of(target) == "http":
-        raise RefusedError(f"the server sends on to {without_credentials(target)[:100]!r}, and not by https")
 
 
 def _reason(error: Exception, patience: Patience) -> tuple[str, bool]:
@@ -235,18 +225,14 @@ def _reason(error: Exception, patience: Patience) -> tuple[str, bool]:
     cause = error.__cause__
     error = cause if isinstance(cause, (aiohttp.ClientError, RefusedError, TimeoutError)) else error
     status, text = getattr(error, "status", 0), f"{type(error).__name__}: {without_secrets(error)}"
-    may_help = isinstance(error, aiohttp.ClientError) and not isinstance(error, ValueError)
+    may_help = isinstance(error, aiohttp.ClientError) and not isinstance(error, (ValueError, aiohttp.TooManyRedirects))
     if isinstance(error, RefusedError):
         text = str(error)
     elif isinstance(error, FileNotFoundError) or status == http.HTTPStatus.NOT_FOUND:
         text, may_help = "there is no such file", False
-    elif isinstance(error, aiohttp.TooManyRedirects):
-        text, may_help = "the server sends on too often", False
-    elif isinstance(error, aiohttp.ClientResponseError):
+    elif isinstance(error, aiohttp.ClientResponseError) and status:
         asks = ": it asks for credentials, or a signature is no longer valid" if status in {401, 403} else ""
         text, may_help = f"the server answers {status} {error.message}{asks}", status in _AGAIN
-    elif isinstance(error, aiohttp.NonHttpUrlRedirectClientError):
-        text = f"the server sends on to {without_secrets(error)!r}, and only http and https are read"
     elif type(error) is TimeoutError:
         text = f"it took more than {patience.all_s:g} s"
     elif isinstance(error, PermissionError) or any(part in text.partition(":")[0] for part in _DENIED):

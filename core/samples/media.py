@@ -1,4 +1,4 @@
-"""Images and videos of a record: paths, URLs, folders of frames, or the images themselves."""
+"""Images and videos of a record: paths, URLs, or the images themselves."""
 
 import base64
 import contextlib
@@ -164,7 +164,7 @@ def why_no_path(image: str, *, is_video: bool = False) -> str | None:
 
 
 Video = str | tuple[str, ...]
-"""Path of a video file or of a folder of frames, or the paths of the frames in order."""
+"""Path of a video file, or the paths of its frames in order."""
 
 VIDEO_TAG = "<video>"
 

@@ -73,18 +73,6 @@ MIXABLE = frozenset({MESSAGES, DENSE})
 Shapes that one file may mix. Their keys differ, so that no record is taken for the other shape.
 """
 
-_SHAPES = {
-    "messages": ("messages",),
-    "conversations": ("conversations",),
-    "instruction, output": ("instruction", "output"),
-    "query, response": ("query", "response"),
-    "question, answer": ("question", "answer"),
-    "prompt, completion": ("prompt", "completion"),
-    "text": ("text",),
-    DENSE: ("images", "objects"),
-}
-"""Shapes -> required keys, for messages about unknown shapes."""
-
 
 @attrs.frozen
 class Shaped:
@@ -129,7 +117,7 @@ def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = N
     if name := next((name for name, held in record.items() if _is_chat(held) and name not in READ), None):
         listed = f"has a list of {counted(len(record[name]), 'object')} in {name!r}"
         fail(f"{listed}: write each on a line of its own, or map messages, as {{{name}: messages}}", argument="columns")
-    return fail(f"is of no known shape: {_nearest(record)}", argument="columns")
+    return fail(f"is of no known shape: {_describe_keys(record)}", argument="columns")
 
 
 def _rename_keys(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
@@ -370,17 +358,13 @@ def _as_chat(value: Any, role: str, media: Media) -> list[dict[str, Any]]:
     return [] if value is None else [{"role": role, "content": value}]
 
 
-def _nearest(record: Mapping[str, Any]) -> str:
-    """Describe a record's keys, its nearest shapes, and the keys that it lacks."""
+def _describe_keys(record: Mapping[str, Any]) -> str:
+    """Describe a record's keys, and how to map them."""
     names = [name for name in record if isinstance(name, str) and has(record, name)]
-    present = {name.lower() for name in names}
-    missing = {shape: [name for name in wanted if name not in present] for shape, wanted in _SHAPES.items()}
-    near = sorted(missing, key=lambda shape: (len(missing[shape]) - len(_SHAPES[shape]), len(missing[shape])))[:3]
-    lacks = "; ".join(f"{shape} lacks {' and '.join(map(repr, missing[shape]))}" for shape in near)
     if not names:
-        return f"it has no keys that hold something; {lacks}"
+        return "it has no keys that hold something"
     keys = ", ".join(repr(name[:40]) for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
-    return f"it has {keys}; {lacks}. Give the keys these names, or map them, as {{{names[0][:40]}: query}}"
+    return f"it has {keys}. Give them names of docs/records.md, or map them, as {{{names[0][:40]}: query}}"
 
 
 _SHOWN = 8

@@ -246,22 +246,6 @@ def media_identity(digest: str, folder: str) -> str:
 
 
 @attrs.frozen(eq=False)
-class _Sorted:
-    """Identities in their order, and their rows."""
-
-    identities: Identities
-    rows: IntArray
-
-    def find(self, identities: Sequence[str]) -> IntArray:
-        """Return the first row of each identity, or `UNKNOWN`."""
-        if not self.rows.size or not identities:
-            return np.full(len(identities), UNKNOWN, dtype=np.int64)
-        asked = np.array([one.encode() for one in identities])
-        places = np.minimum(np.searchsorted(self.identities, asked), len(self.rows) - 1)
-        return np.where(self.identities[places] == asked, self.rows[places], UNKNOWN)
-
-
-@attrs.frozen(eq=False)
 class KnownLengths:
     """
     Measurements of records by their identities.
@@ -279,14 +263,11 @@ class KnownLengths:
     """Media table of the same records."""
 
     @cached_property
-    def _text(self) -> _Sorted:
-        """Samples of text."""
-        return self._select_samples(num_media(self.table) == 0)
-
-    @cached_property
-    def _with_media(self) -> _Sorted:
-        """Samples with images or videos."""
-        return self._select_samples(num_media(self.table) > 0)
+    def _samples(self) -> tuple[Identities, IntArray]:
+        """Identities of the records that are samples, in their order, and their rows."""
+        rows = sample_indices(self.table)
+        rows = rows[np.argsort(self.identities[rows], kind="stable")]
+        return self.identities[rows], rows
 
     @cached_property
     def _ends(self) -> IntArray:
@@ -302,20 +283,23 @@ class KnownLengths:
             folders: Folder that relative paths of each record's media start from.
         """
         with_media = [media_identity(digest, folder) for digest, folder in zip(digests, folders, strict=True)]
-        text, media = self._text.find(digests), self._with_media.find(with_media)
+        text, media = self._find(digests), self._find(with_media)
         return np.where(text == UNKNOWN, media, text)
+
+    def _find(self, identities: Sequence[str]) -> IntArray:
+        """Return the first row of each identity, or `UNKNOWN`."""
+        known, rows = self._samples
+        if not rows.size or not identities:
+            return np.full(len(identities), UNKNOWN, dtype=np.int64)
+        asked = np.array([one.encode() for one in identities])
+        places = np.minimum(np.searchsorted(known, asked), len(rows) - 1)
+        return np.where(known[places] == asked, rows[places], UNKNOWN)
 
     def sample(self, row: int) -> MeasuredSample:
         """Return the measurement in a row."""
         measurement, end = from_row(self.table, row), int(self._ends[row])
         media = self.media[end - measurement.images - measurement.videos : end].tolist()
         return MeasuredSample(measurement, tuple(MediaFacts(*one) for one in media))
-
-    def _select_samples(self, chosen: NDArray[np.bool_]) -> _Sorted:
-        """Return the chosen records that are samples."""
-        rows = np.flatnonzero(chosen & (column(self.table, "bad") == 0))
-        order = np.argsort(self.identities[rows], kind="stable")
-        return _Sorted(self.identities[rows[order]], rows[order])
 
 
 @attrs.frozen

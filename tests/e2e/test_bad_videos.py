@@ -62,7 +62,7 @@ def repeated(path: Path, size: tuple[int, int], number: int, rate: Fraction) -> 
     return path
 
 
-def bad_videos(folder: Path) -> dict[str, str]:
+def bad_videos(folder: Path) -> dict[str | tuple[str, str], str]:
     """Write videos that cannot be trained; return their names -> what is said of them."""
     whole = MadeVideo(num_frames=80, size=(96, 54)).write(folder / "whole.mp4").read_bytes()
     (folder / "cut.mp4").write_bytes(whole[: len(whole) * 2 // 3])
@@ -97,19 +97,19 @@ def bad_videos(folder: Path) -> dict[str, str]:
         "hours.mp4": "has 40,000 s, but may have 600: cut it, or raise custom.max_video_s",
         "hours.mkv": "has 40,000 s, but may have 600: cut it, or raise custom.max_video_s",
         "empty.mp4": "cannot be read",
-        "still.mp4": "is a still image",
-        "moving.gif": "is a GIF",
+        "still.mp4": "is a png_pipe file; read are mp4",
+        "moving.gif": "is a gif file; read are mp4",
         "playlist.mp4": "playlist.mp4 cannot be read",
         "one.mp4": "one.mp4 cannot be sampled: it has 1 frame, but needs 2",
         "flat.mp4": "flat.mp4 cannot be sampled: frames of 1616 x 8: ",
         "large.mp4": "lower template.fps_max_frames, shrink the video, or raise custom.max_video_bytes",
-        "sound.mp4": "has no video, but sound alone",
+        "sound.mp4": "has no video",
         "count.mp4": "says that it has 4,000,000,000 frames",
         "8k.avi": "of 7680 x 4320",
         "10h.mkv": "has 36,000 s, but may have 600: cut it",
-        "large": "has 8,200 x 8,200, but may have 67,108,864 pixels",
-        "none": "is a folder without frames",
-        "pipe.mp4": "is a pipe or a device",
+        ("large/0.png", "large/1.png"): "has 8,200 x 8,200, but may have 67,108,864 pixels",
+        "none": "is a folder, a pipe or a device",
+        "pipe.mp4": "is a folder, a pipe or a device",
     }
 
 

@@ -65,7 +65,7 @@ def mixed(clips) -> Path:
     kinds = [
         lambda n: asked("a.mp4", text=f"What is in {n}?"),
         lambda n: asked(text=f"say {n}", answer="hello " * (1 + n)),
-        lambda _: asked("b.webm", frames, "frames", images=["frames/4.png"]),
+        lambda _: asked("b.webm", frames, [*frames, "frames/3.png", "frames/4.png"], images=["frames/4.png"]),
         lambda n: asked(images=[f"frames/{n % 5}.png"]),
         lambda _: asked("turned.mp4", answer="a bar that is upright"),
         lambda n: asked(text=f"repeat {n}", answer="yes " * n),

@@ -59,7 +59,7 @@ def test_polygons_and_text_alone():
         ([1], "is not a JSON object"),
         ({"query": "a", "response": ""}, "has no text in 'response', so there is nothing to learn from it"),
         ({"instruction": "a", "output": None}, "has no text in 'output', so there is nothing to learn from it"),
-        ({}, "is of no known shape: it has no keys that hold something; messages lacks 'messages'; "),
+        ({}, "is of no known shape: it has no keys that hold something"),
         ({"messages": []}, "no message"),
         ({"messages": "hi"}, "a text that is neither JSON nor Python"),
         (chat(system=["be"]), "has the 'system' .'be'., but it has to be a text"),

@@ -147,10 +147,10 @@ def answered(**more):
 @pytest.mark.parametrize(
     ("record", "says"),
     [
-        ({"instruction": "a"}, "instruction, output lacks 'output'"),
-        ({"q": "a", "a": "b"}, r"no known shape: it has 'q', 'a'; .* or map them, as {q: query}"),
-        (dict.fromkeys("cdefghij", "a"), r"it has 'c', .*, 'j'; "),
-        ({f"{n}{'x' * 99}": "a" for n in range(99)}, r"7x+', …; .* as {0x{39}: query}"),
+        ({"instruction": "a"}, "no known shape: it has 'instruction'"),
+        ({"q": "a", "a": "b"}, r"no known shape: it has 'q', 'a'\. .* or map them, as {q: query}"),
+        (dict.fromkeys("cdefghij", "a"), r"it has 'c', .*, 'j'\. "),
+        ({f"{n}{'x' * 99}": "a" for n in range(99)}, r"7x+', …\. .* as {0x{39}: query}"),
         ({"conversations": [{"speaker": "x", "text": "y"}]}, "neither a role nor one question and one answer"),
         ({"conversations": [{"human": "x", "gpt": "y", "score": 3}]}, "with 'score', which would be ignored"),
         ({"conversations": [{"from": None, "value": None}]}, "not an object with a text 'content'"),

@@ -14,7 +14,6 @@ def read_value(text: bytes, where: str) -> Any:
         value = json.loads(
             text.decode("utf-8-sig"),
             parse_constant=_no_constant,
-            parse_int=_whole_number,
             parse_float=_number,
             object_pairs_hook=_unique,
         )
@@ -27,8 +26,6 @@ def read_value(text: bytes, where: str) -> Any:
         raise RecordError(where, reason) from None
     except UnicodeDecodeError:
         raise RecordError(where, "is not UTF-8 text") from None
-    except _UnreadableNumberError as error:
-        raise RecordError(where, str(error)) from None
     except ValueError as error:
         raise RecordError(where, f"is no valid JSON: {error}") from None
     except RecursionError:
@@ -36,25 +33,11 @@ def read_value(text: bytes, where: str) -> Any:
     return value
 
 
-class _UnreadableNumberError(Exception):
-    """A number that is JSON, and that no program reads as it is written."""
-
-
-def _whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        message = (
-            f"has a number of {len(text.removeprefix('-')):,} digits, which cannot be read: write it as text, in quotes"
-        )
-        raise _UnreadableNumberError(message) from None
-
-
 def _number(text: str) -> float:
     number = float(text)
     if math.isinf(number):
-        message = f"has the number {text[:40]}, which is too large to be read: write it as text, in quotes"
-        raise _UnreadableNumberError(message)
+        message = f"the number {text[:40]} is too large: write it as text, in quotes"
+        raise ValueError(message)
     return number
 
 

@@ -112,14 +112,6 @@ class KeptFacts:
         """Where facts are kept."""
         return str(self._manifest)
 
-    def discard(self) -> None:
-        """Forget what is kept, since it is not what the file holds."""
-        if self._manifest is not None:
-            try:
-                self._manifest.unlink(missing_ok=True)
-            except OSError as error:
-                log.warning("%s: it is not what %s holds, and every start finds that again", error, self._parts[0])
-
 
 def file_state(path: Path) -> dict[str, int]:
     """Return a file's size, times and inode: any write, rename or change of times changes them."""
@@ -253,7 +245,6 @@ class RecordFile:
             self._digests = digests
         else:
             log.warning("%s is another file than its size and times say: it is read again", self.named.name)
-            self._kept.discard()
         return self._is_kept
 
     def _arrays(self) -> dict[str, NDArray[Any]]:

@@ -256,12 +256,11 @@ def _rewrite_parquet(path: Path, file: BinaryIO, name: str) -> None:
         total = source.metadata.num_rows
         size = sum(source.metadata.row_group(number).total_byte_size for number in range(source.num_row_groups))
         rows = max(1, min(_MOST_ROWS, _AIM * total // max(size, 1)))
-        schema = pa.schema([column.with_type(_plain(column.type)) for column in source.schema_arrow])
         bar = progress(total=total, desc=f"rewriting {path.name}", unit=" rows", delay=BRIEF_S, leave=False)
-        with bar, pa.ipc.new_stream(file, schema) as writer:
+        with bar, pa.ipc.new_stream(file, source.schema_arrow) as writer:
             for batch in source.iter_batches(batch_size=rows, use_threads=False):
                 batch.validate(full=True)
-                writer.write_batch(batch.cast(schema))
+                writer.write_batch(batch)
                 done += batch.num_rows
                 bar.update(batch.num_rows)
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
@@ -269,26 +268,3 @@ def _rewrite_parquet(path: Path, file: BinaryIO, name: str) -> None:
             raise
         message = f"{name}, row {done + 1}: the file is damaged, or no Parquet ({str(error).splitlines()[0][:200]})"
         raise DataSetError(message) from None
-
-
-def _plain(kind: Any) -> Any:
-    """
-    Return a type whose texts stand by themselves, at any depth, instead of as numbers of a
-    dictionary.
-    """
-    import pyarrow as pa
-
-    def plain(field: Any) -> Any:
-        return field.with_type(_plain(field.type))
-
-    if pa.types.is_dictionary(kind):
-        return kind.value_type
-    if pa.types.is_struct(kind):
-        return pa.struct([plain(field) for field in kind])
-    if pa.types.is_map(kind):
-        return pa.map_(plain(kind.key_field), plain(kind.item_field))
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(plain(kind.value_field), kind.list_size)
-    if pa.types.is_large_list(kind):
-        return pa.large_list(plain(kind.value_field))
-    return pa.list_(plain(kind.value_field)) if pa.types.is_list(kind) else kind
