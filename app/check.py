@@ -39,7 +39,7 @@ from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.samples.tables import num_media
 
 if TYPE_CHECKING:
-    from packplan.adapters.trainer.static import PackTrainer
+    from packplan.adapters.trainer.planned import PlanTrainer
     from packplan.app.planning.split import Split
 
 log = logging.getLogger("packplan.app.check")
@@ -96,7 +96,7 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
         return compare(config, trainer, splits["train"], num_packs=num_packs)
 
 
-def compare(config: RunConfig, trainer: PackTrainer, train: Split, *, num_packs: int) -> Report:
+def compare(config: RunConfig, trainer: PlanTrainer, train: Split, *, num_packs: int) -> Report:
     """
     Compare packs of a run that is ready to train; see `check`.
 
@@ -112,7 +112,7 @@ def compare(config: RunConfig, trainer: PackTrainer, train: Split, *, num_packs:
     if not chosen:
         reason = "leaves no pack of several samples, so there is nothing to compare: raise it"
         raise ConfigError.at("template.max_length", reason)
-    comparison = PackComparison(trainer, train.encoder.encode, train.raw.packs)
+    comparison = PackComparison(trainer, train.encoder.encode)
     findings: list[Deviation] = []
     for pack in progress(chosen, desc="comparing", unit=" packs"):
         findings += comparison.findings(pack)

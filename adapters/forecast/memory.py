@@ -26,7 +26,7 @@ from packplan.adapters.loaders.positions import TYPES
 from packplan.adapters.loaders.rows import PackOfRows
 from packplan.adapters.models import local_part
 from packplan.adapters.samples.encoder import IGNORED_LABEL
-from packplan.adapters.trainer.base import PackingTrainer
+from packplan.adapters.trainer.base import CheckedTrainer
 from packplan.core.errors import ModelError
 from packplan.core.forecast import Kind, ModelSharding, StepTrace
 
@@ -34,7 +34,7 @@ _MOST_TOKENS = 131_072
 """Longest packing length that is looked at where a model says none."""
 
 
-class OutlineTrainer(PackingTrainer):
+class OutlineTrainer(CheckedTrainer):
     """Trainer of a model without numbers, which no device can take."""
 
     def _move_model_to_device(self, *_: Any) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import attrs
 
 from packplan.adapters.trainer_state import read_state, require_step
-from packplan.core.errors import ArgumentError, CorruptArtefactError, counted
+from packplan.core.errors import ArgumentError, CorruptArtefactError, StaleError, counted
 from packplan.core.fingerprint import NO_IDENTITY, RunIdentity, from_plain, seal, to_plain, unseal
-from packplan.core.schedule import DAMAGED, ORDER_VERSION, EpochSchedule, Progress, ResumeState, resumed
+from packplan.core.schedule import DAMAGED, EpochSchedule, Progress, ResumeState
 
 _SAVED = "the saved progress"
 """Name of a state in messages."""
@@ -64,17 +64,7 @@ class PackBatches:
             fact = f"the schedule is of {counted(schedule.world_size, 'rank')}, but this is rank {rank} of {world_size}"
             raise ArgumentError("ranks", fact, {"planned": schedule.world_size, "world_size": world_size, "rank": rank})
         self.rank = rank
-        self.state = ResumeState(
-            plan=plan,
-            data=data,
-            seed=schedule.seed,
-            shuffle=schedule.shuffle,
-            order_version=ORDER_VERSION,
-            progress=Progress(),
-            grouping=schedule.grouping,
-            identity=identity,
-            **{"tuner": "", **facts},
-        )
+        self.state = ResumeState.from_schedule(schedule, plan=plan, data=data, identity=identity, **facts)
         self.reschedule(schedule)
 
     def reschedule(self, schedule: EpochSchedule) -> None:
@@ -135,7 +125,11 @@ class PackBatches:
             then = from_plain(ResumeState, unseal(state))
         except ValueError as error:
             raise CorruptArtefactError(_SAVED, str(error), DAMAGED) from error
-        self._serve(resumed(self._whole, then, self.state, where=_SAVED).start)
+        if differences := then.differences(self.state):
+            raise StaleError.plan(_SAVED, differences)
+        if (fault := attrs.evolve(self._whole, start=then.progress).start_fault()) is not None:
+            raise CorruptArtefactError(_SAVED, fault, DAMAGED)
+        self._serve(then.progress)
 
 
 class EvalBatches:

@@ -1,1 +1,1 @@
-"""Ranks over torch.distributed that learn of each other's failures."""
+"""Ranks over torch.distributed that learn of each other's failures, and workers on them."""

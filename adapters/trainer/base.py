@@ -40,7 +40,7 @@ from packplan.adapters.loaders.batches import EvalBatches
 from packplan.adapters.loaders.rows import PACK
 from packplan.adapters.models import is_ruined, load_strictly, mean_size, replace_attributes
 from packplan.adapters.samples.encoder import VIDEO_SECONDS
-from packplan.adapters.trainer.checkpoints import CHECKPOINT_KEY, remove_digests, write_digests
+from packplan.adapters.trainer.checkpoints import CHECKPOINT_KEY, attention_to_state, remove_digests, write_digests
 from packplan.adapters.trainer.loader import (
     LENGTHS,
     NORMALISER,
@@ -51,8 +51,7 @@ from packplan.adapters.trainer.loader import (
     open_worker,
     weightless,
 )
-from packplan.adapters.trainer_state import seal_saves
-from packplan.core.equality import Precision
+from packplan.core.equality import AttentionChoice, Precision
 from packplan.core.errors import ConfigError, RunError
 from packplan.core.ports import RankGroup
 
@@ -112,36 +111,47 @@ class SaveOnSigterm(TrainerCallback):
         self.received = True
 
 
-class PackingTrainer(EvaluatesPacks, Seq2SeqTrainer):
+class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
     """
     ms-swift's trainer on packs.
 
     Attributes:
+        attention: Attention that trains, stored in checkpoints.
+        resumes_from: Folder of the checkpoint that the run goes on from; None at its beginning.
         saved: Folder of the last checkpoint that this run saved or resumes from; None without one.
         has_learned: Whether a step had a token of any weight.
     """
 
     def __init__(
-        self, *, group: RankGroup, eval_dataset: PackedDataset | None, reduction: Reduction = "token", **options: Any
+        self,
+        *,
+        group: RankGroup,
+        attention: AttentionChoice,
+        eval_dataset: PackedDataset | None,
+        reduction: Reduction = "token",
+        resumes_from: str | None = None,
+        **options: Any,
     ) -> None:
         """
         Prepare training.
 
         Args:
             group: Ranks of the run.
+            attention: See the class.
             eval_dataset: Packs of the evaluation's raw plan, or None.
             reduction: Weighting of samples of unequal length in the loss.
+            resumes_from: See the class.
             **options: Options of ms-swift's trainer: model, args, template and train_dataset.
 
         Raises:
             ConfigError: The trainer refuses a combination of settings.
         """
-        self.group, self.reduction = group, reduction
+        self.group, self.attention, self.reduction = group, attention, reduction
+        self.resumes_from = self.saved = resumes_from
         self.control: TrainerControl
         self._step_loss: torch.Tensor | float = 0.0
         self._size_before: float | None = None
         self._read_at = time.perf_counter()
-        self.saved: Path | None = None
         self.has_learned = False
         self._digested = ""
         # Loaders of training; transformers opens another one for a resumed epoch.
@@ -156,11 +166,6 @@ class PackingTrainer(EvaluatesPacks, Seq2SeqTrainer):
                 callback.start_time, callback.start_step = time.time(), 0
         self.add_callback(SaveOnSigterm(group))
         self.add_callback(SkipDuplicateFinalEval())
-
-    @property
-    def history(self) -> list[Mapping[str, Any]]:
-        """Log entries, in order."""
-        return list(self.state.log_history)
 
     @property
     def is_sharded(self) -> bool:
@@ -190,7 +195,7 @@ class PackingTrainer(EvaluatesPacks, Seq2SeqTrainer):
         return self._loader(
             dataset,
             batch_sampler=EvalBatches(len(dataset), size, rank=self.group.rank, world_size=self.group.world_size),
-            collate_fn=Collator(self.template, self.template.data_collator, dataset.grouped),
+            collate_fn=Collator(self.template, self.template.data_collator, dataset.packed),
             persistent_workers=False,  # each evaluation opens a loader, so they would pile up
         )
 
@@ -200,22 +205,20 @@ class PackingTrainer(EvaluatesPacks, Seq2SeqTrainer):
         options |= self._maybe_multiprocessing_context(self.args)
         return PackLoader(dataset, self.args, worker_init_fn=start, **options)
 
-    def train(self, *arguments: Any, **options: Any) -> Any:
+    def train(self) -> Any:
         """
-        Train, and end the loaders' processes.
+        Train from the start or the checkpoint, and end the loaders' processes.
 
         Raises:
             RunError: A loader's process ended before.
         """
-        if resumed := options.get("resume_from_checkpoint"):
-            self.saved = Path(resumed)
         advice = (
             f"lower training.dataloader_num_workers (now {self.args.dataloader_num_workers:,}; 0 loads in the training "
             "process) or training.dataloader_prefetch_factor"
         )
         try:
             with name_lost_processes("loading data", advice):
-                return super().train(*arguments, **options)
+                return super().train(resume_from_checkpoint=self.resumes_from)
         finally:
             for loader in self._loaders:
                 loader.close()
@@ -265,16 +268,12 @@ class PackingTrainer(EvaluatesPacks, Seq2SeqTrainer):
         if before is not None and is_ruined(size, before=before):
             what = f"the root mean square of the trained weights after optimizer step {self.state.global_step:,}"
             raise _not_finite(f"{what} ({before:.3g} before the first)", size)
+        self.state.stateful_callbacks |= attention_to_state(self.attention.name)
         with saving(Path(self.args.output_dir)):
             super()._save_checkpoint(*arguments, **options)
         if self._digested:  # the trainer's state, which makes it whole, was written since
             log.info("%s", self._digested)
-        self.saved = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-
-    def _init_training_state(self, *arguments: Any, **options: Any) -> tuple[int, int]:
-        begun: tuple[int, int] = super()._init_training_state(*arguments, **options)
-        seal_saves(self.state)
-        return begun
+        self.saved = str(Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

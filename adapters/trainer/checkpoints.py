@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -19,7 +19,7 @@ from packplan.adapters.trainer_state import STATE, read_state, require_step
 from packplan.core.errors import ConfigError, CorruptArtefactError, Difference, StaleError, counted
 from packplan.core.fingerprint import from_plain, seal, to_plain, unseal
 from packplan.core.ports import RankGroup
-from packplan.core.schedule import DAMAGED, ResumeState
+from packplan.core.schedule import ResumeState
 from packplan.core.stream import StreamState
 
 log = logging.getLogger(__name__)
@@ -59,21 +59,15 @@ name -> SHA-256.
 
 @attrs.frozen
 class Checkpoint(Generic[State]):
-    """Facts about a checkpoint that `find_checkpoint` found."""
+    """Checkpoint that `find_checkpoint` found."""
 
     folder: str
 
     resume_state: State
     """Plan or stream that was trained, and its progress."""
 
-    attention: str | None
-    """Attention backend that trained the checkpoint; None if it is not stored."""
-
-    @classmethod
-    def read(cls, folder: Path, kind: type[State]) -> Checkpoint[State]:
-        """Read these facts, without the weights."""
-        attention = read_state(folder)["stateful_callbacks"].get(_ATTENTION, {}).get("attn_impl")
-        return Checkpoint(str(folder), read_resume_state(folder, kind), attention)
+    attention: str
+    """Attention backend that trained the checkpoint."""
 
 
 def find_checkpoint(
@@ -83,9 +77,9 @@ def find_checkpoint(
     group: RankGroup,
     kind: type = ResumeState,
     differences: Callable[[Any], tuple[Difference, ...]] | None = None,
-) -> Path:
+) -> Checkpoint[Any]:
     """
-    Return the folder of the checkpoint to resume from.
+    Return the checkpoint to resume from.
 
     Every rank calls this, and reads a share of the files.
 
@@ -105,13 +99,14 @@ def find_checkpoint(
     candidates = _newest_first(Path(output_dir)) if wanted == "last" else iter([Path(wanted)])
     stale: StaleError | None = None
     for folder in candidates:
-        reason = _why_not(folder, kind)
-        if reason is None and differences and (found := differences(read_resume_state(folder, kind))):
-            stale = stale or StaleError.plan(str(folder), found)
-            reason = f"of another run: {'; '.join(map(str, found[:_MOST_NAMED]))}"
+        found = _read(folder, kind)
+        reason = found if isinstance(found, str) else None
+        if isinstance(found, Checkpoint) and differences and (others := differences(found.resume_state)):
+            stale = stale or StaleError.plan(str(folder), others)
+            reason = f"of another run: {'; '.join(map(str, others[:_MOST_NAMED]))}"
         reason = reason or _damage(folder, group)
-        if not group.any(reason is not None):
-            return folder
+        if not group.any(reason is not None) and isinstance(found, Checkpoint):
+            return found
         if stale is not None and wanted != "last":
             raise stale
         reason = reason or "but another rank cannot read it as it was saved: see its message"
@@ -122,32 +117,6 @@ def find_checkpoint(
         raise stale
     reason = f"finds no whole checkpoint in {output_dir}: remove it to start again"
     raise ConfigError.at(CHECKPOINT_KEY, reason)
-
-
-def read_resume_state(folder: Path, kind: type[State]) -> State:
-    """
-    Return the resume state of a checkpoint.
-
-    Raises:
-        KeyError: It has none of this kind.
-        CorruptArtefactError: It is damaged, or contradicts the trainer's state.
-    """
-    state = read_state(folder)
-    values = _values_of(state, kind)
-    if values is None:
-        raise KeyError(kind)
-    try:
-        found = from_plain(kind, unseal(values))
-    except ValueError as error:
-        raise CorruptArtefactError(str(folder / STATE), str(error), DAMAGED) from error
-    require_step(folder, state, found.progress.step)
-    return found
-
-
-def _values_of(state: Mapping[str, Any], kind: type) -> Mapping[str, Any] | None:
-    """Return the plain resume state of a plan, or of a stream; None without one."""
-    values = progress_in(state)
-    return values if values is not None and ("plan" in values) == (kind is ResumeState) else None
 
 
 def progress_entry(state: ResumeState | StreamState) -> dict[str, Any]:
@@ -224,22 +193,25 @@ def _damage(folder: Path, group: RankGroup) -> str | None:
     return None
 
 
-def _why_not(folder: Path, kind: type) -> str | None:
-    """Return the reason why a folder cannot be resumed from, or None if it can."""
+def _read(folder: Path, kind: type) -> Checkpoint[Any] | str:
+    """Read a checkpoint without its weights; return the reason if it cannot be resumed from."""
     if not (folder / STATE).is_file():
         torn = f"but it has no {STATE}: it is no checkpoint, or was being written when the run ended"
         return torn if folder.exists() else "but there is no such folder: name a checkpoint's"
     try:
         state = read_state(folder)
-        states = state["stateful_callbacks"]
-        if _values_of(state, kind) is None or _ATTENTION not in states:
-            return _FOREIGN if progress_in(state) is None or _ATTENTION not in states else _OF_OTHER_KIND
-        read_resume_state(folder, kind)
-    except CorruptArtefactError as error:
-        return f"but its {STATE} is damaged: {error.reason}"
+        progress, attention = progress_in(state), state["stateful_callbacks"].get(_ATTENTION)
+        if progress is None or attention is None:
+            return _FOREIGN
+        if ("plan" in progress) != (kind is ResumeState):
+            return _OF_OTHER_KIND
+        resume_state: Any = from_plain(kind, unseal(progress))
+        require_step(folder, state, resume_state.progress.step)
+    except (CorruptArtefactError, ValueError) as error:
+        return f"but its {STATE} is damaged: {getattr(error, 'reason', error)}"
     if not any(folder.glob(_DIGESTS)):
         return "but it holds weights alone (save_only_model): to start again from them, set model.model to it"
-    return None
+    return Checkpoint(str(folder), resume_state, attention["attn_impl"])
 
 
 def newest_checkpoint(output_dir: str) -> Path | None:

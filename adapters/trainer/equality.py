@@ -26,11 +26,10 @@ from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.samples.media import IMAGES, VIDEOS
 from packplan.adapters.trainer.base import model_inputs
 from packplan.adapters.trainer.loader import NORMALISER
-from packplan.adapters.trainer.static import PackTrainer
+from packplan.adapters.trainer.planned import PlanTrainer
 from packplan.adapters.trainer.vision import model_media
 from packplan.core.equality import Deviation, reason_against_backend
 from packplan.core.errors import PackplanError
-from packplan.core.packs import Packs
 
 _ROWS = ("text", "temporal", "height", "width")
 
@@ -42,13 +41,10 @@ _READERS = 8
 class PackComparison:
     """Compares the packs of a trainer with their samples alone."""
 
-    trainer: PackTrainer
+    trainer: PlanTrainer
 
     encode: Callable[[int], dict[str, Any]]
     """Encodes a sample afresh."""
-
-    packs: Packs
-    """Packs of the plan."""
 
     @property
     def without_gradients(self) -> str | None:
@@ -77,8 +73,8 @@ class PackComparison:
             yield from self._findings(pack)
 
     def _findings(self, pack: int) -> Iterator[Deviation]:
-        trainer, indices = self.trainer, self.packs[pack]
-        served = trainer.train_dataset.encoded(pack, indices)
+        trainer, indices = self.trainer, self.trainer.train_dataset.packs[pack]
+        served = trainer.train_dataset[pack]
         if isinstance(served, PackplanError):
             raise served
         encoded = [self.encode(index) for index in indices]

@@ -24,53 +24,32 @@ from packplan.core.samples.tables import Table
 
 class PackedDataset(Dataset[PackOfRows | PackplanError]):
     """
-    Packs of encoded samples: `len` is the number of packs, and item k is pack k of the raw plan.
+    Packs of encoded samples: `len` is the number of packs, and item k is pack k of `packs`.
 
     An error is returned, not raised. Raised in a loader's worker process, it would lose its type
     and fields. The loader raises it.
     """
 
-    def __init__(
-        self, samples: SwiftEncoder, packs: Packs, planned: Table, *, grouped: bool = True, num_packs: int | None = None
-    ) -> None:
+    def __init__(self, samples: SwiftEncoder, packs: Packs, planned: Table, *, packed: bool = True) -> None:
         """
         Serve *packs*.
 
         Args:
             samples: Encodes samples, and compares them with the plan.
-            packs: Sample indices of each item; none where each epoch has a plan of its own, whose
-                packs are asked for by index and samples.
+            packs: Sample indices of each item.
             planned: Measurements of all records, which each fetched one is compared with.
-            grouped: Packs are collated as packs; if not, every pack has one sample, and batches are
-                padded.
-            num_packs: Length of the data set; None takes the number of *packs*.
+            packed: Whether the samples of a pack share a row. If not, every pack has one sample,
+                and batches are padded.
         """
-        self.samples, self.packs, self.planned, self.grouped = samples, packs, planned, grouped
-        self._num_packs = len(packs) if num_packs is None else num_packs
+        self.samples, self.packs, self.planned, self.packed = samples, packs, planned, packed
 
     def __len__(self) -> int:
-        return self._num_packs
+        return len(self.packs)
 
-    def __getitem__(self, pack: int | tuple[int, Sequence[int]]) -> PackOfRows | PackplanError:
-        """
-        Return the encoded samples of one pack, or an error.
-
-        Args:
-            pack: Index of the pack; with its samples, where the epochs have plans of their own: the
-                processes of a loader do not know these.
-        """
-        return self.encoded(pack, self.packs[pack]) if isinstance(pack, int) else self.encoded(*pack)
-
-    def encoded(self, position: int, samples: Sequence[int]) -> PackOfRows | PackplanError:
-        """
-        Return the encoded samples of a pack, or an error.
-
-        Args:
-            position: Index of the pack in its raw plan.
-            samples: Samples of the pack.
-        """
+    def __getitem__(self, pack: int) -> PackOfRows | PackplanError:
+        """Return the encoded samples of one pack, or an error."""
         try:
-            return PackOfRows([self.samples.fetch(index, self.planned) for index in samples], position)
+            return PackOfRows([self.samples.fetch(index, self.planned) for index in self.packs[pack]], pack)
         except PackplanError as error:
             return error
 
@@ -100,7 +79,7 @@ class Collator:
     collate: Callable[[list[Any]], Batch]
     """Collator of ms-swift's template."""
 
-    grouped: bool
+    packed: bool
 
     reduction: Reduction = "token"
 
@@ -112,7 +91,7 @@ class Collator:
                 return item
             packs.append(item)
         samples = with_weights(packs)
-        batch = self._collate(samples if self.grouped else [one for (one,) in samples])
+        batch = self._collate(samples if self.packed else [one for (one,) in samples])
         scale = batch.get("loss_scale")
         weights = loss_weights(batch["labels"], self._starts(batch), reduction=self.reduction, scale=scale)
         batch[PACK] = tuple(pack.pack for pack in packs)
@@ -130,16 +109,16 @@ class Collator:
 
     def _collate(self, rows: list[Any]) -> Batch:
         # The collator removes the keys that it joins from samples.
-        samples = [dict(sample) for row in rows for sample in (row if self.grouped else [row])]
-        with collated_as(self.template, packed=self.grouped):
+        samples = [dict(sample) for row in rows for sample in (row if self.packed else [row])]
+        with collated_as(self.template, packed=self.packed):
             batch = self.collate(rows)
         if self.template.model_meta.is_multimodal:
-            add_model_inputs(batch, self.template, samples, packed=self.grouped)
+            add_model_inputs(batch, self.template, samples, packed=self.packed)
         return batch
 
     def _starts(self, batch: Batch) -> torch.Tensor:
         """Return the starts of samples; bool, of the labels' shape."""
-        if self.grouped:
+        if self.packed:
             positions: torch.Tensor = batch["text_position_ids" if "text_position_ids" in batch else "position_ids"]
             return positions == 0
         starts = torch.zeros_like(batch["labels"], dtype=torch.bool)

@@ -52,22 +52,17 @@ def train_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
         PackplanError: Something the user can fix.
     """
     checkpoint = open_checkpoint(config, group, StreamState)
-    trainer, checkpoint = _prepare(config, group, checkpoint)
+    trainer = _prepare(config, group, checkpoint)
     with alone_in_output(config, group), interruption_logged(trainer):
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else checkpoint.folder)
+        trainer.train()
     _log_end(config, group, trainer)
     if not trainer.was_terminated:
         log_outcome(config, trainer)
     return trainer
 
 
-def _prepare(
-    config: RunConfig, group: RankGroup, checkpoint: Checkpoint[StreamState] | None
-) -> tuple[StreamTrainer, Checkpoint[StreamState] | None]:
-    """
-    Decide the attention, plan the evaluation, and build the trainer; return it with the checkpoint
-    that it goes on from.
-    """
+def _prepare(config: RunConfig, group: RankGroup, checkpoint: Checkpoint[StreamState] | None) -> StreamTrainer:
+    """Decide the attention, plan the evaluation, and build the trainer."""
     training = config.training
     attention = decide_attention(config, isolated=training.packing)
     accumulation = accumulation_of(config, world_size=group.world_size)
@@ -108,6 +103,7 @@ def _prepare(
         order=order,
         start=start,
         resume_state=resume_state,
+        resumes_from=None if checkpoint is None else checkpoint.folder,
     )
     if group.rank == 0:
         for forced in forced_batches(config):
@@ -119,7 +115,7 @@ def _prepare(
             counted(group.world_size, "rank"),
         )
         _log_start(config, start[0])
-    return trainer, checkpoint
+    return trainer
 
 
 def _log_start(config: RunConfig, progress: StreamProgress) -> None:

@@ -23,23 +23,23 @@ from packplan.app.wiring.forecasts import find_timing, run_forecast, told_error,
 from packplan.app.wiring.policies import trained_work
 from packplan.app.wiring.ranks import alone_in_output
 from packplan.app.wiring.splits import open_splits
-from packplan.app.wiring.trainers import build_trainer, open_arguments, open_checkpoint, open_follower
+from packplan.app.wiring.trainers import build_trainer, open_arguments, open_checkpoint, resume_facts
 from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import agree, counted
+from packplan.core.forecast import RunForecast
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule, ResumeState
 
 if TYPE_CHECKING:
-    from packplan.adapters.loaders.batches import PackBatches
-    from packplan.adapters.trainer.base import PackingTrainer
+    from packplan.adapters.trainer.base import CheckedTrainer
     from packplan.adapters.trainer.checkpoints import Checkpoint
-    from packplan.adapters.trainer.static import PackTrainer
+    from packplan.adapters.trainer.planned import PlanTrainer
 
 log = logging.getLogger(__name__)
 
 
-def train(config: RunConfig, group: RankGroup) -> tuple[PackTrainer, dict[str, Split]]:
+def train(config: RunConfig, group: RankGroup) -> tuple[PlanTrainer, dict[str, Split]]:
     """
     Plan and train; return the trainer, and the splits that it trained and evaluated.
 
@@ -47,16 +47,17 @@ def train(config: RunConfig, group: RankGroup) -> tuple[PackTrainer, dict[str, S
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
     trainer, splits = prepare(config, group)
+    forecast = _forecast_time(config, trainer, splits)
     if splits["train"].epochs is not None:
         # While an epoch is trained, its plan and the next one are held, and no other.
         del splits["train"].raw, splits["train"].aligned
     with alone_in_output(config, group), interruption_logged(trainer):
-        trainer.train(resume_from_checkpoint=trainer.resumes_from)
-    _log_end(config, trainer)
+        seconds = trainer.train().metrics["train_runtime"]
+    _log_end(config, trainer, forecast, seconds)
     return trainer, splits
 
 
-def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> tuple[PackTrainer, dict[str, Split]]:
+def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> tuple[PlanTrainer, dict[str, Split]]:
     """
     Decide the attention, measure, plan, schedule, and build the trainer; return it with its splits.
 
@@ -80,26 +81,25 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
 
     for split in splits.values():
         plan_split(split, ranks)
-    follower, checkpoint = _schedule_packs(config, splits["train"], checkpoint, ranks)
+    schedule, checkpoint = _schedule_packs(config, splits["train"], checkpoint, ranks)
     group.stop_heartbeat()
     if group.rank == 0:
-        _log_plans(config, splits, follower.schedule)
-        if checkpoint is not None and checkpoint.attention not in (None, attention.name):
+        _log_plans(config, splits, schedule)
+        if checkpoint is not None and checkpoint.attention != attention.name:
             then = "the checkpoint was trained by the attention %s; the run goes on by %s"
             log.info(then, checkpoint.attention, attention.name)
 
-    trainer = build_trainer(config, arguments, splits, follower, attention=attention, group=group)
-    trainer.resumes_from = None if checkpoint is None else checkpoint.folder
-    _forecast_time(config, trainer, splits)
+    folder = None if checkpoint is None else checkpoint.folder
+    trainer = build_trainer(config, arguments, splits, schedule, attention=attention, group=group, resumes_from=folder)
     return trainer, splits
 
 
 def _schedule_packs(
     config: RunConfig, train: Split, checkpoint: Checkpoint[ResumeState] | None, ranks: Ranks
-) -> tuple[PackBatches, Checkpoint[ResumeState] | None]:
+) -> tuple[EpochSchedule, Checkpoint[ResumeState] | None]:
     """
-    Return the follower of the schedule, which starts where the run goes on, and the checkpoint that
-    it resumes from.
+    Return the schedule, which starts where the run goes on, and the checkpoint that it resumes
+    from.
 
     Raises:
         StaleError: The checkpoint was made on another plan.
@@ -109,30 +109,29 @@ def _schedule_packs(
     # Ranks that counted other works would assign a step's packs in another way.
     ranks.require_same("the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
     schedule = split_schedule(config, "train", train.aligned, pack_works)
-    follower = open_follower(config, train, schedule, ranks.group)
-    if checkpoint is not None and checkpoint.resume_state.differences(follower.state):
+    now = ResumeState.from_schedule(schedule, **resume_facts(config, train))
+    if checkpoint is not None and checkpoint.resume_state.differences(now):
         # `last` goes on from an older one, where the newest is of other data or another plan.
-        checkpoint = open_checkpoint(config, ranks.group, ResumeState, lambda then: then.differences(follower.state))
+        checkpoint = open_checkpoint(config, ranks.group, ResumeState, lambda then: then.differences(now))
     if checkpoint is not None:
         schedule = attrs.evolve(schedule, start=checkpoint.resume_state.progress)
-    schedule = plan_epochs(train, schedule, ranks)
-    follower.reschedule(schedule)
-    return follower, checkpoint
+    return plan_epochs(train, schedule, ranks), checkpoint
 
 
-def _forecast_time(config: RunConfig, trainer: PackTrainer, splits: dict[str, Split]) -> None:
-    """Let the trainer tell the time that is left, where a calibration fits the run."""
+def _forecast_time(config: RunConfig, trainer: PlanTrainer, splits: dict[str, Split]) -> RunForecast | None:
+    """Log the time that a run will take, and return it, where a calibration fits the run."""
     schedule, group = trainer.schedule, trainer.group
     timing, unused = find_timing(config, world_size=group.world_size, attention=trainer.attention.name)
-    start = schedule.start.step
+    start, forecast = schedule.start.step, None
     if timing is not None and start < schedule.total_steps:
         stats, evaluated = trainer.pack_stats(schedule.at(start).epoch), splits.get("eval")
         evaluated = evaluated if trainer.eval_dataset is not None else None
-        trainer.forecast = run_forecast(config, timing, stats, schedule, splits["train"].works, evaluated=evaluated)
-    if group.rank == 0 and trainer.forecast is not None:
-        log.info("%s", told_forecast(trainer.forecast, group.world_size))
+        forecast = run_forecast(config, timing, stats, schedule, splits["train"].works, evaluated=evaluated)
+    if group.rank == 0 and forecast is not None:
+        log.info("%s", told_forecast(forecast, group.world_size))
     if group.rank == 0 and unused:
         log.info("a stored calibration is not used: %s", unused)
+    return forecast
 
 
 def _log_plans(config: RunConfig, splits: dict[str, Split], schedule: EpochSchedule) -> None:
@@ -190,7 +189,7 @@ def _log_resume(schedule: EpochSchedule, unit: str) -> None:
         )
 
 
-def _log_end(config: RunConfig, trainer: PackTrainer) -> None:
+def _log_end(config: RunConfig, trainer: PlanTrainer, forecast: RunForecast | None, seconds: float) -> None:
     """Log how training ended; RuntimeError if it did not train what was planned."""
     num_steps, schedule = trainer.state.global_step, trainer.schedule
     total = max(schedule.total_steps, schedule.start.step)
@@ -203,14 +202,14 @@ def _log_end(config: RunConfig, trainer: PackTrainer) -> None:
     elif num_steps != total and not config.training.trainer.get("early_stop_interval"):
         message = f"the trainer ran {num_steps} optimizer steps, but {total} were planned"
         raise RuntimeError(message)
-    if trainer.forecast is not None and num_steps > trainer.forecast.first:
-        log.info("%s", told_error(trainer.forecast, num_steps, trainer.real_seconds))
+    if forecast is not None and num_steps > forecast.first:
+        log.info("%s", told_error(forecast, num_steps, seconds))
     if not trainer.was_terminated:
         log_outcome(config, trainer)
 
 
 @contextmanager
-def interruption_logged(trainer: PackingTrainer) -> Iterator[None]:
+def interruption_logged(trainer: CheckedTrainer) -> Iterator[None]:
     """
     Log on rank 0 how many steps training did, and its last checkpoint, when Ctrl-C ends it.
     """
@@ -223,7 +222,7 @@ def interruption_logged(trainer: PackingTrainer) -> Iterator[None]:
         raise
 
 
-def log_outcome(config: RunConfig, trainer: PackingTrainer) -> None:
+def log_outcome(config: RunConfig, trainer: CheckedTrainer) -> None:
     """
     Log the steps of a run that was not ended early, the checkpoint that has them, and the command
     that asks it. Every rank may call this; rank 0 is heard.
@@ -237,7 +236,7 @@ def log_outcome(config: RunConfig, trainer: PackingTrainer) -> None:
     log.info("%s; the last checkpoint is %s%s", done, trainer.saved, usage)
 
 
-def _command(config: RunConfig, trainer: PackingTrainer, checkpoint: str) -> str:
+def _command(config: RunConfig, trainer: CheckedTrainer, checkpoint: str) -> str:
     """
     Return the command of ms-swift that loads a checkpoint, and is told what no folder of weights
     says.

@@ -21,9 +21,8 @@ from packplan.adapters.forecast.memory import OutlineTrainer, StepTracer, ranks_
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.trainer.arguments import training_arguments
-from packplan.adapters.trainer.loader import PackedDataset
 from packplan.adapters.trainer.model import open_model
-from packplan.adapters.trainer.static import PackTrainer
+from packplan.adapters.trainer.planned import PlanTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
 from packplan.app.planning.schedule import meeting_point
 from packplan.app.planning.split import Split
@@ -91,8 +90,8 @@ def open_step_tracer(
         DummyImage.from_model(model, template).ensure_seen()
     template.packing = template.padding_free = config.training.packing
     trainer = OutlineTrainer(
-        group=OneRank(), eval_dataset=None, reduction=config.training.loss_reduction, model=model, args=arguments,
-        template=template, train_dataset=None,
+        group=OneRank(), attention=attention, eval_dataset=None, reduction=config.training.loss_reduction, model=model,
+        args=arguments, template=template, train_dataset=None,
     )  # fmt: skip
     with ranks_in_name(world_size) if sharding == "fsdp2" else nullcontext():
         yield StepTracer(trainer, sharding, world_size, accumulates, on_gpu)
@@ -127,7 +126,7 @@ def calibrated_run(config: RunConfig) -> RunConfig:
     return attrs.evolve(config, training=attrs.evolve(training, **fields))
 
 
-def calibrate(config: RunConfig, trainer: PackTrainer, splits: Mapping[str, Split], group: RankGroup) -> Calibration:
+def calibrate(config: RunConfig, trainer: PlanTrainer, splits: Mapping[str, Split], group: RankGroup) -> Calibration:
     """
     Measure the steps of a run that is ready to train, and store them on rank 0. Every rank calls
     this; the trainer is of no use afterwards.
@@ -155,7 +154,7 @@ def calibrate(config: RunConfig, trainer: PackTrainer, splits: Mapping[str, Spli
 
 def measure(
     config: RunConfig,
-    trainer: PackTrainer,
+    trainer: PlanTrainer,
     splits: Mapping[str, Split],
     group: RankGroup,
     packs: Sequence[Sequence[int]],
@@ -202,15 +201,12 @@ def packs_stats(train: Split, packs: Packs) -> PackStats:
     return attrs.evolve(train, raw=attrs.evolve(train.raw, packs=packs), stats=None).pack_stats(0)
 
 
-def _serve(trainer: PackTrainer, stats: PackStats, schedule: EpochSchedule, evaluated: Split | None) -> None:
+def _serve(trainer: PlanTrainer, stats: PackStats, schedule: EpochSchedule, evaluated: Split | None) -> None:
     """Let a trainer train and evaluate other packs, in the order of another schedule."""
-    data: Any = trainer.train_dataset
     trainer.follower.reschedule(schedule)
-    trainer.pack_stats, trainer.forecast = (lambda _: stats), None
-    trainer.train_dataset = PackedDataset(data.samples, stats.packs, data.planned, grouped=data.grouped)
+    trainer.pack_stats = lambda _: stats
     if evaluated is not None:
-        data = trainer.eval_dataset
-        trainer.eval_dataset = PackedDataset(data.samples, evaluated.raw.packs, data.planned, grouped=data.grouped)
+        trainer.eval_dataset.packs = evaluated.raw.packs
 
 
 def _shortened(planned: Split, group: RankGroup) -> Split:
@@ -222,7 +218,7 @@ def _shortened(planned: Split, group: RankGroup) -> Split:
 
 
 @contextmanager
-def _elsewhere(trainer: PackTrainer, group: RankGroup) -> Iterator[None]:
+def _elsewhere(trainer: PlanTrainer, group: RankGroup) -> Iterator[None]:
     """Let all ranks write into one folder beside the trainer's own, which is removed at the end."""
     folder = Path(trainer.args.output_dir) / "calibrating"
     with writing(folder):

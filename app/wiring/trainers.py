@@ -26,8 +26,8 @@ from packplan.adapters.trainer.checkpoints import (
 )
 from packplan.adapters.trainer.loader import PackedDataset
 from packplan.adapters.trainer.model import hide_progress_bars, open_model
-from packplan.adapters.trainer.static import PackTrainer
-from packplan.adapters.trainer.streams.dataset import DynamicDataset
+from packplan.adapters.trainer.planned import PlanTrainer
+from packplan.adapters.trainer.streams.dataset import StreamedPacks
 from packplan.adapters.trainer.streams.trainer import StreamTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
 from packplan.app.planning.split import Split
@@ -39,7 +39,6 @@ from packplan.core.config.run import RunConfig
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ConfigError, Difference, counted
 from packplan.core.fingerprint import RunIdentity
-from packplan.core.packs import Packs
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule
 from packplan.core.stream import (
@@ -93,18 +92,17 @@ def open_checkpoint(
             )
         return None
     now = identity_of(config)
-    folder = find_checkpoint(
+    checkpoint: Checkpoint[State] = find_checkpoint(
         training.resume_from_checkpoint,
         training.output_dir,
         group=group,
         kind=kind,
         differences=differences or (lambda state: state.identity.fixed.differences(now.fixed)),
     )
-    checkpoint = Checkpoint.read(folder, kind)
     require_same(group, flat_values({"checkpoint": attrs.asdict(checkpoint.resume_state)}))
     if group.rank == 0:
         for one in checkpoint.resume_state.identity.told.differences(now.told):
-            log.warning("%s had another value, and this run's is taken: %s", folder, one)
+            log.warning("%s had another value, and this run's is taken: %s", checkpoint.folder, one)
     return checkpoint
 
 
@@ -115,26 +113,21 @@ def identity_of(config: RunConfig) -> RunIdentity:
     return run_identity(config, files=settings_files(config), model=model)
 
 
-def open_follower(config: RunConfig, train: Split, schedule: EpochSchedule, group: RankGroup) -> PackBatches:
+def resume_facts(config: RunConfig, train: Split) -> dict[str, Any]:
     """
-    Return this rank's follower of a schedule, with the state by which a resumed run is compared.
+    Return the fields of a resume state by which a resumed run is compared, beside its schedule.
 
     Args:
         config: The run.
         train: The planned split.
-        schedule: Order of its packs.
-        group: The ranks.
     """
-    return PackBatches(
-        schedule,
-        group.rank,
-        group.world_size,
-        plan=train.key.digest if train.recipe else train.raw_checksum,
-        data=train.data_digest,
-        identity=identity_of(config),
-        tuner=config.training.tuner_type,
-        inputs=train.key.inputs,
-    )
+    return {
+        "plan": train.key.digest if train.recipe else train.raw_checksum,
+        "data": train.data_digest,
+        "identity": identity_of(config),
+        "tuner": config.training.tuner_type,
+        "inputs": train.key.inputs,
+    }
 
 
 def open_arguments(config: RunConfig, accumulation: Accumulation) -> TrainingArguments:
@@ -217,11 +210,12 @@ def build_trainer(
     config: RunConfig,
     arguments: TrainingArguments,
     splits: dict[str, Split],
-    follower: PackBatches,
+    schedule: EpochSchedule,
     *,
     attention: AttentionChoice,
     group: RankGroup,
-) -> PackTrainer:
+    resumes_from: str | None,
+) -> PlanTrainer:
     """
     Load the model and build its trainer over the planned packs.
 
@@ -229,26 +223,25 @@ def build_trainer(
         config: The run.
         arguments: The trainer's settings.
         splits: Planned splits: `train`, and perhaps `eval`.
-        follower: Serves this rank's packs of `train`.
+        schedule: Order of the packs of `train`.
         attention: Attention of the run.
         group: The ranks.
+        resumes_from: Folder of the checkpoint that it goes on from.
     """
     train = splits["train"]
     evaluated = _evaluated(splits.get("eval"))
     template, model = _open_model(config, arguments, train.encoder, group, attention)
-    packs = train.raw.packs if train.epochs is None else Packs.from_lists([])
-    num_packs = follower.schedule.packs_in(follower.schedule.start.epoch)
-    served = PackedDataset(train.encoder, packs, train.table, grouped=train.policy.packing, num_packs=num_packs)
-    return PackTrainer(
+    return PlanTrainer(
         group=group,
-        follower=follower,
+        follower=PackBatches(schedule, group.rank, group.world_size, **resume_facts(config, train)),
         pack_stats=train.pack_stats,
         attention=attention,
         reduction=config.training.loss_reduction,
+        resumes_from=resumes_from,
         model=model,
         args=arguments,
         template=template,
-        train_dataset=served,
+        train_dataset=PackedDataset(train.encoder, train.raw.packs, train.table, packed=train.policy.packing),
         eval_dataset=evaluated,
     )
 
@@ -257,7 +250,7 @@ def _evaluated(split: Split | None) -> PackedDataset | None:
     """Return the packs that are evaluated; None without any, or where they teach nothing."""
     if split is None or not split.teaches:
         return None
-    return PackedDataset(split.encoder, split.raw.packs, split.table, grouped=split.policy.packing)
+    return PackedDataset(split.encoder, split.raw.packs, split.table, packed=split.policy.packing)
 
 
 def open_stream_start(
@@ -290,6 +283,7 @@ def build_stream_trainer(
     order: Order,
     start: tuple[StreamProgress, RankState],
     resume_state: Callable[[StreamProgress], StreamState],
+    resumes_from: str | None,
 ) -> StreamTrainer:
     """
     Load the model and build its trainer over a stream.
@@ -303,6 +297,7 @@ def build_stream_trainer(
         order: Order of the samples of `train` in an epoch.
         start: Progress to start at, of all ranks and of this one.
         resume_state: Function that makes the resume state of a checkpoint.
+        resumes_from: Folder of the checkpoint that it goes on from.
     """
     training, encoder = config.training, splits["train"].encoder
     evaluated = _evaluated(splits.get("eval"))
@@ -317,6 +312,7 @@ def build_stream_trainer(
     return StreamTrainer(
         start=start,
         resume_state=resume_state,
+        resumes_from=resumes_from,
         attention=attention,
         num_epochs=None if training.max_steps > 0 else int(training.num_train_epochs),
         max_dropped_share=training.packing_max_dropped_share,
@@ -325,6 +321,6 @@ def build_stream_trainer(
         model=model,
         args=arguments,
         template=template,
-        train_dataset=DynamicDataset(encoder, order, options, rank=group.rank, world_size=group.world_size),
+        train_dataset=StreamedPacks(encoder, order, options, rank=group.rank, world_size=group.world_size),
         eval_dataset=evaluated,
     )

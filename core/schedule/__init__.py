@@ -8,6 +8,5 @@ from packplan.core.schedule.schedule import (
     Progress,
     ResumeState,
     Step,
-    resumed,
 )
 from packplan.core.schedule.telemetry import EpochStats, PackStats

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.align import AlignedPlan, aligned_positions, aligned_size, batches_of, require_a_batch
-from packplan.core.errors import CorruptArtefactError, Difference, StaleError, counted
+from packplan.core.errors import Difference, counted
 from packplan.core.fingerprint import NO_IDENTITY, Fingerprint, RunIdentity
 from packplan.core.lengths import MOST_RANKS, IntArray, checked_works, whole_number
 from packplan.core.packers import checked_seed
@@ -557,7 +557,7 @@ class ResumeState:
     shuffle: bool
 
     tuner: str
-    """Trained weights: `full` or `lora`."""
+    """Trained weights: `full` or `lora`; empty where they are unknown."""
 
     order_version: int
     """`ORDER_VERSION` of the run."""
@@ -573,6 +573,19 @@ class ResumeState:
     identity: RunIdentity = NO_IDENTITY
     """Model, loss and settings of the run."""
 
+    @classmethod
+    def from_schedule(cls, schedule: EpochSchedule, *, tuner: str = "", **facts: Any) -> Self:
+        """
+        Return the state at the start of a run.
+
+        Args:
+            schedule: Order of packs.
+            tuner: See the class.
+            **facts: `plan`, `data`, and perhaps `inputs` and `identity`.
+        """
+        order: dict[str, Any] = {"seed": schedule.seed, "shuffle": schedule.shuffle, "grouping": schedule.grouping}
+        return cls(tuner=tuner, order_version=ORDER_VERSION, progress=Progress(), **order, **facts)
+
     def differences(self, now: ResumeState) -> tuple[Difference, ...]:
         """
         Return the fields in which the current state *now* differs from this stored one, and the
@@ -585,25 +598,3 @@ class ResumeState:
         if self.plan == now.plan or not (self.inputs and now.inputs):
             return found
         return (*found, *Fingerprint(self.inputs).differences(Fingerprint(now.inputs)))
-
-
-def resumed(schedule: EpochSchedule, then: ResumeState, now: ResumeState, *, where: str) -> EpochSchedule:
-    """
-    Return a schedule that goes on from a stored state.
-
-    Args:
-        schedule: Order of packs, perhaps on another number of ranks.
-        then: The stored state.
-        now: State of this run.
-        where: Name of the stored state in messages.
-
-    Raises:
-        StaleError: It is of another plan, order or run.
-        CorruptArtefactError: The stored numbers contradict each other, or the packs.
-    """
-    if differences := then.differences(now):
-        raise StaleError.plan(where, differences)
-    found = attrs.evolve(schedule, start=then.progress)
-    if (fault := found.start_fault()) is not None:
-        raise CorruptArtefactError(where, fault, DAMAGED)
-    return found

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -10,12 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.adapters.trainer import checkpoints
 from packplan.adapters.trainer.checkpoints import (
     attention_to_state,
     find_checkpoint,
     progress_entry,
-    read_resume_state,
     remove_digests,
     write_digests,
 )
@@ -76,14 +75,11 @@ class TwoRanks:
 @pytest.mark.parametrize(
     ("rank", "says"), [(0, "its model.safetensors is damaged"), (1, "another rank cannot read it")]
 )
-def test_ranks_take_the_same_checkpoint(tmp_path: Path, monkeypatch, rank, says):
+def test_ranks_take_the_same_checkpoint(tmp_path: Path, rank, says):
     """Each reads its share alone, and neither takes what the other one found damaged."""
-    monkeypatch.setattr(checkpoints, "_why_not", lambda *_: None)
-    (tmp_path / "model.safetensors").write_bytes(b"weights" * 9)
-    (tmp_path / "optimizer.pt").write_bytes(b"moments")
-    write_digests(tmp_path, share=0, num_shares=1)
+    save(tmp_path, PLANNED, moments=b"moments")
     for each in range(2):
-        assert tmp_path == find_checkpoint(str(tmp_path), "", group=TwoRanks(each, other=False))
+        assert str(tmp_path) == find_checkpoint(str(tmp_path), "", group=TwoRanks(each, other=False)).folder
 
     (tmp_path / "model.safetensors").write_bytes(b"Weights" * 9)
 
@@ -99,13 +95,14 @@ class TrainerState:
     stateful_callbacks: dict
 
 
-def save(folder: Path, state: ResumeState | StreamState, *, step: int = 3) -> None:
+def save(folder: Path, state: ResumeState | StreamState, *, moments: bytes = b"") -> None:
     """Write a checkpoint of one rank, in the order of the trainer."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "model.safetensors").write_bytes(b"weights" * 9)
+    (folder / "optimizer.pt").write_bytes(moments)
     write_digests(folder, share=0, num_shares=1)
     kept = progress_entry(state) | attention_to_state("varlen")
-    held = TrainerState(step, {**kept, "Control": {"should_epoch_stop": False}})
+    held = TrainerState(3, {**kept, "Control": {"should_epoch_stop": False}})
     seal_saves(held)
     held.save_to_json(folder / "trainer_state.json")
 
@@ -138,7 +135,7 @@ def test_a_resume_state_comes_back(tmp_path: Path, state):
     """Equal in every field, and none of the other kind."""
     save(tmp_path, state)
 
-    assert state == read_resume_state(tmp_path, type(state))
+    assert state == find_checkpoint(str(tmp_path), "", group=OneRank(), kind=type(state)).resume_state
     with pytest.raises(ConfigError, match=r"another custom.trainer_variant"):
         find_checkpoint(str(tmp_path), "", group=OneRank(), kind=StreamState if state is PLANNED else ResumeState)
 
@@ -164,7 +161,7 @@ def test_no_changed_state_is_resumed_from(tmp_path: Path, state):
         (torn / "trainer_state.json").write_text(json.dumps(other))
         with pytest.raises(ConfigError, match=r"trainer_state\.json is damaged|not written by this program"):
             find_checkpoint(str(torn), "", group=OneRank(), kind=kind)
-        assert whole == find_checkpoint("last", str(tmp_path), group=OneRank(), kind=kind)
+        assert str(whole) == find_checkpoint("last", str(tmp_path), group=OneRank(), kind=kind).folder
 
 
 def test_last_is_the_newest_whole_checkpoint_of_the_run(tmp_path: Path):
@@ -174,7 +171,8 @@ def test_last_is_the_newest_whole_checkpoint_of_the_run(tmp_path: Path):
     save(tmp_path / "checkpoint-4", PLANNED)
 
     def found(wanted: str, now: ResumeState) -> Path:
-        return find_checkpoint(wanted, str(tmp_path), group=OneRank(), differences=lambda then: then.differences(now))
+        differences = partial(ResumeState.differences, now=now)
+        return Path(find_checkpoint(wanted, str(tmp_path), group=OneRank(), differences=differences).folder)
 
     assert tmp_path / "checkpoint-3" == found("last", mine)
     assert tmp_path / "checkpoint-4" == found("last", attrs.evolve(PLANNED, identity=RunIdentity(IDENTITY.fixed)))

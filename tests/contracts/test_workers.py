@@ -46,7 +46,7 @@ def driver(server, tmp_path_factory):
 @pytest.fixture
 def ray_workers(monkeypatch, driver):
     """Two actors of this process, on the driver's servers."""
-    from packplan.adapters.workers.ray import RayWorkers
+    from packplan.adapters.ranks.ray import RayWorkers
     from tests.contracts.light_worker import LightWorker
 
     monkeypatch.setenv("RAY_ADDRESS", driver.address)
@@ -66,7 +66,7 @@ def each_fails_with_its_reason(workers, shards):
 def test_one_process_is_a_worker():
     """Its results, our errors as they are, others with their method and reason."""
     from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.adapters.workers.ranks import RankWorkers
+    from packplan.adapters.ranks.workers import RankWorkers
     from tests.contracts.light_worker import LightWorker
 
     workers = RankWorkers(LightWorker(), OneRank())

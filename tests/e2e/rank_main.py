@@ -29,13 +29,13 @@ def main(config: str, out: str, fault: str = "") -> int:
     """Return the exit status."""
     fetched: list[int] = []
     samples: list[list[int]] = []
-    plain = loader.PackedDataset.encoded
+    plain = loader.PackedDataset.__getitem__
 
-    def noted(dataset, position, indices):
+    def noted(dataset, position):
         if dataset.planned is trained.get("table"):
             fetched.append(position)
-            samples.append(list(indices))
-        return plain(dataset, position, indices)
+            samples.append(list(dataset.packs[position]))
+        return plain(dataset, position)
 
     trained: dict[str, object] = {}
     gradients = Gradients()
@@ -51,7 +51,7 @@ def main(config: str, out: str, fault: str = "") -> int:
         return trainer
 
     def command() -> None:
-        loader.PackedDataset.encoded = noted
+        loader.PackedDataset.__getitem__ = noted
         SwiftMeasurer.measure_elsewhere = measure_here
         way.build_trainer = build_trainer
         if fault == "gradients":

@@ -20,7 +20,7 @@ def train(*arguments: Any) -> Any:
 def _facts(trainer: Any, splits: dict[str, Split]) -> Any:
     epochs, samples = splits["train"].epochs, {name: split.encoder for name, split in splits.items()}
     return SimpleNamespace(
-        trainer=trainer, planned=splits, samples=samples, schedule=trainer.schedule, history=trainer.history,
-        num_steps=trainer.state.global_step, terminated=trainer.was_terminated,
+        trainer=trainer, planned=splits, samples=samples, schedule=trainer.schedule,
+        num_steps=trainer.state.global_step, history=list(trainer.state.log_history), terminated=trainer.was_terminated,
         epochs=() if epochs is None else epochs.records,
     )  # fmt: skip

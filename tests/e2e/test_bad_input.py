@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from packplan.adapters.ranks.torch_group import TorchGroup
 from packplan.adapters.trainer.arguments import TrainingArguments
-from packplan.adapters.trainer.static import PackTrainer
+from packplan.adapters.trainer.planned import PlanTrainer
 from packplan.app import __main__ as packplan
 from packplan.app import sft
 from packplan.app.plan import __main__ as plan
@@ -46,7 +46,7 @@ def huge_png(path: Path) -> None:
 def outcome(write_run, tmp_path, capfd, monkeypatch):
     """Return a function that runs on seven records, the last given; status and message."""
     Image.effect_noise((200, 200), 60).save(tmp_path / "a.png")
-    monkeypatch.setattr(PackTrainer, "train", lambda *_, **__: pytest.fail("training started"))
+    monkeypatch.setattr(PlanTrainer, "train", lambda *_, **__: pytest.fail("training started"))
 
     def run(
         last: object = GOOD, *, of: str = "qwen2_5_vl", lines: list[str] | None = None, **overlay

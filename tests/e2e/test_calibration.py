@@ -34,7 +34,7 @@ def test_a_run_that_was_calibrated_foretells_itself(  # noqa: PLR0917  # fixture
     monkeypatch.setattr("packplan.app.wiring.measuring.REPEATS", 1)
 
     assert 0 == plan.main(["time", str(path), "--calibrate", "--json", "--quiet"])
-    told = json.loads(capfd.readouterr().out)
+    assert json.loads(capfd.readouterr().out)["seconds"] > 0
     config = read_config(path)
     assert find_timing(config, world_size=1, attention="varlen")[0] is not None
     ((_, measured),) = open_calibrations(config).entries()
@@ -46,11 +46,6 @@ def test_a_run_that_was_calibrated_foretells_itself(  # noqa: PLR0917  # fixture
     with caplog.at_level(logging.INFO, logger="packplan"):
         execute(path)
 
-    state = json.loads((path.parent / "run" / "checkpoint-2" / "trainer_state.json").read_text())
-    both = state["stateful_callbacks"]["packplan_seconds"]
-    assert both["predicted_total_seconds"] == pytest.approx(told["seconds"])
-    assert 0 < both["predicted_seconds"] <= both["predicted_total_seconds"]
-    assert both["real_seconds"] > 0
     lines = [record.getMessage() for record in caplog.records]
     assert "steps measured on" in next(line for line in lines if line.startswith("predicted: "))
     assert " were predicted, " in lines[-2], "before the line of the last checkpoint"

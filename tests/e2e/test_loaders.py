@@ -16,7 +16,7 @@ from packplan.adapters.lifeline import name_lost_processes
 from packplan.adapters.ranks.heartbeat import Heartbeat
 from packplan.adapters.samples import measurer
 from packplan.adapters.trainer.loader import PackedDataset, PackLoader
-from packplan.adapters.trainer.static import PackTrainer
+from packplan.adapters.trainer.planned import PlanTrainer
 from packplan.app import sft
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_encoders, open_measurer
@@ -153,14 +153,14 @@ def test_ctrl_c_while_processes_start_is_not_lost(start):
 def test_ctrl_c_says_which_checkpoint_has_how_much(write_run, monkeypatch, capfd):
     """The folder that goes on, and the step it was at; and the way to go on, last."""
     path = write_run("qwen2", training={**TEXT, "save_strategy": "steps", "save_steps": 1, "max_steps": 3})
-    plain = PackTrainer.training_step
+    plain = PlanTrainer.training_step
 
     def interrupted(trainer, *args, **kwargs):
         if trainer.state.global_step == 2:
             raise KeyboardInterrupt
         return plain(trainer, *args, **kwargs)
 
-    monkeypatch.setattr(PackTrainer, "training_step", interrupted)
+    monkeypatch.setattr(PlanTrainer, "training_step", interrupted)
     assert 130 == sft.main([str(path)])
 
     *_, said, last = capfd.readouterr().err.splitlines()

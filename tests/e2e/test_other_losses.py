@@ -46,7 +46,7 @@ def trained(experts, write_run):
             report = check.compare(config, ready.trainer, ready.planned["train"], num_packs=1)
             assert report.passed, [verdict for verdict in report.verdicts if not verdict.passed]
         ready.trainer.train()
-        return ready, next(entry for entry in ready.trainer.history if "loss" in entry)
+        return ready, next(entry for entry in ready.trainer.state.log_history if "loss" in entry)
 
     return train
 
@@ -86,5 +86,5 @@ def test_dft_weighs_each_token_by_its_probability(write_run):
 
     trainer.train()
 
-    found = next(entry["loss"] for entry in trainer.history if "loss" in entry)
+    found = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     assert expected == pytest.approx(found, rel=1e-4)

@@ -153,7 +153,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(write_mix, execute, tmp_p
     assert not hasattr(whole.planned["train"], "raw")
     assert not hasattr(PackedDataset, "set_epoch"), "a plan's data set is told no epoch"
     for keys, named in (({"mix": changed(ratio=2)}, "mix"), ({"packing_epochs": "replanned"}, "replanned")):
-        with pytest.raises(StaleError, match=rf"{named}: stored .*, now "):
+        with pytest.raises(StaleError, match=rf"{named}: stored "):
             execute(write_mix(**keys, name="again", resume_from_checkpoint=checkpoint))
 
 

@@ -29,7 +29,7 @@ def test_what_was_emitted_is_not_held():
     """A stream of any length needs the memory of its buffer."""
     import weakref
 
-    from packplan.adapters.trainer.streams.dataset import DynamicDataset
+    from packplan.adapters.trainer.streams.dataset import StreamedPacks
 
     living: weakref.WeakSet = weakref.WeakSet()
 
@@ -44,7 +44,7 @@ def test_what_was_emitted_is_not_held():
             return {"length": min(LENGTHS[index], 99), "token": token}
 
     options = CarryOptions(packing_length=100, packing_buffer=16)
-    dataset = DynamicDataset(Marked(), lambda _: np.arange(len(LENGTHS)), options, rank=0, world_size=1)
+    dataset = StreamedPacks(Marked(), lambda _: np.arange(len(LENGTHS)), options, rank=0, world_size=1)
     most = max(len(living) for _ in dataset)
 
     assert most <= 2 * 16 + 1
@@ -84,7 +84,7 @@ def run(path):
     from packplan.app.wiring.runs import read_config
 
     trainer = train_stream(read_config(path), OneRank())
-    return trainer.state.global_step, trainer.was_terminated, [dict(entry) for entry in trainer.history]
+    return trainer.state.global_step, trainer.was_terminated, [dict(entry) for entry in trainer.state.log_history]
 
 
 COUNTS = (

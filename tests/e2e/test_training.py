@@ -20,8 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples import measurer
-from packplan.adapters.trainer import base, static
-from packplan.adapters.trainer.static import PackTrainer
+from packplan.adapters.trainer import base
+from packplan.adapters.trainer.planned import PlanTrainer
 from packplan.app.planning.schedule import split_schedule
 from packplan.app.sft import train as way
 from packplan.app.wiring.runs import read_config
@@ -117,7 +117,7 @@ def test_without_packing_padded_batches_train_through_the_same_trainer(write_run
 def test_tokens_per_second_leave_out_the_time_of_evaluating(write_run, execute, text_jsonl, monkeypatch):
     """By a clock that ticks while an evaluation runs, and once a step."""
     now = [0.0]
-    evaluate = static.PackTrainer.evaluation_loop
+    evaluate = PlanTrainer.evaluation_loop
 
     def slow(*arguments, **options):
         now[0] += 1000
@@ -128,7 +128,7 @@ def test_tokens_per_second_leave_out_the_time_of_evaluating(write_run, execute, 
         return now[0]
 
     monkeypatch.setattr(base.time, "perf_counter", tick)
-    monkeypatch.setattr(static.PackTrainer, "evaluation_loop", slow)
+    monkeypatch.setattr(PlanTrainer, "evaluation_loop", slow)
     keys = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4, "logging_steps": 2}
     val = first_lines(text_jsonl, 2)
     result = execute(write_run("qwen3", custom={"val_jsonl": str(val)}, training=keys))
@@ -167,7 +167,7 @@ def test_sigterm_saves_a_checkpoint_that_the_next_run_goes_on_from(write_run, ex
     """The running step ends, all is saved; the handler is put back."""
     keys = {"num_train_epochs": 2, "max_steps": 4, "effective_batch_size": 2}
     before = signal.getsignal(signal.SIGTERM)
-    step = PackTrainer.training_step
+    step = PlanTrainer.training_step
 
     def killed_in_the_second_step(trainer, *arguments, **options):
         if trainer.state.global_step == 1:
@@ -175,7 +175,7 @@ def test_sigterm_saves_a_checkpoint_that_the_next_run_goes_on_from(write_run, ex
         return step(trainer, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PackTrainer, "training_step", killed_in_the_second_step)
+        patch.setattr(PlanTrainer, "training_step", killed_in_the_second_step)
         ended = execute(write_run("qwen3", training=keys))
 
     assert (True, 2) == (ended.terminated, ended.num_steps)

@@ -41,7 +41,7 @@ def actors(folder: Path) -> list[int]:
     """Start Ray with two actors and room for another driver's; write down its address."""
     import ray
 
-    from packplan.adapters.workers.ray import RayWorkers
+    from packplan.adapters.ranks.ray import RayWorkers
 
     start = ray.init
     with mock.patch("ray.init", lambda **options: start(**options | {"num_cpus": 2 * options["num_cpus"]})):

@@ -111,8 +111,8 @@ def train() -> None:
     config = read_config(CONFIG)
     with joined_ranks(config) as group:
         trainer, splits = train_run(config, group)
-    evaluated = [entry["eval_loss"] for entry in trainer.history if "eval_loss" in entry]
-    losses = [entry["loss"] for entry in trainer.history if "loss" in entry]
+    evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     plan = splits["train"]
     print(f"held-out scenes: loss {evaluated[0]:.3f} -> {evaluated[-1]:.3f}")
     steps = trainer.state.global_step

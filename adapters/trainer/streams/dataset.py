@@ -57,7 +57,7 @@ class Ended:
     progress: ShardProgress
 
 
-class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
+class StreamedPacks(IterableDataset[StreamedPack | Ended | PackplanError]):
     """
     Packs of a stream's samples for this rank and worker, each with the progress of its shard.
 
@@ -67,8 +67,6 @@ class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
         segments: Earlier parts of the epoch, on other numbers of shards.
         start: Progress of this rank at which an iteration starts.
     """
-
-    grouped = True
 
     def __init__(
         self, samples: SwiftEncoder, order: Order, options: CarryOptions, *, rank: int, world_size: int

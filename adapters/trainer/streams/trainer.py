@@ -24,11 +24,11 @@ import attrs
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
-from packplan.adapters.trainer.base import PackingTrainer
-from packplan.adapters.trainer.checkpoints import attention_to_state, progress_entry
+from packplan.adapters.trainer.base import CheckedTrainer
+from packplan.adapters.trainer.checkpoints import progress_entry
 from packplan.adapters.trainer.loader import LENGTHS, Batch, PackLoader, weightless
+from packplan.adapters.trainer_state import seal_saves
 from packplan.core.config.faults import LESS_DROPPED
-from packplan.core.equality import AttentionChoice
 from packplan.core.errors import DataSetError, agree, counted
 from packplan.core.fingerprint import from_plain, to_plain
 from packplan.core.packs import filled
@@ -82,8 +82,8 @@ class FinishStream(TrainerCallback):
             control.should_save = True
 
 
-class StreamTrainer(PackingTrainer):
-    """ms-swift's trainer on a `DynamicDataset`."""
+class StreamTrainer(CheckedTrainer):
+    """ms-swift's trainer on a `StreamedPacks`."""
 
     def __init__(
         self,
@@ -92,7 +92,6 @@ class StreamTrainer(PackingTrainer):
         max_dropped_share: Decimal,
         start: tuple[StreamProgress, RankState],
         resume_state: Callable[[StreamProgress], StreamState],
-        attention: AttentionChoice,
         **options: Any,
     ) -> None:
         """
@@ -103,14 +102,13 @@ class StreamTrainer(PackingTrainer):
             max_dropped_share: Share of tokens in dropped packs above which the log warns, once.
             start: Progress to start at, of all ranks and of this one.
             resume_state: Function that makes the resume state of a checkpoint.
-            attention: Attention that trains, stored in checkpoints.
-            **options: Options of `PackingTrainer`; train_dataset is a `DynamicDataset`.
+            **options: Options of `CheckedTrainer`; train_dataset is a `StreamedPacks`.
         """
         self.num_epochs = sys.maxsize if num_epochs is None else num_epochs
         if num_epochs is not None:
             options["args"].max_steps = sys.maxsize
         self.max_dropped_share, (self.start, self._begun) = max_dropped_share, start
-        self.resume_state, self.attention = resume_state, attention
+        self.resume_state = resume_state
         self.options = options["train_dataset"].options
         self._earlier, self._trained, self._has_warned = self._begun.earlier, self._begun.trained, False
         self._lengths: list[tuple[int, ...]] = []
@@ -136,6 +134,7 @@ class StreamTrainer(PackingTrainer):
 
     def _init_training_state(self, max_steps: int, *arguments: Any, **options: Any) -> tuple[int, int]:
         super()._init_training_state(max_steps, *arguments, **options)
+        seal_saves(self.state)
         # The settings of this run apply, not those in the checkpoint.
         self.state.compute_steps(self.args, max_steps)
         # No batch is skipped, since the data set goes on by itself. Generators are then restored
@@ -259,7 +258,6 @@ class StreamTrainer(PackingTrainer):
         ranks = self.group.gather(json.dumps(to_plain(self._rank_state())))
         held = tuple(from_plain(RankState, json.loads(one)) for one in ranks)
         self.state.stateful_callbacks |= progress_entry(attrs.evolve(self.resume_state(progress), ranks=held))
-        self.state.stateful_callbacks |= attention_to_state(self.attention.name)
         super()._save_checkpoint(*arguments, **options)
 
     def _rank_state(self) -> RankState:

@@ -1,11 +1,9 @@
 """Workers on the ranks themselves: each runs the same program on its own shard."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
-
+from packplan.adapters.ranks.torch_group import name_lost_ranks
 from packplan.core.errors import PackplanError, RunError
 from packplan.core.ports import Arrays, RankGroup
 
@@ -28,13 +26,11 @@ class RankWorkers:
         """Compute this rank's shard, and exchange the results; as `RayWorkers` does."""
         rank = self._group.rank
         try:
-            result: Arrays = getattr(self._worker, method)(shards[rank], **options)
+            with name_lost_ranks(rank):
+                result: Arrays = getattr(self._worker, method)(shards[rank], **options)
         except PackplanError:
             raise
         except Exception as error:
-            if dist.is_initialized() and re.search("gloo|nccl", f"{type(error)} {error}", re.IGNORECASE):
-                message = f"another rank is gone, so rank {rank} cannot go on with {method}: {error}"
-                raise RunError("rank_gone", message) from error
             raise RunError.worker(rank, method, f"{type(error).__name__}: {error}") from error
         self._group.any(False)  # noqa: FBT003  # unlike `gather_arrays`, it notices at once that a rank is gone
         return list(self._group.gather_arrays(result))

@@ -146,10 +146,8 @@ class RayWorkers:
 
     def _collect(self, method: str, calls: Sequence[Any], *, timeout_s: float | None = None) -> list[Any]:
         """Return the results by worker; the first failure ends all workers."""
-        rank_of = {call: rank for rank, call in enumerate(calls)}
-        results: list[Any] = [None] * len(calls)
-        left = list(calls)
-        while left:
+        left, failures = list(calls), dict[Any, RayError]()
+        while left and not failures:
             ready, left = ray.wait(left, num_returns=1, timeout=timeout_s)
             if not ready:
                 self._kill()
@@ -157,33 +155,30 @@ class RayWorkers:
                     f"not done after {timeout_s:,.0f} s: the cluster may lack a free CPU, or GPU, for each of the "
                     f"{counted(self.num_workers, 'worker')}"
                 )
-                raise RunError.worker(rank_of[left[0]], method, reason)
-            (done,) = ready
-            try:
-                results[rank_of[done]] = ray.get(done)
-            except RayError as error:
-                failed, failure = _worst(done, error, left)
-                self._kill()
-                cause = getattr(failure, "cause", None)
-                if isinstance(cause, PackplanError):
-                    raise cause from None
-                raise RunError.worker(rank_of[failed], method, _reason(failure)) from None
-        return results
+                raise RunError.worker(calls.index(left[0]), method, reason)
+            failures = _failures(ready)
+        if not failures:
+            return ray.get(list(calls))  # type: ignore[no-any-return]  # has no types
+        if left:  # a worker whose collective failed may report before Ray notices that another one died
+            failures |= _failures(ray.wait(left, num_returns=len(left), timeout=LOST_S)[0])
+        self._kill()
+        # The worst first: a worker that died.
+        call, failure = min(failures.items(), key=lambda one: not isinstance(one[1], RayActorError))
+        cause = getattr(failure, "cause", None)
+        if isinstance(cause, PackplanError):
+            raise cause from None
+        raise RunError.worker(calls.index(call), method, _reason(failure)) from None
 
 
-def _worst(done: Any, error: RayError, left: Sequence[Any]) -> tuple[Any, RayError]:
-    """
-    Return a call whose worker died, and its error; or else the first that failed.
-
-    A worker whose collective failed may report before Ray notices that another worker died.
-    """
-    found = {done: error}
-    for call in ray.wait(left, num_returns=len(left), timeout=LOST_S)[0] if left else ():
+def _failures(calls: Sequence[Any]) -> dict[Any, RayError]:
+    """Return the errors of calls that have ended, in their order."""
+    found = {}
+    for call in calls:
         try:
             ray.get(call)
-        except RayError as other:
-            found[call] = other
-    return next((one for one in found.items() if isinstance(one[1], RayActorError)), (done, error))
+        except RayError as error:
+            found[call] = error
+    return found
 
 
 def _reason(error: RayError) -> str:
