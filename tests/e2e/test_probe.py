@@ -1,7 +1,6 @@
 """A model packs if a probe shows it: every kind of family, planted faults, verdicts."""
 
 import json
-import re
 from functools import wraps
 
 import attrs
@@ -445,20 +444,12 @@ def test_a_model_that_cannot_be_asked_or_leaks_is_refused_before_measuring(write
     assert not list(tmp_path.rglob("lengths*"))
 
 
-def test_families_are_listed(capsys, tmp_path):
-    """By strategy, or with isolation and equality; a page names the versions."""
-    page = tmp_path / "models.md"
-
-    assert 0 == models.main(["families", str(page), "--names", "llama", "bloom"])
-    written = page.read_text()
-    assert "\n| `varlen` | llama |\n" in written
-    isolation, equality = re.search(r"^\| bloom \| (\S+) \| (\S+) \|", written, re.MULTILINE).groups()
-    assert float(isolation) > 0
-    assert float(equality) > EQUAL["float32"]
-    assert "1 of 2 pass" in " ".join(written.split())
-    assert f"transformers {__import__('transformers').__version__}" in written
-    assert 0 == models.main(["families", "--names", "llama"])
-    assert "llama: varlen: " in capsys.readouterr().out
+def test_families_are_listed(capsys):
+    """With their strategies, or why they do not pack; a name that is none is an error."""
+    assert 0 == models.main(["families", "--names", "llama", "bloom"])
+    found = capsys.readouterr().out
+    assert "llama: varlen: " in found
+    assert "bloom: does not pack: gradients pass" in found
     assert 2 == models.main(["families", "--names", "nope"])
     assert "nope: no such family" in capsys.readouterr().err
 

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from packplan.adapters.probe.probe import SmallProbe
 from packplan.app import probe
 from tools.families import default_config
 
@@ -94,38 +93,12 @@ def test_a_model_that_is_not_here_is_named_before_anything_is_loaded(capsys, mon
     assert said in capsys.readouterr().err
 
 
-def test_an_id_is_found_in_a_local_cache(config_of, monkeypatch, tmp_path, capsys):
-    folder = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
-    folder.parent.mkdir(parents=True)
-    config_of("llama").rename(folder)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-
-    assert 0 == probe.main(["some/model"])
-    assert "auto     yes" in capsys.readouterr().out
-
-
 def test_a_configuration_that_transformers_refuses_is_an_error(tmp_path, capsys):
     """A fault of the input, and no leak."""
     (tmp_path / "config.json").write_text('{"model_type": "of_tomorrow"}')
 
     assert 2 == probe.main([str(tmp_path)])
     assert "transformers refuses" in capsys.readouterr().err
-
-
-def test_one_probe_asks_each_trial_once(config_of, monkeypatch):
-    from packplan.adapters.probe import probe as asking
-
-    tried = []
-    plain = asking._try
-    monkeypatch.setattr(
-        asking, "_try", lambda place, trial, refused: tried.append(trial) or plain(place, trial, refused)
-    )
-    small = SmallProbe(default_config("llama"))
-
-    verdicts = [small.verdict(name) for name in ("auto", "varlen", "auto")]
-
-    assert 1 == len(tried)
-    assert verdicts[0] == verdicts[1] == verdicts[2]
 
 
 def test_a_gpu_that_is_not_here_is_a_fault_of_the_command(config_of, monkeypatch, capsys):

@@ -435,49 +435,6 @@ def broken(value):
     return model
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen2_5_vl"])
-def test_batches_of_ms_swifts_template_are_asked(demo, name):
-    """Text passes. With images, samples are mixed until the positions of the text come first."""
-    from swift import get_model_processor, get_template
-
-    from packplan.adapters.attention.rows import with_text_row
-
-    types = {"qwen2": ("qwen2", "qwen2_5"), "qwen2_5_vl": ("qwen2_5_vl", "qwen2_5_vl")}
-    model_type, template_type = types[name]
-    model, processor = get_model_processor(
-        str(demo / "models" / name), model_type=model_type, torch_dtype=torch.float32, attn_impl="sdpa"
-    )
-    template = get_template(processor, template_type=template_type)
-    template.set_mode("train")
-    template.packing = template.padding_free = True
-    if name == "qwen2_5_vl":
-        template.image_token_id = processor.image_token_id
-    template.model = model
-    model.config.use_cache = model.config.get_text_config().use_cache = False
-    (picture, *_) = sorted((demo / "data").rglob("*.png")) or sorted((demo / "data").rglob("*.jpg"))
-    sees = {"images": [str(picture)]} if name == "qwen2_5_vl" else {}
-    tag = "<image>" if sees else ""
-    encoded = [
-        template.encode({"messages": [{"role": "user", "content": f"{tag}red " * times if not sees else f"{tag}red"},
-                                      {"role": "assistant", "content": "a triangle " * times}], **sees},
-                        return_length=True)
-        for times in (1, 4, 2)
-    ]  # fmt: skip
-
-    def inputs(rows):
-        batch = with_text_row(template.data_collator([dict(row) for row in rows]))
-        return {key: value for key, value in batch.items() if key != "text_position_ids"}
-
-    batch, alone = inputs(encoded), [inputs([row]) for row in encoded]
-    starts = batch["cu_seq_lens_q"][:-1].tolist() if sees else None
-
-    assert_isolated(model, batch, starts)
-    assert_equal_to_alone(model, batch, starts, alone=alone)
-    if sees:
-        with pytest.raises(MismatchError, match=r"layers\.0\.self_attn"):
-            assert_isolated(model, {**batch, "position_ids": batch["position_ids"][1:]}, starts)
-
-
 def sharded():
     """Return a model of one rank whose weights are those of FSDP 2."""
     from torch.distributed.tensor import DTensor, Replicate

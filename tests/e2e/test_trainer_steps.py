@@ -92,20 +92,6 @@ def test_trainers_of_ms_swift_are_asked(write_run):
     assert step.tokens > 1
 
 
-def placeholders():
-    """Return a model whose weights another process holds, as ZeRO-3 leaves them."""
-    model = step_loss_rank.llama()
-    model.lm_head.weight.data = model.lm_head.weight.data.new_empty(0)
-    return model
-
-
-HIDDEN = {
-    "placeholders": (placeholders, r"its weight lm_head\.weight is sharded"),
-    "frozen": (lambda: step_loss_rank.llama().requires_grad_(requires_grad=False), "none of its weights trains"),
-}
-
-
-@pytest.mark.parametrize(("make", "said"), HIDDEN.values(), ids=HIDDEN)
-def test_models_without_gradients_are_named(make, said):
-    with pytest.raises(ModelError, match=said):
-        assert_step_loss(lambda: None, model=make())
+def test_a_model_without_gradients_is_named():
+    with pytest.raises(ModelError, match="none of its weights trains"):
+        assert_step_loss(lambda: None, model=step_loss_rank.llama().requires_grad_(requires_grad=False))

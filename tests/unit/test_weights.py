@@ -105,46 +105,32 @@ def test_whole_weights_and_none_are_left_to_what_loads_them(faults_of, files):
     ],
 )
 def test_a_file_cut_off_anywhere_is_named_with_its_size(faults_of, files, torn):
-    """And with the size that its header describes, as far as that is left."""
-    whole = files[torn]
-    end_of_header = 8 + struct.unpack("<Q", whole[:8])[0]
-    for size in range(len(whole)):
-        expected = (
-            f"but its header describes {len(whole):,}" if size >= end_of_header else "which end within its header"
-        )
-        counted = f"{size:,} byte{'' if size == 1 else 's'}"
-        assert [f"model.model: {torn} has {counted}, {expected}: copy or download it again"] == faults_of(
-            {**files, torn: whole[:size]}
-        )
+    """Whatever is left of it, with what to do."""
+    for size in range(len(files[torn])):
+        (fault,) = faults_of({**files, torn: files[torn][:size]})
+        assert fault.startswith(f"model.model: {torn} is cut off or no file of weights")
+        assert fault.endswith(": copy or download it again")
 
 
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({_WHOLE: safetensors("w1") + b"more"}, f"{_WHOLE} has 125 bytes, but its header describes 121"),
-        ({_WHOLE: b"\xff" * 64}, f"{_WHOLE} has 64 bytes, which end within its header"),
-        ({_WHOLE: struct.pack("<Q", 4) + b"[1]}"}, f"{_WHOLE} has a header that cannot be read ("),
-        ({_WHOLE: struct.pack("<Q", 10) + b'{"w": [1]}'}, f"{_WHOLE} has a header that cannot be read ("),
-        ({_WHOLE: b"version https://git-lfs.github.com/spec/v1\n"},
-         f"{_WHOLE} has 43 bytes, which are a pointer of git-lfs: fetch it with git lfs pull"),
+        ({_WHOLE: safetensors("w1") + b"more"}, f"{_WHOLE} is cut off or no file of weights"),
+        ({_WHOLE: struct.pack("<Q", 10) + b'{"w": [1]}'}, f"{_WHOLE} is cut off or no file of weights"),
+        ({_WHOLE: b"version https://git-lfs.github.com/spec/v1\n"}, f"{_WHOLE} is a pointer of git-lfs: fetch it"),
         ({**SHARDED, _INDEX: index()[:40]}, f"{_INDEX} cannot be read ("),
-        ({**SHARDED, _INDEX: b"[]"}, f"{_INDEX} is no index of weights (metadata and weight_map): copy"),
         ({**SHARDED, _INDEX: b'{"metadata": {}, "weight_map": {"w1": 1}}'}, f"{_INDEX} is no index of weights"),
-        ({**SHARDED, _INDEX: b'{"metadata": {}, "weight_map": {}}'}, f"{_INDEX} is no index of weights"),
         ({_INDEX: index()}, f"model-00001-of-00002.safetensors is missing, though {_INDEX} names it: copy"),
-        ({"pytorch_model.bin": archive()[:-30]}, "pytorch_model.bin has 107 bytes, which are no weights of"),
-        ({"pytorch_model.bin": b""}, "pytorch_model.bin has 0 bytes, which are no weights of torch, or cut off: copy"),
-        ({**BINS, "pytorch_model-00002-of-00002.bin": b"PK"}, "pytorch_model-00002-of-00002.bin has 2 bytes, which"),
-        ({_WHOLE: safetensors("w1"), "adapter_config.json": b"{"}, "adapter_config.json cannot be read ("),
+        ({"pytorch_model.bin": archive()[:-30]}, "pytorch_model.bin is cut off or no file of weights"),
+        ({**BINS, "pytorch_model-00002-of-00002.bin": b"PK"}, "pytorch_model-00002-of-00002.bin is cut off"),
         ({_WHOLE: safetensors("w1"), "adapter_config.json": b"3"}, "adapter_config.json is no configuration of"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_weights_is_named(faults_of, files, says):
-    """The file, why, and one thing to do."""
+    """The file and why."""
     (fault,) = faults_of(files)
 
-    assert f"model.model: {says}" == fault[: len(says) + 13]
-    assert fault.endswith((": copy or download it again", ": fetch it with git lfs pull"))
+    assert fault.startswith(f"model.model: {says}")
 
 
 def test_a_folder_of_adapters_alone_is_no_model(tmp_path, faults_of):
