@@ -124,9 +124,9 @@ def split_schedule(
 def ragged_window(schedule: EpochSchedule) -> str | None:
     """Return the warning that the last optimizer step of an epoch is smaller, if it is."""
     if not isinstance(schedule.num_packs, int):
-        window, epochs = schedule.gradient_accumulation_steps, [e for e, num in enumerate(schedule.num_packs) if num]
-        ragged = sum(schedule.batches_in(epoch) % window > 0 for epoch in epochs)
-        told = f"the last optimizer step of {ragged:,} of {counted(len(epochs), 'epoch')} sees fewer than {window:,} "
+        window, epochs = schedule.gradient_accumulation_steps, len(schedule.num_packs)
+        ragged = sum(schedule.batches_in(epoch) % window > 0 for epoch in range(epochs))
+        told = f"the last optimizer step of {ragged:,} of {counted(epochs, 'epoch')} sees fewer than {window:,} "
         return f"{told}batches per rank" if ragged else None
     partial = partial_window(
         per_rank_batches=schedule.batches_per_epoch, gradient_accumulation_steps=schedule.gradient_accumulation_steps

@@ -14,7 +14,7 @@ import numpy as np
 from packplan.app.planning.log_lines import log_plan
 from packplan.app.planning.plan import Ranks, plan_split
 from packplan.app.planning.schedule import accumulation_of, forced_batches
-from packplan.app.sft.train import interruption_logged, log_outcome
+from packplan.app.sft.train import interruption_logged, log_nothing_left, log_outcome, log_termination
 from packplan.app.wiring.policies import mixes_of
 from packplan.app.wiring.ranks import alone_in_output
 from packplan.app.wiring.splits import open_splits
@@ -51,8 +51,7 @@ def train_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
     Raises:
         PackplanError: Something the user can fix.
     """
-    checkpoint = open_checkpoint(config, group, StreamState)
-    trainer = _prepare(config, group, checkpoint)
+    trainer = _prepare(config, group)
     with alone_in_output(config, group), interruption_logged(trainer):
         trainer.train()
     _log_end(config, group, trainer)
@@ -61,9 +60,10 @@ def train_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
     return trainer
 
 
-def _prepare(config: RunConfig, group: RankGroup, checkpoint: Checkpoint[StreamState] | None) -> StreamTrainer:
+def _prepare(config: RunConfig, group: RankGroup) -> StreamTrainer:
     """Decide the attention, plan the evaluation, and build the trainer."""
     training = config.training
+    checkpoint = open_checkpoint(config, group, StreamState)
     attention = decide_attention(config, isolated=training.packing)
     accumulation = accumulation_of(config, world_size=group.world_size)
     order, paths = _order(config)
@@ -125,13 +125,7 @@ def _log_start(config: RunConfig, progress: StreamProgress) -> None:
         return
     is_done = progress.epoch >= training.num_train_epochs
     if progress.step >= training.max_steps if training.max_steps > 0 else is_done:
-        log.warning(
-            "the checkpoint is at optimizer step %d, in epoch %d, and the run ends after %s: nothing is left to train; "
-            "raise training.num_train_epochs or training.max_steps",
-            progress.step,
-            progress.epoch,
-            _length(config),
-        )
+        log_nothing_left(progress.step, f"after {_length(config)}")
         return
     log.info("resuming after optimizer step %d, in epoch %d", progress.step, progress.epoch)
     if progress.segments:
@@ -161,12 +155,7 @@ def _log_end(config: RunConfig, group: RankGroup, trainer: StreamTrainer) -> Non
     else:
         log.info("the stream has ended: %s", totals)
     if trainer.was_terminated:
-        log.warning(
-            "SIGTERM: saved a checkpoint at step %d of a run of %s; training.resume_from_checkpoint: last goes on "
-            "from there",
-            trainer.state.global_step,
-            _length(config),
-        )
+        log_termination(trainer, f"a run of {_length(config)}")
 
 
 def _order(config: RunConfig) -> tuple[Order, tuple[str, ...]]:

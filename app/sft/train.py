@@ -154,12 +154,7 @@ def _log_plans(config: RunConfig, splits: dict[str, Split], schedule: EpochSched
 def _log_resume(schedule: EpochSchedule, unit: str) -> None:
     start = schedule.start
     if start.step >= schedule.total_steps:
-        log.warning(
-            "the checkpoint is at optimizer step %d, and the run ends at %d: nothing is left to train; raise "
-            "training.num_train_epochs or training.max_steps",
-            start.step,
-            schedule.total_steps,
-        )
+        log_nothing_left(start.step, f"at {schedule.total_steps:,}")
         return
     if not start.epoch_step:
         log.info(
@@ -194,11 +189,7 @@ def _log_end(config: RunConfig, trainer: PlanTrainer, forecast: RunForecast | No
     num_steps, schedule = trainer.state.global_step, trainer.schedule
     total = max(schedule.total_steps, schedule.start.step)
     if trainer.was_terminated and num_steps < total:
-        log.warning(
-            "SIGTERM: saved a checkpoint at step %d of %d; training.resume_from_checkpoint: last goes on from there",
-            num_steps,
-            total,
-        )
+        log_termination(trainer, str(total))
     elif num_steps != total and not config.training.trainer.get("early_stop_interval"):
         message = f"the trainer ran {num_steps} optimizer steps, but {total} were planned"
         raise RuntimeError(message)
@@ -220,6 +211,25 @@ def interruption_logged(trainer: CheckedTrainer) -> Iterator[None]:
         if trainer.group.rank == 0:  # Ctrl-C reaches all ranks, which would say the same
             log.warning("interrupted after %s; %s", counted(trainer.state.global_step, "optimizer step"), saved)
         raise
+
+
+def log_nothing_left(step: int, end: str) -> None:
+    """Log that the checkpoint at a step is beyond the end of the run, in words."""
+    log.warning(
+        "the checkpoint is at optimizer step %d, and the run ends %s: nothing is left to train; raise "
+        "training.num_train_epochs or training.max_steps",
+        step,
+        end,
+    )
+
+
+def log_termination(trainer: CheckedTrainer, end: str) -> None:
+    """Log that SIGTERM ended a run before its end, in words."""
+    log.warning(
+        "SIGTERM: saved a checkpoint at step %d of %s; training.resume_from_checkpoint: last goes on from there",
+        trainer.state.global_step,
+        end,
+    )
 
 
 def log_outcome(config: RunConfig, trainer: CheckedTrainer) -> None:

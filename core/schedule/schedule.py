@@ -132,7 +132,7 @@ class EpochSchedule:
     num_packs: int | tuple[int, ...] = attrs.field(converter=_checked_packs)
     """
     Packs of the raw plan, >= 1. Where each epoch has its own plan, those of every epoch of the
-    training, from 0; 0 for one that ended before `start`.
+    training, from 0.
     """
 
     world_size: int
@@ -226,7 +226,7 @@ class EpochSchedule:
         if self.max_steps <= 0 and not (isinstance(self.num_train_epochs, Real) and 0 <= self.num_train_epochs < inf):
             message = f"the number of epochs is {self.num_train_epochs!r}, but has to be finite and at least 0"
             raise ValueError(message)
-        for num in (self.num_packs,) if isinstance(self.num_packs, int) else filter(None, self.num_packs):
+        for num in (self.num_packs,) if isinstance(self.num_packs, int) else self.num_packs:
             require_a_batch(
                 num, world_size=self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last
             )
