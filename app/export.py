@@ -20,9 +20,7 @@ from packplan.core.errors import ConfigError, counted
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = command_parser("export", __doc__)
-    parser.add_argument(
-        "source", metavar="swift sft ...", help="the words of a command, at the end, or the folder of its plan"
-    )
+    parser.add_argument("source", metavar="swift sft ...", help="the words of a command, at the end")
     parser.add_argument("--cached-dataset", type=Path, required=True, metavar="FOLDER", help="folder to make")
     parser.add_argument("--world-size", type=world_size, metavar="N", help="ranks (default: those of the command)")
     add_logging_options(parser)

@@ -4,9 +4,8 @@ Write the plugin that trains planned packs inside another tool's own command.
 `packplan plugin swift -o plugin.py`, then `swift sft ... --packing true --external_plugins
 plugin.py`: see docs/use-it-in/swift.md. Types of `swift rlhf` other than dpo take the plugin
 without `--packing`: they train their own batches, and compute no padding. With the words of a
-command, as in `packplan plugin swift -o plugin.py swift sft --model ...`, or the folder of its
-plan, the command is planned first, and the plugin takes this plan alone: other data, arguments or
-ranks are refused.
+command, as in `packplan plugin swift -o plugin.py swift sft --model ...`, the command is planned
+first, and the plugin takes this plan alone: other data, arguments or ranks are refused.
 """
 
 from pathlib import Path
@@ -38,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("tool", choices=["swift"], help="the tool that trains: swift is ms-swift")
     parser.add_argument(
         "source", nargs="?", metavar="swift sft ...",
-        help="the words of a command, at the end, or the folder of its plan: this plan alone is trained",
+        help="the words of a command, at the end: its plan alone is trained",
     )  # fmt: skip
     parser.add_argument(
         "-o", "--output", type=Path, metavar="plugin.py", default=Path("plugin.py"),

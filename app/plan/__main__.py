@@ -5,7 +5,7 @@ what is stored.
 Without a GPU, and without loading a model. `show`, `whatif` and `time` read the stored plan alone,
 and load neither torch nor ms-swift, unless a text is decoded or steps are timed. In place of a
 run's YAML, each takes a command of ms-swift as its last words (`packplan plan build swift sft
---model ...`), or the folder of a plan that was built for one.
+--model ...`).
 """
 
 import argparse

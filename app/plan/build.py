@@ -14,7 +14,7 @@ from packplan.app.planning.plan import Ranks, plan_epochs, plan_split
 from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule
 from packplan.app.planning.split import Split
 from packplan.app.wiring.attention import keep_verdict
-from packplan.app.wiring.commands import keep_command, ranks_of, read_run_or_command
+from packplan.app.wiring.commands import ranks_of, read_run_or_command
 from packplan.app.wiring.runs import ranks_refuse_together, require_inputs
 from packplan.app.wiring.stores import artefacts_folder
 from packplan.core.config.run import RunConfig
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _log_next(config: RunConfig, words: list[str], world_size: int) -> None:
     """Log where the plan is, and the commands that show it and train it on so many ranks."""
-    typed = config.training.output_dir if ranks_of(config) else shlex.join(words)
+    typed = shlex.join(words)
     train = f"torchrun --nproc-per-node {world_size} -m packplan.app.sft" if world_size > 1 else "packplan sft"
     train = f"{train} {typed}"
     if ranks_of(config):
@@ -91,4 +91,3 @@ def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world
             log.info("train: %s", steps_line(split, schedule))
         elif group.rank == 0:
             log_schedule(config, split, schedule)
-    keep_command(config)

@@ -3,13 +3,11 @@ A command of ms-swift as a run that is planned and not trained here: `packplan p
 --model ...`.
 
 The words are those that a shell hands over, and ms-swift resolves them itself; those of a launcher
-are not read. The folder of a plan keeps the command that it was built for, so that the folder alone
-names it afterwards.
+are not read.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -22,11 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from packplan.adapters import files
 from packplan.adapters.progress import loading_libraries
 from packplan.adapters.ranks.environment import require_ranks
 from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.stores import artefacts_folder
 from packplan.core.config.run import TUNERS, CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import ConfigError, Fault
 
@@ -97,10 +93,10 @@ def split_command(given: Sequence[str] | None, *, skip: int = 0) -> tuple[list[s
 
 def read_run_or_command(path: str, words: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
     """
-    Read a run's YAML, a command of ms-swift, or the folder of a plan that was built for one.
+    Read a run's YAML, or a command of ms-swift.
 
     Args:
-        path: The YAML, the first word of a command, or the folder.
+        path: The YAML, or the first word of a command.
         words: Values for single keys of the YAML; or the other words of the command.
         world_size: Ranks of a command; None takes those that it starts.
 
@@ -109,8 +105,6 @@ def read_run_or_command(path: str, words: Sequence[str] = (), *, world_size: int
     """
     if is_program(path):
         return _read_command([path, *words], world_size)
-    if Path(path).is_dir():
-        return _read_stored(Path(path), words, world_size)
     if Path(path).suffix == ".sh":
         reason = "is a script, and none is read: put packplan before its command, as packplan plan build swift sft ..."
         raise ConfigError(path, (Fault("", reason),))
@@ -138,43 +132,6 @@ def require_command(path: str, words: Sequence[str] = (), *, world_size: int | N
 def ranks_of(config: RunConfig) -> int | None:
     """Return the ranks that train a run, where its command says them; a YAML does not."""
     return None if config.command is None else config.command.world_size
-
-
-def _command_file(output_dir: str | Path) -> Path:
-    return artefacts_folder(output_dir) / "command.json"
-
-
-def keep_command(config: RunConfig) -> None:
-    """
-    Keep the command of a run, if it has one, beside its plan, with the variables that decide how
-    its rows are encoded.
-    """
-    if config.command is None:
-        return
-    from packplan.adapters.samples.measurer import PROCESSING_VARIABLES
-
-    note = {
-        "words": config.command.words,
-        "world_size": config.command.world_size,
-        "environment": {name: os.environ[name] for name in PROCESSING_VARIABLES if name in os.environ},
-        "paths": [word for word in config.command.words if not Path(word).is_absolute() and Path(word).exists()],
-    }
-    files.write_bytes(_command_file(config.training.output_dir), json.dumps(note, indent=2).encode())
-
-
-def _read_stored(folder: Path, words: Sequence[str], world_size: int | None) -> RunConfig:
-    """Return the command whose plan a folder holds."""
-    path = _command_file(folder)
-    if not path.is_file():
-        raise ConfigError(str(folder), (Fault("", "holds no plan of a command of ms-swift: name a run's YAML"),))
-    if words:
-        raise ConfigError(str(folder), (Fault(words[0], "is no key of a command: give the command's words instead"),))
-    note = json.loads(path.read_text(encoding="utf-8"))
-    if absent := [one for one in note["paths"] if not Path(one).exists()]:
-        reason = f"has {absent[0]}, which is not here: start in the folder in which the plan was built"
-        raise ConfigError(COMMAND, (Fault("", reason),))
-    os.environ.update(note["environment"])
-    return _read_command(note["words"], world_size or note["world_size"])
 
 
 def _read_command(words: Sequence[str], world_size: int | None) -> RunConfig:

@@ -231,9 +231,8 @@ def user(content: object) -> dict[str, object]:
 
 
 def test_every_command_of_a_plan_takes_a_command_of_ms_swift(command, tmp_path, capsys, monkeypatch):
-    """Its words, those of a launcher, a YAML for ms-swift, and the folder of its plan alone."""
+    """Its words, those of a launcher, and a YAML for ms-swift."""
     words, keys = command("pairs"), tmp_path / "dpo.yaml"
-    folder = value(words, "--output_dir")
     named = {flag.lstrip("-"): value(words, flag) for flag in words if flag.startswith("--")}
     keys.write_text(json.dumps({**named, "ENV": {"NPROC_PER_NODE": 2}}))
 
@@ -242,17 +241,16 @@ def test_every_command_of_a_plan_takes_a_command_of_ms_swift(command, tmp_path, 
     monkeypatch.delenv("NPROC_PER_NODE")
     plain = words[2:]
     del plain[(at := plain.index("--packing")) : at + 2]
-    assert 0 == plan(["build", "torchrun", "--nproc-per-node=2", "-m", "swift.cli.rlhf", *plain])
+    assert 0 == plan(["build", "--world-size", "2", "torchrun", "--nproc-per-node=2", "-m", "swift.cli.rlhf", *plain])
     again = capsys.readouterr().err
     assert 0 == plan(["build", "swift", "rlhf", str(keys)])
     of_keys = capsys.readouterr().err
-    monkeypatch.delenv("NPROC_PER_NODE")
     assert 0 == plan(["verify", "--samples", "3", "--json", *words])
     assert {"passed": True, "findings": []} == json.loads(capsys.readouterr().out)
-    assert 0 == plan(["whatif", folder, "--max-length", f"{PACKING_LENGTH},400", "--json"])
+    assert 0 == plan(["whatif", "--max-length", f"{PACKING_LENGTH},400", "--json", *words])
     rows = json.loads(capsys.readouterr().out)["alternatives"]
-    assert 0 == plugin.main(["swift", "-o", str(tmp_path / "plugin.py"), folder])
-    assert 0 == plan(["show", folder, "--sample", "5", "--text"])
+    assert 0 == plugin.main(["swift", "-o", str(tmp_path / "plugin.py"), *words])
+    assert 0 == plan(["show", "--sample", "5", "--text", *words])
 
     assert "steps an epoch" in built
     assert "on 2 ranks" in built
@@ -260,7 +258,7 @@ def test_every_command_of_a_plan_takes_a_command_of_ms_swift(command, tmp_path, 
     assert [False, True] == ["does not say --packing true" in text for text in (built, again)]
     told = [[line for line in text.splitlines() if "steps an epoch" in line] for text in (built, again, of_keys)]
     assert told[0] == told[1] == told[2]
-    assert f"plan show {folder}; to train: the command with --external_plugins plugin.py" in again
+    assert "; to train: the command with --external_plugins plugin.py" in again
     assert [2, 2] == [row["world_size"] for row in rows]
     assert rows[0]["plan"]["num_packs"] > rows[1]["plan"]["num_packs"]
     assert "'ranks': 2" in (tmp_path / "plugin.py").read_text()
@@ -343,12 +341,11 @@ def elsewhere(words: list[str]) -> list[str]:
         ("swift rlhf {given} --rlhf_type simpo --loss_type sigmoid hinge", "--rlhf_type: is simpo"),
         ("{text} --max_lenght 7", "--max_lenght: is no argument of ms-swift"),
         ("{text} --tuner_type full --max_length many", "ms-swift: refuses an argument"),
-        ("{folder}", "holds no plan of a command of ms-swift: name a run's YAML"),
     ],
 )
 def test_a_command_that_cannot_be_planned_is_refused_by_what_is_wrong(command, tmp_path, capsys, line, said):
     words = command("text")
-    given = {"given": " ".join(words[2:]), "text": " ".join(words), "folder": str(tmp_path)}
+    given = {"given": " ".join(words[2:]), "text": " ".join(words)}
 
     assert 2 == plan(["build", *line.format(**given).split()])
 
