@@ -38,7 +38,6 @@ from packplan.core.shuffling import shuffled
 from packplan.core.stream import PACKER_VERSION, Order, StreamProgress, StreamState
 
 if TYPE_CHECKING:
-    from packplan.adapters.trainer.checkpoints import Checkpoint
     from packplan.adapters.trainer.streams.trainer import StreamTrainer
 
 log = logging.getLogger(__name__)
