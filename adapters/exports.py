@@ -3,21 +3,21 @@ Packs of a plan as files that other tools read: plain Parquet, Megatron-Bridge, 
 rows of ms-swift with their lengths.
 
 Every export of packs holds whole packs of text, in the order of the plan or of an epoch, and
-carries the plan's checksum. It is written whole or not at all, one pack at a time in memory beside
-a batch of finished ones.
+carries the plan's checksum. It is written whole or not at all, a few packs in memory at a time.
 """
 
 import json
-import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from packplan.adapters.files import publishing, sync_folder, write_bytes, writing
 from packplan.adapters.loaders.rows import IGNORED_LABEL, RowsOfPacks, flatten, refuse_unlearned
@@ -26,16 +26,13 @@ from packplan.core.errors import ArgumentError
 from packplan.core.lengths import IntArray
 from packplan.core.surface import Plan
 
-BATCH_PACKS, BATCH_TOKENS = 1000, 2**24
-"""Packs and tokens after which a batch is written: a row group, or a batch of Arrow."""
+BATCH_TOKENS = 2**22
+"""Tokens after which a batch is written: a row group, or a batch of Arrow."""
 
 _MEDIA = re.compile(r"(?:^|_)(?:image|video|audio|pixel)s?(?:_|$)")
 """Names of columns that belong to images, videos or sounds; tensors of other names count too."""
 
 _BY_TOKEN = ("input_ids", "labels", "position_ids")
-
-_CHECKSUM, _LENGTH = "packplan_checksum", "packplan_packing_length"
-"""Keys of the mark: of the metadata of a schema, or of the description of a `datasets` folder."""
 
 _INFO = Path("train", "dataset_info.json")
 """File of a `datasets` folder whose description holds the mark."""
@@ -69,13 +66,13 @@ def export_parquet(rows: Any, plan: Plan, path: str | Path, *, order: Order = No
         order: Pack indices, such as `schedule.order(0)`; None for the order of the plan.
 
     Raises:
-        ArgumentError: Rows or *order* do not fit the plan, a row has media, *path* exists, or
-            pyarrow is not installed.
+        ArgumentError: Rows or *order* do not fit the plan, a row has media, or *path* exists.
         StaleError: A row is not as long as planned.
         OutputError: The file cannot be written.
     """
-    types = {"pack": "int64", "samples": "[int64]", "lengths": "[int32]", **dict.fromkeys(_BY_TOKEN, "[int32]")}
-    _write_parquet(_Export(rows, plan, order, Path(path), types), dict)
+    lists = {"samples": pa.int64(), **dict.fromkeys(("lengths", *_BY_TOKEN), pa.int32())}
+    schema = _schema(plan, {"pack": pa.int64(), **{name: pa.list_(kind) for name, kind in lists.items()}})
+    _write_parquet(_packs(rows, plan, order, Path(path)), schema, Path(path))
 
 
 def export_megatron_bridge(rows: Any, plan: Plan, path: str | Path, *, order: Order = None) -> None:
@@ -95,13 +92,13 @@ def export_megatron_bridge(rows: Any, plan: Plan, path: str | Path, *, order: Or
             may shuffle them.
 
     Raises:
-        ArgumentError: See `export_parquet`; or a label is another token than the one at its place,
-            or a pack has samples of one token only.
+        ArgumentError: See `export_parquet`; or a label is another token than the one at its place.
         StaleError: A row is not as long as planned.
         OutputError: The file cannot be written.
     """
-    types = {"input_ids": "[int32]", "seq_start_id": "[int32]", "loss_mask": "[int8]"}
-    _write_parquet(_Export(rows, plan, order, Path(path), types), _bridge_row)
+    types = {"input_ids": pa.int32(), "seq_start_id": pa.int32(), "loss_mask": pa.int8()}
+    schema = _schema(plan, {name: pa.list_(kind) for name, kind in types.items()})
+    _write_parquet(map(_bridge_row, _packs(rows, plan, order, Path(path))), schema, Path(path))
 
 
 def export_llama_factory(
@@ -126,13 +123,12 @@ def export_llama_factory(
         pad_token_id: Token of the padding, which is neither learned nor attended to.
 
     Raises:
-        ArgumentError: Rows or *order* do not fit the plan, a row has media, *folder* exists, or
-            pyarrow is not installed.
+        ArgumentError: Rows or *order* do not fit the plan, a row has media, or *folder* exists.
         StaleError: A row is not as long as planned.
         OutputError: The folder cannot be written.
     """
     padding = {"input_ids": pad_token_id, "labels": IGNORED_LABEL, "position_ids": 0, "attention_mask": 0}
-    export = _Export(rows, plan, order, Path(folder), dict.fromkeys(padding, "[int32]"))
+    schema = _schema(plan, dict.fromkeys(padding, pa.list_(pa.int32())))
 
     def padded(row: Row) -> Row:
         width = max(len(row["input_ids"]), plan.raw.packing_length) // _MULTIPLE * _MULTIPLE + _MULTIPLE
@@ -144,16 +140,13 @@ def export_llama_factory(
     # As `datasets` stores a data set without transformations; it makes a fingerprint for each file.
     state: dict[str, Any] = {"_data_files": [{"filename": _DATA}], "_split": "train", "_output_all_columns": False}
     state |= {"_fingerprint": None, "_format_columns": None, "_format_kwargs": {}, "_format_type": None}
-    with publishing_folder(export.target) as unfinished:
+    with publishing_folder(Path(folder)) as unfinished:
         train = unfinished / _INFO.parent
         train.mkdir()
-        with (train / _DATA).open("wb") as file:
-            with export.pyarrow.ipc.new_stream(file, export.schema) as writer:
-                for table in export.tables(padded):
-                    writer.write_table(table)
-            file.flush()
-            os.fsync(file.fileno())
-        texts = {_INFO: {"description": json.dumps(export.mark)}, _INFO.with_name("state.json"): state}
+        with publishing(train / _DATA) as file, pa.ipc.new_stream(file, schema) as writer:
+            for table in _tables(map(padded, _packs(rows, plan, order, Path(folder))), schema):
+                writer.write_table(table)
+        texts = {_INFO: {"description": json.dumps(_mark(plan))}, _INFO.with_name("state.json"): state}
         for path, content in {**texts, Path("dataset_dict.json"): {"splits": ["train"]}}.items():
             write_bytes(unfinished / path, json.dumps(content).encode())
 
@@ -176,93 +169,73 @@ def export_cached_rows(splits: Mapping[str, tuple[Any, Sequence[Sequence[int]]]]
             rows.add_column("lengths", list(lengths)).save_to_disk(unfinished if name == "train" else unfinished / EVAL)
 
 
-class _Export:
-    """Packs of text in the order in which they are exported."""
+def _packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[Row]:
+    """
+    Yield packs as rows of Parquet.
 
-    def __init__(self, rows: Any, plan: Plan, order: Order, target: Path, types: Mapping[str, str]) -> None:
-        """
-        Check what can be checked before anything is written.
-
-        *types* are Arrow's by column, lists in brackets.
-        """
-        try:
-            import pyarrow as pa
-            import pyarrow.parquet
-        except ImportError:
-            fact = "exports need pyarrow, which is not installed: pip install 'packplan[hf]'"
-            raise ArgumentError("host", fact) from None
-        self.pyarrow: Any = pa
-        self.target, self._plan, self._packs = target, plan, RowsOfPacks(rows, plan)
-        self._order = np.arange(len(plan.packs)) if order is None else np.asarray(order)
-        whole = self._order.ndim == 1 and self._order.size > 0 and self._order.dtype.kind in "iu"
-        if not whole or self._order.min() < 0 or self._order.max() >= len(plan.packs):
-            fact = f"order has to list pack indices from 0 to {len(plan.packs) - 1:,}, at least one"
-            raise ArgumentError("host", fact, {"num_packs": len(plan.packs)})
-        if target.exists() or target.is_symlink():
-            fact = f"{target} exists: an export replaces nothing, so give it another path or remove it"
-            raise ArgumentError("host", fact, {"path": str(target)})
-        self.mark = {_CHECKSUM: plan.checksum, _LENGTH: plan.raw.packing_length}
-        plain = {name: self.pyarrow.type_for_alias(kind.strip("[]")) for name, kind in types.items()}
-        fields = {name: self.pyarrow.list_(plain[name]) if "[" in kind else plain[name] for name, kind in types.items()}
-        self.schema = self.pyarrow.schema(fields, {key: str(value) for key, value in self.mark.items()})
-
-    def tables(self, columns: Callable[[Row], Row]) -> Iterator[Any]:
-        """Yield Arrow tables of about a thousand packs, each made a file's row by *columns*."""
-        batch: list[Row] = []
-        num_tokens = 0
-        for row in self._rows():
-            batch.append(columns(row))
-            num_tokens += len(row["input_ids"])
-            if len(batch) == BATCH_PACKS or num_tokens >= BATCH_TOKENS:
-                yield self._table(batch)
-                batch, num_tokens = [], 0
-        if batch:
-            yield self._table(batch)
-
-    def _table(self, batch: list[Row]) -> Any:
-        return self.pyarrow.Table.from_pydict(
-            {name: [row[name] for row in batch] for name in self.schema.names}, self.schema
-        )
-
-    def _rows(self) -> Iterator[Row]:
-        """
-        Yield packs as rows of Parquet; StaleError if a row is not as long as planned, ArgumentError
-        if one is no sample, has media, or none of all teaches a token.
-        """
-        described = f"writing {self.target.name}"
-        learned: dict[int, int] = {}
-        for number in progress(self._order.tolist(), desc=described, unit=" packs", leave=False, delay=BRIEF_S):
-            pack = self._packs[number]
-            samples = self._plan.packs[number]
-            for sample, row in zip(samples, pack, strict=True):
-                _refuse_media(f"row {sample:,}", [name for name in row if _MEDIA.search(name) and _holds(row[name])])
-            flat = flatten(pack)
-            _refuse_media(f"the rows of pack {number:,}", flat.keys() - set(_BY_TOKEN))
-            values = {name: flat[name][0].numpy().astype(np.int32) for name in _BY_TOKEN}
-            lengths = self._plan.lengths[samples].astype(np.int32)
-            starts = np.cumsum(lengths) - lengths
-            learned |= zip(samples, np.add.reduceat(values["labels"] != IGNORED_LABEL, starts, dtype=int), strict=True)
-            yield {"pack": number, "samples": samples, "lengths": lengths, **values}
-        refuse_unlearned(np.array(list(learned.values())))
+    Raises:
+        ArgumentError: The order does not fit the plan, or *target* exists; a row is no sample, has
+            media, or none of all teaches a token.
+        StaleError: A row is not as long as planned.
+    """
+    packs = RowsOfPacks(rows, plan)
+    numbers = np.arange(len(plan.packs)) if order is None else np.asarray(order)
+    whole = numbers.ndim == 1 and numbers.size > 0 and numbers.dtype.kind in "iu"
+    if not whole or numbers.min() < 0 or numbers.max() >= len(plan.packs):
+        fact = f"order has to list pack indices from 0 to {len(plan.packs) - 1:,}, at least one"
+        raise ArgumentError("host", fact, {"num_packs": len(plan.packs)})
+    if target.exists() or target.is_symlink():
+        fact = f"{target} exists: an export replaces nothing, so give it another path or remove it"
+        raise ArgumentError("host", fact, {"path": str(target)})
+    learned: dict[int, int] = {}
+    for number in progress(numbers.tolist(), desc=f"writing {target.name}", unit=" packs", leave=False, delay=BRIEF_S):
+        pack, samples = packs[number], plan.packs[number]
+        for sample, row in zip(samples, pack, strict=True):
+            _refuse_media(f"row {sample:,}", [name for name in row if _MEDIA.search(name) and _holds(row[name])])
+        flat = flatten(pack)
+        _refuse_media(f"the rows of pack {number:,}", flat.keys() - set(_BY_TOKEN))
+        values = {name: flat[name][0].numpy().astype(np.int32) for name in _BY_TOKEN}
+        lengths = plan.lengths[samples].astype(np.int32)
+        starts = np.cumsum(lengths) - lengths
+        learned |= zip(samples, np.add.reduceat(values["labels"] != IGNORED_LABEL, starts, dtype=int), strict=True)
+        yield {"pack": number, "samples": samples, "lengths": lengths, **values}
+    refuse_unlearned(np.array(list(learned.values())))
 
 
-def _write_parquet(export: _Export, columns: Callable[[Row], Row]) -> None:
-    new_writer = export.pyarrow.parquet.ParquetWriter
-    target = export.target
-    with writing(target), publishing(target) as file, new_writer(file, export.schema) as writer:
-        for table in export.tables(columns):
+def _mark(plan: Plan) -> dict[str, Any]:
+    """Return the plan that packs are of, as files of them tell it."""
+    return {"packplan_checksum": plan.checksum, "packplan_packing_length": plan.raw.packing_length}
+
+
+def _schema(plan: Plan, types: Mapping[str, Any]) -> Any:
+    return pa.schema(types, {key: str(value) for key, value in _mark(plan).items()})
+
+
+def _tables(packs: Iterable[Row], schema: Any) -> Iterator[Any]:
+    """Yield Arrow tables of a few packs each."""
+    batch: list[Row] = []
+    num_tokens = 0
+    for row in packs:
+        batch.append(row)
+        num_tokens += len(row["input_ids"])
+        if num_tokens >= BATCH_TOKENS:
+            yield pa.Table.from_pylist(batch, schema)
+            batch, num_tokens = [], 0
+    if batch:
+        yield pa.Table.from_pylist(batch, schema)
+
+
+def _write_parquet(packs: Iterable[Row], schema: Any, target: Path) -> None:
+    with writing(target), publishing(target) as file, pq.ParquetWriter(file, schema) as writer:
+        for table in _tables(packs, schema):
             writer.write_table(table, row_group_size=len(table))
 
 
 def _bridge_row(row: Row) -> Row:
     """Return a pack as a row of Megatron-Bridge; ArgumentError if its columns cannot say it."""
     learned, lengths = row["labels"] != IGNORED_LABEL, row["lengths"]
-    reason = ""
     if np.any(row["labels"][learned] != row["input_ids"][learned]):
         reason = "has labels that are not its tokens, and the format has a mask in their place"
-    elif lengths.max() == 1:
-        reason = "has samples of one token only, of which the format trains none"
-    if reason:
         raise ArgumentError("host", f"pack {row['pack']:,} {reason}", {"pack": row["pack"]})
     starts = (np.cumsum(lengths) - lengths).astype(np.int32)
     mask = np.append(learned[1:], False).astype(np.int8)

@@ -1,7 +1,6 @@
 """Exports of packs: every sample once, learned as its row says, in files that tell their plan."""
 
 import json
-import sys
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -162,20 +161,18 @@ def test_an_export_tells_its_plan(export, tmp_path):
 
 @each_export
 def test_batches_divide_at_any_pack(export, tmp_path, monkeypatch):
-    """By packs and by tokens: the rows are those of one batch; Parquet has a row group for each."""
+    """The rows are those of one batch; Parquet has a row group for each."""
     rows = [{"input_ids": list(range(length))} for length in np.random.default_rng(1).integers(2, 20, 200)]
     plan = plan_of(rows)
     export(rows, plan, tmp_path / "whole")
 
-    for name, most in (("BATCH_PACKS", 7), ("BATCH_TOKENS", 100)):
-        with monkeypatch.context() as small:
-            small.setattr(exports, name, most)
-            export(rows, plan, tmp_path / name)
-        assert content(tmp_path / "whole") == content(tmp_path / name)
-        if export is not export_llama_factory:
-            assert 1 < pq.ParquetFile(tmp_path / name).num_row_groups <= len(plan.packs) / 5 + 1
+    monkeypatch.setattr(exports, "BATCH_TOKENS", 100)
+    export(rows, plan, tmp_path / "parts")
+
+    assert content(tmp_path / "whole") == content(tmp_path / "parts")
     if export is not export_llama_factory:
-        assert 1 == pq.ParquetFile(tmp_path / "whole").num_row_groups
+        groups = [pq.ParquetFile(tmp_path / name).num_row_groups for name in ("whole", "parts")]
+        assert 1 == groups[0] < groups[1] <= len(plan.packs) / 5 + 1
 
 
 def content(path):
@@ -201,7 +198,7 @@ def test_an_epoch_of_a_schedule_is_exported_in_its_order(export, tmp_path):
 @each_export
 def test_rows_that_are_not_the_plans_are_refused(export, tmp_path, monkeypatch):
     """Another number, another length; of what was written until then, nothing is left."""
-    monkeypatch.setattr(exports, "BATCH_PACKS", 1)
+    monkeypatch.setattr(exports, "BATCH_TOKENS", 1)
     plan = plan_of(ROWS)
     longer = [*ROWS[:-1], {"input_ids": [1, 2, 3, 4]}]
 
@@ -270,24 +267,10 @@ def test_nothing_is_replaced_and_no_folder_made(export, tmp_path):
     assert ["file", "folder", "link"] == sorted(path.name for path in tmp_path.iterdir())
 
 
-@each_export
-def test_without_pyarrow_one_line_names_the_extra(export, tmp_path, monkeypatch):
-    """Before anything is read or written."""
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-
-    with pytest.raises(ArgumentError, match=r"pip install 'packplan\[hf\]'"):
-        export(ROWS, plan_of(ROWS), tmp_path / "packs")
-
-    assert [] == list(tmp_path.iterdir())
-
-
 def test_megatron_bridge_refuses_what_its_columns_cannot_say(tmp_path):
-    """Labels that are other tokens, since it has a mask; a pack of which it would train nothing."""
+    """Labels that are other tokens, since it has a mask."""
     with pytest.raises(ArgumentError, match="pack 0 has labels that are not its tokens"):
         rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 4]}]
-        export_megatron_bridge(rows, plan_of(rows), tmp_path / "packs")
-    with pytest.raises(ArgumentError, match="pack 0 has samples of one token only"):
-        rows = [{"input_ids": [1]}, {"input_ids": [2]}]
         export_megatron_bridge(rows, plan_of(rows), tmp_path / "packs")
 
     assert [] == list(tmp_path.iterdir())
