@@ -15,7 +15,7 @@ from packplan.core.align import AlignedPlan
 from packplan.core.errors import CorruptArtefactError, Difference, RecordError, StaleError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import RawPlan
-from packplan.core.ports import Arrays, ReportProgress
+from packplan.core.ports import Arrays, ReportProgress, Stored
 from packplan.core.samples.tables import (
     DataFile,
     MeasuredSample,
@@ -23,7 +23,6 @@ from packplan.core.samples.tables import (
     MediaFacts,
     RecordOutcome,
     ShortcutError,
-    Table,
 )
 
 
@@ -210,8 +209,8 @@ class CountedLengthStore(DiskLengthStore):
         self.flushes: list[int] = []
         super().__init__(folder_of(self))
 
-    def append(self, rows: Table, *arguments: Any, **options: Any) -> None:
-        self.flushes += [len(rows)] if len(rows) else []
+    def append(self, rows: Stored, *arguments: Any, **options: Any) -> None:
+        self.flushes += [len(rows.table)] if len(rows.table) else []
         super().append(rows, *arguments, **options)
 
 

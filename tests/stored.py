@@ -18,6 +18,7 @@ from packplan.core.config.run import RunConfig
 from packplan.core.equality import PackingVerdict
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan
+from packplan.core.ports import Stored
 from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, DataFile
 
 LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7, 33, 12, 51, 29] * 5
@@ -84,7 +85,7 @@ def _store(
     with stores.lock.held(timeout_s=1, report=lambda _: None):
         stores.lengths.resume(Fingerprint(inputs), len(lengths), str)
         repeated = {"samples": [0]} if repeatability else None
-        stores.lengths.append(rows, media, f"data {lengths}", in_full=False, repeatability=repeated)
+        stores.lengths.append(Stored(rows, media, repeatability=repeated), f"data {lengths}")
         if measured < len(lengths):
             return
         raw, key = build_raw_plan(lengths, policy), policy.fingerprint(stores.lengths.digest())

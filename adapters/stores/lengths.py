@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,20 @@ from packplan.adapters import files
 from packplan.core.errors import ConfigError, CorruptArtefactError, StaleError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import Origin, Stored, StoredLengths
-from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, BadRecord, DataFile, MediaTable, Table
+from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, BadRecord, DataFile
 
 log = logging.getLogger(__name__)
 
 SCHEMA = "packplan lengths 4"
+
+
+@contextmanager
+def collecting(found: list[CorruptArtefactError]) -> Iterator[None]:
+    """Add the error to *found* that ends this, if it is of a file that is not what was written."""
+    try:
+        yield
+    except CorruptArtefactError as error:
+        found.append(error)
 
 
 class _Column:
@@ -38,6 +48,7 @@ class _Column:
         self.start()
 
     def start(self) -> None:
+        """Name no row."""
         self._num, self._hash = 0, hashlib.sha256()
 
     def resume(self, entry: Mapping[str, Any]) -> NDArray[Any]:
@@ -140,8 +151,6 @@ class DiskLengthStore:
         if not self._lengths_from.parent.is_dir():
             reason = f"has no folder {self._lengths_from.parent}: name the output_dir of a run that measured"
             raise ConfigError.at("training.packing_lengths_from", reason)
-        if self._lengths_from.resolve() == self.folder.resolve():
-            raise ConfigError.at("training.packing_lengths_from", "is this run's own output_dir: remove it")
         if self._manifest.exists():
             return stored
         try:
@@ -150,15 +159,7 @@ class DiskLengthStore:
             raise attrs.evolve(error, kind="borrowed_lengths") from None
         if len(taken.table):
             log.info("%s lengths are taken over from %s", f"{len(taken.table):,}", self._lengths_from)
-            digest = data_digest(len(taken.table))
-            self.append(
-                taken.table,
-                taken.media,
-                digest,
-                in_full=taken.in_full,
-                repeatability=taken.repeatability,
-                bad=self.bad(),
-            )
+            self.append(taken, data_digest(len(taken.table)), bad=self.bad())
         else:
             log.warning("%s holds no lengths, so all samples are measured here", self._lengths_from)
         return taken
@@ -172,9 +173,10 @@ class DiskLengthStore:
             num_records: Current number of records.
             data_digest: Number of records -> current digest of the first ones, without bad ones.
         """
-        self._forget()
         manifest = files.read_manifest(self._manifest, SCHEMA)
         if manifest is None:
+            self._samples.start()
+            self._media.start()
             return Stored(np.zeros((0, len(COLUMNS)), np.int32), np.zeros((0, len(MEDIA_COLUMNS)), np.int64))
         if differences := _origin(manifest).differences(key, num_records, data_digest):
             raise StaleError.lengths(str(self.folder), differences)
@@ -186,11 +188,6 @@ class DiskLengthStore:
         assert manifest is not None  # noqa: S101  # `append` comes first
         return self._rows(manifest)
 
-    @property
-    def where(self) -> str:
-        """Place of the store, as messages name it."""
-        return str(self.folder)
-
     def origin(self) -> Origin | None:
         """Return the origin of the stored rows, by the manifest; None if nothing is stored."""
         manifest = files.read_manifest(self._manifest, SCHEMA)
@@ -201,51 +198,32 @@ class DiskLengthStore:
         Verify and return what is stored, whatever it was measured from, writing nothing; None if
         nothing is.
         """
-        self._forget()
         manifest = files.read_manifest(self._manifest, SCHEMA)
         return None if manifest is None else StoredLengths(_origin(manifest), self._rows(manifest), self.digest())
 
-    def damage(self) -> Iterator[CorruptArtefactError]:
-        """Yield every file that is not what was written."""
-        self._forget()
-        try:
-            manifest = files.read_manifest(self._manifest, SCHEMA)
-        except CorruptArtefactError as error:
-            yield error
-            return
-        if manifest is None:
-            return
-        for column, name in ((self._samples, "samples"), (self._media, "images")):
-            try:
-                column.resume(manifest[name])
-            except CorruptArtefactError as error:
-                yield error
+    def damage(self) -> list[CorruptArtefactError]:
+        """Return the error of every file that is not what was written."""
+        found: list[CorruptArtefactError] = []
+        with collecting(found):
+            manifest = files.read_manifest(self._manifest, SCHEMA) or {}
+            for column, name in ((self._samples, "samples"), (self._media, "images")):
+                if name in manifest:
+                    with collecting(found):
+                        column.resume(manifest[name])
+        return found
 
-    def append(
-        self,
-        rows: Table,
-        media: MediaTable,
-        data_digest: str,
-        *,
-        in_full: bool,
-        repeatability: Mapping[str, Any] | None = None,
-        bad: Sequence[BadRecord] = (),
-    ) -> None:
+    def append(self, rows: Stored, data_digest: str, *, bad: Sequence[BadRecord] = ()) -> None:
         """
         Add the next rows, so that a reader sees all of them or none.
 
         Args:
-            rows: Measurements of the next records.
-            media: Media table of the same records.
+            rows: Measurements of the next records; what they say beside them is of all rows so far.
             data_digest: Digest of all records so far, bad ones aside.
-            in_full: Whether all so far were encoded in full.
-            repeatability: Samples that were encoded again with equal results; None if that is
-                not yet checked.
             bad: Bad records of all rows so far.
         """
         assert self._key is not None  # noqa: S101  # `resume` comes first
-        self._samples.append(rows)
-        self._media.append(media)
+        self._samples.append(rows.table)
+        self._media.append(rows.media)
         files.write_manifest(
             self._manifest,
             {
@@ -256,8 +234,8 @@ class DiskLengthStore:
                 "data_sha256": data_digest,
                 "samples": self._samples.entry(),
                 "images": self._media.entry(),
-                "measured_in_full": in_full,
-                "probe": repeatability,
+                "measured_in_full": rows.in_full,
+                "probe": rows.repeatability,
                 **({"bad_records": [attrs.asdict(one) for one in bad]} if bad else {}),
             },
         )
@@ -274,9 +252,9 @@ class DiskLengthStore:
         with files.writing(self.folder):
             self._manifest.unlink(missing_ok=True)
             files.sync_folder(self.folder)
-        self._forget()
-        self._samples.cut()
-        self._media.cut()
+        for column in (self._samples, self._media):
+            column.start()
+            column.cut()
 
     def digest(self) -> str:
         """Return the SHA-256 hex digest of all stored measurements."""
@@ -289,7 +267,3 @@ class DiskLengthStore:
         """
         table, media = self._samples.resume(manifest["samples"]), self._media.resume(manifest["images"])
         return Stored(table, media, manifest["measured_in_full"], manifest["probe"])
-
-    def _forget(self) -> None:
-        self._samples.start()
-        self._media.start()

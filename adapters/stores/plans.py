@@ -15,11 +15,10 @@ from typing import Any
 
 import attrs
 import cattrs
-import numpy as np
 from cattrs.errors import BaseValidationError
-from numpy.typing import NDArray
 
 from packplan.adapters import files
+from packplan.adapters.stores.lengths import collecting
 from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.epochs import EpochRecord
@@ -70,12 +69,7 @@ class DiskPlanStore:
             if differences := Fingerprint(manifest["fingerprint"]).differences(key):
                 log.info("the stored plan does not fit: %s", "; ".join(map(str, differences)))
                 return None
-            return self._plan(manifest, self._arrays(manifest))
-
-    @property
-    def where(self) -> str:
-        """Place of the store, as messages name it."""
-        return str(self.folder)
+            return self._plan(manifest)
 
     def inspect(self) -> StoredPlan | None:
         """
@@ -87,7 +81,7 @@ class DiskPlanStore:
             if manifest is None:
                 return None
             key = Fingerprint(manifest["fingerprint"])
-            plan = self._plan(manifest, self._arrays(manifest))
+            plan = self._plan(manifest)
         aligned = [self._read_aligned(path) for path in self._aligned_manifests()]
         sizes = [one["world_size"] for one in aligned if one and one["plan_fingerprint_sha256"] == key.digest]
         return StoredPlan(key, plan, tuple(sorted(sizes)), self.load_epochs(key))
@@ -96,35 +90,29 @@ class DiskPlanStore:
         with _naming_what_to_delete(path):
             return files.read_manifest(path, ALIGNED_SCHEMA)
 
-    def damage(self) -> Iterator[CorruptArtefactError]:
-        """Yield every file that is not what was written, or does not fit the others."""
+    def damage(self) -> list[CorruptArtefactError]:
+        """Return the error of each file that is not what was written, or does not fit others."""
+        found: list[CorruptArtefactError] = []
         plan, manifest = None, None
-        try:
+        with collecting(found):
             manifest = files.read_manifest(self._manifest, SCHEMA)
-        except CorruptArtefactError as error:
-            yield error
-        if manifest is not None:
-            broken = list(self._broken_arrays(manifest))
-            yield from broken
-            if not broken:
-                try:
-                    plan = self._plan(manifest, self._arrays(manifest))
-                except CorruptArtefactError as error:
-                    yield error
+        for entry in manifest["arrays"].values() if manifest else ():
+            with collecting(found):
+                files.read_array(self.folder, entry)
+        if manifest and not found:
+            with collecting(found):
+                plan = self._plan(manifest)
         for path in self._aligned_manifests():
-            try:
+            with collecting(found):
                 aligned = self._read_aligned(path)
-            except CorruptArtefactError as error:
-                yield error
-                continue
-            # Those of an earlier plan are left, and never taken for this one's.
-            if aligned and plan and manifest and aligned["plan_fingerprint_sha256"] == manifest["fingerprint_sha256"]:
-                yield from _alignment_faults(path, aligned, plan)
+                # Those of an earlier plan are left, and never taken for this one's.
+                key = manifest and manifest["fingerprint_sha256"]
+                if plan and aligned and aligned["plan_fingerprint_sha256"] == key:
+                    _require_alignment(path, aligned, plan)
         for path in self._epoch_manifests():
-            try:
+            with collecting(found):
                 _epochs(path)
-            except CorruptArtefactError as error:
-                yield error
+        return found
 
     def save(self, key: Fingerprint, plan: RawPlan) -> None:
         """Save so that readers see the whole plan or none of it."""
@@ -182,21 +170,12 @@ class DiskPlanStore:
     def _aligned_manifests(self) -> list[Path]:
         return sorted(self.folder.glob("plan_ws*.json"))
 
-    def _arrays(self, manifest: Mapping[str, Any]) -> dict[str, NDArray[np.int64]]:
-        return {name: files.read_array(self.folder, entry) for name, entry in manifest["arrays"].items()}
-
-    def _broken_arrays(self, manifest: Mapping[str, Any]) -> Iterator[CorruptArtefactError]:
-        for entry in manifest["arrays"].values():
-            try:
-                files.read_array(self.folder, entry)
-            except CorruptArtefactError as error:
-                yield error
-
-    def _plan(self, manifest: Mapping[str, Any], arrays: Mapping[str, NDArray[np.int64]]) -> RawPlan:
+    def _plan(self, manifest: Mapping[str, Any]) -> RawPlan:
         """
         Return the plan of a manifest; CorruptArtefactError if it is none, or not the one that the
         manifest names.
         """
+        arrays = {name: files.read_array(self.folder, entry) for name, entry in manifest["arrays"].items()}
         try:
             plan = plan_from_arrays(arrays)
         except (ValueError, LookupError) as error:
@@ -220,6 +199,13 @@ def _epochs(path: Path) -> tuple[str, tuple[EpochRecord, ...]]:
             raise CorruptArtefactError(str(path), f"its records are no epochs: {error}") from None
 
 
+_COUNTED = (
+    "lower_bound", "bound_kind", "packing_length", "num_samples", "num_tokens", "planned_tokens", "dropped_tokens",
+    "skipped_tokens",
+)  # fmt: skip
+"""Fields of a plan that its manifest shows under their names."""
+
+
 def _counts(plan: RawPlan) -> dict[str, int | str]:
     """Return the counts of a plan that its manifest shows."""
     return {
@@ -228,14 +214,7 @@ def _counts(plan: RawPlan) -> dict[str, int | str]:
         "num_skipped_long": len(plan.skipped_long),
         "num_dropped_packs": len(plan.dropped_packs),
         "num_dropped_samples": plan.dropped_samples,
-        "lower_bound": plan.lower_bound,
-        "bound_kind": plan.bound_kind,
-        "packing_length": plan.packing_length,
-        "num_samples": plan.num_samples,
-        "num_tokens": plan.num_tokens,
-        "planned_tokens": plan.planned_tokens,
-        "dropped_tokens": plan.dropped_tokens,
-        "skipped_tokens": plan.skipped_tokens,
+        **{name: getattr(plan, name) for name in _COUNTED},
     }
 
 
@@ -253,8 +232,8 @@ def _alignment(aligned: AlignedPlan) -> dict[str, Any]:
     }
 
 
-def _alignment_faults(path: Path, manifest: Mapping[str, Any], plan: RawPlan) -> Iterator[CorruptArtefactError]:
-    """Yield the error of a manifest that does not say what the plan's alignment is."""
+def _require_alignment(path: Path, manifest: Mapping[str, Any], plan: RawPlan) -> None:
+    """Refuse a manifest that does not say what the plan's alignment is; CorruptArtefactError."""
     drop_last = manifest["dataloader_drop_last"]
     try:
         aligned = align_plan(plan, world_size=manifest["world_size"], dataloader_drop_last=drop_last)
@@ -265,7 +244,7 @@ def _alignment_faults(path: Path, manifest: Mapping[str, Any], plan: RawPlan) ->
         differing.append("file name")
     if differing:
         reason = f"it does not say what the raw plan gives: {', '.join(differing)}"
-        yield CorruptArtefactError(str(path), reason, "delete it: it is derived again")
+        raise CorruptArtefactError(str(path), reason, "delete it: it is derived again")
 
 
 class DiskVerdictStore:

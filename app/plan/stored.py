@@ -101,7 +101,7 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
     """
     kept, policy = open_stores(config, name), policy_of(config, name)
     lengths, plan = open_lengths(kept.lengths), kept.plans.inspect()
-    where, origin = kept.plans.where, lengths.origin
+    where, origin = str(kept.plans.folder), lengths.origin
     recipe = measured_recipe(config, name, lengths, where=where)
     if plan is None or plan.key.inputs["lengths"] != lengths.digest:
         # Where the lengths give no plan, building raises this too, and would not help.

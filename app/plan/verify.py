@@ -128,17 +128,17 @@ def verify(split: Split, *, num_samples: int = 0, decode: bool = False) -> Itera
         NotBuiltError: Nothing is stored.
     """
     name, source, lengths_kept, plans_kept = split.name, split.source, split.stores.lengths, split.stores.plans
-    damage = list(lengths_kept.damage())
-    plan_damage = list(plans_kept.damage())
+    damage = lengths_kept.damage()
+    plan_damage = plans_kept.damage()
     yield from _as_findings("artefacts", ((error.path, error.reason) for error in [*damage, *plan_damage]))
     origin = _or_none(lengths_kept.origin)
     if origin is None and not damage and not plan_damage:
-        raise NotBuiltError(lengths_kept.where, "holds no lengths")
+        raise NotBuiltError(str(lengths_kept.folder), "holds no lengths")
     differences: tuple[Difference, ...] = ()
     if origin is not None:
         data_digest = partial(source.data_digest, without=[one.index for one in origin.bad])
         differences = origin.differences(source.fingerprint(), len(source), data_digest)
-        yield from _as_findings("inputs", _input_faults(lengths_kept.where, origin, differences, source))
+        yield from _as_findings("inputs", _input_faults(str(lengths_kept.folder), origin, differences, source))
     yield from _as_findings("copies", split.encoder.copy_faults())
     # What is damaged is named above, and compared with nothing.
     lengths, plan = _or_none(lengths_kept.inspect), _or_none(plans_kept.inspect)
@@ -193,7 +193,7 @@ def _other_data(differences: tuple[Difference, ...]) -> bool:
 
 def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | None) -> Iterator[Fault]:
     """Hold the plan against the lengths and the run's policy, and plan again."""
-    policy, where = split.policy, split.stores.plans.where
+    policy, where = split.policy, str(split.stores.plans.folder)
     if stored is None:
         yield where, "no plan is stored: build plans"
         return
@@ -221,10 +221,10 @@ def _faults_of_epochs(split: Split, samples: EpochSamples, stored: StoredPlan) -
     """Plan each epoch again, and compare it with its record."""
     planner = EpochPlanner(split.policy, split.recipe or EpochRecipe(), samples)
     if not stored.epochs:
-        yield split.stores.plans.where, "the epochs have no records: build plans"
+        yield str(split.stores.plans.folder), "the epochs have no records: build plans"
     for record in progress(stored.epochs, desc=f"planning {split.name} again", unit=" epochs"):
         if planner.record(planner.plan(record.epoch)) != record:
-            yield split.stores.plans.where, f"planned again, epoch {record.epoch} is another one"
+            yield str(split.stores.plans.folder), f"planned again, epoch {record.epoch} is another one"
 
 
 def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, decode: bool) -> Iterator[Fault]:

@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError.at("training.packing", "is false: nothing is packed, so there is nothing to vary")
     kept = open_stores(config, "train")
     lengths = open_lengths(kept.lengths)
-    recipe = measured_recipe(config, "train", lengths, where=kept.plans.where)
+    recipe = measured_recipe(config, "train", lengths, where=str(kept.plans.folder))
     if recipe is not None:
         print("train: figures and steps are as if all epochs had the plan of the first", file=sys.stderr)
     for line in stale_inputs(config, lengths):

@@ -272,7 +272,7 @@ def _resume(split: Split, bad: BadRecords) -> Stored:
     log.info("%s: record %s was bad and has changed: records from it on are measured again", split.name, f"{count:,}")
     first = Stored(stored.table[:count], stored.media[: num_media(stored.table[:count]).sum()], stored.in_full)
     store.discard()
-    store.append(first.table, first.media, data_digest(count), in_full=first.in_full, bad=bad.records)
+    store.append(first, data_digest(count), bad=bad.records)
     return first
 
 
@@ -285,9 +285,8 @@ def _complete(split: Split, done: Stored, bad: BadRecords) -> None:
     repeatability = _check_repeatability(source, done)
     # Complete only now that the samples have proved steady: otherwise the next run would trust
     # them.
-    rows, media = to_tables([])
     data_digest = source.data_digest(len(done.table), without=bad.indices)
-    store.append(rows, media, data_digest, in_full=done.in_full, repeatability=repeatability, bad=bad.records)
+    store.append(Stored(*to_tables([]), done.in_full, repeatability), data_digest, bad=bad.records)
 
 
 def _measure_rows(split: Split, stored: Stored, *, bad: BadRecords, report: ReportProgress) -> Stored:
@@ -306,12 +305,11 @@ def _measure_rows(split: Split, stored: Stored, *, bad: BadRecords, report: Repo
 
     def flush() -> None:
         nonlocal done
-        rows, theirs = to_tables(waiting)
+        rows = Stored(*to_tables(waiting), stored.in_full)
         # Whatever becomes of them, these are not written a second time.
         waiting.clear()
-        done += len(rows)
-        data_digest = source.data_digest(done, without=bad.indices)
-        store.append(rows, theirs, data_digest, in_full=stored.in_full, bad=bad.records)
+        done += len(rows.table)
+        store.append(rows, source.data_digest(done, without=bad.indices), bad=bad.records)
 
     # Closed by name: an error that is on its way would keep the processes that measure alive, and
     # their work.

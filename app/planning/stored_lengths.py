@@ -24,14 +24,14 @@ def open_lengths(store: DiskLengthStore) -> StoredLengths:
     """
     lengths = store.inspect()
     if lengths is None:
-        raise NotBuiltError(store.where, "holds no lengths")
+        raise NotBuiltError(str(store.folder), "holds no lengths")
     measured = len(lengths.rows.table)
     if measured < lengths.origin.num_records:
         reason = (
             f"holds the lengths of {measured:,} of {counted(lengths.origin.num_records, 'record')}, since measuring "
             "was interrupted"
         )
-        raise NotBuiltError(store.where, reason)
+        raise NotBuiltError(str(store.folder), reason)
     return lengths
 
 
