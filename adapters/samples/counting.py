@@ -381,14 +381,14 @@ class QuickMeasurer:
         return counter
 
     @cached_property
-    def image_lengths(self) -> tuple[ImageLengths | None, str]:
-        """Lengths of images by their headers, and how; or None, and why there are none."""
-        lengths, why = prove_lengths(self._encoder.template)
+    def image_lengths(self) -> ImageLengths | None:
+        """Lengths of images by their headers; None if samples with images are encoded in full."""
+        lengths = prove_lengths(self._encoder.template)
         if lengths is None:
-            self._log_once(f"every sample with images is encoded in full: {why}")
+            self._log_once("no arithmetic gives the lengths of images, so samples with some are encoded in full")
         else:
-            self._log_once(f"lengths of images come from their headers, by {why}")
-        return lengths, why
+            self._log_once(f"lengths of images come from their headers, by {lengths.name}")
+        return lengths
 
     def _log_once(self, text: str) -> None:
         _log_once(f"{self._encoder.template.template_meta.template_type}: {text}")
@@ -422,7 +422,7 @@ class QuickMeasurer:
         facts = encoder.image_facts(index, images)
         videos = [encoder.video_facts(index, video) for video in sample.get("videos", ())]
         kept = (*facts, *map(encoder.stored_facts, videos))
-        of_images = self.image_lengths[0] if images else None
+        of_images = self.image_lengths if images else None
         of_videos = encoder.video_lengths if videos else None
         if (why := encoder.why_in_full(sample)) is not None:
             self._log_once(why)

@@ -37,9 +37,6 @@ _SHARD = re.compile(r"[-_.]?\d+(?:-of-\d+)?$")
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")
 _ARRAY_OF_OBJECTS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 
-_OVER_LINES = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{[ \t\r]*\n")
-"""An object whose first line ends behind its brace, as programs indent it."""
-
 
 def open_records(
     paths: tuple[str, ...], *, max_line_bytes: int | None = None, cache: Path | None = None
@@ -232,12 +229,6 @@ def _kind_of(path: Path, name: str) -> tuple[str, bool]:
         return "parquet", False
     if b"\0" in head:
         message = f"{name} is no text, and of no format that is read: unpack it, and name the data files in it"
-        raise DataSetError(message)
-    if _OVER_LINES.match(head):
-        message = (
-            f"{name} is pretty-printed, its first object over several lines: write each record on one line, as jq -c . "
-            "does"
-        )
         raise DataSetError(message)
     suffix = Path(path.stem if is_packed else path.name).suffix.lower().removeprefix(".")
     if head and suffix in COMMAS:

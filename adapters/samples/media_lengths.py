@@ -16,8 +16,9 @@ only differences from a stand-in count, which is encoded with the sample.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from functools import lru_cache, partial
 from typing import Any
@@ -33,6 +34,8 @@ from packplan.adapters.samples.media_files import VideoFacts
 from packplan.adapters.samples.video_reading import Sampling, reads_videos, sampling_of
 from packplan.core.config.run import TemplateConfig
 from packplan.core.errors import counted
+
+log = logging.getLogger(__name__)
 
 PROOF_SIZES = ((28, 28), (9, 150), (37, 411), (571, 24), (500, 333), (640, 480), (1100, 90))
 """Widths and heights of the images that a way is compared with encodings of."""
@@ -75,42 +78,25 @@ class ImageLengths:
         """Return the cost of an image beyond the stand-in; ValueError if its shape is refused."""
         return self.cost(width, height) - self.cost(*DUMMY_SIZE)
 
-    def difference(self, encoded: dict[tuple[int, int], MediaCost]) -> str | None:
-        """
-        Return the first difference from costs of images by size, beyond the stand-in, or None.
-        """
-        for (width, height), cost in encoded.items():
-            found = self.beyond_stand_in(width, height)
-            if found != cost:
-                beyond = f"than one of {DUMMY_SIZE[0]} x {DUMMY_SIZE[1]}"
-                return (
-                    f"{self.name} gives an image of {width} x {height} {found.tokens:,} tokens and "
-                    f"{found.patches:,} patches more {beyond}, where it has {cost.tokens:,} and {cost.patches:,}"
-                )
-        return None
+    def agrees_with(self, encoded: Mapping[tuple[int, int], MediaCost]) -> bool:
+        """Return whether images, by size, cost beyond the stand-in what their encodings do."""
+        return all(self.beyond_stand_in(*size) == cost for size, cost in encoded.items())
 
 
-def prove_lengths(template: Template) -> tuple[ImageLengths | None, str]:
+def prove_lengths(template: Template) -> ImageLengths | None:
     """
-    Return the arithmetic that gives the lengths of images by their sizes, and its name.
-
-    It has to agree with full encodes of `PROOF_SIZES`. Otherwise None is returned, and the reason.
+    Return the first way that gives the lengths of images by their sizes, as full encodes of
+    `PROOF_SIZES` have them; None if there is none.
     """
     try:
         stands, *costs = (
             MediaCost.from_encoded(template, encode_image(template, size)) for size in (DUMMY_SIZE, *PROOF_SIZES)
         )
     except Exception as error:  # noqa: BLE001  # qwen_vl_utils leaves nothing of thin ones where MAX_PIXELS is low
-        return None, f"images of some sizes cannot be encoded ({type(error).__name__}: {error})"
+        log.info("images of some sizes cannot be encoded: %s: %s", type(error).__name__, error)
+        return None
     encoded = {size: cost - stands for size, cost in zip(PROOF_SIZES, costs, strict=True)}
-    failures = []
-    for lengths in _image_lengths(template, stands):
-        if (difference := lengths.difference(encoded)) is None:
-            return lengths, lengths.name
-        failures.append(difference)
-    if not hasattr(template.processor, "_get_num_multimodal_tokens"):
-        failures.append(f"{type(template.processor).__name__} does not say what an image of some size takes")
-    return None, "; ".join(failures)
+    return next((way for way in _image_lengths(template, stands) if way.agrees_with(encoded)), None)
 
 
 # Processes that measure are given these, so they are functions of the module.

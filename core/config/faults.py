@@ -16,7 +16,7 @@ import attrs
 
 from packplan.core.config.keys import key_faults, key_of
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from packplan.core.errors import Fault, PackplanError, shortened
+from packplan.core.errors import Fault, PackplanError, agree, shortened
 from packplan.core.packers import ALGORITHMS
 from packplan.core.samples.places import without_credentials
 
@@ -161,16 +161,9 @@ def _unread_by_streams(config: RunConfig) -> Iterator[Fault]:
     for section in ("custom", "training"):
         values = getattr(config, section)
         for field in attrs.fields(type(values)):
-            reason = key_of(field).stream
-            if (
-                not reason
-                or (reason == "evaluation" and custom.val_jsonl)
-                or getattr(values, field.name) == field.default
-            ):
-                continue
-            if reason == "evaluation":
-                reason = "is of measured lengths, but a stream measures its evaluation alone, and has none"
-            yield Fault(f"{section}.{field.name}", f"{reason}: remove it")
+            stream, is_set = key_of(field).stream, getattr(values, field.name) != field.default
+            if is_set and (stream == "refused" or (stream == "evaluation" and not custom.val_jsonl)):
+                yield Fault(f"{section}.{field.name}", "is of planned packs, which a stream has none of: remove it")
     if trainer.get("dataloader_persistent_workers"):
         reason = "keeps loader workers, but those of a stream start again with each epoch: remove it"
         yield Fault("training.dataloader_persistent_workers", reason)
@@ -180,20 +173,18 @@ def _unread_by_streams(config: RunConfig) -> Iterator[Fault]:
 
 
 def _endless_faults(training: TrainingConfig) -> Iterator[Fault]:
-    """Yield faults of a stream without `max_steps`, whose number of steps nobody knows."""
+    """Yield the fault of a stream without `max_steps` whose settings depend on its steps."""
     trainer = training.trainer
+    needing = [name for name in _IN_STEPS if 0 < (trainer.get(name) or 0) < 1]
+    if trainer.get("lr_scheduler_type", "cosine") not in _ENDLESS_SCHEDULES:
+        needing.append("lr_scheduler_type")
     if training.num_train_epochs % 1:
-        reason = f"is {training.num_train_epochs}, but a stream ends with whole epochs: round it, or set "
-        yield Fault("training.num_train_epochs", f"{reason}training.max_steps")
-    unknown = "of the number of steps, which a stream knows at its end: "
-    schedule = trainer.get("lr_scheduler_type", "cosine")
-    if schedule not in _ENDLESS_SCHEDULES:
-        reason = f"is {schedule}, a function {unknown}set it to one of {', '.join(_ENDLESS_SCHEDULES)}"
-        yield Fault("training.lr_scheduler_type", f"{reason}, or set training.max_steps")
-    for name in _IN_STEPS:
-        if 0 < (trainer.get(name) or 0) < 1:
-            remedy = "write training.warmup_steps" if name == "warmup_ratio" else "write a number of steps"
-            yield Fault(f"training.{name}", f"is {trainer[name]}, a share {unknown}{remedy}, or set training.max_steps")
+        needing.append("num_train_epochs")
+    if needing:
+        reason = (
+            f"is not set, but {', '.join(needing)} {agree(len(needing), 'depends', 'depend')} on the number of steps"
+        )
+        yield Fault("training.max_steps", f"{reason}, which a stream knows at its end: set it, or another schedule")
 
 
 def _tuner_faults(training: TrainingConfig) -> Iterator[Fault]:

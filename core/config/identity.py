@@ -48,17 +48,16 @@ def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None)
     )
 
 
+_OF_STREAMS = ("seed", "packing_buffer", "packing_drop_last", "packing_allow_single_long", "tuner_type")
+
+
 def stream_inputs(config: RunConfig) -> dict[str, Value]:
     """Return the settings that decide a stream's packs, by key."""
     training = config.training
     return {
         "template.max_length": config.packing_length,
-        "training.seed": training.seed,
-        "training.packing_buffer": training.packing_buffer,
         "training.packing_min_fill_ratio": str(training.packing_min_fill_ratio.normalize()),
-        "training.packing_drop_last": training.packing_drop_last,
-        "training.packing_allow_single_long": training.packing_allow_single_long,
-        "training.tuner_type": training.tuner_type,
+        **{f"training.{name}": getattr(training, name) for name in _OF_STREAMS},
     }
 
 

@@ -49,10 +49,9 @@ class Key:
     own: str = ""
     """Reason why each rank may have another value; without one, all ranks have to agree."""
 
-    stream: str = ""
+    stream: Literal["refused", "evaluation"] | None = None
     """
-    Reason why a stream takes no other value than the default; `evaluation` where it reads the key
-    to plan its evaluation alone.
+    Whether a stream refuses another value than the default; `evaluation` if it has none to plan.
     """
 
     by_command: bool = False

@@ -47,8 +47,6 @@ _ACCEPTS = "decides whether a result is accepted, not what it is"
 TRAINS = "decides how planned packs are trained"
 TUNES = "decides which weights are trained"
 
-_AS_PACKS_COME = "is of planned packs, but a stream trains packs as they come"
-
 
 _is_backend = must(
     lambda name: name in BACKENDS or bool({"/", "|"} & set(name)),  # kernels of a hub, paged ones
@@ -197,9 +195,7 @@ class CustomConfig:
     fusion_config: PathText | None = key(None, neither=_SELECTS)
     """YAML of a mix of data sets, or of a curriculum of mixes."""
 
-    fusion_schedule: Literal["planned"] | None = key(
-        None, neither=_SELECTS, stream="is for static plans: a stream draws its mix while it trains"
-    )
+    fusion_schedule: Literal["planned"] | None = key(None, neither=_SELECTS, stream="refused")
     """Draw and plan all epochs of `fusion_config` before training. Unset, a plan refuses a mix."""
 
     trainer_variant: Literal["sft", "rollout"] = key("sft", plan=True)
@@ -229,14 +225,10 @@ class CustomConfig:
     columns: dict[str, str] = key(attrs.Factory(dict), lengths="value", check=one_of(sorted(READ)))
     """The data's keys -> names of records, as `{q: query, a: response}`."""
 
-    on_bad_record: Literal["stop", "skip"] = key(
-        "stop", neither=_ACCEPTS, stream="is skip, but which records are bad is found by static plans"
-    )
+    on_bad_record: Literal["stop", "skip"] = key("stop", neither=_ACCEPTS, stream="refused")
     """`stop` at a record that cannot become a sample, or `skip` and count it."""
 
-    max_bad_share: Decimal = key(
-        Decimal("0.01"), neither=_ACCEPTS, check=share, stream="is of skipped records, and a stream skips none"
-    )
+    max_bad_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=share, stream="refused")
     """Share of records that may be skipped; more stop the run."""
 
     lengths: PathText | None = key(None, neither="names lengths that have the same fingerprint", stream="evaluation")
@@ -269,17 +261,10 @@ class TrainingConfig:
     packing_mode: Literal["static", "dynamic"] = key("static", neither=_STREAMS)
     """`static` in the variant `sft`, `dynamic` in `rollout`."""
 
-    packing_algorithm: str = key(
-        "constant_volume",
-        plan=True,
-        check=one_of(ALGORITHMS),
-        stream="packs plans, but a stream packs its buffer by constant_volume",
-    )
+    packing_algorithm: str = key("constant_volume", plan=True, check=one_of(ALGORITHMS), stream="refused")
     """One of `core.packers.ALGORITHMS`."""
 
-    packing_epochs: Literal["same", "replanned"] = key(
-        "same", plan=True, stream="is replanned, but the rollout variant packs while it trains"
-    )
+    packing_epochs: Literal["same", "replanned"] = key("same", plan=True, stream="refused")
     """
     `same`: every epoch has the packs of the first. `replanned`: each draws its own from `seed`.
     """
@@ -287,13 +272,13 @@ class TrainingConfig:
     packing_buffer: int = key(512, neither=_STREAMS, check=at_least(1))
     """Samples packed together in dynamic mode; static mode refuses other values."""
 
-    packing_balance: Literal["auto", "step", "microbatch", "none"] = key("auto", neither=TRAINS, stream=_AS_PACKS_COME)
+    packing_balance: Literal["auto", "step", "microbatch", "none"] = key("auto", neither=TRAINS, stream="refused")
     """
     Assign a step's packs to ranks by work: `step` for equal sums, `microbatch` for ranks that meet
     in each microbatch (FSDP, DeepSpeed from stage 2 on), `auto` for either, `none` as packs come.
     """
 
-    packing_group_by_work: int = key(0, neither=TRAINS, check=at_least(0), stream=_AS_PACKS_COME)
+    packing_group_by_work: int = key(0, neither=TRAINS, check=at_least(0), stream="refused")
     """
     Window, in optimizer steps, within which each step gets packs of like work; 0: steps as drawn.
     Grouped steps are biased.
@@ -316,18 +301,11 @@ class TrainingConfig:
     Pack the evaluation; unset, for static plans. Never without `packing`. The metric is the same.
     """
 
-    packing_wait_timeout_s: float = key(
-        7200.0,
-        neither=_MEASURES,
-        check=at_least(0),
-        stream="evaluation",
-    )
+    packing_wait_timeout_s: float = key(7200.0, neither=_MEASURES, check=at_least(0), stream="evaluation")
     """Seconds that ranks wait for rank 0, and rank 0 for other jobs in its folders; 0: for ever."""
 
     packing_lengths_from: PathText | None = key(
-        None,
-        neither="names lengths that have the same fingerprint",
-        stream="evaluation",
+        None, neither="names lengths that have the same fingerprint", stream="evaluation"
     )
     """
     `output_dir` of another run with the same inputs, whose lengths are read if this run has none.
@@ -339,11 +317,7 @@ class TrainingConfig:
     """Samples between flushes of measured lengths; unset, by the size of the data."""
 
     packing_length_precompute_workers: int = key(
-        8,
-        neither=_MEASURES,
-        own="cores of a rank's machine",
-        check=at_least(1),
-        stream="evaluation",
+        8, neither=_MEASURES, own="cores of a rank's machine", check=at_least(1), stream="evaluation"
     )
     """Processes that measure, at most one a core."""
 
@@ -359,20 +333,14 @@ class TrainingConfig:
     per_device_eval_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
     """Samples of a padded evaluation batch; packed evaluation forces 1."""
 
-    dataloader_drop_last: bool = key(
-        False,
-        neither=TRAINS,
-        stream="is of plans, and training.packing_drop_last says what a stream drops at the end of an epoch",
-    )
+    dataloader_drop_last: bool = key(False, neither=TRAINS, stream="refused")
     """Drop packs that do not fill all ranks; `false` repeats packs from the front."""
 
     num_train_epochs: float = key(3.0, neither=TRAINS)
     """Epochs; may be fractional, but not in streams."""
 
     max_steps: int = key(
-        -1,
-        neither=TRAINS,
-        check=must(lambda steps: steps == -1 or steps >= 1, "at least 1, or -1 for no limit"),
+        -1, neither=TRAINS, check=must(lambda steps: steps == -1 or steps >= 1, "at least 1, or -1 for no limit")
     )
     """Optimizer steps in total, if positive; overrides epochs."""
 

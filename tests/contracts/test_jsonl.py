@@ -82,12 +82,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, line, says):
         _ = open_records((str(tmp_path / "b.json"),), cache=tmp_path)[1]
 
 
-def test_an_object_over_several_lines_is_one_message(tmp_path: Path):
-    """Not one for each line; so is a JSON file of one object; an array may be indented."""
-    for name, value in (("a.jsonl", {"a": 1}), ("b.json", {"data": [{"a": 1}]})):
-        (tmp_path / name).write_text("\ufeff" + json.dumps(value, indent=2) * 2, "utf-8")
-        with pytest.raises(DataSetError, match=rf"{name} is pretty-printed, .*: write each record on one line, as jq"):
-            open_records((str(tmp_path / name),))
+def test_an_array_may_be_indented(tmp_path: Path):
     (tmp_path / "c.jsonl").write_text(json.dumps([{"a": 1}, {"a": 2}], indent=2))
 
     assert [{"a": 1}, {"a": 2}] == [*open_records((str(tmp_path / "c.jsonl"),), cache=tmp_path)]

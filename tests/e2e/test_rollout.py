@@ -209,12 +209,6 @@ def test_what_needs_a_plan_refuses_a_stream(write_rollout, capsys):
 @pytest.mark.parametrize(
     ("custom", "training", "says"),
     [
-        ({}, {"max_steps": -1, "num_train_epochs": 1.5}, "training.num_train_epochs: is 1.5, but a stream ends with"),
-        ({}, {"max_steps": -1, "lr_scheduler_type": "cosine"}, "training.lr_scheduler_type: is cosine, a function of"),
-        ({}, {"max_steps": -1, "warmup_ratio": 0.1}, "training.warmup_ratio: is 0.1, .* write training.warmup_steps"),
-        ({}, {"max_steps": -1, "save_steps": 0.5}, "training.save_steps: is 0.5, a share of the number of steps"),
-        ({}, {"packing": False}, "training.packing: is false"),
-        ({}, {"packing_mode": "static"}, "training.packing_mode: is static, but the rollout"),
         ({}, {"resume_from_checkpoint": "last"}, "finds no whole checkpoint"),
         ({"fusion_config": "mix.yaml"}, {}, "both name the data"),
     ],

@@ -93,6 +93,15 @@ REFUSED = {
 }  # fmt: skip
 """Key -> values that it does not take, whatever the other keys say."""
 
+ENDLESS = {**ROLLOUT, "training.max_steps": -1, "training.lr_scheduler_type": "constant"}
+"""A stream that ends with its epochs."""
+
+SHARES = {
+    "training.num_train_epochs": 1.5, "training.lr_scheduler_type": "cosine", "training.warmup_ratio": 0.1,
+    "training.save_steps": 0.5,
+}  # fmt: skip
+"""Key -> value that depends on the number of steps."""
+
 LORA, MIX = {"training.tuner_type": "lora"}, {"custom.fusion_config": "mix.yaml", "custom.train_jsonl": None}
 
 
@@ -119,6 +128,9 @@ LORA, MIX = {"training.tuner_type": "lora"}, {"custom.fusion_config": "mix.yaml"
         ({**LORA, "training.lorap_lr_ratio": 16, "training.optimizer": "muon"}, "training.lorap_lr_ratio"),
         ({**LORA, "training.lorap_lr_ratio": 16, "training.vit_lr": 1e-5}, "training.lorap_lr_ratio"),
         ({**ROLLOUT, "training.packing_algorithm": "certified"}, "training.packing_algorithm"),
+        ({**ROLLOUT, "training.packing": False, "training.packing_mode": "static"},
+         "training.packing training.packing_mode"),
+        *(({**ENDLESS, key: value}, "training.max_steps") for key, value in SHARES.items()),
         ({**ROLLOUT, "training.packing_lengths_from": "runs/a"}, "training.packing_lengths_from"),
         ({**ROLLOUT, "training.dataloader_persistent_workers": True}, "training.dataloader_persistent_workers"),
         ({**ROLLOUT, **MIX, "training.train_dataloader_shuffle": False}, "training.train_dataloader_shuffle"),
@@ -142,6 +154,7 @@ def test_values_that_cannot_be_are_refused_by_their_keys(keys, refused):
         {"training.num_train_epochs": 999_999},
         {"training.num_train_epochs": 1e6, "training.max_steps": 3},
         {"training.packing_buffer": 512},
+        ENDLESS,
         {"training.packing": False, "training.packing_buffer": 16, "training.packing_mode": "dynamic"},
     ],
 )
