@@ -5,11 +5,10 @@ Write the plugin that trains planned packs inside another tool's own command.
 plugin.py`: see docs/use-it-in/swift.md. Types of `swift rlhf` other than dpo take the plugin
 without `--packing`: they train their own batches, and compute no padding. With the words of a
 command, as in `packplan plugin swift -o plugin.py swift sft --model ...`, the command is planned
-first, and the plugin takes this plan alone: other data, arguments or ranks are refused.
+first, and the plugin refuses every other plan.
 """
 
 from pathlib import Path
-from pprint import pformat
 from typing import Any
 
 import numpy as np
@@ -55,10 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
         output: Path = options.output
         given: dict[str, Any] = {}
         if options.source:
-            given["planned"] = planned_of(require_command(options.source, words, world_size=options.world_size))
+            given["checksum"] = checksum_of(require_command(options.source, words, world_size=options.world_size))
         if options.any_version:
             given["any_version"] = True
-        called = ", ".join(f"{name}={pformat(value, width=100, sort_dicts=False)}" for name, value in given.items())
+        called = ", ".join(f"{name}={value!r}" for name, value in given.items())
         write_new(output, _TEXT.format(name=output.name, options=called))
         print(f"{output}: add --packing true --external_plugins {output} to a command of swift sft, pt, or rlhf (dpo)")
         print("other types of swift rlhf take it without --packing, and compute no padding")
@@ -66,8 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
     return run_command(command, verbose=options.verbose, quiet=options.quiet)
 
 
-def planned_of(config: RunConfig) -> dict[str, Any]:
-    """Plan a command of ms-swift, and return what the plugin compares: see its `install`."""
+def checksum_of(config: RunConfig) -> str:
+    """Plan a command of ms-swift, and return the checksum that the plugin compares."""
     with loading_libraries():
         from packplan.app.plan.build import build
         from packplan.app.wiring.ranks import joined_ranks
@@ -79,5 +78,4 @@ def planned_of(config: RunConfig) -> dict[str, Any]:
     # The rows that ms-swift leaves out have no number there.
     kept = sample_indices(train.table)
     packs = Packs(train.raw.packs.offsets, np.searchsorted(kept, train.raw.packs.indices))
-    checksum = plan_checksum(packs, lengths=column(train.table, "length")[kept].astype(np.int64))
-    return {"flags": config.command.flags(), "ranks": config.command.world_size, "checksum": checksum}
+    return plan_checksum(packs, lengths=column(train.table, "length")[kept].astype(np.int64))

@@ -180,17 +180,13 @@ class StoredPlan:
 class Lock(Protocol):
     """Lock that lets one job at a time write to the stores."""
 
-    def held(
-        self, *, timeout_s: float, report: ReportProgress, limit_s: float | None = None
-    ) -> AbstractContextManager[None]:
+    def held(self, *, timeout_s: float, report: ReportProgress) -> AbstractContextManager[None]:
         """
         Hold the lock; it is free as soon as its holder's process is gone.
 
         Args:
             timeout_s: Seconds to wait for another job; 0 waits for ever.
             report: Called with a message on the job that this one waits for.
-            limit_s: Seconds that all waits of this run may take, for the error; None means
-                *timeout_s*.
 
         Raises:
             OutputError: Another job held the lock for the whole time.
@@ -208,9 +204,7 @@ class RankGroup(Protocol):
     def world_size(self) -> int:
         """Number of learners."""
 
-    def from_rank_zero(
-        self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float, limit_s: float | None = None
-    ) -> Arrays:
+    def from_rank_zero(self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float) -> Arrays:
         """
         Return rank 0's arrays on every rank; no collective is outstanding while they are built.
 
@@ -218,27 +212,13 @@ class RankGroup(Protocol):
             build: Function that rank 0 alone runs, perhaps for hours. The waiting ranks show its
                 progress.
             timeout_s: Seconds that the others wait; 0 waits for ever.
-            limit_s: Seconds that all waits of this run may take, for the error; None means
-                *timeout_s*.
 
         Raises:
             RunError: Rank 0 failed, died or was too slow; on the other ranks, with its reason.
         """
 
-    def gather(self, value: str, /, *, timeout_s: float | None = None, limit_s: float | None = None) -> tuple[str, ...]:
-        """
-        Return the value of every rank, by rank.
-
-        Args:
-            value: Value of this rank.
-            timeout_s: Seconds to wait for the others, 0 for ever; None waits as long as a
-                collective may take.
-            limit_s: Seconds that all waits of this run may take, for the error; None means
-                *timeout_s*.
-
-        Raises:
-            RunError: A rank did not respond in time.
-        """
+    def gather(self, value: str, /) -> tuple[str, ...]:
+        """Return the value of every rank, by rank; RunError if one does not respond in time."""
 
     def stop_heartbeat(self) -> None:
         """End the waits for rank 0 alone, since planning is over."""

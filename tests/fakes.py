@@ -221,13 +221,11 @@ class FreeLock:
 
     def __init__(self) -> None:
         self.waits: list[float] = []  # seconds that each holder would have waited
-        self.limits: list[float | None] = []  # and that an error would have named
 
     @contextmanager
-    def held(self, *, timeout_s: float, report: ReportProgress, limit_s: float | None = None) -> Iterator[None]:
+    def held(self, *, timeout_s: float, report: ReportProgress) -> Iterator[None]:
         assert not self.is_held
         self.waits.append(timeout_s)
-        self.limits.append(limit_s)
         self.is_held = True
         try:
             yield
@@ -279,19 +277,12 @@ class ScriptedGroup:
     ) -> None:
         self.rank, self.world_size, self._others, self._hear = rank, world_size, others, hear
         self.waits: list[float] = []  # seconds that each wait could have taken
-        self.limits: list[float | None] = []  # and that an error would have named
 
-    def from_rank_zero(
-        self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float, limit_s: float | None = None
-    ) -> Arrays:
+    def from_rank_zero(self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float) -> Arrays:
         self.waits.append(timeout_s)
-        self.limits.append(limit_s)
         return build(self._hear)
 
-    def gather(self, value: str, *, timeout_s: float | None = None, limit_s: float | None = None) -> tuple[str, ...]:
-        if timeout_s is not None:
-            self.waits.append(timeout_s)
-            self.limits.append(limit_s)
+    def gather(self, value: str) -> tuple[str, ...]:
         return tuple(value if rank == self.rank else self._others(value) for rank in range(self.world_size))
 
     def gather_arrays(self, arrays: Arrays) -> tuple[Arrays, ...]:

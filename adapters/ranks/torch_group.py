@@ -53,23 +53,11 @@ class OneRank:
     rank = 0
     world_size = 1
 
-    def from_rank_zero(
-        self,
-        build: Callable[[ReportProgress], Arrays],
-        *,
-        timeout_s: float,  # noqa: ARG002  # no one waits
-        limit_s: float | None = None,  # noqa: ARG002
-    ) -> Arrays:
+    def from_rank_zero(self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float) -> Arrays:  # noqa: ARG002  # no one waits
         """Return the result of *build*; see `core.ports.RankGroup`."""
         return build(lambda _: None)
 
-    def gather(
-        self,
-        value: str,
-        *,
-        timeout_s: float | None = None,  # noqa: ARG002  # no one waits
-        limit_s: float | None = None,  # noqa: ARG002
-    ) -> tuple[str, ...]:
+    def gather(self, value: str) -> tuple[str, ...]:
         """Return the value alone; see `core.ports.RankGroup`."""
         return (value,)
 
@@ -126,25 +114,22 @@ class TorchGroup:
         self._calls = 0
         self._heartbeat = Heartbeat(self._store) if rank == 0 else None
 
-    def from_rank_zero(
-        self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float, limit_s: float | None = None
-    ) -> Arrays:
+    def from_rank_zero(self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float) -> Arrays:
         """Return on every rank what rank 0 builds; see `core.ports.RankGroup`."""
         self._calls += 1
         key = f"built/{self._calls}"
-        arrays = self._build(build, key) if self.rank == 0 else _like(self._await_values(key, timeout_s, limit_s))
+        arrays = self._build(build, key) if self.rank == 0 else _like(self._await_values(key, timeout_s))
         for array in arrays.values():
             self._broadcast(array, src=0)
         return arrays
 
-    def gather(self, value: str, *, timeout_s: float | None = None, limit_s: float | None = None) -> tuple[str, ...]:
+    def gather(self, value: str) -> tuple[str, ...]:
         """Return the value of every rank, by rank; see `core.ports.RankGroup`."""
         self._calls += 1
         keys = [f"gathered/{self._calls}/{rank}" for rank in range(self.world_size)]
         with name_lost_ranks(self.rank):
             self._store.set(keys[self.rank], value)
-        wait_s = self._timeout_s if timeout_s is None else timeout_s
-        return tuple(self._answers(keys, wait_s, limit_s, "rank_gone", late="for the other ranks"))
+        return tuple(self._answers(keys, self._timeout_s, "rank_gone", late="for the other ranks"))
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port
         """Return whether any rank's flag is set."""
@@ -200,12 +185,12 @@ class TorchGroup:
         self._store.set(key, f'{{"built": {_describe_arrays(arrays)}}}')
         return arrays
 
-    def _await_values(self, key: str, timeout_s: float, limit_s: float | None) -> list[tuple[str, str, list[int]]]:
+    def _await_values(self, key: str, timeout_s: float) -> list[tuple[str, str, list[int]]]:
         late = (
             "for rank 0 to measure and plan (training.packing_wait_timeout_s): raise it, or set it to 0 to wait for "
             "ever"
         )
-        answer = json.loads(self._answers([key], timeout_s, limit_s, "rank_zero", late=late)[0])
+        answer = json.loads(self._answers([key], timeout_s, "rank_zero", late=late)[0])
         if "failed" in answer:
             self._store.set(f"{key}/read/{self.rank}", "")
             raise RunError("rank_zero", f"rank 0 failed: {answer['failed']}")
@@ -213,18 +198,9 @@ class TorchGroup:
         return built
 
     def _answers(
-        self,
-        keys: list[str],
-        timeout_s: float,
-        limit_s: float | None,
-        kind: Literal["rank_gone", "rank_zero"],
-        *,
-        late: str,
+        self, keys: list[str], timeout_s: float, kind: Literal["rank_gone", "rank_zero"], *, late: str
     ) -> list[str]:
-        """
-        Wait for *keys*; raise RunError if rank 0 dies or falls silent, or they are late, by
-        *limit_s* in all.
-        """
+        """Wait for *keys*; raise RunError if rank 0 dies or falls silent, or they are late."""
         watch = _Watch(self._ear, keys)
         told = 0.0
         while not watch.over.wait(_POLL_S):
@@ -234,7 +210,7 @@ class TorchGroup:
                 silent = f"rank 0 has been silent for {silence:,.0f} s, so its node is down or cut off"
                 raise RunError(kind, f"{silent}; rank {self.rank} last heard: {heard}")
             if timeout_s and waited > timeout_s:
-                raise RunError(kind, f"rank {self.rank} waited {limit_s or timeout_s:,g} s {late}; last heard: {heard}")
+                raise RunError(kind, f"rank {self.rank} waited {waited:,.0f} s {late}; last heard: {heard}")
             if waited - told > _TELL_EVERY_S:
                 log.warning("rank %d has waited %.0f s; last heard of rank 0: %s", self.rank, waited, heard)
                 told = waited

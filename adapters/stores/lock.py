@@ -23,7 +23,7 @@ class FolderLock:
         self._path = folder / "write.lock"
 
     @contextmanager
-    def held(self, *, timeout_s: float, report: ReportProgress, limit_s: float | None = None) -> Iterator[None]:
+    def held(self, *, timeout_s: float, report: ReportProgress) -> Iterator[None]:
         """Hold the lock, and sweep away what a killed holder left; see `core.ports.Lock`."""
         with files.writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ class FolderLock:
             holder = self._path.read_text(encoding="utf-8") or "another job"
             waited = time.monotonic() - started
             if timeout_s and waited > timeout_s:
-                reason = f"{holder} writes it, and this run has waited {limit_s or timeout_s:,g} s in all"
+                reason = f"{holder} writes it, and this run has waited for {waited:,.0f} s"
                 raise OutputError(str(self.folder), reason, "locked")
             if waited < 2 * files.POLL_S:
                 log.info("waiting for %s, which writes %s", holder, self.folder)

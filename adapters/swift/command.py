@@ -21,7 +21,7 @@ from swift.utils import parse_args, seed_everything
 
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.swift.packs import ALGORITHMS
-from packplan.adapters.swift.refusals import planned_flags, refuse_arguments, type_faults
+from packplan.adapters.swift.refusals import refuse_arguments, type_faults
 from packplan.core.errors import ConfigError, Fault
 from packplan.core.fingerprint import Value
 
@@ -82,10 +82,6 @@ class SwiftCommand:
         """Return the arguments that lengths depend on, as ms-swift's template gets them."""
         asked = {**self.arguments.get_template_kwargs(), "task_type": self.arguments.task_type, "parts": self.num_parts}
         return {f"swift.{name}": value if isinstance(value, int) else str(value) for name, value in asked.items()}
-
-    def flags(self) -> dict[str, Any]:
-        """Return the arguments that decide the plan, by flag: see `planned_flags`."""
-        return planned_flags(self.arguments)
 
     def open_template(self) -> Any:
         """Return the template, in training mode; ConfigError if ms-swift refuses it."""

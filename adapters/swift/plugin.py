@@ -1,6 +1,6 @@
 """Installs plans into ms-swift, from the file that `--external_plugins` names."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,14 +12,14 @@ from swift.utils import is_master
 
 from packplan.adapters.loaders.rows import refuse_unlearned
 from packplan.adapters.swift.packs import AddFacts, PlannedPacks
-from packplan.adapters.swift.refusals import own_type, refuse_arguments, refuse_others, refuse_version
+from packplan.adapters.swift.refusals import own_type, refuse_arguments, refuse_version
 from packplan.adapters.swift.training import follow, unpad_models
 from packplan.core.checksum import plan_checksum
 from packplan.core.errors import DataSetError, PackplanError, counted
 from packplan.core.surface import Plan
 
 
-def install(*, planned: Mapping[str, Any] | None = None, any_version: bool = False) -> None:
+def install(*, checksum: str | None = None, any_version: bool = False) -> None:
     """
     Let `swift sft`, `swift pt` and `swift rlhf --rlhf_type dpo` train plans.
 
@@ -28,8 +28,8 @@ def install(*, planned: Mapping[str, Any] | None = None, any_version: bool = Fal
     a checkpoint.
 
     Args:
-        planned: Plan that the command has to have, as `packplan plugin swift` writes it: `flags`,
-            `ranks` and `checksum`. None takes the plan of whatever the command has.
+        checksum: Checksum of the plan that the command has to have, as `packplan plugin swift`
+            writes it. None takes the plan of whatever the command has.
         any_version: Try a version of ms-swift that the plugin was not tested with.
 
     Raises:
@@ -40,7 +40,7 @@ def install(*, planned: Mapping[str, Any] | None = None, any_version: bool = Fal
     if sft.PackingDataset is PlannedPacks:
         return
     pipeline: Any = sft.SwiftSft
-    plan = _Planning(planned, pipeline.train, pipeline._encode_dataset, pipeline._post_process_datasets)  # noqa: SLF001  # no public names
+    plan = _Planning(checksum, pipeline.train, pipeline._encode_dataset, pipeline._post_process_datasets)  # noqa: SLF001  # no public names
     sft.PackingDataset, sft.AddLengthPreprocessor = PlannedPacks, AddFacts
     SftArguments._check_padding_free = _method(plan.check)  # noqa: SLF001  # ms-swift's own demands flash attention
     SftArguments._init_stream = _method(partial(_replace_padding_free, SftArguments._init_stream))  # noqa: SLF001
@@ -82,7 +82,7 @@ def _replace_padding_free(resolve: Callable[[Any], None], arguments: Any) -> Non
 class _Planning:
     """Steps of ms-swift's pipeline, with a plan."""
 
-    planned: Mapping[str, Any] | None
+    checksum: str | None
     """See `install`."""
 
     _train: Callable[[Any, Any], Any]
@@ -95,8 +95,6 @@ class _Planning:
     def check(self, arguments: Any) -> None:
         """Refuse arguments that stand against the plan."""
         refuse_arguments(arguments)
-        if self.planned is not None:
-            refuse_others(arguments, flags=self.planned["flags"], ranks=self.planned["ranks"])
         arguments.padding_free = arguments.packing
 
     def encode(self, pipeline: Any, *data_sets: Any, **options: Any) -> Any:
@@ -126,9 +124,9 @@ class _Planning:
             return packed
         refuse_unlearned(packs.facts.learned)
         found = plan_checksum(packs.plan.packs, lengths=packs.plan.lengths)
-        if self.planned is not None and found != self.planned["checksum"]:
-            fact = "the data have changed since they were planned: all arguments are the same, but not the lengths"
-            raise DataSetError(fact)
+        if self.checksum not in (None, found):
+            message = f"the plan is {found[:12]}, but {self.checksum[:12]} was planned: data or arguments have changed"
+            raise DataSetError(message)
         return packed
 
     def train(self, pipeline: Any, trainer: Any) -> Any:

@@ -1,7 +1,6 @@
 """Arguments of ms-swift under which it would not train a plan as it stands: refused by flag."""
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from packplan.core.config.refusals import refusals_of
@@ -12,46 +11,6 @@ TESTED_VERSIONS = ("4.6.0",)
 
 _TYPES = ("dpo",)
 """Types of `swift rlhf` whose packs were shown to train as their samples alone do."""
-
-
-_DECIDES = (
-    "model", "model_type", "template", "system", "agent_template", "use_chat_template", "response_prefix", "norm_bbox",
-    "max_length", "max_pixels", "truncation_strategy", "packing_length", "packing_strategy", "task_type", "rlhf_type",
-    "dataset", "cached_dataset", "columns", "dataset_shuffle", "data_seed", "split_dataset_ratio", "strict",
-)  # fmt: skip
-"""Arguments that decide the lengths of the rows, or their order."""
-
-
-def planned_flags(arguments: Any) -> dict[str, Any]:
-    """Return the arguments that decide a plan, by flag, as values that JSON can hold."""
-    found = {f"--{name}": getattr(arguments, name, None) for name in _DECIDES}
-    values: dict[str, Any] = json.loads(json.dumps(found, default=str))
-    return values
-
-
-def refuse_others(arguments: Any, *, flags: Mapping[str, Any], ranks: int) -> None:
-    """
-    Refuse a command whose arguments are not those that were planned for; all at once.
-
-    Args:
-        arguments: Arguments of a command of ms-swift.
-        flags: Result of `planned_flags` when it was planned.
-        ranks: Ranks that it was planned for.
-
-    Raises:
-        ConfigError: They differ.
-    """
-    now = planned_flags(arguments)
-    faults = [
-        Fault(flag, f"is {now.get(flag)}, but the plan was made with {then}: plan again, or set it back")
-        for flag, then in flags.items()
-        if now.get(flag) != then
-    ]
-    if ranks != arguments.global_world_size:
-        reason = f"are {arguments.global_world_size}, but the plan was made for {ranks}: plan again, or start {ranks}"
-        faults.append(Fault("ranks", reason))
-    if faults:
-        raise ConfigError("the command", tuple(faults))
 
 
 def refuse_version(version: str) -> None:

@@ -1,6 +1,5 @@
 """ms-swift's trainers that follow the schedule of a plan, and models that compute no padding."""
 
-from pathlib import Path
 from typing import Any
 
 from swift.trainers import Seq2SeqTrainer
@@ -12,7 +11,6 @@ from packplan.adapters.hf.following import ServesPacks, add_base, require_same_r
 from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import refuse
 from packplan.adapters.hf.unpad import separate_samples, unpad
-from packplan.adapters.loaders.batches import saved_progress
 from packplan.adapters.models import load_strictly
 from packplan.adapters.swift.packs import PackCollator, PlannedPacks
 from packplan.core.align import align_plan
@@ -109,12 +107,6 @@ class _PlannedSwiftTraining(ServesPacks):
 
     is_fsdp_enabled: bool
     is_deepspeed_enabled: bool
-
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-        """Train; ArgumentError if a checkpoint has no progress of a plan."""
-        if resume_from_checkpoint is not None:
-            saved_progress(Path(resume_from_checkpoint))
-        return super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]  # of the trainer's class
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return with_text_row(super()._prepare_inputs(inputs))  # type: ignore[misc]  # of the trainer's class

@@ -60,13 +60,9 @@ class Ranks:
         """
         self.group, self._timeout_s, self._clock, self._started_s = group, timeout_s, clock, clock()
 
-    def wait(self) -> dict[str, float]:
-        """
-        Return the options of a port's wait: the seconds that are left, and those in all, which an
-        error names. After the deadline, almost none are left.
-        """
-        left_s = max(self._timeout_s - (self._clock() - self._started_s), _LATE_S) if self._timeout_s else 0.0
-        return {"timeout_s": left_s, "limit_s": self._timeout_s}
+    def seconds_left(self) -> float:
+        """Return the seconds of a wait: almost none after the deadline, 0 without one."""
+        return max(self._timeout_s - (self._clock() - self._started_s), _LATE_S) if self._timeout_s else 0.0
 
     def build(self, lock: Lock, make: Callable[[ReportProgress], Arrays]) -> Arrays:
         """
@@ -81,10 +77,10 @@ class Ranks:
         """
 
         def locked(report: ReportProgress) -> Arrays:
-            with lock.held(**self.wait(), report=report):
+            with lock.held(timeout_s=self.seconds_left(), report=report):
                 return make(report)
 
-        return self.group.from_rank_zero(locked, **self.wait())
+        return self.group.from_rank_zero(locked, timeout_s=self.seconds_left())
 
     def require_same(self, what: str, value: str) -> None:
         """

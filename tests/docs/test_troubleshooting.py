@@ -131,7 +131,7 @@ EXAMPLES = (
     StaleError.sample(12, "data/train.jsonl.gz, line 13", LENGTH, copy="runs/first/records/b5bb9d80"),
     errors.NotBuiltError(FOLDER, "holds no plan"),
     errors.OutputError("runs/first", "No space left on device"),
-    errors.OutputError(FOLDER, "process 4711 on node3 writes it, and this run has waited 7,200 s in all", "locked"),
+    errors.OutputError(FOLDER, "process 4711 on node3 writes it, and this run has waited for 7,200 s", "locked"),
     RunError("rank_zero", "rank 0 failed: data/train.jsonl, line 17: is not UTF-8 text"),
     RunError("rank_gone", "rank 1 waited 1,800 s for the other ranks; last heard: nothing"),
     RunError("different_runs", errors.in_lines("ranks were given different runs", RUNS)),

@@ -241,7 +241,6 @@ def test_training_and_evaluation_share_one_deadline():
     assert [7, 1] == group.waits[:2]
     assert [6, 0.5] == waits[:2]
     assert all(0 < wait < 0.1 for wait in (group.waits[2], waits[2]))
-    assert {10} == {*group.limits, *(limit for desk in desks for limit in desk.lock.limits)}
 
     (for_ever := Desk()).plan(Ranks(for_ever.group, timeout_s=0, clock=iter([0]).__next__))
     assert ([0], [0]) == (for_ever.group.waits, for_ever.lock.waits)
