@@ -20,7 +20,6 @@ for module in (
     "packplan.adapters.trainer.equality",
     "packplan.adapters.trainer.planned",
     "packplan.adapters.trainer.streams.trainer",
-    "packplan.adapters.ranks.workers",
     "packplan.adapters.ranks.ray",
     "packplan.app.planning.log_lines",
     "packplan.app.sft",

@@ -1,5 +1,7 @@
 """
 Ranks over torch.distributed: rank 0 builds, the others wait on its store, arrays travel as tensors.
+
+`RankWorkers` lets each rank compute its own shard with a class of the user's.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal
@@ -28,7 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 from packplan.adapters.ranks.heartbeat import BEAT, DIED, Heartbeat
 from packplan.core.config.faults import with_remedy
 from packplan.core.errors import ConfigError, Fault, PackplanError, RunError, counted
-from packplan.core.ports import Arrays, ReportProgress
+from packplan.core.ports import Arrays, RankGroup, ReportProgress
 
 log = logging.getLogger(__name__)
 
@@ -368,6 +370,38 @@ class _Watch:
             self.lost = f"rank 0 is gone: {_first_sentence(error)}"
         finally:
             self.over.set()
+
+
+class RankWorkers:
+    """
+    Workers that are torchrun's ranks, or of this process alone; every rank gets all
+    results.
+    """
+
+    def __init__(self, worker: Any, group: RankGroup) -> None:
+        self._worker, self._group = worker, group
+
+    @property
+    def num_workers(self) -> int:
+        """Ranks of the group."""
+        return self._group.world_size
+
+    def run_all_workers_sharded_data(self, method: str, shards: Sequence[Any], /, **options: Any) -> list[Arrays]:
+        """Compute this rank's shard, and exchange the results; as `RayWorkers` does."""
+        rank = self._group.rank
+        try:
+            with name_lost_ranks(rank):
+                result: Arrays = getattr(self._worker, method)(shards[rank], **options)
+        except PackplanError:
+            raise
+        except Exception as error:
+            raise RunError.worker(rank, method, f"{type(error).__name__}: {error}") from error
+        self._group.any(False)  # noqa: FBT003  # unlike `gather_arrays`, it notices at once that a rank is gone
+        return list(self._group.gather_arrays(result))
+
+    def close(self) -> None:
+        """End what the worker started; the ranks leave when their program ends."""
+        self._worker.close()
 
 
 _BLOCK = 1 << 18

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from packplan import shard_packed
 from packplan.adapters.losses import PackedLoss, normalisers
 from packplan.adapters.ranks.torch_group import OneRank, TorchGroup
-from packplan.adapters.ranks.workers import RankWorkers
+from packplan.adapters.ranks.torch_group import RankWorkers
 from packplan.hf import separate_samples
 
 

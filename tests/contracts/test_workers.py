@@ -65,8 +65,7 @@ def each_fails_with_its_reason(workers, shards):
 
 def test_one_process_is_a_worker():
     """Its results, our errors as they are, others with their method and reason."""
-    from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.adapters.ranks.workers import RankWorkers
+    from packplan.adapters.ranks.torch_group import OneRank, RankWorkers
     from tests.contracts.light_worker import LightWorker
 
     workers = RankWorkers(LightWorker(), OneRank())
