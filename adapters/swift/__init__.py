@@ -1,8 +1,8 @@
 """
 Plans inside ms-swift's own commands.
 
-A plugin of two lines calls `install` from the file that `--external_plugins` names. `refusals` has
-the arguments that stand against a plan, `packs` the data set of packs, `training` the trainer that
+A plugin of two lines calls `install` from the file that `--external_plugins` names. `command` has
+a command and what stands against a plan, `packs` the data set of packs, `training` the trainer that
 follows their schedule.
 """
 

@@ -11,8 +11,8 @@ from swift.pipelines.train import sft
 from swift.utils import is_master
 
 from packplan.adapters.loaders.rows import refuse_unlearned
+from packplan.adapters.swift.command import own_type, refuse_arguments, refuse_version
 from packplan.adapters.swift.packs import AddFacts, PlannedPacks
-from packplan.adapters.swift.refusals import own_type, refuse_arguments, refuse_version
 from packplan.adapters.swift.training import follow, unpad_models
 from packplan.core.checksum import plan_checksum
 from packplan.core.errors import DataSetError, PackplanError, counted

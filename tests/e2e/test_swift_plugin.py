@@ -19,8 +19,8 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import packplan as pp
+from packplan.adapters.swift.command import refuse_version
 from packplan.adapters.swift.packs import AddFacts, PlannedPacks
-from packplan.adapters.swift.refusals import refuse_version
 from packplan.adapters.swift.training import unpad_models
 from packplan.app import plugin
 from packplan.core.align import align_plan
