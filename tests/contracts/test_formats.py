@@ -306,6 +306,20 @@ def test_a_folder_of_datasets_is_a_data_set(tmp_path):
         opened(tmp_path / "set")
 
 
+def test_a_folder_of_shards_is_a_data_set(tmp_path):
+    """By name; one that holds several is refused, and names them."""
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    for number in (1, 0):
+        write(tmp_path / "set" / "data", "a.parquet", RECORDS[number * 3 : number * 3 + 3]).rename(
+            tmp_path / "set" / "data" / f"train-0000{number}-of-00002.parquet"
+        )
+
+    assert [*map(plain, RECORDS[:6])] == list(opened(tmp_path / "set"))
+    write(tmp_path / "set" / "data", "a.parquet").rename(tmp_path / "set" / "data" / "test-00000-of-00001.parquet")
+    with pytest.raises(DataSetError, match=r"several data sets: name one of them, data/test\*.parquet, data/train\*"):
+        opened(tmp_path / "set")
+
+
 @given(st.lists(st.lists(st.text(alphabet='a,"\n\t é', max_size=4), min_size=2, max_size=2), min_size=1, max_size=4))
 def test_a_table_of_text_comes_back_as_the_csv_module_wrote_it(tmp_path_factory, rows):
     """Quotes, commas and line ends in a field; with tabs too; an empty field is none."""

@@ -1,8 +1,6 @@
 """`packplan measure`: its table equals full encodes, and runs take from it."""
 
-import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -60,31 +58,22 @@ def chats(count: int, first: int = 0) -> list[dict[str, str]]:
     return [{"query": f"say {n}", "response": "blue circle " * (1 + n % 7)} for n in range(first, first + count)]
 
 
-def test_a_table_equals_the_stored_lengths_of_a_run(write_run, run, demo, few_scenes, tmp_path):
-    """With the run's YAML; of all its data, images among them."""
-    path = write_run(custom={"train_jsonl": str(few_scenes), "val_jsonl": str(demo / "data" / "val.jsonl")})
-    assert 0 == plan.main(["build", str(path)])
-    kept = [DiskLengthStore(tmp_path / "run" / "static_packing" / split).inspect() for split in ("train", "eval")]
-
-    run("--config", path)
-
-    rows = rows_of(tmp_path / "lengths.parquet")
-    table = np.concatenate([one.rows.table for one in kept])
-    assert table.tolist() == [[int(row[name]) for name in COLUMNS] for row in rows]
-    media = np.concatenate([one.rows.media for one in kept])
-    assert media.tolist() == [[*one.values()] for row in rows for one in row["media"]]
-    assert list(range(len(rows))) == [row["index"] for row in rows]
-    assert not (tmp_path / "lengths.parquet.measuring").exists()
-
-
 def test_plans_of_a_run_that_takes_its_lengths_are_those_of_one_that_measures(  # noqa: PLR0917  # fixtures
     write_run, run, demo, few_scenes, tmp_path, monkeypatch
 ):
-    """Byte for byte; nothing but what is audited is encoded."""
+    """Byte for byte; the table is what the run stored, and only what is audited is encoded."""
     custom = {"train_jsonl": str(few_scenes), "val_jsonl": str(demo / "data" / "val.jsonl")}
     path = write_run(name="alone", custom=custom)
     assert 0 == plan.main(["build", str(path)])
     run("--config", path)
+    rows = rows_of(tmp_path / "lengths.parquet")
+    kept = [
+        DiskLengthStore(tmp_path / "alone" / "static_packing" / split).inspect().rows for split in ("train", "eval")
+    ]
+    table, media = (np.concatenate([getattr(one, name) for one in kept]) for name in ("table", "media"))
+    assert table.tolist() == [[int(row[name]) for name in COLUMNS] for row in rows]
+    assert media.tolist() == [[*one.values()] for row in rows for one in row["media"]]
+    assert not (tmp_path / "lengths.parquet.measuring").exists()
     refuse_to_measure(monkeypatch)
 
     taking = write_run(name="taking", custom={**custom, "lengths": str(tmp_path / "lengths.parquet")})
@@ -92,34 +81,6 @@ def test_plans_of_a_run_that_takes_its_lengths_are_those_of_one_that_measures(  
 
     assert artefacts_of(tmp_path / "alone") == artefacts_of(tmp_path / "taking")
     assert 0 == plan.main(["verify", str(taking)])
-
-
-def test_records_are_known_by_content_wherever_they_are(write_run, run, demo, tmp_path, measured):
-    """In another order, file, format and folder; with media, another folder is measured."""
-    text = chats(40)
-    model = demo / "models" / "qwen2"
-    run(write_lines(tmp_path / "all.jsonl", text), "--model", model)
-    (tmp_path / "elsewhere").mkdir()
-    known, new = [*text[::-1][:20], *text[:3]], chats(2, first=100)
-    array = tmp_path / "elsewhere" / "some.json"
-    array.write_text(json.dumps([*known, *new]))
-    measured.clear()
-
-    lengths = str(tmp_path / "lengths.parquet")
-    path = write_run("qwen2", template={"system": None}, custom={"train_jsonl": str(array), "lengths": lengths})
-    assert 0 == plan.main(["build", str(path)])
-
-    assert [23, 24] == measured
-    sees, other = demo / "models" / "qwen2_5_vl", tmp_path / "moved"
-    shutil.copytree(demo / "data", other)
-    scenes = tmp_path / "scenes.parquet"
-    run(demo / "data" / "val.jsonl", "--model", sees, output=scenes)
-    first = rows_of(scenes)
-    measured.clear()
-    run(other / "val.jsonl", "--model", sees, output=scenes)
-    with_images = [index for index, row in enumerate(first) if row["images"]]
-    assert set(with_images) <= set(measured)
-    assert [row["length"] for row in first] == [row["length"] for row in rows_of(scenes)]
 
 
 def test_a_table_is_continued_with_records_that_it_lacks(run, demo, tmp_path, measured):

@@ -14,9 +14,8 @@ from PIL import Image
 
 from packplan.adapters.lifeline import open_pool
 from packplan.adapters.samples import places
-from packplan.adapters.samples.copies import MOST_BYTES, MediaCache, local_files
+from packplan.adapters.samples.copies import MediaCache, local_files
 from packplan.adapters.samples.measurer import SwiftMeasurer
-from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.app import measure
 from packplan.app.plan import __main__ as plan
 from packplan.core.errors import DataSetError
@@ -165,36 +164,6 @@ def test_patterns_of_places_are_listed(objects, run, tmp_path, kind):
     assert "no such file" in run(f"{place}/none-*.jsonl", status=2, model="qwen2").replace("matches no", "no such")
 
 
-def test_measuring_that_was_interrupted_goes_on_and_asks_for_nothing_twice(  # noqa: PLR0917  # fixtures
-    objects, data, run, tmp_path, monkeypatch, measured
-):
-    """Neither for records nor media that were measured, few that are compared aside."""
-    place = uploaded(objects, data, "http")
-    words = (f"{place}/records.jsonl", "training.packing_length_cache_persist_every=10")
-    append, calls = DiskLengthStore.append, iter(range(100))
-
-    def interrupted(*arguments, **options):
-        if next(calls) == 4:
-            raise KeyboardInterrupt
-        return append(*arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DiskLengthStore, "append", interrupted)
-        assert "what was measured is kept; run again to go on" in run(*words, status=130)
-    left = tmp_path / "lengths.parquet.measuring"
-    assert f"remove {left}, or name another file" in run(*words, "template.system=Look.", status=2)
-    objects.sent.clear()
-    measured.clear()
-
-    run(*words)
-
-    assert list(range(40, NUM + 4)) == measured
-    read = ["records.jsonl", *(f"images/{n}.jpg" for n in range(40))]
-    assert 0 == sum(objects.sent[f"/bucket/data/{name}"] for name in read)
-    run(*words, output="whole.parquet")
-    assert (tmp_path / "whole.parquet").read_bytes() == (tmp_path / "lengths.parquet").read_bytes()
-
-
 def test_a_file_that_changed_is_copied_again(objects, run, tmp_path, measured):
     """And its old records are taken from the table; one that is gone is read from its copy."""
     first = [asked(f"say {n}") for n in range(40)]
@@ -257,21 +226,6 @@ def test_a_file_that_changes_while_it_is_fetched_is_refused(objects, tmp_path, m
     assert not list(tmp_path.rglob("b.jsonl"))
 
 
-def test_a_file_that_is_too_large_is_refused(objects, data, run, tmp_path, monkeypatch):
-    """Of records, images and videos."""
-    place = uploaded(objects, data, "http")
-    for kind, record in (
-        ("file", None),
-        ("image", asked("say", images=["images/1.jpg"])),
-        ("video", asked("say", videos=["clip.mp4"])),
-    ):
-        if record:
-            objects.held["/bucket/data/records.jsonl"] = json.dumps(record).encode()
-        with monkeypatch.context() as patch:
-            patch.setitem(MOST_BYTES, kind, 500)
-            assert "it has more than 500 bytes" in run(f"{place}/records.jsonl", status=2)
-
-
 def written(folder: Path) -> bytes:
     return b"\n".join(file.read_bytes() + str(file).encode() for file in folder.rglob("*") if file.is_file())
 
@@ -313,27 +267,17 @@ def test_errors_of_libraries_lose_what_may_be_credentials(monkeypatch):
     assert "no answer of https://host/a.jsonl?… with …" == text
 
 
-def test_another_signature_of_the_same_url_is_the_same_data(objects, data, run, tmp_path, measured):
-    """Of the file and of its images: nothing is measured again, and the table is equal."""
-    uploaded(objects, data, "http")
-    for signature in ("first", "second"):
+def test_another_signature_of_the_same_url_is_the_same_data(objects, data, tmp_path):
+    """Of a file of records, and of an image: fetched once, into one copy."""
+    place = uploaded(objects, data, "http")
+    for name, copy_of in (
+        ("records.jsonl", lambda url: local_files(url, tmp_path / "records")[0]),
+        ("images/1.jpg", MediaCache(tmp_path / "media").path),
+    ):
         objects.sent.clear()
-        measured.clear()
-        query = f"?X-Amz-Signature={signature}&X-Amz-Date={len(signature)}"
-        images = [f"{objects.url}/bucket/data/images/{n}.jpg{query}" for n in range(8)]
-        objects.held["/bucket/data/signed.jsonl"] = write(
-            tmp_path / "signed.jsonl", [asked("say", images=[image]) for image in images]
-        ).read_bytes()
-        run(f"{objects.url}/bucket/data/signed.jsonl{query}")
-        tables = [*locals().get("tables", []), pq.read_table(tmp_path / "lengths.parquet")]
-
-    assert tables[0].equals(tables[1])
-    assert not measured
-    objects.sent.clear()
-    place = f"{objects.url}/bucket/data/images/1.jpg?X-Amz-Signature="
-    files = {MediaCache(tmp_path / "media").path(f"{place}{signature}") for signature in "ab"}
-    assert 1 == len(files)
-    assert len(objects.held["/bucket/data/images/1.jpg"]) == sum(objects.sent.values())
+        copies = {str(copy_of(f"{place}/{name}?X-Amz-Signature={signature}")) for signature in "ab"}
+        assert 1 == len(copies)
+        assert len(objects.held[f"/bucket/data/{name}"]) == sum(objects.sent.values())
 
 
 @pytest.mark.parametrize("kind", ["http", "s3"])
@@ -395,23 +339,3 @@ def test_a_run_plans_and_trains_a_place_and_then_needs_no_network(  # noqa: PLR0
     assert 0 == plan.main(["build", str(files)])
     packs = [artefacts_of(tmp_path / name)["train/raw_plan.indices.bin"] for name in ("run", "files")]
     assert packs[0] == packs[1]
-
-
-def test_a_folder_of_shards_is_a_data_set(run, tmp_path):
-    """One that holds several is refused, and names them."""
-    import datasets
-
-    rows = [{"query": f"say {n}", "response": "yes " * n} for n in range(1, 13)]
-    table, shards = datasets.Dataset.from_list(rows), tmp_path / "shards" / "data"
-    shards.mkdir(parents=True)
-    run(write(tmp_path / "rows.jsonl", rows), model="qwen2", output="files.parquet")
-    for number in range(3):
-        table.shard(3, number, contiguous=True).to_parquet(shards / f"train-{number:05}-of-00003.parquet")
-
-    run(tmp_path / "shards", model="qwen2")
-
-    assert lengths_of(tmp_path / "files.parquet").equals(lengths_of(tmp_path / "lengths.parquet"))
-    table.to_parquet(shards / "test-00000-of-00001.parquet")
-    assert "holds several data sets: name one of them, data/test*.parquet, data/train*.parquet" in run(
-        tmp_path / "shards", status=2, model="qwen2"
-    )
