@@ -116,83 +116,54 @@ class EditedSource(ListSource):
             raise StaleError.sample(index, f"{self.name}, line {index + 1}", (Difference("content", "ad", "8b"),))
 
 
-class RestlessSource(ListSource):
-    """Measures longer each time it is asked, as a generator that is drawn from per call would."""
+class OddSource(ListSource):
+    """
+    Measures a sample by so many tokens longer as a function says of the source, its index, and the
+    epoch of another process, None in this one.
+    """
+
+    def __init__(self, lengths: list[int], more: Callable[[Any, int, int | None], int]) -> None:
+        super().__init__(lengths)
+        self.more = more
+        self.differs = 0
 
     def measure(self, index: int) -> Measurement:
         super().measure(index)
-        return Measurement(self.lengths[index] + len(self.measured), 1, 1, 4)
-
-
-class OrderedSource(ListSource):
-    """Measures a sample longer when it comes after a later one."""
-
-    def measure(self, index: int) -> Measurement:
-        before = self.measured[-1] if self.measured else -1
-        plain = super().measure(index)
-        return Measurement(plain.length + (before > index), 1, 1, 4)
-
-
-class DriftedSource(ListSource):
-    """One sample measures otherwise than it did, though nothing that is fingerprinted changed."""
-
-    def __init__(self, lengths: list[int], *, drifted: int) -> None:
-        super().__init__(lengths)
-        self.drifted = drifted
-
-    def measure(self, index: int) -> Measurement:
-        plain = super().measure(index)
-        return Measurement(plain.length + (index == self.drifted), 1, 1, 4)
-
-
-class ElsewhereSource(ListSource):
-    """Measures one sample otherwise in another process or epoch."""
-
-    def __init__(self, lengths: list[int], *, epoch_matters: bool) -> None:
-        super().__init__(lengths)
-        self.epoch_matters = epoch_matters
-        self.differs = 0  # which one
+        return Measurement(self.lengths[index] + self.more(self, index, None), 1, 1, 4)
 
     def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
-        more = epoch if self.epoch_matters else 1
-        return [
-            MeasuredSample(Measurement(self.lengths[index] + more * (index == self.differs), 1, 1, 4))
-            for index in indices
-        ]
+        self.elsewhere = list(indices)
+        found = [self.lengths[index] + self.more(self, index, epoch) for index in indices]
+        return [MeasuredSample(Measurement(length, 1, 1, 4)) for length in found]
+
+
+UNSTEADY = {
+    "each call": lambda source, *_: len(source.measured),
+    "order": lambda source, index, _: int(index < max(source.measured[-2:-1], default=-1)),
+    "epoch": lambda source, index, epoch: (epoch or 0) * (index == source.differs),
+    "process": lambda source, index, epoch: int(epoch is not None and index == source.differs),
+}
+"""Ways in which samples measure differently, for `OddSource`."""
 
 
 class GuessingSource(ListSource):
-    """Its shortcut is wrong for one sample."""
+    """Its shortcut is wrong for one sample; it may find that while it measures."""
 
-    def __init__(self, lengths: list[int], *, wrong: int) -> None:
+    def __init__(self, lengths: list[int], *, wrong: int, audits: bool = False) -> None:
         super().__init__(lengths)
-        self.wrong = wrong
+        self.wrong, self.audits = wrong, audits
         self.ways: list[bool] = []
         self.bad: int | None = None  # in full
 
     def measure_here(self, indices: Sequence[int], *, in_full: bool) -> Iterator[RecordOutcome]:
         self.ways.append(in_full)
         for index in indices:
+            is_wrong = index == self.wrong and not in_full
+            if is_wrong and self.audits:
+                raise ShortcutError(f"{self.name}, line {index + 1}", (1,), (2,))
             if in_full and index == self.bad:
                 yield RecordError(f"{self.name}, line {index + 1}", "cannot be measured")
-            length = self.lengths[index] + (index == self.wrong and not in_full)
-            yield MeasuredSample(Measurement(length, 1, 1, 4), self.media_facts(index))
-
-
-class AuditedSource(ListSource):
-    """Finds its shortcut to be wrong while it measures, at one of its samples."""
-
-    def __init__(self, lengths: list[int], *, wrong: int) -> None:
-        super().__init__(lengths)
-        self.wrong = wrong
-        self.ways: list[bool] = []
-
-    def measure_here(self, indices: Sequence[int], *, in_full: bool) -> Iterator[RecordOutcome]:
-        self.ways.append(in_full)
-        for index in indices:
-            if index == self.wrong and not in_full:
-                raise ShortcutError(f"{self.name}, line {index + 1}", (1,), (2,))
-            yield MeasuredSample(Measurement(self.lengths[index], 1, 1, 4), self.media_facts(index))
+            yield MeasuredSample(Measurement(self.lengths[index] + is_wrong, 1, 1, 4), self.media_facts(index))
 
 
 def folder_of(owner: object) -> Path:

@@ -23,7 +23,6 @@ from packplan.core.samples.tables import (
     UNKNOWN,
     BadRecord,
     KnownLengths,
-    MeasuredSample,
     Measurement,
     MediaTable,
     RecordOutcome,
@@ -56,10 +55,10 @@ measured at once.
 """
 
 
-COMPARED_S = 0.3
+COMPARED_TOKENS = 16_000
 """
-Seconds that encoding stored samples again may take, about, before all of them are trusted: fewer
-than `REPEATED_SAMPLES` are encoded where they take longer.
+Tokens of stored samples that are encoded again before all of them are trusted, at most: about 0.3 s
+for those of images. Fewer than `REPEATED_SAMPLES` are encoded where they have more.
 """
 
 CLOSE = 32
@@ -70,9 +69,6 @@ processes measure records that follow each other.
 
 _AT_ONCE = 10_000
 """Records whose digests are looked up at once."""
-
-_TOKEN_S, _PIXEL_S = 4e-6, 2e-8
-"""Seconds that encoding takes for each token, and for each pixel of images and of videos, about."""
 
 
 _SHOWN = 5
@@ -399,32 +395,22 @@ def _compare_stored(source: LengthSource, stored: Stored) -> int:
     Raises:
         DataSetError: One encodes to another measurement than is stored.
     """
-    samples = _spread_samples(stored, sample_indices(stored.table))
-    seconds = np.array([_encoding_s(one) for _, one in samples])
-    lightest = np.argsort(seconds, kind="stable")
-    fitting = int((np.cumsum(seconds[lightest]) <= COMPARED_S).sum())
-    few = [samples[place] for place in sorted(lightest[: max(fitting, 1)], reverse=True)]
-    for index, measured in few:
-        if (encoded := source.measure(index)) != measured.measurement:
+    samples = sample_indices(stored.table)
+    spread = samples[_spread(samples.size)]
+    lengths = column(stored.table, "length")[spread]
+    shortest = np.argsort(lengths, kind="stable")
+    fitting = int((np.cumsum(lengths[shortest]) <= COMPARED_TOKENS).sum())
+    few = sorted(spread[shortest[: max(fitting, 1)]].tolist(), reverse=True)
+    for index in few:
+        measured = from_row(stored.table, index)
+        if (encoded := source.measure(index)) != measured:
             message = (
-                f"sample {index} encodes to {to_row(encoded)}, but {to_row(measured.measurement)} are stored of it "
+                f"sample {index} encodes to {to_row(encoded)}, but {to_row(measured)} are stored of it "
                 f"({', '.join(COLUMNS)}), so the stored lengths are wrong: something that they depend on has changed "
                 "unseen; use another training.output_dir to measure and plan again"
             )
             raise DataSetError(message)
     return len(few)
-
-
-def _spread_samples(stored: Stored, samples: IntArray) -> list[tuple[int, MeasuredSample]]:
-    """Return a few of some samples, spread over all of them, by their indices."""
-    indices = samples[_spread(samples.size)].tolist()
-    return list(zip(indices, from_tables(stored.table, stored.media, indices), strict=True))
-
-
-def _encoding_s(sample: MeasuredSample) -> float:
-    """Return about how many seconds encoding a sample takes."""
-    pixels = sum(image.width * image.height * max(image.num_frames, 1) for image in sample.media)
-    return _TOKEN_S * sample.measurement.length + _PIXEL_S * pixels
 
 
 def _compare_elsewhere(source: LengthSource, measured: Mapping[int, Measurement]) -> None:
@@ -477,7 +463,9 @@ def _check_images(source: LengthSource, stored: Stored) -> None:
     Compare the images of some stored samples: a folder of other images is found before training
     meets them.
     """
-    for index, measured in _spread_samples(stored, np.flatnonzero(num_media(stored.table))):
+    samples = np.flatnonzero(num_media(stored.table))
+    indices = samples[_spread(samples.size)].tolist()
+    for index, measured in zip(indices, from_tables(stored.table, stored.media, indices), strict=True):
         for number, (then, now) in enumerate(zip(measured.media, source.media_facts(index), strict=True)):
             if differences := then.differences(now):
                 changes = "; ".join(map(str, differences))

@@ -1,7 +1,6 @@
 """Measuring and planning a split, over doubles: what is measured, kept, planned again, compared."""
 
 import logging
-from functools import partial
 
 import attrs
 import pytest
@@ -27,13 +26,11 @@ from packplan.core.samples.tables import column
 from packplan.core.work.model import SampleWorks, WorkModel
 from packplan.core.work.vision import VisionWork
 from tests.fakes import (
-    AuditedSource,
-    ElsewhereSource,
+    UNSTEADY,
     FailingSource,
     GuessingSource,
     ListSource,
-    OrderedSource,
-    RestlessSource,
+    OddSource,
     ScriptedGroup,
     TornPlanStore,
 )
@@ -133,19 +130,10 @@ def test_what_was_measured_before_a_failure_is_kept(bad, flush_every):
     assert all(0 < size <= flush_every for size in desk.lengths.flushes)
 
 
-UNSTEADY = pytest.mark.parametrize(
-    "unsteady",
-    [RestlessSource, OrderedSource, partial(ElsewhereSource, epoch_matters=True),
-     partial(ElsewhereSource, epoch_matters=False)],
-    ids=["each call", "order", "epoch", "process"],
-)  # fmt: skip
-"""Sources whose samples measure differently, made from lengths."""
-
-
-@UNSTEADY
+@pytest.mark.parametrize("unsteady", UNSTEADY)
 def test_samples_that_measure_differently_are_refused(unsteady):
     """Such a plan would be wrong in training; the next run does not trust them either."""
-    desk = Desk(unsteady(LENGTHS))
+    desk = Desk(OddSource(LENGTHS, UNSTEADY[unsteady]))
 
     for flush_every in (1, 3, 8, 100):
         with pytest.raises(DataSetError, match="encode the same every time: make the preprocessing deterministic"):
@@ -158,7 +146,7 @@ def test_lengths_measured_but_not_checked_are_checked_by_the_next_run():
     desk = Desk(FailingSource(LENGTHS, bad={6}))
     with pytest.raises(RecordError):
         desk.plan()
-    desk.source = ElsewhereSource(LENGTHS[:6], epoch_matters=True)
+    desk.source = OddSource(LENGTHS[:6], UNSTEADY["epoch"])
 
     with pytest.raises(DataSetError, match="epoch 1"):
         desk.plan()
@@ -179,10 +167,10 @@ def test_an_image_replaced_after_measuring_is_found_at_the_next_start():
     assert REPEATED_SAMPLES == len(desk.lengths.stored().repeatability["samples"])
 
 
-@given(st.sampled_from([GuessingSource, AuditedSource]), st.integers(0, 7), st.integers(1, 9))
-def test_a_shortcut_that_is_wrong_is_given_up(kind, wrong, flush_every):
+@given(st.booleans(), st.integers(0, 7), st.integers(1, 9))
+def test_a_shortcut_that_is_wrong_is_given_up(audits, wrong, flush_every):
     """At the end, or on the way: all is encoded in full then, and nothing else stays."""
-    desk = Desk(kind(LENGTHS, wrong=wrong))
+    desk = Desk(GuessingSource(LENGTHS, wrong=wrong, audits=audits))
 
     table = desk.plan(flush_every=flush_every).table
 

@@ -2,22 +2,21 @@
 
 import pytest
 
-from packplan.app.planning.measure import REPEATED_FIRST_ABOVE, REPEATED_SAMPLES
+from packplan.app.planning.measure import COMPARED_TOKENS, REPEATED_FIRST_ABOVE, REPEATED_SAMPLES
 from packplan.core.errors import DataSetError
-from tests.fakes import DriftedSource, ListSource, ScriptedGroup
+from tests.fakes import UNSTEADY, ListSource, OddSource, ScriptedGroup
 from tests.flows.desk import LENGTHS, Desk
-from tests.flows.test_planning import UNSTEADY
 
 
 @pytest.mark.parametrize("known", [0, 8])
-@UNSTEADY
+@pytest.mark.parametrize("unsteady", UNSTEADY)
 def test_many_samples_are_not_measured_when_a_few_measure_differently(unsteady, known):
     """The few that are encoded first are all that is encoded; nothing more is stored."""
     lengths = LENGTHS * 1000
     desk = Desk(ListSource(lengths[:known]))
     if known:
         desk.plan()
-    desk.source = unsteady(lengths)
+    desk.source = OddSource(lengths, UNSTEADY[unsteady])
     desk.source.differs = known
 
     with pytest.raises(DataSetError, match="encode the same every time"):
@@ -34,7 +33,7 @@ def test_stored_lengths_are_not_trusted_when_samples_encode_to_others(drifted, w
     """The first that differs is named with both; nothing is planned, measured or lost."""
     desk = Desk(ListSource(LENGTHS * 50), group=ScriptedGroup(world_size=world_size))
     desk.plan()
-    desk.source = DriftedSource(LENGTHS * 50, drifted=drifted)
+    desk.source = OddSource(LENGTHS * 50, lambda _, index, __: index == drifted)
     length = LENGTHS[drifted % 8]
 
     with pytest.raises(
@@ -50,8 +49,8 @@ def test_stored_lengths_are_not_trusted_when_samples_encode_to_others(drifted, w
 
 
 def test_what_is_compared_at_a_start_is_little_however_long_samples_are():
-    """So many as take a fraction of a second, the lightest first, and one at least."""
-    for length, num in ((100, REPEATED_SAMPLES), (20_000, 4), (10_000_000, 1)):
+    """So many as have a few tokens together, the shortest first, and one at least."""
+    for length, num in ((100, REPEATED_SAMPLES), (COMPARED_TOKENS // 3 - 50, 4), (10_000_000, 1)):
         lengths = [length] * 100
         lengths[14] = 50
         desk = Desk(ListSource(lengths))

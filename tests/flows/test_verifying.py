@@ -9,7 +9,7 @@ from packplan.app.plan.verify import verify
 from packplan.core.errors import ArgumentError, NotBuiltError, RecordError
 from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan
-from tests.fakes import EditedSource, FailingSource, ListSource, RestlessSource
+from tests.fakes import UNSTEADY, EditedSource, FailingSource, ListSource, OddSource
 from tests.flows.desk import LENGTHS, Desk, policy
 from tests.flows.test_planning import UNMATCHED, MaskedSource
 
@@ -168,7 +168,7 @@ def test_samples_and_images_that_cannot_be_read_are_findings(built):
 
 
 def test_samples_that_measure_otherwise_each_time_are_findings(built):
-    assert ["samples"] * 8 == kinds(found(built, RestlessSource(LENGTHS)))
+    assert ["samples"] * 8 == kinds(found(built, OddSource(LENGTHS, UNSTEADY["each call"])))
 
 
 def test_padded_batches_are_verified_by_their_own_laws(tmp_path):
