@@ -45,6 +45,9 @@ class PlanSummary:
     gap: float | None
     """Packs beyond the bound, dropped ones included, over the bound. None without packing."""
 
+    auto_packs: int
+    """Packs that `auto` would need; 0 where it saves at most 0.2 %, or was not asked."""
+
     num_samples: int
     """Samples of the data set: planned, dropped and skipped ones."""
 
@@ -79,9 +82,6 @@ class PlanSummary:
 
     oversized_packs: int
     """Packs of more than 1.1 times the packing length, each a long sample."""
-
-    sample_coverage: float
-    """Planned samples over all samples."""
 
     token_coverage: float
     """Planned tokens over all tokens."""
@@ -122,9 +122,6 @@ class ScheduleSummary:
     unaligned_packs: int
     """Packs that every epoch drops at the end, since they do not fill the ranks."""
 
-    batches_per_rank: int
-    """Batches of a rank in an epoch. With packing, a batch is one pack."""
-
     gradient_accumulation_steps: int
     """Batches of a rank in one optimizer step."""
 
@@ -161,8 +158,8 @@ class ScheduleSummary:
 
 
 _PLAN_FIELDS = (
-    "packing_length", "lower_bound", "bound_kind", "num_samples", "planned_samples", "dropped_samples", "num_tokens",
-    "planned_tokens", "long_tokens", "skipped_tokens", "dropped_tokens",
+    "packing_length", "lower_bound", "bound_kind", "auto_packs", "num_samples", "planned_samples", "dropped_samples",
+    "num_tokens", "planned_tokens", "long_tokens", "skipped_tokens", "dropped_tokens",
 )  # fmt: skip
 """Figures of a `PlanSummary` that a plan has under the same names."""
 
@@ -206,7 +203,6 @@ def summarise(
         longest_pack=int(loads.max()),
         # In whole numbers: 1.1 is no binary fraction.
         oversized_packs=int((loads * 10 > plan.packing_length * 11).sum()),
-        sample_coverage=plan.planned_samples / plan.num_samples,
         token_coverage=plan.planned_tokens / plan.num_tokens,
         samples_per_pack=samples_per_pack,
         fill_mean=mean,
@@ -249,7 +245,6 @@ def summarise_schedule(
         packs_per_rank=aligned // schedule.world_size,
         repeated_packs=max(0, aligned - len(plan.packs)),
         unaligned_packs=max(0, len(plan.packs) - aligned),
-        batches_per_rank=schedule.batches_per_epoch,
         gradient_accumulation_steps=accumulation,
         effective_batch_size=schedule.world_size * schedule.batch_size * accumulation,
         steps_per_epoch=schedule.steps_per_epoch,

@@ -103,15 +103,15 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
     lengths, plan = open_lengths(kept.lengths), kept.plans.inspect()
     where, origin = str(kept.plans.folder), lengths.origin
     recipe = measured_recipe(config, name, lengths, where=where)
+    samples = samples_of(policy, lengths.rows.table, origin.files)
     if plan is None or plan.key.inputs["lengths"] != lengths.digest:
         # Where the lengths give no plan, building raises this too, and would not help.
         refuse_longer(lengths.tokens, policy)
-        samples = samples_of(policy, lengths.rows.table, origin.files)
         plan_samples(name, policy, samples, recipe=recipe, quick_bound=True)
         reason = "holds lengths, but no plan" if plan is None else "holds a plan of other lengths than it holds"
         raise NotBuiltError(where, reason)
     if recipe is not None:
-        planner = EpochPlanner(policy, recipe, samples_of(policy, lengths.rows.table, origin.files))
+        planner = EpochPlanner(policy, recipe, samples)
         plan = attrs.evolve(plan, plan=_plan_of_epoch(planner, plan, epoch or 0, lengths.digest, where=where))
     elif epoch:
         raise ConfigError.at("--epoch", "is of runs whose epochs have plans of their own; here all have the same")
@@ -161,10 +161,8 @@ def _with_epochs(opened: StoredSplit, *, where: str) -> StoredSplit:
     if whole.end_of(last) < whole.max_steps if whole.max_steps > 0 else last + 1 < whole.num_train_epochs:
         raise NotBuiltError(where, f"holds plans up to epoch {last:,}, and the run has more epochs")
     count = max(opened.epoch + 1, whole.num_epochs)
-    return attrs.evolve(
-        opened, plan=attrs.evolve(opened.plan, epochs=records[:count]),
-        epochs=attrs.evolve(whole, num_packs=packs[:count]),
-    )  # fmt: skip
+    plan, epochs = attrs.evolve(opened.plan, epochs=records[:count]), attrs.evolve(whole, num_packs=packs[:count])
+    return attrs.evolve(opened, plan=plan, epochs=epochs)
 
 
 def _warnings(config: RunConfig, opened: StoredSplit) -> Iterator[str]:

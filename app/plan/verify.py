@@ -11,7 +11,7 @@ are encoded again; with --decode, the pixels of every image and of every frame o
 import argparse
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
@@ -95,10 +95,6 @@ def run(options: argparse.Namespace) -> None:
         raise MismatchError("unsound", f"{counted(number, 'finding')}: what is stored is not what training would use")
 
 
-Fault = tuple[str, str]
-"""Place and reason of one thing that is wrong."""
-
-
 @attrs.frozen
 class Finding:
     """One thing that is wrong."""
@@ -130,7 +126,7 @@ def verify(split: Split, *, num_samples: int = 0, decode: bool = False) -> Itera
     name, source, lengths_kept, plans_kept = split.name, split.source, split.stores.lengths, split.stores.plans
     damage = lengths_kept.damage()
     plan_damage = plans_kept.damage()
-    yield from _as_findings("artefacts", ((error.path, error.reason) for error in [*damage, *plan_damage]))
+    yield from (Finding("artefacts", error.path, error.reason) for error in [*damage, *plan_damage])
     origin = _or_none(lengths_kept.origin)
     if origin is None and not damage and not plan_damage:
         raise NotBuiltError(str(lengths_kept.folder), "holds no lengths")
@@ -138,25 +134,21 @@ def verify(split: Split, *, num_samples: int = 0, decode: bool = False) -> Itera
     if origin is not None:
         data_digest = partial(source.data_digest, without=[one.index for one in origin.bad])
         differences = origin.differences(source.fingerprint(), len(source), data_digest)
-        yield from _as_findings("inputs", _input_faults(str(lengths_kept.folder), origin, differences, source))
-    yield from _as_findings("copies", split.encoder.copy_faults())
+        yield from _input_faults(str(lengths_kept.folder), origin, differences, source)
+    yield from (Finding("copies", *fault) for fault in split.encoder.copy_faults())
     # What is damaged is named above, and compared with nothing.
     lengths, plan = _or_none(lengths_kept.inspect), _or_none(plans_kept.inspect)
     if lengths is None:
         return
     if plan is not None or not plan_damage:
         log.info("%s: checking the plan, and planning again", name)
-        yield from _as_findings("plan", _faults_of_plan(split, lengths, plan))
+        yield from _faults_of_plan(split, lengths, plan)
     # Where records came or went before others, these are other samples now.
     if len(source) != len(lengths.rows.table) and _other_data(differences):
         log.warning("%s: images and samples are not compared, since the data have other records", name)
         return
-    yield from _as_findings("images", _image_faults(name, lengths, source, decode=decode))
-    yield from _as_findings("samples", _sample_faults(name, lengths, source, num_samples))
-
-
-def _as_findings(check: str, faults: Iterable[Fault]) -> Iterator[Finding]:
-    return (Finding(check, where, reason) for where, reason in faults)
+    yield from _image_faults(name, lengths, source, decode=decode)
+    yield from _sample_faults(name, lengths, source, num_samples)
 
 
 T = TypeVar("T")
@@ -172,62 +164,64 @@ def _or_none(read: Callable[[], T | None]) -> T | None:
 
 def _input_faults(
     where: str, origin: Origin, differences: tuple[Difference, ...], source: LengthSource
-) -> Iterator[Fault]:
+) -> Iterator[Finding]:
     """
     Yield the differences between the run as it is now and the stored lengths, and each bad record
     that is another one now.
     """
     for difference in differences:
-        yield difference.key, f"measured with {difference.stored!r}, now {difference.current!r}"
+        yield Finding("inputs", difference.key, f"measured with {difference.stored!r}, now {difference.current!r}")
     total = len(source)
     if origin.num_measured < total and not _other_data(differences):
-        yield where, f"{origin.num_measured:,} of {counted(total, 'record')} are measured: build goes on"
+        reason = f"{origin.num_measured:,} of {counted(total, 'record')} are measured: build goes on"
+        yield Finding("inputs", where, reason)
     for one in origin.bad:
         if one.index < total and source.identity(one.index)[0] != one.sha256:
-            yield one.where, "changed, and was bad: build measures it again"
+            yield Finding("inputs", one.where, "changed, and was bad: build measures it again")
 
 
 def _other_data(differences: tuple[Difference, ...]) -> bool:
     return any(difference.key.startswith("data.") for difference in differences)
 
 
-def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | None) -> Iterator[Fault]:
+def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | None) -> Iterator[Finding]:
     """Hold the plan against the lengths and the run's policy, and plan again."""
     policy, where = split.policy, str(split.stores.plans.folder)
     if stored is None:
-        yield where, "no plan is stored: build plans"
+        yield Finding("plan", where, "no plan is stored: build plans")
         return
     key = split.plan_key(lengths.digest)
     differences = stored.key.differences(key)
     for difference in differences:
         reason = f"planned with {difference.stored!r}, now {difference.current!r}: build plans again"
-        yield difference.key, reason
+        yield Finding("plan", difference.key, reason)
     if stored.key.inputs["lengths"] != lengths.digest:
         return
     supervised = column(lengths.rows.table, "supervised") if split.name == "train" else None
     for reason in refusals(None if differences else stored.plan, lengths.tokens, policy, supervised=supervised):
-        yield where, reason
+        yield Finding("plan", where, reason)
     if not differences:
         samples = samples_of(policy, lengths.rows.table, lengths.origin.files)
         again = plan_samples(f"{split.name} again", policy, samples, recipe=split.recipe, quick_bound=True)
         bound = {name: getattr(stored.plan, name) for name in ("lower_bound", "bound_kind")}
         if attrs.evolve(again, **bound) != stored.plan:
-            yield where, "planned again from the stored lengths, it is another one"
+            yield Finding("plan", where, "planned again from the stored lengths, it is another one")
         if split.recipe is not None:
             yield from _faults_of_epochs(split, samples, stored)
 
 
-def _faults_of_epochs(split: Split, samples: EpochSamples, stored: StoredPlan) -> Iterator[Fault]:
+def _faults_of_epochs(split: Split, samples: EpochSamples, stored: StoredPlan) -> Iterator[Finding]:
     """Plan each epoch again, and compare it with its record."""
     planner = EpochPlanner(split.policy, split.recipe or EpochRecipe(), samples)
+    where = str(split.stores.plans.folder)
     if not stored.epochs:
-        yield str(split.stores.plans.folder), "the epochs have no records: build plans"
+        yield Finding("plan", where, "the epochs have no records: build plans")
     for record in progress(stored.epochs, desc=f"planning {split.name} again", unit=" epochs"):
         if planner.record(planner.plan(record.epoch)) != record:
-            yield str(split.stores.plans.folder), f"planned again, epoch {record.epoch} is another one"
+            yield Finding("plan", where, f"planned again, epoch {record.epoch} is another one")
 
 
-def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, decode: bool) -> Iterator[Fault]:
+def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, decode: bool) -> Iterator[Finding]:
     """Compare every image with what was stored of it."""
     table = lengths.rows.table[: len(source)]
     indices = np.flatnonzero(num_media(table))
@@ -237,15 +231,16 @@ def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, de
         try:
             found = source.media_facts(index, decode=decode)
         except (RecordError, StaleError) as error:
-            yield f"sample {index}", with_remedy(error)
+            yield Finding("images", f"sample {index}", with_remedy(error))
             continue
         if len(found) != len(measured.media):
-            yield f"sample {index}", f"measured with {counted(len(measured.media), 'image')}, now {len(found)}"
+            reason = f"measured with {counted(len(measured.media), 'image')}, now {len(found)}"
+            yield Finding("images", f"sample {index}", reason)
             continue
         for number, (then, now) in enumerate(zip(measured.media, found, strict=True)):
             if differences := then.differences(now):
-                changes = "; ".join(map(str, differences))
-                yield f"image {number} of sample {index}", f"is not the one that was measured: {changes}"
+                reason = f"is not the one that was measured: {'; '.join(map(str, differences))}"
+                yield Finding("images", f"image {number} of sample {index}", reason)
 
 
 def _iterate_measured(table: Table, media: MediaTable, indices: IntArray) -> Iterator[tuple[int, MeasuredSample]]:
@@ -258,7 +253,7 @@ def _iterate_measured(table: Table, media: MediaTable, indices: IntArray) -> Ite
         yield from zip(part, from_tables(table, media, part), strict=True)
 
 
-def _sample_faults(name: str, lengths: StoredLengths, source: LengthSource, count: int) -> Iterator[Fault]:
+def _sample_faults(name: str, lengths: StoredLengths, source: LengthSource, count: int) -> Iterator[Finding]:
     """Encode samples again, the first and the last and some between, and compare."""
     samples = sample_indices(lengths.rows.table[: len(source)])
     chosen = np.linspace(0, samples.size - 1, min(count, samples.size)).round().astype(int)
@@ -268,8 +263,8 @@ def _sample_faults(name: str, lengths: StoredLengths, source: LengthSource, coun
         try:
             differences = stored.differences(source.measure(index))
         except (RecordError, StaleError) as error:
-            yield f"sample {index}", with_remedy(error)
+            yield Finding("samples", f"sample {index}", with_remedy(error))
             continue
         if differences:
             changes = "; ".join(map(str, differences))
-            yield f"sample {index}", f"does not measure as it is stored: {changes}"
+            yield Finding("samples", f"sample {index}", f"does not measure as it is stored: {changes}")

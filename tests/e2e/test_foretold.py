@@ -33,7 +33,8 @@ def test_training_does_what_show_foretold(write_run, execute, few_scenes, capfd)
     logged = [entry for entry in result.history if "work" in entry][: shown["schedule"]["steps_per_epoch"]]
     works = [entry["work"] for entry in logged]
     assert shown["schedule"]["work_per_step"] == pytest.approx(sum(works) / len(works))
-    assert shown["plan"]["sample_coverage"] == pytest.approx(logged[-1]["coverage"])
+    plan_ = shown["plan"]
+    assert plan_["planned_samples"] / plan_["num_samples"] == pytest.approx(logged[-1]["coverage"])
 
 
 def test_the_schedule_is_ordered_as_the_trainers_arguments_say(write_run):

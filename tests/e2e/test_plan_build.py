@@ -116,14 +116,6 @@ def test_samples_that_encode_otherwise_in_another_process_are_refused(write_run,
     assert "in another process and epoch 1" in run("build", write_run("qwen3"), status=2).err
 
 
-def test_what_a_run_cannot_be_built_for_is_named(write_run, run, capfd):
-    """A number of ranks that is no whole one from 1."""
-    for number in ("0", "1.5"):
-        with pytest.raises(SystemExit, match="2"):
-            run("build", "run.yaml", f"--world-size={number}")
-        assert f"is {number}, but has to be a whole number of at least 1" in capfd.readouterr().err
-
-
 def test_what_training_refuses_is_refused_before_measuring(write_run, run, monkeypatch):
     """A batch that the ranks do not divide, an attention that is not installed."""
     refuse_to_measure(monkeypatch)

@@ -135,12 +135,12 @@ def test_a_calibration_is_of_the_ranks_that_are_there(store, said):
 
 def test_what_is_told_of_a_run_has_its_numbers():
     """Before it and after it; a run that was ended early is compared up to there."""
-    timing = Timing(TIME, "3 steps measured on a")
+    timing = Timing(TIME, "3 steps measured on a", others=(TIME,) * 2)
     forecast = RunForecast(
-        timing=attrs.evolve(timing, others=(TIME,) * 2), steps=np.full(4, 1800.0), others=np.array([7000.0, 7400.0]),
-        first=0, last=8, tokens=100, evaluation=Pause(0, 0), checkpoint=Pause(100.0, 8),
+        timing=timing, steps=np.full(4, 1800.0), others=np.array([7000.0, 7400.0]), first=0, last=8, tokens=100,
+        evaluation=Pause(0, 0), checkpoint=Pause(100.0, 8),
     )  # fmt: skip
 
-    assert "predicted: 4.03 h for 8 optimizer steps on 2 ranks (+- 5.6%)" in told_forecast(forecast, 2)
-    assert "trained for 4.00 h; 4.03 h were predicted, 0.7% too long" in told_error(forecast, 8, 14400)
-    assert "trained for 2.50 h; 2.00 h were predicted, 20.0% too short" in told_error(forecast, 4, 9000)
+    assert all(number in told_forecast(forecast, 2) for number in ("4.03 h", "8 optimizer", "2 ranks", "5.6%"))
+    assert all(number in told_error(forecast, 8, 14400) for number in ("4.00 h", "4.03 h", "0.7% too long"))
+    assert all(number in told_error(forecast, 4, 9000) for number in ("2.50 h", "2.00 h", "20.0% too short"))

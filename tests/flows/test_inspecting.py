@@ -377,6 +377,7 @@ def test_whatif_plans_lengths_that_depend_on_the_limit_at_the_limit_alone(store,
     ("arguments", "says"),
     [
         *((f"whatif --max-length={number}", "a whole number of at least 1") for number in ("0", "4,x", "", "-1,2")),
+        *((f"build --world-size={number}", "a whole number of at least 1") for number in ("0", "1.5")),
         *((f"{name} --world-size=100000000000", "at most 100,000 ranks") for name in ("show", "whatif", "time")),
     ],
 )
