@@ -57,7 +57,7 @@ class Outcome:
     """Norm of the gradients, or the sum of the norms if samples were computed alone."""
 
     logits: Sequence[torch.Tensor] = ()
-    """Logits of each sample; float32 of shape (tokens, vocabulary)."""
+    """Logits of each sample; float32 or wider, of shape (tokens, vocabulary)."""
 
     losses: Sequence[float] = ()
     """Mean loss of each sample."""
@@ -125,13 +125,13 @@ def outcome_of(
     losses, weighted = [], []
     for own, sample in zip(logits, samples, strict=True):
         targets = sample.targets.to(own.device)
-        each = F.cross_entropy(own.float(), targets, ignore_index=IGNORED_LABEL, reduction="none")
+        each = F.cross_entropy(_widened(own), targets, ignore_index=IGNORED_LABEL, reduction="none")
         learned = max(1, int((targets != IGNORED_LABEL).sum()))
         losses.append(float(each.detach().double().sum()) / learned)
         weighted.append(each.sum() / learned if sample.weights is None else (each * sample.weights.to(each)).sum())
     loss = torch.stack(weighted).sum()
     found = {} if gradients is None else gradients(model, loss)
-    values = [own.detach().float() for own in logits]
+    values = [_widened(own.detach()) for own in logits]
     scale = max(float(own.abs().max()) for own in values)
     if not keep:
         values, losses = [], []
@@ -212,7 +212,7 @@ def compare_values(
     """
     scale = max((float(own.abs().max()) for own in expected), default=0.0) or 1.0
     pairs = zip(found, expected, strict=True)
-    return [difference_of((mine.float() - own).abs().amax(-1) / scale, typical=typical) for mine, own in pairs]
+    return [difference_of((_widened(mine) - own).abs().amax(-1) / scale, typical=typical) for mine, own in pairs]
 
 
 def difference_of(tokens: torch.Tensor, *, typical: bool) -> float:
@@ -294,6 +294,11 @@ def _epsilon_of(precision: Precision) -> float:
     if precision == "float32" and torch.get_float32_matmul_precision() != "highest":
         return _TF32
     return float(torch.finfo(getattr(torch, precision)).eps)
+
+
+def _widened(values: torch.Tensor) -> torch.Tensor:
+    """Return values as float32, or as they are where that is wider."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _number(value: float) -> float:

@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 
 from packplan.adapters.attention import attend_as, layout, varlen
 from packplan.adapters.attention.rows import row_of, split_states
-from packplan.adapters.probe import probe, rows
+from packplan.adapters.probe import rows
 from packplan.adapters.probe.probe import probe_config
 from packplan.adapters.probe.rows import probe_loaded
 from packplan.adapters.probe.shrink import LONGEST, shrink
@@ -23,7 +23,7 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.stores.plans import DiskVerdictStore
 from packplan.app import sft
 from packplan.app.plan import __main__ as plan
-from packplan.app.wiring import trainers, verdicts
+from packplan.app.wiring import verdicts
 from packplan.app.wiring.runs import read_config
 from packplan.core.equality import EQUAL, AttentionChoice
 from packplan.core.errors import CorruptArtefactError, ModelError, PackplanError
@@ -164,16 +164,6 @@ def test_a_window_that_is_ignored_is_refused(monkeypatch):
     assert 0 == by_name.isolation
     assert by_name.equality > 1e-3
     assert "own" == chosen.strategy
-
-
-def test_a_state_that_is_carried_over_is_refused(monkeypatch):
-    """Where the layers that carry it are not found."""
-    monkeypatch.setattr(probe, "split_found_states", lambda *_: ())
-
-    verdict = probe_family("qwen3_next")
-
-    assert not verdict.passes
-    assert verdict.isolation > 0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_vl"])
@@ -408,19 +398,6 @@ def test_a_loaded_model_that_leaks_ends_the_run_before_its_first_step(write_run,
 
     with pytest.raises(ModelError, match=r"the loaded model \(cpu, float32\) was asked, and gradients pass"):
         execute(write_run("qwen3"))
-
-
-def test_a_model_whose_weights_ranks_share_counts_by_its_small_copy(write_run, execute, monkeypatch, caplog):
-    """No rank holds it whole before it is sharded; the log says so."""
-    monkeypatch.setattr(trainers, "shards_weights", lambda _: True)
-    path = write_run("qwen3", training={"max_steps": 1})
-
-    with caplog.at_level("INFO", "packplan"):
-        execute(path)
-
-    assert "since ranks share its weights: what its small copy showed counts" in caplog.text
-    stored = json.loads((path.parent / "run" / "static_packing" / "verdict.json").read_text())
-    assert [] == stored["verdict"]["loaded_on"]
 
 
 @pytest.mark.parametrize(

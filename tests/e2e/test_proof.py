@@ -137,23 +137,6 @@ def test_reported_leaks_are_found(make, batch, module):
         assert_isolated(make(), batch(), [0, 33, 36, 106])
 
 
-def test_a_window_over_the_border_is_found(monkeypatch):
-    """A sliding window whose mask reads a row as one sample, in the second kind of layer alone."""
-    from transformers.models.gemma3 import modeling_gemma3
-
-    plain = modeling_gemma3.create_sliding_window_causal_mask
-
-    def without_positions(*arguments, **options):
-        return plain(*arguments, **{**options, "position_ids": None})
-
-    monkeypatch.setattr(modeling_gemma3, "create_sliding_window_causal_mask", without_positions)
-    config = default_config("gemma3_text")
-    config.layer_types = ["full_attention", "sliding_attention"] * (config.num_hidden_layers // 2)
-
-    with pytest.raises(MismatchError, match=r"first in model\.layers\.1\.self_attn \(Gemma3Attention\)"):
-        assert_isolated(model_of("gemma3_text", config=config), positions_alone(batch_of()))
-
-
 def test_a_cache_that_hides_the_borders_is_named():
     """With it, transformers reads a row as one sample."""
     model = model_of("llama")

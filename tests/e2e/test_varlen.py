@@ -24,6 +24,8 @@ from packplan.adapters import attention
 from packplan.adapters.attention import varlen
 from packplan.adapters.attention.layout import Layout, read_layout
 from packplan.adapters.attention.vision import PatchProjection, project_patches
+from packplan.adapters.probe.rows import ProbeRow, compare_row
+from packplan.adapters.proof.comparison import run_alone
 
 pytestmark = pytest.mark.slow
 
@@ -71,58 +73,35 @@ def opened(loaded):
     return open_one
 
 
-def row(lengths, *, rows=1, seed=0):
-    """Return tokens and positions of a packed row; with positions of images, if *rows* is 4."""
-    ids = torch.randint(0, 200, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    return {"input_ids": ids, "position_ids": positions if rows == 1 else positions.expand(rows, 1, -1)}
+def drawn(model, lengths):
+    return ProbeRow.draw(model, lengths, ids=range(200))
 
 
-def row_of(model, lengths):
-    """Return a packed row as a model takes it."""
-    return row(lengths, rows=4 if hasattr(model.config, "vision_config") else 1)
-
-
-def loss_of(logits, ids):
-    """Return the mean loss of a sample whose every token is a target."""
-    return torch.nn.functional.cross_entropy(logits[:-1], ids[1:]) if len(ids) > 1 else logits.sum() * 0
-
-
-def packed(model, inputs, lengths):
-    """Return logits, each sample's loss, and gradients of a packed row."""
-    model.zero_grad()
-    logits = model(**inputs, use_cache=False).logits[0]
-    losses = [loss_of(*p) for p in zip(logits.split(lengths), inputs["input_ids"][0].split(lengths), strict=True)]
-    sum(losses).backward()
-    return logits.detach(), torch.stack(losses).detach(), gradients(model)
-
-
-def alone(model, inputs, lengths):
-    """Return the same of its samples, each in a forward pass of its own, under sdpa."""
-    logits, losses, summed = [], [], 0.0
+def difference(model, lengths):
+    """Return the largest difference of a row from its samples alone under transformers' sdpa."""
+    row = drawn(model, lengths)
     with attention.native_attention(model):
-        for ids in inputs["input_ids"][0].split(lengths):
-            model.zero_grad()
-            found = model(input_ids=ids[None], attention_mask=torch.ones(1, len(ids)).long(), use_cache=False).logits[0]
-            losses.append(loss_of(found, ids))
-            losses[-1].backward()
-            logits.append(found.detach())
-            summed = summed + gradients(model).double()  # rounded once, as a row's is
-    return torch.cat(logits), torch.stack(losses).detach(), summed
+        alone = run_alone(model, row.samples)
+    found = compare_row(model, row, alone)
+    assert 0 == found.isolation
+    return found.equality
 
 
 def gradients(model):
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+def step(model, lengths=PACKS["two"]):
+    """Return the logits of a row, and the gradients of their mean square."""
+    model.zero_grad()
+    logits = model(**drawn(model, lengths).packed.inputs).logits
+    logits.square().mean().backward()
+    return logits.detach(), gradients(model)
+
+
 def apart(found, expected):
-    """Return the largest differences of logits, losses and gradients, over the largest of each."""
+    """Return the largest differences of some tensors, over the largest value of each."""
     return [float((f - e).abs().max() / e.abs().max()) for f, e in zip(found, expected, strict=True)]
-
-
-def difference(model, lengths):
-    inputs = row_of(model, lengths)
-    return max(apart(packed(model, inputs, lengths), alone(model, inputs, lengths)))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -137,12 +116,13 @@ def test_a_row_is_its_samples_alone(opened, name, lengths):
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2"])
-def test_recomputed_layers_and_adapters_are_equal_too(opened, name):
+@pytest.mark.parametrize("lora", [False, True])
+def test_recomputed_layers_and_adapters_are_equal_too(opened, name, lora):
     """Gradient checkpointing uses the layout of its own row; LoRA changes what is trained."""
-    assert difference(opened(name, checkpointing="reentrant"), PACKS["two"]) < EQUAL
-    assert difference(opened(name, checkpointing="by saved tensors"), PACKS["two"]) < EQUAL
-    assert difference(opened(name, lora=True), PACKS["many"]) < EQUAL
-    assert difference(opened(name, lora=True, checkpointing="reentrant"), PACKS["two"]) < EQUAL
+    plain = opened(name, lora=lora)
+    assert difference(plain, PACKS["many"]) < EQUAL
+    for how in ("reentrant", "by saved tensors"):
+        assert max(apart(step(opened(name, lora=lora, checkpointing=how)), step(plain))) < EQUAL
 
 
 WINDOW = 8
@@ -190,11 +170,11 @@ def test_no_tensor_grows_with_the_square_of_the_row(windowed):
     if not windowed:
         model.config.layer_types = ["full_attention"] * 2
     length = 2048
-    inputs = row([1536, 500, 12])
+    inputs = drawn(model, [1536, 500, 12]).packed.inputs
 
     def largest():
         with Largest() as found:
-            model(**inputs, use_cache=False).last_hidden_state.sum().backward()
+            model(**inputs).last_hidden_state.sum().backward()
         return found.numel
 
     # Heads times size times tokens, twice over for a window and the keys before it, is linear.
@@ -432,7 +412,7 @@ def test_a_vision_tower_attends_once_a_layer(opened, name, monkeypatch):
 def test_what_is_no_packed_row_is_left_to_transformers(opened):
     """Padding on either side, and generation, are bit for bit those of its sdpa."""
     model = opened("qwen3").eval()
-    ids = row([48])["input_ids"].view(3, 16)
+    ids = torch.randint(0, 200, (3, 16), generator=torch.Generator().manual_seed(0))
     left, right = (torch.ones(3, 16).long() for _ in range(2))
     left[1, :5] = right[2, 9:] = 0
 
@@ -468,5 +448,4 @@ def test_a_compiled_model_gives_the_same():
     model = windowed_model()
     compiled = torch.compile(model, backend="eager")
     for lengths in ([5, 19, 3], [1, 1, 25]):
-        inputs = row(lengths)
-        assert max(apart(packed(compiled, inputs, lengths), packed(model, inputs, lengths))) < EQUAL
+        assert max(apart(step(compiled, lengths), step(model, lengths))) < EQUAL
