@@ -50,8 +50,7 @@ def trained_part(model: Any) -> Any:
 
 def trained_config(config: Any) -> Any:
     """Return the configuration of `trained_part`."""
-    part = getattr(config, "thinker_config", None)
-    return config if part is None else part
+    return getattr(config, "thinker_config", None) or config
 
 
 def is_sound_weight(name: str) -> bool:

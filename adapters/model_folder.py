@@ -38,6 +38,20 @@ def find_cached(name: str) -> Path | None:
     return None
 
 
+def find_model(name: str) -> Path:
+    """
+    Return the folder or config.json of a model, by path or by an id in a local cache; ConfigError.
+    """
+    path = Path(name)
+    if path.is_file() or (path / "config.json").is_file():
+        return path
+    folder = find_cached(name) if is_id(name) else None
+    if folder is None:
+        remedy = f" or in a local cache: download it with `{download_command(name)}`" if is_id(name) else ""
+        raise ConfigError.at("MODEL", f"is {name}, which is no folder with a config.json{remedy}")
+    return folder
+
+
 def prefers_hugging_face() -> bool:
     """Return whether Hugging Face comes first, by `USE_HF` as ms-swift reads it."""
     return os.environ.get("USE_HF", "0").strip().lower() in {"1", "true", "yes", "y", "t", "on"}
@@ -164,8 +178,7 @@ def refuse_other_layers(model: ModelConfig) -> None:
     sizes = model_sizes(model)
     sizes = sizes.get("thinker_config") or sizes
     part = sizes.get("text_config")
-    text: Mapping[str, Any] = part if isinstance(part, Mapping) else sizes
-    configured = text.get("num_hidden_layers")
+    configured = (part if isinstance(part, Mapping) else sizes).get("num_hidden_layers")
     layers: dict[str, set[int]] = {}
     for name in _weight_names(Path(model.model)):
         if found := _NUMBERED.match(name):
@@ -211,9 +224,6 @@ def require_whole_weights(model: ModelConfig) -> None:
     """
     folder = Path(model.model)
     files = [path for path in (_first_file(folder, _WEIGHTS), _first_file(folder, _ADAPTERS)) if path is not None]
-    adapter = folder / "adapter_config.json"
-    if adapter.is_file() and not isinstance(_read_json(adapter), dict):
-        raise _damage_error(adapter, "is no configuration of adapters")
     for path in files:
         if path.suffix != ".json":
             _require_whole(path)

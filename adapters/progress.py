@@ -54,8 +54,7 @@ def loading_libraries(*, file: TextIO | None = None) -> Iterator[None]:
     if is_shown:
         # The cursor returns to the line's start, so that other output replaces the line. A line
         # that wraps could not be removed.
-        file.write(_LOADING[: shutil.get_terminal_size().columns - 1] + "\r")
-        file.flush()
+        print(_LOADING[: shutil.get_terminal_size().columns - 1], end="\r", file=file, flush=True)
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -65,8 +64,7 @@ def loading_libraries(*, file: TextIO | None = None) -> Iterator[None]:
         if collects:
             gc.enable()
         if is_shown:
-            file.write(_CLEAR)
-            file.flush()
+            print(_CLEAR, end="", file=file, flush=True)
 
 
 def progress(items: Iterable[Any] | None = None, *, on_terminal: bool = True, **options: Any) -> Any:

@@ -21,21 +21,16 @@ class DeclareOperators(MetaPathFinder):
 
     def find_spec(self, fullname: str, *_: object) -> None:
         """Find no module; act once, before the first that needs the operators."""
-        if fullname == "torchvision._meta_registrations":
-            sys.meta_path.remove(self)
-            declare_operators()
+        if fullname != "torchvision._meta_registrations":
+            return
+        sys.meta_path.remove(self)
+        import torch
 
-
-def declare_operators() -> None:
-    """Declare the operators that are not registered."""
-    import torch
-
-    if hasattr(torch.ops.torchvision, _OPERATORS[0]):
-        return
-    library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
-    for name in _OPERATORS:
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
-    _kept_alive.append(library)
+        if not hasattr(torch.ops.torchvision, _OPERATORS[0]):
+            library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+            for name in _OPERATORS:
+                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
+            _kept_alive.append(library)
 
 
 def install() -> None:

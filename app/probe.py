@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from packplan.adapters.model_folder import find_model  # needs neither a run's YAML nor cattrs
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_logging_options, command_parser, run_command, run_program
-from packplan.app.wiring.runs import find_model
 from packplan.core.errors import MismatchError
 
 if TYPE_CHECKING:

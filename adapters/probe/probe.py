@@ -118,7 +118,7 @@ class _Copies:
             raise ModelError("probe", f"its small copy does not run ({error_text(error)})") from error
         with contextlib.suppress(ModelError, ValueError, RuntimeError):
             # Torch's attention has no soft cap and no sinks.
-            own = run_alone(place(NATIVE), row.samples, gradients=None)
+            own = run_alone(place(NATIVE), row.samples, with_gradients=False)
             if max(compare_values(own.logits, alone.logits)) <= limit:
                 native = NATIVE
         return cls(place, native, limit, row, alone)
@@ -317,7 +317,7 @@ def _short_lengths(config: Any, build: Callable[..., Any]) -> Trials:
     def runs(tried: Trials) -> bool:
         try:
             model = build(attention="eager", trials=tried)
-            run_alone(model, _row(model).samples, gradients=None)
+            run_alone(model, _row(model).samples, with_gradients=False)
         except Exception:  # noqa: BLE001  # whatever the code of a family raises
             return False
         return True

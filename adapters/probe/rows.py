@@ -15,7 +15,7 @@ import torch
 
 from packplan.adapters.attention import native_attention
 from packplan.adapters.families import trained_config
-from packplan.adapters.models import evaluating, weight_gradients
+from packplan.adapters.models import evaluating
 from packplan.adapters.proof.batches import PackedBatch, Sample, places_in_row
 from packplan.adapters.proof.comparison import (
     Outcome,
@@ -68,16 +68,11 @@ class ProbeRow:
         positions = torch.cat([torch.arange(length, device=drawn.device) for length in lengths])[None]
         if any(hasattr(module, "get_rope_index") for module in model.modules()):  # with those of images
             positions = positions.expand(4, 1, -1)
-        places = places_in_row(lengths)
         inputs = {"input_ids": drawn, "position_ids": positions, "use_cache": False}
-        row = PackedBatch(inputs, None, (1, sum(lengths)), places)
-        parts = [drawn[:, span] for _, span in places]
-        return cls(
-            row,
-            row.samples(
-                [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False} for ids in parts]
-            ),
-        )
+        row = PackedBatch(inputs, None, (1, sum(lengths)), places_in_row(lengths))
+        parts = [drawn[:, span] for _, span in row.places]
+        alone = [{"input_ids": own, "attention_mask": torch.ones_like(own), "use_cache": False} for own in parts]
+        return cls(row, row.samples(alone))
 
 
 def compare_row(model: Any, row: ProbeRow, alone: Outcome, *, typical: bool = False) -> ProbeResult:
@@ -93,8 +88,8 @@ def compare_row(model: Any, row: ProbeRow, alone: Outcome, *, typical: bool = Fa
     packed = row.packed
     watched, logits = watch_pass(model, packed)
     isolation = max(reach.isolation for reach in logit_reaches(watched, logits))
-    gradients = weight_gradients if alone.gradients else None
-    found = outcome_of(model, [logits[place] for place in packed.places], row.samples, gradients=gradients)
+    own = [logits[place] for place in packed.places]
+    found = outcome_of(model, own, row.samples, with_gradients=bool(alone.gradients))
     apart = compare(found, alone, typical=typical)
     return ProbeResult(isolation, max(apart.logits), max(apart.losses, default=0.0), apart.gradients)
 
@@ -115,7 +110,7 @@ def probe_loaded(model: Any, *, native: str, named: str) -> ProbeResult:
     row = ProbeRow.draw(model, LOADED_LENGTHS, ids=plain_ids(config))
     with evaluating(model):  # dropout is no difference
         with native_attention(model, native):
-            alone = run_alone(model, row.samples, gradients=None)
+            alone = run_alone(model, row.samples, with_gradients=False)
         measured = compare_row(model, row, alone, typical=rounds_choices(model))
     why_not = measured.why_not(limit=limit_of(model))
     if why_not is not None:

@@ -39,9 +39,6 @@ Difference that another choice of experts may add to a sample's median token.
 Call = Callable[..., Any]
 """A model, or the way in which a host calls it."""
 
-TakeGradients = Callable[[torch.nn.Module, torch.Tensor], Gradients]
-"""Function from a model and a loss to the gradients of the weights."""
-
 
 @attrs.frozen(eq=False)
 class Outcome:
@@ -109,7 +106,7 @@ def outcome_of(
     logits: Sequence[torch.Tensor],
     samples: Sequence[Sample],
     *,
-    gradients: TakeGradients | None = weight_gradients,
+    with_gradients: bool = True,
     keep: bool = True,
 ) -> Outcome:
     """
@@ -119,7 +116,7 @@ def outcome_of(
         model: Model that computed them.
         logits: Logits of each sample; shape (tokens, vocabulary).
         samples: The samples.
-        gradients: Computes the gradients of the weights; None leaves them out.
+        with_gradients: Whether to compute the gradients of the weights.
         keep: Whether to keep the logits and the loss of each sample.
     """
     losses, weighted = [], []
@@ -130,7 +127,7 @@ def outcome_of(
         losses.append(float(each.detach().double().sum()) / learned)
         weighted.append(each.sum() / learned if sample.weights is None else (each * sample.weights.to(each)).sum())
     loss = torch.stack(weighted).sum()
-    found = {} if gradients is None else gradients(model, loss)
+    found = weight_gradients(model, loss) if with_gradients else {}
     values = [_widened(own.detach()) for own in logits]
     scale = max(float(own.abs().max()) for own in values)
     if not keep:
@@ -143,7 +140,7 @@ def run_alone(
     samples: Sequence[Sample],
     *,
     call: Call | None = None,
-    gradients: TakeGradients | None = weight_gradients,
+    with_gradients: bool = True,
     keep: bool = True,
 ) -> Outcome:
     """
@@ -155,15 +152,15 @@ def run_alone(
         model: Model that computes.
         samples: The samples.
         call: The way in which a host calls the model; None calls it as it is.
-        gradients: Computes the gradients of the weights; None leaves them out.
+        with_gradients: Whether to compute the gradients of the weights.
         keep: Whether to keep the logits and the loss of each sample.
     """
     total: Gradients = {}
     norms, found = 0.0, []
     for sample in reversed(samples):
-        with torch.set_grad_enabled(gradients is not None):
+        with torch.set_grad_enabled(with_gradients):
             logits = logits_of((call or model)(**sample.inputs), (1, len(sample.targets)))
-            one = outcome_of(model, [logits[0]], [sample], gradients=gradients, keep=keep)
+            one = outcome_of(model, [logits[0]], [sample], with_gradients=with_gradients, keep=keep)
         norms += add_gradients(total, one.gradients)
         found.append(attrs.evolve(one, gradients={}))
     found.reverse()
@@ -225,9 +222,9 @@ def difference_of(tokens: torch.Tensor, *, typical: bool) -> float:
     """
     if not bool(tokens.isfinite().all()):
         return math.inf
-    if typical:
-        return float(tokens.median()) if len(tokens) >= _ENOUGH else 0.0
-    return float(tokens.max())
+    if not typical:
+        return float(tokens.max())
+    return float(tokens.median()) if len(tokens) >= _ENOUGH else 0.0
 
 
 def logits_of(output: Any, shape: Shape) -> torch.Tensor:

@@ -27,6 +27,9 @@ from packplan.adapters.proof.checks import refuse_hidden_weights
 from packplan.adapters.proof.comparison import Outcome, compare, limit_of, run_alone
 from packplan.core.errors import ArgumentError, MismatchError, ModelError, counted
 
+_ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
+"""Ways of accelerate in which ranks share a model."""
+
 _SHARING = ("tp_size", "cp_size", "sp_size")
 """Settings of accelerate by which ranks share rows."""
 
@@ -122,7 +125,7 @@ def _refuse_engines(trainer: Any) -> None:
     accelerator = trainer.accelerator
     parallel = getattr(accelerator, "parallelism_config", None)
     reasons = {
-        "shards the model": str(getattr(accelerator, "distributed_type", "")).endswith(("SPEED", "FSDP", "_LM")),
+        "shards the model": str(getattr(accelerator, "distributed_type", "")).endswith(_ENGINES),
         "shares rows between ranks (parallelism_config)": any(
             (getattr(parallel, one, None) or 1) > 1 for one in _SHARING
         ),

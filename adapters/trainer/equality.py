@@ -81,11 +81,11 @@ class PackComparison:
         places = places_in_row(len(one["input_ids"]) for one in encoded)
         collated = _on(trainer.accelerator.device, trainer.data_collator([served]))
         samples = self._samples(encoded)
-        gradients = None if self.without_gradients else weight_gradients
+        gradients = self.without_gradients is None
         with native_attention(trainer.model, trainer.attention.native):
-            alone = run_alone(trainer.model, samples, call=self._call, gradients=gradients)
+            alone = run_alone(trainer.model, samples, call=self._call, with_gradients=gradients)
         media = _own_pixels(encoded, collated) if gradients else []
-        prepared, watched, logits = self._packed(collated, places, with_gradients=gradients is not None)
+        prepared, watched, logits = self._packed(collated, places, with_gradients=gradients)
         watched.sources.extend(media)
         for index, (_, span), sample, own in zip(indices, places, samples, encoded, strict=True):
             yield from _positions(pack, index, self._own_positions(sample.inputs), prepared["position_ids"][..., span])
@@ -93,7 +93,7 @@ class PackComparison:
             yield Deviation("labels", int((collated["labels"][0, span].cpu() != labels).sum()), pack, index)
         targets = next_tokens(collated["labels"][0])  # a label that crosses a border counts to the sample before it
         packed = [attrs.evolve(one, targets=targets[span]) for one, (_, span) in zip(samples, places, strict=True)]
-        found = outcome_of(trainer.model, [logits[place] for place in places], packed, gradients=None)
+        found = outcome_of(trainer.model, [logits[place] for place in places], packed, with_gradients=False)
         if gradients:
             readers = torch.linspace(0, len(places) - 1, min(_READERS, len(places))).round().int().tolist()
             for reach in logit_reaches(watched, logits, readers):

@@ -13,7 +13,7 @@ import attrs
 
 from packplan.adapters.config.run import load_config, load_mixes, load_rl_config
 from packplan.adapters.config.trainer_keys import GRPO_TABLE, TrainerKey, stored_keys
-from packplan.adapters.model_folder import download_command, download_model, find_cached, is_id, model_faults
+from packplan.adapters.model_folder import download_model, find_cached, is_id, model_faults
 from packplan.adapters.ranks.environment import require_ranks
 from packplan.adapters.samples.copies import local_files
 from packplan.adapters.samples.files import file_faults
@@ -107,22 +107,6 @@ def _with_model(model: ModelConfig) -> ModelConfig:
     folder = find_cached(model.model) or (download_model(model.model) if model.download else None)
     # What no cache holds is refused where the folder is first needed.
     return model if folder is None else attrs.evolve(model, model=str(folder))
-
-
-def find_model(name: str) -> Path:
-    """
-    Return the folder or config.json of a model, by path or by an id in a local cache; ConfigError.
-    """
-    path = Path(name)
-    if path.is_file() or (path / "config.json").is_file():
-        return path
-    if not is_id(name):
-        raise ConfigError.at("MODEL", f"is {name}, which is no folder with a config.json, and no config.json")
-    folder = find_cached(name)
-    if folder is None:
-        reason = f"is {name}, which no local cache holds: download it with `{download_command(name)}`"
-        raise ConfigError.at("MODEL", reason)
-    return folder
 
 
 @contextlib.contextmanager

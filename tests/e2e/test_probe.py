@@ -330,10 +330,10 @@ def test_two_right_ways_to_compute_a_model_are_within_the_limit(family, precisio
     """Eager attention and sdpa round at other places, and experts are then chosen otherwise."""
     model = SmallModels(default_config(family)).build(attention="eager").to(getattr(torch, precision)).eval()
     samples = rows.ProbeRow.draw(model, rows.LOADED_LENGTHS, ids=range(16, 96)).samples
-    eager = run_alone(model, samples, gradients=None)
+    eager = run_alone(model, samples, with_gradients=False)
     model.set_attn_implementation("sdpa")
 
-    apart = compare(run_alone(model, samples, gradients=None), eager, typical=rounds_choices(model))
+    apart = compare(run_alone(model, samples, with_gradients=False), eager, typical=rounds_choices(model))
 
     assert 0 < max(apart.logits) < limit_of(model)
 

@@ -81,8 +81,8 @@ def test_copies_compute_in_the_type_that_is_asked_for(config_of, capsys, dtype):
 @pytest.mark.parametrize(
     ("name", "said"),
     {
-        "nowhere": "nowhere is no folder with a config.json",
-        "some/model": "no local cache holds it: download it",
+        "nowhere": "nowhere, which is no folder with a config.json",
+        "some/model": "in a local cache: download it",
     }.items(),
 )
 def test_a_model_that_is_not_here_is_named_before_anything_is_loaded(capsys, monkeypatch, name, said):

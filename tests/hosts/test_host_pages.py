@@ -47,7 +47,7 @@ def test_the_page_of_proofs_proves(reader):
     probed, alone, together, tested = (at.run(command) for command in at.commands)
 
     assert re.search(r"^auto +yes +0 ", probed, re.MULTILINE)
-    assert re.search(r"Differences\(logits=[\d.e-]+, losses=", alone)
+    assert re.search(r"Comparison\(logits=\([\d.e-]+, ", alone)
     assert 1 == len(re.findall(r"StepLoss\(loss=[\d.]+, due=", alone))
     assert 2 == len(re.findall(r"StepLoss\(loss=[\d.]+, due=", together))
     assert re.search(r"2 passed, 1 skipped|3 passed", tested)

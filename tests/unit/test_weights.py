@@ -123,7 +123,6 @@ def test_a_file_cut_off_anywhere_is_named_with_its_size(faults_of, files, torn):
         ({_INDEX: index()}, f"model-00001-of-00002.safetensors is missing, though {_INDEX} names it: copy"),
         ({"pytorch_model.bin": archive()[:-30]}, "pytorch_model.bin is cut off or no file of weights"),
         ({**BINS, "pytorch_model-00002-of-00002.bin": b"PK"}, "pytorch_model-00002-of-00002.bin is cut off"),
-        ({_WHOLE: safetensors("w1"), "adapter_config.json": b"3"}, "adapter_config.json is no configuration of"),
     ],
 )
 def test_what_is_no_weights_is_named(faults_of, files, says):
