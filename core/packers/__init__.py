@@ -1,8 +1,8 @@
 """
 Packing algorithms by name.
 
-The algorithm *name* is the function `name` of the module `core.packers.name`, which is loaded when
-it first packs. Its entry in `ALGORITHMS` lists its further arguments.
+Its entry in `ALGORITHMS` has the module of its function, which is loaded when it first packs, and
+lists its further arguments.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +29,9 @@ class Algorithm:
     The function takes lengths, each from 1 to `capacity`, and returns packs in canonical order.
     """
 
+    module: str
+    """Module of this package whose function has the name of the algorithm."""
+
     version: str
     """
     Version of the packs, part of a plan's fingerprint. It changes if any input gives other packs.
@@ -52,15 +55,15 @@ class Algorithm:
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
-        "auto": Algorithm("2", counts_lengths=True),
-        "constant_volume": Algorithm("1", counts_lengths=True),
-        "best_fit_decreasing": Algorithm("1", counts_lengths=True),
-        "first_fit_decreasing": Algorithm("1", counts_lengths=True),
-        "modified_first_fit_decreasing": Algorithm("1", counts_lengths=True),
-        "concatenative": Algorithm("1", keeps_order=True),
-        "first_fit_shuffle": Algorithm("1", draws=True),
-        "balanced": Algorithm("6", weighs=True, reports=True),
-        "certified": Algorithm(f"2, scipy {scipy.__version__}", draws=True, reports=True),
+        "auto": Algorithm("auto", "3", counts_lengths=True),
+        "constant_volume": Algorithm("decreasing", "1", counts_lengths=True),
+        "best_fit_decreasing": Algorithm("decreasing", "1", counts_lengths=True),
+        "first_fit_decreasing": Algorithm("decreasing", "1", counts_lengths=True),
+        "modified_first_fit_decreasing": Algorithm("decreasing", "1", counts_lengths=True),
+        "concatenative": Algorithm("in_order", "1", keeps_order=True),
+        "first_fit_shuffle": Algorithm("in_order", "1", draws=True),
+        "balanced": Algorithm("balanced", "7", weighs=True, reports=True),
+        "certified": Algorithm("certified", f"3, scipy {scipy.__version__}", draws=True, reports=True),
     }
 )
 """Algorithms that `pack` and `PlanPolicy` may name."""
@@ -97,7 +100,7 @@ def algorithm_named(name: str) -> Algorithm:
 
 def function_named(name: str) -> Callable[..., Any]:
     """Return the function of the algorithm *name*, whose module is loaded here."""
-    function: Callable[..., Any] = getattr(import_module(f"{__name__}.{name}"), name)
+    function: Callable[..., Any] = getattr(import_module(f"{__name__}.{ALGORITHMS[name].module}"), name)
     return function
 
 

@@ -24,7 +24,7 @@ from packplan.core.errors import counted
 from packplan.core.length_counts import LengthCounts, PackingTrace
 from packplan.core.lengths import IntArray
 from packplan.core.packers.auto import auto
-from packplan.core.packers.best_fit_decreasing import best_fit_decreasing
+from packplan.core.packers.decreasing import best_fit_decreasing
 from packplan.core.packers.exchange import Exchange
 from packplan.core.packs import Packs
 from packplan.core.work.assignment import in_units

@@ -1,10 +1,10 @@
 """
 Certified: the fewest packs that are found, together with a lower bound.
 
-The packs of `auto` come first, then whole bins from the linear relaxation over patterns, until
+The search of `auto` comes first, then whole bins from the linear relaxation over patterns, until
 packs and bound meet. A dive takes the patterns with whole uses, and the best of the others until
-enough bins are fixed. The remaining samples are packed by guided filling, and exactly if they are
-few. Then the program is solved again for them.
+enough bins are fixed. A short search packs the remaining samples. Then the program is solved again
+for them.
 
 All limits count iterations, so the result does not depend on the machine's speed. If a gap remains,
 packs in the order of the data and in a random one are tried: the plan is never worse than that of
@@ -18,25 +18,20 @@ import numpy as np
 from packplan.core.errors import counted
 from packplan.core.length_counts import LengthCounts, PackingTrace
 from packplan.core.lengths import IntArray
-from packplan.core.packers.auto import auto
-from packplan.core.packers.concatenative import concatenative
-from packplan.core.packers.first_fit_shuffle import first_fit_shuffle
+from packplan.core.packers.decreasing import fewest_quickly
+from packplan.core.packers.in_order import concatenative, first_fit_shuffle
 from packplan.core.packs import Packs
 from packplan.core.patterns import Filling, Pattern, key_of, num_packs, trace_of
 from packplan.core.patterns.certificate import certify, reduced
-from packplan.core.patterns.effort import Effort, ReportedEffort
-from packplan.core.patterns.fill import fill_exactly
-from packplan.core.patterns.guided import fill_quickly
+from packplan.core.patterns.effort import ReportedEffort
 from packplan.core.patterns.relaxation import FloatArray, Master, solve_master
+from packplan.core.patterns.search import find_filling_quickly
 
 MAX_DIVES = 40
 """Limit of linear programs after the relaxation. Each has fewer samples than the one before."""
 
 _MIN_SHARE_OF_A_DIVE = 0.5
 """Least share of the remaining packs that one dive fixes."""
-
-_FEW = 3000
-"""Samples up to which exact filling is tried beside guided filling."""
 
 _TINY = 1e-6
 """Tolerance of the solver around zero."""
@@ -64,14 +59,14 @@ def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[
 
 def _fewest(tally: LengthCounts, *, capacity: int, report: Callable[[str], None]) -> tuple[PackingTrace, int]:
     """Return the best packing over distinct lengths, and the lower bound."""
-    known = auto(tally, capacity=capacity)
+    known = fewest_quickly(tally, capacity=capacity)
     tally, capacity = reduced(tally, capacity=capacity)
     bounding = f"{counted(known.num_bins, 'pack')}, looking for the bound"
     report(bounding)
     effort = ReportedEffort(lambda steps: report(f"{bounding}: {counted(steps, 'step')}"))
     certificate = certify(tally, capacity=capacity, known=known.num_bins, effort=effort)
     bound, best = certificate.bound, certificate.filling
-    if best is None or known.num_bins == bound:
+    if best is None:
         return known, bound
     searches = _dives(tally, capacity=capacity, patterns=certificate.patterns)
     while num_packs(best) > bound and (found := next(searches, None)) is not None:
@@ -92,7 +87,7 @@ def _dives(tally: LengthCounts, *, capacity: int, patterns: list[Pattern]) -> It
     left = list(tally.counts)
     fixed: Filling = []
     pool = {key_of(pattern): pattern for pattern in patterns}
-    for dive in range(1, MAX_DIVES + 1):
+    for _ in range(1, MAX_DIVES + 1):
         usable = [p for p in pool.values() if all(per_bin <= left[index] for index, per_bin in p.items())]
         master = _solve(usable, tally.sizes, left)
         if master is None:
@@ -102,11 +97,9 @@ def _dives(tally: LengthCounts, *, capacity: int, patterns: list[Pattern]) -> It
             yield fixed
             return
         rest = LengthCounts(tally.sizes, left)
-        fillings = [fill_quickly(rest, capacity=capacity, effort=Effort())]
-        if sum(left) <= _FEW:
-            fillings.append(fill_exactly(rest, capacity=capacity, effort=Effort(), seed=dive))
-        yield fixed + min(fillings, key=num_packs)
-        pool.update({key_of(pattern): pattern for filling in fillings for pattern, _ in filling})
+        filling = find_filling_quickly(rest, capacity=capacity)
+        yield fixed + filling
+        pool.update({key_of(pattern): pattern for pattern, _ in filling})
 
 
 def _solve(patterns: list[Pattern], sizes: list[int], left: list[int]) -> Master | None:

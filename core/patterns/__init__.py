@@ -1,8 +1,8 @@
 """
 Patterns: the samples of each length that a bin takes, and the number of bins with each pattern.
 
-`fill` finds patterns that use every token. `relaxation` bounds the number of packs from below by a
-linear program over patterns. `guided` fills bins in the proportions of such a program.
+`guided` fills bins in the proportions of a linear program, and `search` improves such a filling.
+`relaxation` bounds the number of packs from below by a linear program over all lengths.
 """
 
 from packplan.core.length_counts import PackingTrace

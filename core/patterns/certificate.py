@@ -11,10 +11,9 @@ import numpy as np
 from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray
 from packplan.core.patterns import Filling, Pattern, num_packs
-from packplan.core.patterns.effort import Effort, SpentError
-from packplan.core.patterns.fill import fill_exactly, refill
-from packplan.core.patterns.guided import fill_quickly
+from packplan.core.patterns.effort import Effort
 from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, relax
+from packplan.core.patterns.search import find_filling
 
 MAX_PARTS = 100
 """Parts of the capacity that dual-feasible functions round lengths to, at most."""
@@ -109,24 +108,11 @@ def certify(tally: LengthCounts, *, capacity: int, known: int, effort: Effort) -
         return Certificate(bound, None, [], "reached")
     if capacity > MAX_CAPACITY or len(tally.sizes) > MAX_SIZES:
         return Certificate(bound, None, [], "quick")
-    try:
-        return _search(tally, capacity=capacity, known=known, effort=effort, bound=bound)
-    except SpentError:
-        return Certificate(bound, None, [], "quick")
-
-
-def _search(tally: LengthCounts, *, capacity: int, known: int, effort: Effort, bound: int) -> Certificate:
-    """
-    Search for bounds beyond the quick *bound*; SpentError if the effort ends before the relaxation.
-    """
-    drawn = fill_exactly(tally, capacity=capacity, effort=effort, seed=0)
-    drawn = refill(drawn, tally, capacity=capacity, enough=bound, effort=effort)
-    if num_packs(drawn) == bound:
-        return Certificate(bound, drawn, [], "reached")
-    fillings = [drawn, fill_quickly(tally, capacity=capacity, effort=effort)]
-    best = min(fillings, key=num_packs)
+    best = find_filling(tally, capacity=capacity, bound=bound, effort=effort)
+    if num_packs(best) == bound:
+        return Certificate(bound, best, [], "reached")
     enough = min(known, num_packs(best))
-    relaxation = relax(tally, capacity=capacity, fillings=fillings, bound=bound, enough=enough, effort=effort)
+    relaxation = relax(tally, capacity=capacity, filling=best, bound=bound, enough=enough, effort=effort)
     kind: BoundKind = "relaxation" if relaxation.is_complete or relaxation.bound > bound else "quick"
     return Certificate(relaxation.bound, best, relaxation.patterns, "reached" if relaxation.bound == enough else kind)
 

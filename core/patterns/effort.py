@@ -1,8 +1,7 @@
 """
 Limit of a search, counted in steps and never by the clock: the result is the same on every machine.
 
-A step is the completion of a bin for one size in exact filling, about a third of a microsecond. The
-other searches count steps of about the same time.
+A step takes about a third of a microsecond.
 """
 
 from collections.abc import Callable, Iterator

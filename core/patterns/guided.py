@@ -27,9 +27,6 @@ from packplan.core.patterns import Filling, Pattern
 from packplan.core.patterns.effort import Effort, SpentError
 from packplan.core.patterns.relaxation import solve_knapsack
 
-NUM_GROUPS, _STEPS, _STEPS_OF_A_SAMPLE = 96, 300_000, 50
-"""Groups of lengths in a usual program, and its effort: a fixed part and one for each sample."""
-
 _FIRST_SHARE, _SHARE = 0.8, 0.5
 """Least share of a program's bins that are filled: of the first program, and of the others."""
 
@@ -76,19 +73,6 @@ def fill_guided(tally: LengthCounts, *, capacity: int, num_groups: int, effort: 
             share = _SHARE
     bins.fill([capacity] * (capacity // tally.sizes[-1]), sum(bins.left), Effort())
     return bins.filling
-
-
-def fill_quickly(tally: LengthCounts, *, capacity: int, effort: Effort) -> Filling:
-    """
-    Pack all samples by guided filling, within a usual part of an effort.
-
-    Args:
-        tally: Lengths from 1 to *capacity*; counts may be 0.
-        capacity: Tokens a bin may hold.
-        effort: Limit of the filling; may be infinite.
-    """
-    with effort.part(_STEPS + _STEPS_OF_A_SAMPLE * sum(tally.counts)) as own:
-        return fill_guided(tally, capacity=capacity, num_groups=NUM_GROUPS, effort=own)
 
 
 class _Bins:
@@ -193,9 +177,11 @@ class _Program:
     def improve(self, effort: Effort) -> None:
         """Take better patterns until they are close to the bound; SpentError if the effort ends."""
         centre, bound, smoothing = self._sizes / self._capacity, 0.0, _SMOOTHING
+        passes = sum(per_bin.bit_length() + 2 for per_bin in (self._capacity // self._sizes).tolist())
+        knapsack_steps = passes * (6 + self._capacity // 600)
         while True:
             self._pass_places_on(effort)
-            effort.spend(self._sizes.size * (50 + self._capacity // 250))
+            effort.spend(knapsack_steps)
             smoothed = smoothing * centre + (1 - smoothing) * np.clip(self._prices, 0, 1)
             knapsack = solve_knapsack(self._sizes, np.floor(smoothed * _SCALE).astype(np.int64), self._capacity)
             priced = zip(knapsack.prices.tolist(), self._counts.tolist(), strict=True)
@@ -218,7 +204,7 @@ class _Program:
     def _enter(self, column: Pattern, cost: int, effort: Effort) -> bool:
         """Put a column into the basis if it saves bins; return whether it does."""
         entries = [(group, num) for group, num in column.items() if group < self._sizes.size]
-        effort.spend(_STEPS_OF_A_COLUMN)
+        effort.spend(_STEPS_OF_A_COLUMN + sum(column.values()))
         gain = -float(cost)
         for group, num in entries:
             gain += num * float(self._prices[group])

@@ -54,7 +54,7 @@ class Relaxation:
 
 
 def relax(
-    tally: LengthCounts, *, capacity: int, fillings: list[Filling], bound: int, enough: int, effort: Effort
+    tally: LengthCounts, *, capacity: int, filling: Filling, bound: int, enough: int, effort: Effort
 ) -> Relaxation:
     """
     Raise a lower bound on the number of packs.
@@ -62,13 +62,13 @@ def relax(
     Args:
         tally: Lengths from 1 to *capacity*, counts >= 1.
         capacity: Tokens a pack may hold.
-        fillings: Known packings, whose patterns start the program.
+        filling: Known packing, whose patterns start the program.
         bound: Known lower bound.
         enough: Number of packs of a known packing. A bound that reaches it ends the search.
         effort: Limit of the search, which then ends with the best bound so far.
     """
     sizes, counts = np.array(tally.sizes), np.array(tally.counts)
-    pool = {key_of(pattern): pattern for filling in fillings for pattern, _ in filling}
+    pool = {key_of(pattern): pattern for pattern, _ in filling}
     for index, size in enumerate(tally.sizes):
         pool.setdefault(((index, capacity // size),), {index: capacity // size})
     centre = sizes / capacity

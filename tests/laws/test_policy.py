@@ -86,7 +86,7 @@ def test_every_algorithm_has_its_own_fingerprint():
     fingerprints = [attrs.evolve(POLICY, algorithm=name).fingerprint("d") for name in ALGORITHMS]
 
     assert len(ALGORITHMS) == len({fingerprint.digest for fingerprint in fingerprints})
-    assert f"certified 2, scipy {scipy.__version__}" == fingerprints[-1].inputs["algorithm"]
+    assert fingerprints[-1].inputs["algorithm"].endswith(f", scipy {scipy.__version__}")
 
 
 @given(raw_lengths(), st.decimals(0, 1, places=2), st.booleans(), st.sampled_from(list(ALGORITHMS)))

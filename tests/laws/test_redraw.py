@@ -77,7 +77,7 @@ def test_packs_of_a_searching_algorithm_are_kept_where_its_first_stage_needs_mor
 
 
 GOLDEN = {
-    "auto": ("groups", 282, "ad1cf6205cf8"),
+    "auto": ("groups", 282, "d75f02dccbfc"),
     "constant_volume": ("groups", 282, "54636f670373"),
     "best_fit_decreasing": ("groups", 282, "d75f02dccbfc"),
     "first_fit_decreasing": ("groups", 282, "fbcfa2fed051"),

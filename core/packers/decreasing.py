@@ -1,20 +1,74 @@
 """
-Modified first-fit decreasing, over counts of equal lengths.
+Packers that take the longest samples first, over counts of equal lengths.
 
-Johnson and Garey, "A 71/60 theorem for bin packing" (1985). Samples are large (over a half of the
-capacity), medium (over a third), small (over a sixth) or tiny. Large ones open a bin each, and the
-next phases add other samples to them. First-fit decreasing packs the rest. Bins with equal room are
-taken in the order they were opened.
+Constant volume has the packs of `binpacking.to_constant_volume` 2.x (with `weight_pos`), ties
+included, without its quadratic search: the emptiest bin fits if any bin fits. The literature calls
+it worst-fit decreasing; that and best and first fit are of Johnson, "Near-optimal bin packing
+algorithms" (1973).
+
+Modified first fit is of Johnson and Garey, "A 71/60 theorem for bin packing" (1985). Samples are
+large (over a half of the capacity), medium (over a third), small (over a sixth) or tiny. Large ones
+open a bin each, and the next phases add other samples to them. First fit packs the rest. Bins with
+equal room are taken in the order they were opened.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from heapq import heappop, heappush
 
 import attrs
 
 from packplan.core.length_counts import LengthCounts, PackingTrace, fit_decreasing
+
+
+def fewest_quickly(tally: LengthCounts, *, capacity: int) -> PackingTrace:
+    """Return the packing with the fewest bins of all algorithms below."""
+    quick = (constant_volume, best_fit_decreasing, first_fit_decreasing, modified_first_fit_decreasing)
+    return min((algorithm(tally, capacity=capacity) for algorithm in quick), key=lambda trace: trace.num_bins)
+
+
+def constant_volume(tally: LengthCounts, *, capacity: int) -> PackingTrace:
+    """
+    Put each sample into the emptiest bin, of equal ones the first, or into a new bin if none fits.
+
+    Bins are ranges of neighbours with equal room. A new bin is the emptiest until it is full, so it
+    takes all its samples at once.
+    """
+    trace = PackingTrace()
+    num_bins = 0
+    ranges: list[tuple[int, int, int]] = []  # (-room, first, number)
+    for index, (size, count) in enumerate(zip(tally.sizes, tally.counts, strict=True)):
+        left = count
+        while left and ranges and -ranges[0][0] >= size:
+            room, first, number = heappop(ranges)
+            taken = min(number, left)
+            trace.write((index, first, taken, 1))
+            left -= taken
+            heappush(ranges, (room + size, first, taken))
+            if taken < number:
+                heappush(ranges, (room, first + taken, number - taken))
+        per_bin = capacity // size
+        full, rest = divmod(left, per_bin)
+        if full:
+            trace.write((index, num_bins, full, per_bin))
+            heappush(ranges, (per_bin * size - capacity, num_bins, full))
+        if rest:
+            trace.write((index, num_bins + full, 1, rest))
+            heappush(ranges, (rest * size - capacity, num_bins + full, 1))
+        num_bins += full + (rest > 0)
+    return trace
+
+
+def best_fit_decreasing(tally: LengthCounts, *, capacity: int) -> PackingTrace:
+    """Put each sample into the fullest bin that it fits, of equal ones the first."""
+    return fit_decreasing(tally, capacity=capacity, fullest=True)
+
+
+def first_fit_decreasing(tally: LengthCounts, *, capacity: int) -> PackingTrace:
+    """Put each sample into the first bin that it fits."""
+    return fit_decreasing(tally, capacity=capacity, fullest=False)
 
 
 @attrs.define

@@ -1,10 +1,42 @@
-"""First fit in an order shuffled by a seed."""
+"""
+Packers that take samples one by one in an order: that of the data, or a random one.
+
+The literature calls the packing in the order of the data next fit.
+"""
 
 import numpy as np
 
 from packplan.core.lengths import IntArray
-from packplan.core.packs import Packs
+from packplan.core.packs import BLOCK, Packs
 from packplan.core.shuffling import shuffled
+
+
+def concatenative(lengths: IntArray, *, capacity: int) -> Packs:
+    """
+    Return packs of consecutive samples, with a new one when the next sample does not fit.
+
+    Args:
+        lengths: Tokens, each from 1 to *capacity*; at least one.
+        capacity: Tokens a pack may hold.
+    """
+    offsets = [0]
+    start, block = 0, BLOCK
+    while True:
+        inside = lengths[start : start + block]
+        ends = np.cumsum(inside)
+        # following[i]: the first sample that does not fit into a pack that starts at sample i.
+        following = np.searchsorted(ends - capacity, ends - inside, side="right").tolist()
+        at = 0
+        while following[at] < inside.size:
+            at = following[at]
+            offsets.append(start + at)
+        if start + inside.size == lengths.size:
+            offsets.append(lengths.size)
+            return Packs(np.array(offsets, dtype=np.int64), np.arange(lengths.size))
+        # The last pack may go on behind the block. It starts the next one, which grows if a single
+        # pack fills it.
+        block = block if at else 2 * block
+        start += at
 
 
 def first_fit_shuffle(lengths: IntArray, *, capacity: int, seed: int) -> Packs:

@@ -1,0 +1,235 @@
+"""
+Search for a filling of few bins: guided filling, then exchanges that gather unused room.
+
+Room is of use only where it is as large as a sample. So samples change places with slightly longer
+ones: the shorter one's bin is filled up, and its room goes to a bin that has more. Each exchange
+raises the sum of the squares of all rooms, so the exchanges end. Bins of one pattern take part
+together, so the time grows with the distinct lengths.
+
+Where no exchange is left, the bins that are not full are packed again with some full ones. The
+literature calls that a large neighbourhood search (Shaw, 1998).
+"""
+
+from bisect import bisect_left, insort
+from contextlib import suppress
+from heapq import heappop, heappush
+
+import attrs
+import numpy as np
+
+from packplan.core.length_counts import LengthCounts
+from packplan.core.patterns import Filling, PatternKey, key_of, num_packs
+from packplan.core.patterns.effort import Effort, SpentError
+from packplan.core.patterns.guided import fill_guided
+
+FEW_GROUPS, MORE_GROUPS = 32, 96
+"""Groups of lengths in the first program, and in later ones if that is not nearly enough."""
+
+MAX_REFILLS = 12
+"""
+Times that open bins are packed again. Two in a row that close less than a tenth of the gap end it.
+"""
+
+_NEAR, _ENOUGH = 100, 4000
+"""
+Packs per pack above the bound up to which few groups may reach it, and up to which a packing is
+good enough.
+"""
+
+_STEPS, _STEPS_OF_A_SAMPLE = 2_500_000, 4
+"""Steps of a search: the larger of a fixed number, of less than a second, and some a sample."""
+
+_STEPS_OF_A_PROGRAM, _STEPS_OF_A_PAIR = 250_000, 120
+"""Limit of a guided filling: a fixed part, and one for each pair of groups of its program."""
+
+_STEPS_OF_AN_EXCHANGE, _CELLS_OF_A_STEP = 50, 256
+"""Steps of an exchange, and partners that are compared in a further one."""
+
+
+def find_filling(tally: LengthCounts, *, capacity: int, bound: int, effort: Effort) -> Filling:
+    """
+    Return a packing of few bins, found by a limited number of steps.
+
+    Args:
+        tally: Lengths from 1 to *capacity*, counts >= 1.
+        capacity: Tokens a bin may hold.
+        bound: Number of packs that no packing can go below.
+        effort: Limit of the search, if it is less than that of every search.
+    """
+    good = bound + bound // _ENOUGH
+    with effort.part(max(_STEPS, _STEPS_OF_A_SAMPLE * sum(tally.counts))) as own:
+        few, has_more = _Search(tally, capacity, FEW_GROUPS, own), len(tally.sizes) > FEW_GROUPS
+        best = few.fill(tally.counts)
+        if not has_more or num_packs(best) <= bound + 1 + bound // _NEAR:
+            best = few.improve(best, good)
+        if has_more and num_packs(best) > good and own.left:
+            more = _Search(tally, capacity, MORE_GROUPS, own)
+            best = min(best, more.improve(more.fill(tally.counts), good), key=num_packs)
+    return best
+
+
+def find_filling_quickly(tally: LengthCounts, *, capacity: int) -> Filling:
+    """Return a packing of the samples of *tally*, whose counts may be 0, by the first exchanges."""
+    search = _Search(tally, capacity, FEW_GROUPS, Effort())
+    full, partial = gather_room(search.fill(tally.counts), tally, capacity=capacity, effort=search.effort)
+    return full + partial
+
+
+@attrs.frozen
+class _Search:
+    """Packing problem, and the effort that is left for it."""
+
+    tally: LengthCounts
+    capacity: int
+    num_groups: int
+    effort: Effort
+
+    def fill(self, counts: list[int]) -> Filling:
+        """Pack so many samples of each length by guided filling."""
+        with self.effort.part(_STEPS_OF_A_PROGRAM + _STEPS_OF_A_PAIR * self.num_groups**2) as own:
+            tally = LengthCounts(self.tally.sizes, counts)
+            return fill_guided(tally, capacity=self.capacity, num_groups=self.num_groups, effort=own)
+
+    def improve(self, filling: Filling, good: int) -> Filling:
+        """Gather room; pack open bins again, with some full ones, until there are *good* packs."""
+        full, partial = gather_room(filling, self.tally, capacity=self.capacity, effort=self.effort)
+        idle = 0
+        for seed in range(1, MAX_REFILLS + 1):
+            before = num_packs(full + partial)
+            if before <= good or idle == 2 or not self.effort.left:
+                break
+            kept, taken = _take_some(full, num_packs(partial) // 2, seed)
+            left = [0] * len(self.tally.sizes)
+            for pattern, num in taken + partial:
+                for index, per_bin in pattern.items():
+                    left[index] += num * per_bin
+            again = self.fill(left)
+            filled, rest = gather_room(again, self.tally, capacity=self.capacity, effort=self.effort)
+            saved = before - num_packs(kept + filled + rest)
+            idle = 0 if saved * 10 >= before - good else idle + 1
+            if saved >= 0:
+                full, partial = kept + filled, rest
+        return full + partial
+
+
+def _take_some(filling: Filling, num: int, seed: int) -> tuple[Filling, Filling]:
+    """Return the bins that stay, and about *num* that are drawn."""
+    if not filling:
+        return [], []
+    ends = np.cumsum([num_bins for _, num_bins in filling])
+    drawn = np.random.PCG64(seed).random_raw(num + 20) % ends[-1].astype(np.uint64)
+    places = np.searchsorted(ends, drawn.astype(np.int64), side="right")
+    nums = np.bincount(places, minlength=len(filling)).tolist()
+    taken = [(pattern, min(most, wanted)) for (pattern, most), wanted in zip(filling, nums, strict=True) if wanted]
+    stay = [(pattern, most - wanted) for (pattern, most), wanted in zip(filling, nums, strict=True) if most > wanted]
+    return stay, taken
+
+
+def gather_room(filling: Filling, tally: LengthCounts, *, capacity: int, effort: Effort) -> tuple[Filling, Filling]:
+    """
+    Return the full bins and the others of a packing of no more bins, fewer of which have room.
+
+    Args:
+        filling: Packing of samples.
+        tally: Lengths from 1 to *capacity*.
+        capacity: Tokens a bin may hold.
+        effort: Limit of the exchanges, which end without an error.
+    """
+    bins = _Bins(tally, capacity)
+    full: Filling = []
+    for pattern, num in filling:
+        if room := capacity - sum(tally.sizes[index] * per_bin for index, per_bin in pattern.items()):
+            bins.put(key_of(pattern), num, room)
+        else:
+            full.append((pattern, num))
+    with suppress(SpentError):
+        while bins.waiting:
+            room, key = heappop(bins.waiting)
+            if key in bins.nums:
+                bins.fill_up(key, room, effort)
+    for key in bins.full:
+        full.append((dict(key), bins.nums.pop(key)))
+    return full, [(dict(key), num) for key, num in bins.nums.items()]
+
+
+class _Bins:
+    """Bins by pattern, and which of them have room."""
+
+    def __init__(self, tally: LengthCounts, capacity: int) -> None:
+        self.nums: dict[PatternKey, int] = {}
+        """Pattern -> its number of bins."""
+        self.waiting: list[tuple[int, PatternKey]] = []
+        """Heap of patterns that have yet to be filled up, and their room, the least first."""
+        self.full: list[PatternKey] = []
+        """Patterns without room."""
+        self._sizes = [*tally.sizes, 0]  # the last stands for no sample
+        self._index = {size: index for index, size in enumerate(self._sizes)}
+        self._holders: list[list[tuple[int, PatternKey]]] = [[] for _ in self._sizes]  # by room, ascending
+        self._most = np.zeros(capacity + 1, dtype=np.int64)  # room beside a sample of each length, at most
+        self._tokens = np.arange(1, capacity + 1)
+
+    def put(self, key: PatternKey, num: int, room: int, *, waits: bool = True) -> None:
+        """Add bins of a pattern, which *waits* to be filled up if it is new."""
+        if key in self.nums:
+            self.nums[key] += num
+        elif key:
+            self.nums[key] = num
+            if room:
+                self._hold(key, room)
+                if waits:
+                    heappush(self.waiting, (room, key))
+            else:
+                self.full.append(key)
+
+    def fill_up(self, key: PatternKey, room: int, effort: Effort) -> None:
+        """Exchange samples of the bins of a pattern for longer ones, as long as that helps."""
+        num = self.nums.pop(key)
+        self._release(key, room)
+        own = [*(index for index, _ in key), len(self._sizes) - 1]
+        sizes, gained = np.array([self._sizes[index] for index in own]), self._tokens[:room]
+        partners = sizes[:, None] + gained
+        try:
+            while num:
+                effort.spend(_STEPS_OF_AN_EXCHANGE + partners.size // _CELLS_OF_A_STEP)
+                # Half of what is added to the sum of the squares of all rooms.
+                worth = gained * (self._most[partners] + (gained - room))
+                best = int(worth.argmax())
+                place, less = divmod(best, room)
+                if worth[place, less] <= 0:
+                    break
+                short, long = own[place], self._index[int(partners[place, less])]
+                more, other = self._holders[long][-1]
+                moved = min(num, self.nums[other])
+                num -= moved
+                self.nums[other] -= moved
+                if not self.nums[other]:
+                    del self.nums[other]
+                    self._release(other, more)
+                self.put(self._changed(key, short, long), moved, room - less - 1)
+                self.put(self._changed(other, long, short), moved, more + less + 1)
+        finally:
+            if num:
+                self.put(key, num, room, waits=False)
+
+    def _changed(self, key: PatternKey, old: int, new: int) -> PatternKey:
+        """Return a pattern that holds one sample of another length."""
+        counts = dict(key)
+        counts[old] = counts.get(old, 0) - 1
+        counts[new] = counts.get(new, 0) + 1
+        if not counts[old]:
+            del counts[old]
+        counts.pop(len(self._sizes) - 1, None)
+        return key_of(counts)
+
+    def _hold(self, key: PatternKey, room: int) -> None:
+        """Let bins of a pattern take part in exchanges."""
+        for index, _ in key:
+            insort(self._holders[index], (room, key))
+            self._most[self._sizes[index]] = self._holders[index][-1][0]
+
+    def _release(self, key: PatternKey, room: int) -> None:
+        """Undo `_hold`."""
+        for index, _ in key:
+            holders = self._holders[index]
+            del holders[bisect_left(holders, (room, key))]
+            self._most[self._sizes[index]] = holders[-1][0] if holders else 0
