@@ -55,7 +55,7 @@ class Algorithm:
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
-        "auto": Algorithm("auto", "3", counts_lengths=True),
+        "auto": Algorithm("fewest", "3", counts_lengths=True),
         "constant_volume": Algorithm("decreasing", "1", counts_lengths=True),
         "best_fit_decreasing": Algorithm("decreasing", "1", counts_lengths=True),
         "first_fit_decreasing": Algorithm("decreasing", "1", counts_lengths=True),
@@ -63,7 +63,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         "concatenative": Algorithm("in_order", "1", keeps_order=True),
         "first_fit_shuffle": Algorithm("in_order", "1", draws=True),
         "balanced": Algorithm("balanced", "7", weighs=True, reports=True),
-        "certified": Algorithm("certified", f"3, scipy {scipy.__version__}", draws=True, reports=True),
+        "certified": Algorithm("fewest", f"3, scipy {scipy.__version__}", draws=True, reports=True),
     }
 )
 """Algorithms that `pack` and `PlanPolicy` may name."""

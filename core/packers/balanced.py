@@ -23,9 +23,9 @@ from packplan.core.bounds import find_bound
 from packplan.core.errors import counted
 from packplan.core.length_counts import LengthCounts, PackingTrace
 from packplan.core.lengths import IntArray
-from packplan.core.packers.auto import auto
 from packplan.core.packers.decreasing import best_fit_decreasing
 from packplan.core.packers.exchange import Exchange
+from packplan.core.packers.fewest import auto
 from packplan.core.packs import Packs
 from packplan.core.work.assignment import in_units
 from packplan.core.work.model import WorkModel

@@ -175,8 +175,8 @@ def test_certified_packs_whatever_the_solver_and_the_iterations_give():
 
     for change in (
         patch("packplan.core.patterns.relaxation.solve_master", return_value=None),
-        patch("packplan.core.packers.certified.solve_master", side_effect=once),
-        patch("packplan.core.packers.certified.MAX_DIVES", 1),
+        patch("packplan.core.packers.fewest.solve_master", side_effect=once),
+        patch("packplan.core.packers.fewest.MAX_DIVES", 1),
         patch("packplan.core.patterns.search.MAX_REFILLS", 1),
         patch("packplan.core.patterns.relaxation.MAX_ROUNDS", 1),
         patch("packplan.core.patterns.relaxation.MAX_NEW_PATTERNS", 2),
@@ -196,9 +196,9 @@ def test_a_gap_that_stays_is_not_hidden():
     lengths, capacity = [13, 14, 16, 17, 17, 21, 27, 28, 28, 33, 34, 35, 35, 35, 37], 79
 
     for change in (
-        patch("packplan.core.packers.certified.MAX_DIVES", 1),
+        patch("packplan.core.packers.fewest.MAX_DIVES", 1),
         patch("packplan.core.patterns.relaxation.MAX_ROUNDS", 1),
-        patch("packplan.core.packers.certified.solve_master", return_value=None),
+        patch("packplan.core.packers.fewest.solve_master", return_value=None),
     ):
         with change:
             packs = pack(lengths, capacity=capacity, algorithm="certified")

@@ -1,10 +1,10 @@
 """
-Certified: the fewest packs that are found, together with a lower bound.
+Auto and certified: the fewest packs that a search finds, bounded or until they meet the bound.
 
-The search of `auto` comes first, then whole bins from the linear relaxation over patterns, until
-packs and bound meet. A dive takes the patterns with whole uses, and the best of the others until
-enough bins are fixed. A short search packs the remaining samples. Then the program is solved again
-for them.
+Auto has the packs of constant volume, and fewer where a bounded search finds them. Certified goes
+on from that search, with whole bins from the linear relaxation over patterns. A dive takes the
+patterns with whole uses, and the best of the others until enough bins are fixed. A short search
+packs the remaining samples. Then the program is solved again for them.
 
 All limits count iterations, so the result does not depend on the machine's speed. If a gap remains,
 packs in the order of the data and in a random one are tried: the plan is never worse than that of
@@ -18,14 +18,17 @@ import numpy as np
 from packplan.core.errors import counted
 from packplan.core.length_counts import LengthCounts, PackingTrace
 from packplan.core.lengths import IntArray
-from packplan.core.packers.decreasing import fewest_quickly
+from packplan.core.packers.decreasing import constant_volume, fewest_quickly
 from packplan.core.packers.in_order import concatenative, first_fit_shuffle
 from packplan.core.packs import Packs
 from packplan.core.patterns import Filling, Pattern, key_of, num_packs, trace_of
-from packplan.core.patterns.certificate import certify, reduced
-from packplan.core.patterns.effort import ReportedEffort
-from packplan.core.patterns.relaxation import FloatArray, Master, solve_master
-from packplan.core.patterns.search import find_filling_quickly
+from packplan.core.patterns.certificate import certify, quick_bound, reduced
+from packplan.core.patterns.effort import Effort, ReportedEffort
+from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, FloatArray, Master, solve_master
+from packplan.core.patterns.search import find_filling, find_filling_quickly
+
+_CLOSE = 1000
+"""Packs per pack above the bound that is worth no search (0.1 %)."""
 
 MAX_DIVES = 40
 """Limit of linear programs after the relaxation. Each has fewer samples than the one before."""
@@ -35,6 +38,22 @@ _MIN_SHARE_OF_A_DIVE = 0.5
 
 _TINY = 1e-6
 """Tolerance of the solver around zero."""
+
+
+def auto(tally: LengthCounts, *, capacity: int) -> PackingTrace:
+    """
+    Return the packs of constant volume if they are close to the bound and no quick algorithm needs
+    fewer, else the fewest that are found.
+    """
+    terms, width = reduced(tally, capacity=capacity)
+    bound = quick_bound(terms, capacity=width)
+    best = constant_volume(tally, capacity=capacity)
+    if best.num_bins > bound + bound // _CLOSE and width <= MAX_CAPACITY and len(terms.sizes) <= MAX_SIZES:
+        found = find_filling(terms, capacity=width, bound=bound, effort=Effort())
+        best = min(best, trace_of(found), key=lambda trace: trace.num_bins)
+    if best.num_bins > bound:
+        best = min(best, fewest_quickly(tally, capacity=capacity), key=lambda trace: trace.num_bins)
+    return best
 
 
 def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[str], None]) -> Packs:
