@@ -48,10 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         "YAML's or its defaults: template.max_pixels=200704",
     )  # fmt: skip
     parser.add_argument("--model", metavar="M", help="folder of the model, or its id in a local cache")
-    parser.add_argument(
-        "--config", metavar="run.yaml",
-        help="run whose model, template and data are taken where none are named here",
-    )  # fmt: skip
+    parser.add_argument("--config", metavar="run.yaml", help="run whose model, template and data are taken")
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="lengths.parquet",
         help="table to write; one that is there is continued",
@@ -68,6 +65,8 @@ def run(options: argparse.Namespace) -> None:
     if options.config is None and not (data and options.model):
         missing = "DATA" if not data else "--model"
         raise ConfigError.at(missing, "is not given, and there is no --config to take it from: name it")
+    if options.config is not None and (data or options.model):
+        raise ConfigError.at("--config", "has a model and data: leave DATA and --model out, or give key=value")
     output: Path = options.output
     with ranks_refuse_together():
         lengths.require_table(output)

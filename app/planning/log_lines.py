@@ -17,12 +17,6 @@ from packplan.core.patterns.certificate import BoundKind
 from packplan.core.samples.tables import DataFile, by_source, column
 from packplan.core.schedule import EpochSchedule
 
-WORTH_A_WARNING = Fraction(1, 100)
-"""
-Share of the tokens that may be dropped without a warning, where
-`training.packing_max_dropped_share` is no lower.
-"""
-
 SHOWN = 10
 """Ranges of samples that a line names, where they may lie anywhere; the stored plan has all."""
 
@@ -245,5 +239,5 @@ def _describe_exceptions(planned: Split) -> Iterator[Line]:
             f"training.packing_drop_last: false keeps {agree(number, 'it', 'them')}, a lower "
             "training.packing_min_fill_ratio keeps more"
         )
-        many = raw.dropped_share > min(WORTH_A_WARNING, Fraction(planned.policy.max_dropped_share))
+        many = raw.dropped_share > Fraction(planned.policy.max_dropped_share)
         yield _warning(line) if many else _note(line)

@@ -1,7 +1,6 @@
 """Tables of lengths: what writes them for any tool, and runs that take their lengths from one."""
 
 import contextlib
-import json
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
@@ -10,11 +9,10 @@ from pathlib import Path
 import attrs
 
 from packplan.adapters import files
-from packplan.adapters.config.layers import read_document
 from packplan.adapters.config.run import parse_config
 from packplan.adapters.stores.length_table import read_length_table, read_length_table_key, write_length_table
 from packplan.app.planning.split import KnownTable, Split
-from packplan.app.wiring.runs import trainer_keys, with_inputs
+from packplan.app.wiring.runs import read_config, trainer_keys, with_inputs
 from packplan.app.wiring.stores import records_cache
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ArgumentError, ConfigError, StaleError
@@ -36,41 +34,32 @@ def measuring_run(
     Return the run that measures data, and trains nothing; its artefacts are in `store_folder`.
 
     Args:
-        data: Data files; empty takes all of the YAML's.
+        data: Data files; empty where a YAML names them.
         output: Table to write.
-        model: Model; None takes the YAML's.
-        path: YAML of a run with these keys; None has none.
+        model: Model; None where a YAML names it.
+        path: YAML of a run whose model, template and data are measured; None without one.
         overrides: Values for single keys.
 
     Raises:
         ConfigError: All faults of the configuration.
     """
     own = {
+        "model": {"model": model},
         "custom": {"train_jsonl": list(data)},
         "template": {"max_length": NO_LIMIT},
         "training": {"output_dir": str(store_folder(output)), "packing": False},
     }
-    document = own if path is None else read_document(Path(path))
-    named = [*overrides, *([f"model.model={json.dumps(model)}"] if model else [])]
-    config = parse_config(document, path or "packplan measure", trainer_keys(), overrides=named)
-    if data:
-        names = {name: source for name, source in config.custom.source_names.items() if name in data}
-        custom = attrs.evolve(
-            config.custom, train_jsonl=tuple(data), val_jsonl=(), fusion_config=None, fusion_schedule=None,
-            source_names=names,
-        )  # fmt: skip
-        config = attrs.evolve(config, custom=custom)
-    config = with_inputs(config)
+    if path is None:
+        config = with_inputs(parse_config(own, "packplan measure", trainer_keys(), overrides=overrides))
+    else:
+        config = read_config(path, overrides)
     custom, training = config.custom, config.training
-    paths = tuple(dict.fromkeys([*custom.train_jsonl, *custom.val_jsonl]))
-    cache = custom.records_cache if path is None else str(records_cache(config))
     custom = attrs.evolve(
-        custom, train_jsonl=paths, val_jsonl=(), fusion_config=None, fusion_schedule=None, records_cache=cache
-    )
-    if custom.media_cache is None:
-        custom = attrs.evolve(custom, media_cache=str(store_folder(output) / "media"))
-    training = attrs.evolve(training, output_dir=str(store_folder(output)))
-    return attrs.evolve(config, custom=custom, training=training)
+        custom, train_jsonl=tuple(dict.fromkeys([*custom.train_jsonl, *custom.val_jsonl])), val_jsonl=(),
+        fusion_config=None, fusion_schedule=None, records_cache=str(records_cache(config)),
+        media_cache=custom.media_cache or str(store_folder(output) / "media"),
+    )  # fmt: skip
+    return attrs.evolve(config, custom=custom, training=attrs.evolve(training, output_dir=str(store_folder(output))))
 
 
 def store_folder(output: Path) -> Path:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from packplan.core.errors import ModelError
 from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Keys, Sizes
 
-Kind = Literal["full", "window", "chunk", "delta", "conv", "mamba"]
+Kind = Literal["full", "window", "chunk", "delta", "conv"]
 
 _KINDS: Mapping[str, Kind] = {
     "full_attention": "full",
@@ -26,7 +26,6 @@ _KINDS: Mapping[str, Kind] = {
     "chunked_attention": "chunk",
     "linear_attention": "delta",
     "conv": "conv",
-    "mamba": "mamba",
 }
 """Names in `layer_types` of a config.json -> kinds."""
 
@@ -124,8 +123,6 @@ def read_text(sizes: Sizes, *, model_type: str | None) -> dict[str, Any]:
     per_position = head + attending * position + kinds["delta"] * projections
     if kinds["conv"]:
         per_position += kinds["conv"] * (4 * width**2 + keys.size("conv_L_cache") * width)
-    if kinds["mamba"]:
-        per_position += kinds["mamba"] * _mamba(keys, width)
     per_position += _mlps(keys, width, layers)
     scale = PRODUCT * ATTENTION_PRODUCTS
     local = []
@@ -159,8 +156,6 @@ def _kinds(keys: Keys, layers: int) -> list[Kind]:
             raise ModelError("work", f"the work of {', '.join(others)} layers is not known")
         kinds = [_KINDS[name] for name in named]
         return ["full" if kind == "window" and not has_window else kind for kind in kinds]
-    if keys.get("num_attention_heads", "n_head") is None and keys.get("state_size") is not None:
-        return ["mamba"] * layers
     if interval:
         return ["full" if not number % interval else "delta" for number in range(1, layers + 1)]
     if has_window and every:
@@ -199,19 +194,8 @@ def _delta(keys: Keys, width: int) -> tuple[int, int]:
     return position, chunk
 
 
-def _mamba(keys: Keys, width: int) -> int:
-    """Return the products of one position in a state-space layer."""
-    state, kernel = keys.size("state_size"), keys.size("conv_kernel")
-    expand, rank = keys.count("expand") or 2, keys.count("time_step_rank") or -(-width // 16)
-    inner = keys.count("intermediate_size") or width * expand
-    steps = inner * (rank + 2 * state) + rank * inner + inner * state
-    return width * 2 * inner + kernel * inner + steps + inner * width
-
-
 def _mlps(keys: Keys, width: int, layers: int) -> int:
     """Return the products of one position in the MLPs of all layers."""
-    if keys.get("state_size") is not None and keys.get("num_attention_heads", "n_head") is None:
-        return 0
     experts = keys.count("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     inner = keys.count("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     inner = _mlp_width(keys, 4 * width if inner is None else inner)
