@@ -204,6 +204,18 @@ def as_table(keys: Mapping[str, TrainerKey], path: Path = TABLE) -> str:
     return f'{{\n  "versions": {versions},\n  "keys": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
 
 
+def read_settings(named: Any) -> Mapping[str, Any]:
+    """
+    Return the settings that a key of `SETTINGS_FILES` is, or that the file which it names holds;
+    none where that cannot be read, which the trainer refuses.
+    """
+    if isinstance(named, (str, Path)):
+        with contextlib.suppress(OSError, ValueError):
+            text = str(named) if str(named).startswith("{") else Path(named).read_text(encoding="utf-8")
+            named = json.loads(text)
+    return named if isinstance(named, Mapping) else {}
+
+
 def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool) -> Iterator[Fault]:
     """
     Yield faults of settings that this machine lacks a package for or would ignore, or that break
@@ -222,14 +234,6 @@ def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool) -> Iterator[Fau
     if settings.get("fsdp") and on_cpu:
         reason = "would be dropped on a CPU, silently (by accelerate): remove it, or train on GPUs"
         yield Fault("training.fsdp", reason)
-    if settings.get("fsdp_config") and not settings.get("fsdp"):
-        yield Fault("training.fsdp_config", "has no effect without training.fsdp: set that, or remove it")
-    deepspeed = settings.get("deepspeed")
-    if isinstance(deepspeed, (str, Path)):
-        with contextlib.suppress(OSError, ValueError):  # what is no file of JSON, ms-swift refuses
-            deepspeed = json.loads(Path(deepspeed).read_text(encoding="utf-8"))
-    if isinstance(deepspeed, Mapping) and "tensor_parallel" in deepspeed:
-        reason = (
-            "asks for tensor parallelism, under which several ranks are one learner; plans count every rank: remove"
-        )
-        yield Fault("training.deepspeed", f"{reason} tensor_parallel")
+    if "tensor_parallel" in read_settings(settings.get("deepspeed")):
+        reason = "asks for tensor parallelism, under which several ranks are one learner; plans count every rank"
+        yield Fault("training.deepspeed", f"{reason}: remove tensor_parallel")

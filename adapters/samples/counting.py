@@ -428,7 +428,7 @@ class QuickMeasurer:
             self._log_once(why)
         if why or any(one.doubt for one in videos) or (images and of_images is None) or (videos and of_videos is None):
             return _Read(index, sample, kept)
-        with encoder.naming_sample(index, "an image cannot be encoded: "):
+        with encoder.records.naming(index, "an image cannot be encoded: "):
             costs = [of_images.beyond_stand_in(one.width, one.height) for one in facts] if of_images else []
         shown = [of_videos.beyond_stand_in(one) for one in videos] if of_videos else []
         pieces = self._pieces(sample, image=len(images), video=len(videos))

@@ -3,6 +3,7 @@
 import bisect
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from packplan.core.errors import Difference, RecordError, StaleError
 from packplan.core.samples.places import is_place
 from packplan.core.samples.records import to_messages
 from packplan.core.samples.tables import Where
+from packplan.core.samples.values import UnusableRecordError
 
 _SHOWN_DIGITS = 12
 """Digits of a digest that a message shows."""
@@ -107,6 +109,22 @@ class FileRecords:
         """Return the file of record *index*, and its line or row there."""
         file, row = self._find(index)
         return file.where(row)
+
+    @contextmanager
+    def naming(self, index: int, before: str = "") -> Iterator[None]:
+        """
+        Raise each ValueError as a RecordError that names the place of a record.
+
+        Args:
+            index: Index of the record.
+            before: Text before the reason.
+        """
+        try:
+            yield
+        except ValueError as error:
+            # The key that would accept the record.
+            key = f" (custom.{error.argument})" if isinstance(error, UnusableRecordError) and error.argument else ""
+            raise RecordError(str(self.where(index)), f"{before}{error}{key}") from None
 
     def folder(self, index: int) -> str:
         """Return the folder that relative media of record *index* start at."""

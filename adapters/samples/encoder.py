@@ -37,7 +37,6 @@ from packplan.core.samples.records import read_shape
 from packplan.core.samples.shapes import MIXABLE
 from packplan.core.samples.tables import DataFile, Measurement, MediaFacts, Table, from_row
 from packplan.core.samples.tools import CALL, RESPONSE
-from packplan.core.samples.values import UnusableRecordError
 
 IGNORED_LABEL = -100
 
@@ -125,7 +124,7 @@ class SwiftEncoder:
         """
         sample = self.read(index)
         images, videos = sample.get("images", ()), sample.get("videos", ())
-        with self.naming_sample(index):
+        with self.records.naming(index):
             for image in images:
                 shrink_size(*read_size(image), self.template.max_pixels)
         for video in videos:
@@ -134,7 +133,7 @@ class SwiftEncoder:
             return self.encode_messages(index, sample)
         except RecordError:
             # A damaged image is the likelier reason, and a better one.
-            with self.naming_sample(index):
+            with self.records.naming(index):
                 for image in images:
                     read_size(image, decode=True)
             for video in videos:
@@ -163,12 +162,12 @@ class SwiftEncoder:
 
     def sample_of(self, index: int, record: object) -> dict[str, Any]:
         """Return the sample of a record that was read already, as `read` does."""
-        with self.naming_sample(index, "the record "):
+        with self.records.naming(index, "the record "):
             known = read_shape(record, self.spec.custom.columns)
             self._refuse_mixed(index, known.shape)
             sample = read_messages(known, self.spec.custom)
         folder = self.records.folder(index)
-        with self.naming_sample(index):
+        with self.records.naming(index):
             for kind in ("images", "videos"):
                 if kind in sample:
                     held = sample[kind]
@@ -277,7 +276,7 @@ class SwiftEncoder:
         Raises:
             RecordError: One cannot be read.
         """
-        with self.naming_sample(index):
+        with self.records.naming(index):
             return tuple(image_facts(image, decode=decode) for image in images)
 
     def encode_messages(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
@@ -323,9 +322,9 @@ class SwiftEncoder:
         Return the facts of a video of sample *index*; RecordError if it cannot be used.
         """
         custom = self.spec.custom
-        with self.naming_sample(index):
+        with self.records.naming(index):
             facts = video_facts(video, max_seconds=custom.max_video_s)
-        with self.naming_sample(index, f"the video {_video_name(video)} cannot be sampled: "):
+        with self.records.naming(index, f"the video {_video_name(video)} cannot be sampled: "):
             size = self.video_lengths.num_bytes(facts) if self.video_lengths is not None else 0
         if size > custom.max_video_bytes:
             reason = (
@@ -355,7 +354,7 @@ class SwiftEncoder:
             RecordError: They cannot be decoded.
         """
         if isinstance(video, tuple):
-            with self.naming_sample(index):
+            with self.records.naming(index):
                 for frame in video:
                     read_size(frame, decode=True)
         elif (reason := unread_reason(video, sampling)) is not None:
@@ -371,22 +370,6 @@ class SwiftEncoder:
             remedy: Key to set, if the run is to be changed and not the record.
         """
         return RecordError(str(self.records.where(index)), reason, remedy)
-
-    @contextlib.contextmanager
-    def naming_sample(self, index: int, before: str = "") -> Iterator[None]:
-        """
-        Raise each ValueError as a RecordError that names the place of a sample.
-
-        Args:
-            index: Index of the sample.
-            before: Text before the reason.
-        """
-        try:
-            yield
-        except ValueError as error:
-            # The key that would accept the record.
-            key = f" (custom.{error.argument})" if isinstance(error, UnusableRecordError) and error.argument else ""
-            raise self.fault(index, f"{before}{error}{key}") from None
 
     def measure_sample(self, index: int, encoded: dict[str, Any]) -> Measurement:
         """Measure an encoded sample; RecordError if its image tokens do not match its images."""

@@ -1,6 +1,7 @@
 """Records as the prompts of TRL's trainers that draw answers: messages, images, the own answer."""
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,8 @@ from packplan.adapters.samples.copies import MediaCache, local_medium
 from packplan.adapters.samples.data_set import FileRecords, read_messages
 from packplan.adapters.samples.media_files import read_size
 from packplan.core.config.run import CustomConfig
-from packplan.core.errors import RecordError
 from packplan.core.samples.media import Image
-from packplan.core.samples.values import UnusableRecordError
+from packplan.core.samples.values import fail
 
 _TAG = "<image>"
 
@@ -48,32 +48,30 @@ class Prompts:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return the prompt of record *index*; RecordError if it cannot be one."""
         record = self._records[index]
-        try:
-            return {**self._prompt(index, record), "record": record}
-        except UnusableRecordError as error:
-            key = f" (custom.{error.argument})" if error.argument else ""  # the one that would accept the record
-            raise RecordError(str(self._records.where(index)), f"the record {error}{key}") from error
-        except (ValueError, OSError) as error:
-            raise RecordError(str(self._records.where(index)), str(error)) from error
+        with self._records.naming(index, "the record "):
+            sample = read_messages(record, self._custom)
+            messages, answer = self._prompt(sample)
+        found = {"prompt": messages, "answer": answer, "record": record}
+        if not self._sees:
+            return found
+        with self._records.naming(index):
+            images = [self._image(index, image) for image in sample.get("images", ())]
+        for message in messages:
+            message["content"] = _parts(message["content"], tagged=bool(images))
+        return {**found, "images": images}
 
-    def _prompt(self, index: int, record: object) -> dict[str, Any]:
-        sample = read_messages(record, self._custom)
+    def _prompt(self, sample: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
+        """Return the messages of a sample but the last, and the text of that."""
         *messages, last = sample["messages"]
         if {"videos", "tools"} & set(sample) or not {message["role"] for message in messages} <= _ROLES:
-            raise UnusableRecordError("has videos or tools, which TRL's trainer does not take as data: leave it out")
+            fail("has videos or tools, which TRL's trainer does not take as data: leave it out")
         if "images" in sample and not self._sees:
-            raise UnusableRecordError("has images, but the model reads text only: name one that sees in model.model")
+            fail("has images, but the model reads text only: name one that sees in model.model")
         if not any(message["role"] == "user" for message in messages):
-            raise UnusableRecordError("has no question before its last message")
+            fail("has no question before its last message")
         if self._system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system}, *messages]
-        prompt = [{name: message[name] for name in ("role", "content")} for message in messages]
-        if not self._sees:
-            return {"prompt": prompt, "answer": last["content"]}
-        images = [self._image(index, image) for image in sample.get("images", ())]
-        for message in prompt:
-            message["content"] = _parts(message["content"], tagged=bool(images))
-        return {"prompt": prompt, "answer": last["content"], "images": images}
+        return [{name: message[name] for name in ("role", "content")} for message in messages], last["content"]
 
     def _image(self, index: int, image: Image) -> PIL.Image.Image:
         """Return an image, which is named from the folder of its record, or held by it."""

@@ -16,7 +16,7 @@ import torch
 
 from packplan.adapters import files
 from packplan.adapters.config.run import load_mixes
-from packplan.adapters.config.trainer_keys import SETTINGS_FILES
+from packplan.adapters.config.trainer_keys import SETTINGS_FILES, read_settings
 from packplan.adapters.ranks.environment import name_meeting_place, require_ranks
 from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, name_lost_ranks, weight_digests
 from packplan.adapters.versions import installed_version
@@ -106,10 +106,8 @@ def settings_files(config: RunConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key in SETTINGS_FILES:
         file = config.training.trainer.get(key)
-        if isinstance(file, str):
-            with contextlib.suppress(OSError, ValueError):
-                text = file if file.startswith("{") else Path(file).read_text(encoding="utf-8")
-                found[f"training.{key}"] = json.loads(text)
+        if isinstance(file, str) and (held := read_settings(file)):
+            found[f"training.{key}"] = held
     if config.custom.fusion_config is not None:
         mixes = load_mixes(config.custom.fusion_config)
 

@@ -70,7 +70,6 @@ def test_deepspeed_reaches_ms_swift_as_it_was_written(write_run, monkeypatch):
         ({"fsdp": "full_shard"}, "training.fsdp: would be dropped on a CPU, silently"),
         ({"fp16": True}, "training.fp16: computes in float32 on a CPU"),
         ({"fsdp": True}, "training.fsdp: would be dropped on a CPU, silently"),
-        ({"fsdp_config": {"fsdp_version": 2}}, "has no effect without training.fsdp"),
         ({"deepspeed": {"tensor_parallel": {"autotp_size": 2}}}, "plans count every rank: remove tensor_parallel"),
         ({"deepspeed": "zero2"}, "training"),
         ({"parallelism_config": {"tp_size": 2}}, "lets ranks share rows"),
