@@ -32,14 +32,8 @@ def as_table(found: Sequence[BackendProbe]) -> str:
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [f"{one.backend}: not run, since {one.reason}" for one in found if one.verdict is None]
-    mixing: dict[str, list[str]] = {}
-    for one in found:
-        if one.mixes_in is not None:
-            mixing.setdefault(one.mixes_in, []).append(one.backend)
-    lines += [
-        f"Without Packplan, samples are first mixed in {module}: {', '.join(backends)}"
-        for module, backends in mixing.items()
-    ]
+    mixing = {one.mixes_in for one in found if one.mixes_in is not None}
+    lines += [f"Without Packplan, samples are first mixed in {module}" for module in mixing]
     return "\n".join(lines)
 
 
@@ -62,7 +56,8 @@ def as_json(model: str, found: Sequence[BackendProbe]) -> str:
     backends = []
     for one in found:
         verdict = None if one.verdict is None else one.verdict.to_dict()
-        backends.append({**attrs.asdict(one, recurse=False), "packs": one.packs, "verdict": verdict})
+        told = {"packs": one.packs, "by_itself": one.by_itself, "verdict": verdict}
+        backends.append({**attrs.asdict(one, recurse=False), **told})
     return json.dumps({"model": model, "passed": found[0].packs, "backends": backends}, indent=2)
 
 

@@ -181,24 +181,19 @@ class SmallProbe:
             except ModelError as error:
                 return _refused(self.config, attn_impl, "", str(error))
 
-    def packs_by_itself(self, attn_impl: str) -> tuple[bool, MixingModule | None]:
+    @cached_property
+    def mixing_module(self) -> MixingModule | None:
         """
-        Return whether the model packs if its layers are told nothing but its arguments, and else
-        the first module that mixes samples, if one is found.
-
-        Args:
-            attn_impl: Value of `model.attn_impl`; its verdict was asked before.
+        First module in which the model as it comes mixes samples, or computes something else than
+        alone; None if none is found.
         """
-        for trial in self._trials(attn_impl) if self._copies else ():
-            verdict = self._verdicts.get(trial)
-            if verdict is None or verdict.measured is None:
-                continue
-            if verdict.passes and not verdict.split and (trial.strategy == "own" or not trial.follows_rows):
-                return True, None
-            with quiet(), _one_thread():
-                copies = self._copies_for(trial)
-                return False, _where(copies.packing(trial), copies)
-        return False, None
+        with quiet(), _one_thread():
+            try:
+                copies = self._copies_for()
+                return _where(copies.build(copies.native), copies)
+            except Exception:  # whatever the code of a family raises; the verdict stands
+                log.debug("the module that mixes samples was not found", exc_info=True)
+                return None
 
     def _trials(self, attn_impl: str) -> Iterator[Trial]:
         flash = not self.on_cpu and find_spec("flash_attn") is not None
@@ -282,19 +277,13 @@ def _lies_within(model: Any, kind: str, others: set[str]) -> bool:
 
 
 def _where(model: Any, copies: _Copies) -> MixingModule | None:
-    """Return the first module that mixes samples, or that computes something else than alone."""
     packed = copies.row.packed
-    try:
-        leak = first_leak(model, packed)
-        if leak is not None:
-            return leak[1]
-        for own, sample in zip(packed.places, copies.row.samples, strict=True):
-            found = first_different(model, packed, sample.inputs, own, limit=copies.limit)
-            if found is not None:
-                return found
-    except Exception:  # whatever the code of a family raises; the verdict stands
-        log.debug("the module that mixes samples was not found", exc_info=True)
-    return None
+    leak = first_leak(model, packed)
+    if leak is not None:
+        return leak[1]
+    pairs = zip(packed.places, copies.row.samples, strict=True)
+    found = (first_different(model, packed, one.inputs, place, limit=copies.limit) for place, one in pairs)
+    return next(filter(None, found), None)
 
 
 _UNREACHED = (

@@ -28,9 +28,6 @@ class BackendProbe:
     reason: str
     """Why samples may or may not share packs, as a clause."""
 
-    by_itself: bool = False
-    """Whether they may without Packplan: under the model's own code and arguments."""
-
     mixes_in: str | None = None
     """Without it, the first module in which samples are mixed, and its class; None if unknown."""
 
@@ -40,6 +37,11 @@ class BackendProbe:
     def packs(self) -> bool:
         """Whether samples may share packs, with what Packplan does for it."""
         return self.verdict is not None and self.verdict.passes
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether they may without Packplan: under the model's own code and arguments."""
+        return self.packs and not (self.verdict.follows_rows or self.verdict.split)  # type: ignore[union-attr]  # it passes
 
 
 def probe_backends(
@@ -74,6 +76,6 @@ def probe_backends(
             yield BackendProbe(backend, None, leak)
             continue
         verdict = probe.verdict(backend)
-        by_itself, where = probe.packs_by_itself(backend)
-        mixes_in = None if where is None else str(where)
-        yield BackendProbe(backend, verdict, verdict.reason, by_itself, mixes_in, time.monotonic() - start)
+        found = BackendProbe(backend, verdict, verdict.reason, seconds=time.monotonic() - start)
+        where = None if found.by_itself else probe.mixing_module
+        yield attrs.evolve(found, mixes_in=None if where is None else str(where))
