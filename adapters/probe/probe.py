@@ -182,15 +182,16 @@ class SmallProbe:
                 return _refused(self.config, attn_impl, "", str(error))
 
     @cached_property
-    def mixing_module(self) -> MixingModule | None:
+    def mixing_module(self) -> str | None:
         """
         First module in which the model as it comes mixes samples, or computes something else than
-        alone; None if none is found.
+        alone, with its class; None if none is found.
         """
         with quiet(), _one_thread():
             try:
                 copies = self._copies_for()
-                return _where(copies.build(copies.native), copies)
+                where = _where(copies.build(copies.native), copies)
+                return None if where is None else str(where)
             except Exception:  # whatever the code of a family raises; the verdict stands
                 log.debug("the module that mixes samples was not found", exc_info=True)
                 return None

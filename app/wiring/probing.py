@@ -11,7 +11,7 @@ import torch
 from packplan.adapters.probe.probe import SmallProbe
 from packplan.adapters.probe.small_model import open_model_config
 from packplan.core.config.run import ModelConfig
-from packplan.core.equality import BACKENDS, PackingVerdict, Precision, choose_attention
+from packplan.core.equality import BACKENDS, PackingVerdict, Precision, reason_against_backend
 from packplan.core.errors import ConfigError, Fault
 
 
@@ -68,14 +68,12 @@ def probe_backends(
         config, trust_remote_code=trust_remote_code, on_cpu=not has_gpu, device=device or "cpu",
         precision=dtype or "float32",
     )  # fmt: skip
-    flash = find_spec("flash_attn") is not None
     for backend in BACKENDS:
-        start = time.monotonic()
-        leak = choose_attention(backend, None, flash_installed=flash, on_cpu=not has_gpu).leak
+        start, flash = time.monotonic(), find_spec("flash_attn") is not None
+        leak = reason_against_backend(backend, flash_installed=flash, on_cpu=not has_gpu)
         if leak is not None:
             yield BackendProbe(backend, None, leak)
             continue
         verdict = probe.verdict(backend)
         found = BackendProbe(backend, verdict, verdict.reason, seconds=time.monotonic() - start)
-        where = None if found.by_itself else probe.mixing_module
-        yield attrs.evolve(found, mixes_in=None if where is None else str(where))
+        yield found if found.by_itself else attrs.evolve(found, mixes_in=probe.mixing_module)
