@@ -20,7 +20,6 @@ import attrs
 import numpy as np
 import torch
 from accelerate.utils import gather_object
-from scipy.optimize import linear_sum_assignment
 from transformers import Trainer
 
 from packplan.adapters.hf.refusals import is_old_trl, refuse_cut
@@ -323,21 +322,18 @@ class _BalancedTraining:
         rank, flat = self.args.process_index, list(chain(*lengths))
         owners = np.repeat(np.arange(len(lengths)), [len(own) for own in lengths])
         sharding = self._balance.cut(flat, shards=len(lengths))
-        held = [sharding.shard(worker)[0] for worker in range(len(lengths))]
-        kept = np.array([np.bincount(owners[own.indices], minlength=len(lengths)) for own in held])
-        # Workers are given to ranks so that most rows stay.
-        worker_of = linear_sum_assignment(kept.T, maximize=True)[1]
+        held = [sharding.shard(other)[0] for other in range(len(lengths))]
         first = int(np.searchsorted(owners, rank))
         leaving = [
-            {int(index): rows[index - first] for index in np.unique(held[worker].indices) if owners[index] == rank}
-            for worker in worker_of
+            {int(index): rows[index - first] for index in np.unique(one.indices) if owners[index] == rank}
+            for one in held
         ]
         mine = leaving[rank]
         leaving[rank] = {}
         arrived = _send_rows(leaving, self.args.device)
         self._balance.counts.moved += len(arrived)
         mine |= arrived
-        own = held[worker_of[rank]]
+        own = held[rank]
         return [
             [mine[index] for index, weight in zip(own.indices[a:b].tolist(), own.weights[a:b], strict=True) if weight]
             for a, b in own.boundaries

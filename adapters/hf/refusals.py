@@ -19,24 +19,20 @@ def refuse(trainer: Any) -> None:
     Raises:
         ArgumentError: A setting stands against it; all are named.
     """
-    if reasons := [*_of_arguments(trainer.args), *_of_ranks(trainer)]:
+    if reasons := [*_of_plan(trainer), *of_sharing(trainer)]:
         raise ArgumentError("host", f"the trainer would not follow the plan: {'; '.join(reasons)}")
 
 
-def _of_arguments(args: Any) -> Iterator[str]:
+def _of_plan(trainer: Any) -> Iterator[str]:
+    args = trainer.args
     for refusal in refusals_of(args, "trainer"):
         yield f"{refusal.setting} is set, which {refusal.effect}"
     strategy = getattr(args, "train_sampling_strategy", "random")
     if strategy != "random":
         yield f"train_sampling_strategy is {strategy!r}, which draws batches by itself"
-
-
-def _of_ranks(trainer: Any) -> Iterator[str]:
-    args = trainer.args
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != args.world_size:
         yield f"{started} processes were started, but the trainer sees {args.world_size}: on a CPU, set use_cpu=True"
-    yield from of_sharing(trainer)
     if args.world_size > 1 and not args.average_tokens_across_devices:
         yield "average_tokens_across_devices is off, so ranks with few tokens would weigh as much as others"
 

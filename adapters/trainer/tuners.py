@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from swift.arguments.base_args.quant_args import QuantizeArguments
 from swift.arguments.tuner_args import TunerArguments
 from swift.model import get_model_info_meta
+from transformers import BitsAndBytesConfig
 
 from packplan.adapters.families import is_sound_weight, trained_part
 from packplan.adapters.samples.template import swift_model_type
@@ -44,17 +46,15 @@ def prepare_tuner(model: Any, training: TrainingConfig) -> Any:
     from swift.pipelines.train.tuner import TunerMixin
 
     arguments = _arguments(model, training)
-    _require_matches(model, training)
-    hears = trained_part(model) is not model
-    if hears:
-        _refuse_sound(model, training)
+    _refuse_unmatched(model, training)
     try:
         prepared = TunerMixin.prepare_model(arguments, model)
     except (ValueError, RuntimeError, AttributeError, AssertionError, TypeError) as error:
         keys = [key for key in ("target_regex", "target_parameters") if getattr(training, key)]
         key = [*keys, "target_modules"][0] if training.tuner_type in tuners_of("target_modules") else "tuner_type"
         raise ConfigError.at(f"training.{key}", f"cannot get adapters: {error}") from error
-    if hears:  # records have no sound, so no gradient reaches these weights, and DDP would wait
+    if trained_part(model) is not model:
+        # Records have no sound, so no gradient reaches these weights, and DDP would wait.
         for name, weight in prepared.named_parameters():
             weight.requires_grad = weight.requires_grad and not is_sound_weight(name)
     if not any(parameter.requires_grad for parameter in prepared.parameters()):
@@ -73,7 +73,8 @@ _FREEZES = (
 
 def quantisation_of(model: ModelConfig, *, on_cpu: bool) -> Any:
     """
-    Return ms-swift's quantisation of a model's weights; None without one.
+    Return the quantisation of a model's weights, which spares what ms-swift spares; None without
+    one.
 
     Args:
         model: Section `model` of the run.
@@ -91,19 +92,15 @@ def quantisation_of(model: ModelConfig, *, on_cpu: bool) -> Any:
         raise ConfigError.at("model.quant_method", reason)
     info, meta = get_model_info_meta(model.model, model_type=swift_model_type(model))
     dtype = info.torch_dtype if model.torch_dtype is None else getattr(torch, model.torch_dtype)
-    arguments: Any = SimpleNamespace(
-        quant_method=model.quant_method,
-        quant_bits=model.quant_bits,
-        torch_dtype=dtype,
-        **dict.fromkeys(("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")),
+    asked: Any = SimpleNamespace(model_info=info, model_meta=meta)
+    return BitsAndBytesConfig(
+        load_in_4bit=model.quant_bits == 4,
+        load_in_8bit=model.quant_bits == 8,
+        bnb_4bit_compute_dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        model_info=info,
-        model_meta=meta,
+        llm_int8_skip_modules=QuantizeArguments.get_modules_to_not_convert(asked),
     )
-    arguments.get_modules_to_not_convert = lambda: QuantizeArguments.get_modules_to_not_convert(arguments)
-    QuantizeArguments.__post_init__(arguments)
-    return QuantizeArguments.get_quantization_config(arguments)
 
 
 def _arguments(model: Any, training: TrainingConfig) -> Any:
@@ -135,35 +132,34 @@ def _arguments(model: Any, training: TrainingConfig) -> Any:
     return arguments
 
 
-def _require_matches(model: Any, training: TrainingConfig) -> None:
-    """Refuse keys that match none of the model's weights, which ms-swift would only log."""
-    names = [name for name, _ in model.named_parameters()]
-    for key in ("freeze_parameters", "trainable_parameters"):
-        for beginning in getattr(training, key):
-            if not any(name.startswith(beginning) for name in names):
-                raise ConfigError.at(f"training.{key}", f"has {beginning}, with which no weight of the model begins")
-    for key in ("freeze_parameters_regex", "trainable_parameters_regex"):
-        pattern = getattr(training, key)
-        if pattern is not None and not any(re.search(pattern, name) for name in names):
-            raise ConfigError.at(f"training.{key}", f"is {pattern}, which matches no weight of the model")
-    modules = [name for name, _ in model.named_modules()]
-    for module in set(training.modules_to_save) - {"all-embedding", "all-norm"}:
-        if not any(name == module or name.endswith(f".{module}") for name in modules):
-            raise ConfigError.at("training.modules_to_save", f"has {module}, which no module of the model is called")
+def _is_module(module: str, name: str) -> bool:
+    return f".{name}".endswith(f".{module}")
 
 
-def _refuse_sound(model: Any, training: TrainingConfig) -> None:
-    """Refuse keys that would train only parts of a model for sound."""
-    names = [name for name, _ in model.named_parameters()]
-    for key in ("trainable_parameters", "target_modules", "modules_to_save"):
-        for part in getattr(training, key):
-            if is_sound_weight(part):
-                raise ConfigError.at(f"training.{key}", f"has {part}, {_NO_SOUND}")
-    for key in ("trainable_parameters_regex", "target_regex"):
-        pattern = getattr(training, key)
-        found = [] if pattern is None else [name for name in names if re.search(pattern, name)]
-        if found and all(map(is_sound_weight, found)):
-            raise ConfigError.at(f"training.{key}", f"is {pattern}, {_NO_SOUND}")
+_MATCHES: Mapping[str, Callable[[str, str], Any]] = {
+    "freeze_parameters": lambda beginning, name: name.startswith(beginning),
+    "freeze_parameters_regex": re.search,
+    "trainable_parameters": lambda beginning, name: name.startswith(beginning),
+    "trainable_parameters_regex": re.search,
+    "modules_to_save": _is_module,
+    "target_modules": _is_module,
+    "target_regex": re.search,
+}
+"""Key -> whether a value of it names a weight, or a module."""
 
 
-_NO_SOUND = "which hears or speaks: only text and images are trained, so leave it out"
+def _refuse_unmatched(model: Any, training: TrainingConfig) -> None:
+    """
+    Refuse keys that match none of the model's weights, which ms-swift would only log, or that train
+    weights for sound alone, of which records have none.
+    """
+    modules, weights = ([name for name, _ in named] for named in (model.named_modules(), model.named_parameters()))
+    for key, matches in _MATCHES.items():
+        values = getattr(training, key) or ()
+        for value in {values} if isinstance(values, str) else {*values} - {"all-embedding", "all-linear", "all-norm"}:
+            found = [name for name in (modules if matches is _is_module else weights) if matches(value, name)]
+            if not found and not key.startswith("target"):  # peft refuses those
+                raise ConfigError.at(f"training.{key}", f"has {value}, which names no part of the model")
+            if found and not key.startswith("freeze") and all(map(is_sound_weight, found)):
+                reason = f"has {value}, which hears or speaks: only text and images are trained, so leave it out"
+                raise ConfigError.at(f"training.{key}", reason)

@@ -315,7 +315,6 @@ def build_stream_trainer(
         resumes_from=resumes_from,
         attention=attention,
         num_epochs=None if training.max_steps > 0 else int(training.num_train_epochs),
-        max_dropped_share=training.packing_max_dropped_share,
         group=group,
         reduction=training.loss_reduction,
         model=model,

@@ -164,6 +164,46 @@ def test_no_changed_state_is_resumed_from(tmp_path: Path, state):
         assert str(whole) == find_checkpoint("last", str(tmp_path), group=OneRank(), kind=kind).folder
 
 
+def cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def inverted(content: bytes) -> bytes:
+    return bytes(255 - byte for byte in content)
+
+
+def foreign(content: bytes) -> bytes:
+    """Leave out of a trainer's state what this project adds."""
+    return json.dumps({**json.loads(content), "stateful_callbacks": {}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "reason"),
+    [
+        ("trainer_state.json", cut, "is damaged"),
+        ("trainer_state.json", foreign, "was not written by this program"),
+        ("optimizer.pt", None, "its optimizer.pt is missing: copy it again, or name another checkpoint"),
+        ("model.safetensors", cut, "its model.safetensors is damaged"),
+        ("model.safetensors", inverted, "its model.safetensors is damaged, .*: copy it again, or name another checkp"),
+        ("packplan_digests_0.json", inverted, "its .* damaged"),
+        ("packplan_digests_0.json", None, "it holds weights alone"),
+    ],
+)
+def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(tmp_path: Path, name, damage, reason):
+    """`last` passes over it; named, it is refused with the reason."""
+    whole, torn = tmp_path / "checkpoint-3", tmp_path / "checkpoint-4"
+    for folder in (whole, torn):
+        save(folder, PLANNED, moments=b"moments")
+    content = (torn / name).read_bytes()
+    (torn / name).unlink()
+    if damage:
+        (torn / name).write_bytes(damage(content))
+
+    with pytest.raises(ConfigError, match=reason):
+        find_checkpoint(str(torn), "", group=OneRank())
+    assert str(whole) == find_checkpoint("last", str(tmp_path), group=OneRank()).folder
+
+
 def test_last_is_the_newest_whole_checkpoint_of_the_run(tmp_path: Path):
     """By any difference; where all are of other runs, the newest says what differs."""
     mine = attrs.evolve(PLANNED, identity=RunIdentity(Fingerprint({"training.optim": '"adamw"'})))

@@ -16,18 +16,16 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, TrainerState
+from transformers import AutoModelForCausalLM
 
 from packplan.adapters.hf.following import ServesPacks
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.adapters.trainer_state import read_state, seal_saves
 from packplan.app import sft
 from packplan.app.wiring.ranks import alone_in_output
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.trainers import open_checkpoint
 from packplan.core.errors import ConfigError, OutputError, StaleError
-from packplan.core.fingerprint import seal, unseal
-from packplan.core.schedule import ORDER_VERSION, ResumeState
+from packplan.core.schedule import ResumeState
 from tests.e2e import rank_main
 from tests.e2e.ready import train
 from tests.processes import finished
@@ -168,11 +166,10 @@ def test_a_checkpoint_names_its_attention_and_the_model_in_it_does_not(trained):
     assert "sdpa" == AutoModelForCausalLM.from_pretrained(checkpoint).config._attn_implementation
 
 
-def test_a_plan_that_changed_is_refused_with_both_checksums(trained, resume, tmp_path):
-    """And so are other data, another seed and another version of the order; nothing is trained."""
+def test_a_plan_that_changed_is_refused_with_both_checksums(trained, resume):
+    """And so is another seed; nothing is trained."""
     sections, folder, first = trained
-    checkpoint = tmp_path / "checkpoint-1"
-    shutil.copytree(folder / "checkpoint-1", checkpoint)
+    checkpoint = folder / "checkpoint-1"
 
     other = {**sections, "template": {**sections["template"], "max_length": 200}}
     with pytest.raises(StaleError, match=f"plan: stored '{first.planned['train'].raw_checksum}', now '"):
@@ -181,78 +178,6 @@ def test_a_plan_that_changed_is_refused_with_both_checksums(trained, resume, tmp
         resume(sections, checkpoint, data_seed=7)
     with pytest.raises(ConfigError, match="lets a resumed run train packs twice"):
         resume(sections, checkpoint, ignore_data_skip=True)
-    path, state = checkpoint / "trainer_state.json", read_state(checkpoint)
-    kept = state["stateful_callbacks"]["PackplanProgress"]["attributes"]
-    kept["progress"] = seal(unseal(kept["progress"]) | {"order_version": ORDER_VERSION + 1})
-    sealed = TrainerState(**state)
-    seal_saves(sealed)
-    sealed.save_to_json(path)
-    with pytest.raises(StaleError, match=f"order_version: stored {ORDER_VERSION + 1}, now {ORDER_VERSION}") as raised:
-        resume(sections, checkpoint)
-    assert "changed_order" == raised.value.kind
-
-
-def cut_off(content: bytes) -> bytes:
-    return content[: len(content) // 2]
-
-
-def foreign(content: bytes) -> bytes:
-    """Leave out of a trainer's state what this project adds."""
-    state = json.loads(content)
-    kept = {name: one for name, one in state["stateful_callbacks"].items() if "packplan" not in name.lower()}
-    return json.dumps({**state, "stateful_callbacks": kept}).encode()
-
-
-def ahead(content: bytes) -> bytes:
-    """Change one digit of a trainer's state: its epoch."""
-    return content.replace(b'"epoch": 0,', b'"epoch": 1,')
-
-
-def renamed(content: bytes) -> bytes:
-    """Change one letter of a trainer's state: that of a key."""
-    return content.replace(b'"pack_offset"', b'"pack_offsit"')
-
-
-def inverted(content: bytes) -> bytes:
-    """Invert 64 bytes in the middle."""
-    middle = len(content) // 2
-    return content[:middle] + bytes(255 - byte for byte in content[middle : middle + 64]) + content[middle + 64 :]
-
-
-@pytest.mark.parametrize(
-    ("name", "damage", "reason"),
-    [
-        ("trainer_state.json", cut_off, "is damaged"),
-        ("trainer_state.json", ahead, "its trainer_state.json is damaged: its digest differs from the saved one"),
-        ("trainer_state.json", renamed, "its trainer_state.json is damaged"),
-        ("trainer_state.json", foreign, "was not written by this program"),
-        ("optimizer.pt", None, "its optimizer.pt is missing: copy it again, or name another checkpoint"),
-        ("model.safetensors", cut_off, "its model.safetensors is damaged"),
-        ("model.safetensors", inverted, "its model.safetensors is damaged, .*: copy it again, or name another checkp"),
-        ("packplan_digests_0.json", inverted, "its .* damaged"),
-        ("packplan_digests_0.json", None, "it holds weights alone"),
-    ],
-)
-def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(  # noqa: PLR0917  # fixtures
-    trained, write_run, resume, tmp_path, name, damage, reason
-):
-    """`last` passes over it; named, it is refused with the reason."""
-    sections, folder, _ = trained
-    whole, torn = tmp_path / "run" / "checkpoint-2", tmp_path / "run" / "checkpoint-3"
-    for copy in (whole, torn):
-        shutil.copytree(folder / "checkpoint-2", copy)
-    content = (torn / name).read_bytes()
-    (torn / name).unlink()
-    if damage:
-        assert content != damage(content)
-        (torn / name).write_bytes(damage(content))
-
-    with pytest.raises(ConfigError, match=reason):
-        resume(sections, torn)
-    last = read_config(write_run(training={**KEYS, **SHORT, "resume_from_checkpoint": "last"}, **sections))
-    found = open_checkpoint(last, OneRank(), ResumeState)
-
-    assert (str(whole), 2) == (found.folder, found.resume_state.progress.step)
 
 
 def test_a_model_of_a_hub_is_known_by_its_name_in_another_trainer(demo):

@@ -150,7 +150,7 @@ def test_long_samples_are_logged_one_by_one(write_rollout, text_jsonl, caplog, a
 
 
 def test_a_stream_that_its_steps_end_says_what_it_lost(write_rollout, caplog):
-    """Each sample that came is in one of the numbers, in every log; a warning, once."""
+    """Each sample that came is in one of the numbers, in every log; the end warns."""
     logging.getLogger("packplan").propagate = True
     keys = {"max_steps": 40, "packing_allow_single_long": False, "packing_min_fill_ratio": "0.97", "packing_buffer": 4,
             "dataloader_num_workers": 2, "per_device_train_batch_size": 2,
@@ -169,7 +169,6 @@ def test_a_stream_that_its_steps_end_says_what_it_lost(write_rollout, caplog):
     assert sum(entry["samples_per_pack"] for entry in logged) == trained
     assert [came, long, skipped, dropped] == [logged[-1][name] for name in names]
     assert end.endswith("training.packing_drop_last: false, or lower training.packing_min_fill_ratio")
-    assert 1 == sum(line.startswith("the stream drops more than 0.01 of its tokens") for line in caplog.messages)
     assert "packing forces training.per_device_train_batch_size from 2 to 1" in caplog.text
     assert "packing forces training.per_device_eval_batch_size from 3 to 1" in caplog.text
 

@@ -24,7 +24,7 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples import counting
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.trainer import vision
-from packplan.adapters.trainer.tuners import _refuse_sound
+from packplan.adapters.trainer.tuners import _refuse_unmatched
 from packplan.adapters.trainer.vision import DummyImage
 from packplan.app.check import compare
 from packplan.app.wiring.runs import read_config
@@ -384,9 +384,9 @@ def test_sound_is_refused_by_key_and_record(vision_run, model_of):
         adapters = {"tuner_type": "lora"} if not key.startswith("trainable") else {}
         config = read_config(vision_run("qwen2_5_omni", training={key: value, **adapters}))
         with pytest.raises(ConfigError, match=rf"training\.{key}: .*, which hears or speaks: "):
-            _refuse_sound(model, config.training)
+            _refuse_unmatched(model, config.training)
     mixed = read_config(vision_run("qwen2_5_omni", training={"trainable_parameters_regex": "proj"}))
-    _refuse_sound(model, mixed.training)
+    _refuse_unmatched(model, mixed.training)
 
 
 @pytest.mark.parametrize("family", [OMNI])

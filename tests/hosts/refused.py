@@ -97,13 +97,6 @@ def damage(path: Path) -> None:
     path.write_text(path.read_text().replace('"global_step": 1', '"global_step": 2'))
 
 
-def relabelled() -> list[dict[str, Any]]:
-    """Return the rows, one of which learns another token."""
-    rows = [dict(row) for row in ROWS]
-    rows[3]["labels"] = [*rows[3]["labels"][:-1], 25]
-    return rows
-
-
 def exchanged() -> list[dict[str, Any]]:
     """Return the rows, two of one length in each other's place."""
     lengths = PLAN.lengths.tolist()
@@ -198,25 +191,11 @@ CASES = {
         given(out, Streamed(), max_steps=1), PLAN
     ),
     "include_for_metrics is set": lambda out: use_plan(given(out, include_for_metrics=["inputs"]), PLAN),
-    "accelerator_config.dispatch_batches": lambda out: use_plan(
-        given(out, accelerator_config={"dispatch_batches": True}), PLAN
-    ),
-    "accelerator_config.split_batches": lambda out: use_plan(
-        given(out, accelerator_config={"split_batches": True}), PLAN
-    ),
     "train_sampling_strategy is 'group_by_length'": lambda out: use_plan(
         given(out, train_sampling_strategy="group_by_length"), PLAN
     ),
-    "train_sampling_strategy is 'sequential'": lambda out: use_plan(
-        given(out, train_sampling_strategy="sequential"), PLAN
-    ),
-    "auto_find_batch_size": lambda out: use_plan(given(out, auto_find_batch_size=True), PLAN),
-    "ignore_data_skip": lambda out: use_plan(given(out, ignore_data_skip=True), PLAN),
     "2 processes were started": launched,
     "follows a plan already": twice,
-    "the plan has 26 samples, but the data set 27 rows": lambda out: use_plan(
-        given(out), pp.plan(PLAN.lengths[1:], 64)
-    ),
     "the plan has 27 samples, but the data set 1 rows": lambda out: use_plan(
         given(out, eval_dataset={"a": ROWS}), PLAN, eval_plan=PLAN
     ),
@@ -227,12 +206,7 @@ CASES = {
     "plan: stored": lambda out: resumed(out, plan=pp.plan(PLAN.lengths, 2 * PACKING_LENGTH)),
     "trainer_state.json is damaged": lambda out: resumed(out, change=damage),
     "optim: stored '\"sgd\"', now '\"adamw_torch\"'": lambda out: resumed(out, optim="adamw_torch"),
-    "data: ": lambda out: resumed(out, relabelled()),
     "in another way, so this run cannot go on with it:\n  data": lambda out: resumed(out, exchanged()),
-    "none of 27 samples has a token to learn": lambda out: use_plan(given(out, untaught()), PLAN),
-    "row 1 is a pack of several samples": lambda out: use_plan(
-        given(out, [row | {"position_ids": [0] * len(row["input_ids"])} for row in ROWS]), PLAN
-    ),
     "26 tokens are learned of 27 rows, 1 the shortest": collated,
     "0 tokens are learned that TRL does not learn": as_trl_learns,
     "evaluated: ['eval_runtime']": evaluated,

@@ -16,7 +16,6 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
-from decimal import Decimal
 from itertools import chain, islice
 from typing import Any
 
@@ -28,7 +27,6 @@ from packplan.adapters.trainer.base import CheckedTrainer
 from packplan.adapters.trainer.checkpoints import progress_entry
 from packplan.adapters.trainer.loader import LENGTHS, Batch, PackLoader, weightless
 from packplan.adapters.trainer_state import seal_saves
-from packplan.core.config.faults import LESS_DROPPED
 from packplan.core.errors import DataSetError, agree, counted
 from packplan.core.fingerprint import from_plain, to_plain
 from packplan.core.packs import filled
@@ -89,7 +87,6 @@ class StreamTrainer(CheckedTrainer):
         self,
         *,
         num_epochs: int | None,
-        max_dropped_share: Decimal,
         start: tuple[StreamProgress, RankState],
         resume_state: Callable[[StreamProgress], StreamState],
         **options: Any,
@@ -99,7 +96,6 @@ class StreamTrainer(CheckedTrainer):
 
         Args:
             num_epochs: Epochs after which training ends; None ends it after `max_steps`.
-            max_dropped_share: Share of tokens in dropped packs above which the log warns, once.
             start: Progress to start at, of all ranks and of this one.
             resume_state: Function that makes the resume state of a checkpoint.
             **options: Options of `CheckedTrainer`; train_dataset is a `StreamedPacks`.
@@ -107,10 +103,10 @@ class StreamTrainer(CheckedTrainer):
         self.num_epochs = sys.maxsize if num_epochs is None else num_epochs
         if num_epochs is not None:
             options["args"].max_steps = sys.maxsize
-        self.max_dropped_share, (self.start, self._begun) = max_dropped_share, start
+        self.start, self._begun = start
         self.resume_state = resume_state
         self.options = options["train_dataset"].options
-        self._earlier, self._trained, self._has_warned = self._begun.earlier, self._begun.trained, False
+        self._earlier, self._trained = self._begun.earlier, self._begun.trained
         self._lengths: list[tuple[int, ...]] = []
         self._epoch, self._first_step = self.start.epoch, self.start.step - self.start.epoch_step
         self._left_over: list[tuple[int, ...]] = []
@@ -278,7 +274,15 @@ class StreamTrainer(CheckedTrainer):
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         """Log a step's loss with the stats of the steps since the last one, over all ranks."""
         if "loss" in logs:
-            logs = {**logs, **self._window_stats(), **self._lost_samples()}
+            counts = self.totals().counts
+            logs = {
+                **logs,
+                **self._window_stats(),
+                "stream_samples": counts.samples,
+                "stream_long_samples": counts.long,
+                "stream_skipped_samples": counts.skipped,
+                "stream_dropped_samples": counts.dropped,
+            }
         if self.state.epoch is not None:
             # The trainer's share of the epoch is a guess: the number of packs is unknown.
             self.state.epoch = float(self._epoch)
@@ -311,26 +315,6 @@ class StreamTrainer(CheckedTrainer):
     def _is_over(self) -> bool:
         """Whether the ranks have no further step in the epoch."""
         return bool(self.control.should_epoch_stop)
-
-    def _lost_samples(self) -> dict[str, int]:
-        """Return the stream's lost samples so far; warn once if they exceed the limit."""
-        totals = self.totals()
-        counts = totals.counts
-        if counts.dropped_more_than(self.max_dropped_share) and not self._has_warned:
-            self._has_warned = True
-            if self.group.rank == 0:
-                log.warning(
-                    "the stream drops more than %s of its tokens (training.packing_max_dropped_share); so far %s. %s",
-                    self.max_dropped_share,
-                    totals,
-                    LESS_DROPPED,
-                )
-        return {
-            "stream_samples": counts.samples,
-            "stream_long_samples": counts.long,
-            "stream_skipped_samples": counts.skipped,
-            "stream_dropped_samples": counts.dropped,
-        }
 
     def _window_stats(self) -> dict[str, float]:
         length, packs = self.options.packing_length, [lengths for lengths in self._lengths if lengths]
