@@ -67,8 +67,8 @@ class RawPlan:
 
     auto_packs: int = attrs.field(default=0, eq=False)
     """
-    Number of packs that `auto` needs for the same samples; 0 where it saves at most 0.2 %, or was
-    not asked.
+    Packs that `auto` needs at most for the same samples, as the search for the bound found; 0 where
+    that saves at most 0.2 %.
     """
 
     @property
@@ -174,7 +174,11 @@ def build_raw_plan(
         raise _empty_plan(array, long[:0] if allow_single_long else long, dropped, policy)
     effort = inf if policy.algorithm == "certified" else usual_effort(array.size)
     bound = _bound(tokens, policy, known=len(grouped), effort=0 if quick_bound else effort, report=report)
-    return _count_plan(array, packs, long, dropped, policy=policy, bound=Bound(len(single) + bound.packs, bound.kind))
+    saves = policy.counts_lengths and not policy.replanned and (len(grouped) - bound.found) * _SAVED > len(grouped)
+    return attrs.evolve(
+        _count_plan(array, packs, long, dropped, policy=policy, lower_bound=len(single) + bound.packs),
+        bound_kind=bound.kind, auto_packs=bound.found if saves else 0,
+    )  # fmt: skip
 
 
 def _one_sample_packs(lengths: IntArray, policy: PlanPolicy) -> RawPlan:
@@ -184,9 +188,7 @@ def _one_sample_packs(lengths: IntArray, policy: PlanPolicy) -> RawPlan:
     if not kept.size:
         raise _empty_plan(lengths, lengths, nothing, policy)
     packs = Packs(np.arange(kept.size + 1), kept)
-    return _count_plan(
-        lengths, packs, np.flatnonzero(is_long), nothing, policy=policy, bound=Bound(kept.size, "reached")
-    )
+    return _count_plan(lengths, packs, np.flatnonzero(is_long), nothing, policy=policy, lower_bound=kept.size)
 
 
 def _bound(tokens: IntArray, policy: PlanPolicy, *, known: int, effort: float, report: Callable[[str], None]) -> Bound:
@@ -208,7 +210,7 @@ def _bound(tokens: IntArray, policy: PlanPolicy, *, known: int, effort: float, r
         known=known - full,
         effort=effort,
     )
-    return attrs.evolve(found, packs=found.packs + full)
+    return Bound(found.packs + full, found.kind, found.found + full)
 
 
 def _checked_policy(policy: PlanPolicy) -> PlanPolicy:
@@ -229,7 +231,7 @@ def _split_by_fill(grouped: Packs, lengths: IntArray, policy: PlanPolicy) -> tup
 
 
 def _count_plan(
-    lengths: IntArray, packs: Packs, long: IntArray, dropped: Packs, *, policy: PlanPolicy, bound: Bound
+    lengths: IntArray, packs: Packs, long: IntArray, dropped: Packs, *, policy: PlanPolicy, lower_bound: int
 ) -> RawPlan:
     """Return the plan of these packs with its counts. Long samples are packs, or skipped."""
     single, skipped = (long, long[:0]) if policy.allow_single_long else (long[:0], long)
@@ -246,28 +248,9 @@ def _count_plan(
         dropped_tokens=dropped_tokens,
         skipped_tokens=skipped_tokens,
         long_tokens=_tokens(lengths[single]),
-        lower_bound=bound.packs,
-        bound_kind=bound.kind,
+        lower_bound=lower_bound,
+        bound_kind="reached",
     )
-
-
-def packs_by_auto(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> int:
-    """
-    Return the number of packs that `auto` needs, or 0 if it saves at most 0.2 %.
-
-    Args:
-        plan: The raw plan.
-        lengths: Tokens of each record, 0 for one that is no sample; shape (num_records,).
-        policy: Policy of the plan. 0 is returned for one that packs in random order, in the order
-            of the data or by work.
-    """
-    grouped = len(plan.packs) + len(plan.dropped_packs)
-    if policy.replanned or not policy.counts_lengths or (grouped - plan.lower_bound) * _SAVED <= grouped:
-        return 0
-    indices = np.concatenate([plan.packs.indices, plan.dropped_packs.indices])
-    tokens = np.minimum(as_lengths(lengths, least=0)[indices], plan.packing_length)
-    found = len(pack(tokens, capacity=plan.packing_length, algorithm="auto"))
-    return found if (grouped - found) * _SAVED > grouped else 0
 
 
 def no_samples() -> ArgumentError:

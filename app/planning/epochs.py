@@ -14,7 +14,7 @@ import numpy as np
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.core.epochs import EpochPlan, EpochRecipe, EpochRecord, EpochSamples, plan_epoch, record_of
 from packplan.core.errors import DataSetError, MismatchError, agree, counted
-from packplan.core.plan import RawPlan, packs_by_auto, refuse_dropped
+from packplan.core.plan import RawPlan, refuse_dropped
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import ReportProgress
 from packplan.core.samples.tables import DataFile, Table, by_source, column
@@ -72,8 +72,7 @@ def plan_samples(
         policy: Settings of planning.
         samples: Measured records.
         recipe: Samples of each epoch; None plans all samples.
-        quick_bound: Take a bound that is found at once, and ask `auto` nothing, where plans are
-            only compared.
+        quick_bound: Take a bound that is found at once, where plans are only compared.
         report: Called with each progress message too.
     """
     recipe = recipe or EpochRecipe()
@@ -86,11 +85,7 @@ def plan_samples(
             bar.set_postfix_str(words, refresh=False)
             bar.update()
 
-        raw = plan_epoch(recipe, policy, samples, 0, quick_bound=quick_bound, report=show).raw
-        if quick_bound:
-            return raw
-        show("looking for what auto would save")
-        return attrs.evolve(raw, auto_packs=packs_by_auto(raw, samples.lengths, policy))
+        return plan_epoch(recipe, policy, samples, 0, quick_bound=quick_bound, report=show).raw
 
 
 @attrs.frozen(eq=False)

@@ -192,7 +192,7 @@ def _describe_packs(planned: Split) -> Iterator[Line]:
     raw, lengths = planned.raw, column(planned.table, "length")
     if raw.auto_packs:
         instead = f"{counted(raw.auto_packs, 'pack')} instead of {len(raw.packs) + len(raw.dropped_packs):,}"
-        yield _note(f"training.packing_algorithm: auto needs {instead}")
+        yield _note(f"training.packing_algorithm: auto needs at most {instead}")
     if number := len(raw.single_long):
         long = lengths[list(raw.single_long)].astype(np.int64)
         over = int((long * 10 > raw.packing_length * 11).sum())

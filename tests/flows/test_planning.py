@@ -333,7 +333,7 @@ def test_the_log_says_how_many_packs_auto_needs_where_that_saves_some(caplog, al
         log_plan(planned)
     lines = [line for line in caplog.messages if "auto" in line]
 
-    assert ["train: training.packing_algorithm: auto needs 2 packs instead of 3"] * says == lines
+    assert ["train: training.packing_algorithm: auto needs at most 2 packs instead of 3"] * says == lines
 
 
 @pytest.mark.parametrize("packing", [True, False])

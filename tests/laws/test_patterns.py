@@ -245,7 +245,8 @@ def test_a_bound_of_any_effort_is_one_and_more_effort_never_weakens_it(case, eff
     for found in (less, more):
         assert found.kind != "reached" or found.packs == fewest
     quick = quick_bound(LengthCounts.from_lengths(np.array(lengths)), capacity=capacity)
-    assert Bound(quick, "quick") == find_bound(lengths, capacity=capacity, effort=0)
+    assert less.found >= more.found >= fewest
+    assert Bound(quick, "quick", len(lengths)) == find_bound(lengths, capacity=capacity, effort=0)
 
 
 @pytest.mark.parametrize("limit", [0, 1_000, 20_000, 150_000, pytest.param(1_000_000, marks=pytest.mark.untraced)])

@@ -14,7 +14,6 @@ from packplan.core import packers
 from packplan.core.errors import ArgumentError, token_range
 from packplan.core.plan import (
     build_raw_plan,
-    packs_by_auto,
     plan_from_arrays,
     plan_to_arrays,
     refuse_dropped,
@@ -242,7 +241,7 @@ def test_a_long_sample_does_not_weaken_the_bound_of_the_others():
 )  # fmt: skip
 def test_a_plan_says_how_many_packs_auto_needs_where_it_saves_some(lengths, options, expected):
     """Of all samples that share packs: those that are dropped too, and no long ones."""
-    policy = PlanPolicy(packing_length=8192, allow_single_long=False, **options)
-    plan = build_raw_plan(lengths, policy)
+    plan = build_raw_plan(lengths, packing_length=8192, allow_single_long=False, **options)
 
-    assert expected == packs_by_auto(plan, lengths, policy)
+    assert expected == plan.auto_packs
+    assert 0 == build_raw_plan(lengths, packing_length=8192, quick_bound=True, **options).auto_packs
