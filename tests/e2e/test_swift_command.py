@@ -259,7 +259,7 @@ def test_every_command_of_a_plan_takes_a_command_of_ms_swift(command, tmp_path, 
     assert "; to train: the command with --external_plugins plugin.py" in again
     assert [2, 2] == [row["world_size"] for row in rows]
     assert rows[0]["plan"]["num_packs"] > rows[1]["plan"]["num_packs"]
-    assert "'ranks': 2" in (tmp_path / "plugin.py").read_text()
+    assert "install(checksum='" in (tmp_path / "plugin.py").read_text()
     assert "blue circle" in capsys.readouterr().out
 
 
