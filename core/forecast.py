@@ -494,9 +494,9 @@ class PeakMemory:
 @attrs.frozen(eq=False)
 class StepTrace:
     """
-    Blocks of memory of the passes of one step, in steady state, and the totals of its update.
+    Blocks of memory of one step, its passes and its update, in steady state.
 
-    Times count births and deaths. The optimizer's memory is no block: it is there throughout.
+    Times count births and deaths.
     """
 
     births: NDArray[np.int64]
@@ -517,18 +517,12 @@ class StepTrace:
     forward_end: int
     """Time at which the forward pass ends."""
 
-    optimizer: int
-    """Bytes of the optimizer."""
-
-    update: int
-    """Temporary bytes of the optimizer's update, at their peak."""
-
     buckets: int = 0
     """Bytes of buckets in which ranks sum gradients; they are there throughout."""
 
     def peak(self, *, fused_loss: bool = False) -> PeakMemory:
         """
-        Return the peak over both passes and the update.
+        Return the peak of the step.
 
         Args:
             fused_loss: Leave out logits, which fused losses never hold as a whole.
@@ -538,16 +532,9 @@ class StepTrace:
         for times, sign in ((self.births, 1), (self.deaths, -1)):
             np.add.at(rows, (kinds[kept], times[kept]), sign * self.sizes[kept])
         held = rows.cumsum(axis=1)
-        passes = self._at(held[:, int(held.sum(axis=0).argmax())], self.buckets)
-        # What is held when the backward pass has ended is held during the update.
-        updating = self._at(held[:, -2], self.buckets + self.update)
-        return max(passes, updating, key=lambda one: one.total)
-
-    def _at(self, held: NDArray[np.int64], temporaries: int) -> PeakMemory:
-        named = dict(zip(KINDS, held.tolist(), strict=True))
-        named["optimizer"] += self.optimizer
-        named["temporaries"] += temporaries
-        return PeakMemory(**named)
+        highest = dict(zip(KINDS, held[:, int(held.sum(axis=0).argmax())].tolist(), strict=True))
+        highest["temporaries"] += self.buckets
+        return PeakMemory(**highest)
 
     def _kinds(self) -> NDArray[np.int64]:
         """Return the kind of every block."""

@@ -5,8 +5,7 @@ checkpointing and optimizer on a model without numbers.
 Ranks under FSDP 2 are traced in a group that exchanges nothing, as accelerate wraps the model.
 """
 
-import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, repeat
 from types import SimpleNamespace
@@ -63,7 +62,7 @@ class StepTracer:
 
     _tracer: MemoryTracer = attrs.field(init=False)
 
-    _update: tuple[int, int] = attrs.field(init=False)
+    _optimizer: Any = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         """Prepare the model as the trainer does before its first step; ModelError."""
@@ -80,8 +79,7 @@ class StepTracer:
             trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model, device_placement=False)
             if self.sharding == "fsdp2":
                 shard_as_accelerate(trainer.model, self.world_size, mixed=trainer.accelerator.mixed_precision)
-            self._update = self._of_update([one for one in trainer.model.parameters() if one.requires_grad])
-        gc.collect()  # an optimizer refers to itself
+            self._optimizer = self._open_optimizer()
 
     def step(self, samples: Sequence[dict[str, Any]]) -> StepTrace:
         """
@@ -105,10 +103,15 @@ class StepTracer:
                     one.grad = torch.empty_like(one)
             start = tracer.clock
             forward_end = self._passes(batch)
-            kinds: dict[int, Kind] = {tracer.number_of(one): "weights" for one in (*weights, *trainer.model.buffers())}
-            kinds |= {tracer.number_of(one.grad): "gradients" for one in trained if one.grad is not None}
-            optimizer, update = self._update
-            trace = tracer.trace(kinds, start=start, forward_end=forward_end, optimizer=optimizer, update=update)
+            _update(self._optimizer, [one.grad for one in trained])
+            states = (one for state in self._optimizer.state.values() for one in state.values())
+            held: dict[Kind, Iterable[Any]] = {
+                "weights": (*weights, *trainer.model.buffers()),
+                "gradients": (one.grad for one in trained if one.grad is not None),
+                "optimizer": (one for one in states if isinstance(one, torch.Tensor)),
+            }
+            kinds = {tracer.number_of(one): kind for kind, tensors in held.items() for one in tensors}
+            trace = tracer.trace(kinds, start=start, forward_end=forward_end)
             for one in trained:
                 one.grad = None
         if self.sharding == "fsdp2" or self.world_size == 1:
@@ -169,36 +172,30 @@ class StepTracer:
             trainer.accelerator.backward(loss)
         return forward_end
 
-    def _of_update(self, trained: list[Any]) -> tuple[int, int]:
-        """Return the bytes of the optimizer of this rank's weights, and those of its update."""
-        own = [torch.nn.Parameter(torch.empty_like(local_part(one))) for one in trained]
+    def _open_optimizer(self) -> Any:
+        """Return the run's optimizer of this rank's weights after a step of it; ModelError."""
+        trainer = self.trainer
+        weights = [one for one in trainer.model.parameters() if one.requires_grad]
         try:
-            return self._traced_update(own)
+            kind, options = Trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+            if self.on_gpu and kind.__module__.startswith("torch.optim") and not options.get("fused"):
+                options["foreach"] = True
+            optimizer = kind([torch.nn.Parameter(local_part(one).detach()) for one in weights], **options)
+            _update(optimizer, [torch.empty_like(local_part(one)) for one in weights])
         except Exception as error:  # whatever kernels and packages an optimizer needs
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            name = self.trainer.args.optim
+            name = trainer.args.optim
             raise ModelError("trace", f"the optimizer {name} (training.optim) cannot be traced ({reason})") from error
+        return optimizer
 
-    def _traced_update(self, own: list[torch.nn.Parameter]) -> tuple[int, int]:
-        kind, options = Trainer.get_optimizer_cls_and_kwargs(self.trainer.args, self.trainer.model)
-        if self.on_gpu and kind.__module__.startswith("torch.optim") and not options.get("fused"):
-            options["foreach"] = True
-        optimizer = kind(own, **options)
-        for one in own:
-            one.grad = torch.empty_like(one)
-        optimizer.step()
-        numbers = {
-            self._tracer.number_of(one): one.untyped_storage().nbytes()
-            for state in optimizer.state.values() for one in state.values() if isinstance(one, torch.Tensor)
-        }  # fmt: skip
-        start = self._tracer.clock
-        optimizer.step()
-        passing = self._tracer.trace({}, start=start, forward_end=start, optimizer=0, update=0)
-        born = passing.births > 0
-        return sum(numbers.values()), attrs.evolve(
-            passing, births=passing.births[born], deaths=passing.deaths[born], sizes=passing.sizes[born],
-            kinds=passing.kinds[born], logits=passing.logits[born],
-        ).peak().total  # fmt: skip
+
+def _update(optimizer: Any, gradients: list[Any]) -> None:
+    """Let an optimizer update its weights by some gradients, which it does not keep."""
+    own = [one for group in optimizer.param_groups for one in group["params"]]
+    for weight, gradient in zip(own, gradients, strict=True):
+        weight.grad = None if gradient is None else local_part(gradient)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _text(sample: dict[str, Any], tokens: int, share: float) -> dict[str, Any]:

@@ -99,9 +99,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
             self._born(storage, storage.nbytes(), is_logits=width == self._vocabulary and local.dim() < 4)
         return self._numbers[storage._cdata]  # noqa: SLF001
 
-    def trace(
-        self, kinds: Mapping[int, Kind], *, start: int, forward_end: int, optimizer: int, update: int
-    ) -> StepTrace:
+    def trace(self, kinds: Mapping[int, Kind], *, start: int, forward_end: int) -> StepTrace:
         """
         Return the blocks that were there from a time on.
 
@@ -109,8 +107,6 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
             kinds: Number of a block -> its kind, where it follows from what the block is for.
             start: Time at which the passes start.
             forward_end: Time at which the forward pass ends.
-            optimizer: Bytes of the optimizer.
-            update: Temporary bytes of its update.
         """
         deaths = np.array(self._deaths, dtype=np.int64)
         deaths[deaths < 0] = self.clock + 1
@@ -123,9 +119,8 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
         there = deaths > start
         births = np.maximum(births - start, 0)
         return StepTrace(
-            births[there], deaths[there] - start, sizes[there], known[there], logits[there], forward_end - start,
-            optimizer, update,
-        )  # fmt: skip
+            births[there], deaths[there] - start, sizes[there], known[there], logits[there], forward_end - start
+        )
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
