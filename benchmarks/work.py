@@ -32,15 +32,12 @@ from packplan.core.lengths import IntArray
 from packplan.core.packers import pack
 from packplan.core.packs import Packs, concatenate
 from packplan.core.shuffling import shuffled
-from packplan.core.work.assignment import assign_steps, group_steps, in_units
+from packplan.core.work.assignment import assign_steps, in_units
 from packplan.core.work.model import WorkModel
 from packplan.core.work.text import DELTA_CHUNK
 from packplan.core.work.vision import FLOPs, VisionWork
 
 LIMIT_S = 600
-
-WINDOW = 16
-"""Steps of a window whose packs are grouped by work."""
 
 FAMILY_ROWS, NEAR = (60, 480), 0.02
 """Tokens of the rows that families compute, and the relative difference that is near."""
@@ -157,18 +154,12 @@ def _by_work(works: IntArray, ranks: int, accumulation: int) -> IntArray:
     return assign_steps(works, world_size=ranks, accumulation=accumulation, meeting="step")
 
 
-def _grouped(works: IntArray, ranks: int, accumulation: int) -> IntArray:
-    return group_steps(works, packs_per_step=ranks * accumulation, steps=WINDOW, seed=(0,))
-
-
 WAYS: Mapping[str, tuple[str, Order]] = {
     "random": ("best_fit_decreasing", _as_drawn),
     "sorted": ("best_fit_decreasing", _sorted),
     "by work": ("best_fit_decreasing", _by_work),
-    "grouped": ("best_fit_decreasing", _grouped),
     "balanced": ("balanced", _as_drawn),
     "balanced, by work": ("balanced", _by_work),
-    "balanced, grouped": ("balanced", _grouped),
 }
 """Way -> packing algorithm, and order of the packs."""
 

@@ -247,7 +247,7 @@ def with_epochs(
     if wanted > MOST_EPOCHS:
         fact = f"{schedule.num_train_epochs:,} epochs are asked for, and no more than {MOST_EPOCHS:,} can be planned"
         raise ArgumentError("too_many_epochs", fact, {"epochs": MOST_EPOCHS})
-    plain, is_enough = attrs.evolve(schedule, works=None, group_by_work=0), False
+    plain, is_enough = attrs.evolve(schedule, works=None), False
     while not is_enough:
         epoch = len(records)
         records.append(record(epoch))

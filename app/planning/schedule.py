@@ -117,7 +117,6 @@ def split_schedule(
         shuffle=training.trainer.get("train_dataloader_shuffle", True),
         works=None if meeting is None else works,
         meeting=meeting or meeting_point(config),
-        group_by_work=training.packing_group_by_work if meeting is not None and works is not None else 0,
     )
 
 

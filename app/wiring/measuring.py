@@ -137,7 +137,7 @@ def calibrate(config: RunConfig, trainer: PlanTrainer, splits: Mapping[str, Spli
         splits: The planned splits.
         group: All ranks.
     """
-    schedule = attrs.evolve(trainer.schedule, works=None, group_by_work=0)
+    schedule = attrs.evolve(trainer.schedule, works=None)
     train, epoch = splits["train"], schedule.start.epoch
     stats = packs_stats(train, train.raw.packs)
     images = train.works.weighed(0, 0, 1)

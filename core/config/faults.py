@@ -94,13 +94,10 @@ def _video_faults(template: TemplateConfig) -> Iterator[Fault]:
 
 
 def _step_faults(training: TrainingConfig) -> Iterator[Fault]:
-    """Yield faults in the number of steps, and in their packs."""
+    """Yield faults in the number of steps, and in their losses."""
     if training.max_steps < 1 and not 0 < training.num_train_epochs < MANY_EPOCHS:
         reason = f"is {training.num_train_epochs}, but has to be above 0 and below {MANY_EPOCHS:,}"
         yield Fault("training.num_train_epochs", reason)
-    if training.packing_group_by_work and (training.packing_balance == "none" or not training.packing):
-        reason = "groups packs by work, which needs training.packing, and training.packing_balance other than none"
-        yield Fault("training.packing_group_by_work", f"{reason}: set those, or remove it")
     if training.trainer.get("label_smoothing_factor"):
         reason = "is averaged over packs by the trainer, not over tokens: remove it"
         yield Fault("training.label_smoothing_factor", reason)

@@ -278,7 +278,6 @@ class TrainingConfig:
     in each microbatch (FSDP, DeepSpeed from stage 2 on), `auto` for either, `none` as packs come.
     """
 
-    packing_group_by_work: int = key(0, neither=TRAINS, check=at_least(0), stream="refused")
     """
     Window, in optimizer steps, within which each step gets packs of like work; 0: steps as drawn.
     Grouped steps are biased.

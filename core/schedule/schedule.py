@@ -7,12 +7,11 @@ have consumed are a prefix of it. Orders follow from the seed and the epoch alon
 under one `ORDER_VERSION`, since a resumed run relies on them.
 
 With works of packs, each optimizer step assigns its packs to the ranks by work. The packs of a step
-stay the same, unless steps are grouped by work.
+stay the same.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +30,7 @@ from packplan.core.fingerprint import NO_IDENTITY, Fingerprint, RunIdentity
 from packplan.core.lengths import MOST_RANKS, IntArray, checked_works, whole_number
 from packplan.core.packers import checked_seed
 from packplan.core.shuffling import shuffled
-from packplan.core.work.assignment import Meeting, assign_steps, group_steps, in_units
+from packplan.core.work.assignment import Meeting, assign_steps, in_units
 
 Works = NDArray[np.number]
 """Work of each pack of a raw plan, in any unit; shape (num_packs,)."""
@@ -52,19 +51,11 @@ class EpochSegment:
     pack_offset: int
     """Packs of this segment's order that all ranks together have consumed."""
 
-    group_packs: int = 0
-    """Packs of a step, if steps are grouped by work; else 0."""
-
-    group_steps: int = 0
-    """Steps of a window in which packs are grouped by work; 0 without grouping."""
-
     def __attrs_post_init__(self) -> None:
-        sizes = (self.world_size - 1, self.pack_offset, self.group_packs, self.group_steps)
-        if min(sizes) < 0 or self.pack_offset % self.world_size or self.group_packs % self.world_size:
+        if self.world_size < 1 or self.pack_offset < 0 or self.pack_offset % self.world_size:
             message = (
                 f"a segment of {counted(self.world_size, 'rank')} cannot have consumed "
-                f"{counted(self.pack_offset, 'pack')} in windows of {counted(self.group_packs, 'pack')} and "
-                f"{counted(self.group_steps, 'step')}: its ranks consume equally many"
+                f"{counted(self.pack_offset, 'pack')}: its ranks consume equally many"
             )
             raise ValueError(message)
 
@@ -109,7 +100,7 @@ class Step:
     """Pack indices of each microbatch of the rank, in order."""
 
 
-_LEAST = {"gradient_accumulation_steps": 1, "batch_size": 1, "max_steps": -1, "group_by_work": 0}
+_LEAST = {"gradient_accumulation_steps": 1, "batch_size": 1, "max_steps": -1}
 """Whole numbers of a schedule -> lowest value."""
 
 
@@ -177,12 +168,6 @@ class EpochSchedule:
     each `microbatch`.
     """
 
-    group_by_work: int = 0
-    """
-    Steps of a window in which packs of similar work come into one step; 0 keeps the drawn steps.
-    Grouped steps are even but biased: each holds packs of one kind.
-    """
-
     start: Progress = Progress()
     """Progress at which this schedule starts."""
 
@@ -200,7 +185,7 @@ class EpochSchedule:
         Args:
             aligned: What the ranks consume in an epoch.
             fields: The other fields by name: `gradient_accumulation_steps`, `num_train_epochs`,
-                `max_steps`, `seed`, `shuffle`, `works`, `meeting`, `group_by_work`, `start`.
+                `max_steps`, `seed`, `shuffle`, `works`, `meeting`, `start`.
 
         >>> from packplan.core.align import align_plan
         >>> from packplan.core.plan import build_raw_plan
@@ -232,9 +217,6 @@ class EpochSchedule:
             )
         if self.meeting not in get_args(Meeting):
             message = f"meeting is {self.meeting!r}, but has to be one of {', '.join(get_args(Meeting))}"
-            raise ValueError(message)
-        if self.group_by_work and self.works is None:
-            message = f"group_by_work is {self.group_by_work}, but above 0 it needs works"
             raise ValueError(message)
         if self.works is not None:
             if not callable(self.works):
@@ -358,18 +340,6 @@ class EpochSchedule:
         return self._assigned[epoch]
 
     @property
-    def grouping(self) -> str:
-        """
-        Short text of the works and the window by which steps are grouped; empty without grouping.
-        """
-        if not self.group_by_work:
-            return ""
-        if isinstance(self.num_packs, int):
-            works = hashlib.sha256(self._units(np.arange(self.num_packs), 0).tobytes()).hexdigest()[:16]
-            return f"{self.group_by_work} steps by the works {works}"
-        return f"{self.group_by_work} steps by the works of each epoch"
-
-    @property
     def _step(self) -> dict[str, int]:
         return {"world_size": self.world_size, "accumulation": self.gradient_accumulation_steps}
 
@@ -449,12 +419,8 @@ class EpochSchedule:
             return f"{counted(start.epoch, 'epoch')} cannot have taken {counted(begun, 'step')}: {each}"
         most = max(self.packs_in(start.epoch), self.world_size)
         for segment in start.segments:
-            if segment.group_steps != self.group_by_work or segment.world_size > most:
-                return (
-                    f"a segment of {counted(segment.world_size, 'rank')}, in windows of "
-                    f"{counted(segment.group_steps, 'step')}, does not fit {counted(most, 'pack')} in windows of "
-                    f"{counted(self.group_by_work, 'step')}"
-                )
+            if segment.world_size > most:
+                return f"a segment of {counted(segment.world_size, 'rank')} does not fit {counted(most, 'pack')}"
         for segment, order in zip(start.segments, self._orders(start.epoch), strict=False):
             if segment.pack_offset >= order.size:
                 return (
@@ -498,8 +464,7 @@ class EpochSchedule:
     def _segments(self, epoch: int) -> tuple[EpochSegment, ...]:
         """Return the segments of *epoch* at `start`. These ranks continue or begin the last one."""
         earlier = self.start.segments if epoch == self.start.epoch else ()
-        grouped = self.world_size * self.gradient_accumulation_steps if self.group_by_work else 0
-        mine = EpochSegment(self.world_size, self.dataloader_drop_last, 0, grouped, self.group_by_work)
+        mine = EpochSegment(self.world_size, self.dataloader_drop_last, 0)
         if earlier and attrs.evolve(earlier[-1], pack_offset=0) == mine:
             return earlier
         return (*earlier, mine)
@@ -517,13 +482,7 @@ class EpochSchedule:
     def _whole_order(self, epoch: int, segment: EpochSegment) -> IntArray:
         """Return the order of a whole epoch on the ranks of *segment*."""
         positions = aligned_positions(self.packs_in(epoch), segment.world_size, segment.dataloader_drop_last)
-        if self.shuffle:
-            positions = positions[shuffled(positions.size, seed=(self.seed, epoch))]
-        if not segment.group_steps:
-            return positions
-        works = self._units(positions, epoch)
-        options = {"packs_per_step": segment.group_packs, "steps": segment.group_steps}
-        return positions[group_steps(works, **options, seed=(self.seed, epoch))]
+        return positions[shuffled(positions.size, seed=(self.seed, epoch))] if self.shuffle else positions
 
     def batches_of(self, num_packs: int) -> int:
         """Return the number of batches that a rank forms of its share of *num_packs* packs."""
@@ -564,9 +523,6 @@ class ResumeState:
 
     progress: Progress
 
-    grouping: str = ""
-    """`EpochSchedule.grouping`; empty without grouping."""
-
     inputs: Mapping[str, Any] = attrs.field(factory=dict)
     """Inputs of the plan by name, to tell why it is another one; empty where they are unknown."""
 
@@ -583,7 +539,7 @@ class ResumeState:
             tuner: See the class.
             **facts: `plan`, `data`, and perhaps `inputs` and `identity`.
         """
-        order: dict[str, Any] = {"seed": schedule.seed, "shuffle": schedule.shuffle, "grouping": schedule.grouping}
+        order: dict[str, Any] = {"seed": schedule.seed, "shuffle": schedule.shuffle}
         return cls(tuner=tuner, order_version=ORDER_VERSION, progress=Progress(), **order, **facts)
 
     def differences(self, now: ResumeState) -> tuple[Difference, ...]:
@@ -591,7 +547,7 @@ class ResumeState:
         Return the fields in which the current state *now* differs from this stored one, and the
         inputs that make its plan another one.
         """
-        names = ("plan", "data", "seed", "shuffle", "tuner", "order_version", "grouping")
+        names = ("plan", "data", "seed", "shuffle", "tuner", "order_version")
         pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]
         found = tuple(Difference(name, then, current) for name, then, current in pairs if then != current)
         found += self.identity.fixed.differences(now.identity.fixed)

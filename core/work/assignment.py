@@ -9,7 +9,7 @@ All arithmetic is in whole numbers, and equal works keep their order. So every r
 assignment, on any processor.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import combinations
 from typing import Any, Literal, get_args
 
@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.lengths import IntArray
-from packplan.core.shuffling import shuffled
 
 Meeting = Literal["step", "microbatch"]
 """Point where ranks wait for each other: at the end of each step, or in each microbatch."""
@@ -101,34 +100,6 @@ def _by_step(packs: IntArray, packs_per_step: int) -> Iterator[IntArray]:
     whole = packs.size - packs.size % packs_per_step
     parts = (packs[:whole].reshape(-1, packs_per_step), packs[whole:].reshape(1, -1))
     return (part for part in parts if part.size)
-
-
-def group_steps(works: IntArray, *, packs_per_step: int, steps: int, seed: Sequence[int]) -> IntArray:
-    """
-    Return the positions of packs in an order whose steps hold packs of similar work.
-
-    Windows of *steps* steps are sorted by work and cut into steps again, in a random order. No pack
-    leaves its window, and packs beyond the last whole step stay at the end. Steps become biased:
-    each holds packs of one kind.
-
-    Args:
-        works: Work of each pack in the given order, in whole units; shape (num_packs,).
-        packs_per_step: Packs of a step over all ranks, >= 1.
-        steps: Steps of a window, >= 1.
-        seed: Seed of the order of steps in a window; numbers from 0.
-
-    >>> works = np.array([5, 1, 4, 2, 3, 6, 9])
-    >>> grouped = works[group_steps(works, packs_per_step=2, steps=3, seed=(0,))]
-    >>> sorted(map(sorted, grouped[:6].reshape(3, 2).tolist())), grouped[6].item()
-    ([[1, 2], [3, 4], [5, 6]], 9)
-    """
-    order = np.arange(works.size)
-    whole = works.size - works.size % packs_per_step
-    for number, start in enumerate(range(0, whole, steps * packs_per_step)):
-        window = order[start : min(start + steps * packs_per_step, whole)]
-        alike = window[np.argsort(works[window], kind="stable")].reshape(-1, packs_per_step)
-        order[start : start + window.size] = alike[shuffled(len(alike), seed=(*seed, number))].ravel()
-    return order
 
 
 def _bounds(rows: IntArray, world_size: int) -> IntArray:

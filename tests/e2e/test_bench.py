@@ -106,7 +106,7 @@ RL = ["rl", "--sequences=256", "--global-batch=128", "--workers=4", "--budget=12
     [
         (["planner", "--samples", "200", "--distributions", "detcap-8192", "--planners", "best_fit_decreasing"], 1),
         (RL, 3),
-        (["work", "--samples", "2000", "--data", "chat", "--ranks", "2", "--accumulation", "1"], 7),
+        (["work", "--samples", "2000", "--data", "chat", "--ranks", "2", "--accumulation", "1"], 5),
     ],
 )
 def test_a_table_is_aligned_and_names_the_machine(capsys, wanted, num_rows):

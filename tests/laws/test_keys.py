@@ -196,7 +196,7 @@ def test_a_stream_with_an_evaluation_reads_what_measures_it(path):
 
 
 LEAST = {
-    "training.seed": 0, "training.packing_group_by_work": 0,
+    "training.seed": 0,
     "training.max_steps": -1, "template.fps_max_frames": 2,
 }  # fmt: skip
 """Keys that take whole numbers, but not from 1 on."""

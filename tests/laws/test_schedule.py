@@ -42,7 +42,6 @@ def schedules(draw) -> EpochSchedule:
         shuffle=draw(st.booleans()),
         works=works,
         meeting=draw(st.sampled_from(["step", "microbatch"])),
-        group_by_work=0 if works is None else draw(st.sampled_from([0, 0, 1, 3])),
     )
 
 
@@ -109,7 +108,7 @@ def test_an_epoch_is_the_aligned_plan_in_another_order(schedule):
 @given(schedules(), st.integers(0, 9))
 def test_another_epoch_and_another_seed_have_another_order(schedule, epoch):
     """Unless the order is that of the plan; twenty packs do not fall into the same order twice."""
-    schedule = attrs.evolve(schedule, num_packs=20, world_size=1, works=None, group_by_work=0)
+    schedule = attrs.evolve(schedule, num_packs=20, world_size=1, works=None)
     orders = [
         schedule.order(epoch),
         schedule.order(epoch + 1),
@@ -124,7 +123,6 @@ def test_another_epoch_and_another_seed_have_another_order(schedule, epoch):
 @given(schedules(), ranks, st.data())
 def test_works_decide_who_trains_a_pack_and_never_in_which_step(schedule, world_size, data):
     """Steps keep their packs, also after a resume on other ranks."""
-    schedule = attrs.evolve(schedule, group_by_work=0)
     plain = attrs.evolve(schedule, works=None)
 
     def contents(of):
@@ -137,32 +135,6 @@ def test_works_decide_who_trains_a_pack_and_never_in_which_step(schedule, world_
     event(f"other ranks in mid-epoch, by work: {world_size != schedule.world_size and schedule.works is not None}")
     change = {"world_size": world_size, "start": schedule.at(stop)}
     assert contents(attrs.evolve(plain, **change)) == contents(attrs.evolve(schedule, **change))
-
-
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 9), st.data())
-def test_steps_grouped_by_work_hold_neighbours_of_their_window(world_size, accumulation, window, seed, data):
-    """A window keeps its packs; on other ranks, each pack that is left is trained once."""
-    per_step = world_size * accumulation
-    num_packs = per_step * data.draw(st.integers(1, 7))
-    works = np.array(data.draw(st.lists(st.integers(0, 99), min_size=num_packs, max_size=num_packs)))
-    plain = plain_schedule(num_packs, world_size, seed=seed, gradient_accumulation_steps=accumulation, works=works)
-    schedule = attrs.evolve(plain, group_by_work=window)
-    event(f"several windows: {num_packs > window * per_step}")
-
-    order, drawn = schedule.order(0), plain.order(0)
-
-    for start in range(0, num_packs, window * per_step):
-        here, grouped = (one[start : start + window * per_step] for one in (drawn, order))
-        assert sorted(here.tolist()) == sorted(grouped.tolist())
-        sums = sorted(sorted(works[step].tolist()) for step in grouped.reshape(-1, per_step))
-        assert sorted(works[here].tolist()) == [work for step in sums for work in step]
-    stop = data.draw(st.integers(1, schedule.steps_per_epoch))
-    other = attrs.evolve(schedule, world_size=world_size + 1, start=schedule.at(stop))
-    done = set(order[: stop * per_step].tolist())
-    assert set(range(num_packs)) - done == set(other.order(0).tolist()) if stop * per_step < num_packs else True
-    assert schedule.grouping.startswith(f"{window} steps by the works ")
-    assert schedule.grouping == attrs.evolve(schedule, works=works * 3).grouping
-    assert not plain.grouping
 
 
 @given(schedules())
@@ -198,7 +170,7 @@ def test_a_resume_on_as_many_ranks_goes_on_where_it_stopped(schedule, data):
 @given(schedules(), st.lists(st.tuples(ranks, st.integers(1, 3)), min_size=1, max_size=3), st.data())
 def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(schedule, changes, data):
     """Each pack is trained once, but for fewer fillers or cut packs than ranks a change."""
-    schedule = attrs.evolve(schedule, batch_size=1, num_train_epochs=2, group_by_work=0)
+    schedule = attrs.evolve(schedule, batch_size=1, num_train_epochs=2)
     consumed = []
     cut, fillers = schedule.num_packs % schedule.world_size, -schedule.num_packs % schedule.world_size
     for world_size, accumulation in changes:
@@ -281,7 +253,6 @@ def test_an_epoch_whose_rest_gives_no_batch_takes_no_further_step(  # noqa: PLR0
         ([1.0] * 7 + [float("nan")], {}, "work 7 is nan, but the work of packs is a finite number of at least 0$"),
         ([1.0] * 7 + [float("inf")], {}, "work 7 is inf"),
         ([1.0] * 8, {"batch_size": 2}, "batch_size has to be 1, not 2"),
-        ([1.0] * 8, {"group_by_work": -1}, "group_by_work is -1, but has to be a whole number of at least 0"),
         ([1.0] * 8, {"meeting": "epoch"}, "meeting is 'epoch', but has to be one of step, microbatch"),
     ],
 )
@@ -297,12 +268,11 @@ def test_a_resume_state_names_what_has_changed():
     assert () == then.differences(attrs.evolve(then, progress=Progress(step=5)))
     for name, now, says, kind in (
         ("order_version", 2, "order_version: stored 1, now 2", "changed_order"),
-        ("grouping", "3 steps by the works a1", "grouping: stored '', now '3 steps by the works a1'", None),
         ("plan", "b2", "plan: stored 'a1', now 'b2'", "changed_plan"),
     ):
         differences = then.differences(attrs.evolve(then, **{name: now}))
         assert [says] == list(map(str, differences))
-        assert kind in {None, StaleError.plan("checkpoint-1", differences).kind}
+        assert kind == StaleError.plan("checkpoint-1", differences).kind
     inputs = [attrs.evolve(then, plan=name, inputs={"algorithm": name, "packing": True}) for name in ("a", "b")]
     assert ["plan", "algorithm"] == [one.key for one in inputs[0].differences(inputs[1])]
     assert ["plan"] == [one.key for one in then.differences(inputs[0])]
@@ -319,7 +289,6 @@ GOLDEN_ORDERS = {
         "padded batches": [[[2, 5]], [[4, 1]], [[7, 0]], [[3, 6]]],
         "many packs": "64e207512a18fc84eb757dfc749a86ba1546694008d56acb1f77bcc28e4eba91",
         "equal work a step": "c2380caf4b96c645cbad8d2574794155a178d0b3eedd406e9743b0b336ae158a",
-        "grouped by work": "2b19cbabeb41e48d260ca7fcc6594b4e3d97fbff845cecbde09fdf0fd656c97b",
         "equal work a microbatch": "513d32426365438b2d6ede182a0d2204cdfd9b778bd49c76b11670ff34de1c7b",
     },
 }
@@ -344,7 +313,6 @@ def test_the_golden_order():
             for name, one in {
                 "many packs": many,
                 "equal work a step": step,
-                "grouped by work": attrs.evolve(step, group_by_work=5),
                 "equal work a microbatch": attrs.evolve(step, meeting="microbatch"),
             }.items()
         },
@@ -429,13 +397,3 @@ def test_epochs_of_their_own_resume_at_every_step(schedule, data):
         progress = schedule.after(0, batches)
         whole_steps = batches // schedule.gradient_accumulation_steps
         assert progress.step == (schedule.steps_in(0) if batches == schedule.num_batches(0) else whole_steps)
-
-
-def test_steps_grouped_by_works_of_each_epoch():
-    """Their resume state says so, since works are not one list."""
-    schedule = plain_schedule((4, 6), 1, works=lambda epoch: np.arange((4, 6)[epoch]), group_by_work=2)
-
-    assert "2 steps by the works of each epoch" == schedule.grouping
-    assert schedule.differs
-    assert 0 == schedule.packs_in(7)
-    assert [(4, 4), (6, 6)] == [(schedule.steps_in(epoch), len(schedule.order(epoch))) for epoch in range(2)]

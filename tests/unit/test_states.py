@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from packplan.core.errors import ArgumentError
 from packplan.core.fingerprint import from_plain, unseal
 from packplan.core.lengths import checked_works, rounded_up
-from packplan.core.schedule import EpochSchedule
 from packplan.core.stream import StreamProgress
 
 
@@ -50,14 +49,6 @@ class Unreadable:
 def test_what_numpy_does_not_read_is_named():
     with pytest.raises(ArgumentError, match="Unreadable"):
         checked_works(Unreadable(), 1)
-
-
-def test_windows_of_work_need_works():
-    with pytest.raises(ValueError, match="needs works"):
-        EpochSchedule(
-            num_packs=4, world_size=1, dataloader_drop_last=False, gradient_accumulation_steps=1, num_train_epochs=1,
-            group_by_work=2,
-        )  # fmt: skip
 
 
 def test_a_stream_has_done_no_more_of_an_epoch_than_of_all():

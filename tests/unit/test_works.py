@@ -9,7 +9,6 @@ import pytest
 from packplan.app.planning.epochs import table_works
 from packplan.app.planning.schedule import meeting_of
 from packplan.app.wiring.policies import policy_of, trained_work
-from packplan.core.config.faults import faults
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.work.model import WorkModel
 
@@ -96,22 +95,3 @@ def test_only_packs_that_weigh_work_are_planned_by_it(tmp_path):
     assert balanced.weighs
     assert not attrs.evolve(balanced, algorithm="certified").weighs
     assert not attrs.evolve(balanced, packing=False).weighs
-
-
-@pytest.mark.parametrize(
-    ("training", "reason"),
-    [
-        ({"packing_group_by_work": -1}, "is -1, but has to be at least 0"),
-        (
-            {"packing_group_by_work": 4, "packing_balance": "none"},
-            "needs training.packing, and training.packing_balance",
-        ),
-        ({"packing_group_by_work": 4, "packing": False}, "needs training.packing, and"),
-    ],
-)
-def test_windows_without_works_are_refused(training, reason):
-    """By their key, and what to set."""
-    (fault,) = faults(run(**training))
-
-    assert "training.packing_group_by_work" == fault.path
-    assert reason in fault.reason
