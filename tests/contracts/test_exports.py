@@ -182,20 +182,6 @@ def content(path):
 
 
 @each_export
-def test_an_epoch_of_a_schedule_is_exported_in_its_order(export, tmp_path):
-    """With the packs that fill the last ranks repeated."""
-    plan = plan_of(ROWS)
-    order = plan.schedule(world_size=4, seed=3).order(0)
-    assert 0 == len(order) % 4 > len(plan.packs) % 4 - 4
-    export(ROWS, plan, tmp_path / "plan")
-    export(ROWS, plan, tmp_path / "epoch", order=order)
-
-    in_plan, in_epoch = content(tmp_path / "plan"), content(tmp_path / "epoch")
-
-    assert [in_plan[pack] for pack in order] == in_epoch
-
-
-@each_export
 def test_rows_that_are_not_the_plans_are_refused(export, tmp_path, monkeypatch):
     """Another number, another length; of what was written until then, nothing is left."""
     monkeypatch.setattr(exports, "BATCH_TOKENS", 1)

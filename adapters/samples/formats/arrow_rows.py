@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from packplan.adapters.samples.formats.json_value import without_nulls
-from packplan.adapters.samples.formats.record_file import FileName, KeptFacts, RecordFile
+from packplan.adapters.samples.formats.record_file import FileName, KeptFacts, RecordFile, without_nulls
 from packplan.core.errors import DataSetError, RecordError
 from packplan.core.samples.identity import digest_of, unreadable_digest
 

@@ -276,3 +276,12 @@ def _text_size(value: Any) -> int:
     if isinstance(value, list):
         return sum(_text_size(held) + 1 for held in value)
     return 0 if isinstance(value, bytes) else len(str(value))
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without what columns write for keys that it does not have."""
+    if isinstance(value, dict):
+        return {key: without_nulls(held) for key, held in value.items() if held is not None}
+    if isinstance(value, list):
+        return [without_nulls(held) for held in value]
+    return value
