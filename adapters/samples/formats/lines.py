@@ -60,16 +60,17 @@ class LinesFile(RecordFile):
         self._descriptor: int | None = None
         try:
             self._kept = KeptFacts(cache, [path], kind=type(self).__name__, is_copy=named.copy is not None)
-            found = self._kept.load()
-            if found is None or not self._restore(found[1]):
+            if (found := self._kept.load()) is None:
                 self.spans = self._scan()
+            else:
+                self._restore(found[1])
         except OSError as error:
             message = f"{self.named.name} cannot be read ({error.strerror}): name an existing data file"
             raise DataSetError(message) from None
 
-    def _restore(self, arrays: Mapping[str, NDArray[Any]]) -> bool:
+    def _restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         self.spans = arrays["spans"].reshape(-1, 3)
-        return super()._restore(arrays)
+        super()._restore(arrays)
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         return {"spans": self.spans.reshape(-1)}

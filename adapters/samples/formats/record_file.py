@@ -2,9 +2,9 @@
 Records of one file, whatever its format, and the digests by which they are known again.
 
 What was found is kept from one start to the next: the places of records, and the digest of each, so
-that a start need not read all of a file. A file is known again by its size, times and inode, as
-version control does, unless it changed just before it was read; some of its records are compared,
-too. Only verification reads all of it.
+that a start need not read a file. A file is known again by its size, times and inode, as version
+control does, unless it changed just before it was read. Each record is compared when it is read as
+a sample; only verification reads all of them for it.
 """
 
 import hashlib
@@ -31,9 +31,6 @@ VERSION = 1
 
 LEAST_BYTES = 2**20
 """Nothing is kept of smaller files: they are read in a moment."""
-
-AUDITED = 32
-"""Records of a file that are read on a start, and compared."""
 
 _SCHEMA = f"packplan.kept/{VERSION}"
 
@@ -119,12 +116,6 @@ def file_state(path: Path) -> dict[str, int]:
     return {
         "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino,
     }  # fmt: skip
-
-
-def rows_to_audit(num_records: int) -> list[int]:
-    """Return the records that a start compares: spread over the file, the first and the last."""
-    count = min(AUDITED, num_records)
-    return sorted({place * (num_records - 1) // max(count - 1, 1) for place in range(count)})
 
 
 @attrs.frozen
@@ -232,20 +223,9 @@ class RecordFile:
         """Return the digest of a record that was read, by its JSON value where that decides it."""
         return digest_of(value)
 
-    def _restore(self, arrays: Mapping[str, NDArray[Any]]) -> bool:
-        """
-        Take over kept facts if a few records have their digests; return whether they were taken.
-        """
-        digests = arrays["digests"].reshape(-1, DIGEST_BYTES)
-        compared = rows_to_audit(len(self) if self.named.copy is None else 0)
-        self._is_kept = len(digests) == len(self) and all(
-            self._digest(row) == digests[row].tobytes() for row in compared
-        )
-        if self._is_kept:
-            self._digests = digests
-        else:
-            log.warning("%s is another file than its size and times say: it is read again", self.named.name)
-        return self._is_kept
+    def _restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Take over what is kept of a file that stands as it did."""
+        self._digests, self._is_kept = arrays["digests"].reshape(-1, DIGEST_BYTES), True
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays that are kept beside the digests."""
