@@ -93,6 +93,6 @@ class _LogLines(io.StringIO):
     """File to which tqdm writes, and whose lines are logged."""
 
     def write(self, text: str) -> int:
-        if line := text.strip():
+        if line := " ".join(text.split()):
             log.info("%s", line)
         return len(text)

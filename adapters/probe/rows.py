@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -151,27 +152,14 @@ def measure_images(model: Any, *, native: str) -> ProbeResult:
         model: Model of transformers that takes images, set to pack.
         native: Attention of transformers for images alone.
     """
-    error = None
-    for images in _input_forms(model):
-        try:
-            return _compare(model, [_to_model(model, image) for image in images], native)
-        except (ValueError, RuntimeError) as found:  # the tower takes another form
-            error = found
-    raise error or ValueError
+    *others, last = _input_forms(model)
+    for images in others:
+        with suppress(ValueError, RuntimeError):  # the tower takes another form
+            return _compare_images(model, images, native)
+    return _compare_images(model, last, native)
 
 
-def _input_forms(model: Any) -> list[list[dict[str, torch.Tensor]]]:
-    """Return alternative forms of the same images, for the model's tower to accept one."""
-    parts = [part.get_image_features for part in model.modules() if hasattr(part, "get_image_features")]
-    parameters = {name for function in parts for name in inspect.signature(function).parameters}
-    vision = model.config.vision_config
-    if "image_grid_thw" in parameters:
-        return [_by_grid(vision, flat=True), _by_grid(vision, flat=False)]
-    return [_in_line(vision)] if "target_sizes" in parameters else [_squares(vision)]
-
-
-def _compare(model: Any, images: list[dict[str, torch.Tensor]], native: str) -> ProbeResult:
-    """Compare the features of some images."""
+def _compare_images(model: Any, images: list[dict[str, torch.Tensor]], native: str) -> ProbeResult:
     together = _features(model, images)
     with native_attention(model, native), torch.no_grad():
         alone = [_features(model, [image])[0] for image in images]
@@ -184,46 +172,39 @@ def _compare(model: Any, images: list[dict[str, torch.Tensor]], native: str) -> 
     return ProbeResult(isolation, max(compare_values([one.detach() for one in together], alone)))
 
 
-def _by_grid(vision: Any, *, flat: bool) -> list[dict[str, torch.Tensor]]:
-    """Return images as rows of patches, flat or as pictures, with their grids."""
-    channels: int = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None) or 3
-    depth, side = getattr(vision, "temporal_patch_size", 1), vision.patch_size
-    shape = (channels * depth * side**2,) if flat else (channels, side, side)
-    drawn = _drawn((math.prod(grid), *shape) for grid in _GRIDS)
+def _input_forms(model: Any) -> list[list[dict[str, torch.Tensor]]]:
+    """Return forms of the same images, with gradients, of which the model's tower takes one."""
+    parts = [part.get_image_features for part in model.modules() if hasattr(part, "get_image_features")]
+    parameters = {name for function in parts for name in inspect.signature(function).parameters}
+    vision, weight = model.config.vision_config, next(model.parameters())
+    side: int = getattr(vision, "patch_size", 1)
+    grids = torch.tensor(_GRIDS, device=weight.device)
+    if "image_grid_thw" in parameters:  # rows of patches, flat or as pictures
+        channels: int = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None) or 3
+        depth = getattr(vision, "temporal_patch_size", 1)
+        shapes = [[(math.prod(grid), *patch) for grid in _GRIDS]
+                  for patch in ((channels * depth * side**2,), (channels, side, side))]  # fmt: skip
+        sizes = {"image_grid_thw": grids}
+    elif "target_sizes" in parameters:  # the patches of an image side by side in one line
+        shapes = [[(1, vision.num_channels, side, math.prod(grid) * side) for grid in _GRIDS]]
+        sizes = {"target_sizes": grids[:, 1:]}
+    else:  # the only size that the tower takes
+        size = vision.image_size
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        shapes, sizes = [[(1, getattr(vision, "num_channels", 3), height, width)] * len(_GRIDS)], {}
     return [
-        {"pixel_values": patches, "image_grid_thw": torch.tensor([grid])}
-        for patches, grid in zip(drawn, _GRIDS, strict=True)
+        [
+            {"pixel_values": pixels.to(weight).requires_grad_(), **{key: one[n : n + 1] for key, one in sizes.items()}}
+            for n, pixels in enumerate(_drawn(form))
+        ]
+        for form in shapes
     ]
-
-
-def _in_line(vision: Any) -> list[dict[str, torch.Tensor]]:
-    """Return images as their patches side by side in one line, with their sizes."""
-    side, sizes = vision.patch_size, [grid[1:] for grid in _GRIDS]
-    drawn = _drawn((1, vision.num_channels, side, math.prod(size) * side) for size in sizes)
-    return [
-        {"pixel_values": line, "target_sizes": torch.tensor([size])} for line, size in zip(drawn, sizes, strict=True)
-    ]
-
-
-def _squares(vision: Any) -> list[dict[str, torch.Tensor]]:
-    """Return images of the only size that the tower takes."""
-    size = vision.image_size
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    shape = (1, getattr(vision, "num_channels", 3), height, width)
-    return [{"pixel_values": pixels} for pixels in _drawn([shape] * len(_GRIDS))]
 
 
 def _drawn(shapes: Iterable[tuple[int, ...]]) -> list[torch.Tensor]:
     """Return random pixels, one tensor for each shape."""
     generator = torch.Generator().manual_seed(5)
     return [torch.randn(shape, generator=generator) for shape in shapes]
-
-
-def _to_model(model: Any, image: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return an image on the model's device, its pixels in the model's type and with gradients."""
-    weight = next(model.parameters())
-    here = {key: part.to(weight.device) for key, part in image.items()}
-    return {**here, "pixel_values": here["pixel_values"].to(weight.dtype).requires_grad_()}
 
 
 def _features(model: Any, images: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
