@@ -131,7 +131,7 @@ def _build(document: Mapping[str, Any], kind: type[T], source: str, advise: Advi
         raise ConfigError(source, (*found, *config))
     if found := (*found, *(rl_faults(config) if isinstance(config, RlConfig) else faults(config))):
         raise ConfigError(source, found)
-    return config
+    return attrs.evolve(config, source=source)
 
 
 def load_mixes(path: str | Path) -> Mixes:

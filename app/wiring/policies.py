@@ -105,5 +105,5 @@ def mixes_of(config: RunConfig) -> tuple[Mixes, list[FileRecords]]:
     reason = "is no file of the mix, nor of custom.val_jsonl: write it as it is written there"
     faults = [Fault(f"custom.source_names.{name}", reason) for name in custom.source_names if name not in known]
     if faults:
-        raise ConfigError("the configuration", tuple(faults))
+        raise ConfigError(config.source, tuple(faults))
     return mixes, list(opened.values())

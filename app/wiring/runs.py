@@ -72,11 +72,11 @@ def with_inputs(config: Run) -> Run:
     custom = config.custom
     if custom.planned_mix is not None:
         custom = attrs.evolve(custom, train_jsonl=load_mixes(custom.planned_mix).files)
-    custom = _with_copies(custom, records_cache(config))
+    custom = _with_copies(custom, records_cache(config), config.source)
     return attrs.evolve(config, model=model, custom=custom)
 
 
-def _with_copies(custom: CustomConfig, cache: Path) -> CustomConfig:
+def _with_copies(custom: CustomConfig, cache: Path, run: str) -> CustomConfig:
     """Return the data of a run, those at places as copies on this machine."""
     copies, faults = {}, []
     for key in ("train_jsonl", "val_jsonl"):
@@ -86,7 +86,7 @@ def _with_copies(custom: CustomConfig, cache: Path) -> CustomConfig:
             except DataSetError as error:
                 faults.append(Fault(f"custom.{key}", str(error)))
     if faults:
-        raise ConfigError("the configuration", tuple(faults))
+        raise ConfigError(run, tuple(faults))
     if not copies:
         return custom
     plain = {name: source for name, source in custom.source_names.items() if name not in copies}
@@ -152,7 +152,7 @@ def require_inputs(config: RunConfig, *, loads: bool = False) -> None:
         found += [Fault("custom.train_jsonl", reason) for reason in file_faults(custom.train_jsonl)]
     found += [Fault("custom.val_jsonl", reason) for reason in file_faults(custom.val_jsonl)]
     if found:
-        raise ConfigError("the configuration", tuple(found))
+        raise ConfigError(config.source, tuple(found))
 
 
 def _mix_faults(path: str) -> list[Fault]:

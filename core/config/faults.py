@@ -99,8 +99,7 @@ def _step_faults(training: TrainingConfig) -> Iterator[Fault]:
         reason = f"is {training.num_train_epochs}, but has to be above 0 and below {MANY_EPOCHS:,}"
         yield Fault("training.num_train_epochs", reason)
     if training.trainer.get("label_smoothing_factor"):
-        reason = "is averaged over packs by the trainer, not over tokens: remove it"
-        yield Fault("training.label_smoothing_factor", reason)
+        yield Fault("training.label_smoothing_factor", "is averaged over packs, not over tokens: remove it")
     if training.packing and training.trainer.get("enable_channel_loss"):
         reason = "logs a loss per channel, but under packing only aggregate metrics are logged"
         yield Fault("training.enable_channel_loss", f"{reason}: remove it, or set training.packing: false")
