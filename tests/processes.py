@@ -295,10 +295,9 @@ def _packplan(*words: str) -> int:
     return main(list(words))
 
 
-def train_under_torchrun(config: Path, out: Path, *, deepspeed: bool = False) -> subprocess.CompletedProcess[str]:
-    """Train a run on two ranks that torchrun starts; see `tests.e2e.rank_main`."""
-    if deepspeed:
-        _compile_deepspeed()
+def train_under_torchrun(config: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    """Train a run of DeepSpeed on two ranks that torchrun starts; see `tests.e2e.rank_main`."""
+    _compile_deepspeed()
     return subprocess.run(
         [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
          "--master-port", str(free_port()), "-m", "tests.e2e.rank_main", config, out],

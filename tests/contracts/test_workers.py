@@ -1,6 +1,5 @@
 """Workers: ranks and Ray actors do the same, and say why one failed."""
 
-import time
 from pathlib import Path
 
 import attrs
@@ -14,19 +13,17 @@ from tests.processes import Started, descendants, each_ends, end, finished, live
 
 pytestmark = pytest.mark.slow
 
-DEADLINE_S = 240
-
 
 @attrs.frozen
 class Driver:
-    """A process that starts Ray on this machine, and two actors."""
+    """A process that starts Ray on this machine, and an actor."""
 
     process: Started
     folder: Path
 
     @property
     def address(self) -> str:
-        """Where its Ray can be reached, once its actors stand."""
+        """Where its Ray can be reached, once its actor stands."""
         wait_for(lambda: (self.folder / "pids.json").exists() or not lives(self.process.pid), "Ray has not started")
         assert lives(self.process.pid), self.process.said[-3000:]
         return (self.folder / "address").read_text()
@@ -34,7 +31,7 @@ class Driver:
 
 @pytest.fixture(scope="module")
 def driver(server, tmp_path_factory):
-    """Return a driver of Ray, on which the actors of all tests meet."""
+    """Return a driver of Ray, on whose servers the actors of all tests meet."""
     folder = tmp_path_factory.mktemp("driver")
     process = server.start(parents.main, "actors", str(folder), log=folder / "log", env={"PYTHONPATH": Path.cwd()})
     yield Driver(process, folder)
@@ -44,23 +41,27 @@ def driver(server, tmp_path_factory):
 
 
 @pytest.fixture
-def ray_workers(monkeypatch, driver):
-    """Two actors of this process, on the driver's servers."""
+def start_actors(monkeypatch, driver):
+    """Return a function that starts workers as actors of this process, on the driver's servers."""
     from packplan.adapters.ranks.ray import RayWorkers
-    from tests.contracts.light_worker import LightWorker
 
     monkeypatch.setenv("RAY_ADDRESS", driver.address)
-    workers = RayWorkers(LightWorker, num_workers=2)
-    yield workers
-    workers.close()
+    started = []
+
+    def start(make, num_workers):
+        started.append(RayWorkers(make, num_workers=num_workers))
+        return started[-1]
+
+    yield start
+    for workers in started:
+        workers.close()
 
 
-def each_fails_with_its_reason(workers, shards):
-    """State the law of all workers: results by worker, our errors as they are, others named."""
+def each_has_its_result(workers, shards):
+    """State the law of all workers: results by worker, and a group that adds up over all."""
     results = workers.run_all_workers_sharded_data("add", shards, more=1)
     assert shards == [result["own"].tolist() for result in results]
     assert {float(sum(map(sum, shards)) + len(shards))} == {float(result["sum"]) for result in results}
-    return results
 
 
 def test_one_process_is_a_worker():
@@ -69,7 +70,7 @@ def test_one_process_is_a_worker():
     from tests.contracts.light_worker import LightWorker
 
     workers = RankWorkers(LightWorker(), OneRank())
-    each_fails_with_its_reason(workers, [[1, 2]])
+    each_has_its_result(workers, [[1, 2]])
     with pytest.raises(DataSetError, match="no shard"):
         workers.run_all_workers_sharded_data("refuse", ["shard"])
     with pytest.raises(RunError, match="worker 0 failed in break_down: KeyError: 'shard'"):
@@ -89,25 +90,24 @@ def test_the_policy_of_the_page_trains_alike_on_ranks(server, demo, tmp_path):
     assert pytest.approx(expected, rel=1e-5) == first == second
 
 
-def test_actors_are_ranks_of_one_group(ray_workers):
-    """They add up over their group; what one raises ends them, with its reason."""
-    each_fails_with_its_reason(ray_workers, [[1, 2], [30]])
-    with pytest.raises(RunError, match=r"worker . failed in break_down: KeyError: '[ab]'"):
-        ray_workers.run_all_workers_sharded_data("break_down", ["a", "b"])
+def test_actors_are_ranks_of_one_group_until_one_dies(start_actors):
+    """That fails the call at once, with its reason, and ends who waits for it in a collective."""
+    from tests.contracts.light_worker import LightWorker
 
-
-def test_an_actor_that_dies_fails_the_call(ray_workers):
-    """At once, with its reason, and the one that waits for it in a collective is ended."""
-    started = time.monotonic()
-    pids = ray_workers.process_ids
+    workers = start_actors(LightWorker, 2)
+    each_has_its_result(workers, [[1, 2], [30]])
+    pids = workers.process_ids
 
     with pytest.raises(RunError, match="worker 1 failed in die: its process died"):
-        ray_workers.run_all_workers_sharded_data("die", ["wait", "die"])
+        workers.run_all_workers_sharded_data("die", ["wait", "die"])
 
-    assert time.monotonic() - started < DEADLINE_S
-    while any(map(lives, pids)):
-        assert time.monotonic() - started < DEADLINE_S
-        time.sleep(0.02)
+    wait_for(lambda: not any(map(lives, pids)), "an actor outlived its group")
+
+
+def test_what_an_actor_raises_is_its_reason(start_actors):
+    """With its class, where it is none of ours."""
+    with pytest.raises(RunError, match=r"worker 0 failed in fail: KeyError: 'shard'"):
+        start_actors(parents.Idle, 1).run_all_workers_sharded_data("fail", ["shard"])
 
 
 def test_actors_end_with_their_driver(driver):

@@ -136,14 +136,13 @@ def test_a_model_that_reads_numbers_is_refused_with_the_place(write_run, forecas
         forecast_of(path)
 
 
-def test_the_command_prints_one_document_whose_lengths_fit(write_run, server, forecast_of, capsys):
+def test_the_command_prints_one_document_whose_lengths_fit(write_run, forecast_of, capsys):
     """The longest length fits with the margin, and a run of it forecasts the same peak."""
     path = write_run("qwen2", training=TRAINING)
 
-    command = server.packplan("plan", "fit", path, "--memory", "200MB", "--json", "--quiet")
+    assert 0 == main(["fit", str(path), "--memory", "200MB", "--json", "--quiet"])
 
-    assert 0 == command.wait(), command.said
-    found = json.loads(command.printed)
+    found = json.loads(capsys.readouterr().out)
     assert found["fits"]
     assert "GPU" not in "".join(found["notes"]), "the run is on a CPU"
     assert found["longest"]["tokens"] > 256

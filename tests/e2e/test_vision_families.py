@@ -261,7 +261,7 @@ def test_deepspeed_trains_a_family_the_same(vision_run, execute, folder, tmp_pat
     zero = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"}
     path = vision_run(family, training={**keys, "deepspeed": zero, "use_cpu": True}, **overlay)
 
-    run = train_under_torchrun(path, tmp_path, deepspeed=True)
+    run = train_under_torchrun(path, tmp_path)
 
     assert 0 == run.returncode, run.stderr[-4000:]
     found = history_apart(tmp_path)

@@ -38,21 +38,25 @@ def loader(folder: Path) -> list[int]:
 
 
 def actors(folder: Path) -> list[int]:
-    """Start Ray with two actors and room for another driver's; write down its address."""
+    """Start Ray with an actor and room for two of another driver; write down its address."""
     import ray
 
     from packplan.adapters.ranks.ray import RayWorkers
 
     start = ray.init
-    with mock.patch("ray.init", lambda **options: start(**options | {"num_cpus": 2 * options["num_cpus"]})):
-        workers = RayWorkers(Idle, num_workers=2)
+    with mock.patch("ray.init", lambda **options: start(**options | {"num_cpus": 3})):
+        workers = RayWorkers(Idle, num_workers=1)
     KEPT.append(workers)
     (folder / "address").write_text(ray.get_runtime_context().gcs_address)
     return workers.process_ids
 
 
 class Idle:
-    """A worker that does nothing."""
+    """A worker that can do nothing."""
+
+    def fail(self, shard: str) -> None:
+        """Raise what is none of our errors."""
+        raise KeyError(shard)
 
 
 KEPT: list[object] = []
