@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import packplan as pp
 
@@ -55,9 +56,14 @@ class Ran:
         return [(step, sorted(sequences)) for step, sequences in map(json.loads, lines)]
 
     @property
+    def history(self) -> list[dict[str, Any]]:
+        """What was logged."""
+        return json.loads((self.folder / "history.json").read_text())
+
+    @property
     def losses(self) -> list[float]:
         """Loss of each step."""
-        return [entry["loss"] for entry in json.loads((self.folder / "history.json").read_text()) if "loss" in entry]
+        return [entry["loss"] for entry in self.history if "loss" in entry]
 
     def plan(self, length: int) -> pp.Plan:
         """Plan of the rows that ms-swift has."""

@@ -93,8 +93,7 @@ COUNTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, monkeypatch, workers):
+def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, monkeypatch):
     """In an order of each epoch; evaluation unpacked; epochs say what became of samples."""
     from packplan.adapters.trainer.streams.trainer import StreamTrainer
 
@@ -106,8 +105,8 @@ def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, monkey
         return step(trainer, model, inputs, *arguments, **options)
 
     monkeypatch.setattr(StreamTrainer, "training_step", noted)
-    path = write_rollout({"val_jsonl": str(text_jsonl)}, dataloader_num_workers=workers, max_steps=11,
-                         eval_strategy="epoch", packing_min_fill_ratio="0.5")  # fmt: skip
+    path = write_rollout({"val_jsonl": str(text_jsonl)}, max_steps=11, eval_strategy="epoch",
+                         packing_min_fill_ratio="0.5")  # fmt: skip
     steps, terminated, history = run(path)
 
     assert (11, False) == (steps, terminated)
@@ -253,8 +252,7 @@ def told(history) -> list[dict]:
     return [{key: entry[key] for key in entry.keys() - CLOCK} for entry in history]
 
 
-@pytest.mark.parametrize("workers", [2, 0])
-def test_a_stream_that_is_killed_ends_as_one_run_does(write_rollout, text_jsonl, trained, tmp_path, workers):
+def test_a_stream_that_is_killed_ends_as_one_run_does(write_rollout, text_jsonl, trained, tmp_path):
     """Killed in random steps: the same packs, losses, counts and weights, with dropout."""
     packs, kills = trained
     data = tmp_path / "few.jsonl"
@@ -262,7 +260,7 @@ def test_a_stream_that_is_killed_ends_as_one_run_does(write_rollout, text_jsonl,
     custom = {"train_jsonl": str(data)}
     keys = {"max_steps": -1, "num_train_epochs": 2, "packing_buffer": 5, "save_strategy": "steps", "save_steps": 1,
             "tuner_type": "lora", "lora_dropout": 0.2, "packing_drop_last": False, "packing_min_fill_ratio": "0.8",
-            "dataloader_num_workers": workers, "effective_batch_size": 3}  # fmt: skip
+            "dataloader_num_workers": 2, "effective_batch_size": 3}  # fmt: skip
     steps, _, history = run(write_rollout(custom, name="long", **keys))
     expected = dict(packs)
 
