@@ -57,7 +57,7 @@ class Ran:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """What was logged."""
+        """Entries of the log."""
         return json.loads((self.folder / "history.json").read_text())
 
     @property
