@@ -123,7 +123,7 @@ class Watch(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def cell_of(trainer: str, model: str, *, ranks: int = 1, accumulation: int = 1, workers: int = 0) -> dict[str, Any]:
+def cell_of(trainer: str, model: str, ranks: int = 1, accumulation: int = 1, workers: int = 0) -> dict[str, Any]:
     """Return a cell of the matrix."""
     return {"trainer": trainer, "model": model, "ranks": ranks, "accumulation": accumulation, "workers": workers}
 

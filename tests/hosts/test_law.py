@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from packplan.adapters.hf import following, training
+from tests.hosts.law import cell_of
 from tests.hosts.pages import PAGES
 from tests.nearness import FLOAT32
 
@@ -21,25 +22,20 @@ from transformers import Trainer
 pytestmark = pytest.mark.slow
 
 
-def cell(trainer: str, model: str, ranks: int, accumulation: int, workers: int) -> dict[str, Any]:
-    names = ("trainer", "model", "ranks", "accumulation", "workers")
-    return dict(zip(names, (trainer, model, ranks, accumulation, workers), strict=True))
-
-
-SMOKE = (cell("transformers", "qwen2_5_vl", 2, 3, 2), cell("trl", "qwen2", 1, 3, 0))
+SMOKE = (cell_of("transformers", "qwen2_5_vl", 2, 3, 2), cell_of("trl", "qwen2", 1, 3, 0))
 
 SEEING = tuple(
-    cell("transformers", model, *rest) for model in ("qwen2_5_vl", "qwen3_vl") for rest in ((1, 3, 0), (2, 1, 2))
+    cell_of("transformers", model, *rest) for model in ("qwen2_5_vl", "qwen3_vl") for rest in ((1, 3, 0), (2, 1, 2))
 )
 
 EVERY = tuple(
-    cell("transformers", "qwen2", ranks, accumulation, workers)
+    cell_of("transformers", "qwen2", ranks, accumulation, workers)
     for ranks in (1, 2)
     for accumulation in (1, 3)
     for workers in (0, 2)
 )
 
-PAIRS = tuple(cell("trl", "qwen2", *rest) for rest in ((1, 1, 0), (1, 3, 2), (2, 1, 2), (2, 3, 0)))
+PAIRS = tuple(cell_of("trl", "qwen2", *rest) for rest in ((1, 1, 0), (1, 3, 2), (2, 1, 2), (2, 3, 0)))
 """TRL's trainer is one of transformers: every two settings together, not every three."""
 
 CELLS = (*EVERY, *PAIRS, *SEEING) if "HOST_PYTHON" in os.environ else SMOKE
@@ -63,8 +59,8 @@ def folders(apart, tmp_path_factory) -> tuple[Path, Path]:
     cells = [{"out": str(folder / name_of(one)), **one} for one in CELLS]
     for trainer, before, after in RESUMED:
         out = {"out": str(folder / f"{trainer} {before} to {after}")}
-        cells.append(out | cell(trainer, "qwen2", before, 2, 0) | {"kill_after": 2})
-        cells.append(out | cell(trainer, "qwen2", after, 2, 0) | {"resume": True})
+        cells.append(out | cell_of(trainer, "qwen2", before, 2, 0) | {"kill_after": 2})
+        cells.append(out | cell_of(trainer, "qwen2", after, 2, 0) | {"resume": True})
     (folder / "cells.json").write_text(json.dumps(cells))
     apart("tests.hosts.refused:after_law", folder / "cells.json", refused, folder=folder)
     return folder, refused
