@@ -36,11 +36,6 @@ class EpochRecipe:
     seed: int = 0
     """Seed of the draws, from 0."""
 
-    @property
-    def alike_from(self) -> int:
-        """First epoch from which on all draw in the same way."""
-        return 0 if self.mixes is None else len(self.mixes.entries) - 1
-
     def inputs(self) -> dict[str, Value]:
         """Return what enters the fingerprint of the plans."""
         mixes = None if self.mixes is None else _as_text(self.mixes)
@@ -228,7 +223,7 @@ def record_of(planned: EpochPlan, samples: EpochSamples) -> EpochRecord:
 
 
 def with_epochs(
-    schedule: EpochSchedule, record: Callable[[int], EpochRecord], *, alike_from: int = 0
+    schedule: EpochSchedule, record: Callable[[int], EpochRecord]
 ) -> tuple[EpochSchedule, tuple[EpochRecord, ...]]:
     """
     Return a schedule over epochs with plans of their own, without works, and the record of each.
@@ -236,37 +231,29 @@ def with_epochs(
     Args:
         schedule: Settings of the schedule, from where training starts.
         record: Function that plans an epoch, and returns its record.
-        alike_from: First epoch from which on all draw by the same recipe.
 
     Raises:
         ArgumentError: An epoch has no pack for a rank, or there are too many epochs.
     """
     records: list[EpochRecord] = []
     start, total = schedule.start, 0
-    wanted = MOST_EPOCHS if schedule.max_steps > 0 else Fraction(str(schedule.num_train_epochs))
-    if wanted > MOST_EPOCHS:
+    wanted = Fraction(str(schedule.num_train_epochs))
+    if schedule.max_steps <= 0 and wanted > MOST_EPOCHS:
         fact = f"{schedule.num_train_epochs:,} epochs are asked for, and no more than {MOST_EPOCHS:,} can be planned"
         raise ArgumentError("too_many_epochs", fact, {"epochs": MOST_EPOCHS})
-    plain, is_enough = attrs.evolve(schedule, works=None), False
-    while not is_enough:
-        epoch = len(records)
+    plain = attrs.evolve(schedule, works=None)
+    for epoch in range(MOST_EPOCHS):
         records.append(record(epoch))
         _require_batches(records[-1], plain)
-        steps = attrs.evolve(plain, num_packs=records[-1].num_packs, start=Progress()).steps_per_epoch
-        if epoch == start.epoch:
+        if epoch > start.epoch:
+            total += attrs.evolve(plain, num_packs=records[-1].num_packs, start=Progress()).steps_per_epoch
+        elif epoch == start.epoch:
             total = attrs.evolve(plain, num_packs=tuple(one.num_packs for one in records)).end_of(epoch)
-        elif epoch > start.epoch:
-            total += steps
         ends = total >= schedule.max_steps if schedule.max_steps > 0 else epoch + 1 >= wanted
-        is_enough = ends and epoch >= start.epoch
-        is_last = len(records) == MOST_EPOCHS
-        # Two epochs of one recipe differ by less than twice the packs of one, and a pack.
-        too_far = epoch >= alike_from and schedule.max_steps > total + (MOST_EPOCHS - epoch - 1) * (2 * steps + 1)
-        if not is_enough and (is_last or too_far):
-            where = f"at optimizer step {total:,}" if is_last else f"long before optimizer step {schedule.max_steps:,}"
-            fact = f"epochs 0 to {MOST_EPOCHS - 1:,} end {where}, and no more epochs can be planned"
-            raise ArgumentError("too_many_epochs", fact, {"epochs": MOST_EPOCHS, "steps": total})
-    return attrs.evolve(plain, num_packs=tuple(one.num_packs for one in records)), tuple(records)
+        if ends and epoch >= start.epoch:
+            return attrs.evolve(plain, num_packs=tuple(one.num_packs for one in records)), tuple(records)
+    fact = f"epochs 0 to {MOST_EPOCHS - 1:,} end at optimizer step {total:,}, and no more epochs can be planned"
+    raise ArgumentError("too_many_epochs", fact, {"epochs": MOST_EPOCHS, "steps": total})
 
 
 def _require_batches(record: EpochRecord, schedule: EpochSchedule) -> None:

@@ -216,4 +216,4 @@ def _counted(
             first = select_epoch(planner.recipe, planner.policy, planner.samples, 0)
             return planner.record(EpochPlan(0, first, split.raw))
 
-        return with_epochs(schedule, record, alike_from=planner.recipe.alike_from)
+        return with_epochs(schedule, record)
