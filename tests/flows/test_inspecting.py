@@ -415,3 +415,9 @@ def test_looking_loads_neither_torch_nor_swift(store):
     run = subprocess.run([sys.executable, "-c", LIGHT, *calls], capture_output=True, text=True, check=True, cwd=ROOT)
 
     assert "[0, 0, 0, 0] []" == run.stdout.strip(), run.stderr
+
+
+def test_a_wrong_option_is_answered_by_the_commands_own_usage(capfd):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["show", "run.yaml", "--alll"])
+    assert "usage: packplan plan show" in capfd.readouterr().err
