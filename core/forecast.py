@@ -572,16 +572,13 @@ _STEP = 64
 
 @attrs.frozen
 class Longest:
-    """Longest packing length that fits, and the check of its line."""
+    """Longest packing length that fits."""
 
     tokens: int
     """Packing length; 0 if none fits."""
 
     peak: int
     """Peak at that length, in bytes, without the margin."""
-
-    error: float
-    """Deviation of the line from the traced peak at its length, relative to the latter."""
 
     limited: bool
     """Whether the model's positions end there, and not the memory."""
@@ -610,20 +607,18 @@ def longest_fitting(peak_at: Callable[[int], int], *, start: int, limit: int, mo
     """
     room = limit / (1 + MARGIN)
     known = {one: peak_at(one) for one in {start, _other_length(start, most)}}
-    error: float | None = None
     for _ in range(_ATTEMPTS):
-        length, expected = _on_line(known, room, most=most)
+        length = _on_line(known, room, most=most)
         if length in known:
             length -= _STEP if known[length] > room else 0
         if length in known or length < 1:
             break
         known[length] = peak_at(length)
-        error = expected / known[length] - 1 if error is None else error
         if known[length] <= room < known[length] * (1 + _ENOUGH):
             break
     fitting = [one for one, peak in known.items() if peak <= room and one <= most]
     longest = max(fitting, default=0)
-    return Longest(longest, known.get(longest, min(known.values())), error or 0.0, limited=longest == most)
+    return Longest(longest, known.get(longest, min(known.values())), limited=longest == most)
 
 
 def _other_length(start: int, most: int) -> int:
@@ -637,13 +632,12 @@ _ENOUGH = 0.03
 _ATTEMPTS = 2
 
 
-def _on_line(known: dict[int, int], room: float, *, most: int) -> tuple[int, float]:
+def _on_line(known: dict[int, int], room: float, *, most: int) -> int:
     """
     Return the length at which the line through the two nearest peaks reaches the room, rounded
-    down, and the peak of the line there.
+    down.
     """
     (length, peak), (other, other_peak) = sorted(known.items(), key=lambda one: abs(one[1] - room))[:2]
     slope = (other_peak - peak) / (other - length)
     found = length + (room - peak) / slope if slope > 0 else most
-    rounded = most if found >= most else max(_STEP, int(found) // _STEP * _STEP)
-    return rounded, peak + slope * (rounded - length)
+    return most if found >= most else max(_STEP, int(found) // _STEP * _STEP)

@@ -255,7 +255,7 @@ def split_found_states(model: Any, row: ProbeRow) -> tuple[str, ...]:
             break
         split_states(model, {kind})
         found.add(kind)
-    return tuple(sorted(one for one in found if not _lies_within(model, one, found - {one})))
+    return tuple(sorted(found))
 
 
 def _class_to_split(model: Any, name: str, found: set[str]) -> str | None:
@@ -268,13 +268,6 @@ def _class_to_split(model: Any, name: str, found: set[str]) -> str | None:
         name = name.rpartition(".")[0]
         module = model.get_submodule(name)
     return None if not name or hasattr(module, "get_input_embeddings") else type(module).__name__
-
-
-def _lies_within(model: Any, kind: str, others: set[str]) -> bool:
-    """Return whether all layers of a class lie within layers of other classes."""
-    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
-    outer = [name for name, one in kinds.items() if one in others]
-    return all(any(name.startswith(f"{one}.") for one in outer) for name, one in kinds.items() if one == kind)
 
 
 def _where(model: Any, copies: _Copies) -> MixingModule | None:

@@ -121,18 +121,14 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
 
 
 def _refuse_engines(trainer: Any) -> None:
-    """Refuse a trainer whose gradients are not this rank's own, whole and unscaled."""
+    """Refuse a trainer whose ranks share the model or rows, or whose gradients are scaled."""
     accelerator = trainer.accelerator
     parallel = getattr(accelerator, "parallelism_config", None)
-    reasons = {
-        "shards the model": str(getattr(accelerator, "distributed_type", "")).endswith(_ENGINES),
-        "shares rows between ranks (parallelism_config)": any(
-            (getattr(parallel, one, None) or 1) > 1 for one in _SHARING
-        ),
-        "scales its loss for float16": getattr(accelerator, "scaler", None) is not None,
-    }
-    for reason in (one for one, holds in reasons.items() if holds):
-        raise ArgumentError("host", f"the trainer {reason}: ask it without, or give a function of your own loop")
+    shares = str(getattr(accelerator, "distributed_type", "")).endswith(_ENGINES)
+    shares |= any((getattr(parallel, one, None) or 1) > 1 for one in _SHARING)
+    if shares or getattr(accelerator, "scaler", None) is not None:
+        fact = "ranks of the trainer share the model or rows, or its loss is scaled for float16: ask it without"
+        raise ArgumentError("host", fact)
 
 
 def _of_function(function: Callable[[], Any], model: torch.nn.Module) -> tuple[Any, Gradients, list[Any]]:

@@ -248,7 +248,4 @@ def _print_longest(longest: Longest, report: Callable[[str], None]) -> None:
         report("no packing length fits: add ranks that share the model, checkpointing, or adapters")
         return
     end = ", at which the model's positions end" if longest.limited else ""
-    report(
-        f"longest template.max_length that fits: {longest.tokens:,}{end} (peak {written_bytes(longest.peak)}; a line "
-        f"through two shorter packs was off by {longest.error:+.1%} there)"
-    )
+    report(f"longest template.max_length that fits: {longest.tokens:,}{end} (peak {written_bytes(longest.peak)})")

@@ -125,14 +125,13 @@ def test_the_length_that_is_found_fits_and_its_peak_is_its_own(shape, start, lim
 
 @given(st.integers(1, 500), st.integers(64, 4096), st.integers(10, 1000))
 def test_where_memory_is_a_line_the_longest_length_is_exact(slope, start, times):
-    """On a line the first guess is right: 128 tokens more would not fit, and its error is 0."""
+    """On a line the first guess is right: 128 tokens more would not fit."""
     limit = int(1.1 * slope * 64 * times)
 
     found = longest_fitting(lambda tokens: slope * tokens, start=start, limit=limit, most=10**6)
 
     assert found.tokens in {64 * times, 64 * (times - 1), 64 * times - 128, start, 2 * start}
     assert found.tokens >= 64 * (times - 2)
-    assert abs(found.error) < 1e-9
 
 
 def test_a_line_that_misleads_leaves_the_longest_of_those_that_fit():
@@ -142,4 +141,3 @@ def test_a_line_that_misleads_leaves_the_longest_of_those_that_fit():
     )  # fmt: skip
 
     assert 2000 == found.tokens == found.peak
-    assert found.error < -0.9
