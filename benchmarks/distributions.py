@@ -86,6 +86,11 @@ def _lognormal(rng: np.random.Generator, num: int, _capacity: int) -> NDArray[np
     return lengths
 
 
+def _narrow(rng: np.random.Generator, num: int, _capacity: int) -> NDArray[np.integer]:
+    lengths: IntArray = rng.lognormal(np.log(1135) - 0.02, 0.2, num).astype(np.int64)
+    return lengths
+
+
 def _two_point(rng: np.random.Generator, num: int, capacity: int) -> NDArray[np.integer]:
     return rng.choice([capacity * 55 // 100, capacity // 5], num)
 
@@ -109,6 +114,8 @@ DISTRIBUTIONS = {
         Distribution("vlm-8192", 8192, _vision),
         Distribution("vlm-4096", 4096, _vision),
         Distribution("lognormal-4096", 4096, _lognormal),
+        Distribution("narrow-4096", 4096, _narrow),
+        Distribution("narrow-3000", 3000, _narrow),
         Distribution("uniform-8192", 8192, _uniform),
         Distribution("two-point-8192", 8192, _two_point),
         Distribution("zipf-8192", 8192, _zipf),

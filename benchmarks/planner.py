@@ -1,5 +1,6 @@
 """
-Compare packing algorithms with other packages: time, packs above the lower bound, peak memory.
+Compare packing algorithms with other packages: time, packs above the lower bound, work of the
+busiest pack over the mean, peak memory.
 
 Every planner runs in a process of its own, several times; the median counts. Times are also given
 as multiples of a stable argsort of the same lengths, and of the fastest peer, since machines
@@ -9,6 +10,7 @@ distribution.
 
 import argparse
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -25,6 +27,8 @@ from packplan.app.cli.command import whole_number
 from packplan.core.bounds import lower_bound
 from packplan.core.lengths import IntArray
 from packplan.core.packers import ALGORITHMS, pack
+from packplan.core.packs import Packs
+from packplan.core.work.model import WorkModel
 
 WARM_UP = 500
 """Samples that are packed before the clock starts, so that late imports are done."""
@@ -53,6 +57,9 @@ class PlannerRow:
     gap: float = 0.0
     """Packs above the lower bound, over the bound."""
 
+    busiest: float | None = None
+    """Work of the busiest pack over the mean, as an ordinary model has it; ours alone."""
+
     peak_bytes: int = 0
 
 
@@ -66,6 +73,7 @@ COLUMNS: Columns = {
     "x fastest peer": lambda row: f"{row.times_fastest_peer:.3g}" if row.times_fastest_peer else "",
     "packs": lambda row: "" if row.problem else f"{row.packs:,}",
     "gap": lambda row: "" if row.problem else f"{100 * row.gap:.3f} %" if row.gap else "0",
+    "busiest": lambda row: f"{row.busiest:.4f}" if row.busiest else "",
     "peak MB": lambda row: "" if row.problem else f"{row.peak_bytes / 1e6:,.0f}",
     # The memory of a process moves by megabytes anyway, so few samples say nothing of each.
     "B/sample": lambda row: f"{row.peak_bytes / row.samples:.0f}" if row.samples >= 10**6 and row.packs else "",
@@ -103,7 +111,8 @@ def _rows_of(distribution: Distribution, options: argparse.Namespace) -> Iterato
                 continue
             prepare = _preparation(name, lengths, distribution.capacity)
             try:
-                costs[name] = measure(prepare, len, repeat=options.repeat, limit_s=options.limit_s)
+                summarise = partial(_summary, lengths)
+                costs[name] = measure(prepare, summarise, repeat=options.repeat, limit_s=options.limit_s)
             except NotMeasuredError as error:
                 given_up[name] = f"{error} at {num_samples:,}"
         compared = _compared(distribution, lengths, costs)
@@ -125,10 +134,18 @@ def _preparation(name: str, lengths: IntArray, capacity: int) -> Callable[[], Ca
     return prepare
 
 
+def _summary(lengths: IntArray, found: Any) -> tuple[int, float | None]:
+    """Return the number of packs, and the work of the busiest one over the mean."""
+    if not isinstance(found, Packs):
+        return len(found), None
+    works = found.sums(WorkModel.estimated({}).trained().sample_flops(lengths))
+    return len(found), float(works.max() / works.mean())
+
+
 def _compared(distribution: Distribution, lengths: IntArray, costs: dict[str, Cost]) -> dict[str, dict[str, Any]]:
     argsort = measure(lambda: lambda: np.argsort(lengths, kind="stable"), lambda _: None, repeat=5, limit_s=600)
     fastest = min((cost.seconds for name, cost in costs.items() if name in PEERS), default=None)
-    fewest = min((cost.result for cost in costs.values()), default=None)
+    fewest = min((cost.result[0] for cost in costs.values()), default=None)
     bound = lower_bound(lengths, capacity=distribution.capacity, known=fewest)
     return {
         name: {
@@ -136,9 +153,10 @@ def _compared(distribution: Distribution, lengths: IntArray, costs: dict[str, Co
             "cpu_seconds": cost.cpu_s,
             "times_argsort": cost.seconds / argsort.seconds,
             "times_fastest_peer": cost.seconds / fastest if fastest else None,
-            "packs": cost.result,
+            "packs": cost.result[0],
             "lower_bound": bound,
-            "gap": (cost.result - bound) / bound,
+            "gap": (cost.result[0] - bound) / bound,
+            "busiest": cost.result[1],
             "peak_bytes": cost.peak_bytes,
         }
         for name, cost in costs.items()
