@@ -24,7 +24,7 @@ from packplan.core.packs import Packs
 from packplan.core.patterns import Filling, Pattern, key_of, num_packs, trace_of
 from packplan.core.patterns.certificate import certify, quick_bound, reduced
 from packplan.core.patterns.effort import Effort, ReportedEffort
-from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, FloatArray, Master, solve_master
+from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, FloatArray, solve_master
 from packplan.core.patterns.search import find_filling, find_filling_quickly
 
 _CLOSE = 1000
@@ -106,30 +106,18 @@ def _dives(tally: LengthCounts, *, capacity: int, patterns: list[Pattern]) -> It
     left = list(tally.counts)
     fixed: Filling = []
     pool = {key_of(pattern): pattern for pattern in patterns}
-    for _ in range(1, MAX_DIVES + 1):
+    for _ in range(MAX_DIVES):
         usable = [p for p in pool.values() if all(per_bin <= left[index] for index, per_bin in p.items())]
-        master = _solve(usable, tally.sizes, left)
+        master = solve_master(usable, counts=np.array(left))
         if master is None:
             return
         fixed += _fix(usable, master.uses, left, at_least=_MIN_SHARE_OF_A_DIVE * master.num_packs)
         if not any(left):
             yield fixed
             return
-        rest = LengthCounts(tally.sizes, left)
-        filling = find_filling_quickly(rest, capacity=capacity)
+        filling = find_filling_quickly(LengthCounts(tally.sizes, left), capacity=capacity)
         yield fixed + filling
         pool.update({key_of(pattern): pattern for pattern, _ in filling})
-
-
-def _solve(patterns: list[Pattern], sizes: list[int], left: list[int]) -> Master | None:
-    """Solve the linear program for the sizes that have samples left."""
-    alive = [index for index, count in enumerate(left) if count]
-    place = {index: number for number, index in enumerate(alive)}
-    return solve_master(
-        [{place[index]: per_bin for index, per_bin in pattern.items()} for pattern in patterns],
-        sizes=np.array([sizes[index] for index in alive]),
-        counts=np.array([left[index] for index in alive]),
-    )
 
 
 def _fix(patterns: list[Pattern], uses: FloatArray, left: list[int], *, at_least: float) -> Filling:

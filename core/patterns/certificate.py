@@ -72,8 +72,8 @@ def _dual_feasible(sizes: IntArray, counts: IntArray, capacity: int) -> int:
 BoundKind = Literal["quick", "relaxation", "reached"]
 """
 Kind of a lower bound. `quick`: the better of L2 and dual-feasible functions. `relaxation`: the
-linear relaxation over patterns. `reached`: a packing has this number of packs, so both are optimal.
-`order`: a bound on packs in which no sample moves far, where that one is higher.
+linear relaxation over patterns, where it is higher. `reached`: a packing has this number of packs,
+so both are optimal.
 """
 
 
@@ -112,9 +112,9 @@ def certify(tally: LengthCounts, *, capacity: int, known: int, effort: Effort) -
     if num_packs(best) == bound:
         return Certificate(bound, best, [], "reached")
     enough = min(known, num_packs(best))
-    relaxation = relax(tally, capacity=capacity, filling=best, bound=bound, enough=enough, effort=effort)
-    kind: BoundKind = "relaxation" if relaxation.is_complete or relaxation.bound > bound else "quick"
-    return Certificate(relaxation.bound, best, relaxation.patterns, "reached" if relaxation.bound == enough else kind)
+    raised, patterns = relax(tally, capacity=capacity, filling=best, bound=bound, enough=enough, effort=effort)
+    kind: BoundKind = "reached" if raised == enough else "relaxation" if raised > bound else "quick"
+    return Certificate(raised, best, patterns, kind)
 
 
 def reduced(tally: LengthCounts, *, capacity: int) -> tuple[LengthCounts, int]:

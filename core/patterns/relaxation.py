@@ -13,6 +13,7 @@ solved exactly over them. Farley's bound (1990) is then a quotient of integers.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import attrs
 import numpy as np
@@ -39,25 +40,11 @@ _SMOOTHING = 0.8
 FloatArray = NDArray[np.float64]
 
 
-@attrs.frozen
-class Relaxation:
-    """Result of the linear program."""
-
-    bound: int
-    """Number of packs that no packing can go below."""
-
-    patterns: list[Pattern]
-    """All patterns of the last master program."""
-
-    is_complete: bool
-    """Whether it ended within its effort."""
-
-
 def relax(
     tally: LengthCounts, *, capacity: int, filling: Filling, bound: int, enough: int, effort: Effort
-) -> Relaxation:
+) -> tuple[int, list[Pattern]]:
     """
-    Raise a lower bound on the number of packs.
+    Raise a lower bound on the number of packs; return it, and the patterns of the last program.
 
     Args:
         tally: Lengths from 1 to *capacity*, counts >= 1.
@@ -73,10 +60,10 @@ def relax(
         pool.setdefault(((index, capacity // size),), {index: capacity // size})
     centre = sizes / capacity
     best = 0.0
-    try:
+    with suppress(SpentError):
         for _ in range(MAX_ROUNDS):
             effort.spend(_steps_of_a_master(pool))
-            master = solve_master(list(pool.values()), sizes=sizes, counts=counts)
+            master = solve_master(list(pool.values()), counts=counts)
             if master is None:
                 break
             for smoothing in (_SMOOTHING, 0.0):
@@ -93,9 +80,7 @@ def relax(
                     break
             if not added or bound >= min(enough, np.ceil(master.num_packs - 1e-6)):
                 break
-    except SpentError:
-        return Relaxation(bound, list(pool.values()), is_complete=False)
-    return Relaxation(bound, list(pool.values()), is_complete=True)
+    return bound, list(pool.values())
 
 
 def _steps_of_a_master(pool: dict[PatternKey, Pattern]) -> int:
@@ -122,19 +107,18 @@ class Master:
     """Number of uses of each pattern; shape (num_patterns,)."""
 
     duals: FloatArray
-    """Price of one more sample of each size, in packs; shape (num_sizes,)."""
+    """Price of one more sample of each size that has samples, in packs."""
 
 
-def solve_master(patterns: list[Pattern], *, sizes: IntArray, counts: IntArray) -> Master | None:
+def solve_master(patterns: list[Pattern], *, counts: IntArray) -> Master | None:
     """
     Solve the LP master problem: fewest fractional uses of *patterns* that cover all samples.
 
     A sample may take the place of a longer one.
 
     Args:
-        patterns: Patterns over *sizes*.
-        sizes: Lengths in tokens, longest first.
-        counts: Number of samples of each length.
+        patterns: Patterns of lengths that have samples.
+        counts: Number of samples of each length, the longest first; may be 0.
 
     Returns:
         None if the solver gives up.
@@ -143,8 +127,9 @@ def solve_master(patterns: list[Pattern], *, sizes: IntArray, counts: IntArray) 
     from scipy.optimize import linprog  # noqa: PLC0415
     from scipy.sparse import csc_array  # noqa: PLC0415
 
-    num, num_sizes = len(patterns), sizes.size
-    rows = np.fromiter((index for pattern in patterns for index in pattern), dtype=np.int64)
+    (alive,) = counts.nonzero()
+    num, num_sizes = len(patterns), alive.size
+    rows = np.searchsorted(alive, [index for pattern in patterns for index in pattern])
     columns = np.repeat(np.arange(num), [len(pattern) for pattern in patterns])
     values = np.fromiter((per_bin for pattern in patterns for per_bin in pattern.values()), dtype=np.float64)
     swaps = np.arange(num_sizes - 1)  # a place of size i, for a sample of size i + 1
@@ -152,7 +137,7 @@ def solve_master(patterns: list[Pattern], *, sizes: IntArray, counts: IntArray) 
     place = (np.concatenate([rows, swaps, swaps + 1]), np.concatenate([columns, num + swaps, num + swaps]))
     matrix = csc_array((entries, place), shape=(num_sizes, num + num_sizes - 1))
     cost = np.concatenate([np.ones(num), np.zeros(num_sizes - 1)])
-    solved = linprog(cost, A_ub=-matrix, b_ub=-counts, method="highs-ipm")
+    solved = linprog(cost, A_ub=-matrix, b_ub=-counts[alive], method="highs-ipm")
     if solved.status:
         return None
     return Master(float(solved.fun), solved.x[:num], -solved.ineqlin.marginals)

@@ -136,6 +136,7 @@ def test_constant_volume_packs_as_the_library_does(case):
 
 
 @algorithms
+@example(case=([2, 3, 4], 5), block=1)
 @given(case=packable(), block=st.integers(1, 9))
 @settings(max_examples=40)
 def test_the_size_of_blocks_changes_nothing(algorithm, case, block):
