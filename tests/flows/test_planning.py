@@ -246,50 +246,8 @@ def test_ranks_that_disagree_stop_the_run():
         Desk(group=group).plan()
 
 
-def test_a_sample_over_the_limit_is_refused_though_a_plan_is_stored():
-    """Another strategy of truncation does not change lengths or plan, but may refuse them."""
-    desk = Desk(ListSource([*LENGTHS, 95]))
-    desk.plan()
-
-    with pytest.raises(ArgumentError, match="sample 8 has 95 tokens"):
-        desk.plan(refuse_longer=True)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"packing": False}, "8 samples cannot feed 1 rank with a batch of 9 each"),
-        ({"packing_length": 400}, "1 pack cannot feed 2 ranks"),
-    ],
-)
-def test_a_plan_too_short_for_the_ranks_is_refused_where_it_is_planned(changes, says):
-    """Packs or padded batches, on rank 0; nothing is aligned. Dropping nothing, it fits."""
-    desk = Desk(group=ScriptedGroup(world_size=2 if "packing_length" in changes else 1))
-    batch_size = 1 if "packing_length" in changes else 9
-
-    with pytest.raises(ArgumentError, match=says):
-        desk.plan(dataloader_drop_last=True, batch_size=batch_size, **changes)
-
-    assert [] == desk.plans.aligned
-    assert desk.plan(batch_size=batch_size, **changes).aligned
-
-
 UNMATCHED = [60] * 6 + [40, 40, 80]
 """At 80 tokens a pack and a ratio of 0.8, six packs of one sample each are dropped."""
-
-
-def test_a_plan_that_drops_much_of_the_data_is_refused_where_it_is_planned():
-    """Stored or new; nothing is said to be aligned, and another share plans nothing again."""
-    desk = Desk(ListSource(UNMATCHED))
-
-    for _ in range(2):
-        with pytest.raises(ArgumentError, match="6 of 9 samples "):
-            desk.plan(min_fill_ratio="0.8")
-    assert [] == desk.plans.aligned
-
-    assert 360 == desk.plan(min_fill_ratio="0.8", max_dropped_share="1").raw.dropped_tokens
-    assert 1 == desk.plans.saves
-    assert 0 == desk.plan(drop_last=False).raw.dropped_tokens
 
 
 class MaskedSource(ListSource):
@@ -302,27 +260,42 @@ class MaskedSource(ListSource):
         return attrs.evolve(measured, supervised=0, cut=True) if index in self.masked else measured
 
 
-def test_samples_that_teach_nothing_are_counted_and_all_of_them_are_refused_in_training():
-    """Stored or new; an evaluation of them is planned, and said to be left out."""
-    some = MaskedSource(LENGTHS)
-    some.masked = {2, 3, 7}
-    train, evaluation = Desk(MaskedSource(LENGTHS)), Desk(MaskedSource(LENGTHS))
-
-    planned = Desk(some).plan(drop_last=False)
-    lines = [line for level, line in describe(planned) if level == logging.WARNING]
-    assert (
-        "3 planned samples have no supervised token, 3 of which are truncated (template.max_length): 2..3, 7"
-    ) in lines
-    assert planned.teaches
+@pytest.mark.parametrize(
+    ("source", "options", "kind", "allowed"),
+    [
+        (ListSource([*LENGTHS, 95]), {"refuse_longer": True}, "too_long", {"refuse_longer": False}),
+        (ListSource(LENGTHS), {"packing": False, "dataloader_drop_last": True, "batch_size": 9}, "too_short",
+         {"dataloader_drop_last": False}),
+        (ListSource(UNMATCHED), {"min_fill_ratio": "0.8"}, "dropped_tokens", {"max_dropped_share": "1"}),
+        (MaskedSource(LENGTHS), {"drop_last": False}, "unsupervised", {"name": "eval"}),
+    ],
+)  # fmt: skip
+def test_what_training_refuses_is_refused_where_it_is_planned(source, options, kind, allowed):
+    """New or stored; nothing is said to be aligned. What allows it plans nothing again."""
+    desk = Desk(source)
 
     for _ in range(2):
-        with pytest.raises(ArgumentError, match="none of 8 planned samples has a supervised token"):
-            train.plan(drop_last=False)
-    planned = evaluation.plan(name="eval", drop_last=False)
-    assert not planned.teaches
-    assert ["so training leaves the evaluation out"] == [
-        line.split(", ")[-1] for _, line in describe(planned) if "no supervised" in line
-    ]
+        with pytest.raises(ArgumentError) as raised:
+            desk.plan(**options)
+        assert kind == raised.value.kind
+    assert [] == desk.plans.aligned
+
+    assert desk.plan(**options | allowed).aligned
+    assert desk.plans.saves <= 1
+
+
+def test_samples_that_teach_nothing_are_counted():
+    """An evaluation of them alone is planned, and said to be left out."""
+    some = MaskedSource(LENGTHS)
+    some.masked = {2, 3, 7}
+
+    planned, alone = Desk(some).plan(drop_last=False), Desk(MaskedSource(LENGTHS)).plan(name="eval", drop_last=False)
+
+    assert (True, False) == (planned.teaches, alone.teaches)
+    (line,), (left_out,) = ([line for _, line in describe(of) if "no supervised" in line] for of in (planned, alone))
+    assert line.startswith("3 planned samples have")
+    assert line.endswith(": 2..3, 7")
+    assert left_out.endswith(", so training leaves the evaluation out")
 
 
 @pytest.mark.parametrize(("algorithm", "says"), [("constant_volume", 1), ("auto", 0), ("concatenative", 0)])
