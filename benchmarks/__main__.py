@@ -18,6 +18,7 @@ BENCHMARKS = {
     "forecast": "seconds of steps that a calibration has not seen",
     "lengths": "measuring the lengths of samples",
     "memory": "forecast peaks of memory beside measured ones",
+    "rows": "rows that ranks share: memory and time",
     "unpad": "TRL's trainers without padding, beside themselves",
     "work": "how even the work of ranks is",
     "rl": "microbatches of RL batches",

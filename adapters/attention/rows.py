@@ -11,7 +11,7 @@ time) run sample by sample.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property, partial, wraps
@@ -21,6 +21,7 @@ from typing import Any, Literal
 import attrs
 import torch
 
+from packplan.adapters.attention.shares import RowShare
 from packplan.core.errors import PackplanError
 
 
@@ -36,6 +37,9 @@ class PackedRow:
     Place of each token in its sample, if padding lay between tokens, as windows count it; int64 of
     shape (tokens,).
     """
+
+    share: RowShare | None = None
+    """This rank's part of the row, where several ranks share it."""
 
     @cached_property
     def first(self) -> torch.Tensor:
@@ -213,6 +217,17 @@ def packed_row(tokens: int) -> PackedRow | None:
     return row if row is not None and len(row.own) == tokens else None
 
 
+def current_row() -> PackedRow | None:
+    """Return the current row; None outside of models that follow rows, and where none is packed."""
+    return _ROW.get(None)
+
+
+def share_of_row() -> RowShare | None:
+    """Return this rank's part of the current row; None where no ranks share one."""
+    row = current_row()
+    return None if row is None else row.share
+
+
 def row_of_layers() -> PackedRow | None:
     """
     Return the current row, for layers and masks that need it.
@@ -253,17 +268,27 @@ def _checkpoint_with_row(
     return checkpoint(compute_with_row, *arguments, **options)
 
 
+def keep_rows(modules: Iterable[Any]) -> None:
+    """Let layers that these modules checkpoint from now on be computed again with their row."""
+    for module in modules:
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpoint_with_row:
+            module._gradient_checkpointing_func = partial(_checkpoint_with_row, checkpoint)  # noqa: SLF001  # has no public setter
+
+
+def checkpointed_by(model: torch.nn.Module) -> list[Any]:
+    """Return the modules of a model that may checkpoint layers."""
+    return [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+
+
 def follow_rows(model: torch.nn.Module) -> None:
     """Let a model keep its row while it computes; see the module."""
     original, signature = model.forward, inspect.signature(model.forward)
-    checkpointed: list[Any] = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    checkpointed = checkpointed_by(model)
 
     @wraps(original)
     def forward(*arguments: Any, **options: Any) -> Any:
-        for module in checkpointed:
-            checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-            if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpoint_with_row:
-                module._gradient_checkpointing_func = partial(_checkpoint_with_row, checkpoint)  # noqa: SLF001  # has no public setter
+        keep_rows(checkpointed)
         given = {**signature.bind_partial(*arguments).arguments, **options}
         with computing(_row_of_call(given.get("position_ids"), given.get("attention_mask"))):
             return original(*arguments, **options)
@@ -294,6 +319,9 @@ def _by_samples(plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def forward(*arguments: Any, **options: Any) -> Any:
         row = row_of_layers()
+        if row is not None and row.share is not None:
+            message = "the model has layers that carry a state along the row, which ranks cannot share"
+            raise PackplanError(message)
         if row is None or len(row.lengths) == 1:
             return plain(*arguments, **options)
         options = {name: value for name, value in options.items() if not name.startswith(_BOUNDARIES)}

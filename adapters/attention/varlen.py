@@ -28,7 +28,8 @@ from transformers.masking_utils import (
 )
 
 from packplan.adapters.attention.layout import Layout, MaskFunction, read_layout
-from packplan.adapters.attention.rows import PackedRow, packed_row, row_of_layers
+from packplan.adapters.attention.rows import PackedRow, packed_row, row_of_layers, share_of_row
+from packplan.core.errors import PackplanError
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,10 @@ def row_mask(
 
     transformers passes these arguments to functions of `AttentionMaskInterface`. A packed row is a
     batch of one, without padding and earlier keys, whose mask is more than one causal triangle.
+    Where ranks share a row, it is the layout of the whole row.
     """
+    if (share := share_of_row()) is not None:
+        q_length = kv_length = share.num_positions
     offsets = (options.get(name, 0) for name in ("q_offset", "kv_offset"))
     starts_at_zero = all(isinstance(offset, int) and offset == 0 for offset in offsets)
     row = packed_row(q_length) if batch_size == 1 else None
@@ -121,14 +125,42 @@ def attend(
         The output, of shape (batch, tokens, heads, size), and no weights.
     """
     options |= {"dropout": dropout, "scaling": scaling}
+    share = share_of_row()
+    if share is None:
+        return _attend_whole(module, (query, key, value), attention_mask, options), None
+    if own_attention(module, options) is not None and not share.keeps_groups(query.shape[1], key.shape[1]):
+        kind = type(module).__name__
+        message = (
+            f"{share.size} ranks do not divide the {key.shape[1]} key heads of {kind}, whose own code attends to whole "
+            "groups of heads: let fewer ranks share a row"
+        )
+        raise PackplanError(message)
+    parts = share.to_heads(query, key, value)
+    output = _attend_whole(module, parts, attention_mask, options) if parts[0].shape[1] else _attend_no_head(*parts)
+    return share.to_tokens(output, query.shape[1]), None
+
+
+def _attend_whole(
+    module: torch.nn.Module,
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: Layout | torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attend with query, key and value of all tokens; see `attend`."""
     own = own_attention(module, options)
-    if isinstance(attention_mask, Layout):
+    if isinstance(mask, Layout):
         if own is None:
-            return attend_within(query, key, value, attention_mask, dropout=dropout, scaling=scaling), None
-        return _own_by_blocks(own, (query, key, value), attention_mask), None
+            return attend_within(*parts, mask, dropout=options["dropout"], scaling=options["scaling"])
+        return _own_by_blocks(own, parts, mask)
     if own is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0], None
-    return own(query, key, value, attention_mask), None
+        output: torch.Tensor = sdpa_attention_forward(module, *parts, mask, **options)[0]
+        return output
+    return own(*parts, mask)
+
+
+def _attend_no_head(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the output of no head, through which this rank takes part in the backward pass."""
+    return ((query @ key.mT) @ value).transpose(1, 2)
 
 
 def within_samples(mask_function: MaskFunction, row: PackedRow, local_size: int | None) -> MaskFunction:

@@ -258,8 +258,9 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
                 learned tokens; None leaves evaluation as it is.
         """
         self._train_packs, self._eval_packs, self._collator = packs, evaluated, collator
-        ranks = {"rank": self.args.process_index, "world_size": self.args.world_size}
-        self.follow(PackBatches(schedule, **ranks, plan=plan, data=data, identity=self._identity()))
+        # Consecutive ranks share rows where the schedule has fewer ranks than were started.
+        rank = self.args.process_index * schedule.world_size // self.args.world_size
+        self.follow(PackBatches(schedule, rank, schedule.world_size, plan=plan, data=data, identity=self._identity()))
 
     def _identity(self) -> RunIdentity:
         """Return the model, loss and settings that a resumed run has to share."""
@@ -276,7 +277,7 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
         """Return the loader of the packs of evaluation, or of another data set as before."""
         if self._eval_packs is None or (eval_dataset is not None and eval_dataset is not self.eval_dataset):
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]  # of the trainer's class
-        ranks = {"rank": self.args.process_index, "world_size": self.args.world_size}
+        ranks = {"rank": self.follower.rank, "world_size": self.schedule.world_size}
         return self._loader(self._eval_packs, EvalBatches(len(self._eval_packs), 1, **ranks))
 
     def _loader(self, packs: Any, batches: Any) -> RankLoader:

@@ -242,7 +242,8 @@ class Unpadding:
         uncompiled: Any = torch.compiler.disable  # rows would each need a program of their own
         self._hooks = []
         for module, before, after in hooked:
-            self._hooks.append(module.register_forward_pre_hook(uncompiled(before), with_kwargs=True))
+            # Before the hook of `shared_rows`, which cuts the packed row.
+            self._hooks.append(module.register_forward_pre_hook(uncompiled(before), prepend=True, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(uncompiled(after), with_kwargs=True, always_call=True))
         HOOKED[stack.module] = self
 

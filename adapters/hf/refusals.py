@@ -12,14 +12,18 @@ _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 """Losses of GRPO that are sums or means over rows or tokens."""
 
 
-def refuse(trainer: Any) -> None:
+def refuse(trainer: Any, *, row_ranks: int = 1) -> None:
     """
     Check that a trainer will follow a plan.
+
+    Args:
+        trainer: Trainer of transformers.
+        row_ranks: Ranks that share each row.
 
     Raises:
         ArgumentError: A setting stands against it; all are named.
     """
-    if reasons := [*_of_plan(trainer), *of_sharing(trainer)]:
+    if reasons := [*_of_plan(trainer), *of_sharing(trainer), *_of_rows(trainer, row_ranks)]:
         raise ArgumentError("host", f"the trainer would not follow the plan: {'; '.join(reasons)}")
 
 
@@ -35,6 +39,16 @@ def _of_plan(trainer: Any) -> Iterator[str]:
         yield f"{started} processes were started, but the trainer sees {args.world_size}: on a CPU, set use_cpu=True"
     if args.world_size > 1 and not args.average_tokens_across_devices:
         yield "average_tokens_across_devices is off, so ranks with few tokens would weigh as much as others"
+
+
+def _of_rows(trainer: Any, row_ranks: int) -> Iterator[str]:
+    """Yield what stands against rows that ranks share."""
+    if row_ranks < 1 or trainer.args.world_size % row_ranks:
+        yield f"sequence_parallel_size is {row_ranks}, which does not divide {trainer.args.world_size} ranks"
+    if row_ranks > 1 and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        yield "the weights are split over ranks, which was not tried with rows that ranks share"
+    if row_ranks > 1 and getattr(trainer, "compute_metrics", None) is not None:
+        yield "compute_metrics is set, which would count the answers of each rank that shares a row"
 
 
 def of_sharing(trainer: Any) -> Iterator[str]:

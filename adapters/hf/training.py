@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 
+from packplan.adapters.attention.shared_rows import sharing_group
 from packplan.adapters.hf.following import ServesPacks, add_base, require_same_rows
 from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
 from packplan.adapters.hf.refusals import refuse
@@ -18,7 +19,9 @@ from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 
 
-def use_plan(trainer: Any, plan: Plan, *, eval_plan: Plan | None = None) -> EpochSchedule:
+def use_plan(
+    trainer: Any, plan: Plan, *, eval_plan: Plan | None = None, sequence_parallel_size: int = 1
+) -> EpochSchedule:
     """
     Let a trainer train the packs of a plan, and return its schedule.
 
@@ -38,6 +41,7 @@ def use_plan(trainer: Any, plan: Plan, *, eval_plan: Plan | None = None) -> Epoc
         plan: Plan of the lengths of `trainer.train_dataset`, as its collator makes them.
         eval_plan: Plan of the lengths of `trainer.eval_dataset`. Evaluation then gives the mean
             over its learned tokens. None leaves evaluation as it is.
+        sequence_parallel_size: Ranks that share each row of packed samples, one after the other.
 
     Raises:
         ArgumentError: A setting, a data set or one of its rows stands against it.
@@ -47,7 +51,7 @@ def use_plan(trainer: Any, plan: Plan, *, eval_plan: Plan | None = None) -> Epoc
     """
     if isinstance(trainer, _PlannedTraining):
         raise ArgumentError("host", "the trainer follows a plan already")
-    refuse(trainer)
+    refuse(trainer, row_ranks=sequence_parallel_size)
     args, collate = trainer.args, _collator_of(trainer)
     train_rows = RowsOfPacks(trainer.train_dataset, plan, collate=collate)
     eval_rows = None
@@ -55,15 +59,16 @@ def use_plan(trainer: Any, plan: Plan, *, eval_plan: Plan | None = None) -> Epoc
         eval_rows = RowsOfPacks(trainer.eval_dataset, eval_plan, collate=collate)
     data = train_rows.inspect(num_workers=args.dataloader_num_workers).digest
     require_same_rows(plan, data)
+    data_ranks = args.world_size // sequence_parallel_size
     schedule = plan.schedule(
-        world_size=args.world_size,
-        packs_per_step=args.world_size * args.gradient_accumulation_steps,
+        world_size=data_ranks,
+        packs_per_step=data_ranks * args.gradient_accumulation_steps,
         epochs=args.num_train_epochs,
         max_steps=args.max_steps,
         drop_last=args.dataloader_drop_last,
         seed=args.seed if args.data_seed is None else args.data_seed,
     )
-    unpadding = _unpad_for_loss(trainer)
+    unpadding = _unpad_for_loss(trainer, row_ranks=sequence_parallel_size)
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         trainer.compute_loss_func = token_mean
     add_base(trainer, _PlannedTraining)
@@ -96,7 +101,7 @@ def _collator_of(trainer: Any) -> Collate | None:
     return trainer._get_collator_with_removed_columns(collator, description="training")  # type: ignore[no-any-return]  # noqa: SLF001  # has no public name
 
 
-def _unpad_for_loss(trainer: Any) -> Unpadding:
+def _unpad_for_loss(trainer: Any, *, row_ranks: int) -> Unpadding:
     """
     Let a trainer's model compute no padding, and no logits of padding where nobody reads them.
 
@@ -106,9 +111,10 @@ def _unpad_for_loss(trainer: Any) -> Unpadding:
     model = unwrap(trainer.model)
     if reads_both_ways(model.config):
         raise ModelError("probe", f"{model.config.model_type} reads both ways, but a plan trains what follows")
+    group = sharing_group(row_ranks) if row_ranks > 1 else None
     own_loss = type(trainer).compute_loss is Trainer.compute_loss
     hooked = (HOOKED[module] for module in model.modules() if module in HOOKED)
-    return next(hooked, None) or unpad(model, logits=not own_loss)
+    return next(hooked, None) or unpad(model, logits=not own_loss, group=group)
 
 
 class _PlannedTraining(ServesPacks):

@@ -13,12 +13,14 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from packplan.adapters.attention import NAME, attend_as, native_attention
 from packplan.adapters.attention.rows import PADDINGS
+from packplan.adapters.attention.shared_rows import share_attention, share_rows
 from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.hf.packed_calls import HOOKED, POSITIONS, TextStack, Unpadding
 from packplan.adapters.models import evaluating
@@ -40,7 +42,7 @@ _LONGEST = 29
 _SEED = 5
 
 
-def unpad(model: Any, *, logits: bool = True) -> Unpadding:
+def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None) -> Unpadding:
     """
     Let a model compute no padding: the real tokens of a batch run as one packed row.
 
@@ -54,6 +56,8 @@ def unpad(model: Any, *, logits: bool = True) -> Unpadding:
         logits: Whether logits at padding are returned too. False leaves them out while training, in
             calls with labels, for callers that read the loss alone: logits then have the shape (1,
             real tokens, vocabulary).
+        group: Ranks that share each packed row, which are given the same batches (see
+            `adapters.attention.shared_rows`); None if each rank computes its own rows.
 
     Raises:
         ModelError: The model cannot be shown to give the same.
@@ -62,15 +66,17 @@ def unpad(model: Any, *, logits: bool = True) -> Unpadding:
     inner = unwrap(model)
     if any(module in HOOKED for module in inner.modules()):
         raise ArgumentError("host", "the model computes no padding already: `remove` its hooks first")
-    if reads_both_ways(inner.config):
+    if group is None and reads_both_ways(inner.config):
         attention = AttentionChoice(VARLEN)
         attend_as(inner, attention)
     else:
-        attention = attend_apart(inner, named=NAME)
+        attention = attend_apart(inner, named=NAME, group=group)
     return _hook(inner, native=attention.native, logits=logits)
 
 
-def separate_samples(model: Any, *, named: str | None = None, whole: bool = True) -> AttentionChoice:
+def separate_samples(
+    model: Any, *, named: str | None = None, whole: bool = True, group: ProcessGroup | None = None
+) -> AttentionChoice:
     """
     Let a model attend within the samples of a packed row, and return how.
 
@@ -83,24 +89,26 @@ def separate_samples(model: Any, *, named: str | None = None, whole: bool = True
         model: Model of transformers, perhaps with adapters.
         named: Attention that was asked for; None takes the one that the model was loaded with.
         whole: Whether this process holds all weights. Otherwise only the small copy is probed.
+        group: See `unpad`.
 
     Raises:
         ModelError: It cannot be shown.
     """
     loaded = trained_config(model.config)._attn_implementation  # noqa: SLF001  # has no public name
-    choice = attend_apart(model, named=named or loaded)
+    choice = attend_apart(model, named=named or loaded, group=group)
     if whole:
         probe_loaded(model, native=choice.native, named=named or loaded)
     return choice
 
 
-def attend_apart(model: Any, *, named: str) -> AttentionChoice:
+def attend_apart(model: Any, *, named: str, group: ProcessGroup | None = None) -> AttentionChoice:
     """
     Set an attention by which a small copy of a model keeps samples apart, and return it.
 
     Args:
         model: Model of transformers.
         named: Attention; `packplan` takes the fastest that is shown to work.
+        group: See `unpad`.
 
     Raises:
         ModelError: It cannot be shown.
@@ -115,7 +123,11 @@ def attend_apart(model: Any, *, named: str) -> AttentionChoice:
         raise ModelError.isolation(verdict.model_type, named, choice.leak)
     if attn_impl == AUTO and choice.backend != config._attn_implementation:  # noqa: SLF001  # has no public name
         model.set_attn_implementation(choice.backend)
+    if group is not None:
+        choice = share_attention(choice)
     attend_as(model, choice)
+    if group is not None:
+        share_rows(model, group)
     return choice
 
 

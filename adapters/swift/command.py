@@ -53,8 +53,13 @@ class SwiftCommand:
     words: tuple[str, ...]
     """The command."""
 
-    world_size: int
+    started: int
     """Ranks that it starts."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks, or groups of ranks that share rows."""
+        return self.started // row_ranks(self.arguments)
 
     @property
     def num_parts(self) -> int:
@@ -77,7 +82,7 @@ class SwiftCommand:
     def gradient_accumulation_steps(self) -> int:
         """Batches of a rank in a step; ms-swift aims at 16 samples where none is said."""
         asked, size = self.arguments.gradient_accumulation_steps, self.arguments.per_device_train_batch_size
-        return int(asked) if asked is not None else max(1, math.ceil(16 / size / self.world_size))
+        return int(asked) if asked is not None else max(1, math.ceil(16 / size / self.started))
 
     @property
     def deepspeed(self) -> Any:
@@ -181,6 +186,9 @@ def read_arguments(task: str, arguments: Sequence[str], *, words: Sequence[str],
             raise ConfigError(COMMAND, (Fault("ms-swift", "refuses an argument, which it names above"),)) from None
         if rest:
             raise ConfigError(COMMAND, (Fault(rest[0], "is no argument of ms-swift: remove it"),))
+    if world_size % (size := row_ranks(plain)):
+        reason = f"is {size}, which does not divide {world_size} ranks: start a multiple of it, or change it"
+        raise ConfigError(COMMAND, (Fault("--sequence_parallel_size", reason),))
     return SwiftCommand(plain, tuple(words), world_size)
 
 
@@ -236,6 +244,14 @@ def refuse_arguments(arguments: Any) -> None:
     """
     if faults := tuple(_faults(arguments)):
         raise ConfigError("the command", faults)
+    if arguments.packing:
+        # Ranks share rows by `attention.shared_rows`, and ms-swift's own way stays off.
+        arguments.packplan_row_ranks, arguments.sequence_parallel_size = arguments.sequence_parallel_size, 1
+
+
+def row_ranks(arguments: Any) -> int:
+    """Return the ranks that share each row, of arguments that were checked."""
+    return getattr(arguments, "packplan_row_ranks", 1)
 
 
 def _faults(arguments: Any) -> Iterator[Fault]:

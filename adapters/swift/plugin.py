@@ -11,7 +11,7 @@ from swift.pipelines.train import sft
 from swift.utils import is_master
 
 from packplan.adapters.loaders.rows import refuse_unlearned
-from packplan.adapters.swift.command import own_type, refuse_arguments, refuse_version
+from packplan.adapters.swift.command import own_type, refuse_arguments, refuse_version, row_ranks
 from packplan.adapters.swift.packs import AddFacts, PlannedPacks
 from packplan.adapters.swift.training import follow, unpad_models
 from packplan.core.checksum import plan_checksum
@@ -133,9 +133,10 @@ class _Planning:
         """Train the packs by their schedule, and tell its steps before the first; see `install`."""
         if not pipeline.args.packing:
             return self._train_unpadded(pipeline, trainer)
-        schedule = follow(trainer, attn_impl=pipeline.args.attn_impl)
+        schedule = follow(trainer, attn_impl=pipeline.args.attn_impl, row_ranks=row_ranks(pipeline.args))
         steps = f"{counted(schedule.steps_per_epoch, 'step')} an epoch, {schedule.total_steps:,} in all"
-        tell(f"{plan_line(trainer.train_dataset.plan)}; {steps} on {counted(schedule.world_size, 'rank')}")
+        ranks = counted(schedule.world_size, "rank" if row_ranks(pipeline.args) == 1 else "group")
+        tell(f"{plan_line(trainer.train_dataset.plan)}; {steps} on {ranks}")
         return self._train(pipeline, trainer)
 
     def _train_unpadded(self, pipeline: Any, trainer: Any) -> Any:

@@ -7,6 +7,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from packplan.adapters.attention import NAME
 from packplan.adapters.attention.rows import with_text_row
+from packplan.adapters.attention.shared_rows import sharing_group
 from packplan.adapters.hf.following import ServesPacks, add_base, require_same_rows
 from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import refuse
@@ -24,7 +25,7 @@ _MODELS = ("model", "ref_model", "reward_model", "value_model", "teacher_model")
 _SPLIT = "splits the weights, but a model is probed with all of them: use zero2, or remove the plugin"
 
 
-def follow(trainer: Any, *, attn_impl: str | None) -> EpochSchedule:
+def follow(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> EpochSchedule:
     """
     Let a trainer of ms-swift train the packs of its data set as their schedule orders them.
 
@@ -32,23 +33,28 @@ def follow(trainer: Any, *, attn_impl: str | None) -> EpochSchedule:
         trainer: Trainer whose training data are `PlannedPacks`.
         attn_impl: `--attn_impl` of the command. None takes the fastest attention that is shown to
             keep samples apart.
+        row_ranks: Ranks that share each row, one after the other.
 
     Raises:
         ArgumentError: A setting stands against it.
         MismatchError: Ranks have different plans or rows.
         ModelError: The model cannot be shown to keep samples apart.
     """
-    refuse(trainer)
+    refuse(trainer, row_ranks=row_ranks)
     packs: PlannedPacks = trainer.train_dataset
     digest = packs.facts.digest
     require_same_rows(packs.plan, digest)
-    schedule = schedule_of(packs.plan, trainer.args)
+    schedule = schedule_of(packs.plan, trainer.args, world_size=trainer.args.world_size // row_ranks)
+    group = sharing_group(row_ranks) if row_ranks > 1 else None
     # Heads of other tasks pool each sample of a row, so no logits of tokens can be compared.
     whole = trainer.task_type == "causal_lm" and not (trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled())
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         if model is not None:
             separate_samples(
-                trainer.accelerator.unwrap_model(model), named=NAME if attn_impl is None else None, whole=whole
+                trainer.accelerator.unwrap_model(model),
+                named=NAME if attn_impl is None else None,
+                whole=whole,
+                group=group,
             )
     add_base(trainer, _PlannedSwiftTraining)
     collator, evaluated = PackCollator(trainer.data_collator), _weighed_by_tokens(trainer)
@@ -72,17 +78,18 @@ def unpad_models(pipeline: Any, trainer: Any) -> list[Unpadding]:
     return [unpad(model) for model in dict.fromkeys(models) if model is not None]
 
 
-def schedule_of(plan: Plan, args: Any) -> EpochSchedule:
+def schedule_of(plan: Plan, args: Any, *, world_size: int) -> EpochSchedule:
     """
     Return the schedule that ms-swift's training arguments ask for.
 
     Args:
         plan: The packs.
         args: Training arguments, of any of its trainers.
+        world_size: Ranks, or groups of ranks that share rows.
     """
     aligned = align_plan(
         plan.raw,
-        world_size=args.world_size,
+        world_size=world_size,
         dataloader_drop_last=args.dataloader_drop_last,
         batch_size=args.per_device_train_batch_size,
     )

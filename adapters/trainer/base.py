@@ -130,6 +130,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         eval_dataset: PackedDataset | None,
         reduction: Reduction = "token",
         resumes_from: str | None = None,
+        row_ranks: int = 1,
         **options: Any,
     ) -> None:
         """
@@ -141,6 +142,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
             eval_dataset: Packs of the evaluation's raw plan, or None.
             reduction: Weighting of samples of unequal length in the loss.
             resumes_from: See the class.
+            row_ranks: Ranks that share each row, one after the other.
             **options: Options of ms-swift's trainer: model, args, template and train_dataset.
 
         Raises:
@@ -148,6 +150,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         """
         self.group, self.attention, self.reduction = group, attention, reduction
         self.resumes_from = self.saved = resumes_from
+        self.row_ranks = row_ranks
         self.control: TrainerControl
         self._step_loss: torch.Tensor | float = 0.0
         self._size_before: float | None = None
@@ -194,7 +197,12 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         size = self.args.per_device_eval_batch_size
         return self._loader(
             dataset,
-            batch_sampler=EvalBatches(len(dataset), size, rank=self.group.rank, world_size=self.group.world_size),
+            batch_sampler=EvalBatches(
+                len(dataset),
+                size,
+                rank=self.group.rank // self.row_ranks,
+                world_size=self.group.world_size // self.row_ranks,
+            ),
             collate_fn=Collator(self.template, self.template.data_collator, dataset.packed),
             persistent_workers=False,  # each evaluation opens a loader, so they would pile up
         )

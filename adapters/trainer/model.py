@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from swift import get_model_processor
 from swift.utils import HfConfigFactory
-from transformers import modeling_utils
+from transformers import modeling_utils, set_seed
 from transformers.utils import logging as transformers_logging
 
 from packplan.adapters.attention import attend_as
@@ -78,6 +78,7 @@ def open_model(
     # each other.
     HfConfigFactory.set_config_attr(opened.config, "use_cache", False)  # noqa: FBT003  # its signature
     _require_parts(opened, training)
+    set_seed(training.seed)  # adapters are drawn: ranks that measured, and those that did not, draw the same
     with torch.device("meta") if outline else contextlib.nullcontext():
         return typing.cast("torch.nn.Module", prepare_tuner(opened, training))
 

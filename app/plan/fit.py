@@ -100,6 +100,9 @@ def run(options: argparse.Namespace) -> None:
     require_static(config)
     if not config.training.packing:
         raise ConfigError.at("training.packing", "is false: what is forecast is the memory of packs")
+    if config.training.sequence_parallel_size > 1:
+        reason = "shares rows over ranks, but what is forecast is the memory of whole rows: set it to 1"
+        raise ConfigError.at("training.sequence_parallel_size", reason)
     require_traceable(config)
     require_inputs(config)
     ranks = options.world_size or ranks_of(config) or 1

@@ -75,6 +75,8 @@ def log_schedule(config: RunConfig, train: Split, schedule: EpochSchedule) -> No
         f"{counted(schedule.world_size, 'rank')} x {schedule.batch_size:,} per device x "
         f"{schedule.gradient_accumulation_steps:,} accumulation"
     )
+    if (size := config.training.sequence_parallel_size) > 1:
+        log.info("%d ranks share each row, and count as one rank of the plan (training.sequence_parallel_size)", size)
     if schedule.differs:
         steps = f"{schedule.total_steps:,} in total, over {counted(schedule.num_epochs, 'epoch')}, each of {each}"
     else:

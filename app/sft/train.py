@@ -74,13 +74,14 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
     require_static(config)
     attention = decide_attention(config, isolated=config.training.packing and not may_leak)
     checkpoint = open_checkpoint(config, group, ResumeState)
-    accumulation = accumulation_of(config, world_size=group.world_size)
+    data_ranks = config.data_ranks(group.world_size)
+    accumulation = accumulation_of(config, world_size=data_ranks)
     splits = open_splits(config)
     ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
     arguments = open_arguments(config, accumulation)
 
     for split in splits.values():
-        plan_split(split, ranks)
+        plan_split(split, ranks, world_size=data_ranks)
     schedule, checkpoint = _schedule_packs(config, splits["train"], checkpoint, ranks)
     group.stop_heartbeat()
     if group.rank == 0:
@@ -121,14 +122,14 @@ def _schedule_packs(
 def _forecast_time(config: RunConfig, trainer: PlanTrainer, splits: dict[str, Split]) -> RunForecast | None:
     """Log the time that a run will take, and return it, where a calibration fits the run."""
     schedule, group = trainer.schedule, trainer.group
-    timing, unused = find_timing(config, world_size=group.world_size, attention=trainer.attention.name)
+    timing, unused = find_timing(config, world_size=schedule.world_size, attention=trainer.attention.name)
     start, forecast = schedule.start.step, None
     if timing is not None and start < schedule.total_steps:
         stats, evaluated = trainer.pack_stats(schedule.at(start).epoch), splits.get("eval")
         evaluated = evaluated if trainer.eval_dataset is not None else None
         forecast = run_forecast(config, timing, stats, schedule, splits["train"].works, evaluated=evaluated)
     if group.rank == 0 and forecast is not None:
-        log.info("%s", told_forecast(forecast, group.world_size))
+        log.info("%s", told_forecast(forecast, schedule.world_size))
     if group.rank == 0 and unused:
         log.info("a stored calibration is not used: %s", unused)
     return forecast

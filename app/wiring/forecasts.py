@@ -49,6 +49,7 @@ def calibration_key(config: RunConfig, *, world_size: int, attention: str | None
             "config.json": config_digest(config.model),
             "model.torch_dtype": config.model.torch_dtype,
             "training.packing": training.packing,
+            "training.sequence_parallel_size": training.sequence_parallel_size,
             "training.tuner_type": training.tuner_type,
             "training.freeze_llm": training.freeze_llm,
             "training.freeze_vit": training.freeze_vit,

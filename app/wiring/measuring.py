@@ -142,12 +142,12 @@ def calibrate(config: RunConfig, trainer: PlanTrainer, splits: Mapping[str, Spli
     stats = packs_stats(train, train.raw.packs)
     images = train.works.weighed(0, 0, 1)
     chosen = calibration_packs(
-        stats.packs, stats.work, stats.packs.sums(images.flops), schedule.order(epoch), world_size=group.world_size,
+        stats.packs, stats.work, stats.packs.sums(images.flops), schedule.order(epoch), world_size=schedule.world_size,
         batches=schedule.gradient_accumulation_steps, batch_size=schedule.batch_size,
     )  # fmt: skip
     found = measure(config, trainer, splits, group, chosen)
     if group.rank == 0:
-        key = calibration_key(config, world_size=group.world_size, attention=trainer.attention.name)
+        key = calibration_key(config, world_size=schedule.world_size, attention=trainer.attention.name)
         open_calibrations(config).save(key, cattrs.unstructure(found))
     return found
 
@@ -174,11 +174,11 @@ def measure(
     """
     stats, before = packs_stats(splits["train"], Packs.from_lists(packs)), trainer.schedule
     schedule = EpochSchedule(
-        num_packs=len(packs), world_size=group.world_size, dataloader_drop_last=False,
+        num_packs=len(packs), world_size=before.world_size, dataloader_drop_last=False,
         gradient_accumulation_steps=before.gradient_accumulation_steps, num_train_epochs=REPEATS,
         batch_size=before.batch_size, shuffle=False, meeting=meeting_point(config),
     )  # fmt: skip
-    evaluated = _shortened(splits["eval"], group) if trainer.eval_dataset is not None else None
+    evaluated = _shortened(splits["eval"], before.world_size) if trainer.eval_dataset is not None else None
     _serve(trainer, stats, schedule, evaluated)
     machine = f"{machine_name()} ({device_name(on_cpu=trainer.args.device.type == 'cpu')})"
     terms = StepTerms.from_epoch(
@@ -209,11 +209,11 @@ def _serve(trainer: PlanTrainer, stats: PackStats, schedule: EpochSchedule, eval
         trainer.eval_dataset.packs = evaluated.raw.packs
 
 
-def _shortened(planned: Split, group: RankGroup) -> Split:
+def _shortened(planned: Split, world_size: int) -> Split:
     """Return the plan of an evaluation with its first packs alone."""
-    count = min(len(planned.raw.packs), _EVALUATED * group.world_size * planned.aligned.batch_size)
+    count = min(len(planned.raw.packs), _EVALUATED * world_size * planned.aligned.batch_size)
     raw = attrs.evolve(planned.raw, packs=planned.raw.packs[:count])
-    aligned = align_plan(raw, world_size=group.world_size, **planned.alignment)
+    aligned = align_plan(raw, world_size=world_size, **planned.alignment)
     return attrs.evolve(planned, raw=raw, aligned=aligned, stats=None)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from packplan.adapters.attention.shared_rows import share_rows, sharing_group
 from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.model_folder import PROCESSING_FILES, model_facts
 from packplan.adapters.samples.encoder import SwiftEncoder
@@ -170,6 +171,8 @@ def _open_model(
     # Where ranks share the weights, none holds them all, and they are rank 0's for all.
     if not shards_weights(arguments):
         require_same_weights(group, model)
+    if config.training.sequence_parallel_size > 1:
+        share_rows(model, sharing_group(config.training.sequence_parallel_size))
     if config.training.packing and attention.verdict is not None:
         ask_loaded(config, model, attention.verdict, whole=not shards_weights(arguments), keep=group.rank == 0)
     template.model = plain_model(model)
@@ -228,12 +231,12 @@ def build_trainer(
         group: The ranks.
         resumes_from: Folder of the checkpoint that it goes on from.
     """
-    train = splits["train"]
+    train, row_ranks = splits["train"], config.training.sequence_parallel_size
     evaluated = _evaluated(splits.get("eval"))
     template, model = _open_model(config, arguments, train.encoder, group, attention)
     return PlanTrainer(
         group=group,
-        follower=PackBatches(schedule, group.rank, group.world_size, **resume_facts(config, train)),
+        follower=PackBatches(schedule, group.rank // row_ranks, schedule.world_size, **resume_facts(config, train)),
         pack_stats=train.pack_stats,
         attention=attention,
         reduction=config.training.loss_reduction,
@@ -243,6 +246,7 @@ def build_trainer(
         template=template,
         train_dataset=PackedDataset(train.encoder, train.raw.packs, train.table, packed=train.policy.packing),
         eval_dataset=evaluated,
+        row_ranks=row_ranks,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from packplan.adapters.attention.shared_rows import share_attention
 from packplan.adapters.model_folder import refuse_other_layers
 from packplan.adapters.probe.probe import probe_config
 from packplan.adapters.probe.rows import place_of, probe_loaded
@@ -51,7 +52,7 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
         attention = attention_by(config, verdict_of(config), on_cpu=on_cpu)
     if isolated:
         refuse_leak(config, attention)
-    return attention
+    return share_attention(attention) if config.training.sequence_parallel_size > 1 else attention
 
 
 def ask_before_measuring(config: RunConfig) -> PackingVerdict | None:
@@ -105,14 +106,17 @@ def ask_loaded(config: RunConfig, model: Any, verdict: PackingVerdict, *, whole:
     Raises:
         ModelError: Samples are not apart, or not equal to themselves alone.
     """
-    place = place_of(model)
+    place, size = place_of(model), config.training.sequence_parallel_size
+    if size > 1:
+        place += f", {size} ranks to a row"
     if not whole:
         if keep and verdict.passes:
             log.info(
                 "the loaded model was not asked whether it may pack, since ranks share its weights: "
                 "what its small copy showed counts"
             )
-    elif verdict.passes and place not in verdict.loaded_on:  # `packplan check` looks at those that do not, too
+    # `packplan check` looks at models that do not pass, too. Ranks of a row are asked together.
+    elif verdict.passes and (size > 1 or place not in verdict.loaded_on):
         measured = probe_loaded(model, native=verdict.native, named=config.model.attn_impl)
         log.info("the loaded model (%s) was asked too: %s", place, measured)
         verdict = attrs.evolve(verdict, loaded_on=(*verdict.loaded_on, place))

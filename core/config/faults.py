@@ -98,11 +98,23 @@ def _step_faults(training: TrainingConfig) -> Iterator[Fault]:
     if training.max_steps < 1 and not 0 < training.num_train_epochs < MANY_EPOCHS:
         reason = f"is {training.num_train_epochs}, but has to be above 0 and below {MANY_EPOCHS:,}"
         yield Fault("training.num_train_epochs", reason)
+    if training.sequence_parallel_size > 1:
+        yield from _sharing_faults(training)
     if training.trainer.get("label_smoothing_factor"):
         yield Fault("training.label_smoothing_factor", "is averaged over packs, not over tokens: remove it")
     if training.packing and training.trainer.get("enable_channel_loss"):
         reason = "logs a loss per channel, but under packing only aggregate metrics are logged"
         yield Fault("training.enable_channel_loss", f"{reason}: remove it, or set training.packing: false")
+
+
+def _sharing_faults(training: TrainingConfig) -> Iterator[Fault]:
+    """Yield what cannot be where ranks share rows."""
+    if not training.packing:
+        yield Fault("training.sequence_parallel_size", "shares packed rows, but training.packing is false: set it to 1")
+    for name in ("deepspeed", "fsdp"):
+        if training.trainer.get(name):
+            reason = "splits the weights, which was not tried with rows that ranks share: remove one of both"
+            yield Fault(f"training.{name}", f"{reason} (training.sequence_parallel_size)")
 
 
 def _mode_faults(config: RunConfig) -> Iterator[Fault]:

@@ -29,6 +29,7 @@ from packplan.core.config.keys import (
     share_below_1,
 )
 from packplan.core.equality import BACKENDS
+from packplan.core.errors import ConfigError
 from packplan.core.packers import ALGORITHMS
 from packplan.core.samples.shapes import READ
 
@@ -332,6 +333,9 @@ class TrainingConfig:
     per_device_eval_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
     """Samples of a padded evaluation batch; packed evaluation forces 1."""
 
+    sequence_parallel_size: int = key(1, neither=TRAINS, check=at_least(1), stream="refused")
+    """Ranks that share each row of packed samples, and count as one rank of the plan."""
+
     dataloader_drop_last: bool = key(False, neither=TRAINS, stream="refused")
     """Drop packs that do not fill all ranks; `false` repeats packs from the front."""
 
@@ -474,6 +478,20 @@ class RunConfig:
         """Packs, or samples if not packing, of a rank in one forward pass of training."""
         # ms-swift's batches count packs.
         return 1 if self.training.packing and self.command is None else self.training.per_device_train_batch_size
+
+    def data_ranks(self, world_size: int) -> int:
+        """
+        Return the number of groups of ranks that share rows; ConfigError if they do not fit.
+
+        Args:
+            world_size: All ranks.
+        """
+        ranks, left = divmod(world_size, self.training.sequence_parallel_size)
+        if left:
+            size = self.training.sequence_parallel_size
+            reason = f"is {size}, which does not divide {world_size} ranks: start a multiple of it, or change it"
+            raise ConfigError.at("training.sequence_parallel_size", reason)
+        return ranks
 
     @property
     def eval_packing(self) -> bool:

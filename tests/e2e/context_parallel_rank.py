@@ -1,5 +1,6 @@
 """One rank of a group that shares a packed row, perhaps with a planted fault."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,18 +8,29 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from packplan.adapters.context_parallel import context_parallel
+from packplan.adapters.attention import attend_as
+from packplan.adapters.attention.shared_rows import context_parallel, share_attention, share_rows, whole_rows
+from packplan.adapters.probe.rows import probe_loaded
 from packplan.core.context_parallel import PackedLayout
+from packplan.core.equality import VARLEN, AttentionChoice
+from tests.e2e.unpad_rank import build
+from tests.nearness import apart
 
 LENGTHS = [13, 1, 30, 8, 2]
 """Ragged, one of a single token, one that two ranks share without padding."""
 
 
 class LeakyLayout(PackedLayout):
-    """Queries see the sequences before their own."""
+    """All sequences attend as one; what is asked of them is as ever."""
 
-    def blocks(self, cp_rank):
-        return super().blocks(cp_rank) * [0, 1, 1]
+    sequence = property(lambda self: np.zeros(self.num_positions, dtype=np.int64))
+    position_ids = property(lambda self: self.plain.position_ids)
+    is_token = property(lambda self: self.plain.is_token)
+    targets = property(lambda self: self.plain.targets)
+
+    @property
+    def plain(self):
+        return PackedLayout(self.cu_seqlens, self.cu_seqlens_padded, self.cp_size)
 
 
 class LateTargetsLayout(PackedLayout):
@@ -94,6 +106,50 @@ def share(
         "gradients": {name: p.grad for name, p in model.named_parameters()},
         "work": layout.causal_work(),
     }
+
+
+def be_sharing(out: str, cases: dict[str, dict]) -> None:
+    """Be one rank of those that share rows; write how far each case is from whole rows."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    found = {name: differences(**options) for name, options in cases.items()}
+    Path(out, f"found{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def differences(*, family: str, checkpointing: bool = False, **sizes: int) -> list[float]:
+    """Return the isolation of a model that shares rows, and its differences from whole rows."""
+    model = build(family, **sizes).train()
+    attend_as(model, share_attention(AttentionChoice(VARLEN)))
+    model.config.use_cache = False
+    share_rows(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    ids = torch.cat(sequences())[None] + 5
+    batch = {"input_ids": ids, "position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None]}
+    labels = ids.masked_fill((batch["position_ids"] == 0) | (ids % 3 == 0), -100)
+    learned = (labels != -100)[0]
+    keep = torch.nn.functional.pad(learned[1:], (0, 1), value=True)
+    kept = {"logits_to_keep": keep, "labels": torch.nn.functional.pad(labels[:, learned], (1, 0), value=-100)}
+
+    def taken(**more):
+        model.zero_grad()
+        loss = model(**batch, **more).loss
+        loss.backward()
+        return loss.detach(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+    with whole_rows():
+        expected, gradients = taken(labels=labels)
+        padded = model(input_ids=ids.view(2, -1)).logits
+        logits = model(**batch).logits.detach()
+    apart_of = [float((model(input_ids=ids.view(2, -1)).logits - padded).abs().max())]
+    apart_of.append(apart({"": model(**batch).logits.detach()}, {"": logits}))
+    for more in ({"labels": labels}, kept):
+        loss, found = taken(**more)
+        for gradient in found.values():
+            dist.all_reduce(gradient.div_(dist.get_world_size()))
+        apart_of += [apart({"": loss[None]}, {"": expected[None]}), apart(found, gradients)]
+    return [probe_loaded(model, native="eager", named=VARLEN).isolation, *apart_of]
 
 
 def main(out: str, cases: dict[str, dict]) -> None:

@@ -1,11 +1,15 @@
 """Ranks that share a packed row compute what each sequence gives alone."""
 
+import json
+
 import pytest
 import torch
 
-from packplan.adapters.context_parallel import ATTENTION, context_parallel
+from packplan.adapters.attention.shared_rows import context_parallel, share_attention
 from packplan.core.context_parallel import PackedLayout
-from tests.e2e import context_parallel_rank
+from packplan.core.equality import VARLEN, AttentionChoice
+from packplan.core.errors import ModelError
+from tests.e2e import context_parallel_rank, rank_main
 from tests.e2e.context_parallel_rank import load, sequences, token_loss
 from tests.nearness import FLOAT32, apart, norm
 from tests.processes import finished
@@ -122,7 +126,7 @@ def test_a_row_that_nobody_shares_is_the_row(group_of_one, qwen3):
 
 
 def test_what_cannot_be_computed_is_refused(group_of_one, qwen3):
-    """Another number of ranks or positions, a mask, a window, a model outside of its context."""
+    """Another number of ranks or positions, a mask, layers that carry a state."""
     model, tokens = qwen3
     with (
         pytest.raises(ValueError, match="for 2 ranks, but the group has 1"),
@@ -130,16 +134,61 @@ def test_what_cannot_be_computed_is_refused(group_of_one, qwen3):
     ):
         pass
     with context_parallel(model, layout=PackedLayout.from_lengths([9])):
-        with pytest.raises(ValueError, match="9 of 9 positions, but this one has 8"):
+        with pytest.raises(ValueError, match="9 positions, of which a rank has 9, but 8 are given"):
             model(tokens, position_ids=torch.arange(8)[None])
-        with pytest.raises(ValueError, match="attention_mask is given"):
-            model(tokens, attention_mask=torch.ones_like(tokens))
-    model.model.layers[0].self_attn.sliding_window = 4
-    with (
-        context_parallel(model, layout=PackedLayout.from_lengths([8])),
-        pytest.raises(ValueError, match="without a sliding window"),
-    ):
-        model(tokens)
-    model.set_attn_implementation(ATTENTION)
-    with pytest.raises(ValueError, match="outside of `context_parallel`"):
-        model(tokens)
+        with pytest.raises(ValueError, match="a mask is given"):
+            model(tokens, attention_mask=torch.zeros_like(tokens))
+    with pytest.raises(ModelError, match="layers that carry a state"):
+        share_attention(AttentionChoice(VARLEN, split=("Mamba",)))
+
+
+SHARED = {
+    "grouped heads": {"family": "qwen2"},
+    "heads that ranks do not divide": {"family": "qwen2", "num_attention_heads": 10, "num_key_value_heads": 2},
+    "fewer heads than ranks": {"family": "qwen2", "num_attention_heads": 1, "num_key_value_heads": 1},
+    "windows": {"family": "gemma3_text"},
+    "attention of its own code": {"family": "gemma2", "num_key_value_heads": 4},
+    "experts": {"family": "qwen3_moe"},
+    "layers computed again": {"family": "qwen2", "checkpointing": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_that_share_a_row_get_what_each_gets_alone(server, tmp_path, world_size):
+    """
+    The loss of labels, of those that ms-swift keeps, and logits; the mean of the gradients; nothing
+    passes between samples; a call that is no packed row is each rank's own.
+    """
+    ranks = server.ranks(world_size, context_parallel_rank.be_sharing, str(tmp_path), SHARED, folder=tmp_path)
+    assert [0] * world_size == finished(ranks)
+
+    for rank in range(world_size):
+        found = json.loads((tmp_path / f"found{rank}.json").read_text())
+        assert found.keys() == SHARED.keys()
+        for case, (isolation, *differ) in found.items():
+            assert isolation == 0, case
+            assert max(differ) < FLOAT32, case
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_number_of_ranks_to_a_row(write_run, execute, start_ranks, few_scenes, tmp_path):
+    """With images and adapters: two ranks to a row take the steps of one, also after a resume."""
+    keys = {"effective_batch_size": 2, "tuner_type": "lora", "lora_dropout": 0, "max_steps": 4, "num_train_epochs": 2,
+            "save_strategy": "steps", "save_steps": 2, "packing_drop_last": False}  # fmt: skip
+    overlay = {"custom": {"train_jsonl": str(few_scenes)}, "template": {"max_length": 500}}
+    shared = write_run(training={**keys, "sequence_parallel_size": 2}, **overlay)
+    assert [0, 0] == finished(start_ranks(2, shared, tmp_path))
+    ranks = rank_main.seen(tmp_path, 2)
+    assert ranks[0]["samples"] == ranks[1]["samples"]
+
+    keys["resume_from_checkpoint"] = str(tmp_path / "run" / "checkpoint-2")
+    resumed = execute(write_run(name="again", training=keys, **overlay))
+    alone = execute(write_run(name="alone", training={**keys, "resume_from_checkpoint": None}, **overlay))
+
+    found, left, expected = (
+        [entry["loss"] for entry in history if "loss" in entry]
+        for history in (ranks[0]["history"], resumed.history, alone.history)
+    )
+    assert found == pytest.approx(expected, rel=FLOAT32)
+    assert left[-2:] == pytest.approx(expected[-2:], rel=FLOAT32)

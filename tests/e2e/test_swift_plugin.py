@@ -82,20 +82,24 @@ def train(start) -> Train:
     return run
 
 
-@pytest.mark.parametrize(("of", "tuner", "ranks"), [("qwen2", "full", 2), ("qwen2_5_vl", "lora", 1)])
-def test_packs_and_losses_are_the_plan_s(of, tuner, ranks, words, train, server, records, tmp_path):  # noqa: PLR0917  # fixtures
-    """Every microbatch is the schedule's; losses of steps and evaluations are `packplan sft`'s."""
+@pytest.mark.parametrize(("of", "tuner", "ranks", "row_ranks"), [("qwen2", "full", 2, 1), ("qwen2_5_vl", "lora", 1, 2)])
+def test_packs_and_losses_are_the_plan_s(of, tuner, ranks, row_ranks, words, train, server, records, tmp_path):  # noqa: PLR0917  # fixtures
+    """
+    Every microbatch is the schedule's; losses of steps and evaluations are `packplan sft`'s, also
+    where two ranks share each row.
+    """
     more = f"--tuner_type {tuner} --num_train_epochs 2 --save_strategy no --gradient_accumulation_steps {2 // ranks}"
     more += f" --val_dataset {records / f'{of}.jsonl'} --eval_strategy epoch"
-    ran = train(words(of, more), ranks=ranks)
+    ran = train(words(of, f"{more} --sequence_parallel_size {row_ranks}"), ranks=ranks * row_ranks)
 
     found = ran.plan(LENGTH[of])
     schedule = found.schedule(world_size=ranks, packs_per_step=2, epochs=2, seed=42)
     ran.assert_planned(found, schedule)
     assert (schedule.packs_per_epoch > len(found.packs)) == (ranks == 2), "a tail that is filled up"
-    assert "packplan" == (ran.folder / "attention").read_text(), "the fastest one on a CPU"
+    named = {1: "packplan", 2: "packplan_rows"}  # the fastest one on a CPU
+    assert named[row_ranks] == (ran.folder / "attention").read_text()
     told = (ran.folder / "rank0.log").read_text()
-    assert f"{schedule.total_steps} in all on {ranks} rank" in told
+    assert f"{schedule.total_steps} in all on {ranks} {'rank' if row_ranks == 1 else 'group'}" in told
     assert found.checksum[:12] in told
 
     ours = losses(trained_by_us(words(of, f"{more} --packing true", plugins=()), server, tmp_path, ranks=ranks))
@@ -328,7 +332,7 @@ def other_model(demo, folder: Path, *, labels: int = 0) -> Path:
 
 REFUSED = {
     "--streaming true --max_steps 3": "--streaming: gives no lengths before training",
-    "--sequence_parallel_size 2": "--sequence_parallel_size: lets ranks share rows",
+    "--use_ray true": "--use_ray: starts processes",
     "--packing false": "--packing: is false",
 }
 """Arguments -> the beginning of the message by which they are refused."""
@@ -337,9 +341,7 @@ REFUSED = {
 def test_what_stands_against_a_plan_is_refused_by_flag(words, server, tmp_path):
     """Before a model is loaded or a row is read; several at once."""
     commands = [("sft", [*words("qwen2", f"--tuner_type full {ONE}"), *more.split()]) for more in REFUSED]
-    commands.append(
-        ("sft", words("qwen2", f"--tuner_type full {ONE} --group_by_length true --sequence_parallel_size 2"))
-    )
+    commands.append(("sft", words("qwen2", f"--tuner_type full {ONE} --group_by_length true --use_ray true")))
     commands.append(("rlhf", words("qwen2", f"--rlhf_type simpo {ONE}", data="qwen2_pairs")))
     both = "--packing false --sequence_parallel_size 2 --use_ray true"
     commands.append(("rlhf", [*words("qwen2", f"--rlhf_type kto {ONE}", data="qwen2_pairs"), *both.split()]))

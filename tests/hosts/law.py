@@ -166,14 +166,15 @@ def train(cell: dict[str, Any], rank: int) -> None:
     model = model_of(cell["model"], "packplan")
     plan = pp.plan([len(row["input_ids"]) for row in rows], PACKING_LENGTH)
     trainer = trainer_of(cell, model, rows, out / "run")
-    schedule = use_plan(trainer, plan, eval_plan=plan)
+    row_ranks = cell.get("row_ranks", 1)
+    use_plan(trainer, plan, eval_plan=plan, sequence_parallel_size=row_ranks)
     asked = assert_step_loss(trainer)
     watch = Watch(model, cell.get("kill_after"))
     trainer.add_callback(watch)
     trainer.train(resume_from_checkpoint=True if cell.get("resume") else None)
     schedule = trainer.schedule  # where it began
     first = schedule.start.step
-    steps = list(schedule.steps(rank=rank))
+    steps = list(schedule.steps(rank=rank // row_ranks))
     wanted = [tokens_of(rows, plan, pack) for step in steps for (pack,) in step.batches]
     losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
     found = {

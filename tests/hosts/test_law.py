@@ -38,7 +38,10 @@ EVERY = tuple(
 PAIRS = tuple(cell_of("trl", "qwen2", *rest) for rest in ((1, 1, 0), (1, 3, 2), (2, 1, 2), (2, 3, 0)))
 """TRL's trainer is one of transformers: every two settings together, not every three."""
 
-CELLS = (*EVERY, *PAIRS, *SEEING) if "HOST_PYTHON" in os.environ else SMOKE
+SHARED = ({**cell_of("transformers", "qwen2_5_vl", 2, 3, 0), "row_ranks": 2},)
+"""Both ranks compute each row."""
+
+CELLS = (*((*EVERY, *PAIRS, *SEEING) if "HOST_PYTHON" in os.environ else SMOKE), *SHARED)
 
 RESUMED = (
     (*(("transformers", *ranks) for ranks in ((1, 1), (1, 2), (2, 1), (2, 2))), ("trl", 1, 2), ("trl", 2, 1))

@@ -1,0 +1,311 @@
+"""
+Rows over several ranks: a model computes a rank's part of each packed row (`share_rows`).
+
+All ranks of a group give the model the same row. Before the decoder the row is cut: a rank goes on
+with its tokens, and attention sees all of them (`attention.shares`). After it, the parts are joined
+again, or, in a call with labels, the loss is computed by parts and added up. So each rank gets the
+results of the whole row, the mean of the ranks' gradients is the row's gradient, and a trainer
+trains as ever. Images are encoded by every rank.
+
+Rules: a call that is no packed row passes through, and each rank computes the whole of it. Padding,
+to cut a row equally, stands behind its samples as one of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from inspect import signature
+from threading import get_ident
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  # its usual name
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from packplan.adapters.attention import NAME, ROWS_NAME
+from packplan.adapters.attention.rows import PackedRow, checkpointed_by, computing, current_row, keep_rows, row_of
+from packplan.adapters.attention.shares import RowShare
+from packplan.adapters.families import trained_part
+from packplan.core.context_parallel import PackedLayout
+from packplan.core.equality import VARLEN, AttentionChoice
+from packplan.core.errors import ModelError
+
+_IGNORED = -100
+"""Label of a token that no loss counts."""
+
+_NOT_BY_TOKEN = ("pixel", "image", "video", "deepstack", "past_key_values", "cache_position", "attention_mask")
+"""Beginnings of the names of arguments whose axes are not the row's tokens."""
+
+_COMPUTES_WHOLE: ContextVar[bool] = ContextVar("computes_whole", default=False)
+"""Whether each rank computes whole rows by itself."""
+
+_KEEPS_PART: ContextVar[bool] = ContextVar("keeps_part", default=False)
+"""Whether the model's head takes a rank's part, and not the whole row."""
+
+
+@contextmanager
+def whole_rows() -> Iterator[None]:
+    """Let each rank compute whole rows by itself, inside, to compare with rows that it shares."""
+    token = _COMPUTES_WHOLE.set(True)
+    try:
+        yield
+    finally:
+        _COMPUTES_WHOLE.reset(token)
+
+
+def share_rows(model: Any, group: dist.ProcessGroup | None = None) -> SharedRows:
+    """
+    Let the ranks of a group share the packed rows that a model is given; every rank calls this.
+
+    The model has to attend by this project's attention (`attend_as`, `unpad`). Losses, logits and
+    hidden states are those of the whole row on every rank, and the mean of the ranks' gradients is
+    the row's gradient. In a call with labels, for a model with the usual loss, logits are None:
+    no rank has those of the whole row.
+
+    Args:
+        model: Model of transformers, perhaps with adapters.
+        group: Ranks that share rows; all ranks by default.
+    """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    part = trained_part(model)
+
+    def divide() -> tuple[PackedRow, RowShare] | None:
+        row = current_row()
+        return None if row is None else divide_row(row, group)
+
+    shared = SharedRows(part.get_decoder(), divide, joins=True)
+    original, parameters = model.forward, signature(model.forward)
+
+    @wraps(original)
+    def forward(*arguments: Any, **options: Any) -> Any:
+        given = {**parameters.bind_partial(*arguments).arguments, **options}
+        row = row_of(given.get("position_ids"))
+        if row is None or not shared.attends or not _has_usual_loss(part, given):
+            return original(*arguments, **options)
+        _, share = divide_row(row, group)
+        keep, targets = _targets_of_part(given, share)
+        token = _KEEPS_PART.set(True)
+        try:
+            output = original(**{**given, "labels": None} | ({} if keep is None else {"logits_to_keep": keep}))
+        finally:
+            _KEEPS_PART.reset(token)
+        own = F.cross_entropy(output["logits"][0].float(), targets, ignore_index=_IGNORED, reduction="sum")
+        num_items = given.get("num_items_in_batch")
+        num_items = (given["labels"][:, 1:] != _IGNORED).sum() if num_items is None else num_items
+        output["loss"], output["logits"] = share.sum(own) / num_items, None
+        return output
+
+    model.forward = forward
+    return shared
+
+
+def share_attention(choice: AttentionChoice) -> AttentionChoice:
+    """Return the attention for shared rows; ModelError if it is none that knows them."""
+    if choice.name != VARLEN or choice.split:
+        fact = f"rows are shared by ranks under {VARLEN}, without layers that carry a state, but this takes {choice}"
+        raise ModelError("attention", fact)
+    return attrs.evolve(choice, follows_rows=True)
+
+
+def sharing_group(size: int) -> dist.ProcessGroup:
+    """Return the group of *size* consecutive ranks that this rank is in; every rank calls this."""
+    group: dist.ProcessGroup = dist.new_subgroups(group_size=size)[0]  # type: ignore[no-untyped-call]
+    return group
+
+
+def _has_usual_loss(model: Any, given: dict[str, Any]) -> bool:
+    """Return whether a call asks for the mean of its tokens' cross-entropies, and nothing else."""
+    if given.get("labels") is None or given.get("shift_labels") is not None:
+        return False
+    routes = given.get("output_router_logits") or getattr(model.config.get_text_config(), "output_router_logits", False)
+    keeps = given.get("logits_to_keep")
+    is_known = keeps is None or (isinstance(keeps, torch.Tensor) and keeps.dtype == torch.bool) or keeps == 0
+    return getattr(model, "loss_function", None) is ForCausalLMLoss and is_known and not routes
+
+
+def _targets_of_part(given: dict[str, Any], share: RowShare) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """
+    Return the tokens of this rank whose logits are asked for, None for all, and their targets.
+
+    Labels are of all tokens, or, after one that counts for nothing, of those that the tokens of
+    `logits_to_keep` predict; so ms-swift gives them.
+    """
+    keep, following = given.get("logits_to_keep"), F.pad(given["labels"][0, 1:], (0, 1), value=_IGNORED)
+    targets = following.new_full((share.num_positions,), _IGNORED)
+    if not isinstance(keep, torch.Tensor):
+        targets[: share.tokens] = following
+        return None, targets[share.own]
+    targets[: share.tokens][keep] = following
+    kept = F.pad(keep, (0, share.num_positions - share.tokens))[share.own]
+    return kept, targets[share.own][kept]
+
+
+def divide_row(row: PackedRow, group: dist.ProcessGroup | None) -> tuple[PackedRow, RowShare]:
+    """
+    Return a row with padding, as a sample of its own at the end, and this rank's equal part of it.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    part = -(-len(row.own) // size)
+    padding = part * size - len(row.own)
+    own = torch.cat([row.own, (row.own[-1:] + 1).expand(padding)])
+    columns = row.columns if row.columns is None else F.pad(row.columns, (0, padding))
+    share = RowShare(group, torch.arange(part, device=own.device) + rank * part, len(row.own))
+    return PackedRow(own, columns, share), share
+
+
+class SharedRows:
+    """
+    Hooks that cut the calls of a decoder to a rank's part of their row; `share_rows` makes them.
+    """
+
+    def __init__(self, decoder: Any, divide: Callable[[], tuple[PackedRow, RowShare] | None], *, joins: bool) -> None:
+        """
+        Hook a decoder.
+
+        Args:
+            decoder: Text model of transformers, without a head.
+            divide: Function that returns the row of a call, with this rank's part; None if the call
+                passes through.
+            joins: Whether the parts of all ranks are joined after the decoder.
+        """
+        self._decoder, self._divide, self._joins = decoder, divide, joins
+        self._signature = signature(decoder.forward)
+        self._checkpointed = checkpointed_by(decoder)
+        self._open: dict[int, list[tuple[RowShare | None, ExitStack]]] = defaultdict(list)  # of each thread
+        uncompiled: Any = torch.compiler.disable  # rows would each need a program of their own
+        self._hooks = [
+            decoder.register_forward_pre_hook(uncompiled(self._cut), with_kwargs=True),
+            # Before hooks that put back padding, which take the whole row.
+            decoder.register_forward_hook(uncompiled(self._join), prepend=True, always_call=True),
+        ]
+
+    @property
+    def attends(self) -> bool:
+        """Whether rows are shared now, and the decoder attends by functions that know them."""
+        named = self._decoder.config._attn_implementation  # noqa: SLF001  # has no public name
+        return named in (NAME, ROWS_NAME) and not _COMPUTES_WHOLE.get()
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _cut(self, _: Any, args: Any, kwargs: Any) -> Any:
+        divided, inside = self._divide() if self.attends else None, ExitStack()
+        if divided is None:
+            self._open[get_ident()].append((None, inside))
+            return None
+        row, share = divided
+        given = {**self._signature.bind_partial(*args).arguments, **kwargs}
+        if given.get("inputs_embeds") is None:
+            # Embedded whole, so that each rank has the gradients of all embeddings.
+            given["inputs_embeds"] = self._decoder.get_input_embeddings()(given.pop("input_ids"))
+        options = _cut_arguments(given, row, share)
+        keep_rows(self._checkpointed)
+        inside.enter_context(computing(row))
+        self._open[get_ident()].append((share, inside))
+        return (), options
+
+    def _join(self, _: Any, __: Any, output: Any) -> Any:
+        if not self._open[get_ident()]:  # the call was refused
+            return None
+        share, inside = self._open[get_ident()].pop()
+        inside.close()
+        if share is None or output is None or not self._joins or _KEEPS_PART.get():
+            return None
+        if isinstance(output, dict):
+            for name in list(output):
+                output[name] = _joined(output[name], share)
+            return output
+        return _joined(output, share)
+
+
+def _cut_arguments(given: dict[str, Any], row: PackedRow, share: RowShare) -> dict[str, Any]:
+    """
+    Return the arguments of a decoder for this rank's tokens.
+
+    Args:
+        given: Arguments of the whole row.
+        row: The row.
+        share: This rank's part of it.
+    """
+    mask, num = given.get("attention_mask"), given["inputs_embeds"].shape[1]
+    if isinstance(mask, dict) or (mask is not None and (mask.dim() != 2 or not bool(mask.all()))):
+        message = "a mask is given, or the model makes one outside of its decoder, but ranks share rows without one"
+        raise ValueError(message)
+    if num not in (share.tokens, len(share.own)):
+        message = f"the row has {share.tokens} positions, of which a rank has {len(share.own)}, but {num} are given"
+        raise ValueError(message)
+    positions = torch.arange(len(row.own), device=row.own.device) - row.first
+    cut = {**given, "use_cache": False}
+    for name, value in given.items():
+        axis = -1 if name == "position_ids" else 1
+        is_by_token = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[axis] == share.tokens
+        if is_by_token and not name.startswith(_NOT_BY_TOKEN):
+            cut[name] = share.take(value, axis)
+    if cut.get("position_ids") is None:
+        cut["position_ids"] = positions[None, share.own]
+    # With a mask of ones, transformers does not look for samples in the positions.
+    cut["attention_mask"] = torch.ones(1, len(share.own), dtype=torch.long, device=share.own.device)
+    images = given.get("visual_pos_masks")
+    if images is not None:
+        cut["visual_pos_masks"] = cut["visual_pos_masks"] & (share.own < share.tokens)
+        # Features of image tokens that deeper layers add, one for each token of an image.
+        kept = torch.isin(images[0].nonzero()[:, 0], share.own)
+        cut["deepstack_visual_embeds"] = [features[kept] for features in given["deepstack_visual_embeds"]]
+    return cut
+
+
+def _joined(value: Any, share: RowShare) -> Any:
+    """Join the parts of what has this rank's tokens: shape (1, part, …), or (part, …)."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_joined(one, share) for one in value)
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return value
+    axes = [axis for axis in (1, 0) if value.shape[axis] == len(share.own)]
+    return share.gather(value, axes[0]).narrow(axes[0], 0, share.tokens) if axes else value
+
+
+@contextmanager
+def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """
+    Let a model compute this rank's part of a packed row, by a layout of the row.
+
+    It is given the part as `input_ids` of shape (1, num_positions / cp_size), or the whole row and
+    perhaps images: every rank embeds these, and the layers compute the part. The logits are those
+    of the part. Position ids default to the layout's. With gradient checkpointing the backward pass
+    belongs inside too, since it runs the layers again.
+
+    Args:
+        model: Model of transformers with causal attention.
+        layout: Layout of the whole row, the same on every rank.
+        group: Ranks that share the row; all of them by default.
+
+    Raises:
+        ValueError: The layout is for another number of ranks. Inside: the part has another size, or
+            a mask is given.
+    """
+    if layout.cp_size != dist.get_world_size(group):
+        raise ValueError(f"the layout is for {layout.cp_size} ranks, but the group has {dist.get_world_size(group)}")
+    device, rank = model.device, dist.get_rank(group)
+    own, restore = (torch.as_tensor(part, device=device) for part in (layout.positions(rank), layout.restore))
+    share = RowShare(group, own, layout.num_positions, restore)
+    row = PackedRow(torch.as_tensor(layout.sequence, device=device), share=share)
+    decoder, config = model.get_decoder(), model.config
+    parts = {name: getattr(config, name) for name in config.sub_configs}
+    # A vision tower attends as before, on every rank to all patches.
+    before = {name: part._attn_implementation for name, part in {"": config, **parts}.items() if part is not None}  # noqa: SLF001  # has no public name
+    text = {name: ROWS_NAME for name in parts if parts[name] is decoder.config}
+    model.set_attn_implementation(before | {"": ROWS_NAME} | text)
+    shared = SharedRows(decoder, lambda: (row, share), joins=False)
+    try:
+        yield
+    finally:
+        shared.remove()
+        model.set_attn_implementation(before)

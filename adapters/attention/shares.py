@@ -1,0 +1,209 @@
+"""
+A packed row on several ranks: each computes a part of its tokens, and in attention a part of its
+heads.
+
+All layers but attention take tokens one by one. Attention needs all tokens, but its heads one by
+one. So the ranks exchange before it, the tokens of some heads for those of all heads, and back
+after it (sequence parallelism by all-to-all: Jacobs et al., "DeepSpeed Ulysses", 2023). Heads that
+the ranks do not divide are shared unevenly.
+
+Rules: every rank of the group runs the same layers in the same order, forward and backward.
+Gradients are those of plain differentiation: what ranks compute of a parameter's gradient adds up.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+
+@attrs.frozen(eq=False)
+class RowShare:
+    """Part of a row that a rank computes between attention."""
+
+    group: dist.ProcessGroup | None
+    """Ranks that share the row; None for all ranks."""
+
+    own: torch.Tensor
+    """Row positions of this rank's tokens; int64 of shape (part,), equally long on every rank."""
+
+    tokens: int
+    """Tokens of the row; positions behind them are padding, for equal parts."""
+
+    restore: torch.Tensor | None = None
+    """
+    Index that restores the row from the parts of all ranks, one after the other; int64 of shape
+    (num_positions,). None if they stand in the row's order.
+    """
+
+    @cached_property
+    def size(self) -> int:
+        """Ranks that share the row."""
+        return dist.get_world_size(self.group)
+
+    @cached_property
+    def rank(self) -> int:
+        """Rank in the group."""
+        return dist.get_rank(self.group)
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of the row, padding included."""
+        return len(self.own) * self.size
+
+    def heads(self, num_heads: int) -> list[range]:
+        """
+        Return the heads that each rank attends with: as equal as they can be.
+
+        >>> RowShare.split_heads(7, 3)
+        [range(0, 3), range(3, 5), range(5, 7)]
+        """
+        return self.split_heads(num_heads, self.size)
+
+    @staticmethod
+    def split_heads(num_heads: int, size: int) -> list[range]:
+        """Return the heads of each of *size* ranks."""
+        least, rest = divmod(num_heads, size)
+        ends = [number * least + min(number, rest) for number in range(size + 1)]
+        return [range(*span) for span in pairwise(ends)]
+
+    def keeps_groups(self, num_heads: int, num_keys: int) -> bool:
+        """Return whether no rank has a part of the query heads of one key head."""
+        together = num_heads // num_keys
+        return not any(own.start % together or own.stop % together for own in self.heads(num_heads))
+
+    def to_heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        Return query, key and value of all tokens, for the heads of this rank.
+
+        Key heads that serve query heads of several ranks go to each of them. Where a rank's query
+        heads begin or end within those of a key head, each query head gets its own copy of it.
+
+        Args:
+            query: Shape (1, heads, part, size), as computed of this rank's tokens.
+            key: Shape (1, key heads, part, size).
+            value: See *key*.
+        """
+        heads, together = self.heads(query.shape[1]), query.shape[1] // key.shape[1]
+        keys = [
+            range(own.start // together, -(-own.stop // together) if own else own.start // together) for own in heads
+        ]
+        query, key, value = self._exchange(query, heads), self._exchange(key, keys), self._exchange(value, keys)
+        mine, served = heads[self.rank], keys[self.rank]
+        if mine.start % together or mine.stop % together:
+            copies = torch.tensor([head // together - served.start for head in mine], device=key.device)
+            key, value = key.index_select(1, copies), value.index_select(1, copies)
+        return query, key, value
+
+    def _exchange(self, part: torch.Tensor, heads: Sequence[range]) -> torch.Tensor:
+        """Send each rank some heads of this rank's tokens, and return this rank's of all tokens."""
+        index = torch.tensor([head for span in heads for head in span], device=part.device)
+        mine = len(heads[self.rank])
+        rows = part[0].index_select(0, index)
+        received = _exchange_rows(rows, [*map(len, heads)], [mine] * self.size, self.group)
+        row = received.view(self.size, mine, *received.shape[1:]).transpose(0, 1).flatten(1, 2)
+        return (row if self.restore is None else row.index_select(1, self.restore))[None]
+
+    def to_tokens(self, output: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """
+        Return the output of all heads, for this rank's tokens; shape (1, part, heads, size).
+
+        Args:
+            output: Shape (1, tokens, heads, size), with all tokens and the heads of this rank.
+            num_heads: Heads of all ranks.
+        """
+        row, mine = output[0], output.shape[2]
+        if self.restore is not None:
+            row = row.index_select(0, self.restore.argsort())
+        parts = row.reshape(self.size, len(self.own), *row.shape[1:]).transpose(1, 2).flatten(0, 1)
+        counts = [*map(len, self.heads(num_heads))]
+        received = _exchange_rows(parts, [mine] * self.size, counts, self.group)
+        return received.transpose(0, 1)[None]
+
+    def gather(self, part: torch.Tensor, axis: int) -> torch.Tensor:
+        """Return the values of the row's tokens along an axis, from the parts of all ranks."""
+        row = _gather_rows(part.movedim(axis, 0), self.group)
+        return (row if self.restore is None else row.index_select(0, self.restore)).movedim(0, axis)
+
+    def take(self, values: torch.Tensor, axis: int) -> torch.Tensor:
+        """
+        Return the values of this rank's tokens along an axis; the padding repeats the last token.
+
+        Gradients of `values` are those of the whole row on every rank, if the ranks' results are.
+        """
+        result: torch.Tensor = _Take.apply(values.movedim(axis, 0), self)  # type: ignore[no-untyped-call]
+        return result.movedim(0, axis)
+
+    def sum(self, number: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the ranks' numbers."""
+        return _gather_rows(number[None], self.group).sum(0)
+
+
+class _Take(torch.autograd.Function):
+    """See `RowShare.take`; the tokens are the first axis."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, share: RowShare) -> torch.Tensor:
+        ctx.share = share
+        return values.index_select(0, share.own.clamp(max=share.tokens - 1))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        share: RowShare = ctx.share
+        return share.gather(gradients[0], 0)[: share.tokens] / share.size, None
+
+
+class _AllToAll(torch.autograd.Function):
+    """See `_exchange_rows`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        result = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (received,) = gradients
+        return _exchange_rows(received, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchange_rows(
+    rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Send each rank its count of rows, one after the other; return those received, by rank."""
+    result: torch.Tensor = _AllToAll.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _gather_rows(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return the ranks' rows, one rank after the other."""
+    result: torch.Tensor = _AllGather.apply(part, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _AllGather(torch.autograd.Function):
+    """See `_gather_rows`."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.group = group
+        whole = part.new_empty(part.shape[0] * dist.get_world_size(group), *part.shape[1:])
+        dist.all_gather_single(whole, part.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (whole,) = gradients
+        part = whole.new_empty(whole.shape[0] // dist.get_world_size(ctx.group), *whole.shape[1:])
+        dist.reduce_scatter_single(part, whole.contiguous(), group=ctx.group)
+        return part, None

@@ -1,0 +1,116 @@
+"""
+Rows of packed samples that ranks share: peak of memory and processor time of a rank.
+
+Each number of ranks trains a step of the same Qwen2 on the same row, forward and backward, in
+processes of their own on this machine. The peak counts the tensors of a step beyond the weights.
+"""
+
+import argparse
+import multiprocessing
+import time
+from typing import Any
+
+import attrs
+
+from benchmarks.options import add_number
+from benchmarks.table import show
+
+
+@attrs.frozen
+class RowsResult:
+    """Need of a rank of a group for a step."""
+
+    ranks: int
+
+    peak: int
+    """Bytes of a step beyond the weights, at most over the ranks."""
+
+    seconds: float
+    """Processor time of a step, at most over the ranks."""
+
+    loss: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_number(parser, "--ranks", [1, 2, 4], "ranks that share the row")
+    add_number(parser, "--tokens", 4096, "tokens of the row, in samples of an eighth")
+    add_number(parser, "--width", 256, "width of the model")
+    add_number(parser, "--vocabulary", 8192, "size of the vocabulary")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure each number of ranks, and print a table."""
+    rows = [measure(ranks, options) for ranks in options.ranks]
+    first = rows[0]
+    columns = {
+        "ranks": lambda one: str(one.ranks),
+        "peak (MB)": lambda one: f"{one.peak / 1e6:,.0f}",
+        "of the first": lambda one: f"{one.peak / first.peak:.2f}",
+        "processor (s)": lambda one: f"{one.seconds:.2f}",
+        "loss": lambda one: f"{one.loss:.6f}",
+    }
+    show(rows, columns, left=(), as_json=options.json, packages=("torch", "transformers"))
+
+
+def measure(ranks: int, options: argparse.Namespace) -> RowsResult:
+    """Return the result of some ranks."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    told = context.SimpleQueue()
+    started = [
+        context.Process(target=_be_rank, args=(rank, ranks, store.port, options, told), daemon=True)
+        for rank in range(ranks)
+    ]
+    for one in started:
+        one.start()
+    for one in started:
+        one.join()
+    found = [told.get() for one in started if not one.exitcode]
+    return RowsResult(ranks, *(max(values) for values in zip(*found, strict=True)))
+
+
+def _be_rank(rank: int, ranks: int, port: int, options: argparse.Namespace, told: Any) -> None:
+    """Train two steps, and tell the peak of the second, its processor time and its loss."""
+    import torch
+    import torch.distributed as dist
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from benchmarks.memory import allocator_peak
+    from packplan.adapters.attention import attend_as
+    from packplan.adapters.attention.shared_rows import share_attention, share_rows
+    from packplan.core.equality import VARLEN, AttentionChoice
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    sizes = {"hidden_size": options.width, "intermediate_size": 4 * options.width, "vocab_size": options.vocabulary}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, max_position_embeddings=options.tokens)).train()
+    attend_as(model, share_attention(AttentionChoice(VARLEN)))
+    if ranks > 1:
+        share_rows(model)
+    positions = torch.arange(options.tokens)[None] % -(-options.tokens // 8)
+    ids = torch.randint(0, options.vocabulary, positions.shape)
+    batch = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    losses, weights = [], (*model.parameters(), *model.buffers())
+
+    def step() -> None:
+        for weight in model.parameters():
+            weight.grad = None
+        loss = model(**batch, labels=ids.masked_fill(positions == 0, -100)).loss
+        loss.backward()
+        losses.append(float(loss))
+
+    step()
+    for weight in model.parameters():
+        weight.grad = None
+    held = sum(one.untyped_storage().nbytes() for one in weights)
+    peak = allocator_peak(weights, step) - held
+    started = time.process_time()
+    step()
+    told.put((peak, time.process_time() - started, losses[-1]))
+    dist.barrier()
