@@ -346,16 +346,6 @@ class PackingVerdict:
         """Whether the model may pack."""
         return self.strategy is not None
 
-    @property
-    def isolation(self) -> float | None:
-        """See `ProbeResult`."""
-        return None if self.measured is None else self.measured.isolation
-
-    @property
-    def equality(self) -> float | None:
-        """See `ProbeResult`."""
-        return None if self.measured is None else self.measured.equality
-
     def __str__(self) -> str:
         by = f", with {' and '.join(self.split)} run sample by sample" if self.split else ""
         measured = "" if self.measured is None else f" ({self.measured})"

@@ -164,7 +164,7 @@ def families_page(verdicts: Sequence[PackingVerdict], *, date: str) -> str:
         for strategy in STRATEGIES
     }
     different = [
-        (one.model_type, f"{one.isolation:.2g}", f"{one.equality:.1e}")
+        (one.model_type, f"{one.measured.isolation:.2g}", f"{one.measured.equality:.1e}")
         for one in verdicts
         if not one.passes and one.measured is not None
     ]

@@ -51,8 +51,8 @@ def test_families_of_every_kind_pack(family):
     verdict = probe_family(family)
 
     assert PASSING[family] == (verdict.strategy, verdict.split), verdict.reason
-    assert 0 == verdict.isolation
-    assert verdict.equality <= EQUAL["float32"] / 4
+    assert 0 == verdict.measured.isolation
+    assert verdict.measured.equality <= EQUAL["float32"] / 4
     assert () == verdict.not_exercised
 
 
@@ -61,8 +61,8 @@ def test_families_that_leak_are_refused_with_the_numbers(family):
     verdict = probe_family(family)
 
     assert not verdict.passes
-    assert verdict.isolation > 0
-    assert f"{verdict.isolation:.2g}" in verdict.reason
+    assert verdict.measured.isolation > 0
+    assert f"{verdict.measured.isolation:.2g}" in verdict.reason
 
 
 def rope(kind, **more):
@@ -99,8 +99,8 @@ def test_rotary_factors_that_follow_the_row_are_refused_with_the_numbers(config)
     verdict = probe_config(config)
 
     assert not verdict.passes
-    assert 0 == verdict.isolation
-    assert verdict.equality > 1e-2
+    assert 0 == verdict.measured.isolation
+    assert verdict.measured.equality > 1e-2
     assert "differ from themselves alone" in verdict.reason
 
 
@@ -138,7 +138,7 @@ def test_a_leak_in_the_model_is_refused(let_llama, leak):
     verdict = probe_family("llama")
 
     assert not verdict.passes
-    assert verdict.isolation > 0
+    assert verdict.measured.isolation > 0
 
 
 def test_a_blind_probe_proves_nothing(let_llama):
@@ -161,8 +161,8 @@ def test_a_window_that_is_ignored_is_refused(monkeypatch):
     by_name, chosen = (probe_config(default_config("mistral"), attn_impl=name) for name in ("varlen", "auto"))
 
     assert not by_name.passes
-    assert 0 == by_name.isolation
-    assert by_name.equality > 1e-3
+    assert 0 == by_name.measured.isolation
+    assert by_name.measured.equality > 1e-3
     assert "own" == chosen.strategy
 
 
@@ -182,7 +182,7 @@ def test_positions_that_go_on_or_lack_a_row_are_refused(monkeypatch, family):
     verdict = probe_family(family)
 
     assert not verdict.passes
-    assert verdict.isolation is None or verdict.isolation > 0
+    assert verdict.measured is None or verdict.measured.isolation > 0
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "minicpmv4_6", "qwen2_5_omni_thinker"])
@@ -204,7 +204,7 @@ def test_images_that_see_each_other_are_refused(monkeypatch, family):
     verdict = probe_config(default_config(family), attn_impl="varlen")
 
     assert not verdict.passes
-    assert verdict.isolation > 0
+    assert verdict.measured.isolation > 0
 
 
 def test_what_stands_after_a_layer_stands_after_one_that_is_there():

@@ -59,7 +59,7 @@ def test_a_mechanism_under_a_key_that_nobody_knows_is_put_to_work(monkeypatch, k
     verdict = probe_config(LlamaConfig(num_hidden_layers=2, **keys))
 
     assert not verdict.passes
-    assert verdict.isolation > 0
+    assert verdict.measured.isolation > 0
 
 
 @pytest.mark.parametrize("with_table", [False, True])
@@ -97,8 +97,8 @@ def test_a_layer_that_remembers_from_call_to_call_is_refused(monkeypatch, carrie
     verdict = probe_config(LlamaConfig())
 
     assert not verdict.passes
-    assert 0 == verdict.isolation
-    assert verdict.equality > 1e-3
+    assert 0 == verdict.measured.isolation
+    assert verdict.measured.equality > 1e-3
 
 
 def test_a_layer_that_carries_a_state_and_cannot_be_split_is_named(monkeypatch):
@@ -118,7 +118,7 @@ def test_a_layer_that_carries_a_state_and_cannot_be_split_is_named(monkeypatch):
     verdict = probe_config(LlamaConfig())
 
     assert not verdict.passes
-    assert verdict.isolation > 0
+    assert verdict.measured.isolation > 0
     assert "LlamaMLP carries it along the row, and does not run sample by sample" in verdict.reason
 
 
@@ -130,7 +130,7 @@ def test_a_copy_that_is_too_large_is_refused_before_it_is_built(monkeypatch):
 
     assert not verdict.passes
     assert "more than 1,000" in verdict.reason
-    assert verdict.isolation is None
+    assert verdict.measured is None
 
 
 CODE = """
@@ -167,7 +167,7 @@ def test_code_beside_a_model_is_asked_where_the_user_trusts_it(tmp_path, leak, t
     if takes:
         assert re.search(r"its small copy does not run \(TypeError.*'pixel_values'", verdict.reason)
     else:
-        assert (verdict.isolation > 0) == (leak == "0.1")
+        assert (verdict.measured.isolation > 0) == (leak == "0.1")
 
 
 def test_a_configuration_of_more_layers_than_the_weights_have_is_refused(demo, write_run, tmp_path):
