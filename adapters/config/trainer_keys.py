@@ -51,7 +51,7 @@ TYPES: Mapping[Any, str] = {
 }  # fmt: skip
 """Type -> its name, a key of `WORDS`."""
 
-_NEED = {"deepspeed": "deepspeed", "use_flash_ckpt": "dlrover", "use_liger_kernel": "liger_kernel"}
+_NEED = {"use_flash_ckpt": "dlrover", "use_liger_kernel": "liger_kernel"}
 """Setting -> the package it needs."""
 
 SETTINGS_FILES = ("accelerator_config", "deepspeed", "fsdp_config")
