@@ -6,9 +6,8 @@ import attrs
 
 from packplan.core.length_counts import LengthCounts, fit_decreasing
 from packplan.core.lengths import Lengths, lengths_up_to, whole_number
-from packplan.core.patterns import num_packs
+from packplan.core.patterns import Effort, num_packs
 from packplan.core.patterns.certificate import BoundKind, certify, quick_bound, reduced
-from packplan.core.patterns.effort import Effort
 
 _FIXED_EFFORT, _EFFORT_OF_A_SAMPLE = 380_000, 0.3
 """
@@ -62,7 +61,7 @@ def find_bound(
         lengths: Tokens of each sample, each from 1 to *capacity*.
         capacity: Tokens a pack may hold, >= 1.
         known: Number of packs of a known packing. A bound that reaches it ends the search.
-        effort: Steps that may be spent beyond the quick bounds (`core.patterns.effort`), of about a
+        effort: Steps that may be spent beyond the quick bounds (`core.patterns`), of about a
             third of a microsecond each. 0 leaves the relaxation out.
 
     Raises:

@@ -21,9 +21,8 @@ from packplan.core.lengths import IntArray
 from packplan.core.packers.decreasing import constant_volume, fewest_quickly
 from packplan.core.packers.in_order import concatenative, first_fit_shuffle
 from packplan.core.packs import Packs
-from packplan.core.patterns import Filling, Pattern, key_of, num_packs, trace_of
+from packplan.core.patterns import Effort, Filling, Pattern, key_of, num_packs, trace_of
 from packplan.core.patterns.certificate import certify, quick_bound, reduced
-from packplan.core.patterns.effort import Effort, ReportedEffort
 from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, FloatArray, solve_master
 from packplan.core.patterns.search import find_filling, find_filling_quickly
 
@@ -80,10 +79,8 @@ def _fewest(tally: LengthCounts, *, capacity: int, report: Callable[[str], None]
     """Return the best packing over distinct lengths, and the lower bound."""
     known = fewest_quickly(tally, capacity=capacity)
     tally, capacity = reduced(tally, capacity=capacity)
-    bounding = f"{counted(known.num_bins, 'pack')}, looking for the bound"
-    report(bounding)
-    effort = ReportedEffort(lambda steps: report(f"{bounding}: {counted(steps, 'step')}"))
-    certificate = certify(tally, capacity=capacity, known=known.num_bins, effort=effort)
+    report(f"{counted(known.num_bins, 'pack')}, looking for the bound")
+    certificate = certify(tally, capacity=capacity, known=known.num_bins, effort=Effort())
     bound, best = certificate.bound, certificate.filling
     if best is None:
         return known, bound

@@ -3,7 +3,14 @@ Patterns: the samples of each length that a bin takes, and the number of bins wi
 
 `guided` fills bins in the proportions of a linear program, and `search` improves such a filling.
 `relaxation` bounds the number of packs from below by a linear program over all lengths.
+
+Searches are limited by steps of about a third of a microsecond, and never by the clock: their
+results are the same on every machine.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf
 
 from packplan.core.length_counts import PackingTrace
 
@@ -36,3 +43,32 @@ def trace_of(filling: Filling) -> PackingTrace:
             trace.write((index, first, num, per_bin))
         first += num
     return trace
+
+
+class SpentError(Exception):
+    """A search would exceed its effort."""
+
+
+class Effort:
+    """Steps that remain for all parts of a search."""
+
+    def __init__(self, limit: float = inf) -> None:
+        """Allow *limit* steps; unlimited by default."""
+        self.left = limit
+
+    def spend(self, steps: int) -> None:
+        """Subtract *steps* before they are done; SpentError if fewer remain."""
+        if steps > self.left:
+            raise SpentError
+        self.left -= steps
+
+    @contextmanager
+    def part(self, most: float) -> Iterator["Effort"]:
+        """Give an effort of *most* steps, or of those that remain, whose rest is given back."""
+        steps = int(min(most, self.left))
+        self.spend(steps)
+        own = Effort(steps)
+        try:
+            yield own
+        finally:
+            self.left += own.left

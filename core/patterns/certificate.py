@@ -10,8 +10,7 @@ import numpy as np
 
 from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray
-from packplan.core.patterns import Filling, Pattern, num_packs
-from packplan.core.patterns.effort import Effort
+from packplan.core.patterns import Effort, Filling, Pattern, num_packs
 from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, relax
 from packplan.core.patterns.search import find_filling
 

@@ -23,8 +23,7 @@ import numpy as np
 
 from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray
-from packplan.core.patterns import Filling, Pattern
-from packplan.core.patterns.effort import Effort, SpentError
+from packplan.core.patterns import Effort, Filling, Pattern, SpentError
 from packplan.core.patterns.relaxation import solve_knapsack
 
 _FIRST_SHARE, _SHARE = 0.8, 0.5

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray
-from packplan.core.patterns import Filling, Pattern, PatternKey, key_of
-from packplan.core.patterns.effort import Effort, SpentError
+from packplan.core.patterns import Effort, Filling, Pattern, PatternKey, SpentError, key_of
 
 MAX_ROUNDS = 30
 """Limit of master programs. Each gives a valid bound."""

@@ -18,8 +18,7 @@ import attrs
 import numpy as np
 
 from packplan.core.length_counts import LengthCounts
-from packplan.core.patterns import Filling, PatternKey, key_of, num_packs
-from packplan.core.patterns.effort import Effort, SpentError
+from packplan.core.patterns import Effort, Filling, PatternKey, SpentError, key_of, num_packs
 from packplan.core.patterns.guided import fill_guided
 
 FEW_GROUPS, MORE_GROUPS = 32, 96

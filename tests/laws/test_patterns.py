@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from packplan.core.bounds import Bound, find_bound, lower_bound
 from packplan.core.length_counts import LengthCounts
 from packplan.core.packers import pack
-from packplan.core.patterns import num_packs
+from packplan.core.patterns import Effort, SpentError, num_packs
 from packplan.core.patterns.certificate import certify, quick_bound
-from packplan.core.patterns.effort import REPORT_EVERY, Effort, ReportedEffort, SpentError
 from packplan.core.patterns.guided import _Program, fill_guided
 from packplan.core.patterns.relaxation import relax, solve_knapsack, solve_master
 from packplan.core.patterns.search import find_filling, gather_room
@@ -282,16 +281,6 @@ def test_a_plan_of_many_distinct_lengths_waits_for_no_linear_program():
 
     assert "quick" == plan.bound_kind
     assert quick_bound(LengthCounts.from_lengths(lengths), capacity=8192) == plan.lower_bound
-
-
-def test_a_search_that_takes_long_says_how_many_steps_it_took():
-    """At most once a million, and it is never refused any."""
-    said = []
-    effort = ReportedEffort(said.append)
-    for steps in (REPORT_EVERY - 1, 1, 5, 2 * REPORT_EVERY, REPORT_EVERY - 6):
-        effort.spend(steps)
-
-    assert [REPORT_EVERY, 3 * REPORT_EVERY + 5] == said
 
 
 def test_certified_says_how_far_it_is_and_packs_the_same():
