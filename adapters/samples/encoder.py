@@ -2,7 +2,6 @@
 
 import bisect
 import contextlib
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -39,9 +38,6 @@ from packplan.core.samples.tables import DataFile, Measurement, MediaFacts, Tabl
 from packplan.core.samples.tools import CALL, RESPONSE
 
 IGNORED_LABEL = -100
-
-VIDEO_SECONDS = "video_seconds"
-"""Key of the seconds that a sample with videos took to be encoded for training."""
 
 _SOUNDS = frozenset({"audio", "tts"})
 """Tags of ms-swift for models that take nothing but text and sound."""
@@ -400,11 +396,7 @@ class SwiftEncoder:
         """
         Encode sample *index* for training; StaleError if it is not the one that was planned.
         """
-        started = time.perf_counter()
-        sample = self.require_planned(index, self.encode(index), planned)
-        if sample[VIDEOS.counted]:
-            sample[VIDEO_SECONDS] = time.perf_counter() - started
-        return sample
+        return self.require_planned(index, self.encode(index), planned)
 
     def require_planned(self, index: int, encoded: dict[str, Any], planned: Table) -> dict[str, Any]:
         """

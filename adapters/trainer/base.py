@@ -39,7 +39,6 @@ from packplan.adapters.lifeline import name_lost_processes
 from packplan.adapters.loaders.batches import EvalBatches
 from packplan.adapters.loaders.rows import PACK
 from packplan.adapters.models import is_ruined, load_strictly, mean_size, replace_attributes
-from packplan.adapters.samples.encoder import VIDEO_SECONDS
 from packplan.adapters.trainer.checkpoints import CHECKPOINT_KEY, attention_to_state, remove_digests, write_digests
 from packplan.adapters.trainer.loader import (
     LENGTHS,
@@ -57,7 +56,7 @@ from packplan.core.ports import RankGroup
 
 log = logging.getLogger(__name__)
 
-_NO_INPUTS = (PACK, NORMALISER, LENGTHS, VIDEO_SECONDS)
+_NO_INPUTS = (PACK, NORMALISER, LENGTHS)
 """Keys of a batch that no model takes."""
 
 

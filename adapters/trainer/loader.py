@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from packplan.adapters.hf.following import RankLoader
 from packplan.adapters.lifeline import end_by_parent_alone, end_with_parent, hide_broken_handover, keep_ctrl_c
 from packplan.adapters.loaders.rows import PACK, PackOfRows
-from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS, SwiftEncoder
+from packplan.adapters.samples.encoder import IGNORED_LABEL, SwiftEncoder
 from packplan.adapters.trainer.streams.dataset import Ended, Sample, ShardProgress, StreamedPack
 from packplan.adapters.trainer.vision import add_model_inputs
 from packplan.core.errors import PackplanError
@@ -96,7 +96,6 @@ class Collator:
         weights = loss_weights(batch["labels"], self._starts(batch), reduction=self.reduction, scale=scale)
         batch[PACK] = tuple(pack.pack for pack in packs)
         batch[LENGTHS] = tuple(sample["length"] for pack in packs for sample in pack)
-        batch[VIDEO_SECONDS] = sum(sample.get(VIDEO_SECONDS, 0.0) for pack in packs for sample in pack)
         if isinstance(packs[-1], StreamedPack):
             batch[_PROGRESS] = packs[-1].progress
         batch[NORMALISER] = float(weights.sum(dtype=torch.float64))

@@ -5,12 +5,10 @@ Trainer of a plan: it follows the schedule as every host does, and logs what it 
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from transformers import Trainer
 
 from packplan.adapters.hf.following import FollowsSchedule
 from packplan.adapters.loaders.batches import PackBatches
-from packplan.adapters.samples.encoder import VIDEO_SECONDS
 from packplan.adapters.trainer.base import CheckedTrainer
 from packplan.adapters.trainer.loader import PackLoader
 from packplan.core.schedule import EpochStats, PackStats
@@ -31,7 +29,7 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
         self.pack_stats = pack_stats
         self._stats: EpochStats | None = None
         self._epoch_start = self._logged_until = 0
-        self._video_seconds = self._waited = 0.0
+        self._waited = 0.0
         super().__init__(**options)
         self.follow(follower)
 
@@ -60,12 +58,6 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
         # Not ms-swift's method, which would add the accuracy of the steps since the last log.
         Trainer.log(self, dict(stats.epoch_statistics(self.state.global_step - self._epoch_start)))
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
-        """Train on one batch, and add up the seconds of its videos."""
-        self._video_seconds += inputs[VIDEO_SECONDS]
-        loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
-        return loss
-
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         """Log a step's loss with the stats of the steps since the last one."""
         if "loss" in logs and self._stats is not None:
@@ -76,7 +68,5 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
             if tokens.useful < tokens.total:
                 logs["useful_tokens_per_second"] = tokens.useful / seconds
             waited = sum(loader.waited for loader in self._loaders)
-            if self._video_seconds:
-                logs |= {"video_seconds": self._video_seconds, "data_wait_seconds": waited - self._waited}
-            self._video_seconds, self._waited = 0.0, waited
+            logs["data_wait_seconds"], self._waited = waited - self._waited, waited
         super().log(logs, *arguments, **options)

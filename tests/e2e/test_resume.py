@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 def steps(history) -> list[dict]:
     """Return what was logged of each step, but for the clock's."""
-    clock = {"tokens_per_second", "useful_tokens_per_second"}
+    clock = {"tokens_per_second", "useful_tokens_per_second", "data_wait_seconds"}
     return [{key: entry[key] for key in entry.keys() - clock} for entry in history if "loss" in entry]
 
 
