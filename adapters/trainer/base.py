@@ -66,6 +66,9 @@ def _not_finite(what: str, number: float) -> RunError:
     return RunError("not_finite", f"{what} is {number}, so {ended}")
 
 
+PLAIN_LOSS = {"router_aux_loss_coef": 0.0, "enable_dft_loss": False}
+"""Arguments of ms-swift under which a loss is the cross entropy alone."""
+
 _RESTORE = "restore the settings that it was trained with, or name another checkpoint"
 """Advice if a checkpoint belongs to another model or optimizer."""
 
@@ -355,8 +358,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
             MismatchError: A pack is missing, or another one.
             RunError: The loss is not finite.
         """
-        plain = {"router_aux_loss_coef": 0.0, "enable_dft_loss": False}
-        with self.media_hook(), replace_attributes(self.args, **plain):
+        with self.media_hook(), replace_attributes(self.args, **PLAIN_LOSS):
             output = super().evaluation_loop(
                 dataloader, "Evaluation", prediction_loss_only=True, metric_key_prefix=metric_key_prefix
             )

@@ -24,7 +24,7 @@ from packplan.adapters.proof.comparison import Outcome, compare, limit_of, outco
 from packplan.adapters.proof.gradients import Watched, logit_reaches
 from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.samples.media import IMAGES, VIDEOS
-from packplan.adapters.trainer.base import model_inputs
+from packplan.adapters.trainer.base import PLAIN_LOSS, model_inputs
 from packplan.adapters.trainer.loader import NORMALISER
 from packplan.adapters.trainer.planned import PlanTrainer
 from packplan.adapters.trainer.vision import model_media
@@ -133,8 +133,7 @@ class PackComparison:
     def _step(self, collated: dict[str, Any], found: Outcome) -> Outcome:
         """Return an outcome with the loss and gradients of the trainer's own step on a pack."""
         trainer = self.trainer
-        plain = {"router_aux_loss_coef": 0.0, "enable_dft_loss": False}  # what the reference computes
-        with replace_attributes(trainer.args, **plain), self._prepared(collated) as inputs:
+        with replace_attributes(trainer.args, **PLAIN_LOSS), self._prepared(collated) as inputs:
             items = torch.tensor(collated[NORMALISER] or 1.0, device=trainer.accelerator.device)
             with trainer.accelerator.autocast():
                 loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=items)

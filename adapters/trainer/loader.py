@@ -144,11 +144,10 @@ def with_weights(packs: Sequence[Sequence[Any]]) -> list[list[Sample]]:
     """
     if not any("loss_scale" in sample for pack in packs for sample in pack):
         return list(map(list, packs))
-    return [[sample if "loss_scale" in sample else _with_ones(sample) for sample in pack] for pack in packs]
-
-
-def _with_ones(sample: Sample) -> Sample:
-    return {**sample, "loss_scale": [float(label != IGNORED_LABEL) for label in sample["labels"]]}
+    return [
+        [{"loss_scale": [float(label != IGNORED_LABEL) for label in one["labels"]], **one} for one in pack]
+        for pack in packs
+    ]
 
 
 def loss_weights(

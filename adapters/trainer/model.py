@@ -10,7 +10,7 @@ import torch
 from swift import get_model_processor
 from swift.utils import HfConfigFactory
 from transformers import modeling_utils, set_seed
-from transformers.utils import logging as transformers_logging
+from transformers.utils.logging import disable_progress_bar
 
 from packplan.adapters.attention import attend_as
 from packplan.adapters.attention.vision import project_patches
@@ -43,7 +43,7 @@ def open_model(
     """
     model_type = swift_model_type(model)
     if not sys.stderr.isatty():
-        hide_progress_bars()
+        disable_progress_bar()
     dtype = None if model.torch_dtype is None else getattr(torch, model.torch_dtype)
     quantisation = quantisation_of(model, on_cpu=device is None or device.type == "cpu")
     if not outline:
@@ -109,11 +109,6 @@ def _all_weights(folder: str) -> Iterator[None]:
             f"{agree(len(missing))} to be trained from random numbers: copy all files of the model again"
         )
         raise ConfigError.at("model.model", reason)
-
-
-def hide_progress_bars() -> None:
-    """Turn off transformers' own progress bars in this process."""
-    transformers_logging.disable_progress_bar()
 
 
 def _require_parts(model: Any, training: TrainingConfig) -> None:

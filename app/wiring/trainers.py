@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from transformers.utils.logging import disable_progress_bar
 
 from packplan.adapters.attention.shared_rows import share_rows, sharing_group
 from packplan.adapters.loaders.batches import PackBatches
@@ -26,7 +27,7 @@ from packplan.adapters.trainer.checkpoints import (
     newest_checkpoint,
 )
 from packplan.adapters.trainer.loader import PackedDataset
-from packplan.adapters.trainer.model import hide_progress_bars, open_model
+from packplan.adapters.trainer.model import open_model
 from packplan.adapters.trainer.planned import PlanTrainer
 from packplan.adapters.trainer.streams.dataset import StreamedPacks
 from packplan.adapters.trainer.streams.trainer import StreamTrainer
@@ -56,7 +57,7 @@ log = logging.getLogger(__name__)
 
 def without_progress(config: RunConfig) -> RunConfig:
     """Return a run whose trainer shows no progress, and hide transformers' own in this process."""
-    hide_progress_bars()
+    disable_progress_bar()
     trainer = {"disable_tqdm": True, **config.training.trainer}
     return attrs.evolve(config, training=attrs.evolve(config.training, trainer=trainer))
 
