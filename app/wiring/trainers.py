@@ -233,7 +233,6 @@ def build_trainer(
         resumes_from: Folder of the checkpoint that it goes on from.
     """
     train, row_ranks = splits["train"], config.training.sequence_parallel_size
-    evaluated = _evaluated(splits.get("eval"))
     template, model = _open_model(config, arguments, train.encoder, group, attention)
     return PlanTrainer(
         group=group,
@@ -246,7 +245,7 @@ def build_trainer(
         args=arguments,
         template=template,
         train_dataset=PackedDataset(train.encoder, train.raw.packs, train.table, packed=train.policy.packing),
-        eval_dataset=evaluated,
+        eval_dataset=_evaluated(splits.get("eval")),
         row_ranks=row_ranks,
     )
 
@@ -305,7 +304,6 @@ def build_stream_trainer(
         resumes_from: Folder of the checkpoint that it goes on from.
     """
     training, encoder = config.training, splits["train"].encoder
-    evaluated = _evaluated(splits.get("eval"))
     template, model = _open_model(config, arguments, encoder, group, attention)
     options = CarryOptions(
         packing_length=config.packing_length,
@@ -326,5 +324,5 @@ def build_stream_trainer(
         args=arguments,
         template=template,
         train_dataset=StreamedPacks(encoder, order, options, rank=group.rank, world_size=group.world_size),
-        eval_dataset=evaluated,
+        eval_dataset=_evaluated(splits.get("eval")),
     )
