@@ -35,8 +35,6 @@ def read_document(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         document = _load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise _refusal(path, f"cannot be read ({error.strerror}): name an existing YAML") from None
-    except UnicodeDecodeError:
-        raise _refusal(path, "is not UTF-8 text") from None
     except ValueError as error:
         raise _refusal(path, str(error)) from None
     if not isinstance(document, dict):

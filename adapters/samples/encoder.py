@@ -283,16 +283,23 @@ class SwiftEncoder:
         if videos := sample.get("videos"):
             sample = {**sample, "videos": [list(video) if isinstance(video, tuple) else video for video in videos]}
         if images := sample.get("images"):
-            held = [{"bytes": image, "path": None} if isinstance(image, bytes) else image for image in images]
-            sample = {**sample, "images": held}
-        try:
+            sample = {**sample, "images": as_files(images)}
+        with self.encoding(index):
             encoded = dict(self.template.encode(sample, return_length=True))
-        except Exception as error:
-            raise self.fault(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
         drop_partial(encoded)
         encoded[IMAGES.counted] = len(sample.get("images", ()))
         encoded[VIDEOS.counted] = len(sample.get("videos", ()))
         return self._drop_even_weights(index, encoded)
+
+    @contextlib.contextmanager
+    def encoding(self, index: int) -> Iterator[None]:
+        """Raise whatever ms-swift raises as a RecordError that names sample *index*."""
+        try:
+            yield
+        except RecordError:
+            raise
+        except Exception as error:
+            raise self.fault(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
 
     def _drop_even_weights(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
         """Return an encoded sample that has weights of its tokens only where they are not all 1."""
@@ -412,6 +419,11 @@ class SwiftEncoder:
         if differences := expected.differences(found):
             raise StaleError.sample(index, str(self.records.where(index)), differences)
         return encoded
+
+
+def as_files(images: Iterable[Image]) -> list[Any]:
+    """Return images as ms-swift takes them: paths, and what files would hold."""
+    return [{"bytes": image, "path": None} if isinstance(image, bytes) else image for image in images]
 
 
 def _video_name(video: Video) -> str:

@@ -7,8 +7,6 @@ boxes, videos or sound are encoded in full, and so are those of classifiers, emb
 rerankers. Rows that ms-swift made of texts by splitting them are encoded already.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -17,10 +15,9 @@ from swift.template import StdTemplateInputs, Template, TemplateInputs
 from swift.template.vision_utils import _check_path, load_file
 
 from packplan.adapters.samples.data_set import FileRecords
-from packplan.adapters.samples.encoder import SampleSpec, SwiftEncoder
+from packplan.adapters.samples.encoder import SampleSpec, SwiftEncoder, as_files
 from packplan.adapters.samples.formats.record_file import FileName, RecordFile
 from packplan.adapters.samples.media import IMAGES, VIDEOS, measure_encoded
-from packplan.core.errors import RecordError
 from packplan.core.samples.identity import digest_of
 from packplan.core.samples.tables import DataFile, Measurement, Where
 
@@ -106,7 +103,7 @@ class RowsEncoder(SwiftEncoder):
         """
         if self._kind != "causal_lm":
             return {"messages": [], _OTHERS: record}
-        with self._encoding(index):
+        with self.encoding(index):
             pair = TemplateInputs.from_dict(record)
             held = pair.rejected if index % self.num_parts else pair.chosen
             if held is None:
@@ -117,29 +114,18 @@ class RowsEncoder(SwiftEncoder):
                 self.template._add_default_tags(held)  # noqa: SLF001  # no public way
         return _as_sample(held)
 
-    @contextlib.contextmanager
-    def _encoding(self, index: int) -> Iterator[None]:
-        """Raise whatever ms-swift raises as a RecordError that names the row."""
-        try:
-            yield
-        except RecordError:
-            raise
-        except Exception as error:
-            raise self.fault(index, f"ms-swift cannot encode the row: {type(error).__name__}: {error}") from error
-
     def encode_messages(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
         """Encode what `read` gave of a sequence; RecordError if the template cannot."""
         images = sample.get("images", ())
-        held = [{"bytes": image, "path": None} if isinstance(image, bytes) else image for image in images]
         row = {key: value for key, value in sample.items() if key != _OTHERS}
-        with self._encoding(index):
+        with self.encoding(index):
             if self._kind == "split texts":
                 encoded = {**sample[_OTHERS], "length": len(sample[_OTHERS]["input_ids"])}
             elif self._kind != "causal_lm":
                 length = sum(self.template.encode(sample[_OTHERS], return_length=True)["lengths"])
                 encoded = {"length": length, "input_ids": [], "labels": []}
             else:
-                row |= {**sample.get(_OTHERS, {}), "images": held}
+                row |= {**sample.get(_OTHERS, {}), "images": as_files(images)}
                 encoded = dict(self.template.encode(row, return_length=True))
         return {**encoded, IMAGES.counted: len(images), VIDEOS.counted: 0}
 

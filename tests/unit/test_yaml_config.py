@@ -208,7 +208,7 @@ def test_one_yaml_builds_on_another(tmp_path: Path):
         ("custom: {source_names: [a]}\n", "pairs, as"),
         ("!!python/object/apply:os.getcwd []\n", "no valid YAML"),
         ("a: \0b", r"is no valid YAML: unacceptable character #x0000"),
-        (b"\xff\xfe\0", "is not UTF-8 text"),
+        (b"\xff\xfe\0", "'utf-8' codec can't decode byte 0xff"),
         (None, r"run\.yaml has 1 fault:\n  cannot be read"),
     ],
 )
