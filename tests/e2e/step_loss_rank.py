@@ -90,10 +90,7 @@ def loop_cases(rank: int, ranks: int) -> dict[str, Callable[[], Any]]:
         "sound": of(lambda total, _: total * ranks / learned),
         "accumulation is not divided by": of(lambda total, count: total / count),
         "world size twice": of(lambda total, _: total / learned),
-        "mean of batches": of(lambda total, count: total / count / len(loop.batches)),
         "ranks of unequal token counts": of(lambda total, _: total / loop.own),
-        "ignored labels are counted": of(lambda total, _: total * ranks / sum(LENGTHS)),
-        "sum": of(lambda total, _: total * ranks),
         "gradients stay apart": of(lambda total, _: total * ranks / learned, reduced=False),
         "no update belongs in it": lambda: assert_step_loss(stepping, model=loop.model),
         "nothing is computed": lambda: assert_step_loss(lambda: 1.0, model=loop.model),
@@ -108,14 +105,6 @@ class NotDivided(Trainer):
         return None
 
     loss_is_scaled_for_ga = True
-
-
-class TwiceDivided(Trainer):
-    """The loss is divided by the ranks, which average it again."""
-
-    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
-        loss = super().compute_loss(*arguments, **options)
-        return loss / self.args.world_size
 
 
 def trainer_of(kind: type[Trainer] = Trainer, **settings: Any) -> Trainer:
@@ -135,7 +124,6 @@ def trainer_cases() -> dict[str, Callable[[], Any]]:
         "trainer": lambda: assert_step_loss(trainer_of()),
         "trainer in bfloat16": lambda: assert_step_loss(trainer_of(bf16=True)),
         "trainer not divided": lambda: assert_step_loss(trainer_of(NotDivided)),
-        "trainer divided twice": lambda: assert_step_loss(trainer_of(TwiceDivided)),
         "trainer with ranks of unequal token counts": lambda: assert_step_loss(
             trainer_of(average_tokens_across_devices=False)
         ),

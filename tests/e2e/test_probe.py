@@ -20,14 +20,12 @@ from packplan.adapters.probe.shrink import LONGEST, shrink
 from packplan.adapters.probe.small_model import SmallModels
 from packplan.adapters.proof.comparison import compare, limit_of, rounds_choices, run_alone
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.adapters.stores.plans import DiskVerdictStore
 from packplan.app import sft
 from packplan.app.plan import __main__ as plan
 from packplan.app.wiring import verdicts
 from packplan.app.wiring.runs import read_config
 from packplan.core.equality import EQUAL, AttentionChoice
-from packplan.core.errors import CorruptArtefactError, ModelError, PackplanError
-from packplan.core.fingerprint import Fingerprint
+from packplan.core.errors import ModelError, PackplanError
 from tests.e2e.ready import train
 from tests.e2e.test_proof import BackwardLeak
 from tools import models
@@ -344,21 +342,6 @@ def test_a_leak_too_small_for_16_bits_is_refused_by_its_gradient(let_llama):
 
     with pytest.raises(ModelError, match="gradients pass between samples"):
         probe_loaded(loaded("llama"), native="sdpa", named="auto")
-
-
-def test_a_verdict_is_kept_and_asked_again_when_what_it_depends_on_changes(tmp_path):
-    """A damaged one is named, with what to do."""
-    verdict = probe_family("llama")
-    store, key = DiskVerdictStore(tmp_path / "static_packing"), Fingerprint({"config.json": "abc", "torch": "2.13"})
-    assert store.load(key) is None
-    store.save(key, verdict)
-
-    assert verdict == store.load(key)
-    assert store.load(Fingerprint({"config.json": "abc", "torch": "2.14"})) is None
-    path = tmp_path / "static_packing" / "verdict.json"
-    path.write_text(path.read_text().replace("varlen", "sdpa"))
-    with pytest.raises(CorruptArtefactError, match="it is made again"):
-        store.load(key)
 
 
 @pytest.fixture
