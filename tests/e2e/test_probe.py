@@ -333,7 +333,7 @@ def test_two_right_ways_to_compute_a_model_are_within_the_limit(family, precisio
 
     apart = compare(run_alone(model, samples, with_gradients=False), eager, typical=rounds_choices(model))
 
-    assert 0 < max(apart.logits) < limit_of(model)
+    assert 0 < max(apart.logits) < limit_of(model) < {"float32": 4e-5, "float16": 0.13, "bfloat16": 0.17}[precision]
 
 
 def test_a_leak_too_small_for_16_bits_is_refused_by_its_gradient(let_llama):
