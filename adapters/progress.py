@@ -55,14 +55,12 @@ def loading_libraries(*, file: TextIO | None = None) -> Iterator[None]:
         # The cursor returns to the line's start, so that other output replaces the line. A line
         # that wraps could not be removed.
         print(_LOADING[: shutil.get_terminal_size().columns - 1], end="\r", file=file, flush=True)
-    collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        if collects:
-            gc.enable()
+        gc.enable()
         if is_shown:
             print(_CLEAR, end="", file=file, flush=True)
 
@@ -78,15 +76,21 @@ def progress(items: Iterable[Any] | None = None, *, on_terminal: bool = True, **
     """
     file = options.get("file") or sys.stderr
     if _state["hidden"] or (file.isatty() and not on_terminal):
-        return tqdm(items, disable=True, **options)
+        return _Bar(items, disable=True, **options)
     if file.isatty():
-        return tqdm(items, **options)
+        return _Bar(items, **options)
     known = options.get("total") is not None or hasattr(items, "__len__")
     done = "{desc}: {n:,} of {total:,}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}"
     form = done if known else "{desc}{postfix}, {elapsed} so far"
     # A delay above 0 leaves out the line of the start, and one position those of nested bars.
     lines = {"bar_format": form, "file": _LogLines(), "delay": 1e-9, "miniters": 1, "leave": False, "position": 0}
-    return tqdm(items, **{"mininterval": LINE_S, **options, **lines})
+    return _Bar(items, **{"mininterval": LINE_S, **options, **lines})
+
+
+class _Bar(tqdm):  # type: ignore[misc]  # its library has no types
+    """Bar without tqdm's own thread, which would run where processes fork."""
+
+    monitor_interval = 0
 
 
 class _LogLines(io.StringIO):
