@@ -100,7 +100,7 @@ def asked(path: Path) -> Path:
     from packplan.app.wiring.verdicts import verdict_of
 
     config = read_config(str(path))
-    if needs_verdict(config, packed=config.training.packing) and stored_verdict(config) is None:
+    if needs_verdict(config) and stored_verdict(config) is None:
         keep_verdict(config, _VERDICTS.get(verdict_key(config).digest) or verdict_of(config))
     return path
 

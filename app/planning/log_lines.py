@@ -117,20 +117,12 @@ def drawn_of_sources(record: EpochRecord, files: Sequence[DataFile]) -> str:
         record: Record of the epoch.
         files: Files of the data.
     """
-    drawn: dict[str, tuple[int, int]] = {}
-    if not record.source_samples:
+    if len(record.source_samples) < 2:
         return ""
-    sources = (name for name, _ in by_source(files))
-    for name, samples, tokens in zip(sources, record.source_samples, record.source_tokens, strict=True):
-        before = drawn.get(name, (0, 0))
-        drawn[name] = before[0] + samples, before[1] + tokens
-    if len(drawn) < 2:
-        return ""
-    shares = (
-        f"{name} {samples:,} ({tokens / record.num_tokens:.2%} of the tokens)"
-        for name, (samples, tokens) in drawn.items()
+    rows = zip((name for name, _ in by_source(files)), record.source_samples, record.source_tokens, strict=True)
+    return ", ".join(
+        f"{name} {samples:,} ({tokens / record.num_tokens:.2%} of the tokens)" for name, samples, tokens in rows
     )
-    return ", ".join(shares)
 
 
 def describe(planned: Split) -> Iterator[Line]:

@@ -50,12 +50,12 @@ def refuse_leak(config: RunConfig, attention: AttentionChoice) -> None:
         raise ModelError.isolation(model_type, config.model.attn_impl, attention.leak)
 
 
-def needs_verdict(config: RunConfig, *, packed: bool) -> bool:
+def needs_verdict(config: RunConfig) -> bool:
     """
     Return whether the model has to be asked: samples share packs, or the attention follows from it.
     ms-swift's own is asked by the plugin.
     """
-    return config.command is None and (packed or config.model.attn_impl in (AUTO, VARLEN))
+    return config.command is None and (config.training.packing or config.model.attn_impl in (AUTO, VARLEN))
 
 
 def verdict_key(config: RunConfig) -> Fingerprint:

@@ -48,7 +48,7 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
     attention = attention_by(config, None, on_cpu=on_cpu)
     if isolated:
         refuse_leak(config, attention)
-    if needs_verdict(config, packed=config.training.packing):
+    if needs_verdict(config):
         attention = attention_by(config, verdict_of(config), on_cpu=on_cpu)
     if isolated:
         refuse_leak(config, attention)
