@@ -276,15 +276,10 @@ def keep_rows(modules: Iterable[Any]) -> None:
             module._gradient_checkpointing_func = partial(_checkpoint_with_row, checkpoint)  # noqa: SLF001  # has no public setter
 
 
-def checkpointed_by(model: torch.nn.Module) -> list[Any]:
-    """Return the modules of a model that may checkpoint layers."""
-    return [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-
-
 def follow_rows(model: torch.nn.Module) -> None:
     """Let a model keep its row while it computes; see the module."""
     original, signature = model.forward, inspect.signature(model.forward)
-    checkpointed = checkpointed_by(model)
+    checkpointed = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
 
     @wraps(original)
     def forward(*arguments: Any, **options: Any) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from inspect import signature
@@ -29,7 +29,7 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from packplan.adapters.attention import NAME, ROWS_NAME
-from packplan.adapters.attention.rows import PackedRow, checkpointed_by, computing, current_row, keep_rows, row_of
+from packplan.adapters.attention.rows import PackedRow, computing, current_row, keep_rows, row_of
 from packplan.adapters.attention.shares import RowShare
 from packplan.adapters.families import trained_part
 from packplan.core.context_parallel import PackedLayout
@@ -50,13 +50,17 @@ _KEEPS_PART: ContextVar[bool] = ContextVar("keeps_part", default=False)
 
 
 @contextmanager
-def whole_rows() -> Iterator[None]:
-    """Let each rank compute whole rows by itself, inside, to compare with rows that it shares."""
-    token = _COMPUTES_WHOLE.set(True)
+def _setting(flag: ContextVar[bool]) -> Iterator[None]:
+    token = flag.set(True)
     try:
         yield
     finally:
-        _COMPUTES_WHOLE.reset(token)
+        flag.reset(token)
+
+
+def whole_rows() -> AbstractContextManager[None]:
+    """Let each rank compute whole rows by itself, inside, to compare with rows that it shares."""
+    return _setting(_COMPUTES_WHOLE)
 
 
 def share_rows(model: Any, group: dist.ProcessGroup | None = None) -> SharedRows:
@@ -90,15 +94,12 @@ def share_rows(model: Any, group: dist.ProcessGroup | None = None) -> SharedRows
             return original(*arguments, **options)
         _, share = divide_row(row, group)
         keep, targets = _targets_of_part(given, share)
-        token = _KEEPS_PART.set(True)
-        try:
+        with _setting(_KEEPS_PART):
             output = original(**{**given, "labels": None} | ({} if keep is None else {"logits_to_keep": keep}))
-        finally:
-            _KEEPS_PART.reset(token)
         own = F.cross_entropy(output["logits"][0].float(), targets, ignore_index=_IGNORED, reduction="sum")
         num_items = given.get("num_items_in_batch")
         num_items = (given["labels"][:, 1:] != _IGNORED).sum() if num_items is None else num_items
-        output["loss"], output["logits"] = share.sum(own) / num_items, None
+        output["loss"], output["logits"] = share.gather(own[None], 0).sum() / num_items, None
         return output
 
     model.forward = forward
@@ -176,7 +177,6 @@ class SharedRows:
         """
         self._decoder, self._divide, self._joins = decoder, divide, joins
         self._signature = signature(decoder.forward)
-        self._checkpointed = checkpointed_by(decoder)
         self._open: dict[int, list[tuple[RowShare | None, ExitStack]]] = defaultdict(list)  # of each thread
         uncompiled: Any = torch.compiler.disable  # rows would each need a program of their own
         self._hooks = [
@@ -207,7 +207,7 @@ class SharedRows:
             # Embedded whole, so that each rank has the gradients of all embeddings.
             given["inputs_embeds"] = self._decoder.get_input_embeddings()(given.pop("input_ids"))
         options = _cut_arguments(given, row, share)
-        keep_rows(self._checkpointed)
+        keep_rows(self._decoder.modules())
         inside.enter_context(computing(row))
         self._open[get_ident()].append((share, inside))
         return (), options
@@ -219,10 +219,6 @@ class SharedRows:
         inside.close()
         if share is None or output is None or not self._joins or _KEEPS_PART.get():
             return None
-        if isinstance(output, dict):
-            for name in list(output):
-                output[name] = _joined(output[name], share)
-            return output
         return _joined(output, share)
 
 
@@ -236,13 +232,13 @@ def _cut_arguments(given: dict[str, Any], row: PackedRow, share: RowShare) -> di
         share: This rank's part of it.
     """
     mask, num = given.get("attention_mask"), given["inputs_embeds"].shape[1]
-    if isinstance(mask, dict) or (mask is not None and (mask.dim() != 2 or not bool(mask.all()))):
-        message = "a mask is given, or the model makes one outside of its decoder, but ranks share rows without one"
-        raise ValueError(message)
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        raise ModelError("attention", "the model makes masks outside of its decoder, so ranks cannot share its rows")
+    if mask is not None and not bool(mask.all()):
+        raise ValueError("a mask is given, but the samples of the row are known")
     if num not in (share.tokens, len(share.own)):
         message = f"the row has {share.tokens} positions, of which a rank has {len(share.own)}, but {num} are given"
         raise ValueError(message)
-    positions = torch.arange(len(row.own), device=row.own.device) - row.first
     cut = {**given, "use_cache": False}
     for name, value in given.items():
         axis = -1 if name == "position_ids" else 1
@@ -250,7 +246,7 @@ def _cut_arguments(given: dict[str, Any], row: PackedRow, share: RowShare) -> di
         if is_by_token and not name.startswith(_NOT_BY_TOKEN):
             cut[name] = share.take(value, axis)
     if cut.get("position_ids") is None:
-        cut["position_ids"] = positions[None, share.own]
+        cut["position_ids"] = (share.own - row.first[share.own])[None]
     # With a mask of ones, transformers does not look for samples in the positions.
     cut["attention_mask"] = torch.ones(1, len(share.own), dtype=torch.long, device=share.own.device)
     images = given.get("visual_pos_masks")
@@ -264,6 +260,10 @@ def _cut_arguments(given: dict[str, Any], row: PackedRow, share: RowShare) -> di
 
 def _joined(value: Any, share: RowShare) -> Any:
     """Join the parts of what has this rank's tokens: shape (1, part, …), or (part, …)."""
+    if isinstance(value, dict):
+        for name in list(value):
+            value[name] = _joined(value[name], share)
+        return value
     if isinstance(value, (tuple, list)):
         return type(value)(_joined(one, share) for one in value)
     if not isinstance(value, torch.Tensor) or value.dim() < 2:

@@ -56,19 +56,9 @@ class RowShare:
         return len(self.own) * self.size
 
     def heads(self, num_heads: int) -> list[range]:
-        """
-        Return the heads that each rank attends with: as equal as they can be.
-
-        >>> RowShare.split_heads(7, 3)
-        [range(0, 3), range(3, 5), range(5, 7)]
-        """
-        return self.split_heads(num_heads, self.size)
-
-    @staticmethod
-    def split_heads(num_heads: int, size: int) -> list[range]:
-        """Return the heads of each of *size* ranks."""
-        least, rest = divmod(num_heads, size)
-        ends = [number * least + min(number, rest) for number in range(size + 1)]
+        """Return the heads that each rank attends with: as equally many as there can be."""
+        least, rest = divmod(num_heads, self.size)
+        ends = [number * least + min(number, rest) for number in range(self.size + 1)]
         return [range(*span) for span in pairwise(ends)]
 
     def keeps_groups(self, num_heads: int, num_keys: int) -> bool:
@@ -91,9 +81,7 @@ class RowShare:
             value: See *key*.
         """
         heads, together = self.heads(query.shape[1]), query.shape[1] // key.shape[1]
-        keys = [
-            range(own.start // together, -(-own.stop // together) if own else own.start // together) for own in heads
-        ]
+        keys = [range(own.start // together, -(-own.stop // together)) if own else own for own in heads]
         query, key, value = self._exchange(query, heads), self._exchange(key, keys), self._exchange(value, keys)
         mine, served = heads[self.rank], keys[self.rank]
         if mine.start % together or mine.stop % together:
@@ -124,7 +112,7 @@ class RowShare:
         parts = row.reshape(self.size, len(self.own), *row.shape[1:]).transpose(1, 2).flatten(0, 1)
         counts = [*map(len, self.heads(num_heads))]
         received = _exchange_rows(parts, [mine] * self.size, counts, self.group)
-        return received.transpose(0, 1)[None]
+        return received.transpose(0, 1).contiguous()[None]
 
     def gather(self, part: torch.Tensor, axis: int) -> torch.Tensor:
         """Return the values of the row's tokens along an axis, from the parts of all ranks."""
@@ -139,10 +127,6 @@ class RowShare:
         """
         result: torch.Tensor = _Take.apply(values.movedim(axis, 0), self)  # type: ignore[no-untyped-call]
         return result.movedim(0, axis)
-
-    def sum(self, number: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the ranks' numbers."""
-        return _gather_rows(number[None], self.group).sum(0)
 
 
 class _Take(torch.autograd.Function):

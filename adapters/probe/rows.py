@@ -17,6 +17,7 @@ import torch
 from packplan.adapters.attention import native_attention
 from packplan.adapters.families import trained_config
 from packplan.adapters.models import evaluating
+from packplan.adapters.probe.small_model import error_text
 from packplan.adapters.proof.batches import PackedBatch, Sample, places_in_row
 from packplan.adapters.proof.comparison import (
     Outcome,
@@ -31,7 +32,7 @@ from packplan.adapters.proof.comparison import (
 )
 from packplan.adapters.proof.gradients import logit_reaches
 from packplan.core.equality import ProbeResult
-from packplan.core.errors import ModelError
+from packplan.core.errors import ModelError, PackplanError
 
 LOADED_LENGTHS = (17, 3, 29)
 """Tokens of the samples that a loaded model packs."""
@@ -112,8 +113,13 @@ def probe_loaded(model: Any, *, native: str, named: str) -> ProbeResult:
     with evaluating(model):  # dropout is no difference
         with native_attention(model, native):
             alone = run_alone(model, row.samples, with_gradients=False)
-        measured = compare_row(model, row, alone, typical=rounds_choices(model))
-    why_not = measured.why_not(limit=limit_of(model))
+        try:
+            measured = compare_row(model, row, alone, typical=rounds_choices(model))
+            why_not = measured.why_not(limit=limit_of(model))
+        except PackplanError:
+            raise
+        except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
+            why_not = f"it raises {error_text(error)}"
     if why_not is not None:
         reason = f"the loaded model ({place_of(model)}) was asked, and {why_not}"
         raise ModelError.isolation(config.model_type, named, reason)
