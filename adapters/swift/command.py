@@ -22,7 +22,7 @@ from swift.utils import parse_args, seed_everything
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.swift.packs import ALGORITHMS
 from packplan.core.config.refusals import refusals_of
-from packplan.core.errors import ConfigError, Fault
+from packplan.core.errors import ConfigError, Fault, counted
 from packplan.core.fingerprint import Value
 
 _ARGUMENTS: Mapping[str, type[Any]] = {"sft": SftArguments, "pt": PretrainArguments, "rlhf": RLHFArguments}
@@ -187,7 +187,7 @@ def read_arguments(task: str, arguments: Sequence[str], *, words: Sequence[str],
         if rest:
             raise ConfigError(COMMAND, (Fault(rest[0], "is no argument of ms-swift: remove it"),))
     if world_size % (size := row_ranks(plain)):
-        reason = f"is {size}, which does not divide {world_size} ranks: start a multiple of it, or change it"
+        reason = f"is {size}, which does not divide {counted(world_size, 'rank')}: start a multiple of it, or set 1"
         raise ConfigError(COMMAND, (Fault("--sequence_parallel_size", reason),))
     return SwiftCommand(plain, tuple(words), world_size)
 

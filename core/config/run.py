@@ -29,7 +29,7 @@ from packplan.core.config.keys import (
     share_below_1,
 )
 from packplan.core.equality import BACKENDS
-from packplan.core.errors import ConfigError
+from packplan.core.errors import ConfigError, counted
 from packplan.core.packers import ALGORITHMS
 from packplan.core.samples.shapes import READ
 
@@ -489,7 +489,7 @@ class RunConfig:
         ranks, left = divmod(world_size, self.training.sequence_parallel_size)
         if left:
             size = self.training.sequence_parallel_size
-            reason = f"is {size}, which does not divide {world_size} ranks: start a multiple of it, or change it"
+            reason = f"is {size}, which does not divide {counted(world_size, 'rank')}: start a multiple of it, or set 1"
             raise ConfigError.at("training.sequence_parallel_size", reason)
         return ranks
 

@@ -114,14 +114,18 @@ def losses(history: list[dict]) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("of", "tuner", "ranks"),
-    [("qwen2_5_vl", "lora", 1), ("qwen2", "full", 2)],
+    ("of", "tuner", "ranks", "row_ranks"),
+    [("qwen2_5_vl", "lora", 1, 2), ("qwen2", "full", 2, 1)],
 )
-def test_both_halves_of_a_pair_are_in_one_pack(of, tuner, ranks, words, train):
-    """And DPO's losses are those of the pairs alone, padded, as ms-swift trains them."""
+def test_both_halves_of_a_pair_are_in_one_pack(of, tuner, ranks, row_ranks, words, train):  # noqa: PLR0917  # fixtures
+    """
+    And DPO's losses are those of the pairs alone, padded, as ms-swift trains them, also where two
+    ranks share each row.
+    """
     data = f"{of}_pairs"
     more = f"--rlhf_type dpo --tuner_type {tuner} --num_train_epochs 3 --save_strategy no --packing_length 1024"
-    ran = train(words(of, f"{more} --gradient_accumulation_steps 8", data=data), command="rlhf", ranks=ranks)
+    own = f"{more} --gradient_accumulation_steps 8 --sequence_parallel_size {row_ranks}"
+    ran = train(words(of, own, data=data), command="rlhf", ranks=ranks * row_ranks)
 
     found = ran.plan(1024)
     schedule = found.schedule(world_size=ranks, packs_per_step=8 * ranks, epochs=3, seed=42)

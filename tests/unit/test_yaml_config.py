@@ -16,6 +16,15 @@ from tests.documents import KEYS, document, faults_of, parsed
 ROLLOUT = {"custom.trainer_variant": "rollout", "training.packing_mode": "dynamic", "training.max_steps": 1}
 
 
+def test_ranks_that_share_rows_count_as_one():
+    """Where they divide all ranks; else the run is refused by its key."""
+    config = parsed(SHARED)
+
+    assert 3 == config.data_ranks(6)
+    with pytest.raises(ConfigError, match="which does not divide 1 rank"):
+        config.data_ranks(1)
+
+
 def test_defaults_are_the_specifications():
     """A YAML of four sections is enough."""
     config = parsed()
@@ -102,6 +111,8 @@ SHARES = {
 }  # fmt: skip
 """Key -> value that depends on the number of steps."""
 
+SHARED = {"training.sequence_parallel_size": 2}
+
 LORA, MIX = {"training.tuner_type": "lora"}, {"custom.fusion_config": "mix.yaml", "custom.train_jsonl": None}
 
 
@@ -138,6 +149,8 @@ LORA, MIX = {"training.tuner_type": "lora"}, {"custom.fusion_config": "mix.yaml"
         ({"training.packing_epochs": "replanned", "training.packing_algorithm": "concatenative"},
          "training.packing_epochs"),
         ({**ROLLOUT, "training.packing_epochs": "replanned"}, "training.packing_epochs"),
+        ({**SHARED, "training.packing": False}, "training.sequence_parallel_size"),
+        ({**SHARED, "training.deepspeed": "zero3", "training.fsdp": "full_shard"}, "training.deepspeed training.fsdp"),
     ],
 )  # fmt: skip
 def test_values_that_cannot_be_are_refused_by_their_keys(keys, refused):
