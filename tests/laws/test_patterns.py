@@ -15,7 +15,7 @@ from packplan.core.patterns import Effort, SpentError, num_packs
 from packplan.core.patterns.certificate import certify, quick_bound
 from packplan.core.patterns.guided import _Program, fill_guided
 from packplan.core.patterns.relaxation import relax, solve_knapsack, solve_master
-from packplan.core.patterns.search import find_filling, gather_room
+from packplan.core.patterns.search import _Search, find_filling, gather_room
 from packplan.core.plan import build_raw_plan
 from tests import references
 from tests.strategies import packable, packable_arrays
@@ -45,13 +45,15 @@ def test_a_search_holds_each_sample_once(case, limit):
     """No bin exceeds the capacity, however early it ends; room is gathered and never made."""
     lengths, capacity = case
     tally = LengthCounts.from_lengths(np.array(lengths))
-    guided = fill_guided(tally, capacity=capacity, num_groups=4, effort=Effort(30_000))
+    guided = fill_guided(tally, capacity=capacity, num_groups=9, effort=Effort(300_000))
 
     full, partial = gather_room(guided, tally, capacity=capacity, effort=Effort(limit))
     found = find_filling(tally, capacity=capacity, bound=1, effort=Effort(limit))
+    improved = _Search(tally, capacity, 1, Effort(limit)).improve(guided, good=1)
 
-    for filling in (full + partial, found):
+    for filling in (full + partial, found, improved):
         assert_each_sample_once(filling, tally, capacity)
+    assert num_packs(improved) <= num_packs(full + partial) <= num_packs(guided)
     saved = num_packs(guided) - num_packs(full + partial)
     event(f"saved: {saved}")
     assert {0} >= {room for room, _ in rooms(full, tally, capacity)}
