@@ -24,10 +24,10 @@ from packplan.core.packs import Packs
 from packplan.core.patterns import Effort, Filling, Pattern, key_of, num_packs, trace_of
 from packplan.core.patterns.certificate import certify, quick_bound, reduced
 from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, FloatArray, solve_master
-from packplan.core.patterns.search import find_filling, find_filling_quickly
+from packplan.core.patterns.search import find_filling, find_filling_quickly, usual_effort
 
-_CLOSE = 1000
-"""Packs per pack above the bound that is worth no search (0.1 %)."""
+_CLOSE, _ENOUGH = 1000, 4000
+"""Packs per pack above the bound that is worth no search (0.1 %), and per pack that ends it."""
 
 MAX_DIVES = 40
 """Limit of linear programs after the relaxation. Each has fewer samples than the one before."""
@@ -48,7 +48,8 @@ def auto(tally: LengthCounts, *, capacity: int) -> PackingTrace:
     bound = quick_bound(terms, capacity=width)
     best = constant_volume(tally, capacity=capacity)
     if best.num_bins > bound + bound // _CLOSE and width <= MAX_CAPACITY and len(terms.sizes) <= MAX_SIZES:
-        found = find_filling(terms, capacity=width, bound=bound, effort=Effort())
+        enough = bound + bound // _ENOUGH
+        found = find_filling(terms, capacity=width, enough=enough, effort=usual_effort(terms))
         best = min(best, trace_of(found), key=lambda trace: trace.num_bins)
     if best.num_bins > bound:
         best = min(best, fewest_quickly(tally, capacity=capacity), key=lambda trace: trace.num_bins)

@@ -12,10 +12,14 @@ from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray
 from packplan.core.patterns import Effort, Filling, Pattern, num_packs
 from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, relax
-from packplan.core.patterns.search import find_filling
+from packplan.core.patterns.search import find_filling, usual_effort
 
 MAX_PARTS = 100
 """Parts of the capacity that dual-feasible functions round lengths to, at most."""
+
+
+_EFFORTS = 3
+"""Times the effort of `auto` that an unlimited search spends before the linear relaxation."""
 
 
 def quick_bound(tally: LengthCounts, *, capacity: int) -> int:
@@ -107,7 +111,8 @@ def certify(tally: LengthCounts, *, capacity: int, known: int, effort: Effort) -
         return Certificate(bound, None, [], "reached")
     if capacity > MAX_CAPACITY or len(tally.sizes) > MAX_SIZES:
         return Certificate(bound, None, [], "quick")
-    best = find_filling(tally, capacity=capacity, bound=bound, effort=effort)
+    with effort.part(_EFFORTS * usual_effort(tally).left) as own:
+        best = find_filling(tally, capacity=capacity, enough=bound, effort=own)
     if num_packs(best) == bound:
         return Certificate(bound, best, [], "reached")
     enough = min(known, num_packs(best))

@@ -177,10 +177,9 @@ class _Program:
         """Take better patterns until they are close to the bound; SpentError if the effort ends."""
         centre, bound, smoothing = self._sizes / self._capacity, 0.0, _SMOOTHING
         passes = sum(per_bin.bit_length() + 2 for per_bin in (self._capacity // self._sizes).tolist())
-        knapsack_steps = passes * (6 + self._capacity // 600)
         while True:
             self._pass_places_on(effort)
-            effort.spend(knapsack_steps)
+            effort.spend(passes * (6 + self._capacity // 600))
             smoothed = smoothing * centre + (1 - smoothing) * np.clip(self._prices, 0, 1)
             knapsack = solve_knapsack(self._sizes, np.floor(smoothed * _SCALE).astype(np.int64), self._capacity)
             priced = zip(knapsack.prices.tolist(), self._counts.tolist(), strict=True)

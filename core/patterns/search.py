@@ -29,14 +29,8 @@ MAX_REFILLS = 12
 Times that open bins are packed again. Two in a row that close less than a tenth of the gap end it.
 """
 
-_NEAR, _ENOUGH = 100, 4000
-"""
-Packs per pack above the bound up to which few groups may reach it, and up to which a packing is
-good enough.
-"""
-
-_STEPS, _STEPS_OF_A_SAMPLE = 2_500_000, 4
-"""Steps of a search: the larger of a fixed number, of less than a second, and some a sample."""
+_NEAR = 100
+"""Packs per pack above what is enough up to which few groups may reach it."""
 
 _STEPS_OF_A_PROGRAM, _STEPS_OF_A_PAIR = 250_000, 120
 """Limit of a guided filling: a fixed part, and one for each pair of groups of its program."""
@@ -45,33 +39,35 @@ _STEPS_OF_AN_EXCHANGE, _CELLS_OF_A_STEP = 50, 256
 """Steps of an exchange, and partners that are compared in a further one."""
 
 
-def find_filling(tally: LengthCounts, *, capacity: int, bound: int, effort: Effort) -> Filling:
+def usual_effort(tally: LengthCounts) -> Effort:
+    """Return the effort of a search of less than a second, or of some seconds a million samples."""
+    return Effort(max(2_500_000, 4 * sum(tally.counts)))
+
+
+def find_filling(tally: LengthCounts, *, capacity: int, enough: int, effort: Effort) -> Filling:
     """
-    Return a packing of few bins, found by a limited number of steps.
+    Return a packing of few bins.
 
     Args:
         tally: Lengths from 1 to *capacity*, counts >= 1.
         capacity: Tokens a bin may hold.
-        bound: Number of packs that no packing can go below.
-        effort: Limit of the search, if it is less than that of every search.
+        enough: Number of packs that ends the search.
+        effort: Limit of the search, which ends without an error.
     """
-    good = bound + bound // _ENOUGH
-    with effort.part(max(_STEPS, _STEPS_OF_A_SAMPLE * sum(tally.counts))) as own:
-        few, has_more = _Search(tally, capacity, FEW_GROUPS, own), len(tally.sizes) > FEW_GROUPS
-        best = few.fill(tally.counts)
-        if not has_more or num_packs(best) <= bound + 1 + bound // _NEAR:
-            best = few.improve(best, good)
-        if has_more and num_packs(best) > good and own.left:
-            more = _Search(tally, capacity, MORE_GROUPS, own)
-            best = min(best, more.improve(more.fill(tally.counts), good), key=num_packs)
+    few, has_more = _Search(tally, capacity, FEW_GROUPS, effort), len(tally.sizes) > FEW_GROUPS
+    best = few.fill(tally.counts)
+    if not has_more or num_packs(best) <= enough + 1 + enough // _NEAR:
+        best = few.improve(best, enough)
+    if has_more and num_packs(best) > enough and effort.left:
+        more = _Search(tally, capacity, MORE_GROUPS, effort)
+        best = min(best, more.improve(more.fill(tally.counts), enough), key=num_packs)
     return best
 
 
 def find_filling_quickly(tally: LengthCounts, *, capacity: int) -> Filling:
     """Return a packing of the samples of *tally*, whose counts may be 0, by the first exchanges."""
     search = _Search(tally, capacity, FEW_GROUPS, Effort())
-    full, partial = gather_room(search.fill(tally.counts), tally, capacity=capacity, effort=search.effort)
-    return full + partial
+    return search.improve(search.fill(tally.counts), enough=sum(tally.counts))
 
 
 @attrs.frozen
@@ -89,13 +85,13 @@ class _Search:
             tally = LengthCounts(self.tally.sizes, counts)
             return fill_guided(tally, capacity=self.capacity, num_groups=self.num_groups, effort=own)
 
-    def improve(self, filling: Filling, good: int) -> Filling:
-        """Gather room; pack open bins again, with some full ones, until there are *good* packs."""
+    def improve(self, filling: Filling, enough: int) -> Filling:
+        """Gather room; pack open bins again, with some full ones, until *enough* packs are left."""
         full, partial = gather_room(filling, self.tally, capacity=self.capacity, effort=self.effort)
         idle = 0
         for seed in range(1, MAX_REFILLS + 1):
             before = num_packs(full + partial)
-            if before <= good or idle == 2 or not self.effort.left:
+            if before <= enough or idle == 2 or not self.effort.left:
                 break
             kept, taken = _take_some(full, num_packs(partial) // 2, seed)
             left = [0] * len(self.tally.sizes)
@@ -105,7 +101,7 @@ class _Search:
             again = self.fill(left)
             filled, rest = gather_room(again, self.tally, capacity=self.capacity, effort=self.effort)
             saved = before - num_packs(kept + filled + rest)
-            idle = 0 if saved * 10 >= before - good else idle + 1
+            idle = 0 if saved * 10 >= before - enough else idle + 1
             if saved >= 0:
                 full, partial = kept + filled, rest
         return full + partial

@@ -48,8 +48,8 @@ def test_a_search_holds_each_sample_once(case, limit):
     guided = fill_guided(tally, capacity=capacity, num_groups=9, effort=Effort(300_000))
 
     full, partial = gather_room(guided, tally, capacity=capacity, effort=Effort(limit))
-    found = find_filling(tally, capacity=capacity, bound=1, effort=Effort(limit))
-    improved = _Search(tally, capacity, 1, Effort(limit)).improve(guided, good=1)
+    found = find_filling(tally, capacity=capacity, enough=1, effort=Effort(limit))
+    improved = _Search(tally, capacity, 1, Effort(limit)).improve(guided, 1)
 
     for filling in (full + partial, found, improved):
         assert_each_sample_once(filling, tally, capacity)
@@ -67,10 +67,8 @@ def test_guided_filling_holds_each_sample_once(case, num_groups, limit):
     """No bin exceeds the capacity, however few groups and steps there are."""
     lengths, capacity = case
     tally = LengthCounts.from_lengths(np.array(lengths))
-
     found = fill_guided(tally, capacity=capacity, num_groups=num_groups, effort=Effort(limit))
 
-    event(f"best fit needs more: {num_packs(found) < len(pack(lengths, capacity=capacity))}")
     assert_each_sample_once(found, tally, capacity)
 
 
