@@ -14,6 +14,7 @@ import attrs
 
 from benchmarks.options import add_number
 from benchmarks.table import show
+from packplan.adapters.lifeline import end_with_parent
 
 
 @attrs.frozen
@@ -83,6 +84,7 @@ def _be_rank(rank: int, ranks: int, port: int, options: argparse.Namespace, told
     from packplan.adapters.attention.shared_rows import share_attention, share_rows
     from packplan.core.equality import VARLEN, AttentionChoice
 
+    end_with_parent()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -104,6 +104,7 @@ STARTERS = {
     "benchmarks/child.py": {"multiprocessing"},
     "benchmarks/forecast.py": {"concurrent"},  # threads
     "benchmarks/memory.py": {"concurrent"},  # threads
+    "benchmarks/rows.py": {"multiprocessing"},
 }
 """Modules that start processes; each kind ends with its parent, or is waited for at once."""
 
