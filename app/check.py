@@ -91,8 +91,9 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
     if not config.training.packing:
         raise ConfigError.at("training.packing", "is false: nothing is packed, so there is nothing to compare")
     with joined_ranks(config) as group:
-        from_start = attrs.evolve(config, training=attrs.evolve(config.training, resume_from_checkpoint=None))
-        trainer, splits = prepare(from_start, group, may_leak=True)
+        # One rank compares whole rows: how ranks share them is asked before their first step.
+        training = attrs.evolve(config.training, resume_from_checkpoint=None, sequence_parallel_size=1)
+        trainer, splits = prepare(attrs.evolve(config, training=training), group, may_leak=True)
         return compare(config, trainer, splits["train"], num_packs=num_packs)
 
 

@@ -8,6 +8,7 @@ processes of their own on this machine. The peak counts the tensors of a step be
 import argparse
 import multiprocessing
 import time
+from datetime import timedelta
 from typing import Any
 
 import attrs
@@ -81,7 +82,7 @@ def _be_rank(rank: int, ranks: int, port: int, options: argparse.Namespace, told
 
     from benchmarks.memory import allocator_peak
     from packplan.adapters.attention import attend_as
-    from packplan.adapters.attention.shared_rows import share_attention, share_rows
+    from packplan.adapters.attention.shared_rows import share_attention, share_rows, sharing_group
     from packplan.core.equality import VARLEN, AttentionChoice
 
     end_with_parent()
@@ -94,7 +95,7 @@ def _be_rank(rank: int, ranks: int, port: int, options: argparse.Namespace, told
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, max_position_embeddings=options.tokens)).train()
     attend_as(model, share_attention(AttentionChoice(VARLEN)))
     if ranks > 1:
-        share_rows(model)
+        share_rows(model, sharing_group(ranks, timedelta(minutes=10)))
     positions = torch.arange(options.tokens)[None] % -(-options.tokens // 8)
     ids = torch.randint(0, options.vocabulary, positions.shape)
     batch = {"input_ids": ids, "position_ids": positions, "use_cache": False}

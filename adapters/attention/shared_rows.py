@@ -17,8 +17,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from datetime import timedelta
 from functools import wraps
 from inspect import signature
+from itertools import count
 from threading import get_ident
 from typing import Any
 
@@ -34,7 +36,7 @@ from packplan.adapters.attention.shares import RowShare
 from packplan.adapters.families import trained_part
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.equality import VARLEN, AttentionChoice
-from packplan.core.errors import ModelError
+from packplan.core.errors import MismatchError, ModelError
 
 _IGNORED = -100
 """Label of a token that no loss counts."""
@@ -63,7 +65,7 @@ def whole_rows() -> AbstractContextManager[None]:
     return _setting(_COMPUTES_WHOLE)
 
 
-def share_rows(model: Any, group: dist.ProcessGroup | None = None) -> SharedRows:
+def share_rows(model: Any, group: dist.ProcessGroup) -> SharedRows:
     """
     Let the ranks of a group share the packed rows that a model is given; every rank calls this.
 
@@ -74,7 +76,11 @@ def share_rows(model: Any, group: dist.ProcessGroup | None = None) -> SharedRows
 
     Args:
         model: Model of transformers, perhaps with adapters.
-        group: Ranks that share rows; all ranks by default.
+        group: Ranks that share rows.
+
+    Raises:
+        MismatchError: Inside: ranks of the group are given different rows. It is asked in calls
+            whose number is a power of two.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     part = trained_part(model)
@@ -84,11 +90,13 @@ def share_rows(model: Any, group: dist.ProcessGroup | None = None) -> SharedRows
         return None if row is None else divide_row(row, group)
 
     shared = SharedRows(part.get_decoder(), divide, joins=True)
-    original, parameters = model.forward, signature(model.forward)
+    original, parameters, calls = model.forward, signature(model.forward), count(1)
 
     @wraps(original)
     def forward(*arguments: Any, **options: Any) -> Any:
         given = {**parameters.bind_partial(*arguments).arguments, **options}
+        if shared.attends and (call := next(calls)) & (call - 1) == 0:
+            _require_same_rows(given, group)
         row = row_of(given.get("position_ids"))
         if row is None or not shared.attends or not _has_usual_loss(part, given):
             return original(*arguments, **options)
@@ -106,6 +114,18 @@ def share_rows(model: Any, group: dist.ProcessGroup | None = None) -> SharedRows
     return shared
 
 
+def _require_same_rows(given: dict[str, Any], group: dist.ProcessGroup) -> None:
+    """Compare the tokens, positions and mask of a call over the ranks of a group; MismatchError."""
+    found = [given.get(name) for name in ("input_ids", "position_ids", "attention_mask")]
+    tensors = [one.flatten().long() for one in found if isinstance(one, torch.Tensor) and one.dim() < 4]
+    numbers = [int((one * torch.arange(1, len(one) + 1, device=one.device)).sum()) for one in tensors]
+    rows: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(rows, numbers, group=group)
+    if any(row != rows[0] for row in rows):
+        fact = "ranks that share rows were given different ones: give all ranks of a group the same batches"
+        raise MismatchError("ranks_disagree", fact, {"rows": tuple(map(str, rows))})
+
+
 def share_attention(choice: AttentionChoice) -> AttentionChoice:
     """Return the attention for shared rows; ModelError if it is none that knows them."""
     if choice.name != VARLEN or choice.split:
@@ -114,9 +134,15 @@ def share_attention(choice: AttentionChoice) -> AttentionChoice:
     return attrs.evolve(choice, follows_rows=True)
 
 
-def sharing_group(size: int) -> dist.ProcessGroup:
-    """Return the group of *size* consecutive ranks that this rank is in; every rank calls this."""
-    group: dist.ProcessGroup = dist.new_subgroups(group_size=size)[0]  # type: ignore[no-untyped-call]
+def sharing_group(size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """
+    Return the group of consecutive ranks that this rank is in; every rank calls this.
+
+    Args:
+        size: Ranks of a group.
+        timeout: Time that a collective of the group may take.
+    """
+    group: dist.ProcessGroup = dist.new_subgroups(group_size=size, timeout=timeout)[0]  # type: ignore[no-untyped-call]
     return group
 
 
@@ -126,7 +152,7 @@ def _has_usual_loss(model: Any, given: dict[str, Any]) -> bool:
         return False
     routes = given.get("output_router_logits") or getattr(model.config.get_text_config(), "output_router_logits", False)
     keeps = given.get("logits_to_keep")
-    is_known = keeps is None or (isinstance(keeps, torch.Tensor) and keeps.dtype == torch.bool) or keeps == 0
+    is_known = keeps.dtype == torch.bool if isinstance(keeps, torch.Tensor) else not keeps
     return getattr(model, "loss_function", None) is ForCausalLMLoss and is_known and not routes
 
 

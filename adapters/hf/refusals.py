@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Any
 
 from packplan.core.config.refusals import refusals_of
-from packplan.core.errors import ArgumentError
+from packplan.core.errors import ArgumentError, counted
 
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 """Losses of GRPO that are sums or means over rows or tokens."""
@@ -44,9 +44,9 @@ def _of_plan(trainer: Any) -> Iterator[str]:
 def _of_rows(trainer: Any, row_ranks: int) -> Iterator[str]:
     """Yield what stands against rows that ranks share."""
     if row_ranks < 1 or trainer.args.world_size % row_ranks:
-        yield f"sequence_parallel_size is {row_ranks}, which does not divide {trainer.args.world_size} ranks"
+        yield f"sequence_parallel_size is {row_ranks}, which does not divide {counted(trainer.args.world_size, 'rank')}"
     if row_ranks > 1 and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-        yield "the weights are split over ranks, which was not tried with rows that ranks share"
+        yield "the model is sharded, which was not tried with rows that ranks share"
     if row_ranks > 1 and getattr(trainer, "compute_metrics", None) is not None:
         yield "compute_metrics is set, which would count the answers of each rank that shares a row"
 

@@ -111,7 +111,7 @@ def _unpad_for_loss(trainer: Any, *, row_ranks: int) -> Unpadding:
     model = unwrap(trainer.model)
     if reads_both_ways(model.config):
         raise ModelError("probe", f"{model.config.model_type} reads both ways, but a plan trains what follows")
-    group = sharing_group(row_ranks) if row_ranks > 1 else None
+    group = sharing_group(row_ranks, trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
     own_loss = type(trainer).compute_loss is Trainer.compute_loss
     hooked = (HOOKED[module] for module in model.modules() if module in HOOKED)
     return next(hooked, None) or unpad(model, logits=not own_loss, group=group)

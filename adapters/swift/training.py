@@ -45,7 +45,7 @@ def follow(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> EpochSched
     digest = packs.facts.digest
     require_same_rows(packs.plan, digest)
     schedule = schedule_of(packs.plan, trainer.args, world_size=trainer.args.world_size // row_ranks)
-    group = sharing_group(row_ranks) if row_ranks > 1 else None
+    group = sharing_group(row_ranks, trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
     # Heads of other tasks pool each sample of a row, so no logits of tokens can be compared.
     whole = trainer.task_type == "causal_lm" and not (trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled())
     for model in (trainer.model, getattr(trainer, "ref_model", None)):

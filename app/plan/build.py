@@ -44,7 +44,9 @@ def run(options: argparse.Namespace) -> None:
 
     with joined_ranks(config, use_cpu=True, options={"--world-size": options.world_size}) as group:
         require_static(config)
-        world_size = ranks_of(config) or options.world_size or group.world_size
+        world_size = ranks_of(config) or options.world_size
+        if world_size is None:  # one process plans for one rank, or group of ranks
+            world_size = 1 if group.world_size == 1 else config.data_ranks(group.world_size)
         accumulation_of(config, world_size=world_size)
         verdict = ask_before_measuring(config)
         splits = list(open_splits(config).values())
@@ -58,7 +60,8 @@ def run(options: argparse.Namespace) -> None:
 def _log_next(config: RunConfig, words: list[str], world_size: int) -> None:
     """Log where the plan is, and the commands that show it and train it on so many ranks."""
     typed = shlex.join(words)
-    train = f"torchrun --nproc-per-node {world_size} -m packplan.app.sft" if world_size > 1 else "packplan sft"
+    ranks = world_size * config.training.sequence_parallel_size
+    train = f"torchrun --nproc-per-node {ranks} -m packplan.app.sft" if ranks > 1 else "packplan sft"
     train = f"{train} {typed}"
     if ranks_of(config):
         train = "the command with --external_plugins plugin.py, which packplan plugin swift -o plugin.py writes"

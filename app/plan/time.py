@@ -121,4 +121,4 @@ def _calibrate(options: argparse.Namespace) -> tuple[int, int]:
         config = without_progress(calibrated_run(config))
     with joined_ranks(config) as group, alone_in_output(config, group):
         calibrate(config, *prepare(config, group), group)
-        return group.rank, group.world_size
+        return group.rank, config.data_ranks(group.world_size)

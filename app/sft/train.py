@@ -72,9 +72,9 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
     """
     # What the settings alone can get wrong is found before hours of measuring.
     require_static(config)
+    data_ranks = config.data_ranks(group.world_size)
     attention = decide_attention(config, isolated=config.training.packing and not may_leak)
     checkpoint = open_checkpoint(config, group, ResumeState)
-    data_ranks = config.data_ranks(group.world_size)
     accumulation = accumulation_of(config, world_size=data_ranks)
     splits = open_splits(config)
     ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)

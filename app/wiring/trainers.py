@@ -173,7 +173,8 @@ def _open_model(
     if not shards_weights(arguments):
         require_same_weights(group, model)
     if config.training.sequence_parallel_size > 1:
-        share_rows(model, sharing_group(config.training.sequence_parallel_size))
+        group_of_rows = sharing_group(config.training.sequence_parallel_size, arguments.ddp_timeout_delta)
+        share_rows(model, group_of_rows)
     if config.training.packing and attention.verdict is not None:
         ask_loaded(config, model, attention.verdict, whole=not shards_weights(arguments), keep=group.rank == 0)
     template.model = plain_model(model)

@@ -113,7 +113,7 @@ def _sharing_faults(training: TrainingConfig) -> Iterator[Fault]:
         yield Fault("training.sequence_parallel_size", "shares packed rows, but training.packing is false: set it to 1")
     for name in ("deepspeed", "fsdp"):
         if training.trainer.get(name):
-            reason = "splits the weights, which was not tried with rows that ranks share: remove one of both"
+            reason = "shards the model, which was not tried with rows that ranks share: remove one of both"
             yield Fault(f"training.{name}", f"{reason} (training.sequence_parallel_size)")
 
 

@@ -29,7 +29,7 @@ from packplan.core.config.keys import (
     share_below_1,
 )
 from packplan.core.equality import BACKENDS
-from packplan.core.errors import ConfigError, counted
+from packplan.core.errors import ConfigError, Fault, counted
 from packplan.core.packers import ALGORITHMS
 from packplan.core.samples.shapes import READ
 
@@ -279,11 +279,6 @@ class TrainingConfig:
     in each microbatch (FSDP, DeepSpeed from stage 2 on), `auto` for either, `none` as packs come.
     """
 
-    """
-    Window, in optimizer steps, within which each step gets packs of like work; 0: steps as drawn.
-    Grouped steps are biased.
-    """
-
     packing_min_fill_ratio: Decimal = key(Decimal("0.65"), plan=True, check=share)
     """Packs filled below this share of the packing length, an exact decimal, are dropped."""
 
@@ -490,7 +485,7 @@ class RunConfig:
         if left:
             size = self.training.sequence_parallel_size
             reason = f"is {size}, which does not divide {counted(world_size, 'rank')}: start a multiple of it, or set 1"
-            raise ConfigError.at("training.sequence_parallel_size", reason)
+            raise ConfigError(self.source, (Fault("training.sequence_parallel_size", reason),))
         return ranks
 
     @property

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
@@ -13,6 +14,7 @@ from packplan.adapters.attention.shared_rows import context_parallel, share_atte
 from packplan.adapters.probe.rows import probe_loaded
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.equality import VARLEN, AttentionChoice
+from packplan.core.errors import MismatchError
 from tests.e2e.unpad_rank import build
 from tests.nearness import apart
 
@@ -122,7 +124,7 @@ def differences(*, family: str, checkpointing: bool = False, **sizes: int) -> li
     model = build(family, **sizes).train()
     attend_as(model, share_attention(AttentionChoice(VARLEN)))
     model.config.use_cache = False
-    share_rows(model)
+    share_rows(model, dist.group.WORLD)
     if checkpointing:
         model.gradient_checkpointing_enable()
     ids = torch.cat(sequences())[None] + 5
@@ -149,7 +151,11 @@ def differences(*, family: str, checkpointing: bool = False, **sizes: int) -> li
         for gradient in found.values():
             dist.all_reduce(gradient.div_(dist.get_world_size()))
         apart_of += [apart({"": loss[None]}, {"": expected[None]}), apart(found, gradients)]
-    return [probe_loaded(model, native="eager", named=VARLEN).isolation, *apart_of]
+    isolation = probe_loaded(model, native="eager", named=VARLEN).isolation
+    with pytest.raises(MismatchError, match="were given different ones"):
+        for _ in range(64):  # asked at powers of two
+            model(**{**batch, "input_ids": ids + dist.get_rank()})
+    return [isolation, *apart_of]
 
 
 def main(out: str, cases: dict[str, dict]) -> None:

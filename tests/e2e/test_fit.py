@@ -158,8 +158,7 @@ def test_the_command_prints_one_document_whose_lengths_fit(write_run, forecast_o
     assert "of 1.00 MiB; no packing length fits" in capsys.readouterr().err
 
 
-def test_a_run_without_packs_is_refused(write_run):
-    """What is forecast is the memory of packs."""
-    path = write_run("qwen2", training={"packing": False})
-
-    assert 2 == main(["fit", str(path)])
+@pytest.mark.parametrize("keys", [{"packing": False}, {"sequence_parallel_size": 2}])
+def test_a_run_without_packs_of_its_own_is_refused(write_run, keys):
+    """What is forecast is the memory of packs that a rank computes whole."""
+    assert 2 == main(["fit", str(write_run("qwen2", training=keys))])

@@ -138,6 +138,11 @@ def test_a_build_says_the_steps_the_place_of_the_plan_and_what_to_type_next(writ
     assert f"the plan is in {tmp_path / 'run' / 'static_packing'}; to see it: " in last
     assert last.endswith(f"plan show {path}; to train: torchrun --nproc-per-node 2 -m packplan.app.sft {path}")
 
+    shared = write_run("qwen3", name="shared", training={"effective_batch_size": 1, "sequence_parallel_size": 2})
+    told = run("build", shared).err
+    assert "each of 1 pack = 1 rank x" in told
+    assert "to train: torchrun --nproc-per-node 2 " in told
+
 
 def test_bad_records_are_left_out_by_every_command(write_run, run, tmp_path):
     """The others are planned; `show` and `verify` know them; one that is fixed is a sample."""

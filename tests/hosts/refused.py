@@ -212,6 +212,9 @@ CASES = {
     "evaluated: ['eval_runtime']": evaluated,
     "bloom may not pack": leaking,
     "packing is set": packed_by_trl,
+    "sequence_parallel_size is 2, which does not divide 1 rank": lambda out: use_plan(
+        given(out), PLAN, sequence_parallel_size=2
+    ),
 }
 """Words of what is told -> what is done."""
 
