@@ -53,7 +53,7 @@ class PackedRow:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sample."""
+        """Tokens of each sample; padding of a row that ranks share is one more."""
         return tuple(stop - start for start, stop in pairwise(self.boundaries.tolist()))
 
     def together(self, batch: Any, head: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:  # noqa: ARG002  # transformers passes them

@@ -213,7 +213,7 @@ class _BalancedTraining:
     model: Any
 
     def get_batch_samples(self, *args: Any) -> Any:
-        """Return the batches of a step; what an interrupted one left is forgotten."""
+        """Return the batches of a step; those left waiting by a step that was cut short go."""
         self._balance.waiting.clear()
         return super().get_batch_samples(*args)  # type: ignore[misc]
 

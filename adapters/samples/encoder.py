@@ -111,7 +111,7 @@ class SwiftEncoder:
         return ImageTokens.from_template(self.template) if self.sees_images else None
 
     def require_images(self) -> None:
-        """Refuse a template that cannot encode the images that its model takes, by ConfigError."""
+        """Raise ConfigError if the template cannot encode images, though its model takes some."""
         _ = self.image_tokens
 
     def encode(self, index: int) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class SwiftCommand:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Batches of a rank in a step; ms-swift aims at 16 samples where none is said."""
+        """Batches of a rank in a step; unless said, ms-swift has 16 samples over all ranks."""
         asked, size = self.arguments.gradient_accumulation_steps, self.arguments.per_device_train_batch_size
         return int(asked) if asked is not None else max(1, math.ceil(16 / size / self.started))
 

@@ -72,7 +72,7 @@ def _forecast(config: RunConfig, *, world_size: int | None) -> tuple[RunForecast
 
 
 def as_document(forecast: RunForecast, *, world_size: int) -> dict[str, Any]:
-    """Return a forecast on so many ranks for programs."""
+    """Return a forecast on so many ranks as the values of a JSON document."""
     pauses = {"evaluation": forecast.evaluation, "checkpoint": forecast.checkpoint}
     return {
         "seconds": forecast.seconds,

@@ -62,13 +62,13 @@ def place_fault(name: str) -> str | None:
     Return why a name with a scheme is not read; None for a place, or a path of this machine.
 
     >>> place_fault("ftp://host/a.jsonl")
-    'is at ftp://, which is not read: name a file, or a place at https, s3, gs, hf or az'
+    'is at ftp://, which is not read: name a file, or a place at https, s3, gs, hf, az or oss'
     """
     scheme = scheme_of(name) or scheme_of(name.rpartition("::")[2])
     if scheme is None or is_place(name):
         return None
     kind = "a chain of places" if "::" in name else f"at {scheme}://"
-    return f"is {kind}, which is not read: name a file, or a place at https, s3, gs, hf or az"
+    return f"is {kind}, which is not read: name a file, or a place at https, s3, gs, hf, az or oss"
 
 
 def without_credentials(text: str) -> str:

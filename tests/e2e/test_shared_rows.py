@@ -22,7 +22,6 @@ _IN_CI = pytest.mark.skipif(
 )
 
 GROUPS = [2, pytest.param(4, marks=_IN_CI)]
-"""Ranks that share a row."""
 
 
 @pytest.fixture

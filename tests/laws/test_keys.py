@@ -212,4 +212,5 @@ LEAST = {
 )
 def test_whole_numbers_are_taken_from_one_on(path, check):
     """But for those that are listed with another number."""
-    assert LEAST.get(path, 1) == next(number for number in range(-3, 4) if not [*check(number)])
+    least = next(number for number in range(-3, 4) if not [*check(number)])
+    assert LEAST.get(path, 1) == least, f"{path} takes {least}: add check=at_least(1) to it, or list it in LEAST"
