@@ -20,7 +20,6 @@ from contextvars import ContextVar
 from datetime import timedelta
 from functools import wraps
 from inspect import signature
-from itertools import count
 from threading import get_ident
 from typing import Any
 
@@ -32,14 +31,14 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from packplan.adapters.attention import NAME, ROWS_NAME
 from packplan.adapters.attention.rows import PackedRow, computing, current_row, keep_rows, row_of
-from packplan.adapters.attention.shares import RowShare
+from packplan.adapters.attention.shares import RowShare, gather_rows
 from packplan.adapters.families import trained_part
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.equality import VARLEN, AttentionChoice
 from packplan.core.errors import MismatchError, ModelError
 
 _IGNORED = -100
-"""Label of a token that no loss counts."""
+"""Label of a token that no loss counts, as torch has it."""
 
 _NOT_BY_TOKEN = ("pixel", "image", "video", "deepstack", "past_key_values", "cache_position", "attention_mask")
 """Beginnings of the names of arguments whose axes are not the row's tokens."""
@@ -79,8 +78,7 @@ def share_rows(model: Any, group: dist.ProcessGroup) -> SharedRows:
         group: Ranks that share rows.
 
     Raises:
-        MismatchError: Inside: ranks of the group are given different rows. It is asked in calls
-            whose number is a power of two.
+        MismatchError: Later, in a call: ranks of the group are given different rows.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     part = trained_part(model)
@@ -90,15 +88,16 @@ def share_rows(model: Any, group: dist.ProcessGroup) -> SharedRows:
         return None if row is None else divide_row(row, group)
 
     shared = SharedRows(part.get_decoder(), divide, joins=True)
-    original, parameters, calls = model.forward, signature(model.forward), count(1)
+    original, parameters = model.forward, signature(model.forward)
 
     @wraps(original)
     def forward(*arguments: Any, **options: Any) -> Any:
         given = {**parameters.bind_partial(*arguments).arguments, **options}
-        if shared.attends and (call := next(calls)) & (call - 1) == 0:
-            _require_same_rows(given, group)
+        if not shared.attends:
+            return original(*arguments, **options)
+        _require_same_rows(given, group)
         row = row_of(given.get("position_ids"))
-        if row is None or not shared.attends or not _has_usual_loss(part, given):
+        if row is None or not _has_usual_loss(part, given):
             return original(*arguments, **options)
         _, share = divide_row(row, group)
         keep, targets = _targets_of_part(given, share)
@@ -116,14 +115,13 @@ def share_rows(model: Any, group: dist.ProcessGroup) -> SharedRows:
 
 def _require_same_rows(given: dict[str, Any], group: dist.ProcessGroup) -> None:
     """Compare the tokens, positions and mask of a call over the ranks of a group; MismatchError."""
-    found = [given.get(name) for name in ("input_ids", "position_ids", "attention_mask")]
-    tensors = [one.flatten().long() for one in found if isinstance(one, torch.Tensor) and one.dim() < 4]
-    numbers = [int((one * torch.arange(1, len(one) + 1, device=one.device)).sum()) for one in tensors]
-    rows: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(rows, numbers, group=group)
-    if any(row != rows[0] for row in rows):
+    found = (given.get(name) for name in ("input_ids", "position_ids", "attention_mask"))
+    rows = [one.flatten().long() for one in found if isinstance(one, torch.Tensor)]
+    sums = [(row * torch.arange(1, len(row) + 1, device=row.device)).sum() for row in rows]
+    told = gather_rows(torch.stack(sums)[None], group) if sums else torch.zeros(1)
+    if bool((told != told[0]).any()):
         fact = "ranks that share rows were given different ones: give all ranks of a group the same batches"
-        raise MismatchError("ranks_disagree", fact, {"rows": tuple(map(str, rows))})
+        raise MismatchError("ranks_disagree", fact)
 
 
 def share_attention(choice: AttentionChoice) -> AttentionChoice:
@@ -199,7 +197,7 @@ class SharedRows:
             decoder: Text model of transformers, without a head.
             divide: Function that returns the row of a call, with this rank's part; None if the call
                 passes through.
-            joins: Whether the parts of all ranks are joined after the decoder.
+            joins: Gather the whole row from all ranks after the decoder.
         """
         self._decoder, self._divide, self._joins = decoder, divide, joins
         self._signature = signature(decoder.forward)

@@ -116,7 +116,7 @@ class RowShare:
 
     def gather(self, part: torch.Tensor, axis: int) -> torch.Tensor:
         """Return the values of the row's tokens along an axis, from the parts of all ranks."""
-        row = _gather_rows(part.movedim(axis, 0), self.group)
+        row = gather_rows(part.movedim(axis, 0), self.group)
         return (row if self.restore is None else row.index_select(0, self.restore)).movedim(0, axis)
 
     def take(self, values: torch.Tensor, axis: int) -> torch.Tensor:
@@ -169,14 +169,14 @@ def _exchange_rows(
     return result
 
 
-def _gather_rows(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def gather_rows(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return the ranks' rows, one rank after the other."""
     result: torch.Tensor = _AllGather.apply(part, group)  # type: ignore[no-untyped-call]
     return result
 
 
 class _AllGather(torch.autograd.Function):
-    """See `_gather_rows`."""
+    """See `gather_rows`."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -12,18 +12,19 @@ _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 """Losses of GRPO that are sums or means over rows or tokens."""
 
 
-def refuse(trainer: Any, *, row_ranks: int = 1) -> None:
+def refuse(trainer: Any, *, row_ranks: int = 1, evaluates: bool = True) -> None:
     """
     Check that a trainer will follow a plan.
 
     Args:
         trainer: Trainer of transformers.
         row_ranks: Ranks that share each row.
+        evaluates: Whether its evaluation has a plan too.
 
     Raises:
         ArgumentError: A setting stands against it; all are named.
     """
-    if reasons := [*_of_plan(trainer), *of_sharing(trainer), *_of_rows(trainer, row_ranks)]:
+    if reasons := [*_of_plan(trainer), *of_sharing(trainer), *_of_rows(trainer, row_ranks, evaluates=evaluates)]:
         raise ArgumentError("host", f"the trainer would not follow the plan: {'; '.join(reasons)}")
 
 
@@ -41,12 +42,14 @@ def _of_plan(trainer: Any) -> Iterator[str]:
         yield "average_tokens_across_devices is off, so ranks with few tokens would weigh as much as others"
 
 
-def _of_rows(trainer: Any, row_ranks: int) -> Iterator[str]:
-    """Yield what stands against rows that ranks share."""
+def _of_rows(trainer: Any, row_ranks: int, *, evaluates: bool) -> Iterator[str]:
+    """Yield reasons why the ranks of a trainer cannot share rows."""
     if row_ranks < 1 or trainer.args.world_size % row_ranks:
         yield f"sequence_parallel_size is {row_ranks}, which does not divide {counted(trainer.args.world_size, 'rank')}"
     if row_ranks > 1 and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         yield "the model is sharded, which was not tried with rows that ranks share"
+    if row_ranks > 1 and trainer.eval_dataset is not None and not evaluates:
+        yield "the evaluation has no plan, so ranks that share a row would be given different ones"
     if row_ranks > 1 and getattr(trainer, "compute_metrics", None) is not None:
         yield "compute_metrics is set, which would count the answers of each rank that shares a row"
 

@@ -51,7 +51,7 @@ def use_plan(
     """
     if isinstance(trainer, _PlannedTraining):
         raise ArgumentError("host", "the trainer follows a plan already")
-    refuse(trainer, row_ranks=sequence_parallel_size)
+    refuse(trainer, row_ranks=sequence_parallel_size, evaluates=eval_plan is not None)
     args, collate = trainer.args, _collator_of(trainer)
     train_rows = RowsOfPacks(trainer.train_dataset, plan, collate=collate)
     eval_rows = None

@@ -40,7 +40,7 @@ def follow(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> EpochSched
         MismatchError: Ranks have different plans or rows.
         ModelError: The model cannot be shown to keep samples apart.
     """
-    refuse(trainer, row_ranks=row_ranks)
+    refuse(trainer, row_ranks=row_ranks, evaluates=_weighed_by_tokens(trainer) is not None)
     packs: PlannedPacks = trainer.train_dataset
     digest = packs.facts.digest
     require_same_rows(packs.plan, digest)

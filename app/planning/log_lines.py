@@ -180,7 +180,7 @@ def _describe_plan(planned: Split) -> Iterator[Line]:
 
 
 def _describe_packs(planned: Split) -> Iterator[Line]:
-    """Yield what `auto` would save, the long samples, and those far over the packing length."""
+    """Yield lines on the packs that `auto` would save, and on samples over the packing length."""
     if not planned.policy.packing:
         return
     raw, lengths = planned.raw, column(planned.table, "length")

@@ -108,7 +108,7 @@ def _step_faults(training: TrainingConfig) -> Iterator[Fault]:
 
 
 def _sharing_faults(training: TrainingConfig) -> Iterator[Fault]:
-    """Yield what cannot be where ranks share rows."""
+    """Yield faults of a run whose ranks share rows."""
     if not training.packing:
         yield Fault("training.sequence_parallel_size", "shares packed rows, but training.packing is false: set it to 1")
     for name in ("deepspeed", "fsdp"):

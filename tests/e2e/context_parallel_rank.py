@@ -153,8 +153,7 @@ def differences(*, family: str, checkpointing: bool = False, **sizes: int) -> li
         apart_of += [apart({"": loss[None]}, {"": expected[None]}), apart(found, gradients)]
     isolation = probe_loaded(model, native="eager", named=VARLEN).isolation
     with pytest.raises(MismatchError, match="were given different ones"):
-        for _ in range(64):  # asked at powers of two
-            model(**{**batch, "input_ids": ids + dist.get_rank()})
+        model(**{**batch, "input_ids": ids + dist.get_rank()})
     return [isolation, *apart_of]
 
 

@@ -212,7 +212,7 @@ CASES = {
     "evaluated: ['eval_runtime']": evaluated,
     "bloom may not pack": leaking,
     "packing is set": packed_by_trl,
-    "sequence_parallel_size is 2, which does not divide 1 rank": lambda out: use_plan(
+    "does not divide 1 rank; the evaluation has no plan, so ranks": lambda out: use_plan(
         given(out), PLAN, sequence_parallel_size=2
     ),
 }
