@@ -160,7 +160,7 @@ def _row(name: str, found: Mapping[str, Any], unseen: int) -> ForecastRow:
     rounds = [[None if one is None else MeasuredStep(**one) for one in steps] for steps in found["rounds"]]
     places = range(len(rounds[0]))
     fitted = [*range(found["fitted"]), *places[found["fitted"] + unseen + _REPEATED :]]
-    calibration = Calibration("", tuple(one for steps in rounds for place in fitted if (one := steps[place])))
+    calibration = Calibration(tuple(one for steps in rounds for place in fitted if (one := steps[place])))
     timing = calibration.timing()
     errors = []
     for place in places[found["fitted"] : found["fitted"] + unseen]:
@@ -203,7 +203,7 @@ def _rank(config: RunConfig, case: Case, rank: int, port: int, options: argparse
     import torch
 
     from packplan.app.sft.train import prepare
-    from packplan.app.wiring.measuring import calibrated_run, measure
+    from packplan.app.wiring.forecasts import measure_packs, timed_run
     from packplan.app.wiring.ranks import joined_ranks
 
     if case.ranks > 1:
@@ -211,12 +211,12 @@ def _rank(config: RunConfig, case: Case, rank: int, port: int, options: argparse
         os.environ |= {name: str(value) for name, value in local.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // case.ranks))
-    config = calibrated_run(config)
+    config = timed_run(config)
     with joined_ranks(config) as group:
         trainer, splits = prepare(config, group)
         batches = trainer.schedule.gradient_accumulation_steps
         packs, fitted = _packs(splits["train"], batches, group.world_size, options)
-        steps = measure(config, trainer, splits, group, packs, clock=CLOCKS[options.clock]).steps
+        steps = measure_packs(config, trainer, splits, group, packs, clock=CLOCKS[options.clock]).steps
         per_round = -(-len(packs) // (group.world_size * batches))
         # Steps that warm up are not counted.
         whole = [*[None] * (REPEATS * per_round - len(steps)), *(attrs.asdict(one) for one in steps)]
@@ -229,7 +229,7 @@ def _packs(train: Split, batches: int, world_size: int, options: argparse.Namesp
     Return the packs of a round, and how many of its steps are fitted before the others; a short one
     at the end is fitted too.
     """
-    from packplan.app.wiring.measuring import packs_stats
+    from packplan.app.wiring.forecasts import packs_stats
 
     raw = train.raw.packs
     each, shuffled = world_size * batches, np.random.default_rng(options.seed).permutation(len(raw))

@@ -35,28 +35,23 @@ class Pause:
     at_start: bool = False
     """Whether there is one before the first step too."""
 
-    def total(self, start: int, stop: int, last: int) -> float:
+    def total(self, num_steps: int) -> float:
         """
-        Return the seconds of the one at the start, and of those after the steps from *start* + 1 to
-        *stop*.
+        Return the seconds of all pauses of a run.
 
         Args:
-            start: Optimizer steps before.
-            stop: Optimizer steps at the end.
-            last: Optimizer steps of the whole run.
+            num_steps: Optimizer steps of the run.
 
-        >>> Pause(2.0, every=4).total(4, 10, 10)
-        4.0
+        >>> Pause(2.0, every=4).total(10)
+        6.0
         """
-        count = int(self.at_start)
-        if self.every:
-            count += stop // self.every - start // self.every + (start < stop == last and stop % self.every > 0)
+        count = int(self.at_start) + (-(-num_steps // self.every) if self.every else 0)
         return count * self.seconds
 
 
 @attrs.frozen(eq=False)
 class RunForecast:
-    """Predicted seconds of a run from its start, or from the checkpoint that it resumes."""
+    """Predicted seconds of a run."""
 
     timing: Timing
 
@@ -66,11 +61,8 @@ class RunForecast:
     others: Floats
     """Seconds of that epoch by each of `timing.others`; shape (num_others,)."""
 
-    first: int
-    """Optimizer steps before."""
-
-    last: int
-    """Optimizer steps at the end."""
+    total_steps: int
+    """Optimizer steps of the run."""
 
     tokens: int
     """Tokens of samples in the first epoch, without padding and repeated packs."""
@@ -80,7 +72,7 @@ class RunForecast:
 
     @property
     def epoch_seconds(self) -> float:
-        """Seconds of the steps of the first epoch, or of what is left of it."""
+        """Seconds of the steps of the first epoch."""
         return float(self.steps.sum())
 
     @property
@@ -90,8 +82,12 @@ class RunForecast:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the run, evaluations and checkpoints included."""
-        return self._steps(self.last) + self._pauses(self.last)
+        """Seconds of the run with its pauses; later epochs have the mean step of the first."""
+        first = self.steps[: self.total_steps]
+        later = (self.total_steps - len(first)) * self.mean_step
+        return (
+            float(first.sum()) + later + sum(one.total(self.total_steps) for one in (self.evaluation, self.checkpoint))
+        )
 
     @property
     def uncertainty(self) -> float | None:
@@ -102,22 +98,6 @@ class RunForecast:
     def tokens_per_second(self) -> float:
         """Tokens of samples trained in a second, without evaluations and checkpoints."""
         return self.tokens / self.epoch_seconds
-
-    def until(self, step: int) -> float:
-        """
-        Return the seconds from the start to the end of an optimizer step, without an evaluation or
-        a checkpoint that follows it.
-        """
-        return self._steps(step) + self._pauses(max(self.first, step - 1))
-
-    def _steps(self, step: int) -> float:
-        """Return the seconds of steps; later epochs have the mean step of the first."""
-        done = step - self.first
-        within = min(done, len(self.steps))
-        return float(self.steps[:within].sum()) + (done - within) * self.mean_step
-
-    def _pauses(self, step: int) -> float:
-        return sum(one.total(self.first, step, self.last) for one in (self.evaluation, self.checkpoint))
 
 
 def forecast_run(
@@ -135,8 +115,8 @@ def forecast_run(
 
     Args:
         timing: Seconds of the parts of the run.
-        trained: Packs of the epoch of the schedule's next step, in their order.
-        schedule: Order of the packs; it has a next step.
+        trained: Packs of the first epoch, in their order.
+        schedule: Order of the packs, from the beginning.
         flops: Works of the samples in FLOPs.
         evaluated: Terms of the evaluation; None without one.
         every: Optimizer steps between two evaluations, and between two checkpoints; 0 for none.
@@ -151,8 +131,7 @@ def forecast_run(
         timing=timing,
         steps=terms.seconds(timing.time),
         others=np.array([terms.seconds(other).sum() for other in timing.others]),
-        first=schedule.start.step,
-        last=max(schedule.total_steps, schedule.start.step),
+        total_steps=schedule.total_steps,
         tokens=trained.tokens(0, len(terms.counts)).useful,
         evaluation=Pause(evaluation, every[0], at_start=evaluates_first),
         checkpoint=Pause(timing.checkpoint, every[1]),
@@ -218,12 +197,12 @@ class MeasuredStep:
 
 @attrs.frozen
 class Timing:
-    """Seconds of the parts of a run on one machine."""
+    """Seconds of the parts of a run, fitted to measured steps."""
 
     time: StepTime
 
-    basis: str
-    """Origin of the seconds, for people to read."""
+    num_measured: int
+    """Measured steps from which the coefficients follow."""
 
     evaluation: float = EVALUATION
     """Seconds of an evaluation over those of training on its packs; 0 if steps have its time."""
@@ -255,10 +234,7 @@ class Timing:
 
 @attrs.frozen
 class Calibration:
-    """Measured steps of a run on one machine."""
-
-    machine: str
-    """Name of the machine and its device."""
+    """Measured steps of a run."""
 
     steps: tuple[MeasuredStep, ...]
     """At least one."""
@@ -281,7 +257,7 @@ class Calibration:
             share = evaluated.seconds / trained
         return Timing(
             time=time,
-            basis=f"{len(self.steps)} steps measured on {self.machine}",
+            num_measured=len(self.steps),
             evaluation=share,
             checkpoint=self.checkpoint,
             others=tuple(others),

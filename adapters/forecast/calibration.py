@@ -67,7 +67,6 @@ def measure_steps(
     trainer: Any,
     terms: StepTerms,
     *,
-    machine: str,
     evaluated: StepTerms | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
@@ -78,7 +77,6 @@ def measure_steps(
         trainer: Trainer of some packs in the same order in each epoch, which evaluates and saves
             after its last step if at all.
         terms: Steps of an epoch.
-        machine: Name of the machine.
         evaluated: The trainer's evaluation as one step; None without one.
         clock: Function that returns seconds.
     """
@@ -91,7 +89,7 @@ def measure_steps(
     evaluation = None
     if evaluated is not None:
         (evaluation,) = measured_steps(evaluated, [measured.evaluation])
-    return Calibration(machine, tuple(steps[_WARM_UP:]), evaluation, measured.checkpoint)
+    return Calibration(tuple(steps[_WARM_UP:]), evaluation, measured.checkpoint)
 
 
 def measured_steps(terms: StepTerms, seconds: Sequence[float]) -> list[MeasuredStep]:

@@ -2,10 +2,10 @@
 Plan a run before it is paid for: `build` measures and plans as training would; the others look at
 what is stored.
 
-Without a GPU, and without loading a model. `show`, `whatif` and `time` read the stored plan alone,
-and load neither torch nor ms-swift, unless a text is decoded or steps are timed. In place of a
-run's YAML, each takes a command of ms-swift as its last words (`packplan plan build swift sft
---model ...`).
+Without a GPU, and without loading a model, but for `time`. `show` and `whatif` read the stored plan
+alone, and load neither torch nor ms-swift, unless a text is decoded. In place of a run's YAML, all
+but `time` take a command of ms-swift as their last words (`packplan plan build swift sft --model
+...`).
 """
 
 import argparse
@@ -18,7 +18,7 @@ COMMANDS = {
     "build": (build, "measure and plan"),
     "show": (show, "figures of what is stored"),
     "whatif": (whatif, "the same figures for other packing lengths and ranks"),
-    "time": (time, "how long training takes, from measured steps"),
+    "time": (time, "how long training takes, from steps that are trained here"),
     "fit": (fit, "memory of a step, and the longest packing length that fits"),
     "verify": (verify, "check that what is stored is what training would use"),
 }

@@ -142,7 +142,7 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int) -> Fit:
     """
     sharding: ModelSharding = "ddp" if ranks == 1 else _sharding_of(config)
     with loading_libraries():
-        from packplan.app.wiring.measuring import as_traced, open_step_tracer
+        from packplan.app.wiring.forecasts import as_traced, open_step_tracer
         from packplan.app.wiring.ranks import joined_ranks
         from packplan.app.wiring.splits import open_splits
         from packplan.app.wiring.verdicts import decide_attention

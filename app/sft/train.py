@@ -19,7 +19,6 @@ from packplan.app.planning.log_lines import log_plan, log_schedule
 from packplan.app.planning.plan import Ranks, plan_epochs, plan_split
 from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule
 from packplan.app.planning.split import Split
-from packplan.app.wiring.forecasts import find_timing, run_forecast, told_error, told_forecast
 from packplan.app.wiring.policies import trained_work
 from packplan.app.wiring.ranks import alone_in_output
 from packplan.app.wiring.splits import open_splits
@@ -27,7 +26,6 @@ from packplan.app.wiring.trainers import build_trainer, open_arguments, open_che
 from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import agree, counted
-from packplan.core.forecast import RunForecast
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule, ResumeState
 
@@ -47,13 +45,12 @@ def train(config: RunConfig, group: RankGroup) -> tuple[PlanTrainer, dict[str, S
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
     trainer, splits = prepare(config, group)
-    forecast = _forecast_time(config, trainer, splits)
     if splits["train"].epochs is not None:
         # While an epoch is trained, its plan and the next one are held, and no other.
         del splits["train"].raw, splits["train"].aligned
     with alone_in_output(config, group), interruption_logged(trainer):
-        seconds = trainer.train().metrics["train_runtime"]
-    _log_end(config, trainer, forecast, seconds)
+        trainer.train()
+    _log_end(config, trainer)
     return trainer, splits
 
 
@@ -119,22 +116,6 @@ def _schedule_packs(
     return plan_epochs(train, schedule, ranks), checkpoint
 
 
-def _forecast_time(config: RunConfig, trainer: PlanTrainer, splits: dict[str, Split]) -> RunForecast | None:
-    """Log the time that a run will take, and return it, where a calibration fits the run."""
-    schedule, group = trainer.schedule, trainer.group
-    timing, unused = find_timing(config, world_size=schedule.world_size, attention=trainer.attention.name)
-    start, forecast = schedule.start.step, None
-    if timing is not None and start < schedule.total_steps:
-        stats, evaluated = trainer.pack_stats(schedule.at(start).epoch), splits.get("eval")
-        evaluated = evaluated if trainer.eval_dataset is not None else None
-        forecast = run_forecast(config, timing, stats, schedule, splits["train"].works, evaluated=evaluated)
-    if group.rank == 0 and forecast is not None:
-        log.info("%s", told_forecast(forecast, schedule.world_size))
-    if group.rank == 0 and unused:
-        log.info("a stored calibration is not used: %s", unused)
-    return forecast
-
-
 def _log_plans(config: RunConfig, splits: dict[str, Split], schedule: EpochSchedule) -> None:
     """Log what will be trained."""
     for split in splits.values():
@@ -185,7 +166,7 @@ def _log_resume(schedule: EpochSchedule, unit: str) -> None:
         )
 
 
-def _log_end(config: RunConfig, trainer: PlanTrainer, forecast: RunForecast | None, seconds: float) -> None:
+def _log_end(config: RunConfig, trainer: PlanTrainer) -> None:
     """Log how training ended; RuntimeError if it did not train what was planned."""
     num_steps, schedule = trainer.state.global_step, trainer.schedule
     total = max(schedule.total_steps, schedule.start.step)
@@ -194,8 +175,6 @@ def _log_end(config: RunConfig, trainer: PlanTrainer, forecast: RunForecast | No
     elif num_steps != total and not config.training.trainer.get("early_stop_interval"):
         message = f"the trainer ran {num_steps} optimizer steps, but {total} were planned"
         raise RuntimeError(message)
-    if forecast is not None and num_steps > forecast.first:
-        log.info("%s", told_error(forecast, num_steps, seconds))
     if not trainer.was_terminated:
         log_outcome(config, trainer)
 

@@ -1,134 +1,162 @@
 """
-Timing of a run, by a calibration that fits. Without torch.
+Forecasts of a run by its own trainer and packs: the memory of a step, traced without weights, and
+the seconds of the run, from steps that are timed.
 """
 
 import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import attrs
-import cattrs
+import torch
 
-from packplan.adapters.forecast.kept import DiskCalibrations, device_name, machine_name
-from packplan.adapters.model_folder import config_digest
-from packplan.app.cli.command import duration
-from packplan.app.planning.schedule import split_schedule
+from packplan.adapters.files import writing
+from packplan.adapters.forecast.calibration import measure_steps
+from packplan.adapters.forecast.memory import OutlineTrainer, StepTracer, ranks_in_name
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.samples.encoder import SwiftEncoder
+from packplan.adapters.trainer.arguments import training_arguments
+from packplan.adapters.trainer.model import open_model
+from packplan.adapters.trainer.planned import PlanTrainer
+from packplan.adapters.trainer.vision import DummyImage, plain_model
+from packplan.app.planning.schedule import meeting_point, split_schedule
 from packplan.app.planning.split import Split
-from packplan.app.wiring.attention import attention_by, stored_verdict
-from packplan.app.wiring.stores import artefacts_folder
+from packplan.core.align import align_plan
 from packplan.core.config.run import RunConfig
-from packplan.core.equality import AUTO
-from packplan.core.errors import ConfigError, UserError, counted
-from packplan.core.fingerprint import Fingerprint
-from packplan.core.forecast import Calibration, RunForecast, StepTerms, Timing, forecast_run
+from packplan.core.equality import AttentionChoice
+from packplan.core.forecast import (
+    REPEATS,
+    Calibration,
+    ModelSharding,
+    RunForecast,
+    StepTerms,
+    calibration_packs,
+    forecast_run,
+)
+from packplan.core.packs import Packs
+from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
-from packplan.core.work.model import SampleWorks
 
-_SETTINGS = (
-    "bf16", "fp16", "gradient_checkpointing", "fsdp", "deepspeed", "optim", "torch_compile", "use_cpu",
-    "dataloader_num_workers",
+_NOT_TRACED = (
+    "deepspeed", "fsdp", "fsdp_config", "fp16", "tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode",
+    "use_liger_kernel", "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_prefetch_factor",
 )  # fmt: skip
-"""Settings of the trainer that change the seconds of a step."""
+"""Settings that need other devices, or are computed, or have no part in a step."""
 
 
-def calibration_key(config: RunConfig, *, world_size: int, attention: str | None) -> Fingerprint:
+def as_traced(config: RunConfig) -> RunConfig:
+    """Return a run with the settings by which its step is traced on this machine's CPU."""
+    settings: Mapping[str, Any] = config.training.trainer
+    kept = {name: value for name, value in settings.items() if name not in _NOT_TRACED}
+    # Both halves have the same size.
+    kept |= {"bf16": bool(settings.get("bf16") or settings.get("fp16")), "use_cpu": True, "report_to": []}
+    # What flash attention holds is what ours holds.
+    model = attrs.evolve(config.model, quant_method=None)
+    if "flash" in model.attn_impl:
+        model = attrs.evolve(model, attn_impl="auto")
+    return attrs.evolve(config, model=model, training=attrs.evolve(config.training, trainer=kept))
+
+
+@contextmanager
+def open_step_tracer(
+    config: RunConfig,
+    samples: SwiftEncoder,
+    *,
+    attention: AttentionChoice,
+    sharding: ModelSharding,
+    world_size: int,
+    accumulates: bool,
+) -> Iterator[StepTracer]:
     """
-    Return everything that a calibration depends on.
+    Yield a tracer of the steps of one rank, on the model that a run trains, with its freezes and
+    adapters, on the device `meta`.
 
     Args:
         config: The run.
-        world_size: Data-parallel learners.
-        attention: Attention that trains.
-    """
-    training, trainer = config.training, config.training.trainer
-    settings = {f"training.{name}": str(trainer.get(name)) for name in _SETTINGS}
-    return Fingerprint(
-        {
-            "machine": machine_name(),
-            "device": device_name(on_cpu=bool(trainer.get("use_cpu"))),
-            "ranks": world_size,
-            "attention": attention,
-            "config.json": config_digest(config.model),
-            "model.torch_dtype": config.model.torch_dtype,
-            "training.packing": training.packing,
-            "training.sequence_parallel_size": training.sequence_parallel_size,
-            "training.tuner_type": training.tuner_type,
-            "training.freeze_llm": training.freeze_llm,
-            "training.freeze_vit": training.freeze_vit,
-            "training.logging_steps is 1": logs_each_step(config),
-            **settings,
-        }
-    )
-
-
-def logs_each_step(config: RunConfig) -> bool:
-    """Return whether each step is logged, and so takes longer."""
-    return bool(config.training.trainer.get("logging_steps") == 1)
-
-
-def find_timing(config: RunConfig, *, world_size: int, attention: str | None) -> tuple[Timing | None, str | None]:
-    """
-    Return the timing of a run by a calibration that fits, and why those that are stored do not.
-
-    Args:
-        config: The run.
-        world_size: Data-parallel learners.
-        attention: Attention that trains; None if it is not known, and any calibration's is taken.
+        samples: Samples of `train`.
+        attention: Attention that was decided for `as_traced(config)`.
+        sharding: Way in which ranks share the model.
+        world_size: Ranks.
+        accumulates: Whether a step has several microbatches.
 
     Raises:
-        CorruptArtefactError: A calibration is damaged.
+        ModelError: The model cannot be traced.
     """
-    try:
-        key = calibration_key(config, world_size=world_size, attention=attention)
-    except ConfigError:  # the model is not there
-        return None, None
-    unused = []
-    for stored, measured in open_calibrations(config).entries():
-        differences = [one for one in stored.differences(key) if attention or one.key != "attention"]
-        if not differences:
-            return cattrs.structure(measured, Calibration).timing(), None
-        unused.append("; ".join(map(str, differences)))
-    return None, min(unused, key=len, default=None)
+    on_gpu, config = not config.training.trainer.get("use_cpu"), as_traced(config)
+    cpu = torch.device("cpu")
+    model = open_model(config.model, config.training, attention=attention, device=cpu, outline=True)
+    template = samples.template
+    template.model = plain_model(model)
+    arguments = training_arguments(config, per_device_train_batch_size=config.batch_size, gradient_accumulation_steps=1)
+    if samples.sees_images and (world_size > 1 or config.training.freeze_llm):
+        DummyImage.from_model(model, template).ensure_seen()
+    template.packing = template.padding_free = config.training.packing
+    trainer = OutlineTrainer(
+        group=OneRank(), attention=attention, eval_dataset=None, reduction=config.training.loss_reduction, model=model,
+        args=arguments, template=template, train_dataset=None,
+    )  # fmt: skip
+    with ranks_in_name(world_size) if sharding == "fsdp2" else nullcontext():
+        yield StepTracer(trainer, sharding, world_size, accumulates, on_gpu)
 
 
-def attention_name(config: RunConfig) -> str | None:
-    """Return the name of the attention that trains a run; None if it cannot be said yet."""
-    try:
-        verdict = stored_verdict(config)
-        if verdict is None and config.model.attn_impl == AUTO:
-            return None
-        return attention_by(config, verdict, on_cpu=bool(config.training.trainer.get("use_cpu"))).name
-    except UserError:
-        return None
+_EVALUATED = 8
+"""Packs of each rank that are evaluated, at most."""
 
 
-def open_calibrations(config: RunConfig) -> DiskCalibrations:
-    """Return the store of a run's calibrations, beside its plans."""
-    return DiskCalibrations(artefacts_folder(config.training.output_dir) / "calibrations")
+def timed_run(config: RunConfig) -> RunConfig:
+    """
+    Return a run that starts from the beginning, evaluates and saves at its last step alone, and
+    logs each step or none: the accuracy of tokens is computed where a step is logged.
+    """
+    training, end = config.training, 10**9
+    evaluates = bool(config.custom.val_jsonl) and training.trainer.get("eval_strategy") != "no"
+    trainer = {
+        **training.trainer,
+        "eval_strategy": "steps" if evaluates else "no",
+        "eval_steps": end,
+        "save_strategy": "no" if training.trainer.get("save_strategy") == "no" else "steps",
+        "save_steps": end,
+        "logging_steps": 1 if training.trainer.get("logging_steps") == 1 else end,
+        "load_best_model_at_end": False,
+        "eval_on_start": False,
+        "push_to_hub": False,
+        "report_to": [],
+    }
+    for name in ("early_stop_interval", "eval_delay", "metric_for_best_model"):
+        trainer.pop(name, None)
+    fields: dict[str, Any] = {"resume_from_checkpoint": None, "trainer": trainer}
+    return attrs.evolve(config, training=attrs.evolve(training, **fields))
 
 
-def run_forecast(
-    config: RunConfig,
-    timing: Timing,
-    stats: PackStats,
-    schedule: EpochSchedule,
-    flops: SampleWorks,
-    *,
-    evaluated: Split | None = None,
+def forecast_time(
+    config: RunConfig, trainer: PlanTrainer, splits: Mapping[str, Split], group: RankGroup
 ) -> RunForecast:
     """
-    Return the forecast of a run.
+    Time steps of a run, and return the forecast of all of it. Every rank calls this; the trainer is
+    of no use afterwards.
 
     Args:
         config: The run.
-        timing: Seconds of its parts.
-        stats: Packs of the epoch of its next step.
-        schedule: Order of its packs.
-        flops: Works of its samples in FLOPs.
-        evaluated: Plan of its evaluation; None without one.
+        trainer: Trainer of `timed_run(config)`, ready to train.
+        splits: The planned splits.
+        group: All ranks.
     """
-    trained = EpochStats.from_schedule(stats, schedule, schedule.at(schedule.start.step).epoch)
-    forward = None if evaluated is None else evaluation_terms(config, evaluated)
+    train, schedule = splits["train"], trainer.schedule
+    evaluated = evaluation_terms(config, splits["eval"]) if trainer.eval_dataset is not None else None
+    trained = EpochStats.from_schedule(trainer.pack_stats(0), schedule, 0)
+    stats = packs_stats(train, train.raw.packs)
+    chosen = calibration_packs(
+        stats.packs, stats.work, stats.packs.sums(train.works.weighed(0, 0, 1).flops),
+        attrs.evolve(schedule, works=None).order(0), world_size=schedule.world_size,
+        batches=schedule.gradient_accumulation_steps, batch_size=schedule.batch_size,
+    )  # fmt: skip
     return forecast_run(
-        timing, trained, schedule, flops, evaluated=forward, every=_every(config, schedule),
+        measure_packs(config, trainer, splits, group, chosen).timing(), trained, schedule, train.works,
+        evaluated=evaluated, every=_pause_intervals(config, schedule),
         evaluates_first=bool(config.training.trainer.get("eval_on_start")),
     )  # fmt: skip
 
@@ -148,7 +176,71 @@ def evaluation_terms(config: RunConfig, planned: Split) -> StepTerms:
     )
 
 
-def _every(config: RunConfig, schedule: EpochSchedule) -> tuple[int, int]:
+def measure_packs(
+    config: RunConfig,
+    trainer: PlanTrainer,
+    splits: Mapping[str, Split],
+    group: RankGroup,
+    packs: Sequence[Sequence[int]],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Calibration:
+    """
+    Train packs `REPEATS` times in their order, and return the seconds of each step.
+
+    Args:
+        config: The run.
+        trainer: Trainer of the run.
+        splits: The planned splits.
+        group: All ranks.
+        packs: Samples of each pack, step after step; in each step, ranks take turns.
+        clock: Function that returns seconds.
+    """
+    stats, before = packs_stats(splits["train"], Packs.from_lists(packs)), trainer.schedule
+    schedule = EpochSchedule(
+        num_packs=len(packs), world_size=before.world_size, dataloader_drop_last=False,
+        gradient_accumulation_steps=before.gradient_accumulation_steps, num_train_epochs=REPEATS,
+        batch_size=before.batch_size, shuffle=False, meeting=meeting_point(config),
+    )  # fmt: skip
+    evaluated = _shortened(splits["eval"], before.world_size) if trainer.eval_dataset is not None else None
+    _serve(trainer, stats, schedule, evaluated)
+    terms = StepTerms.from_epoch(
+        EpochStats.from_schedule(stats, schedule, 0), splits["train"].works,
+        meeting=schedule.meeting,
+    )  # fmt: skip
+    forward = None if evaluated is None else evaluation_terms(config, evaluated)
+    with _elsewhere(trainer, group):
+        return measure_steps(trainer, terms, evaluated=forward, clock=clock)
+
+
+def packs_stats(train: Split, packs: Packs) -> PackStats:
+    """
+    Return the statistics of packs, with works in FLOPs.
+
+    Args:
+        train: The planned split, whose works are known.
+        packs: Packs of its samples.
+    """
+    return attrs.evolve(train, raw=attrs.evolve(train.raw, packs=packs), stats=None).pack_stats(0)
+
+
+def _serve(trainer: PlanTrainer, stats: PackStats, schedule: EpochSchedule, evaluated: Split | None) -> None:
+    """Let a trainer train and evaluate other packs, in the order of another schedule."""
+    trainer.follower.reschedule(schedule)
+    trainer.pack_stats = lambda _: stats
+    if evaluated is not None:
+        trainer.eval_dataset.packs = evaluated.raw.packs
+
+
+def _shortened(planned: Split, world_size: int) -> Split:
+    """Return the plan of an evaluation with its first packs alone."""
+    count = min(len(planned.raw.packs), _EVALUATED * world_size * planned.aligned.batch_size)
+    raw = attrs.evolve(planned.raw, packs=planned.raw.packs[:count])
+    aligned = align_plan(raw, world_size=world_size, **planned.alignment)
+    return attrs.evolve(planned, raw=raw, aligned=aligned, stats=None)
+
+
+def _pause_intervals(config: RunConfig, schedule: EpochSchedule) -> tuple[int, int]:
     """Return the optimizer steps between two evaluations, and between two checkpoints."""
     trainer = config.training.trainer
     evaluates = trainer.get("eval_strategy", "epoch" if config.custom.val_jsonl else "no")
@@ -170,24 +262,15 @@ _LOGGING_STEPS, _SAVE_STEPS = 5, 500
 """Defaults of ms-swift."""
 
 
-def told_forecast(forecast: RunForecast, world_size: int) -> str:
-    """Return the measured seconds of a run in words, with their uncertainty and ranks."""
-    return (
-        f"predicted: {duration(forecast.seconds)} for {counted(forecast.last - forecast.first, 'optimizer step')} on "
-        f"{counted(world_size, 'rank')} (+- {forecast.uncertainty:.1%}), {forecast.tokens_per_second:,.0f} tokens a "
-        f"second; {forecast.timing.basis}"
-    )
-
-
-def told_error(forecast: RunForecast, step: int, real: float) -> str:
-    """
-    Return in words by how much a forecast was wrong.
-
-    Args:
-        forecast: Forecast of the run.
-        step: Optimizer steps at the end.
-        real: Seconds of the run.
-    """
-    predicted = forecast.seconds if step == forecast.last else forecast.until(step)
-    wrong = f"{abs(predicted / real - 1):.1%} too {'long' if predicted > real else 'short'}"
-    return f"trained for {duration(real)}; {duration(predicted)} were predicted, {wrong} ({forecast.timing.basis})"
+@contextmanager
+def _elsewhere(trainer: PlanTrainer, group: RankGroup) -> Iterator[None]:
+    """Let all ranks write into one folder beside the trainer's own, which is removed at the end."""
+    folder = Path(trainer.args.output_dir) / "calibrating"
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    trainer.args.output_dir = str(folder)
+    try:
+        yield
+        group.any(False)  # noqa: FBT003  # all ranks have written before the folder goes
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

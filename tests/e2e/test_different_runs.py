@@ -85,7 +85,7 @@ def test_no_rank_refuses_a_run_before_all_have_met(server, write_run, write_rl, 
     cases = {
         "sft": ("sft", [[plain, wrong], [plain]], "absent.jsonl"),
         "build": ("plan", [["build", plain], ["build", plain, wrong]], "absent.jsonl"),
-        "time": ("plan", [["time", plain, "--calibrate", wrong], ["time", plain, "--calibrate"]], "absent.jsonl"),
+        "time": ("plan", [["time", plain, wrong], ["time", plain]], "absent.jsonl"),
         "measure": ("measure", [[*measured, "absent/a.parquet"], [*measured, str(tmp_path / "a.parquet")]], "absent/"),
         "rl": ("rl", [[reinforced], [reinforced, wrong]], "absent.jsonl"),
     }

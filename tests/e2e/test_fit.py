@@ -83,7 +83,7 @@ def test_accumulated_gradients_are_there_throughout(write_run, forecast_of):
 @pytest.fixture
 def tracer_of():
     """Return a function that opens the tracer of a run of one rank, and its first sample."""
-    from packplan.app.wiring.measuring import as_traced, open_step_tracer
+    from packplan.app.wiring.forecasts import as_traced, open_step_tracer
     from packplan.app.wiring.runs import read_config
     from packplan.app.wiring.splits import open_splits
     from packplan.app.wiring.verdicts import decide_attention

@@ -1,0 +1,56 @@
+"""`plan time` trains and times steps of a run by its own trainer, and leaves nothing behind."""
+
+import json
+import math
+
+import pytest
+
+from packplan.app.plan import __main__ as plan
+from tests.processes import _packplan, finished
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def uneven(tmp_path):
+    """Write records of many lengths, and return their file."""
+    path = tmp_path / "uneven.jsonl"
+    turns = [
+        [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "blue " * (1 + n * n % 61)}]
+        for n in range(40)
+    ]
+    path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in turns))
+    return str(path)
+
+
+def test_steps_evaluations_and_checkpoints_are_timed_and_counted(write_run, uneven, capfd, monkeypatch):
+    """After each of their steps, and the last; what was trained is thrown away."""
+    keys = {"effective_batch_size": 2, "save_strategy": "steps", "save_steps": 0.5, "eval_strategy": "epoch"}
+    path = write_run("qwen2", training=keys, custom={"train_jsonl": uneven, "val_jsonl": uneven})
+    monkeypatch.setattr("packplan.app.wiring.forecasts.REPEATS", 1)
+
+    assert 0 == plan.main(["time", str(path), "--json", "--quiet"])
+    told = json.loads(capfd.readouterr().out)
+
+    epoch, total = len(told["steps_of_epoch"]), told["steps"]
+    assert told["epoch_seconds"] == pytest.approx(sum(told["steps_of_epoch"]))
+    assert (epoch, math.ceil(total / 2)) == (told["evaluation_every"], told["checkpoint_every"])
+    assert told["measured_steps"] > 0 < told["checkpoint_seconds"]
+    pauses = total / epoch * told["evaluation_seconds"] + 2 * told["checkpoint_seconds"]
+    assert told["seconds"] == pytest.approx(total / epoch * told["epoch_seconds"] + pauses)
+    kept = {file.name for file in (path.parent / "run").iterdir()}
+    assert not [name for name in kept if name.startswith(("checkpoint", "calibrating"))]
+
+
+def test_two_ranks_measure_together(write_run, server, uneven, tmp_path):
+    """Rank 0 prints."""
+    keys, data = {"effective_batch_size": 8, "packing_drop_last": False}, {"train_jsonl": uneven}
+    path = write_run("qwen2", training=keys, custom=data)
+    words = ("plan", "time", str(path), "training.save_strategy=steps", "--quiet")
+
+    assert [0, 0] == finished(server.ranks(2, _packplan, *words, folder=tmp_path / "measured"))
+
+    printed = [(tmp_path / "measured" / f"rank{rank}.log").read_text() for rank in range(2)]
+    assert ["predicted time" in text for text in printed] == [True, False]
+    assert "on 2 ranks, from" in printed[0]
+    assert "a checkpoint" in printed[0]
