@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from packplan.adapters.files import publishing, sync_folder, write_bytes, writing
+from packplan.adapters.files import name_write_errors, publish_file, sync_folder, write_bytes
 from packplan.adapters.loaders.rows import IGNORED_LABEL, RowsOfPacks, flatten, refuse_unlearned
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.core.errors import ArgumentError
@@ -143,7 +143,7 @@ def export_llama_factory(
     with publishing_folder(Path(folder)) as unfinished:
         train = unfinished / _INFO.parent
         train.mkdir()
-        with publishing(train / _DATA) as file, pa.ipc.new_stream(file, schema) as writer:
+        with publish_file(train / _DATA) as file, pa.ipc.new_stream(file, schema) as writer:
             for table in _tables(map(padded, _packs(rows, plan, order, Path(folder))), schema):
                 writer.write_table(table)
         texts = {_INFO: {"description": json.dumps(_mark(plan))}, _INFO.with_name("state.json"): state}
@@ -226,7 +226,7 @@ def _tables(packs: Iterable[Row], schema: Any) -> Iterator[Any]:
 
 
 def _write_parquet(packs: Iterable[Row], schema: Any, target: Path) -> None:
-    with writing(target), publishing(target) as file, pq.ParquetWriter(file, schema) as writer:
+    with name_write_errors(target), publish_file(target) as file, pq.ParquetWriter(file, schema) as writer:
         for table in _tables(packs, schema):
             writer.write_table(table, row_group_size=len(table))
 
@@ -256,7 +256,7 @@ def _refuse_media(whose: str, columns: Any) -> None:
 @contextmanager
 def publishing_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder under another name, renamed to *folder* at the end; removed on an error."""
-    with writing(folder):
+    with name_write_errors(folder):
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
         try:
             yield unfinished

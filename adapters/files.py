@@ -41,7 +41,7 @@ POLL_S = 0.5
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def name_write_errors(path: Path) -> Iterator[None]:
     """
     Raise OutputError where the operating system refuses to write below *path*, such as on a full
     disk. Errors of memory that runs out stay as they are, here and below.
@@ -55,10 +55,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def saving(folder: Path) -> Iterator[None]:
+def name_save_errors(folder: Path) -> Iterator[None]:
     """Raise OutputError where torch, safetensors or tokenizers cannot write below *folder*."""
     try:
-        with writing(folder):
+        with name_write_errors(folder):
             yield
     except OutputError:
         raise
@@ -70,7 +70,7 @@ def saving(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def loading(key: str, fact: str, remedy: str = "") -> Iterator[None]:
+def name_load_errors(key: str, fact: str, remedy: str = "") -> Iterator[None]:
     """
     Raise ConfigError where a library cannot load weights, states or settings.
 
@@ -99,7 +99,7 @@ def _lacks_memory(error: Exception) -> bool:
 
 
 @contextmanager
-def held(path: Path, purpose: str, *, wait: Callable[[], str] = str) -> Iterator[None]:
+def hold_lock(path: Path, purpose: str, *, wait: Callable[[], str] = str) -> Iterator[None]:
     """
     Hold a lock that the kernel frees when its holder's process is gone.
 
@@ -112,7 +112,7 @@ def held(path: Path, purpose: str, *, wait: Callable[[], str] = str) -> Iterator
     lock = FileLock(path)
     with progress(desc=f"waiting {purpose}", bar_format="{desc} [{elapsed}]", delay=BRIEF_S, leave=False) as bar:
         while True:
-            with writing(path.parent), suppress(Timeout):
+            with name_write_errors(path.parent), suppress(Timeout):
                 lock.acquire(timeout=POLL_S)
                 break
             bar.set_postfix_str(wait(), refresh=False)
@@ -125,12 +125,12 @@ def held(path: Path, purpose: str, *, wait: Callable[[], str] = str) -> Iterator
 
 def write_bytes(path: Path, data: bytes | memoryview) -> None:
     """Publish *data* under *path*: written under another name, flushed, renamed."""
-    with writing(path), publishing(path) as file:
+    with name_write_errors(path), publish_file(path) as file:
         file.write(data)
 
 
 @contextmanager
-def publishing(path: Path) -> Iterator[BinaryIO]:
+def publish_file(path: Path) -> Iterator[BinaryIO]:
     """
     Yield a file under another name, which is flushed and renamed to *path* at the end; removed
     where an error ends this.
@@ -156,7 +156,7 @@ def publishing(path: Path) -> Iterator[BinaryIO]:
 
 def append_bytes(path: Path, data: bytes | memoryview) -> None:
     """Append *data* to a file and flush it; readers use it once a manifest counts it."""
-    with writing(path), path.open("ab") as file:
+    with name_write_errors(path), path.open("ab") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -171,7 +171,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sweep(folder: Path) -> None:
+def remove_unpublished(folder: Path) -> None:
     """Remove unpublished files of a killed writer; only the one writer may call this."""
     for left in folder.glob(f".*{_UNPUBLISHED}"):
         left.unlink()

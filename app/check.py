@@ -119,7 +119,7 @@ def compare(config: RunConfig, trainer: PlanTrainer, train: Split, *, num_packs:
         findings += comparison.findings(pack)
     precision, without = trainer.precision, comparison.without_gradients
     verdicts = judge(findings, precision=precision, limit=comparison.limit)
-    images, where = num_media(train.table), train.encoder.records.where
+    images, where = num_media(train.table), train.encoder.records.location
     return Report(
         model=config.model.model,
         model_type=config_model_type(config.model),

@@ -25,7 +25,7 @@ from packplan.app.cli.command import (
 from packplan.app.planning.measure import measure
 from packplan.app.planning.plan import Ranks
 from packplan.app.planning.split import Split
-from packplan.app.wiring import lengths
+from packplan.app.wiring import length_tables
 from packplan.app.wiring.runs import ranks_refuse_together, require_inputs
 from packplan.core.errors import ConfigError, counted
 from packplan.core.ports import Arrays, ReportProgress
@@ -69,19 +69,21 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError.at("--config", "has a model and data: leave DATA and --model out, or give key=value")
     output: Path = options.output
     with ranks_refuse_together():
-        lengths.require_table(output)
-        config = lengths.measuring_run(data, output, model=options.model, path=options.config, overrides=overrides)
+        length_tables.require_table(output)
+        config = length_tables.measuring_run(
+            data, output, model=options.model, path=options.config, overrides=overrides
+        )
         require_inputs(config)
 
         with loading_libraries():
             from packplan.app.wiring.ranks import joined_ranks
             from packplan.app.wiring.splits import open_splits
 
-    with lengths.naming_output(output), joined_ranks(config, use_cpu=True) as group:
+    with length_tables.name_output(output), joined_ranks(config, use_cpu=True) as group:
         split = open_splits(config)["train"]
         split.name = "data"
         if output.exists():
-            split.known = lengths.open_known(output, split.source, key="--output")
+            split.known = length_tables.open_known(output, split.source, key="--output")
         ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
         ranks.build(split.stores.lock, partial(_write_table, split, output))
 
@@ -90,7 +92,7 @@ def _write_table(split: Split, output: Path, report: ReportProgress) -> Arrays:
     """Measure a split, and write its table; rank 0 alone runs this."""
     table = measure(split, report)
     report(f"writing {output}")
-    lengths.publish_table(split, split.stores.lengths.stored(), output)
+    length_tables.publish_table(split, split.stores.lengths.stored(), output)
     _log_totals(table, output)
     return {}
 

@@ -21,7 +21,7 @@ from benchmarks.child import NotMeasuredError, run_in_child
 from benchmarks.lengths import OURS, LengthsRow
 from benchmarks.measuring import LIMIT_S, PHOTOS, VIDEOS, VOCABULARY, config_of, seconds, write_videos
 from benchmarks.records import MODEL_TYPE, TEXT, paragraphs, record, write_chats, write_photos, write_records
-from packplan.adapters.lifeline import end_with_parent
+from packplan.adapters.processes import end_with_parent
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.measurer import AT_ONCE
 from packplan.app.wiring.splits import open_encoders, open_measurer

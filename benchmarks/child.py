@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import attrs
 
-from packplan.adapters.lifeline import end_with_parent
+from packplan.adapters.processes import end_with_parent
 from packplan.core.errors import PackplanError
 
 ENOUGH_S = 10.0

@@ -15,7 +15,7 @@ import attrs
 
 from benchmarks.options import add_number
 from benchmarks.table import show
-from packplan.adapters.lifeline import end_with_parent
+from packplan.adapters.processes import end_with_parent
 
 
 @attrs.frozen

@@ -105,7 +105,7 @@ class RecordError(UserError):
     """One record cannot become a sample."""
 
     where: str
-    """Place of the record: `core.samples.tables.Where` prints it."""
+    """Place of the record: `core.samples.tables.RecordLocation` prints it."""
 
     reason: str
 

@@ -63,7 +63,7 @@ class ListSource:
         self, indices: Sequence[int], *, in_full: bool, epoch: int | None = None
     ) -> Iterator[RecordOutcome]:
         if epoch is not None:
-            return iter(self.measure_elsewhere(indices, epoch=epoch))
+            return iter(self.measure_in_loader(indices, epoch=epoch))
         return self.measure_here(indices, in_full=in_full)
 
     def measure_here(self, indices: Sequence[int], *, in_full: bool) -> Iterator[RecordOutcome]:
@@ -77,7 +77,7 @@ class ListSource:
         finally:
             self.is_measuring = False
 
-    def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
+    def measure_in_loader(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
         self.elsewhere = list(indices)
         return [MeasuredSample(self.measure(index)) for index in indices]
 
@@ -131,7 +131,7 @@ class OddSource(ListSource):
         super().measure(index)
         return Measurement(self.lengths[index] + self.more(self, index, None), 1, 1, 4)
 
-    def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
+    def measure_in_loader(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
         self.elsewhere = list(indices)
         found = [self.lengths[index] + self.more(self, index, epoch) for index in indices]
         return [MeasuredSample(Measurement(length, 1, 1, 4)) for length in found]

@@ -25,7 +25,7 @@ from unittest import mock
 import attrs
 import psutil
 
-from packplan.adapters.lifeline import end_with_parent
+from packplan.adapters.processes import end_with_parent
 from tests.network import free_port
 
 ROOT = Path(__file__).parents[1]

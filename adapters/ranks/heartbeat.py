@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from packplan.adapters.lifeline import keep_ctrl_c
+from packplan.adapters.processes import keep_ctrl_c
 
 BEAT_S = 1.0
 

@@ -17,7 +17,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from packplan.adapters.lifeline import end_with_process
+from packplan.adapters.processes import end_with_process
 from packplan.core.errors import PackplanError, RunError, counted
 from packplan.core.ports import Arrays
 

@@ -15,9 +15,9 @@ from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.record_file import RecordFile
 from packplan.core.config.run import CustomConfig
 from packplan.core.errors import Difference, RecordError, StaleError
-from packplan.core.samples.places import is_place
 from packplan.core.samples.records import to_messages
-from packplan.core.samples.tables import Where
+from packplan.core.samples.tables import RecordLocation
+from packplan.core.samples.urls import is_url
 from packplan.core.samples.values import UnusableRecordError
 
 _SHOWN_DIGITS = 12
@@ -27,7 +27,7 @@ _SHOWN_DIGITS = 12
 @cache
 def absolute_folder(folder: str) -> str:
     """Return the absolute path of a folder, or the place that it is, as digests have it."""
-    return folder if is_place(folder) else str(Path(folder).resolve())
+    return folder if is_url(folder) else str(Path(folder).resolve())
 
 
 def read_messages(record: object, custom: CustomConfig) -> dict[str, Any]:
@@ -74,13 +74,13 @@ class FileRecords:
             if file.changed:
                 raise StaleError.file(file.named.name, str(error)) from error
             raise
-        digest, known = file.digest_of(row, value), file.known_digest(row)
+        digest, known = file.digest_value(row, value), file.known_digest(row)
         if digest == known:
             return value, b""
         if not known:
             return value, digest
         changed = Difference("content", known.hex()[:_SHOWN_DIGITS], digest.hex()[:_SHOWN_DIGITS])
-        stale = StaleError.sample(index, str(file.where(row)), (changed,), copy=file.named.copy)
+        stale = StaleError.sample(index, str(file.location(row)), (changed,), copy=file.named.copy)
         raise StaleError.file(file.named.name, str(stale)) if file.changed else stale
 
     def remember(self, indices: range, digests: NDArray[np.uint8]) -> None:
@@ -105,13 +105,13 @@ class FileRecords:
         file, row = self._find(index)
         return file[row]
 
-    def where(self, index: int) -> Where:
+    def location(self, index: int) -> RecordLocation:
         """Return the file of record *index*, and its line or row there."""
         file, row = self._find(index)
-        return file.where(row)
+        return file.location(row)
 
     @contextmanager
-    def naming(self, index: int, before: str = "") -> Iterator[None]:
+    def name_errors(self, index: int, before: str = "") -> Iterator[None]:
         """
         Raise each ValueError as a RecordError that names the place of a record.
 
@@ -124,7 +124,7 @@ class FileRecords:
         except ValueError as error:
             # The key that would accept the record.
             key = f" (custom.{error.argument})" if isinstance(error, UnusableRecordError) and error.argument else ""
-            raise RecordError(str(self.where(index)), f"{before}{error}{key}") from None
+            raise RecordError(str(self.location(index)), f"{before}{error}{key}") from None
 
     def folder(self, index: int) -> str:
         """Return the folder that relative media of record *index* start at."""

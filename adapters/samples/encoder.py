@@ -14,19 +14,19 @@ import PIL.Image
 from swift.template import Template
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.adapters.samples.copies import MediaCache, local_medium
+from packplan.adapters.samples.data_files import copy_faults, open_records, source_names
 from packplan.adapters.samples.data_set import read_messages
-from packplan.adapters.samples.files import copy_faults, open_records, sources_of
-from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial, measure_encoded
+from packplan.adapters.samples.downloads import MediaCache, fetch_medium
+from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial_masks, measure_encoded
 from packplan.adapters.samples.media_files import VideoFacts, image_facts, read_size, video_facts
 from packplan.adapters.samples.media_lengths import VideoLengths, shrink_size
 from packplan.adapters.samples.template import open_template
 from packplan.adapters.samples.video_reading import (
     Sampling,
+    decode_fault,
+    reader_fault,
     reads_videos,
-    sampling_of,
-    unread_reason,
-    why_no_reader,
+    video_sampling,
 )
 from packplan.core.config.run import CustomConfig, ModelConfig, TemplateConfig
 from packplan.core.errors import RecordError, StaleError, counted
@@ -62,7 +62,7 @@ class SampleSpec:
     packing_length: int
 
     cache: Path | None = None
-    """Where copies of packed data files are kept."""
+    """RecordLocation copies of packed data files are kept."""
 
     inputs: Mapping[str, Value] = attrs.field(factory=dict)
     """Further inputs of lengths: what a command of ms-swift says."""
@@ -120,7 +120,7 @@ class SwiftEncoder:
         """
         sample = self.read(index)
         images, videos = sample.get("images", ()), sample.get("videos", ())
-        with self.records.naming(index):
+        with self.records.name_errors(index):
             for image in images:
                 shrink_size(*read_size(image), self.template.max_pixels)
         for video in videos:
@@ -129,11 +129,11 @@ class SwiftEncoder:
             return self.encode_messages(index, sample)
         except RecordError:
             # A damaged image is the likelier reason, and a better one.
-            with self.records.naming(index):
+            with self.records.name_errors(index):
                 for image in images:
                     read_size(image, decode=True)
             for video in videos:
-                self.decode_video(index, video, sampling=sampling_of(self.spec.template))
+                self.decode_video(index, video, sampling=video_sampling(self.spec.template))
             raise
 
     def decode_text(self, index: int) -> list[tuple[bool, str]]:
@@ -154,21 +154,21 @@ class SwiftEncoder:
             RecordError: The record cannot become a sample.
             StaleError: The record is not the one whose digest is known.
         """
-        return self.sample_of(index, self.records.read(index)[0])
+        return self.to_sample(index, self.records.read(index)[0])
 
-    def sample_of(self, index: int, record: object) -> dict[str, Any]:
+    def to_sample(self, index: int, record: object) -> dict[str, Any]:
         """Return the sample of a record that was read already, as `read` does."""
-        with self.records.naming(index, "the record "):
+        with self.records.name_errors(index, "the record "):
             known = read_shape(record, self.spec.custom.columns)
             self._refuse_mixed(index, known.shape)
             sample = read_messages(known, self.spec.custom)
         folder = self.records.folder(index)
-        with self.records.naming(index):
+        with self.records.name_errors(index):
             for kind in ("images", "videos"):
                 if kind in sample:
                     held = sample[kind]
-                    sample[kind] = [local_medium(one, folder, self._media, is_video=kind == "videos") for one in held]
-        self._refuse_unread(index, sample)
+                    sample[kind] = [fetch_medium(one, folder, self._media, is_video=kind == "videos") for one in held]
+        self._refuse_unsupported(index, sample)
         return sample
 
     def fetch_media(self, indices: Sequence[int]) -> None:
@@ -186,32 +186,32 @@ class SwiftEncoder:
         with contextlib.suppress(RecordError):
             self.read(index)
 
-    def why_in_full(self, _: dict[str, Any]) -> str | None:
+    def full_encode_reason(self, _: dict[str, Any]) -> str | None:
         """
         Return why a sample is encoded in full to be measured; None if texts and headers are enough.
         """
         return None
 
-    def _refuse_unread(self, index: int, sample: dict[str, Any]) -> None:
+    def _refuse_unsupported(self, index: int, sample: dict[str, Any]) -> None:
         """Refuse what this template, or this machine, would not read of a sample."""
         name = self.template.template_meta.template_type
         for kind in ("images", "videos"):
             if kind in sample and not self.sees_images:
-                raise self.fault(index, f"the record has {kind}, but the model reads text only", _SEEING)
+                raise self.record_error(index, f"the record has {kind}, but the model reads text only", _SEEING)
         if "videos" in sample and not reads_videos(self.template):
-            raise self.fault(index, f"the record has videos, which are not read for the template {name} here")
-        if "videos" in sample and (why_not := why_no_reader()) is not None and "pip install" in why_not:
-            raise self.fault(index, f"the record has videos, but {why_not}")
+            raise self.record_error(index, f"the record has videos, which are not read for the template {name} here")
+        if "videos" in sample and (why_not := reader_fault()) is not None and "pip install" in why_not:
+            raise self.record_error(index, f"the record has videos, but {why_not}")
         has_tools = "tools" in sample or any(message["role"] in {CALL, RESPONSE} for message in sample["messages"])
         if has_tools and self.template._agent_template is None:  # noqa: SLF001  # its property raises
             reason = f"the record has tools, for which the template {name} has no notation"
-            raise self.fault(index, reason, "set template.agent_template, as hermes")
+            raise self.record_error(index, reason, "set template.agent_template, as hermes")
         if self.template.loss_scale.base_strategy == "all" and any(
             message.get("loss") is not None and message["role"] not in {"assistant", CALL}
             for message in sample["messages"]
         ):
             reason = "the record says 'loss': false of what the user says, which template.loss_scale: all trains"
-            raise self.fault(index, f"{reason} all the same: remove it")
+            raise self.record_error(index, f"{reason} all the same: remove it")
 
     def copy_faults(self) -> Iterator[tuple[str, str]]:
         """
@@ -221,7 +221,7 @@ class SwiftEncoder:
 
     def data_files(self) -> tuple[DataFile, ...]:
         """Return the data files, in order, each with the shape of its records."""
-        sources = sources_of(self.spec.paths, self.spec.custom.source_names)
+        sources = source_names(self.spec.paths, self.spec.custom.source_names)
         return tuple(
             DataFile(file, sources[file], shape, records)
             for (file, records), (_, shape) in zip(self.records.files, self._first_shapes, strict=True)
@@ -255,10 +255,10 @@ class SwiftEncoder:
             return
         if shape != expected and not {shape, expected} <= MIXABLE:
             reason = (
-                f"the record is of the shape {shape}, but {self.records.where(first)} is of the shape {expected}: a "
+                f"the record is of the shape {shape}, but {self.records.location(first)} is of the shape {expected}: a "
                 "file has records of one shape; put the others into a file of their own"
             )
-            raise self.fault(index, reason)
+            raise self.record_error(index, reason)
 
     def image_facts(self, index: int, images: Iterable[Image], *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """
@@ -272,7 +272,7 @@ class SwiftEncoder:
         Raises:
             RecordError: One cannot be read.
         """
-        with self.records.naming(index):
+        with self.records.name_errors(index):
             return tuple(image_facts(image, decode=decode) for image in images)
 
     def encode_messages(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
@@ -283,25 +283,25 @@ class SwiftEncoder:
         if videos := sample.get("videos"):
             sample = {**sample, "videos": [list(video) if isinstance(video, tuple) else video for video in videos]}
         if images := sample.get("images"):
-            sample = {**sample, "images": as_files(images)}
-        with self.encoding(index):
+            sample = {**sample, "images": to_swift_images(images)}
+        with self.name_encode_errors(index):
             encoded = dict(self.template.encode(sample, return_length=True))
-        drop_partial(encoded)
-        encoded[IMAGES.counted] = len(sample.get("images", ()))
-        encoded[VIDEOS.counted] = len(sample.get("videos", ()))
-        return self._drop_even_weights(index, encoded)
+        drop_partial_masks(encoded)
+        encoded[IMAGES.count_key] = len(sample.get("images", ()))
+        encoded[VIDEOS.count_key] = len(sample.get("videos", ()))
+        return self._drop_uniform_weights(index, encoded)
 
     @contextlib.contextmanager
-    def encoding(self, index: int) -> Iterator[None]:
+    def name_encode_errors(self, index: int) -> Iterator[None]:
         """Raise whatever ms-swift raises as a RecordError that names sample *index*."""
         try:
             yield
         except RecordError:
             raise
         except Exception as error:
-            raise self.fault(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
+            raise self.record_error(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
 
-    def _drop_even_weights(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
+    def _drop_uniform_weights(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
         """Return an encoded sample that has weights of its tokens only where they are not all 1."""
         weights = encoded.pop("loss_scale", None)
         if weights is None or set(weights) <= {0, 1}:
@@ -312,22 +312,22 @@ class SwiftEncoder:
                 f"the record has weights of the loss, which the template {name} does not carry to its "
                 f"{len(encoded['labels']):,} tokens: remove loss_scale from its messages, or template.loss_scale"
             )
-            raise self.fault(index, reason)
+            raise self.record_error(index, reason)
         return {**encoded, "loss_scale": weights}
 
     @cached_property
     def video_lengths(self) -> VideoLengths | None:
         """Costs of videos by the facts of their containers; None where each is to be decoded."""
-        return None if why_no_reader() else VideoLengths.from_template(self.template, self.spec.template)
+        return None if reader_fault() else VideoLengths.from_template(self.template, self.spec.template)
 
     def video_facts(self, index: int, video: Video) -> VideoFacts:
         """
         Return the facts of a video of sample *index*; RecordError if it cannot be used.
         """
         custom = self.spec.custom
-        with self.records.naming(index):
+        with self.records.name_errors(index):
             facts = video_facts(video, max_seconds=custom.max_video_s)
-        with self.records.naming(index, f"the video {_video_name(video)} cannot be sampled: "):
+        with self.records.name_errors(index, f"the video {_video_name(video)} cannot be sampled: "):
             size = self.video_lengths.num_bytes(facts) if self.video_lengths is not None else 0
         if size > custom.max_video_bytes:
             reason = (
@@ -335,7 +335,7 @@ class SwiftEncoder:
                 f"{counted(size, 'byte')}, but may take {custom.max_video_bytes:,}: lower template.fps_max_frames, "
                 "shrink the video, or raise custom.max_video_bytes"
             )
-            raise self.fault(index, reason)
+            raise self.record_error(index, reason)
         return facts
 
     def stored_facts(self, facts: VideoFacts) -> MediaFacts:
@@ -357,13 +357,13 @@ class SwiftEncoder:
             RecordError: They cannot be decoded.
         """
         if isinstance(video, tuple):
-            with self.records.naming(index):
+            with self.records.name_errors(index):
                 for frame in video:
                     read_size(frame, decode=True)
-        elif (reason := unread_reason(video, sampling)) is not None:
-            raise self.fault(index, reason)
+        elif (reason := decode_fault(video, sampling)) is not None:
+            raise self.record_error(index, reason)
 
-    def fault(self, index: int, reason: str, remedy: str = "") -> RecordError:
+    def record_error(self, index: int, reason: str, remedy: str = "") -> RecordError:
         """
         Return an error that names the place of a sample.
 
@@ -372,20 +372,20 @@ class SwiftEncoder:
             reason: Why it cannot become a sample.
             remedy: Key to set, if the run is to be changed and not the record.
         """
-        return RecordError(str(self.records.where(index)), reason, remedy)
+        return RecordError(str(self.records.location(index)), reason, remedy)
 
     def measure_sample(self, index: int, encoded: dict[str, Any]) -> Measurement:
         """Measure an encoded sample; RecordError if its image tokens do not match its images."""
-        counts = {"images": encoded[IMAGES.counted], "videos": encoded[VIDEOS.counted]}
+        counts = {"images": encoded[IMAGES.count_key], "videos": encoded[VIDEOS.count_key]}
         measurement = measure_encoded(self.template, encoded, **counts)
-        held = IMAGES.rows(encoded)
+        held = IMAGES.count(encoded)
         if held not in (None, measurement.images):
             reason = f"the record has {counted(measurement.images, 'image')}, but its encoding holds {held:,}"
-            raise self.fault(index, f"{reason}: mark each with <image> in its text")
+            raise self.record_error(index, f"{reason}: mark each with <image> in its text")
         if self.image_tokens is not None:
-            why_not = self.image_tokens.why_not(encoded["input_ids"], measurement.patches)
+            why_not = self.image_tokens.mismatch(encoded["input_ids"], measurement.patches)
             if why_not is not None:
-                raise self.fault(index, why_not)
+                raise self.record_error(index, why_not)
         self._refuse_video_tokens(index, encoded["input_ids"], measurement)
         return measurement
 
@@ -397,7 +397,7 @@ class SwiftEncoder:
         found, expected = tokens.count(self.template.video_token_id), measurement.video_patches // merge
         if found != expected:
             reason = f"the record has {found:,} video tokens, but its videos give {expected:,}: its text may contain"
-            raise self.fault(index, f"{reason} the video token itself")
+            raise self.record_error(index, f"{reason} the video token itself")
 
     def fetch(self, index: int, planned: Table) -> dict[str, Any]:
         """
@@ -417,11 +417,11 @@ class SwiftEncoder:
         expected = from_row(planned, index)
         found = attrs.evolve(self.measure_sample(index, encoded), cut=expected.cut)
         if differences := expected.differences(found):
-            raise StaleError.sample(index, str(self.records.where(index)), differences)
+            raise StaleError.sample(index, str(self.records.location(index)), differences)
         return encoded
 
 
-def as_files(images: Iterable[Image]) -> list[Any]:
+def to_swift_images(images: Iterable[Image]) -> list[Any]:
     """Return images as ms-swift takes them: paths, and what files would hold."""
     return [{"bytes": image, "path": None} if isinstance(image, bytes) else image for image in images]
 

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from packplan.adapters.lifeline import end_with_parent, keep_ctrl_c, name_lost_processes, open_pool
 from packplan.adapters.model_folder import PROCESSING_FILES
-from packplan.adapters.samples.counting import QuickMeasurer
+from packplan.adapters.processes import end_with_parent, keep_ctrl_c, name_lost_processes, open_pool
 from packplan.adapters.samples.data_set import absolute_folder
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.media import without_truncation
+from packplan.adapters.samples.shortcut import ShortcutMeasurer
 from packplan.adapters.samples.template import swift_types
 from packplan.adapters.versions import installed_version
 from packplan.core.config.identity import configured_inputs
@@ -63,7 +63,7 @@ PROCESSING_VARIABLES = (
 )
 """Environment variables that ms-swift and qwen_vl_utils read while encoding text and media."""
 
-MEASURING = 4
+MEASURING_VERSION = 4
 """
 Version of this project's own part in a length: records to messages, headers to patches. A change
 that moves one raises it.
@@ -78,7 +78,7 @@ _TRIED = 16
 _AHEAD = 4
 """Batches of each process that are measured before they are asked for."""
 
-_ELSEWHERE_S = 600.0
+_LOADER_TIMEOUT_S = 600.0
 """A sample that another process has not encoded by then never will be."""
 
 
@@ -104,7 +104,7 @@ class SwiftMeasurer:
                 one.
         """
         self._encoder = encoder
-        self.quick = QuickMeasurer(encoder, in_full=self._measure_part)
+        self.shortcut = ShortcutMeasurer(encoder, in_full=self._measure_part)
         self._workers = min(workers, os.cpu_count() or 1)
 
     def __len__(self) -> int:
@@ -123,7 +123,7 @@ class SwiftMeasurer:
         folder = Path(spec.model.model)
         for file in sorted({file for pattern in PROCESSING_FILES for file in folder.glob(pattern)}):
             inputs[f"model.{file.name}.sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
-        inputs["version.measuring"] = MEASURING
+        inputs["version.measuring"] = MEASURING_VERSION
         for package in _PROCESSING_PACKAGES:
             inputs[f"version.{package}"] = installed_version(package)
         for variable in PROCESSING_VARIABLES:
@@ -132,7 +132,7 @@ class SwiftMeasurer:
 
     def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
         """Return the digest of the first *count* samples, those *without* aside."""
-        left = [part for index in without for part in self._parts(index)]
+        left = [part for index in without for part in self._part_indices(index)]
         return self._encoder.records.digest(count * self._encoder.num_parts, without=left)
 
     def identity(self, index: int) -> tuple[str, str]:
@@ -140,19 +140,19 @@ class SwiftMeasurer:
         first = index * self._encoder.num_parts
         return self._encoder.records.record_digest(first), absolute_folder(self._encoder.records.folder(first))
 
-    def _parts(self, index: int, number: int = 1) -> range:
+    def _part_indices(self, index: int, number: int = 1) -> range:
         """Return the records of samples from *index* on, so many."""
         num_parts = self._encoder.num_parts
         return range(index * num_parts, (index + number) * num_parts)
 
     def part_lengths(self, index: int) -> list[int]:
         """Return the tokens of each part of sample *index*, which can be encoded."""
-        outcomes, _ = self.quick.measure(self._parts(index))
+        outcomes, _ = self.shortcut.measure(self._part_indices(index))
         return [one.measurement.length for one in outcomes if isinstance(one, MeasuredSample)]
 
     def measure(self, index: int) -> Measurement:
         """Encode and measure sample *index*; see `core.ports`."""
-        return _sum([self._measure_part(part) for part in self._parts(index)])
+        return _sum_parts([self._measure_part(part) for part in self._part_indices(index)])
 
     def _measure_part(self, index: int) -> Measurement:
         # Whether a sample is truncated, or happens to fit exactly, shows only without the limit.
@@ -175,9 +175,9 @@ class SwiftMeasurer:
         `core.ports`.
         """
         if epoch is not None or not isinstance(indices, range):
-            yield from self.measure_elsewhere(indices, epoch=epoch or 0)
+            yield from self.measure_in_loader(indices, epoch=epoch or 0)
             return
-        self._encoder.fetch_media(self._parts(indices.start, len(indices)))
+        self._encoder.fetch_media(self._part_indices(indices.start, len(indices)))
         size, started = (_TRIED if self._workers > 1 else AT_ONCE), time.perf_counter()
         for done in range(0, len(indices), size):
             if done and self._workers > 1:
@@ -185,7 +185,7 @@ class SwiftMeasurer:
                 if left_s * (1 - 1 / self._workers) > self.pool_start_s:
                     yield from self._measure_in_pool(indices[done:], in_full=in_full)
                     return
-            yield from self._keep_digests(self.batch(indices[done : done + size], in_full=in_full))
+            yield from self._keep_digests(self.measure_batch(indices[done : done + size], in_full=in_full))
 
     def _measure_in_pool(self, indices: range, *, in_full: bool) -> Generator[RecordOutcome, None, None]:
         """Measure records in other processes, a few batches ahead."""
@@ -220,7 +220,7 @@ class SwiftMeasurer:
         self._encoder.records.remember(indices, np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES))
         return outcomes
 
-    def batch(self, indices: range, *, in_full: bool) -> MeasuredBatch:
+    def measure_batch(self, indices: range, *, in_full: bool) -> MeasuredBatch:
         """
         Measure samples.
 
@@ -232,22 +232,22 @@ class SwiftMeasurer:
             ShortcutError: One encodes to another measurement than the shortcut gives.
         """
         if in_full:
-            return indices, [self.encoded(index) for index in indices], b""
-        parts, num_parts = self._parts(indices.start, len(indices)), self._encoder.num_parts
-        outcomes, digests = self.quick.measure(parts)
-        joined = [_join(outcomes[place : place + num_parts]) for place in range(0, len(outcomes), num_parts)]
+            return indices, [self.measure_in_full(index) for index in indices], b""
+        parts, num_parts = self._part_indices(indices.start, len(indices)), self._encoder.num_parts
+        outcomes, digests = self.shortcut.measure(parts)
+        joined = [_join_parts(outcomes[place : place + num_parts]) for place in range(0, len(outcomes), num_parts)]
         return parts, joined, digests
 
-    def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
+    def measure_in_loader(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
         """
         Encode samples in a worker process of torch's own loader, seeded for *epoch*.
         """
         loader = DataLoader(
-            _FullyEncoded(self),
+            _LoaderSamples(self),
             sampler=list(indices),
             batch_size=None,
             num_workers=1,
-            timeout=_ELSEWHERE_S,
+            timeout=_LOADER_TIMEOUT_S,
             generator=torch.Generator().manual_seed(epoch),
             multiprocessing_context="fork",
             worker_init_fn=lambda _: end_with_parent(),
@@ -259,7 +259,7 @@ class SwiftMeasurer:
 
     def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """Return the current facts of the media files of sample *index*; see `core.ports`."""
-        return tuple(fact for part in self._parts(index) for fact in self._part_facts(part, decode=decode))
+        return tuple(fact for part in self._part_indices(index) for fact in self._part_facts(part, decode=decode))
 
     def _part_facts(self, index: int, *, decode: bool) -> tuple[MediaFacts, ...]:
         sample = self._encoder.read(index)
@@ -271,7 +271,7 @@ class SwiftMeasurer:
         found = (self._encoder.video_facts(index, video) for video in videos)
         return (*facts, *map(self._encoder.stored_facts, found))
 
-    def encoded(self, index: int) -> RecordOutcome:
+    def measure_in_full(self, index: int) -> RecordOutcome:
         """Encode and measure sample *index* and its media, or say why it cannot become a sample."""
         try:
             return MeasuredSample(self.measure(index), self.media_facts(index))
@@ -279,28 +279,28 @@ class SwiftMeasurer:
             return error
 
 
-def _join(parts: Sequence[RecordOutcome]) -> RecordOutcome:
+def _join_parts(parts: Sequence[RecordOutcome]) -> RecordOutcome:
     """Return the outcome of a sample: bad if a part of it is."""
     samples = [one for one in parts if isinstance(one, MeasuredSample)]
     if len(samples) < len(parts):
         return next(one for one in parts if isinstance(one, RecordError))
     facts = tuple(fact for one in samples for fact in one.media)
-    return MeasuredSample(_sum([one.measurement for one in samples]), facts)
+    return MeasuredSample(_sum_parts([one.measurement for one in samples]), facts)
 
 
-def _sum(parts: Sequence[Measurement]) -> Measurement:
+def _sum_parts(parts: Sequence[Measurement]) -> Measurement:
     """Return the measurement of parts together; truncated if one is."""
     return parts[0] if len(parts) == 1 else Measurement(*map(sum, zip(*map(attrs.astuple, parts), strict=True)))
 
 
-class _FullyEncoded(Dataset[RecordOutcome]):
+class _LoaderSamples(Dataset[RecordOutcome]):
     """Samples encoded in full, as a loader's worker would."""
 
     def __init__(self, samples: SwiftMeasurer) -> None:
         self._samples = samples
 
     def __getitem__(self, index: int) -> RecordOutcome:
-        return self._samples.encoded(index)
+        return self._samples.measure_in_full(index)
 
 
 _measure: Callable[[range], MeasuredBatch] | None = None
@@ -309,7 +309,7 @@ _measure: Callable[[range], MeasuredBatch] | None = None
 def _open_worker(samples: SwiftMeasurer, in_full: bool) -> None:  # noqa: FBT001  # pools pass arguments by place
     global _measure  # noqa: PLW0603  # the one thing a worker process holds
     torch.set_num_threads(1)
-    _measure = partial(samples.batch, in_full=in_full)
+    _measure = partial(samples.measure_batch, in_full=in_full)
 
 
 def _measure_in_worker(indices: range) -> MeasuredBatch:

@@ -45,16 +45,16 @@ class Medium:
     """The same, a row for each part that one is cut into."""
 
     @property
-    def counted(self) -> str:
+    def count_key(self) -> str:
         """Key under which an encoding notes how many of them its record has."""
         return f"num_{self.name}"
 
-    def rows(self, encoded: Encoded) -> int | None:
+    def count(self, encoded: Encoded) -> int | None:
         """Return the number of them in an encoding; None if it does not tell."""
         found = next((encoded[key] for key in self.grids if encoded.get(key) is not None), None)
         return None if found is None else len(found)
 
-    def patches(self, encoded: Encoded, *, patch_size: int) -> int:
+    def count_patches(self, encoded: Encoded, *, patch_size: int) -> int:
         """
         Return the vision patches that an encoding holds, before merging.
 
@@ -76,7 +76,7 @@ VIDEOS = Medium("videos", "pixel_values_videos", ("video_grid_thw",), ())
 IMAGES = Medium("images", "pixel_values", ("image_grid_thw", "image_grid_hws", "grid_thws"), ("target_sizes",))
 
 
-def drop_partial(encoded: dict[str, Any]) -> None:
+def drop_partial_masks(encoded: dict[str, Any]) -> None:
     """
     Take out of an encoding what some templates leave of its images' tokens alone, and not of all:
     the model would take it for the sample's.
@@ -108,10 +108,10 @@ def measure_encoded(template: Template, encoded: Encoded, *, images: int, videos
         length=encoded["length"],
         supervised=sum(label >= 0 for label in encoded["labels"][1:]),
         images=images,
-        patches=IMAGES.patches(encoded, patch_size=side),
+        patches=IMAGES.count_patches(encoded, patch_size=side),
         videos=videos,
         frames=FRAMES_OF_LAYER * int(encoded["video_grid_thw"][:, 0].sum()) if videos else 0,
-        video_patches=VIDEOS.patches(encoded, patch_size=side),
+        video_patches=VIDEOS.count_patches(encoded, patch_size=side),
     )
 
 
@@ -213,10 +213,10 @@ class ImageTokens:
             reason = f"is {template.template_meta.template_type}, in which an image adds no token: name the model's own"
             raise ConfigError.at("template.template", reason)
         (token, number), *_ = added.most_common(1)
-        patches = IMAGES.patches(encoded, patch_size=patch_size_of(template.config))
+        patches = IMAGES.count_patches(encoded, patch_size=patch_size_of(template.config))
         return cls(token, patches // number if patches % number == 0 else None)
 
-    def why_not(self, input_ids: list[int], patches: int) -> str | None:
+    def mismatch(self, input_ids: list[int], patches: int) -> str | None:
         """
         Return why a sample's tokens cannot be those of its images; None if they can.
 

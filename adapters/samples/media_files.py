@@ -23,14 +23,14 @@ from PIL import Image, UnidentifiedImageError
 
 from packplan.core.errors import counted
 from packplan.core.samples.identity import HEAD_BYTES
-from packplan.core.samples.media import Image as Held
+from packplan.core.samples.media import Image as ImageSource
 from packplan.core.samples.media import Video
 from packplan.core.samples.tables import MediaFacts
 
 CONTAINERS = {"mov,mp4,m4a,3gp,3g2,mj2": "mp4", "matroska,webm": "mkv", "avi": "avi"}
 """Containers that are read, as FFmpeg names them; another one is refused."""
 
-PROMISED = frozenset({"h264", "hevc", "vp8", "vp9", "mpeg4", "mjpeg"})
+TRUSTED_CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "mpeg4", "mjpeg"})
 """
 Codecs whose videos are measured without decoding; of another one, decoding shows whether it is
 read.
@@ -48,7 +48,7 @@ _LOST_S = 0.5
 """Seconds that a video may end before its container says; more have been cut off."""
 
 
-def read_size(image: Held, *, decode: bool = False) -> tuple[int, int]:
+def read_size(image: ImageSource, *, decode: bool = False) -> tuple[int, int]:
     """
     Return the width and height that an image's header gives, in pixels.
 
@@ -84,7 +84,7 @@ def read_size(image: Held, *, decode: bool = False) -> tuple[int, int]:
     raise ValueError(reason)
 
 
-def image_facts(image: Held, *, decode: bool = False) -> MediaFacts:
+def image_facts(image: ImageSource, *, decode: bool = False) -> MediaFacts:
     """
     Return the facts that tell an image from another.
 
@@ -101,7 +101,7 @@ def image_facts(image: Held, *, decode: bool = False) -> MediaFacts:
     else:
         with Path(image).open("rb") as file:
             head, size = file.read(HEAD_BYTES), Path(image).stat().st_size
-    return MediaFacts(size, width, height, _short(hashlib.sha256(head).digest()))
+    return MediaFacts(size, width, height, _short_digest(hashlib.sha256(head).digest()))
 
 
 @attrs.frozen
@@ -147,14 +147,14 @@ def video_facts(video: Video, *, max_seconds: float) -> VideoFacts:
     Raises:
         ValueError: It cannot be used, and why.
     """
-    return _of_frames(video) if isinstance(video, tuple) else _of_file(video, max_seconds)
+    return _read_frame_files(video) if isinstance(video, tuple) else _read_container(video, max_seconds)
 
 
-def _of_frames(frames: Sequence[str]) -> VideoFacts:
+def _read_frame_files(frames: Sequence[str]) -> VideoFacts:
     sizes, total, digest = set(), 0, hashlib.sha256()
     for frame in frames:
         sizes.add(read_size(frame))
-        size, head = _bytes_of(frame)
+        size, head = _read_ends(frame)
         if len(sizes) > 1:
             message = f"the frame {frame} is of another size than those before it: frames of a video have one size"
             raise ValueError(message)
@@ -164,10 +164,10 @@ def _of_frames(frames: Sequence[str]) -> VideoFacts:
     if width * height > MAX_PIXELS:
         message = f"the frame {frames[0]} has {width:,} x {height:,}, but may have {MAX_PIXELS:,} pixels: shrink it"
         raise ValueError(message)
-    return VideoFacts(total, width, height, len(frames), Fraction(0), _short(digest.digest()))
+    return VideoFacts(total, width, height, len(frames), Fraction(0), _short_digest(digest.digest()))
 
 
-def _bytes_of(path: str) -> tuple[int, bytes]:
+def _read_ends(path: str) -> tuple[int, bytes]:
     """Return the size of a file, and its first and last bytes."""
     with Path(path).open("rb") as file:
         size = file.seek(0, 2)
@@ -177,11 +177,11 @@ def _bytes_of(path: str) -> tuple[int, bytes]:
         return size, head + file.read(HEAD_BYTES)
 
 
-def _short(digest: bytes) -> int:
+def _short_digest(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
-def _of_file(path: str, max_seconds: float) -> VideoFacts:
+def _read_container(path: str, max_seconds: float) -> VideoFacts:
     import av
 
     try:
@@ -190,7 +190,7 @@ def _of_file(path: str, max_seconds: float) -> VideoFacts:
             message = f"the video {path} is a folder, a pipe or a device: name a video file, or list its frames"
             raise ValueError(message)
         with open_video(path) as container:
-            size, ends = _bytes_of(path)
+            size, ends = _read_ends(path)
             found = _Container(path, container, size, max_seconds).read()
     except FileNotFoundError:
         message = f"the video {path} does not exist: relative paths start at the folder of the data file"
@@ -199,7 +199,7 @@ def _of_file(path: str, max_seconds: float) -> VideoFacts:
         why = getattr(error, "strerror", None) or error
         message = f"the video {path} cannot be read, it is truncated, damaged or no video: {why}"
         raise ValueError(message) from None
-    return attrs.evolve(found, head=_short(hashlib.sha256(ends).digest()))
+    return attrs.evolve(found, head=_short_digest(hashlib.sha256(ends).digest()))
 
 
 @attrs.frozen
@@ -237,7 +237,7 @@ class _Container:
         if not num or not rate:
             raise self._refusal("has no frame" if not num else "has no rate of frames: encode it again")
         self._refuse_seconds(float(num / rate))
-        if codec.name not in PROMISED:
+        if codec.name not in TRUSTED_CODECS:
             doubt = doubt or f"its codec is {codec.name}"
         turned = _turns(first)
         width, height = (first.height, first.width) if turned % 2 else (first.width, first.height)

@@ -31,7 +31,7 @@ from swift.template import Template
 
 from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_OF_LAYER, MediaCost, encode_image, encode_media
 from packplan.adapters.samples.media_files import VideoFacts
-from packplan.adapters.samples.video_reading import Sampling, reads_videos, sampling_of
+from packplan.adapters.samples.video_reading import Sampling, reads_videos, video_sampling
 from packplan.core.config.run import TemplateConfig
 from packplan.core.errors import counted
 
@@ -83,20 +83,20 @@ class ImageLengths:
         return all(self.beyond_stand_in(*size) == cost for size, cost in encoded.items())
 
 
-def prove_lengths(template: Template) -> ImageLengths | None:
+def prove_image_lengths(template: Template) -> ImageLengths | None:
     """
     Return the first way that gives the lengths of images by their sizes, as full encodes of
     `PROOF_SIZES` have them; None if there is none.
     """
     try:
-        stands, *costs = (
+        stand_in, *costs = (
             MediaCost.from_encoded(template, encode_image(template, size)) for size in (DUMMY_SIZE, *PROOF_SIZES)
         )
     except Exception as error:  # noqa: BLE001  # qwen_vl_utils leaves nothing of thin ones where MAX_PIXELS is low
         log.info("images of some sizes cannot be encoded: %s: %s", type(error).__name__, error)
         return None
-    encoded = {size: cost - stands for size, cost in zip(PROOF_SIZES, costs, strict=True)}
-    return next((way for way in _image_lengths(template, stands) if way.agrees_with(encoded)), None)
+    encoded = {size: cost - stand_in for size, cost in zip(PROOF_SIZES, costs, strict=True)}
+    return next((way for way in _image_lengths(template, stand_in) if way.agrees_with(encoded)), None)
 
 
 # Processes that measure are given these, so they are functions of the module.
@@ -119,8 +119,8 @@ def _processor_cost(processor: Any, unit: int, most: int | None, width: int, hei
     return MediaCost(int(said.num_image_tokens[0]), int(said.num_image_patches[0]) * unit)
 
 
-def _image_lengths(template: Template, stands: MediaCost) -> Iterator[ImageLengths]:
-    """Yield the ways that a template may have, where the stand-in's sample costs *stands*."""
+def _image_lengths(template: Template, stand_in: MediaCost) -> Iterator[ImageLengths]:
+    """Yield the ways that a template may have, where the stand-in's sample costs *stand_in*."""
     processor, most = template.processor, template.max_pixels
     images: Any = getattr(processor, "image_processor", None)
     patch: Any = getattr(images, "patch_size", None)
@@ -132,7 +132,7 @@ def _image_lengths(template: Template, stands: MediaCost) -> Iterator[ImageLengt
     if hasattr(processor, "_get_num_multimodal_tokens"):
         # What it counts is a patch, or a tile of many.
         units = _processor_cost(processor, 1, most, *DUMMY_SIZE).patches
-        says = partial(_processor_cost, processor, stands.patches // units if units else 1, most)
+        says = partial(_processor_cost, processor, stand_in.patches // units if units else 1, most)
         yield ImageLengths(f"what {type(processor).__name__} says of sizes", says)
 
 
@@ -164,26 +164,26 @@ class VideoLengths:
             return None
         images = template.processor.image_processor
         stamped = template.tokenizer if template.version == "v3" else None
-        lengths = cls(images.patch_size, images.merge_size, sampling_of(config), stamped)
+        lengths = cls(images.patch_size, images.merge_size, video_sampling(config), stamped)
         try:
-            stands = lengths.cost(_facts_of_black(DUMMY_SIZE, 2))
+            stand_in = lengths.cost(_black_video_facts(DUMMY_SIZE, 2))
         except ValueError:  # the run's limits leave the stand-in no size
             return None
-        size = _LARGE if lengths.takes(_LARGE) else DUMMY_SIZE
+        size = _LARGE if lengths.accepts(_LARGE) else DUMMY_SIZE
         small, large = (_encode_frames(template, frames) for frames in (_frames(DUMMY_SIZE, 2), _frames(size, 5)))
-        return lengths if large - small == lengths.cost(_facts_of_black(size, 5)) - stands else None
+        return lengths if large - small == lengths.cost(_black_video_facts(size, 5)) - stand_in else None
 
-    def takes(self, size: tuple[int, int]) -> bool:
+    def accepts(self, size: tuple[int, int]) -> bool:
         """Return whether frames of a width and height are within the run's limits."""
         try:
-            self.cost(_facts_of_black(size, 5))
+            self.cost(_black_video_facts(size, 5))
         except ValueError:
             return False
         return True
 
     def beyond_stand_in(self, facts: VideoFacts) -> MediaCost:
         """Return the cost of a video beyond the stand-in; ValueError if its shape is refused."""
-        return self.cost(facts) - self.cost(_facts_of_black(DUMMY_SIZE, 2))
+        return self.cost(facts) - self.cost(_black_video_facts(DUMMY_SIZE, 2))
 
     def num_bytes(self, facts: VideoFacts) -> int:
         """
@@ -275,7 +275,7 @@ def _frames(size: tuple[int, int], number: int) -> list[Image.Image]:
     return [Image.new("RGB", size)] * number
 
 
-def _facts_of_black(size: tuple[int, int], number: int) -> VideoFacts:
+def _black_video_facts(size: tuple[int, int], number: int) -> VideoFacts:
     """Return the facts of a video of black frames of a size."""
     return VideoFacts(0, *size, number, Fraction(0), 0)
 

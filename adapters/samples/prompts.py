@@ -7,8 +7,8 @@ from typing import Any
 
 import PIL.Image
 
-from packplan.adapters.samples.copies import MediaCache, local_medium
 from packplan.adapters.samples.data_set import FileRecords, read_messages
+from packplan.adapters.samples.downloads import MediaCache, fetch_medium
 from packplan.adapters.samples.media_files import read_size
 from packplan.core.config.run import CustomConfig
 from packplan.core.samples.media import Image
@@ -48,13 +48,13 @@ class Prompts:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return the prompt of record *index*; RecordError if it cannot be one."""
         record = self._records[index]
-        with self._records.naming(index, "the record "):
+        with self._records.name_errors(index, "the record "):
             sample = read_messages(record, self._custom)
             messages, answer = self._prompt(sample)
         found = {"prompt": messages, "answer": answer, "record": record}
         if not self._sees:
             return found
-        with self._records.naming(index):
+        with self._records.name_errors(index):
             images = [self._image(index, image) for image in sample.get("images", ())]
         for message in messages:
             message["content"] = _parts(message["content"], tagged=bool(images))
@@ -75,7 +75,7 @@ class Prompts:
 
     def _image(self, index: int, image: Image) -> PIL.Image.Image:
         """Return an image, which is named from the folder of its record, or held by it."""
-        path = local_medium(image, self._records.folder(index), self._media)
+        path = fetch_medium(image, self._records.folder(index), self._media)
         read_size(path)
         return PIL.Image.open(io.BytesIO(path) if isinstance(path, bytes) else path).convert("RGB")
 

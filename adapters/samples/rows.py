@@ -15,11 +15,11 @@ from swift.template import StdTemplateInputs, Template, TemplateInputs
 from swift.template.vision_utils import _check_path, load_file
 
 from packplan.adapters.samples.data_set import FileRecords
-from packplan.adapters.samples.encoder import SampleSpec, SwiftEncoder, as_files
+from packplan.adapters.samples.encoder import SampleSpec, SwiftEncoder, to_swift_images
 from packplan.adapters.samples.formats.record_file import FileName, RecordFile
 from packplan.adapters.samples.media import IMAGES, VIDEOS, measure_encoded
-from packplan.core.samples.identity import digest_of
-from packplan.core.samples.tables import DataFile, Measurement, Where
+from packplan.core.samples.identity import digest_record
+from packplan.core.samples.tables import DataFile, Measurement, RecordLocation
 
 _OTHERS = "others"
 """Key of the fields of a sequence that only a full encode reads."""
@@ -53,12 +53,12 @@ class RowsFile(RecordFile):
         """Return the row of a sequence."""
         return self.rows[row // self.num_parts]
 
-    def _digest(self, row: int) -> bytes:
-        return digest_of(self[row])
+    def _read_digest(self, row: int) -> bytes:
+        return digest_record(self[row])
 
-    def where(self, row: int) -> Where:
+    def location(self, row: int) -> RecordLocation:
         """Return the place of a sequence's row."""
-        return Where(self.named.name, row // self.num_parts + 1, self.unit)
+        return RecordLocation(self.named.name, row // self.num_parts + 1, self.unit)
 
     def keep(self) -> None:
         """Keep nothing: the rows are made again at each start."""
@@ -85,7 +85,7 @@ class RowsEncoder(SwiftEncoder):
         """Return the data set, as one file."""
         return tuple(DataFile(file, file, "messages", number // self.num_parts) for file, number in self.records.files)
 
-    def why_in_full(self, sample: dict[str, Any]) -> str | None:
+    def full_encode_reason(self, sample: dict[str, Any]) -> str | None:
         """
         Return why a row is encoded in full to be measured; None if texts and headers are enough.
         """
@@ -96,18 +96,18 @@ class RowsEncoder(SwiftEncoder):
             return f"rows with boxes, videos, sound or {_IMAGE_PATH} are encoded in full"
         return None
 
-    def sample_of(self, index: int, record: object) -> dict[str, Any]:
+    def to_sample(self, index: int, record: object) -> dict[str, Any]:
         """
         Return the sequence of a row as messages and media; RecordError if ms-swift does not take
         it.
         """
         if self._kind != "causal_lm":
             return {"messages": [], _OTHERS: record}
-        with self.encoding(index):
+        with self.name_encode_errors(index):
             pair = TemplateInputs.from_dict(record)
             held = pair.rejected if index % self.num_parts else pair.chosen
             if held is None:
-                raise self.fault(index, "the row has no rejected answer")
+                raise self.record_error(index, "the row has no rejected answer")
             if held.images:
                 held.images = [_locate_image(image) for image in held.images]
             if held.is_multimodal:
@@ -118,23 +118,23 @@ class RowsEncoder(SwiftEncoder):
         """Encode what `read` gave of a sequence; RecordError if the template cannot."""
         images = sample.get("images", ())
         row = {key: value for key, value in sample.items() if key != _OTHERS}
-        with self.encoding(index):
+        with self.name_encode_errors(index):
             if self._kind == "split texts":
                 encoded = {**sample[_OTHERS], "length": len(sample[_OTHERS]["input_ids"])}
             elif self._kind != "causal_lm":
                 length = sum(self.template.encode(sample[_OTHERS], return_length=True)["lengths"])
                 encoded = {"length": length, "input_ids": [], "labels": []}
             else:
-                row |= {**sample.get(_OTHERS, {}), "images": as_files(images)}
+                row |= {**sample.get(_OTHERS, {}), "images": to_swift_images(images)}
                 encoded = dict(self.template.encode(row, return_length=True))
-        return {**encoded, IMAGES.counted: len(images), VIDEOS.counted: 0}
+        return {**encoded, IMAGES.count_key: len(images), VIDEOS.count_key: 0}
 
     def measure_sample(self, index: int, encoded: dict[str, Any]) -> Measurement:  # noqa: ARG002  # its base names it
         """
         Measure an encoded sequence. Videos count only towards the length. A row of a task other
         than causal LM has one target.
         """
-        found = measure_encoded(self.template, encoded, images=encoded[IMAGES.counted], videos=0)
+        found = measure_encoded(self.template, encoded, images=encoded[IMAGES.count_key], videos=0)
         return found if self._kind in {"causal_lm", "split texts"} else attrs.evolve(found, supervised=1)
 
 

@@ -54,7 +54,7 @@ def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | Non
     if template.template:
         templates = [template.template]
     choices = (("model.model_type", "model types", types), ("template.template", "templates", templates))
-    faults = [_choice(model, *one) for one in choices if len(one[2]) != 1]
+    faults = [_choice_fault(model, *one) for one in choices if len(one[2]) != 1]
     if faults:
         raise ConfigError("the model's kind", tuple(faults))
     return types[0], templates[0]
@@ -64,7 +64,7 @@ def swift_model_type(model: ModelConfig) -> str | None:
     """Return ms-swift's model type; see `swift_types`."""
     types, _ = _candidates(model)
     if len(types) != 1:
-        raise ConfigError("the model's kind", (_choice(model, "model.model_type", "model types", types),))
+        raise ConfigError("the model's kind", (_choice_fault(model, "model.model_type", "model types", types),))
     return types[0]
 
 
@@ -95,7 +95,7 @@ def _templates_of(types: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name for meta in known for name in meta.candidate_templates))
 
 
-def _choice(model: ModelConfig, key: str, what: str, found: Sequence[str | None]) -> Fault:
+def _choice_fault(model: ModelConfig, key: str, what: str, found: Sequence[str | None]) -> Fault:
     architecture = config_architecture(model)
     if not found:
         return Fault(key, f"is not set, and ms-swift knows no {what} of {architecture}: set it to one that it has")
@@ -187,10 +187,10 @@ def open_template(
     # and looks for the end of each <img> through the rest of the line.
     opened._replace_image_tags = _do_nothing  # noqa: SLF001  # no public way
     if embeds_itself(template_type):
-        opened._post_encode = _as_they_are  # noqa: SLF001  # no public way
+        opened._post_encode = _keep_inputs  # noqa: SLF001  # no public way
     _name_tokens(opened, processor)
     prepare_videos(opened, template)
-    opened._get_model = partial(_model_of, opened, model_type)  # noqa: SLF001  # no public way
+    opened._get_model = partial(_template_model, opened, model_type)  # noqa: SLF001  # no public way
     return opened
 
 
@@ -203,7 +203,7 @@ def _refuse_other_kind(template: Template) -> None:
         raise ConfigError.at("template.template", reason)
 
 
-def _model_of(template: Template, model_type: str | None) -> Any:
+def _template_model(template: Template, model_type: str | None) -> Any:
     """
     Return a template's model; in a loader's process, which has none, one without weights, whose
     type ms-swift would have to guess.
@@ -229,7 +229,7 @@ def _name_tokens(template: Template, processor: Any) -> None:
             setattr(template, f"{name}_token", known[f"<|{name}|>"])
 
 
-def _as_they_are(_: Any, inputs: Any) -> Any:
+def _keep_inputs(_: Any, inputs: Any) -> Any:
     """Leave a batch to its model."""
     return inputs
 

@@ -51,7 +51,7 @@ def sees_videos_apart(template: Template) -> bool:
     return reads_videos(template) and template.version == "v3"
 
 
-def why_no_reader() -> str | None:
+def reader_fault() -> str | None:
     """
     Return why frames are not read by the reader whose counts are known; None if they are.
     """
@@ -63,7 +63,7 @@ def why_no_reader() -> str | None:
     return f"videos are read by {found}"
 
 
-def sampling_of(config: TemplateConfig) -> Sampling:
+def video_sampling(config: TemplateConfig) -> Sampling:
     """Return the arguments of sampling that the run names."""
     named = {argument: getattr(config, key) for argument, key in _SAMPLING.items()}
     return {argument: value for argument, value in named.items() if value is not None}
@@ -76,10 +76,10 @@ def prepare_videos(template: Template, config: TemplateConfig) -> None:
     if not hasattr(template.processor, "image_processor"):  # transformers takes the tokenizer alone for one
         reason = "has no processor of images: copy its processor_config.json or preprocessor_config.json there"
         raise ConfigError.at("model.model", reason)
-    sampling = sampling_of(config)
+    sampling = video_sampling(config)
     _refuse_no_size(template, sampling)
     template.replace_tag = partial(_read_medium, template.replace_tag, sampling)
-    vision_process.VIDEO_READER_BACKENDS[READER] = _read
+    vision_process.VIDEO_READER_BACKENDS[READER] = _read_video
 
 
 def _refuse_no_size(template: Template, sampling: Sampling) -> None:
@@ -107,7 +107,7 @@ def _read_medium(replace: Callable[..., Any], sampling: Sampling, media_type: st
         inputs.chat_template_kwargs, vision_process.FPS = before, rate
 
 
-def unread_reason(path: str, sampling: Sampling | None = None) -> str | None:
+def decode_fault(path: str, sampling: Sampling | None = None) -> str | None:
     """
     Return why frames of a video cannot be decoded; None if they can.
 
@@ -119,7 +119,7 @@ def unread_reason(path: str, sampling: Sampling | None = None) -> str | None:
         if sampling is None:
             _decode_all(path)
         else:
-            _read({"video": path, **sampling})
+            _read_video({"video": path, **sampling})
     except Exception as error:  # noqa: BLE001  # decord's, FFmpeg's and memory's alike are the reason
         # decord's own begins with where in its source, when, and which check failed.
         why = str(error).strip().splitlines()[0].rpartition("] ")[2].rpartition(") ")[2][-200:]
@@ -141,7 +141,7 @@ def _decode_all(path: str) -> None:
         reader.next()
 
 
-def _read(element: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any], float]:
+def _read_video(element: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any], float]:
     """Read a video as qwen_vl_utils does: its sampled frames, where they stand, their rate."""
     path = element["video"]
     if quarter_turns(path) % 2 == 0:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from packplan.adapters.files import publishing, writing
+from packplan.adapters.files import name_write_errors, publish_file
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import Stored
@@ -65,7 +65,7 @@ def write_length_table(
         "files": [attrs.asdict(one) for one in files],
     }
     written = pa.table(columns).replace_schema_metadata({_ABOUT: json.dumps(about)})
-    with writing(path), publishing(path) as file:
+    with name_write_errors(path), publish_file(path) as file:
         pq.write_table(written, file, write_page_checksum=True)
 
 
@@ -74,7 +74,7 @@ def read_length_table_key(path: Path) -> Fingerprint:
     Return the inputs of the measurements of a table; ArgumentError if it is none that was written
     here.
     """
-    return Fingerprint(_about(path)["fingerprint"])
+    return Fingerprint(_read_header(path)["fingerprint"])
 
 
 def read_length_table(path: Path) -> KnownLengths:
@@ -84,7 +84,7 @@ def read_length_table(path: Path) -> KnownLengths:
     Raises:
         ArgumentError: It is none that was written here, or it is damaged.
     """
-    _about(path)
+    _read_header(path)
     try:
         read = pq.read_table(path, page_checksum_verification=True)
         media = read.column("media").combine_chunks()
@@ -95,12 +95,12 @@ def read_length_table(path: Path) -> KnownLengths:
             np.stack([facts.field(name).to_numpy() for name in MEDIA_COLUMNS], axis=1),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _unusable(path, f"cannot be read: {error}") from None
+        raise _table_error(path, f"cannot be read: {error}") from None
     if np.any(numbers != num_media(known.table)):
-        raise _unusable(path, "has other numbers of images and videos than it has facts of them")
-    if (row := _first_wrong(known.table)) is not None:
+        raise _table_error(path, "has other numbers of images and videos than it has facts of them")
+    if (row := _first_invalid_row(known.table)) is not None:
         said = ", ".join(f"{name} {value}" for name, value in zip(COLUMNS, known.table[row].tolist(), strict=True))
-        raise _unusable(path, f"has no measurement in row {row}, from 0 ({said}): measure it again")
+        raise _table_error(path, f"has no measurement in row {row}, from 0 ({said}): measure it again")
     return known
 
 
@@ -112,25 +112,25 @@ def _whole_numbers(values: pa.ChunkedArray) -> NDArray[np.int32]:
     return np.asarray(values.cast(pa.int32()), dtype=np.int32)
 
 
-def _first_wrong(table: Table) -> int | None:
+def _first_invalid_row(table: Table) -> int | None:
     """Return the first row that no record has: a good one has tokens, and trains fewer of them."""
     lengths, supervised = (column(table, name) for name in ("length", "supervised"))
     wrong = (table < 0).any(axis=1) | ((column(table, "bad") == 0) & (lengths <= supervised))
     return int(np.argmax(wrong)) if wrong.any() else None
 
 
-def _about(path: Path) -> Mapping[str, Any]:
+def _read_header(path: Path) -> Mapping[str, Any]:
     """Return the manifest that a table has in its metadata."""
     try:
         about: dict[str, Any] = json.loads((pq.read_schema(path).metadata or {})[_ABOUT])
     except FileNotFoundError:
-        raise _unusable(path, "does not exist") from None
+        raise _table_error(path, "does not exist") from None
     except (OSError, ValueError, KeyError):
-        raise _unusable(path, "is no table of lengths that packplan measure wrote") from None
+        raise _table_error(path, "is no table of lengths that packplan measure wrote") from None
     if about.get("schema") != SCHEMA:
-        raise _unusable(path, f"is of another version than this one reads, {SCHEMA}")
+        raise _table_error(path, f"is of another version than this one reads, {SCHEMA}")
     return about
 
 
-def _unusable(path: Path, reason: str) -> ArgumentError:
+def _table_error(path: Path, reason: str) -> ArgumentError:
     return ArgumentError("host", f"{path} {reason}", {"path": str(path)})

@@ -32,7 +32,7 @@ SCHEMA = "packplan lengths 4"
 
 
 @contextmanager
-def collecting(found: list[CorruptArtefactError]) -> Iterator[None]:
+def collect_damage(found: list[CorruptArtefactError]) -> Iterator[None]:
     """Add the error to *found* that ends this, if it is of a file that is not what was written."""
     try:
         yield
@@ -40,7 +40,7 @@ def collecting(found: list[CorruptArtefactError]) -> Iterator[None]:
         found.append(error)
 
 
-class _Column:
+class _RowFile:
     """A file of rows, of which a manifest counts and digests the first."""
 
     def __init__(self, path: Path, columns: tuple[str, ...], dtype: str) -> None:
@@ -64,7 +64,7 @@ class _Column:
 
     def cut(self) -> None:
         """Cut off what no manifest names."""
-        with files.writing(self.path):
+        with files.name_write_errors(self.path):
             if not self._num:
                 # A new file, since a run that maps the old one would die of its end moving.
                 self.path.unlink(missing_ok=True)
@@ -116,8 +116,8 @@ class DiskLengthStore:
         """
         self.folder, self._lengths_from = folder, lengths_from
         self._manifest = folder / "lengths.json"
-        self._samples = _Column(folder / "lengths.bin", COLUMNS, "<i4")
-        self._media = _Column(folder / "images.bin", MEDIA_COLUMNS, "<i8")
+        self._samples = _RowFile(folder / "lengths.bin", COLUMNS, "<i4")
+        self._media = _RowFile(folder / "images.bin", MEDIA_COLUMNS, "<i8")
         self._key: Fingerprint | None = None
         self._num_records = 0
 
@@ -204,11 +204,11 @@ class DiskLengthStore:
     def damage(self) -> list[CorruptArtefactError]:
         """Return the error of every file that is not what was written."""
         found: list[CorruptArtefactError] = []
-        with collecting(found):
+        with collect_damage(found):
             manifest = files.read_manifest(self._manifest, SCHEMA) or {}
             for column, name in ((self._samples, "samples"), (self._media, "images")):
                 if name in manifest:
-                    with collecting(found):
+                    with collect_damage(found):
                         column.resume(manifest[name])
         return found
 
@@ -249,7 +249,7 @@ class DiskLengthStore:
 
     def discard(self) -> None:
         """Forget all rows: the manifest goes first, so that no reader trusts them meanwhile."""
-        with files.writing(self.folder):
+        with files.name_write_errors(self.folder):
             self._manifest.unlink(missing_ok=True)
             files.sync_folder(self.folder)
         for column in (self._samples, self._media):

@@ -25,7 +25,7 @@ class FolderLock:
     @contextmanager
     def held(self, *, timeout_s: float, report: ReportProgress) -> Iterator[None]:
         """Hold the lock, and sweep away what a killed holder left; see `core.ports.Lock`."""
-        with files.writing(self.folder):
+        with files.name_write_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
 
@@ -40,8 +40,8 @@ class FolderLock:
             report(f"waiting for {holder}, which writes {self.folder}")
             return holder
 
-        with files.held(self._path, f"to write {self.folder}", wait=name_holder):
-            with files.writing(self.folder):
+        with files.hold_lock(self._path, f"to write {self.folder}", wait=name_holder):
+            with files.name_write_errors(self.folder):
                 self._path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
-                files.sweep(self.folder)
+                files.remove_unpublished(self.folder)
             yield

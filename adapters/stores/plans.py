@@ -18,7 +18,7 @@ import cattrs
 from cattrs.errors import BaseValidationError
 
 from packplan.adapters import files
-from packplan.adapters.stores.lengths import collecting
+from packplan.adapters.stores.lengths import collect_damage
 from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.epochs import EpochRecord
@@ -41,7 +41,7 @@ VERDICT_SCHEMA = "packplan verdict 1"
 
 
 @contextmanager
-def _naming_what_to_delete(path: Path) -> Iterator[None]:
+def _name_damaged_file(path: Path) -> Iterator[None]:
     """Name the file that is to be deleted where something is damaged."""
     try:
         yield
@@ -62,7 +62,7 @@ class DiskPlanStore:
         Return the plan saved under *key*, or None if there is none; CorruptArtefactError if
         damaged.
         """
-        with _naming_what_to_delete(self._manifest):
+        with _name_damaged_file(self._manifest):
             manifest = files.read_manifest(self._manifest, SCHEMA)
             if manifest is None:
                 return None
@@ -76,7 +76,7 @@ class DiskPlanStore:
         Verify and return what is stored, whatever it was planned from, writing nothing; None if
         nothing is.
         """
-        with _naming_what_to_delete(self._manifest):
+        with _name_damaged_file(self._manifest):
             manifest = files.read_manifest(self._manifest, SCHEMA)
             if manifest is None:
                 return None
@@ -87,30 +87,30 @@ class DiskPlanStore:
         return StoredPlan(key, plan, tuple(sorted(sizes)), self.load_epochs(key))
 
     def _read_aligned(self, path: Path) -> dict[str, Any] | None:
-        with _naming_what_to_delete(path):
+        with _name_damaged_file(path):
             return files.read_manifest(path, ALIGNED_SCHEMA)
 
     def damage(self) -> list[CorruptArtefactError]:
         """Return the error of each file that is not what was written, or does not fit others."""
         found: list[CorruptArtefactError] = []
         plan, manifest = None, None
-        with collecting(found):
+        with collect_damage(found):
             manifest = files.read_manifest(self._manifest, SCHEMA)
         for entry in manifest["arrays"].values() if manifest else ():
-            with collecting(found):
+            with collect_damage(found):
                 files.read_array(self.folder, entry)
         if manifest and not found:
-            with collecting(found):
+            with collect_damage(found):
                 plan = self._plan(manifest)
         for path in self._aligned_manifests():
-            with collecting(found):
+            with collect_damage(found):
                 aligned = self._read_aligned(path)
                 # Those of an earlier plan are left, and never taken for this one's.
                 key = manifest and manifest["fingerprint_sha256"]
                 if plan and aligned and aligned["plan_fingerprint_sha256"] == key:
                     _require_alignment(path, aligned, plan)
         for path in self._epoch_manifests():
-            with collecting(found):
+            with collect_damage(found):
                 _epochs(path)
         return found
 
@@ -189,7 +189,7 @@ class DiskPlanStore:
 
 def _epochs(path: Path) -> tuple[str, tuple[EpochRecord, ...]]:
     """Return the digest of the inputs of a manifest of epochs, and its records."""
-    with _naming_what_to_delete(path):
+    with _name_damaged_file(path):
         manifest = files.read_manifest(path, EPOCHS_SCHEMA)
         if manifest is None:
             return "", ()
@@ -259,7 +259,7 @@ class DiskVerdictStore:
         """
         if not self._manifest.parent.is_dir():
             return None
-        with _naming_what_to_delete(self._manifest):
+        with _name_damaged_file(self._manifest):
             manifest = files.read_manifest(self._manifest, VERDICT_SCHEMA)
         if manifest is None:
             return None
@@ -270,7 +270,7 @@ class DiskVerdictStore:
 
     def save(self, key: Fingerprint, verdict: PackingVerdict) -> None:
         """Save so that readers see the whole verdict or none of it."""
-        with files.writing(self._manifest.parent):
+        with files.name_write_errors(self._manifest.parent):
             self._manifest.parent.mkdir(parents=True, exist_ok=True)
         manifest = {"schema": VERDICT_SCHEMA, "fingerprint": dict(key.inputs), "verdict": verdict.to_dict()}
         files.write_manifest(self._manifest, manifest)

@@ -33,12 +33,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from packplan.adapters.attention.rows import with_text_row
-from packplan.adapters.files import loading, saving
+from packplan.adapters.files import name_load_errors, name_save_errors
 from packplan.adapters.hf.following import EvaluatesPacks
-from packplan.adapters.lifeline import name_lost_processes
 from packplan.adapters.loaders.batches import EvalBatches
 from packplan.adapters.loaders.rows import PACK
 from packplan.adapters.models import is_ruined, load_strictly, mean_size, replace_attributes
+from packplan.adapters.processes import name_lost_processes
 from packplan.adapters.trainer.checkpoints import CHECKPOINT_KEY, attention_to_state, remove_digests, write_digests
 from packplan.adapters.trainer.loader import (
     LENGTHS,
@@ -279,7 +279,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
             what = f"the root mean square of the trained weights after optimizer step {self.state.global_step:,}"
             raise _not_finite(f"{what} ({before:.3g} before the first)", size)
         self.state.stateful_callbacks |= attention_to_state(self.attention.name)
-        with saving(Path(self.args.output_dir)):
+        with name_save_errors(Path(self.args.output_dir)):
             super()._save_checkpoint(*arguments, **options)
         if self._digested:  # the trainer's state, which makes it whole, was written since
             log.info("%s", self._digested)
@@ -312,7 +312,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
     def _load_optimizer_and_scheduler(self, *arguments: Any, **options: Any) -> None:
         needed = {*chain(*self.optimizer.param_groups)}
         fact = f"is {self.saved}, whose optimizer this run cannot take"
-        with loading(CHECKPOINT_KEY, fact, _RESTORE):
+        with name_load_errors(CHECKPOINT_KEY, fact, _RESTORE):
             super()._load_optimizer_and_scheduler(*arguments, **options)
             # The first step would fail on missing settings.
             if lacking := sorted(needed.difference(*self.optimizer.param_groups)):
@@ -391,7 +391,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         fact = f"is {resume_from_checkpoint}, whose weights this run cannot take"
-        with loading(CHECKPOINT_KEY, fact, _RESTORE):
+        with name_load_errors(CHECKPOINT_KEY, fact, _RESTORE):
             if not self._load_strictly(resume_from_checkpoint, model or self.model):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 

@@ -169,7 +169,7 @@ class PackComparison:
         rope = rope_of(self.trainer.model)
         if rope is None:
             return text
-        if IMAGES.rows(inputs) is None and VIDEOS.rows(inputs) is None:
+        if IMAGES.count(inputs) is None and VIDEOS.count(inputs) is None:
             return text.expand(4, -1)
         given = takes(rope)
         positions, _ = rope(**{key: value for key, value in inputs.items() if key in given})

@@ -12,8 +12,8 @@ from swift.utils import seed_worker
 from torch.utils.data import Dataset
 
 from packplan.adapters.hf.following import RankLoader
-from packplan.adapters.lifeline import end_by_parent_alone, end_with_parent, hide_broken_handover, keep_ctrl_c
 from packplan.adapters.loaders.rows import PACK, PackOfRows
+from packplan.adapters.processes import end_by_parent_alone, end_with_parent, hide_broken_handover, keep_ctrl_c
 from packplan.adapters.samples.encoder import IGNORED_LABEL, SwiftEncoder
 from packplan.adapters.trainer.streams.dataset import Ended, Sample, ShardProgress, StreamedPack
 from packplan.adapters.trainer.vision import add_model_inputs

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from packplan.adapters.attention import attend_as
 from packplan.adapters.attention.vision import project_patches
-from packplan.adapters.files import loading
+from packplan.adapters.files import name_load_errors
 from packplan.adapters.model_folder import require_whole_weights
 from packplan.adapters.samples.template import swift_model_type
 from packplan.adapters.trainer.tuners import prepare_tuner, quantisation_of
@@ -50,7 +50,7 @@ def open_model(
         require_whole_weights(model)
     with (
         torch.device("meta") if outline else contextlib.nullcontext(),
-        loading("model.model", f"{model.model} cannot be loaded by ms-swift"),
+        name_load_errors("model.model", f"{model.model} cannot be loaded by ms-swift"),
         _all_weights(model.model),
     ):
         try:

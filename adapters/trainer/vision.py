@@ -54,7 +54,7 @@ def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tenso
     tokens = tokens.view(-1, tokens.shape[-1])
     if TYPES in media:
         media[TYPES] = media[TYPES].view(tokens.shape)
-    elif TYPES in known and (IMAGES.rows(encoded) is not None or VIDEOS.rows(encoded) is not None):
+    elif TYPES in known and (IMAGES.count(encoded) is not None or VIDEOS.count(encoded) is not None):
         media[TYPES] = token_types(trained_config(plain.config), tokens)
     if _SECONDS in known and encoded.get(_SECONDS) is not None:
         media[_SECONDS] = torch.tensor(encoded[_SECONDS])

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TextIO
 
-from packplan.adapters.lifeline import end_with_launcher
+from packplan.adapters.processes import end_with_launcher
 from packplan.core.errors import OutputError, PackplanError, VerificationError
 
 if TYPE_CHECKING:

@@ -102,7 +102,7 @@ def _sample(opened: StoredSplit, records: FileRecords | None, sample: int) -> di
     (measured,) = from_tables(rows.table, rows.media, [sample])
     return {
         "sample": sample,
-        "record": None if records is None else str(records.where(sample)),
+        "record": None if records is None else str(records.location(sample)),
         **attrs.asdict(measured.measurement),
         "image_sizes": [[image.width, image.height] for image in measured.media],
     }

@@ -18,7 +18,7 @@ from packplan.core.epochs import EpochRecipe, plan_key
 from packplan.core.errors import ConfigError, NotBuiltError, counted
 from packplan.core.plan import RawPlan, refuse_longer
 from packplan.core.ports import StoredLengths, StoredPlan
-from packplan.core.samples.tables import by_source
+from packplan.core.samples.tables import records_by_source
 from packplan.core.schedule import EpochSchedule
 
 
@@ -80,7 +80,7 @@ def measured_recipe(config: RunConfig, split: str, lengths: StoredLengths, *, wh
         NotBuiltError: Other sources were measured.
     """
     recipe = recipe_of(config, split)
-    measured = len(list(by_source(lengths.origin.files)))
+    measured = len(list(records_by_source(lengths.origin.files)))
     if recipe is not None and recipe.mixes is not None and measured != (now := len(recipe.mixes.files)):
         raise NotBuiltError(where, f"holds lengths of {counted(measured, 'source')}, but the mix now has {now:,}")
     return recipe

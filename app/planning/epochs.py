@@ -17,7 +17,7 @@ from packplan.core.errors import DataSetError, MismatchError, agree, counted
 from packplan.core.plan import RawPlan, refuse_dropped
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import ReportProgress
-from packplan.core.samples.tables import DataFile, Table, by_source, column
+from packplan.core.samples.tables import DataFile, Table, column, records_by_source
 from packplan.core.schedule import PackStats
 from packplan.core.work.model import SampleWorks, WorkModel
 
@@ -52,7 +52,7 @@ def samples_of(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ())
         fact = f"{counted(empty.size, 'sample')} of {len(lengths):,} {agree(empty.size, 'has', 'have')} no token"
         message = f"{fact}, the first is sample {empty[0]:,}: remove such records"
         raise DataSetError(message)
-    return EpochSamples(lengths=lengths, sizes=tuple(size for _, size in by_source(files)), works=works)
+    return EpochSamples(lengths=lengths, sizes=tuple(size for _, size in records_by_source(files)), works=works)
 
 
 def plan_samples(

@@ -14,7 +14,7 @@ from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecord
 from packplan.core.errors import agree, counted, in_ranges
 from packplan.core.patterns.certificate import BoundKind
-from packplan.core.samples.tables import DataFile, by_source, column
+from packplan.core.samples.tables import DataFile, column, records_by_source
 from packplan.core.schedule import EpochSchedule
 
 SHOWN = 10
@@ -119,7 +119,7 @@ def drawn_of_sources(record: EpochRecord, files: Sequence[DataFile]) -> str:
     """
     if len(record.source_samples) < 2:
         return ""
-    rows = zip((name for name, _ in by_source(files)), record.source_samples, record.source_tokens, strict=True)
+    rows = zip((name for name, _ in records_by_source(files)), record.source_samples, record.source_tokens, strict=True)
     return ", ".join(
         f"{name} {samples:,} ({tokens / record.num_tokens:.2%} of the tokens)" for name, samples, tokens in rows
     )

@@ -182,7 +182,7 @@ def _known_rows(source: LengthSource, indices: range, known: KnownLengths, *, wh
         for start in range(0, len(indices), _AT_ONCE):
             part = indices[start : start + _AT_ONCE]
             digests, folders = zip(*map(source.identity, part), strict=True)
-            found.append(known.rows(digests, folders))
+            found.append(known.find_rows(digests, folders))
             bar.update(len(part))
     return np.concatenate(found)
 

@@ -16,8 +16,8 @@ from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config
 
 from packplan.adapters.config.trainer_keys import TrainerKey, keys_of
 from packplan.adapters.families import trained_config
-from packplan.adapters.files import saving
-from packplan.adapters.samples.files import open_records
+from packplan.adapters.files import name_save_errors
+from packplan.adapters.samples.data_files import open_records
 from packplan.adapters.samples.prompts import Prompts
 from packplan.app.wiring.stores import records_cache
 from packplan.core.config.rl import RlConfig
@@ -60,7 +60,7 @@ def train(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
     if quiet or not sys.stderr.isatty():
         disable_progress_bar()
     trainer = open_trainer(config, quiet=quiet)
-    with saving(Path(folder)):
+    with name_save_errors(Path(folder)):
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model()
         trainer.save_state()

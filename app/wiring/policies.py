@@ -4,8 +4,8 @@ Settings that a run's plans follow from: policy, work of its model, and the mixe
 
 from packplan.adapters.config.run import load_mixes
 from packplan.adapters.model_folder import model_sizes
+from packplan.adapters.samples.data_files import file_faults, open_records
 from packplan.adapters.samples.data_set import FileRecords
-from packplan.adapters.samples.files import file_faults, open_records
 from packplan.app.wiring.stores import records_cache
 from packplan.core.config.identity import plan_policy
 from packplan.core.config.run import RunConfig

@@ -189,9 +189,9 @@ def alone_in_output(config: RunConfig, group: RankGroup, *, key: str = "training
     with contextlib.ExitStack() as lock:
         if group.rank == 0:
             try:
-                with files.writing(folder):
+                with files.name_write_errors(folder):
                     folder.mkdir(parents=True, exist_ok=True)
-                lock.enter_context(files.held(folder / "train.lock", f"to train into {folder}", wait=refuse))
+                lock.enter_context(files.hold_lock(folder / "train.lock", f"to train into {folder}", wait=refuse))
             except (ConfigError, OutputError) as error:  # raised once the others know
                 failure = error
         if group.any(failure is not None):

@@ -15,13 +15,13 @@ from packplan.adapters.config.run import load_config, load_mixes, load_rl_config
 from packplan.adapters.config.trainer_keys import GRPO_TABLE, TrainerKey, stored_keys
 from packplan.adapters.model_folder import download_model, find_cached, is_id, model_faults
 from packplan.adapters.ranks.environment import require_ranks
-from packplan.adapters.samples.copies import local_files
-from packplan.adapters.samples.files import file_faults
+from packplan.adapters.samples.data_files import file_faults
+from packplan.adapters.samples.downloads import fetch_data_files
 from packplan.app.wiring.stores import records_cache
 from packplan.core.config.rl import RlConfig
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig
 from packplan.core.errors import ConfigError, DataSetError, Fault, RunError
-from packplan.core.samples.places import is_place, without_credentials
+from packplan.core.samples.urls import is_url, mask_credentials
 
 Run = TypeVar("Run", bound=RunConfig)
 
@@ -80,9 +80,9 @@ def _with_copies(custom: CustomConfig, cache: Path, run: str) -> CustomConfig:
     """Return the data of a run, those at places as copies on this machine."""
     copies, faults = {}, []
     for key in ("train_jsonl", "val_jsonl"):
-        for name in filter(is_place, getattr(custom, key)):
+        for name in filter(is_url, getattr(custom, key)):
             try:
-                copies[name] = tuple(map(str, local_files(name, cache)))
+                copies[name] = tuple(map(str, fetch_data_files(name, cache)))
             except DataSetError as error:
                 faults.append(Fault(f"custom.{key}", str(error)))
     if faults:
@@ -90,7 +90,7 @@ def _with_copies(custom: CustomConfig, cache: Path, run: str) -> CustomConfig:
     if not copies:
         return custom
     plain = {name: source for name, source in custom.source_names.items() if name not in copies}
-    shown = {name: without_credentials(name).removesuffix("?…") for name in copies}
+    shown = {name: mask_credentials(name).removesuffix("?…") for name in copies}
     ends = Counter(PurePosixPath(text).name for text in shown.values())
     unnamed = {name: end if ends[end := PurePosixPath(text).name] == 1 else text for name, text in shown.items()}
     sources = {path: {**unnamed, **custom.source_names}[name] for name, found in copies.items() for path in found}

@@ -13,14 +13,14 @@ from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.samples.rows import RowsEncoder, RowsFile
 from packplan.adapters.samples.template import open_template, refuse_packing
 from packplan.app.planning.split import Split, alignment
-from packplan.app.wiring.lengths import open_known
+from packplan.app.wiring.length_tables import open_known
 from packplan.app.wiring.policies import mixes_of, policy_of, recipe_of, trained_work
 from packplan.app.wiring.stores import open_stores, records_cache
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe
 from packplan.core.errors import ConfigError, DataSetError
 from packplan.core.mixes import mixes_faults
-from packplan.core.samples.tables import by_source, column, sample_indices
+from packplan.core.samples.tables import column, records_by_source, sample_indices
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def _recipe_of(config: RunConfig, split: str, encoder: SwiftEncoder) -> EpochRec
     recipe = recipe_of(config, split)
     if recipe is None or recipe.mixes is None:
         return recipe
-    sizes = [size for _, size in by_source(encoder.data_files())]
+    sizes = [size for _, size in records_by_source(encoder.data_files())]
     if len(sizes) != len(recipe.mixes.files):
         mixes_of(config)  # refuses a file without records
         raise ConfigError.at("custom.source_names", "gives several files of the mix one name: name each by itself")

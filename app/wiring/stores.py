@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from packplan.adapters import files
+from packplan.adapters.samples.data_files import open_records
 from packplan.adapters.samples.data_set import FileRecords
-from packplan.adapters.samples.files import open_records
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.lock import FolderLock
 from packplan.adapters.stores.plans import DiskPlanStore

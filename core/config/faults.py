@@ -18,7 +18,7 @@ from packplan.core.config.keys import key_faults, key_of
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import Fault, PackplanError, agree, shortened
 from packplan.core.packers import ALGORITHMS
-from packplan.core.samples.places import without_credentials
+from packplan.core.samples.urls import mask_credentials
 
 MANY_EPOCHS = 10**6
 """Number of epochs that can only be a typing error; nothing could count its steps."""
@@ -83,7 +83,7 @@ def _source_faults(custom: CustomConfig) -> Iterator[Fault]:
     for entry in custom.source_names:
         if entry not in {*custom.train_jsonl, *custom.val_jsonl}:
             reason = "is no entry of custom.train_jsonl or custom.val_jsonl: write it as it is written there"
-            yield Fault(f"custom.source_names.{without_credentials(entry)}", reason)
+            yield Fault(f"custom.source_names.{mask_credentials(entry)}", reason)
 
 
 def _video_faults(template: TemplateConfig) -> Iterator[Fault]:

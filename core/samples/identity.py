@@ -14,8 +14,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from packplan.core.samples.media import IMAGE_KEYS, PARTS, PLACES, VIDEO_KEYS
-from packplan.core.samples.places import is_place, may_be_signed, without_signature
+from packplan.core.samples.media import IMAGE_KEYS, PARTS, PATH_KEYS, VIDEO_KEYS
+from packplan.core.samples.urls import is_url, may_hold_signature, strip_signature
 
 HEAD_BYTES = 65_536
 """Bytes of an image that are digested: its header, and enough content to tell images apart."""
@@ -32,7 +32,7 @@ _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _WRITTEN = ("tools", "arguments", "parameters", "input", "content")
 """Keys whose objects reach the model as they are written. `tools` may be a list of objects."""
 
-_MEDIA = frozenset({*IMAGE_KEYS, *VIDEO_KEYS, *PARTS, *PLACES})
+_MEDIA = frozenset({*IMAGE_KEYS, *VIDEO_KEYS, *PARTS, *PATH_KEYS})
 """Keys of a record, in small letters, that hold media."""
 
 _MAY_DIFFER = re.compile(rf'"(?:data:|/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3]|(?:{"|".join(_WRITTEN)})":\{{|tools":\[)')
@@ -48,20 +48,20 @@ examined.
 """
 
 
-def digest_of(record: object) -> bytes:
+def digest_record(record: object) -> bytes:
     """
     Return the SHA-256 of a record's content.
 
-    >>> digest_of({"a": 1, "b": None}) == digest_of({"a": 1})
+    >>> digest_record({"a": 1, "b": None}) == digest_record({"a": 1})
     True
     """
     text = None if isinstance(record, dict) and _holds_long(record) else _encode(record)
-    if text is None or "null" in text or may_be_signed(text) or _MAY_DIFFER.search(text):
+    if text is None or "null" in text or may_hold_signature(text) or _MAY_DIFFER.search(text):
         text = _encode(_canonical(record))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
-def unreadable_digest(texts: Iterable[bytes]) -> bytes:
+def digest_unreadable(texts: Iterable[bytes]) -> bytes:
     """Return the SHA-256 of a record that cannot be read, from the parts of its bytes."""
     digest = hashlib.sha256(b"unreadable\n")
     for text in texts:
@@ -93,37 +93,37 @@ def _holds_long(value: Any) -> bool:
     return False
 
 
-def _bytes_or_text(value: object) -> str:
+def _encode_other(value: object) -> str:
     """Return the text of a value of a type that JSON lacks."""
     if isinstance(value, (bytes, bytearray, memoryview)):
-        return _medium(len(value), bytes(value[:HEAD_BYTES]))
+        return _describe_medium(len(value), bytes(value[:HEAD_BYTES]))
     return f"{type(value).__name__} {value}"
 
 
 _encode = json.JSONEncoder(
-    sort_keys=True, separators=(",", ":"), ensure_ascii=False, check_circular=False, default=_bytes_or_text
+    sort_keys=True, separators=(",", ":"), ensure_ascii=False, check_circular=False, default=_encode_other
 ).encode
 
 
-def _medium(size: int, head: bytes) -> str:
+def _describe_medium(size: int, head: bytes) -> str:
     return f"medium of {size} bytes {hashlib.sha256(head).hexdigest()}"
 
 
-_as_written = json.JSONEncoder(ensure_ascii=False, check_circular=False, default=_bytes_or_text).encode
+_as_written = json.JSONEncoder(ensure_ascii=False, check_circular=False, default=_encode_other).encode
 
 
-def _under(key: object, value: Any) -> Any:
+def _canonical_item(key: object, value: Any) -> Any:
     """Return the canonical form of a value under a key."""
     if (key in _WRITTEN and isinstance(value, Mapping)) or (key == "tools" and isinstance(value, list)):
         return _as_written(value)
-    return _medium_of(value) if isinstance(key, str) and key.lower() in _MEDIA else _canonical(value)
+    return _canonical_media(value) if isinstance(key, str) and key.lower() in _MEDIA else _canonical(value)
 
 
-def _medium_of(value: Any) -> Any:
+def _canonical_media(value: Any) -> Any:
     """Return the canonical form of media in a record."""
     if isinstance(value, list):
-        return [_medium_of(held) for held in value]
-    return without_signature(value) if is_place(value) else _canonical(value)
+        return [_canonical_media(held) for held in value]
+    return strip_signature(value) if is_url(value) else _canonical(value)
 
 
 def _canonical(value: Any) -> Any:
@@ -135,7 +135,7 @@ def _canonical(value: Any) -> Any:
             head = base64.b64decode(coded[: -(-HEAD_BYTES // 3) * 4], validate=True)[:HEAD_BYTES]
         except ValueError:
             return value
-        return _medium(len(coded) * 3 // 4 - coded[-2:].count("="), head)
+        return _describe_medium(len(coded) * 3 // 4 - coded[-2:].count("="), head)
     if isinstance(value, Mapping):
-        return {key: _under(key, held) for key, held in value.items() if held is not None}
+        return {key: _canonical_item(key, held) for key, held in value.items() if held is not None}
     return [_canonical(held) for held in value] if isinstance(value, (list, tuple)) else value

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from packplan.core.samples.places import is_place, without_credentials
+from packplan.core.samples.urls import is_url, mask_credentials
 from packplan.core.samples.values import fail, is_empty
 
 Image = str | bytes
@@ -19,10 +19,10 @@ VIDEO_KEYS = ("videos", "video")
 PARTS = {"image": "images", "image_url": "images", "video": "videos", "video_url": "videos"}
 """Types of message parts that show a medium -> the record's key for it."""
 
-PLACES = ("path", "url")
+PATH_KEYS = ("path", "url")
 """Keys of an object that name its medium."""
 
-_NAMING = (*PLACES, *PARTS, "source")
+_NAMING = (*PATH_KEYS, *PARTS, "source")
 """Keys of a part or an object under which its medium may stand."""
 
 _OF_ONE_MEDIUM = (
@@ -74,7 +74,7 @@ def _to_image(image: Any, *, urls: bool) -> Image:
     if isinstance(image, Mapping):
         if held := image.get("bytes"):
             return held if isinstance(held, bytes) else _decode_base64(held, "'bytes'")
-        refuse_sizes(image)
+        refuse_media_settings(image)
         image = image.get("path") or image.get("url")
     if isinstance(image, bytes) and image:
         return image
@@ -84,14 +84,14 @@ def _to_image(image: Any, *, urls: bool) -> Image:
         return _image_from_uri(image)
     if (held := _image_from_base64(image)) is not None:
         return held
-    if urls and is_place(image) and len(image) <= _LONGEST_PATH:
+    if urls and is_url(image) and len(image) <= _LONGEST_PATH:
         return image
-    if remedy := why_no_path(image):
-        fail(f"has the image {without_credentials(image)[:60]!r}: {remedy}")
+    if remedy := path_fault(image):
+        fail(f"has the image {mask_credentials(image)[:60]!r}: {remedy}")
     return image
 
 
-def refuse_sizes(described: Mapping[str, Any]) -> None:
+def refuse_media_settings(described: Mapping[str, Any]) -> None:
     """Refuse an object of a medium that would scale or sample it by itself."""
     if name := next((name for name in _OF_ONE_MEDIUM if described.get(name) is not None), None):
         fail(f"has {name!r} of one image or video, which would be ignored: remove it; the template's holds for all")
@@ -140,7 +140,7 @@ def _decode_base64(text: object, where: str) -> bytes:
         fail(f"has {where} that is no base64: write it again")
 
 
-def why_no_path(image: str, *, is_video: bool = False) -> str | None:
+def path_fault(image: str, *, is_video: bool = False) -> str | None:
     """
     Return the remedy for an image or a video that is no file path; None for a path.
 
@@ -155,7 +155,7 @@ def why_no_path(image: str, *, is_video: bool = False) -> str | None:
         return None
     if scheme["name"].lower() == "file":
         return f"write the path alone, without {scheme[0]}"
-    if is_place(image):
+    if is_url(image):
         return (
             "only files are read, so that training needs no network: copy it to this machine and name the file, or "
             "name a media_cache, a folder that it is fetched into once"
@@ -192,7 +192,7 @@ def to_videos(value: object, *, urls: bool = False) -> list[Video]:
 
 def _to_video(video: Any, *, urls: bool) -> Video:
     if isinstance(video, Mapping):
-        refuse_sizes(video)
+        refuse_media_settings(video)
         video = video.get("path") or video.get("video") or video.get("url")
     if isinstance(video, list) and video:
         return tuple(_video_path(frame, "frame", urls=urls) for frame in video)
@@ -207,8 +207,8 @@ def _video_path(value: Any, what: str, *, urls: bool) -> str:
         fail(f"has a {what} that is no path: {_WRITE}")
     if value.startswith("data:"):
         fail(f"has the {what} {value[:40]!r}: write it to a file, and name that")
-    if urls and is_place(value):
+    if urls and is_url(value):
         return value
-    if remedy := why_no_path(value, is_video=True):
-        fail(f"has the {what} {without_credentials(value)[:60]!r}: {remedy}")
+    if remedy := path_fault(value, is_video=True):
+        fail(f"has the {what} {mask_credentials(value)[:60]!r}: {remedy}")
     return value

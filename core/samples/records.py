@@ -123,9 +123,9 @@ def to_messages(
     _refuse_keys(record)
     images = to_images(record.get("images"), urls=urls)
     if "messages" in record:
-        messages = _messages(record["messages"])
+        messages = _checked_messages(record["messages"])
     else:
-        messages = _dense(record, len(images), object_field_order, use_summary=use_summary)
+        messages = _dense_messages(record, len(images), object_field_order, use_summary=use_summary)
     if (system := record.get("system")) is not None and not isinstance(system, str):
         fail(f"has the 'system' {system!r}, but it has to be a text")
     if system:
@@ -208,7 +208,7 @@ def _refuse_keys_of_message(message: Mapping[str, Any]) -> None:
         fail("has a message with 'loss': false and a loss_scale, which would be ignored: remove one")
 
 
-def _messages(value: list[Any]) -> list[dict[str, Any]]:
+def _checked_messages(value: list[Any]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
@@ -244,20 +244,22 @@ def _refuse_order(before: list[dict[str, Any]], message: Mapping[str, Any]) -> N
         fail("has calls of one turn with several weights, of which the first would count: write the same")
 
 
-def _dense(record: Mapping[str, Any], num_images: int, order: FieldOrder, *, use_summary: bool) -> list[dict[str, Any]]:
+def _dense_messages(
+    record: Mapping[str, Any], num_images: int, order: FieldOrder, *, use_summary: bool
+) -> list[dict[str, Any]]:
     if use_summary:
         if not isinstance(record.get("summary"), str) or not record["summary"].strip():
             fail("has no 'summary', which is asked for", argument="use_summary")
         prompt, answer = SUMMARY_PROMPT, record["summary"]
     else:
-        prompt, answer = DENSE_PROMPT, _objects(record["objects"], order)
+        prompt, answer = DENSE_PROMPT, _objects_text(record["objects"], order)
     return [
         {"role": "user", "content": IMAGE_TAG * num_images + prompt},
         {"role": "assistant", "content": answer},
     ]
 
 
-def _objects(objects: object, order: FieldOrder) -> str:
+def _objects_text(objects: object, order: FieldOrder) -> str:
     if not isinstance(objects, list) or not objects:
         fail("has no object in 'objects', so there is nothing to learn from it")
     rows = []

@@ -13,8 +13,8 @@ from typing import Any
 import attrs
 
 from packplan.core.errors import counted
-from packplan.core.samples.media import IMAGE_KEYS, PARTS, PLACES, VIDEO_KEYS, VIDEO_TAG, refuse_sizes
-from packplan.core.samples.tools import CALL, RESPONSE, in_text, with_blocks, with_calls
+from packplan.core.samples.media import IMAGE_KEYS, PARTS, PATH_KEYS, VIDEO_KEYS, VIDEO_TAG, refuse_media_settings
+from packplan.core.samples.tools import CALL, RESPONSE, split_blocks, split_calls, to_text_content
 from packplan.core.samples.values import fail, has, is_empty, parse_text
 
 IMAGE_TAG = "<image>"
@@ -100,7 +100,7 @@ def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = N
     """
     record = _rename_keys(record, columns or {})
     for names in (SYSTEM_KEYS, IMAGE_KEYS, VIDEO_KEYS, MESSAGE_KEYS):
-        record = _under_one_name(record, names)
+        record = _merge_synonyms(record, names)
     for known, others in (("messages", _ANSWERED[:3]), ("objects", _ANSWERED)):
         if has(record, known) and (other := next((name for name in others if has(record, name)), None)):
             fail(f"has {known!r} and {other!r}, of which one would be ignored: remove one")
@@ -132,7 +132,7 @@ def _rename_keys(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mappi
     return renamed
 
 
-def _under_one_name(record: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
+def _merge_synonyms(record: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
     """Return a record with the value under one of *names* moved to the first of them."""
     found = [name for name in names if has(record, name)]
     if len(found) > 1:
@@ -160,24 +160,26 @@ def _from_messages(record: Mapping[str, Any]) -> Shaped:
     media: Media = defaultdict(list)
     if any(name in messages[0] for name in ("role", "from", "content", "value")):
         shape = MESSAGES if "role" in messages[0] else "conversations of from and value"
-        converted = _plain_messages(messages, media)
+        converted = _normalise_messages(messages, media)
     else:
         shape = "conversations of user and assistant"
         converted = [one for message in messages for one in _pair_messages(message)]
     if not converted:
         fail("has no message but a system message that says nothing, so there is nothing to learn from it")
     _refuse_answer_first(converted)
-    return Shaped(shape, _with_media({**record, "messages": converted}, media))
+    return Shaped(shape, _add_media({**record, "messages": converted}, media))
 
 
-def _plain_messages(messages: Sequence[Mapping[str, Any]], media: Media) -> list[dict[str, Any]]:
+def _normalise_messages(messages: Sequence[Mapping[str, Any]], media: Media) -> list[dict[str, Any]]:
     """Return messages of role and text content. Images and videos of parts are added to *media*."""
-    said = [message for message in map(_with_role, messages) if not _is_null_system(message)]
-    called = with_calls(said)
-    return [_with_content(message, media) for message in with_blocks([in_text(message) for message in called])]
+    said = [message for message in map(_normalise_role, messages) if not _is_null_system(message)]
+    called = split_calls(said)
+    return [
+        _flatten_content(message, media) for message in split_blocks([to_text_content(message) for message in called])
+    ]
 
 
-def _with_media(record: Mapping[str, Any], media: Media) -> Mapping[str, Any]:
+def _add_media(record: Mapping[str, Any], media: Media) -> Mapping[str, Any]:
     """Return a record with the images and videos from inside its messages."""
     for name in media.pop(_NAMED_BY_RECORD, ()):
         if not has(record, name):
@@ -188,7 +190,7 @@ def _with_media(record: Mapping[str, Any], media: Media) -> Mapping[str, Any]:
     return {**record, **{name: held for name, held in media.items() if held}}
 
 
-def _with_role(message: Mapping[str, Any]) -> dict[str, Any]:
+def _normalise_role(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message with the keys `role` and `content`."""
     converted = {name: held for name, held in message.items() if name not in {"from", "value"}}
     for name, other in (("role", "from"), ("content", "value")):
@@ -218,7 +220,7 @@ def _refuse_answer_first(messages: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _with_content(message: dict[str, Any], media: Media) -> dict[str, Any]:
+def _flatten_content(message: dict[str, Any], media: Media) -> dict[str, Any]:
     """Return a message whose content is a text. Its images and videos are added to *media*."""
     content = message.get("content")
     if not isinstance(content, list):
@@ -237,12 +239,12 @@ def _part_text(part: object, media: Media) -> str:
         return str(part["text"])
     if kind not in PARTS:
         fail(f"has a part of a message of the type {kind!r}; known are text, image and image_url, video and video_url")
-    refuse_sizes(part)
-    medium = next((part[name] for name in (kind, *PLACES) if not is_empty(part.get(name))), None)
+    refuse_media_settings(part)
+    medium = next((part[name] for name in (kind, *PATH_KEYS) if not is_empty(part.get(name))), None)
     if medium is None and isinstance(source := part.get("source"), Mapping):
         medium = _source_image(source)
     if isinstance(medium, Mapping) and "url" in medium:
-        refuse_sizes(medium)
+        refuse_media_settings(medium)
         medium = medium["url"]
     if is_empty(medium):
         media[_NAMED_BY_RECORD].append(PARTS[kind])
@@ -281,25 +283,25 @@ def _pair_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _from_columns(record: Mapping[str, Any]) -> Shaped:
     """Return a record of columns as messages."""
     query: Any = None
-    answer = "output" if has(record, "instruction") and has(record, "output") else _one_of(record, RESPONSE_KEYS)
+    answer = "output" if has(record, "instruction") and has(record, "output") else _find_key(record, RESPONSE_KEYS)
     if has(record, "instruction") or (has(record, "input") and answer == "output"):
-        query, asked = _instruction(record)
-    elif asked := _one_of(record, QUERY_KEYS) or "":
+        query, asked = _join_instruction(record)
+    elif asked := _find_key(record, QUERY_KEYS) or "":
         query = record[asked]
     response = record[answer]
     if isinstance(response, list) and len(response) == 1 and isinstance(response[0], str):
         response = response[0]
     media: Media = defaultdict(list)
     if _is_chat(query) or _is_chat(response):
-        messages = [*_as_chat(query, "user", media), *_as_chat(response, "assistant", media)]
+        messages = [*_to_chat(query, "user", media), *_to_chat(response, "assistant", media)]
     else:
         messages = [*_history_messages(record), *_turn_messages(query, response, (asked, answer))]
     read = {*asked.split(", "), answer, "history", "input", "instruction"}
     rest = {name: held for name, held in record.items() if name not in read}
-    return Shaped(", ".join(filter(None, (asked, answer))), _with_media({**rest, "messages": messages}, media))
+    return Shaped(", ".join(filter(None, (asked, answer))), _add_media({**rest, "messages": messages}, media))
 
 
-def _instruction(record: Mapping[str, Any]) -> tuple[str, str]:
+def _join_instruction(record: Mapping[str, Any]) -> tuple[str, str]:
     """Return an instruction with its input in alpaca's shape, and the name of this shape."""
     parts = {name: record[name] for name in ("instruction", "input") if has(record, name)}
     for name, part in parts.items():
@@ -311,7 +313,7 @@ def _instruction(record: Mapping[str, Any]) -> tuple[str, str]:
     return "\n".join(parts.values()), "instruction"
 
 
-def _one_of(record: Mapping[str, Any], names: Sequence[str]) -> str:
+def _find_key(record: Mapping[str, Any], names: Sequence[str]) -> str:
     """
     Return the key of a question or an answer: the first of *names*, or the only one in the record.
     Empty if there is none.
@@ -351,10 +353,10 @@ def _is_chat(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
 
 
-def _as_chat(value: Any, role: str, media: Media) -> list[dict[str, Any]]:
+def _to_chat(value: Any, role: str, media: Media) -> list[dict[str, Any]]:
     """Return the messages inside a question or an answer, or a text as one message."""
     if _is_chat(value):
-        return _plain_messages(value, media)
+        return _normalise_messages(value, media)
     return [] if value is None else [{"role": role, "content": value}]
 
 

@@ -274,7 +274,7 @@ class KnownLengths:
         """End of each record's rows in the media table."""
         return np.cumsum(num_media(self.table))
 
-    def rows(self, digests: Sequence[str], folders: Sequence[str]) -> IntArray:
+    def find_rows(self, digests: Sequence[str], folders: Sequence[str]) -> IntArray:
         """
         Return the row of each record, or `UNKNOWN`; int64, shape (num_records,).
 
@@ -283,10 +283,10 @@ class KnownLengths:
             folders: Folder that relative paths of each record's media start from.
         """
         with_media = [media_identity(digest, folder) for digest, folder in zip(digests, folders, strict=True)]
-        text, media = self._find(digests), self._find(with_media)
+        text, media = self._find_rows(digests), self._find_rows(with_media)
         return np.where(text == UNKNOWN, media, text)
 
-    def _find(self, identities: Sequence[str]) -> IntArray:
+    def _find_rows(self, identities: Sequence[str]) -> IntArray:
         """Return the first row of each identity, or `UNKNOWN`."""
         known, rows = self._samples
         if not rows.size or not identities:
@@ -319,12 +319,12 @@ class DataFile:
     """Number of its records, bad ones included."""
 
 
-def by_source(files: Iterable[DataFile]) -> list[tuple[str, int]]:
+def records_by_source(files: Iterable[DataFile]) -> list[tuple[str, int]]:
     """
     Return each source, and the records of its files, in order.
 
     >>> files = (DataFile(name, name[0], "messages", 5) for name in ("a1", "a2", "b1"))
-    >>> by_source(files)
+    >>> records_by_source(files)
     [('a', 10), ('b', 5)]
     """
     groups = groupby(files, key=lambda file: file.source)
@@ -332,7 +332,7 @@ def by_source(files: Iterable[DataFile]) -> list[tuple[str, int]]:
 
 
 @attrs.frozen
-class Where:
+class RecordLocation:
     """Place of a record in a file; printed, it is the beginning of a message."""
 
     file: str
@@ -354,7 +354,7 @@ class BadRecord:
     """Index of the record in the data, from 0."""
 
     where: str
-    """File of the record, and its line or row there, as `Where` prints it."""
+    """File of the record, and its line or row there, as `RecordLocation` prints it."""
 
     reason: str
     """Reason why it cannot become a sample."""

@@ -47,7 +47,7 @@ def _name_of(described: Mapping[str, Any]) -> object:
     return described.get("name_for_model") or described.get("name")
 
 
-def with_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def split_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     Return messages with `tool_calls` as separate messages after them, and answers in the order of
     calls.
@@ -100,7 +100,7 @@ def _call_message(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": CALL, "content": call_text({"name": function["name"], "arguments": arguments})}
 
 
-def in_text(message: dict[str, Any]) -> dict[str, Any]:
+def to_text_content(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with its tool call or answer as text; ValueError if it is invalid."""
     if message.get("role") == CALL:
         return {**message, "content": call_text(message.get("content"))}
@@ -112,7 +112,7 @@ def in_text(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": response_text(content)}
 
 
-def with_blocks(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def split_blocks(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """
     Yield messages, with parts that are calls or answers as separate messages.
 

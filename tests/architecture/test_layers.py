@@ -174,7 +174,7 @@ def test_one_place_knows_the_formats_of_data_files():
         if isinstance(node, ast.ImportFrom) and node.module in formats
     }
 
-    assert {"adapters/samples/files.py"} == importers
+    assert {"adapters/samples/data_files.py"} == importers
 
 
 FAMILIES_IN = "core/work/text.py"

@@ -24,11 +24,11 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.adapters.samples import files
-from packplan.adapters.samples.files import file_faults, open_records
+from packplan.adapters.samples import data_files
+from packplan.adapters.samples.data_files import file_faults, open_records
 from packplan.adapters.samples.formats import arrow_rows, record_file, rewriting
 from packplan.adapters.samples.formats import lines as lines_file
-from packplan.adapters.samples.formats.record_file import without_nulls
+from packplan.adapters.samples.formats.record_file import drop_nulls
 from packplan.core.errors import DataSetError, OutputError, PackplanError, RecordError, StaleError
 from packplan.core.samples.identity import DIGEST_BYTES
 from packplan.core.samples.records import to_messages
@@ -123,7 +123,7 @@ def test_every_record_comes_back_from_its_place(tmp_path, name):
     assert [*map(plain, RECORDS)] == [*map(plain, records)]
     assert plain(RECORDS[5]) == plain(records[5])
     unit = "line" if "jsonl" in name else "row"
-    assert f"{path}, {unit} 6" == str(records.where(5))
+    assert f"{path}, {unit} 6" == str(records.location(5))
     assert str(tmp_path) == records.folder(5)
     with pytest.raises(IndexError):
         records[len(records)]
@@ -152,7 +152,7 @@ def unsettled(monkeypatch):
 
 
 def faults(path: Path) -> list[str]:
-    return [reason for _, reason in files.copy_faults((str(path),), cache=path.parent / "cache")]
+    return [reason for _, reason in data_files.copy_faults((str(path),), cache=path.parent / "cache")]
 
 
 @every_format
@@ -198,7 +198,7 @@ def test_a_record_that_changed_after_it_was_digested_is_refused_by_name(tmp_path
         records = pickle.loads(pickle.dumps(records))  # noqa: S301  # our own bytes
 
     cause = f". Its copy was changed: delete {held}" if name in COPIED else ""
-    place = re.escape(str(records.where(3)))
+    place = re.escape(str(records.location(3)))
     told = "" if name in COPIED else f"{re.escape(str(held))} has changed since this run opened it: "
     named = rf"^{told}sample 3 \({place}\) is .*: content planned \w{{12}}, fetched \w{{12}}{re.escape(cause)}"
     with pytest.raises(StaleError, match=named):
@@ -282,7 +282,7 @@ def test_a_folder_of_datasets_is_a_data_set(tmp_path):
 
     assert [*map(plain, RECORDS)] == list(records)
     assert str(tmp_path / "set") == records.folder(0)
-    assert f"{tmp_path / 'set'}, row 7" == str(records.where(6))
+    assert f"{tmp_path / 'set'}, row 7" == str(records.location(6))
     assert 7 == len(opened(tmp_path / "both" / "train"))
     (reason,) = file_faults([str(tmp_path / "both")])
     assert "both holds several splits: name one of its folders, test, train" in reason
@@ -446,7 +446,7 @@ def test_a_column_of_another_type_is_refused_by_record(tmp_path, column, kind):
     pq.write_table(pa.table(rows), tmp_path / "a.parquet")
     records = opened(tmp_path / "a.parquet")
 
-    assert f"{tmp_path}/a.parquet, row 1" == str(records.where(0))
+    assert f"{tmp_path}/a.parquet, row 1" == str(records.location(0))
     if kind == "words of a dictionary" and column in {"query", "response", "system", "images"}:
         assert to_messages(records[0])
         return
@@ -470,9 +470,9 @@ def test_a_copy_is_made_once_and_knows_its_file(tmp_path, name, monkeypatch):
     assert 1 == len(copies(tmp_path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(rewriting, "_lines", None)
+        patch.setattr(rewriting, "_copy_lines", None)
         patch.setattr(rewriting, "_rewrite_parquet", None)
-        patch.setattr(rewriting, "_read_whole", None)
+        patch.setattr(rewriting, "_compute_digest", None)
         assert digest == opened(path).digest(7)
     times = path.stat()
     write(tmp_path, name, RECORDS[:3])
@@ -534,7 +534,9 @@ def test_a_digest_without_some_records_is_as_if_they_were_not_there(tmp_path_fac
         assert alone.digest(len(kept)) == records.digest(end, without=sorted(out))
         assert [alone.record_digest(row) for row in range(len(kept))] == [*map(records.record_digest, kept)]
         assert rows == list(records)
-        assert [index - cut * (index >= cut) + 1 for index in kept] == [records.where(index).number for index in kept]
+        assert [index - cut * (index >= cut) + 1 for index in kept] == [
+            records.location(index).number for index in kept
+        ]
 
 
 def test_no_room_for_a_copy_is_an_error_of_the_output(tmp_path, monkeypatch):
@@ -569,7 +571,7 @@ def test_texts_of_a_dictionary_at_any_depth_are_read_as_they_are(tmp_path):
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
 
-    rows = [without_nulls(row) for row in pa.table(columns).to_pylist()]
+    rows = [drop_nulls(row) for row in pa.table(columns).to_pylist()]
     assert rows == list(opened(tmp_path / "a.parquet"))
 
 
@@ -651,10 +653,10 @@ KEPT = ["a.jsonl", "a.json", "a.csv", "a.jsonl.gz", "a.arrow", "a.parquet"]
 
 def digested(path: Path, monkeypatch) -> tuple[str, int]:
     """The digest of all records on a start, and how many were parsed for it."""
-    parsed, digest_of = [], lines_file.digest_of
+    parsed, digest_record = [], lines_file.digest_record
     with monkeypatch.context() as patch:
         for module in (lines_file, arrow_rows):
-            patch.setattr(module, "digest_of", lambda value: parsed.append(1) or digest_of(value))
+            patch.setattr(module, "digest_record", lambda value: parsed.append(1) or digest_record(value))
         records = opened(path)
         return records.digest(len(records)), len(parsed)
 
@@ -672,7 +674,7 @@ def test_a_later_start_reads_no_record_of_a_file_that_stands_as_it_did(tmp_path,
     assert ((cold, 50), (cold, 0)) == ((cold, num_cold), start())
     records = opened(path)
     assert rows == list(records)
-    assert [first.where(row) for row in range(50)] == [records.where(row) for row in range(50)]
+    assert [first.location(row) for row in range(50)] == [records.location(row) for row in range(50)]
 
     held = next((tmp_path / "cache").glob("*-digests.bin"))
     held.write_bytes(held.read_bytes()[:-1] + b"?")
@@ -702,7 +704,7 @@ def test_a_change_that_size_and_times_hide_is_found_where_a_record_is_read(tmp_p
     records = opened(path)
     assert before == records.digest(50)
     (reason,) = faults(path)
-    assert f"{records.where(41).unit} {records.where(41).number} is another one" in reason
+    assert f"{records.location(41).unit} {records.location(41).number} is another one" in reason
     assert rows[40] == records.read(40)[0]
     cause = f"Its copy was changed: delete {text}" if text != path else "content planned"
     with pytest.raises(StaleError, match=cause):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.adapters.samples.files import open_records
+from packplan.adapters.samples.data_files import open_records
 from packplan.adapters.samples.formats import lines
 from packplan.core.errors import DataSetError, RecordError, StaleError
 from tests.records import json_values
@@ -32,7 +32,7 @@ def test_every_record_comes_back_from_its_line(tmp_path_factory, rows, mark):
 
     assert [{"a": value} for value, _ in rows] == list(records)
     lines = text.encode().split(b"\n")
-    assert all(records[i] == json.loads(lines[records.where(i).number - 1]) for i in reversed(range(len(records))))
+    assert all(records[i] == json.loads(lines[records.location(i).number - 1]) for i in reversed(range(len(records))))
 
 
 @pytest.mark.parametrize(

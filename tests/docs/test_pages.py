@@ -24,7 +24,7 @@ from packplan.core.config.keys import keys_of
 from packplan.core.config.run import RunConfig
 from packplan.core.packers import ALGORITHMS
 from packplan.core.policy import PlanPolicy
-from packplan.core.samples.places import PACKAGES
+from packplan.core.samples.urls import PACKAGES
 from packplan.core.schedule import EpochStats, PackStats
 from packplan.core.surface import plan as plan_of
 from tests.fakes import FreeLock, ListSource, ScriptedGroup

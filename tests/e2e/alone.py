@@ -67,11 +67,11 @@ def step_alone(model: Any, samples: list[dict[str, Any]], reduction: str = "toke
 
 def silence(setattr_: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let records whose first message is `silent` have no supervised token."""
-    from packplan.adapters.samples.counting import QuickMeasurer
     from packplan.adapters.samples.encoder import SwiftEncoder
+    from packplan.adapters.samples.shortcut import ShortcutMeasurer
 
     # Counting texts would not see it.
-    setattr_(QuickMeasurer, "_counter", None)
+    setattr_(ShortcutMeasurer, "_counter", None)
     encode = SwiftEncoder.encode_messages
 
     def without_labels(samples: Any, index: int, sample: dict[str, Any]) -> dict[str, Any]:

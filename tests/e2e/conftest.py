@@ -36,7 +36,7 @@ def _light(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(os, "fsync", lambda _: None)
     if "encodes_elsewhere" not in request.fixturenames:
-        monkeypatch.setattr(SwiftMeasurer, "measure_elsewhere", measure_here)
+        monkeypatch.setattr(SwiftMeasurer, "measure_in_loader", measure_here)
 
 
 @pytest.fixture(scope="session")

@@ -67,13 +67,13 @@ def outcome(write_run, tmp_path, capfd, monkeypatch):
 def _proven():
     from packplan.adapters.samples import counting
 
-    return cache(counting.prove_lengths)
+    return cache(counting.prove_image_lengths)
 
 
 @pytest.fixture
 def _proven_once(one_template, _proven, monkeypatch):
     """Let runs that fail before they train share a template, and what is proven of it."""
-    monkeypatch.setattr("packplan.adapters.samples.counting.prove_lengths", _proven)
+    monkeypatch.setattr("packplan.adapters.samples.shortcut.prove_image_lengths", _proven)
 
 
 @pytest.mark.usefixtures("_proven_once")

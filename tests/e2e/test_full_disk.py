@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from packplan.adapters.files import loading, saving, writing
+from packplan.adapters.files import name_load_errors, name_save_errors, name_write_errors
 from packplan.app import sft
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,11 @@ def fork_beyond_memory():
 
 @pytest.mark.parametrize(
     "guard",
-    [partial(writing, Path("run")), partial(saving, Path("run")), partial(loading, "model.model", "is damaged")],
+    [
+        partial(name_write_errors, Path("run")),
+        partial(name_save_errors, Path("run")),
+        partial(name_load_errors, "model.model", "is damaged"),
+    ],
     ids=["writing", "saving", "loading"],
 )
 @pytest.mark.parametrize(

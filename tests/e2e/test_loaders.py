@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from packplan.adapters.lifeline import name_lost_processes
+from packplan.adapters.processes import name_lost_processes
 from packplan.adapters.ranks.heartbeat import Heartbeat
 from packplan.adapters.samples import measurer
 from packplan.adapters.trainer.loader import PackedDataset, PackLoader

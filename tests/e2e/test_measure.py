@@ -36,13 +36,13 @@ def run(capfd, tmp_path):
 def measured(monkeypatch) -> list[int]:
     """Return the records that are measured, in order."""
     seen: list[int] = []
-    plain = SwiftMeasurer.batch
+    plain = SwiftMeasurer.measure_batch
 
     def batch(self, indices, *, in_full):
         seen.extend(indices)
         return plain(self, indices, in_full=in_full)
 
-    monkeypatch.setattr(SwiftMeasurer, "batch", batch)
+    monkeypatch.setattr(SwiftMeasurer, "measure_batch", batch)
     return seen
 
 

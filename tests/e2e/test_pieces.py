@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from swift.template import Template
 
-from packplan.adapters.samples.counting import PieceCounter, QuickMeasurer, prove_pieces
+from packplan.adapters.samples.shortcut import PieceCounter, ShortcutMeasurer, prove_pieces
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_encoders, open_measurer
 from packplan.core.samples.tables import MeasuredSample, ShortcutError
@@ -69,7 +69,7 @@ def samples(write_run, tmp_path):
 @pytest.mark.parametrize("of", ["qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"])
 def test_texts_measure_as_full_encodes_do(of, samples, tmp_path, monkeypatch):
     """Whatever the turns, the marks in them and where images stand, also truncated."""
-    monkeypatch.setattr(QuickMeasurer, "_audits", lambda *_: False)  # every one is compared here
+    monkeypatch.setattr(ShortcutMeasurer, "_audits", lambda *_: False)  # every one is compared here
     rng = random.Random(of)  # noqa: S311
     most = 3 if of.endswith("vl") else 0
     for number in range(most):

@@ -27,7 +27,7 @@ def artefacts_of(run: Path) -> dict[str, bytes]:
 
 
 def refuse_to_measure(monkeypatch) -> None:
-    monkeypatch.setattr(SwiftMeasurer, "batch", lambda *_, **__: pytest.fail("a sample was measured"))
+    monkeypatch.setattr(SwiftMeasurer, "measure_batch", lambda *_, **__: pytest.fail("a sample was measured"))
 
 
 def write_lines(path: Path, rows: Iterable[object]) -> str:

@@ -244,7 +244,9 @@ def test_several_processes_measure_the_same(demo, write_run, monkeypatch):
     samples.pool_start_s = 0.0
     assert 2 == samples._workers
 
-    assert [samples.encoded(index) for index in range(40)] == list(samples.measure_many(range(40), in_full=False))
+    assert [samples.measure_in_full(index) for index in range(40)] == list(
+        samples.measure_many(range(40), in_full=False)
+    )
 
 
 @pytest.mark.covers

@@ -175,10 +175,10 @@ def test_a_turned_video_has_the_frames_that_it_shows(tmp_path):
 
     upright = MadeVideo(seed=7).write(tmp_path / "upright.mp4")
     plain, _, rate = vision_process._read_video_decord({"video": str(upright)})
-    assert torch.equal(plain, video_reading._read({"video": str(upright)})[0])
+    assert torch.equal(plain, video_reading._read_video({"video": str(upright)})[0])
     for turned in (90, 180, 270):
         video = MadeVideo(seed=7, turned=turned).write(tmp_path / f"{turned}.mp4")
-        frames, _, its_rate = video_reading._read({"video": str(video)})
+        frames, _, its_rate = video_reading._read_video({"video": str(video)})
         expected = np.rot90(plain.permute(0, 2, 3, 1).numpy(), turned // 90, axes=(1, 2))
         assert np.array_equal(expected, frames.permute(0, 2, 3, 1).numpy())
         assert rate == its_rate

@@ -14,7 +14,7 @@ PATIENCE_S = 600
 
 def pool(_: Path) -> list[int]:
     """Start processes that measure."""
-    from packplan.adapters.lifeline import keep_ctrl_c, open_pool
+    from packplan.adapters.processes import keep_ctrl_c, open_pool
 
     with keep_ctrl_c():
         started = open_pool(2, _say, "ready")

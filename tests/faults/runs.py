@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 
-from packplan.adapters.lifeline import end_with_parent
-from packplan.adapters.samples.files import open_records
+from packplan.adapters.processes import end_with_parent
+from packplan.adapters.samples.data_files import open_records
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.lock import FolderLock
 from packplan.adapters.stores.plans import DiskPlanStore
@@ -47,7 +47,7 @@ class FileSource(ListSource):
     def measure(self, index: int, **_) -> Measurement:
         self._before_each(index)
         if self.lengths[index] < 0:
-            raise RecordError(str(self.records.where(index)), "is bad")
+            raise RecordError(str(self.records.location(index)), "is bad")
         return super().measure(index)
 
 

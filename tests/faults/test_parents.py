@@ -50,7 +50,7 @@ def test_a_process_whose_parent_is_gone_already_ends_at_once(tmp_path):
     """The parent may die before its child has asked the kernel."""
     script = (
         "import multiprocessing, os, sys, time\n"
-        "from packplan.adapters.lifeline import end_with_parent\n"
+        "from packplan.adapters.processes import end_with_parent\n"
         "def late(parent):\n"
         "    while multiprocessing.parent_process().is_alive(): time.sleep(0.01)\n"
         "    os.write(1, f'{os.getpid()}\\n'.encode())\n"
@@ -69,7 +69,7 @@ def test_a_process_whose_parent_is_gone_already_ends_at_once(tmp_path):
 
 WATCHER = """
 import resource, sys, time
-from packplan.adapters.lifeline import end_with_process
+from packplan.adapters.processes import end_with_process
 resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 files = [open("/dev/null") for _ in range(1100)]
 end_with_process(int(sys.argv[1]))
@@ -96,7 +96,7 @@ def test_a_process_ends_with_one_that_is_not_its_parent():
 STARTING = {"multiprocessing", "concurrent", "subprocess"}
 
 STARTERS = {
-    "adapters/lifeline.py": {"multiprocessing", "concurrent"},
+    "adapters/processes.py": {"multiprocessing", "concurrent"},
     "adapters/ranks/heartbeat.py": {"multiprocessing"},
     "adapters/samples/encoder.py": {"concurrent"},  # threads, which end with their process
     "app/planning/epochs.py": {"concurrent"},  # a thread

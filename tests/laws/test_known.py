@@ -55,7 +55,7 @@ def test_a_record_is_known_by_its_content_and_with_media_by_their_folder_too(tab
     """Bad records are not known; whichever of equal records answers, it is one of them."""
     records, samples = table
 
-    rows = known(records, samples).rows([digest(number) for number, _ in asked], [folder for _, folder in asked])
+    rows = known(records, samples).find_rows([digest(number) for number, _ in asked], [folder for _, folder in asked])
 
     for (number, folder), row in zip(asked, rows.tolist(), strict=True):
         fitting = {

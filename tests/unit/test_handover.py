@@ -7,7 +7,7 @@ from multiprocessing import resource_sharer
 
 import pytest
 
-from packplan.adapters.lifeline import hide_broken_handover
+from packplan.adapters.processes import hide_broken_handover
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 import PIL.Image
 import pytest
 
-from packplan.adapters.samples.files import open_records
+from packplan.adapters.samples.data_files import open_records
 from packplan.adapters.samples.prompts import Prompts
 from packplan.core.config.run import CustomConfig
 from packplan.core.errors import RecordError

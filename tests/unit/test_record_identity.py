@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from packplan.core.samples.identity import HEAD_BYTES, digest_of, inline_image, unreadable_digest
+from packplan.core.samples.identity import HEAD_BYTES, digest_record, digest_unreadable, inline_image
 from tests.records import json_values
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 400
@@ -21,8 +21,8 @@ def test_order_blanks_and_absent_keys_are_no_content(record):
     """A record is the same with its keys in another order, and with keys that hold nothing."""
     turned = dict(reversed(record.items()))
 
-    assert digest_of(record) == digest_of(json.loads(json.dumps(turned, indent=2)))
-    assert digest_of(record) == digest_of({**record, "a key of its own": None})
+    assert digest_record(record) == digest_record(json.loads(json.dumps(turned, indent=2)))
+    assert digest_record(record) == digest_record({**record, "a key of its own": None})
 
 
 def canonical(value, key=None):
@@ -64,7 +64,7 @@ def test_a_digest_is_that_of_the_canonical_form_whatever_the_shortcut(record):
     text = json.dumps(canonical(record), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     event(f"the canonical form is another: {text != json.dumps(record, sort_keys=True, separators=(',', ':'))}")
 
-    assert hashlib.sha256(text.encode()).digest() == digest_of(record)
+    assert hashlib.sha256(text.encode()).digest() == digest_record(record)
 
 
 @given(json_values, json_values)
@@ -72,7 +72,7 @@ def test_other_values_are_other_records(one, other):
     """1 is not true, and a text is not its number."""
     without = [json.dumps(value, sort_keys=True) for value in (one, other)]
     if without[0] != without[1] and "null" not in "".join(without):
-        assert digest_of(one) != digest_of(other)
+        assert digest_record(one) != digest_record(other)
 
 
 @pytest.mark.parametrize("size", [100, HEAD_BYTES - 1, HEAD_BYTES, HEAD_BYTES + 1, len(PNG)])
@@ -81,9 +81,9 @@ def test_an_image_in_a_record_is_known_by_size_and_head(size):
     coded = base64.b64encode(PNG[:size]).decode()
     uri = f"data:image/png;base64,{coded}"
 
-    assert digest_of({"bytes": PNG[:size]}) == digest_of({"bytes": coded}) == digest_of({"bytes": uri})
-    assert digest_of({"bytes": PNG[:size]}) != digest_of({"bytes": PNG[: size - 1]})
-    assert digest_of({"bytes": PNG[:size]}) != digest_of({"bytes": b"\x88" + PNG[1:size]})
+    assert digest_record({"bytes": PNG[:size]}) == digest_record({"bytes": coded}) == digest_record({"bytes": uri})
+    assert digest_record({"bytes": PNG[:size]}) != digest_record({"bytes": PNG[: size - 1]})
+    assert digest_record({"bytes": PNG[:size]}) != digest_record({"bytes": b"\x88" + PNG[1:size]})
     assert coded == inline_image(coded) == inline_image(uri)
 
 
@@ -96,16 +96,16 @@ def test_base64_is_whole_or_text(end):
     assert inline_image(LOOKS_LIKE_ONE) == LOOKS_LIKE_ONE
     assert inline_image(f"{LOOKS_LIKE_ONE}==") == f"{LOOKS_LIKE_ONE}=="
     assert inline_image(LOOKS_LIKE_ONE + end) is None
-    assert digest_of([LOOKS_LIKE_ONE + end]) != digest_of([f"{LOOKS_LIKE_ONE}{end}x"])
+    assert digest_record([LOOKS_LIKE_ONE + end]) != digest_record([f"{LOOKS_LIKE_ONE}{end}x"])
 
 
 @pytest.mark.parametrize("text", ["data:image/png;base64,ä", "data:image/png;base64,A", "iVBORw0KGgo.png", "data:x"])
 def test_what_is_no_image_is_text(text):
-    assert digest_of([text]) != digest_of([f"{text}x"])
+    assert digest_record([text]) != digest_record([f"{text}x"])
 
 
 def test_values_that_json_has_not_and_records_that_cannot_be_read():
     days = [dt.date(2026, 1, day) for day in (1, 2)]
-    assert digest_of({"day": days[0]}) != digest_of({"day": days[1]})
-    assert unreadable_digest([b"a", b"b"]) == unreadable_digest([b"ab"]) != digest_of("ab")
-    assert digest_of("\ud83d") != digest_of("\ud83e")
+    assert digest_record({"day": days[0]}) != digest_record({"day": days[1]})
+    assert digest_unreadable([b"a", b"b"]) == digest_unreadable([b"ab"]) != digest_record("ab")
+    assert digest_record("\ud83d") != digest_record("\ud83e")

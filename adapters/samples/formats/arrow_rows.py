@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from packplan.adapters.samples.formats.record_file import FileName, KeptFacts, RecordFile, without_nulls
+from packplan.adapters.samples.formats.record_file import FileCache, FileName, RecordFile, drop_nulls
 from packplan.core.errors import DataSetError, RecordError
-from packplan.core.samples.identity import digest_of, unreadable_digest
+from packplan.core.samples.identity import digest_record, digest_unreadable
 
 MAX_UNPACKED = 2**26
 """Bytes that opening Arrow files may take in memory: mapped ones take none."""
@@ -73,11 +73,11 @@ class ArrowFile(RecordFile):
     def _open(self) -> None:
         import pyarrow as pa
 
-        self._batches: list[_Mapped] = []
+        self._batches: list[_MappedBatch] = []
         before, part = pa.total_allocated_bytes(), self.parts[0]
         try:
             is_copy = self.named.copy is not None
-            self._kept = KeptFacts(self._cache, self.parts, kind=type(self).__name__, is_copy=is_copy)
+            self._kept = FileCache(self._cache, self.parts, kind=type(self).__name__, is_copy=is_copy)
             found = self._kept.load()
             for part in self.parts:
                 self._open_part(part, before)
@@ -97,13 +97,13 @@ class ArrowFile(RecordFile):
         mapped = MappedFile(part)
         for number, batch in enumerate(_batches_of(mapped)):
             if not number:
-                _refuse_twins(self.named.name, batch.schema.names)
+                _refuse_duplicate_columns(self.named.name, batch.schema.names)
             if pa.total_allocated_bytes() - before > MAX_UNPACKED:
                 message = f"{self.named.name}: {part.name} is compressed, which has to be unpacked: save it as Parquet"
                 raise DataSetError(message)
             batch.validate()
-            self._batches.append(_Mapped(batch, mapped))
-            mapped.pass_by(batch.nbytes)
+            self._batches.append(_MappedBatch(batch, mapped))
+            mapped.release_after(batch.nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("parts", "named", "max_bytes", "_cache", "_kept", "_digests", "_is_kept")
@@ -126,15 +126,15 @@ class ArrowFile(RecordFile):
             if not self._sound[number]:
                 held.validate()
                 self._sound[number] = True
-            return without_nulls(held.row(row - int(self._ends[number])))
+            return drop_nulls(held.row(row - int(self._ends[number])))
         except (pa.ArrowException, UnicodeDecodeError, ValueError, OverflowError) as error:
-            raise RecordError(str(self.where(row)), f"is damaged: {_short(error)}") from None
+            raise RecordError(str(self.location(row)), f"is damaged: {_short(error)}") from None
 
-    def _digest(self, row: int) -> bytes:
+    def _read_digest(self, row: int) -> bytes:
         try:
-            return digest_of(self._read_value(row))
+            return digest_record(self._read_value(row))
         except RecordError as error:
-            return unreadable_digest([error.reason.encode()])
+            return digest_unreadable([error.reason.encode()])
 
 
 class MappedFile:
@@ -152,7 +152,7 @@ class MappedFile:
             self.bytes: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._held = 0
 
-    def pass_by(self, num_bytes: int) -> None:
+    def release_after(self, num_bytes: int) -> None:
         """Count bytes that were read, in their order."""
         self._held += num_bytes
         if self._held > MOST_HELD:
@@ -160,7 +160,7 @@ class MappedFile:
             self._held = 0
 
 
-class _Mapped:
+class _MappedBatch:
     """A batch of rows, mapped from a file."""
 
     def __init__(self, batch: Any, mapped: MappedFile) -> None:
@@ -170,13 +170,13 @@ class _Mapped:
     def validate(self) -> None:
         """Check all offsets and texts; ArrowException if one is damaged."""
         self.batch.validate(full=True)
-        self._mapped.pass_by(self._size)
+        self._mapped.release_after(self._size)
 
     def row(self, number: int) -> Any:
         """Return a row as Python values."""
         value = self.batch.slice(number, 1).to_pylist()[0]
         row_bytes = self._size // self.batch.num_rows
-        self._mapped.pass_by(min(row_bytes + self._num_places * READ_AROUND, self._size + 2 * READ_AROUND))
+        self._mapped.release_after(min(row_bytes + self._num_places * READ_AROUND, self._size + 2 * READ_AROUND))
         return value
 
 
@@ -192,7 +192,7 @@ def _batches_of(mapped: MappedFile) -> Iterator[Any]:
         yield from pa.ipc.open_stream(held)
 
 
-def _refuse_twins(name: str, columns: list[str]) -> None:
+def _refuse_duplicate_columns(name: str, columns: list[str]) -> None:
     """Refuse columns of one name, of which the last would be read; DataSetError naming them."""
     if twins := [column for number, column in enumerate(columns) if column in columns[:number]]:
         message = f"{name} has two columns {twins[0]!r}, of which one would be ignored: rename one"

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.adapters.samples.formats.record_file import FileName, KeptFacts, RecordFile
+from packplan.adapters.samples.formats.record_file import FileCache, FileName, RecordFile
 from packplan.core.errors import DataSetError, RecordError, counted
-from packplan.core.samples.identity import digest_of, unreadable_digest
-from packplan.core.samples.tables import Where
+from packplan.core.samples.identity import digest_record, digest_unreadable
+from packplan.core.samples.tables import RecordLocation
 
 CHUNK = 2**20
 """Bytes of a long record that are in memory at once."""
@@ -59,7 +59,7 @@ class LinesFile(RecordFile):
         self.path, self.named, self.max_bytes, self.unit = path, named, max_bytes, unit
         self._descriptor: int | None = None
         try:
-            self._kept = KeptFacts(cache, [path], kind=type(self).__name__, is_copy=named.copy is not None)
+            self._kept = FileCache(cache, [path], kind=type(self).__name__, is_copy=named.copy is not None)
             if (found := self._kept.load()) is None:
                 self.spans = self._scan()
             else:
@@ -75,11 +75,11 @@ class LinesFile(RecordFile):
     def _arrays(self) -> dict[str, NDArray[Any]]:
         return {"spans": self.spans.reshape(-1)}
 
-    def kept_fault(self) -> str | None:
+    def cache_fault(self) -> str | None:
         """Return the difference of all of the file from the kept facts; None if there is none."""
         if self._is_kept and not np.array_equal(self._scan(), self.spans):
-            return f"its records stand in other places than {self._kept.where} says: delete that, and build again"
-        return super().kept_fault()
+            return f"its records stand in other places than {self._kept.path} says: delete that, and build again"
+        return super().cache_fault()
 
     def _scan(self) -> NDArray[np.int64]:
         """Return the spans; no line is read whole."""
@@ -103,50 +103,50 @@ class LinesFile(RecordFile):
         return len(self.spans)
 
     def _read_value(self, row: int) -> Any:
-        where, size = str(self.where(row)), self._size(row)
+        where, size = str(self.location(row)), self._num_bytes(row)
         if self.max_bytes is not None and size > LONGEST_PARSED:
             several = "write each record on one line if it holds several, and" if len(self) == 1 else "write"
             reason = f"the {self.unit} has {counted(size, 'byte')}, but may have {LONGEST_PARSED:,}"
             raise RecordError(where, f"{reason}: {several} images to files")
-        return read_value(b"".join(self._text(row)), where)
+        return read_value(b"".join(self._read_text(row)), where)
 
-    def where(self, row: int) -> Where:
+    def location(self, row: int) -> RecordLocation:
         """Return the place of a record."""
-        return Where(self.named.name, int(self.spans[row, 2]), self.unit)
+        return RecordLocation(self.named.name, int(self.spans[row, 2]), self.unit)
 
-    def _digest(self, row: int) -> bytes:
-        if self._size(row) > LONGEST_PARSED:
-            return unreadable_digest(self._text(row))
-        text = b"".join(self._text(row))
+    def _read_digest(self, row: int) -> bytes:
+        if self._num_bytes(row) > LONGEST_PARSED:
+            return digest_unreadable(self._read_text(row))
+        text = b"".join(self._read_text(row))
         try:
-            return digest_of(read_value(text, ""))
+            return digest_record(read_value(text, ""))
         except RecordError:
-            return unreadable_digest([text])
+            return digest_unreadable([text])
 
-    def digest_of(self, row: int, value: Any) -> bytes:
+    def digest_value(self, row: int, value: Any) -> bytes:
         """Return the digest of a record that was read."""
-        return self._digest(row) if self._size(row) > LONGEST_PARSED else digest_of(value)
+        return self._read_digest(row) if self._num_bytes(row) > LONGEST_PARSED else digest_record(value)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_descriptor": None}
 
-    def _size(self, row: int) -> int:
+    def _num_bytes(self, row: int) -> int:
         return int(self.spans[row, 1] - self.spans[row, 0])
 
-    def _text(self, row: int) -> Iterator[bytes]:
+    def _read_text(self, row: int) -> Iterator[bytes]:
         """Yield a record's bytes in parts, without the blanks around it."""
         start, end = self.spans[row, :2].tolist()
         if end - start <= CHUNK:
-            yield self._read(start, end).strip()
+            yield self._read_bytes(start, end).strip()
             return
-        while self._read(start, start + 1).isspace():
+        while self._read_bytes(start, start + 1).isspace():
             start += 1
-        while self._read(end - 1, end).isspace():
+        while self._read_bytes(end - 1, end).isspace():
             end -= 1
         for place in range(start, end, CHUNK):
-            yield self._read(place, min(place + CHUNK, end))
+            yield self._read_bytes(place, min(place + CHUNK, end))
 
-    def _read(self, start: int, end: int) -> bytes:
+    def _read_bytes(self, start: int, end: int) -> bytes:
         """Return bytes of the file; nothing of it stays in memory."""
         if self._descriptor is None:
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -160,9 +160,9 @@ def read_value(text: bytes, where: str) -> Any:
     try:
         value = json.loads(
             text.decode("utf-8-sig"),
-            parse_constant=_no_constant,
-            parse_float=_number,
-            object_pairs_hook=_unique,
+            parse_constant=_refuse_constant,
+            parse_float=_parse_float,
+            object_pairs_hook=_to_object,
         )
         # One byte is found much sooner than three are, in images of a megabyte.
         if b"\\" in text and (b"\\ud" in text or b"\\uD" in text):
@@ -180,7 +180,7 @@ def read_value(text: bytes, where: str) -> Any:
     return value
 
 
-def _number(text: str) -> float:
+def _parse_float(text: str) -> float:
     number = float(text)
     if math.isinf(number):
         message = f"the number {text[:40]} is too large: write it as text, in quotes"
@@ -188,12 +188,12 @@ def _number(text: str) -> float:
     return number
 
 
-def _no_constant(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     message = f"{name} is no JSON number"
     raise ValueError(message)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     Return an object's keys and values; ValueError if a key is there twice, of which JSON would keep
     the last.

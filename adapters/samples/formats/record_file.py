@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from packplan.adapters import files
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.core.errors import CorruptArtefactError, OutputError, RecordError, counted
-from packplan.core.samples.identity import DIGEST_BYTES, digest_of, inline_image
-from packplan.core.samples.tables import Where
+from packplan.core.samples.identity import DIGEST_BYTES, digest_record, inline_image
+from packplan.core.samples.tables import RecordLocation
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ SETTLED_NS = 2 * 10**9
 """A file that changed within this before it was read might change again without being seen to."""
 
 
-class KeptFacts:
+class FileCache:
     """Kept facts of a data file of one or more parts."""
 
     def __init__(self, cache: Path | None, parts: Sequence[Path], *, kind: str, is_copy: bool = False) -> None:
@@ -53,12 +53,12 @@ class KeptFacts:
                 known by its size, so that a change of it is found where a record is read.
         """
         self._parts, self._is_copy = tuple(parts), is_copy
-        self._standing = self._now()
-        written = max(max(one.get("mtime_ns", 0), one.get("ctime_ns", 0)) for one in self._standing)
+        self._state = self._read_state()
+        written = max(max(one.get("mtime_ns", 0), one.get("ctime_ns", 0)) for one in self._state)
         self._is_settled = time.time_ns() - written > SETTLED_NS
         name = "\n".join([kind, *(str(part.resolve()) for part in parts)])
         key = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:32]
-        is_small = not is_copy and sum(one["size"] for one in self._standing) < LEAST_BYTES
+        is_small = not is_copy and sum(one["size"] for one in self._state) < LEAST_BYTES
         self._manifest = None if cache is None or is_small else cache / f"{key}-records.json"
 
     def load(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]] | None:
@@ -67,7 +67,7 @@ class KeptFacts:
             return None
         try:
             manifest = files.read_manifest(self._manifest, _SCHEMA)
-            if manifest is None or manifest["standing"] != self._standing:
+            if manifest is None or manifest["standing"] != self._state:
                 return None
             folder, entries = self._manifest.parent, manifest["arrays"]
             return manifest["facts"], {name: files.read_array(folder, entry) for name, entry in entries.items()}
@@ -84,10 +84,10 @@ class KeptFacts:
             return False
         folder, stem = self._manifest.parent, self._manifest.stem
         try:
-            with files.writing(folder):
+            with files.name_write_errors(folder):
                 folder.mkdir(parents=True, exist_ok=True)
             entries = {name: files.write_array(folder / f"{stem}-{name}.bin", held) for name, held in arrays.items()}
-            content = {"schema": _SCHEMA, "path": str(self._parts[0]), "standing": self._standing}
+            content = {"schema": _SCHEMA, "path": str(self._parts[0]), "standing": self._state}
             files.write_manifest(self._manifest, {**content, "facts": dict(facts), "arrays": entries})
         except OutputError as error:
             log.warning("%s: the next start reads %s again", error, self._parts[0])
@@ -97,16 +97,16 @@ class KeptFacts:
     def changed(self) -> bool:
         """Return whether the file stands otherwise on disk than before anything read it."""
         try:
-            return self._standing != self._now()
+            return self._state != self._read_state()
         except OSError:  # it is gone
             return True
 
-    def _now(self) -> list[dict[str, int]]:
+    def _read_state(self) -> list[dict[str, int]]:
         return [{"size": part.stat().st_size} if self._is_copy else file_state(part) for part in self._parts]
 
     @property
-    def where(self) -> str:
-        """Where facts are kept."""
+    def path(self) -> str:
+        """RecordLocation facts are kept."""
         return str(self._manifest)
 
 
@@ -125,7 +125,7 @@ class FileName:
     name: str
 
     folder: str
-    """Where relative media of its records start."""
+    """RecordLocation relative media of its records start."""
 
     copy: str | None = None
     """The copy that is read in the file's place; None if the file itself is read."""
@@ -146,7 +146,7 @@ class RecordFile:
 
     named: FileName
 
-    _kept: KeptFacts
+    _kept: FileCache
 
     _digests: NDArray[np.uint8] | None = None
     """Digests of the records, all zero where one is not known; None where none is."""
@@ -166,20 +166,20 @@ class RecordFile:
         value = self._read_value(row)
         if self.max_bytes is not None and (size := _text_size(value)) > self.max_bytes:
             reason = f"the {self.unit} has {counted(size, 'byte')} of text, but may have {self.max_bytes:,}"
-            raise RecordError(str(self.where(row)), f"{reason}: shorten it, or raise custom.max_line_bytes")
+            raise RecordError(str(self.location(row)), f"{reason}: shorten it, or raise custom.max_line_bytes")
         return value
 
     def _read_value(self, row: int) -> Any:
         """Return a record's JSON value; RecordError naming its place if there is none."""
         raise NotImplementedError
 
-    def _digest(self, row: int) -> bytes:
+    def _read_digest(self, row: int) -> bytes:
         """Return the digest of a record, which is read for it."""
         raise NotImplementedError
 
-    def where(self, row: int) -> Where:
+    def location(self, row: int) -> RecordLocation:
         """Return the place of a record."""
-        return Where(self.named.name, row + 1, self.unit)
+        return RecordLocation(self.named.name, row + 1, self.unit)
 
     @property
     def changed(self) -> bool:
@@ -193,7 +193,7 @@ class RecordFile:
         """
         known = self._known_digests()[start:stop]
         for row in np.flatnonzero(~known.any(axis=1)).tolist():
-            known[row] = np.frombuffer(self._digest(start + row), np.uint8)
+            known[row] = np.frombuffer(self._read_digest(start + row), np.uint8)
         return known
 
     def known_digest(self, row: int) -> bytes:
@@ -219,9 +219,9 @@ class RecordFile:
             self._digests = np.zeros((len(self), DIGEST_BYTES), np.uint8)
         return self._digests
 
-    def digest_of(self, _: int, value: Any) -> bytes:
+    def digest_value(self, _: int, value: Any) -> bytes:
         """Return the digest of a record that was read, by its JSON value where that decides it."""
-        return digest_of(value)
+        return digest_record(value)
 
     def _restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Take over what is kept of a file that stands as it did."""
@@ -236,14 +236,14 @@ class RecordFile:
         if not self._is_kept and self._digests is not None and self._digests.any(axis=1).all():
             self._is_kept = self._kept.save({}, {**self._arrays(), "digests": self._digests.reshape(-1)})
 
-    def kept_fault(self) -> str | None:
+    def cache_fault(self) -> str | None:
         """Return the difference of all of the file from the kept facts; None if there is none."""
         rows = range(len(self) if self._is_kept else 0)
         for row in progress(rows, desc=f"comparing {self.named.name}", leave=False, delay=BRIEF_S):
-            if self._digest(row) != self.known_digest(row):
-                place = f"{self.unit} {self.where(row).number:,}"
+            if self._read_digest(row) != self.known_digest(row):
+                place = f"{self.unit} {self.location(row).number:,}"
                 delete = self.named.copy or "that"
-                return f"{place} is another one than {self._kept.where} says: delete {delete}, and build again"
+                return f"{place} is another one than {self._kept.path} says: delete {delete}, and build again"
         return None
 
 
@@ -258,10 +258,10 @@ def _text_size(value: Any) -> int:
     return 0 if isinstance(value, bytes) else len(str(value))
 
 
-def without_nulls(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
     """Return a value without what columns write for keys that it does not have."""
     if isinstance(value, dict):
-        return {key: without_nulls(held) for key, held in value.items() if held is not None}
+        return {key: drop_nulls(held) for key, held in value.items() if held is not None}
     if isinstance(value, list):
-        return [without_nulls(held) for held in value]
+        return [drop_nulls(held) for held in value]
     return value

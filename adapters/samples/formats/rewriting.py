@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from packplan.adapters import files
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.adapters.samples.formats.record_file import KeptFacts
+from packplan.adapters.samples.formats.record_file import FileCache
 from packplan.core.errors import DataSetError, counted
 
 log = logging.getLogger(__name__)
@@ -32,13 +32,13 @@ _SCHEMA = "packplan.copy/3"
 GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
 """First bytes of what is rewritten, whatever it holds."""
 
-COMMAS = {"csv": ",", "tsv": "\t"}
+DELIMITERS = {"csv": ",", "tsv": "\t"}
 """Kinds of tables -> what separates their fields."""
 
 MOST_CHARACTERS = 2**27
 """Characters of a field of a table."""
 
-_PACKINGS = {GZIP: "gzip", ZSTD: "zstd"}
+_COMPRESSIONS = {GZIP: "gzip", ZSTD: "zstd"}
 """First bytes of a compressed file -> pyarrow's name of its compression."""
 
 _FEED = 2**14
@@ -64,14 +64,14 @@ _LINE_ENDS = str.maketrans("\r\n", "\t\t")
 csv.field_size_limit(MOST_CHARACTERS)
 
 
-def copy_of(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
+def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
     """
     Return a file's copy, made if there is none.
 
     Args:
         path: The file.
         cache: Folder of copies; None refuses to make one.
-        kind: Kind of its records: `lines`, `array`, `parquet`, or a key of `COMMAS`.
+        kind: Kind of its records: `lines`, `array`, `parquet`, or a key of `DELIMITERS`.
         name: Name of the file in messages.
 
     Raises:
@@ -81,35 +81,35 @@ def copy_of(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
     if cache is None:
         message = f"{name} cannot be read in any order as it is: unpack or convert it to JSON Lines first"
         raise DataSetError(message)
-    with files.writing(cache):
+    with files.name_write_errors(cache):
         cache.mkdir(parents=True, exist_ok=True)
     key = hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:32]
-    with files.held(cache / f"{key}.lock", f"for a copy of {path.name}"):
-        copy = cache / f"{_content(path, cache)[:32]}-{kind}.{'arrow' if kind == 'parquet' else 'jsonl'}"
-    with files.held(copy.with_suffix(".lock"), f"for a copy of {path.name}"):
+    with files.hold_lock(cache / f"{key}.lock", f"for a copy of {path.name}"):
+        copy = cache / f"{_file_digest(path, cache)[:32]}-{kind}.{'arrow' if kind == 'parquet' else 'jsonl'}"
+    with files.hold_lock(copy.with_suffix(".lock"), f"for a copy of {path.name}"):
         if not (copy.is_file() and copy.with_suffix(".json").is_file()):
             log.info("%s is rewritten once, to be read in any order: %s", name, copy)
-            with files.writing(copy):
+            with files.name_write_errors(copy):
                 for left in cache.glob(f".{copy.name}.*"):  # of a writer that was killed
                     left.unlink()
-                with files.publishing(copy) as file:
+                with files.publish_file(copy) as file:
                     if kind == "parquet":
                         _rewrite_parquet(path, file, name)
                     else:
-                        file.writelines(_lines(path, kind, name))
-            files.write_manifest(copy.with_suffix(".json"), {"schema": _SCHEMA, "sha256": _read_whole(copy)})
+                        file.writelines(_copy_lines(path, kind, name))
+            files.write_manifest(copy.with_suffix(".json"), {"schema": _SCHEMA, "sha256": _compute_digest(copy)})
     return copy
 
 
 def copy_fault(path: Path, copy: Path) -> str | None:
     """Return the difference of a file or its copy from what it was, or None; all is read."""
-    if not copy.name.startswith(_read_whole(path)[:32]):
+    if not copy.name.startswith(_compute_digest(path)[:32]):
         return "the file is another one than its copy was made of, although its size and times are the same"
     written = files.read_manifest(copy.with_suffix(".json"), _SCHEMA)
-    return None if written and written["sha256"] == _read_whole(copy) else "its copy was changed"
+    return None if written and written["sha256"] == _compute_digest(copy) else "its copy was changed"
 
 
-def head_of(path: Path) -> tuple[bytes, bool]:
+def read_head(path: Path) -> tuple[bytes, bool]:
     """
     Return the first bytes of a file, of a compressed one those of what it holds, and whether it is
     compressed.
@@ -119,17 +119,17 @@ def head_of(path: Path) -> tuple[bytes, bool]:
     if not head.startswith((GZIP, ZSTD)):
         return head, False
     # A damaged one is named where all of it is read.
-    with contextlib.suppress(OSError), _open_unpacked(path) as opened:
+    with contextlib.suppress(OSError), _open_decompressed(path) as opened:
         return opened.read(_HEAD), True
     return b"", True
 
 
-def _content(path: Path, cache: Path) -> str:
+def _file_digest(path: Path, cache: Path) -> str:
     """Return the SHA-256 of a file, read where it is not known by how it stands on disk."""
-    kept = KeptFacts(cache, [path], kind="source")
+    kept = FileCache(cache, [path], kind="source")
     if (found := kept.load()) is not None:
         return str(found[0]["sha256"])
-    sha256 = _read_whole(path)
+    sha256 = _compute_digest(path)
     if kept.changed():
         message = f"{path} changed while it was read: start again when it is complete"
         raise DataSetError(message)
@@ -137,7 +137,7 @@ def _content(path: Path, cache: Path) -> str:
     return sha256
 
 
-def _read_whole(path: Path) -> str:
+def _compute_digest(path: Path) -> str:
     """Return the SHA-256 of a file, all of which is read."""
     digest, size = hashlib.sha256(), path.stat().st_size
     bar = progress(total=size, desc=f"reading {path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
@@ -148,16 +148,16 @@ def _read_whole(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _lines(path: Path, kind: str, name: str) -> Iterator[bytes]:
+def _copy_lines(path: Path, kind: str, name: str) -> Iterator[bytes]:
     """Yield the text of a copy; DataSetError if its file is damaged."""
-    number, opened = 1, _open_unpacked(path)
+    number, opened = 1, _open_decompressed(path)
     bar = progress(desc=f"rewriting {path.name}", unit=" bytes", delay=BRIEF_S, leave=False)
     try:
         with opened, bar:
             parts = iter(partial(opened.read, _FEED), b"")
             if kind != "lines":
                 text = io.TextIOWrapper(opened, encoding="utf-8-sig", newline="")
-                rows = _array_rows(text.read(), name) if kind == "array" else _table_rows(text, name, COMMAS[kind])
+                rows = _array_rows(text.read(), name) if kind == "array" else _table_rows(text, name, DELIMITERS[kind])
                 parts = (row.encode() + b"\n" for row in rows)
             for part in parts:
                 number += part.count(b"\n")
@@ -176,7 +176,7 @@ def _lines(path: Path, kind: str, name: str) -> Iterator[bytes]:
 
 def _array_rows(text: str, name: str) -> Iterator[str]:
     """Yield each value of a JSON array as a line; DataSetError if it is no whole array."""
-    place, row = _skip(text, text.index("[") + 1), 0
+    place, row = _skip_blanks(text, text.index("[") + 1), 0
     while not text.startswith("]", place):
         row += 1
         try:
@@ -186,18 +186,18 @@ def _array_rows(text: str, name: str) -> Iterator[str]:
         except RecursionError:
             _fail(name, row, "is nested too deeply")
         yield text[place:end].translate(_LINE_ENDS)
-        place = _skip(text, end)
+        place = _skip_blanks(text, end)
         if text.startswith(",", place):
-            place = _skip(text, place + 1)
+            place = _skip_blanks(text, place + 1)
             if text.startswith("]", place):
                 _fail(name, row, "is the last of the array, but a comma follows it")
         elif not text.startswith("]", place):
             _fail(name, row, "is not followed by a comma or the end of the array: the file may be cut off")
-    if _skip(text, place + 1) < len(text):
+    if _skip_blanks(text, place + 1) < len(text):
         _fail(name, row, "is the last of the array, but more follows it in the file")
 
 
-def _skip(text: str, place: int) -> int:
+def _skip_blanks(text: str, place: int) -> int:
     """Return the place of the next character that is not blank."""
     return _BLANKS.match(text, place).end()  # type: ignore[union-attr]  # it matches nothing, too
 
@@ -207,14 +207,14 @@ def _fail(name: str, row: int, reason: str) -> NoReturn:
     raise DataSetError(message)
 
 
-def _table_rows(text: io.TextIOWrapper, name: str, comma: str) -> Iterator[str]:
+def _table_rows(text: io.TextIOWrapper, name: str, delimiter: str) -> Iterator[str]:
     """
     Yield each row of a table as an object of JSON, without empty fields; DataSetError if one is
     none.
     """
     columns, number = None, 0
     try:
-        for fields in csv.reader(text, delimiter=comma, strict=True):
+        for fields in csv.reader(text, delimiter=delimiter, strict=True):
             if columns is None:
                 columns = [field.strip() for field in fields]
                 if twice := next((column for column in columns if column and columns.count(column) > 1), None):
@@ -231,7 +231,7 @@ def _table_rows(text: io.TextIOWrapper, name: str, comma: str) -> Iterator[str]:
         _fail(name, number + 1, f"is no row of a table ({error}): a quote may open a text that does not end")
 
 
-def _open_unpacked(path: Path) -> Any:
+def _open_decompressed(path: Path) -> Any:
     """
     Open a file, of a .gz or .zst what it holds; reading that raises an OSError without a number
     where it is damaged.
@@ -241,8 +241,8 @@ def _open_unpacked(path: Path) -> Any:
     file = path.open("rb")
     head = file.read(len(ZSTD))
     file.seek(0)
-    packing = next((name for start, name in _PACKINGS.items() if head.startswith(start)), None)
-    return file if packing is None else pa.CompressedInputStream(file, packing)
+    compression = next((name for start, name in _COMPRESSIONS.items() if head.startswith(start)), None)
+    return file if compression is None else pa.CompressedInputStream(file, compression)
 
 
 def _rewrite_parquet(path: Path, file: BinaryIO, name: str) -> None:

@@ -160,7 +160,7 @@ class StreamedPacks(IterableDataset[StreamedPack | Ended | PackplanError]):
         return sample
 
     def _name(self, item: Item) -> str:
-        return str(self.samples.records.where(int(self.indices[item.place])))
+        return str(self.samples.records.location(int(self.indices[item.place])))
 
     def _encode(self, item: Item) -> Sample:
         return self.samples.encode(int(self.indices[item.place]))

@@ -72,12 +72,12 @@ def require_table(output: Path) -> None:
     if not output.parent.is_dir():
         raise ConfigError.at("--output", f"is {output}, whose folder does not exist: make it")
     if output.exists():
-        with _named("--output", "; name another file"):
+        with _name_key("--output", "; name another file"):
             read_length_table_key(output)
 
 
 @contextlib.contextmanager
-def naming_output(output: Path) -> Iterator[None]:
+def name_output(output: Path) -> Iterator[None]:
     """Name the table, where it or what was measured for it is of other inputs."""
     try:
         yield
@@ -103,20 +103,20 @@ def open_known(path: str | Path | None, source: LengthSource, *, key: str = "cus
     """
     if path is None:
         return None
-    with _named(key):
+    with _name_key(key):
         measured = read_length_table_key(Path(path))
     if differences := measured.differences(source.fingerprint()):
         raise attrs.evolve(StaleError.lengths(str(path), differences), kind="table_lengths")
 
     def read() -> KnownLengths:
-        with _named(key):
+        with _name_key(key):
             return read_length_table(Path(path))
 
     return KnownTable(str(path), read)
 
 
 @contextlib.contextmanager
-def _named(key: str, remedy: str = "") -> Iterator[None]:
+def _name_key(key: str, remedy: str = "") -> Iterator[None]:
     """Name the key or the option that names a table which cannot be used."""
     try:
         yield
@@ -141,5 +141,5 @@ def publish_table(split: Split, stored: Stored, output: Path) -> None:
     )
     write_length_table(stored, identities, output, key=source.fingerprint(), files=split.encoder.data_files())
     folder = store_folder(output)
-    with files.writing(folder):
+    with files.name_write_errors(folder):
         shutil.rmtree(folder)

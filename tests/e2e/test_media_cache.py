@@ -14,8 +14,8 @@ from typing import NamedTuple
 import pytest
 from PIL import Image
 
-from packplan.adapters.samples.copies import MOST_BYTES, MediaCache
-from packplan.adapters.samples.places import Patience
+from packplan.adapters.samples.downloads import MAX_BYTES, MediaCache
+from packplan.adapters.samples.remote_files import Timeouts
 from packplan.core.errors import OutputError
 
 
@@ -27,7 +27,7 @@ def png(color: str) -> bytes:
 
 RED = png("red")
 
-QUICK = Patience(all_s=0.5, silence_s=0.3, waits_s=(0.0, 0.0))
+QUICK = Timeouts(total_s=0.5, read_s=0.3, retry_waits_s=(0.0, 0.0))
 
 
 class Reply(NamedTuple):
@@ -128,7 +128,7 @@ def cache(tmp_path, monkeypatch):
     """Return a function that opens the cache, as another process would."""
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    return lambda: MediaCache(tmp_path / "media", patience=QUICK)
+    return lambda: MediaCache(tmp_path / "media", timeouts=QUICK)
 
 
 def left(cache):
@@ -168,7 +168,7 @@ def test_an_image_is_fetched_once(cache, server):
 )
 def test_what_is_no_whole_image_is_refused_and_not_kept(cache, server, path, says, monkeypatch):
     """Within the time and the bytes that it may take, and asked for once."""
-    monkeypatch.setitem(MOST_BYTES, "image", 1000)
+    monkeypatch.setitem(MAX_BYTES, "image", 1000)
     held, started = cache(), time.monotonic()
 
     for _ in range(2):

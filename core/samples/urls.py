@@ -52,30 +52,30 @@ def scheme_of(name: str) -> str | None:
     return found[1].lower() if found else None
 
 
-def is_place(name: object) -> bool:
+def is_url(name: object) -> bool:
     """Return whether a name is that of a place whose scheme is read, and no chain of several."""
     return isinstance(name, str) and scheme_of(name) in PACKAGES and "::" not in name.partition("?")[0]
 
 
-def place_fault(name: str) -> str | None:
+def url_fault(name: str) -> str | None:
     """
     Return why a name with a scheme is not read; None for a place, or a path of this machine.
 
-    >>> place_fault("ftp://host/a.jsonl")
+    >>> url_fault("ftp://host/a.jsonl")
     'is at ftp://, which is not read: name a file, or a place at https, s3, gs, hf, az or oss'
     """
     scheme = scheme_of(name) or scheme_of(name.rpartition("::")[2])
-    if scheme is None or is_place(name):
+    if scheme is None or is_url(name):
         return None
     kind = "a chain of places" if "::" in name else f"at {scheme}://"
     return f"is {kind}, which is not read: name a file, or a place at https, s3, gs, hf, az or oss"
 
 
-def without_credentials(text: str) -> str:
+def mask_credentials(text: str) -> str:
     """
     Return a text whose places have no user names, queries and fragments.
 
-    >>> without_credentials("https://me:secret@host/a.png?token=secret cannot be read")
+    >>> mask_credentials("https://me:secret@host/a.png?token=secret cannot be read")
     'https://host/a.png?… cannot be read'
     """
     return re.sub(
@@ -85,13 +85,13 @@ def without_credentials(text: str) -> str:
     )
 
 
-def without_signature(place: str) -> str:
+def strip_signature(place: str) -> str:
     """
     Return a place without the parameters of its query that a signature adds.
 
     The same object has the same name however often its URL is signed.
 
-    >>> without_signature("https://host/a.png?id=5&X-Amz-Signature=1f&X-Amz-Date=2026")
+    >>> strip_signature("https://host/a.png?id=5&X-Amz-Signature=1f&X-Amz-Date=2026")
     'https://host/a.png?id=5'
     """
     path, mark, query = place.partition("?")
@@ -101,31 +101,31 @@ def without_signature(place: str) -> str:
     return path + ("?" + "&".join(kept) if kept else "")
 
 
-def may_be_signed(text: str) -> bool:
+def may_hold_signature(text: str) -> bool:
     """Return whether a text may hold a signed URL."""
     return "ignature=" in text or "sig=" in text or "IGNATURE=" in text
 
 
-def folder_of(place: str) -> str:
+def url_folder(place: str) -> str:
     """
     Return the folder of a place, without credentials; relative paths of media start there.
 
-    >>> folder_of("s3://bucket/data/a.jsonl")
+    >>> url_folder("s3://bucket/data/a.jsonl")
     's3://bucket/data'
     """
     scheme, _, rest = _CREDENTIALS.sub("", place).partition("://")
     return f"{scheme.lower()}://{rest.rpartition('/')[0] or rest}"
 
 
-def join_place(folder: str, path: str) -> str:
+def join_url(folder: str, path: str) -> str:
     """
     Return the place of a relative path, or *path* itself where it is absolute or a place.
 
     Args:
-        folder: Folder of a place, as `folder_of` gives it.
+        folder: Folder of a place, as `url_folder` gives it.
         path: Path in a record.
 
-    >>> join_place("s3://bucket/data", "../images/a.png")
+    >>> join_url("s3://bucket/data", "../images/a.png")
     's3://bucket/images/a.png'
     """
     if path.startswith("/") or scheme_of(path) is not None:

@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerFast
 
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_OF_LAYER, MediaCost, measure_encoded, without_truncation
-from packplan.adapters.samples.media_lengths import ImageLengths, prove_lengths
+from packplan.adapters.samples.media_lengths import ImageLengths, prove_image_lengths
 from packplan.adapters.samples.video_reading import reads_videos
 from packplan.core.errors import RecordError
 from packplan.core.samples.identity import DIGEST_BYTES
@@ -354,7 +354,7 @@ class _Read:
         )
 
 
-class QuickMeasurer:
+class ShortcutMeasurer:
     """Measures samples of an encoder without encoding each as it is."""
 
     def __init__(self, encoder: SwiftEncoder, *, in_full: Callable[[int], Measurement]) -> None:
@@ -375,15 +375,15 @@ class QuickMeasurer:
         media = {} if tokens is None else {"image": tokens.token}
         if tokens is not None and reads_videos(template):
             media["video"] = template.video_token_id
-        counter, why_not = prove_pieces(template, tokens=media)
+        counter, reason = prove_pieces(template, tokens=media)
         if counter is None:
-            self._log_once(f"every sample is encoded by itself to be measured: {why_not}")
+            self._log_once(f"every sample is encoded by itself to be measured: {reason}")
         return counter
 
     @cached_property
     def image_lengths(self) -> ImageLengths | None:
         """Lengths of images by their headers; None if samples with images are encoded in full."""
-        lengths = prove_lengths(self._encoder.template)
+        lengths = prove_image_lengths(self._encoder.template)
         if lengths is None:
             self._log_once("no arithmetic gives the lengths of images, so samples with some are encoded in full")
         else:
@@ -417,18 +417,18 @@ class QuickMeasurer:
         RecordError if it is none.
         """
         encoder = self._encoder
-        sample = encoder.sample_of(index, record)
+        sample = encoder.to_sample(index, record)
         images = sample.get("images", ())
         facts = encoder.image_facts(index, images)
         videos = [encoder.video_facts(index, video) for video in sample.get("videos", ())]
         kept = (*facts, *map(encoder.stored_facts, videos))
         of_images = self.image_lengths if images else None
         of_videos = encoder.video_lengths if videos else None
-        if (why := encoder.why_in_full(sample)) is not None:
+        if (why := encoder.full_encode_reason(sample)) is not None:
             self._log_once(why)
         if why or any(one.doubt for one in videos) or (images and of_images is None) or (videos and of_videos is None):
             return _Read(index, sample, kept)
-        with encoder.records.naming(index, "an image cannot be encoded: "):
+        with encoder.records.name_errors(index, "an image cannot be encoded: "):
             costs = [of_images.beyond_stand_in(one.width, one.height) for one in facts] if of_images else []
         shown = [of_videos.beyond_stand_in(one) for one in videos] if of_videos else []
         pieces = self._pieces(sample, image=len(images), video=len(videos))
@@ -463,7 +463,7 @@ class QuickMeasurer:
             # which are audited.
             return MeasuredSample(quick, one.facts) if quick is not None and is_counted else error
         if quick is not None and is_counted and encoded != quick:
-            raise ShortcutError(str(self._encoder.records.where(one.index)), to_row(quick), to_row(encoded))
+            raise ShortcutError(str(self._encoder.records.location(one.index)), to_row(quick), to_row(encoded))
         return MeasuredSample(encoded, one.facts)
 
     def _audits(self, one: _Read) -> bool:

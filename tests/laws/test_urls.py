@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.core.samples.identity import digest_of
-from packplan.core.samples.places import (
+from packplan.core.samples.identity import digest_record
+from packplan.core.samples.urls import (
     PACKAGES,
-    folder_of,
-    is_place,
-    join_place,
-    place_fault,
+    is_url,
+    join_url,
+    mask_credentials,
     scheme_of,
-    without_credentials,
-    without_signature,
+    strip_signature,
+    url_fault,
+    url_folder,
 )
 
 names = st.text(alphabet="abcXYZ019._-é", min_size=1, max_size=8)
@@ -35,14 +35,14 @@ def test_no_text_has_what_may_be_a_credential(scheme, host, path, secret, where,
         "fragment": f"{scheme}://{host}/{path}#{secret}",
     }[where]
 
-    text = without_credentials(f"{before} {place}: no such file")
+    text = mask_credentials(f"{before} {place}: no such file")
 
     assert secret not in text
     assert f"{before} {scheme}://{host}/{path}" in text
     assert text.endswith("no such file")
-    assert text == without_credentials(text)
-    assert secret not in folder_of(place)
-    assert is_place(place)
+    assert text == mask_credentials(text)
+    assert secret not in url_folder(place)
+    assert is_url(place)
 
 
 @given(paths, st.sampled_from(SIGNED), st.lists(st.sampled_from(ADDED), unique=True), secrets, secrets, names)
@@ -51,28 +51,30 @@ def test_a_place_is_the_same_however_it_is_signed(path, signed, added, first, se
     url = f"https://host/{path}?version={version}"
     both = [f"{url}&{'&'.join(f'{name}={secret}' for name in (*added, signed))}" for secret in (first, second)]
 
-    assert url == without_signature(both[0]) == without_signature(both[1]) == without_signature(url)
-    assert f"https://host/{path}" == without_signature(f"https://host/{path}?{signed}={first}#part")
+    assert url == strip_signature(both[0]) == strip_signature(both[1]) == strip_signature(url)
+    assert f"https://host/{path}" == strip_signature(f"https://host/{path}?{signed}={first}#part")
     part = [{"type": "image_url", "image_url": {"url": one}} for one in both]
     for key, held in (("images", both), ("Videos", both), ("image", [{"path": one} for one in both])):
-        assert digest_of({key: [held[0]]}) == digest_of({key: [held[1]]}) != digest_of({key: [f"{url}1"]})
-    assert digest_of({"messages": [{"content": [part[0]]}]}) == digest_of({"messages": [{"content": [part[1]]}]})
-    assert (first == second) == (digest_of({"text": both[0]}) == digest_of({"text": both[1]}))
+        assert digest_record({key: [held[0]]}) == digest_record({key: [held[1]]}) != digest_record({key: [f"{url}1"]})
+    assert digest_record({"messages": [{"content": [part[0]]}]}) == digest_record(
+        {"messages": [{"content": [part[1]]}]}
+    )
+    assert (first == second) == (digest_record({"text": both[0]}) == digest_record({"text": both[1]}))
 
 
 @given(schemes, names, paths, st.lists(st.one_of(names, st.just("..")), min_size=1, max_size=6).map("/".join))
 def test_relative_media_stay_with_their_server(scheme, host, path, relative):
     """Whatever their path; absolute paths and other places stay what they are."""
-    folder = folder_of(f"{scheme}://{host}/{path}")
+    folder = url_folder(f"{scheme}://{host}/{path}")
 
-    found = join_place(folder, relative)
+    found = join_url(folder, relative)
 
     start, server, *parts = found.removeprefix(f"{scheme}:/").split("/")
     assert (start, server) == ("", host)
     assert ".." not in parts
-    assert "s3://other/a.png" == join_place(folder, "s3://other/a.png")
-    assert "/a.png" == join_place(folder, "/a.png")
-    assert f"{folder}/a/b.png" == join_place(folder, "./a//b.png")
+    assert "s3://other/a.png" == join_url(folder, "s3://other/a.png")
+    assert "/a.png" == join_url(folder, "/a.png")
+    assert f"{folder}/a/b.png" == join_url(folder, "./a//b.png")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_relative_media_stay_with_their_server(scheme, host, path, relative):
 )
 def test_only_places_of_known_schemes_are_read(name, fault):
     """And none that leads to another place, as one on this machine."""
-    assert (fault is None) == (place_fault(name) is None)
-    assert fault is None or place_fault(name).startswith(fault)
-    assert is_place(name) == (fault is None and scheme_of(name) is not None)
-    assert not is_place(None)
+    assert (fault is None) == (url_fault(name) is None)
+    assert fault is None or url_fault(name).startswith(fault)
+    assert is_url(name) == (fault is None and scheme_of(name) is not None)
+    assert not is_url(None)

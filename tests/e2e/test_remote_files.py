@@ -12,9 +12,9 @@ import pytest
 import s3fs
 from PIL import Image
 
-from packplan.adapters.lifeline import open_pool
-from packplan.adapters.samples import places
-from packplan.adapters.samples.copies import MediaCache, local_files
+from packplan.adapters.processes import open_pool
+from packplan.adapters.samples import remote_files
+from packplan.adapters.samples.downloads import MediaCache, fetch_data_files
 from packplan.app import measure
 from packplan.app.plan import __main__ as plan
 from packplan.core.errors import DataSetError
@@ -48,7 +48,7 @@ def objects(serving_all, monkeypatch):
     settings = {"ENDPOINT_URL": serving_all.url, "ACCESS_KEY_ID": KEY, "SECRET_ACCESS_KEY": SECRET, "REGION": "here"}
     for name, value in {**settings, "EC2_METADATA_DISABLED": "true", "CONFIG_FILE": "/dev/null"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setattr(places, "_systems", {})
+    monkeypatch.setattr(remote_files, "_file_systems", {})
     s3fs.S3FileSystem.clear_instance_cache()
     return serving_all
 
@@ -169,7 +169,7 @@ def test_a_file_that_changed_is_copied_again(objects, tmp_path, caplog):
 
 def copied(place: str, folder: Path) -> bytes:
     """Return the content of a place, fetched into a folder."""
-    return local_files(place, folder)[0].read_bytes()
+    return fetch_data_files(place, folder)[0].read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["http", "memory", "s3"])
@@ -193,19 +193,19 @@ def test_a_file_that_changes_while_it_is_fetched_is_refused(objects, tmp_path, m
     for objects.sends_parts in (True, False):
         objects.held |= {"/bucket/a.jsonl": held, "/bucket/empty.jsonl": b""}
         for name, expected in (("a", held), ("empty", b"")):
-            (copy,) = local_files(f"{objects.url}/bucket/{name}.jsonl", tmp_path / str(objects.sends_parts))
+            (copy,) = fetch_data_files(f"{objects.url}/bucket/{name}.jsonl", tmp_path / str(objects.sends_parts))
             assert expected == copy.read_bytes()
     objects.sends_parts = True
     objects.held["/bucket/b.jsonl"] = held
-    plain = places._Bounded.relative_update
+    plain = remote_files._SizeLimit.relative_update
 
     def changing(self, size=1):
         objects.held["/bucket/b.jsonl"] = held[:700] + held[600:]
         plain(self, size)
 
-    monkeypatch.setattr(places._Bounded, "relative_update", changing)
+    monkeypatch.setattr(remote_files._SizeLimit, "relative_update", changing)
     with pytest.raises(DataSetError, match=r"b\.jsonl cannot be read: it changed while it was fetched"):
-        local_files(f"{objects.url}/bucket/b.jsonl", tmp_path)
+        fetch_data_files(f"{objects.url}/bucket/b.jsonl", tmp_path)
     assert not list(tmp_path.rglob("b.jsonl"))
 
 
@@ -245,7 +245,7 @@ def test_errors_of_libraries_lose_what_may_be_credentials(monkeypatch):
     monkeypatch.setenv("SOME_ACCESS_KEY", "anothersecret")
     place = f"https://me:{SECRET}@host/a.jsonl?X-Amz-Signature={SECRET}"
 
-    text = places.without_secrets(OSError(f"no answer of {place},\n with anothersecret"))
+    text = remote_files.mask_secrets(OSError(f"no answer of {place},\n with anothersecret"))
 
     assert "no answer of https://host/a.jsonl?… with …" == text
 
@@ -254,7 +254,7 @@ def test_another_signature_of_the_same_url_is_the_same_data(objects, data, tmp_p
     """Of a file of records, and of an image: fetched once, into one copy."""
     place = uploaded(objects, data, "http")
     for name, copy_of in (
-        ("records.jsonl", lambda url: local_files(url, tmp_path / "records")[0]),
+        ("records.jsonl", lambda url: fetch_data_files(url, tmp_path / "records")[0]),
         ("images/1.jpg", MediaCache(tmp_path / "media").path),
     ):
         objects.sent.clear()

@@ -19,25 +19,25 @@ from typing import Any
 
 from packplan.adapters import files
 from packplan.adapters.samples.media_files import read_size
-from packplan.adapters.samples.places import FileVersion, Patience, RefusedError, fetch, list_places, read_version
+from packplan.adapters.samples.remote_files import FetchError, FileVersion, Timeouts, fetch, list_urls, read_version
 from packplan.core.errors import CorruptArtefactError, DataSetError, counted
 from packplan.core.samples.media import Image, Video
-from packplan.core.samples.places import (
-    folder_of,
-    is_place,
-    join_place,
+from packplan.core.samples.urls import (
+    is_url,
+    join_url,
+    mask_credentials,
     scheme_of,
-    without_credentials,
-    without_signature,
+    strip_signature,
+    url_folder,
 )
 from packplan.core.samples.values import UnusableRecordError
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = {"file": 2**36, "video": 2**33, "image": 2**26}
+MAX_BYTES = {"file": 2**36, "video": 2**33, "image": 2**26}
 """Kind of a copy -> bytes that it may have; a file holds records."""
 
-_PATIENCE = Patience(all_s=None)
+_FILE_TIMEOUTS = Timeouts(total_s=None)
 """Times to wait for a data file."""
 
 _SCHEMA, _MEDIUM_SCHEMA = "packplan.place/1", "packplan.medium/1"
@@ -45,27 +45,27 @@ _SCHEMA, _MEDIUM_SCHEMA = "packplan.place/1", "packplan.medium/1"
 _FOLDER, _NOTE = "place-", "note.json"
 
 
-def _key(place: str) -> str:
+def _url_key(place: str) -> str:
     """Return the name of a place in a folder of copies, however it is signed."""
-    return hashlib.sha256(without_signature(place).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return hashlib.sha256(strip_signature(place).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _read_note(path: Path, schema: str) -> dict[str, Any] | None:
     """Return the note of a copy; None if there is none, or a damaged one."""
-    with contextlib.suppress(CorruptArtefactError), files.writing(path):
+    with contextlib.suppress(CorruptArtefactError), files.name_write_errors(path):
         return files.read_manifest(path, schema)
     return None
 
 
-def _make(folder: Path) -> None:
-    with files.writing(folder):
+def _make_folder(folder: Path) -> None:
+    with files.name_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
 
 def _publish(fetched: Path, copy: Path) -> None:
     """Move what was fetched to its place under its digest."""
-    _make(copy.parent)
-    with files.writing(copy):
+    _make_folder(copy.parent)
+    with files.name_write_errors(copy):
         fetched.replace(copy)
         files.sync_folder(copy.parent)
 
@@ -73,7 +73,7 @@ def _publish(fetched: Path, copy: Path) -> None:
 # Data files.
 
 
-def local_files(name: str, cache: Path) -> list[Path]:
+def fetch_data_files(name: str, cache: Path) -> list[Path]:
     """
     Return copies of the file at a place, or of those of a pattern, made where there are none.
 
@@ -86,18 +86,18 @@ def local_files(name: str, cache: Path) -> list[Path]:
         OutputError: There is no room for a copy.
     """
     if scheme_of(name) in {"http", "https"} or not glob.has_magic(name):
-        return [_local_file(name, cache)]
+        return [_fetch_data_file(name, cache)]
     try:
-        found = list_places(name)
-    except RefusedError as error:
-        raise _unread(name, error) from None
+        found = list_urls(name)
+    except FetchError as error:
+        raise _unreadable_error(name, error) from None
     if not found:
-        message = f"{without_credentials(name)} matches no file: name existing data files"
+        message = f"{mask_credentials(name)} matches no file: name existing data files"
         raise DataSetError(message)
-    return [_local_file(place, cache) for place in found]
+    return [_fetch_data_file(place, cache) for place in found]
 
 
-def origin_of(path: Path) -> tuple[str, str] | None:
+def remote_origin(path: Path) -> tuple[str, str] | None:
     """
     Return the place that a file is a copy of, without credentials, and its folder; None for other
     files.
@@ -108,47 +108,47 @@ def origin_of(path: Path) -> tuple[str, str] | None:
     return None if note is None else (str(note["place"]), str(note["folder"]))
 
 
-def _unread(name: str, error: Exception) -> DataSetError:
-    return DataSetError(f"{without_credentials(name)} cannot be read: {error}")
+def _unreadable_error(name: str, error: Exception) -> DataSetError:
+    return DataSetError(f"{mask_credentials(name)} cannot be read: {error}")
 
 
-def _local_file(place: str, cache: Path) -> Path:
+def _fetch_data_file(place: str, cache: Path) -> Path:
     """Return the copy of the file at a place, as it is now."""
-    folder = cache / f"{_FOLDER}{_key(place)}"
-    _make(folder)
-    with files.held(folder / "lock", f"for a copy of {without_credentials(place)}"):
+    folder = cache / f"{_FOLDER}{_url_key(place)}"
+    _make_folder(folder)
+    with files.hold_lock(folder / "lock", f"for a copy of {mask_credentials(place)}"):
         note = _read_note(folder / _NOTE, _SCHEMA)
         copy = folder / note["sha256"] / note["name"] if note else folder
         known = FileVersion(note["size"], note["version"]) if note else FileVersion(0, "")
         has_copy = copy.is_file() and copy.stat().st_size == known.size
         try:
-            current = read_version(place, most=MOST_BYTES["file"], patience=_PATIENCE)
-        except RefusedError as error:
+            current = read_version(place, most=MAX_BYTES["file"], timeouts=_FILE_TIMEOUTS)
+        except FetchError as error:
             if not has_copy:
-                raise _unread(place, error) from None
-            log.warning("%s cannot be asked: %s; its copy of before is read", without_credentials(place), error)
+                raise _unreadable_error(place, error) from None
+            log.warning("%s cannot be asked: %s; its copy of before is read", mask_credentials(place), error)
             return copy
         if has_copy and current.version and current == known:
             return copy
         fetched = _fetch_file(place, folder, current)
         if has_copy and fetched != copy:
-            log.warning("%s is another file than before: it was fetched again", without_credentials(place))
+            log.warning("%s is another file than before: it was fetched again", mask_credentials(place))
         return fetched
 
 
 def _fetch_file(place: str, folder: Path, current: FileVersion) -> Path:
     """Return a new copy of the file at a place."""
-    target, shown = folder / "fetched", without_credentials(place)
+    target, shown = folder / "fetched", mask_credentials(place)
     # Its end says which format it has.
     name = re.sub(r"[^\w.-]", "_", re.sub(r"[?#].*", "", place).rpartition("/")[2])[-100:].lstrip(".") or "data"
     try:
-        sha256 = fetch(place, target, most=MOST_BYTES["file"], patience=_PATIENCE)
-        if current != read_version(place, most=MOST_BYTES["file"], patience=_PATIENCE):
-            raise RefusedError("it changed while it was fetched: start again when it is complete")  # noqa: TRY301
-    except RefusedError as error:
-        raise _unread(place, error) from None
+        sha256 = fetch(place, target, most=MAX_BYTES["file"], timeouts=_FILE_TIMEOUTS)
+        if current != read_version(place, most=MAX_BYTES["file"], timeouts=_FILE_TIMEOUTS):
+            raise FetchError("it changed while it was fetched: start again when it is complete")  # noqa: TRY301
+    except FetchError as error:
+        raise _unreadable_error(place, error) from None
     _publish(target, copy := folder / sha256 / name)
-    note = {"schema": _SCHEMA, "place": shown, "folder": folder_of(place), "sha256": sha256, "name": name}
+    note = {"schema": _SCHEMA, "place": shown, "folder": url_folder(place), "sha256": sha256, "name": name}
     files.write_manifest(folder / _NOTE, {**note, "size": copy.stat().st_size, "version": current.version})
     log.info("%s is copied once: %s", shown, copy)
     return copy
@@ -157,7 +157,7 @@ def _fetch_file(place: str, folder: Path, current: FileVersion) -> Path:
 # Media.
 
 
-def local_medium(medium: Image | Video, folder: str, cache: "MediaCache | None", *, is_video: bool = False) -> Any:
+def fetch_medium(medium: Image | Video, folder: str, cache: "MediaCache | None", *, is_video: bool = False) -> Any:
     """
     Return a medium of a record by its path on this machine, and one that stands in the record as it
     is.
@@ -175,9 +175,9 @@ def local_medium(medium: Image | Video, folder: str, cache: "MediaCache | None",
     if isinstance(medium, bytes):
         return medium
     if isinstance(medium, tuple):
-        return tuple(local_medium(frame, folder, cache) for frame in medium)
-    place = medium if is_place(medium) or not is_place(folder) else join_place(folder, medium)
-    if not is_place(place):
+        return tuple(fetch_medium(frame, folder, cache) for frame in medium)
+    place = medium if is_url(medium) or not is_url(folder) else join_url(folder, medium)
+    if not is_url(place):
         return str(Path(folder, place))
     if cache is None:
         reason = f"the record names {medium[:60]!r} at a place of another machine: name a folder for what is fetched"
@@ -188,15 +188,15 @@ def local_medium(medium: Image | Video, folder: str, cache: "MediaCache | None",
 class MediaCache:
     """Fetches images and videos from URLs into a folder, once each."""
 
-    def __init__(self, folder: Path, *, patience: Patience | None = None) -> None:
+    def __init__(self, folder: Path, *, timeouts: Timeouts | None = None) -> None:
         """
         Keep media in a folder, which several processes may share.
 
         Args:
             folder: Made if there is none.
-            patience: Times to wait for a medium.
+            timeouts: Times to wait for a medium.
         """
-        self.folder, self._patience = folder, patience or Patience()
+        self.folder, self._timeouts = folder, timeouts or Timeouts()
         self._failed: dict[str, str] = {}
         """Place -> why its medium is not to be had; asked once in a process."""
 
@@ -212,49 +212,49 @@ class MediaCache:
             ValueError: It cannot be had, or is no image, and why.
             OutputError: There is no room for it.
         """
-        if (found := self._file(url)) is not None:
+        if (found := self._find_file(url)) is not None:
             return found
         kind, lock = "video" if is_video else "image", self._note_file(url).with_name("lock")
-        _make(lock.parent)
+        _make_folder(lock.parent)
         # One thread of one process fetches; those of other media seldom wait.
-        with files.held(lock, "for a medium of another process"):
-            if (found := self._file(url)) is not None:
+        with files.hold_lock(lock, "for a medium of another process"):
+            if (found := self._find_file(url)) is not None:
                 return found
             if url not in self._failed:
                 try:
                     return self._fetch(url, kind)
-                except RefusedError as error:
-                    self._failed[url] = f"the {kind} {without_credentials(url)[:500]} cannot be fetched: {error}"
+                except FetchError as error:
+                    self._failed[url] = f"the {kind} {mask_credentials(url)[:500]} cannot be fetched: {error}"
         raise ValueError(self._failed[url])
 
     def _note_file(self, url: str) -> Path:
-        key = _key(url)
+        key = _url_key(url)
         return self.folder / "urls" / key[:2] / f"{key}.json"
 
-    def _content(self, sha256: str) -> Path:
+    def _content_file(self, sha256: str) -> Path:
         return self.folder / sha256[:2] / sha256
 
-    def _file(self, url: str) -> str | None:
+    def _find_file(self, url: str) -> str | None:
         """Return the file of a place's medium; None if it is not there whole."""
         if (note := _read_note(self._note_file(url), _MEDIUM_SCHEMA)) is None:
             return None
-        path = self._content(note["sha256"])
+        path = self._content_file(note["sha256"])
         return str(path) if path.is_file() and path.stat().st_size == int(note["bytes"]) else None
 
     def _fetch(self, url: str, kind: str) -> str:
-        """Fetch a medium, keep it and return its file; RefusedError if it cannot be had."""
+        """Fetch a medium, keep it and return its file; FetchError if it cannot be had."""
         note_file = self._note_file(url)
         known, fetched = _read_note(note_file, _MEDIUM_SCHEMA), note_file.with_suffix(".fetched")
         try:
-            sha256 = fetch(url, fetched, most=MOST_BYTES[kind], patience=self._patience)
+            sha256 = fetch(url, fetched, most=MAX_BYTES[kind], timeouts=self._timeouts)
             if kind == "image":
                 _require_image(fetched)
             if known is not None and known["sha256"] != sha256:
-                raise RefusedError("it was fetched before, its file is gone, and the server has another one now")
-            _publish(fetched, target := self._content(sha256))
+                raise FetchError("it was fetched before, its file is gone, and the server has another one now")
+            _publish(fetched, target := self._content_file(sha256))
         finally:
             fetched.unlink(missing_ok=True)
-        note = {"schema": _MEDIUM_SCHEMA, "url": without_credentials(url)[:500], "sha256": sha256}
+        note = {"schema": _MEDIUM_SCHEMA, "url": mask_credentials(url)[:500], "sha256": sha256}
         files.write_manifest(note_file, {**note, "bytes": target.stat().st_size})
         return str(target)
 
@@ -265,4 +265,4 @@ def _require_image(fetched: Path) -> None:
         read_size(held := fetched.read_bytes(), decode=True)
     except ValueError as error:
         why = str(error).split(" in the record ", maxsplit=1)[-1]
-        raise RefusedError(f"what came, {counted(len(held), 'byte')}, {why}") from None
+        raise FetchError(f"what came, {counted(len(held), 'byte')}, {why}") from None

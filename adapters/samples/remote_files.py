@@ -21,7 +21,7 @@ from fsspec.callbacks import Callback
 from packplan.adapters import files
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.core.errors import counted
-from packplan.core.samples.places import PACKAGES, scheme_of, without_credentials
+from packplan.core.samples.urls import PACKAGES, mask_credentials, scheme_of
 
 T = TypeVar("T")
 
@@ -29,10 +29,10 @@ _HTTP = frozenset({"http", "https"})
 
 _MOST_REDIRECTS = 5
 
-_MEANT = "%/:=&?~#+!$,;'@()*[]|"
+_UNQUOTED = "%/:=&?~#+!$,;'@()*[]|"
 """Signs of a URL that stay as they are; blanks and letters beyond ASCII are quoted."""
 
-_AGAIN = (429, 500, 502, 503, 504)
+_RETRIED = (429, 500, 502, 503, 504)
 """Answers of a server that may do better a moment later."""
 
 _VERSIONS = (
@@ -50,7 +50,7 @@ _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.E
 _SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|ACCESS_KEY|ACCOUNT_KEY")
 """Names of environment variables whose values no message may have."""
 
-_systems: dict[tuple[object, ...], Any] = {}
+_file_systems: dict[tuple[object, ...], Any] = {}
 """
 Process, scheme and times -> file system, with its connections for all threads. A process that is
 forked makes its own, and keeps those of its parent, whose connections it must not close.
@@ -58,20 +58,20 @@ forked makes its own, and keeps those of its parent, whose connections it must n
 
 
 @attrs.frozen
-class Patience:
+class Timeouts:
     """Seconds to wait for a server of http; other file systems have times of their own."""
 
-    all_s: float | None = 60.0
+    total_s: float | None = 60.0
     """For all of an answer; None takes as long as bytes come."""
 
-    silence_s: float = 10.0
+    read_s: float = 10.0
     """For the next bytes."""
 
-    waits_s: tuple[float, ...] = (0.5, 2.0)
+    retry_waits_s: tuple[float, ...] = (0.5, 2.0)
     """Before each further attempt, where another one may do better."""
 
 
-class RefusedError(Exception):
+class FetchError(Exception):
     """A file is not to be had; asking again would not help."""
 
 
@@ -85,27 +85,27 @@ class FileVersion(NamedTuple):
     """Tag of the content, or the time of its last change; empty where the place says neither."""
 
 
-def read_version(place: str, *, most: int, patience: Patience) -> FileVersion:
+def read_version(place: str, *, most: int, timeouts: Timeouts) -> FileVersion:
     """
     Return the size and version of a file.
 
     Args:
         place: Place of the file.
         most: Bytes that it may have.
-        patience: Times to wait.
+        timeouts: Times to wait.
 
     Raises:
-        RefusedError: There is none, or it is too large.
+        FetchError: There is none, or it is too large.
     """
-    about = _ask(place, patience, lambda system, path: system.info(path))
+    about = _call_with_retries(place, timeouts, lambda system, path: system.info(path))
     if about.get("type") == "directory":
-        raise RefusedError("it is no file, but a folder")
+        raise FetchError("it is no file, but a folder")
     size = None if about.get("size") is None else int(about["size"])
     _require_size(size or 0, most)
     return FileVersion(size, str(next((about[name] for name in _VERSIONS if about.get(name)), "")))
 
 
-def fetch(place: str, target: Path, *, most: int, patience: Patience) -> str:
+def fetch(place: str, target: Path, *, most: int, timeouts: Timeouts) -> str:
     """
     Write all of a file at a place to *target*, and return its SHA-256.
 
@@ -113,32 +113,34 @@ def fetch(place: str, target: Path, *, most: int, patience: Patience) -> str:
         place: Place of the file.
         target: File to write; what is there after an error is not whole.
         most: Bytes that the file may have.
-        patience: Times to wait.
+        timeouts: Times to wait.
 
     Raises:
-        RefusedError: It is not to be had.
+        FetchError: It is not to be had.
         OutputError: There is no room for it.
     """
-    bar = progress(desc=f"fetching {without_credentials(place)}", unit=" bytes", delay=BRIEF_S, leave=False)
-    with files.writing(target), bar:
+    bar = progress(desc=f"fetching {mask_credentials(place)}", unit=" bytes", delay=BRIEF_S, leave=False)
+    with files.name_write_errors(target), bar:
         target.touch()
-        _ask(place, patience, lambda system, path: system.get_file(path, str(target), callback=_Bounded(most, bar)))
+        _call_with_retries(
+            place, timeouts, lambda system, path: system.get_file(path, str(target), callback=_SizeLimit(most, bar))
+        )
         with target.open("rb") as file:
             os.fsync(file.fileno())
             _require_size(os.fstat(file.fileno()).st_size, most)
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def list_places(pattern: str) -> list[str]:
-    """Return the places of a pattern's files, by name; RefusedError if that cannot be asked."""
+def list_urls(pattern: str) -> list[str]:
+    """Return the places of a pattern's files, by name; FetchError if that cannot be asked."""
 
     def ask(system: Any, path: str) -> list[str]:
         return sorted(system.unstrip_protocol(one) for one in system.glob(path))
 
-    return _ask(pattern, Patience(), ask)
+    return _call_with_retries(pattern, Timeouts(), ask)
 
 
-class _Bounded(Callback):  # type: ignore[misc]  # fsspec has no types
+class _SizeLimit(Callback):  # type: ignore[misc]  # fsspec has no types
     """Refuses a file that is too large, before it is written or while it is."""
 
     def __init__(self, most: int, bar: Any) -> None:
@@ -157,92 +159,92 @@ class _Bounded(Callback):  # type: ignore[misc]  # fsspec has no types
 
 def _require_size(size: int, most: int) -> None:
     if size > most:
-        raise RefusedError(f"it has more than {most:,} bytes")
+        raise FetchError(f"it has more than {most:,} bytes")
 
 
-def _ask(place: str, patience: Patience, call: Callable[[Any, str], T]) -> T:
+def _call_with_retries(place: str, timeouts: Timeouts, call: Callable[[Any, str], T]) -> T:
     """
-    Call a function with a file system and a path there, in a few attempts; RefusedError if none
+    Call a function with a file system and a path there, in a few attempts; FetchError if none
     succeeds.
     """
-    for wait in (*patience.waits_s, None):
+    for wait in (*timeouts.retry_waits_s, None):
         try:
-            return call(*_system(place, patience))
-        except (RefusedError, MemoryError):
+            return call(*_open_file_system(place, timeouts))
+        except (FetchError, MemoryError):
             raise
         except Exception as error:  # file systems raise errors of their own libraries
             if isinstance(error, OSError) and error.errno in _DISK:
                 raise
-            reason, may_help = _reason(error, patience)
+            reason, may_help = _describe_error(error, timeouts)
             if not may_help:
-                raise RefusedError(reason) from None
+                raise FetchError(reason) from None
             if wait is None:
-                raise RefusedError(f"{reason}, in {counted(len(patience.waits_s) + 1, 'attempt')}") from None
+                raise FetchError(f"{reason}, in {counted(len(timeouts.retry_waits_s) + 1, 'attempt')}") from None
             time.sleep(wait)
     raise AssertionError  # the last attempt raises, or returns
 
 
-def _system(place: str, patience: Patience) -> tuple[Any, str]:
+def _open_file_system(place: str, timeouts: Timeouts) -> tuple[Any, str]:
     """Return the file system of a place, and its path there."""
     import fsspec
 
     scheme = scheme_of(place)
     assert scheme is not None  # noqa: S101  # it is a place
-    key = (os.getpid(), "http", patience) if scheme in _HTTP else (os.getpid(), scheme)
+    key = (os.getpid(), "http", timeouts) if scheme in _HTTP else (os.getpid(), scheme)
     try:
-        if (system := _systems.get(key)) is None:
-            options = _http_options(patience) if scheme in _HTTP else {}
-            system = _systems.setdefault(key, fsspec.filesystem(scheme, use_listings_cache=False, **options))
+        if (system := _file_systems.get(key)) is None:
+            options = _http_options(timeouts) if scheme in _HTTP else {}
+            system = _file_systems.setdefault(key, fsspec.filesystem(scheme, use_listings_cache=False, **options))
     except ImportError as error:
         package = PACKAGES[scheme]
-        raise RefusedError(f"{scheme}:// is read by another package: pip install {package or error.name}") from None
+        raise FetchError(f"{scheme}:// is read by another package: pip install {package or error.name}") from None
     if scheme not in _HTTP:
         return system, str(system._strip_protocol(place))  # noqa: SLF001  # each file system's public way to take names
     if "@" in place.partition("://")[2].partition("/")[0]:
-        raise RefusedError("it holds a name or a password, with which no server is asked: leave that out")
-    return system, urllib.parse.quote(place, safe=_MEANT)
+        raise FetchError("it holds a name or a password, with which no server is asked: leave that out")
+    return system, urllib.parse.quote(place, safe=_UNQUOTED)
 
 
-def _http_options(patience: Patience) -> dict[str, Any]:
+def _http_options(timeouts: Timeouts) -> dict[str, Any]:
     """Return options of fsspec's file system of http."""
     import aiohttp
 
-    times = aiohttp.ClientTimeout(patience.all_s, sock_connect=patience.silence_s, sock_read=patience.silence_s)
+    times = aiohttp.ClientTimeout(timeouts.total_s, sock_connect=timeouts.read_s, sock_read=timeouts.read_s)
     client = {
         "headers": {"User-Agent": "packplan", "Accept-Encoding": "identity"},
         "requote_redirect_url": False,  # a signature is of the URL as it is written
         "timeout": times,
         "trust_env": True,
     }
-    # An instance of another patience has another session.
+    # An instance of other timeouts has another session.
     return {"client_kwargs": client, "encoded": True, "max_redirects": _MOST_REDIRECTS, "skip_instance_cache": True}
 
 
-def _reason(error: Exception, patience: Patience) -> tuple[str, bool]:
+def _describe_error(error: Exception, timeouts: Timeouts) -> tuple[str, bool]:
     """Return why a file system gives nothing, and whether another attempt may do better."""
     import aiohttp
 
     cause = error.__cause__
-    error = cause if isinstance(cause, (aiohttp.ClientError, RefusedError, TimeoutError)) else error
-    status, text = getattr(error, "status", 0), f"{type(error).__name__}: {without_secrets(error)}"
+    error = cause if isinstance(cause, (aiohttp.ClientError, FetchError, TimeoutError)) else error
+    status, text = getattr(error, "status", 0), f"{type(error).__name__}: {mask_secrets(error)}"
     may_help = isinstance(error, aiohttp.ClientError) and not isinstance(error, (ValueError, aiohttp.TooManyRedirects))
-    if isinstance(error, RefusedError):
+    if isinstance(error, FetchError):
         text = str(error)
     elif isinstance(error, FileNotFoundError) or status == http.HTTPStatus.NOT_FOUND:
         text, may_help = "there is no such file", False
     elif isinstance(error, aiohttp.ClientResponseError) and status:
         asks = ": it asks for credentials, or a signature is no longer valid" if status in {401, 403} else ""
-        text, may_help = f"the server answers {status} {error.message}{asks}", status in _AGAIN
+        text, may_help = f"the server answers {status} {error.message}{asks}", status in _RETRIED
     elif type(error) is TimeoutError:
-        text = f"it took more than {patience.all_s:g} s"
+        text = f"it took more than {timeouts.total_s:g} s"
     elif isinstance(error, PermissionError) or any(part in text.partition(":")[0] for part in _DENIED):
         text = f"it asks for credentials, or for other ones ({text})"
     return text, may_help
 
 
-def without_secrets(error: object) -> str:
+def mask_secrets(error: object) -> str:
     """Return the text of an error in one line, without what may be credentials."""
-    text = without_credentials(" ".join(str(error).split()))
+    text = mask_credentials(" ".join(str(error).split()))
     for name, value in os.environ.items():
         if len(value) >= 8 and _SECRET.search(name.upper()):
             text = text.replace(value, "…")

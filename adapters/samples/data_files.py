@@ -12,22 +12,22 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from packplan.adapters.samples.copies import origin_of
 from packplan.adapters.samples.data_set import FileRecords
+from packplan.adapters.samples.downloads import remote_origin
 from packplan.adapters.samples.formats.arrow_rows import ArrowFile, is_arrow_folder, parts_of_folder
 from packplan.adapters.samples.formats.lines import LinesFile
 from packplan.adapters.samples.formats.record_file import FileName, RecordFile
 from packplan.adapters.samples.formats.rewriting import (
-    COMMAS,
+    DELIMITERS,
     PARQUET,
     copy_fault,
-    copy_of,
-    head_of,
+    make_copy,
+    read_head,
 )
 from packplan.core.errors import DataSetError
-from packplan.core.samples.places import is_place, place_fault, without_credentials
+from packplan.core.samples.urls import is_url, mask_credentials, url_fault
 
-_PACKED = {".gz", ".zst", ".zstd"}
+_COMPRESSED = {".gz", ".zst", ".zstd"}
 
 _ARROW = b"ARROW1"
 
@@ -57,8 +57,8 @@ def open_records(
     opened = []
     for fault in file_faults(paths):
         raise DataSetError(fault)
-    for path in (file for name in paths for file in _matching(name)):
-        file = _open(path, max_line_bytes, cache)
+    for path in (file for name in paths for file in _match_files(name)):
+        file = _open_file(path, max_line_bytes, cache)
         if not len(file):
             message = f"{file.named.name} holds no record: the data set is empty"
             raise DataSetError(message)
@@ -75,9 +75,9 @@ def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple
         paths: As `open_records` takes them.
         cache: Folder of copies.
     """
-    for path in (file for name in paths for file in _matching(name)):
-        file = _open(path, None, cache)
-        if (changed := file.kept_fault()) is not None:
+    for path in (file for name in paths for file in _match_files(name)):
+        file = _open_file(path, None, cache)
+        if (changed := file.cache_fault()) is not None:
             yield str(path), changed
         elif file.named.copy and (fault := copy_fault(path, Path(file.named.copy))) is not None:
             yield str(path), f"{fault}: delete {file.named.copy}, and build again"
@@ -91,19 +91,19 @@ def file_faults(paths: Iterable[str]) -> Iterator[str]:
     files: list[Path] = []
     for path in paths:
         try:
-            found = _matching(path)
+            found = _match_files(path)
             for file in found:
-                require_file(file)
+                _require_file(file)
             files += found
         except DataSetError as error:
             yield str(error)
     try:
-        _refuse_twins(files)
+        _refuse_duplicates(files)
     except DataSetError as error:
         yield str(error)
 
 
-def require_file(path: Path) -> None:
+def _require_file(path: Path) -> None:
     """
     Refuse a path that is no data file.
 
@@ -131,16 +131,16 @@ def require_file(path: Path) -> None:
         raise DataSetError(message) from None
 
 
-def _matching(path: str) -> list[Path]:
+def _match_files(path: str) -> list[Path]:
     """Return the file of a name, or those of a pattern; DataSetError if there is none."""
-    if (fault := place_fault(path)) is not None:
-        message = f"{without_credentials(path)} {fault}"
+    if (fault := url_fault(path)) is not None:
+        message = f"{mask_credentials(path)} {fault}"
         raise DataSetError(message)
-    if is_place(path):
-        message = f"{without_credentials(path)} is at another machine, and is read only where train_jsonl names it"
+    if is_url(path):
+        message = f"{mask_credentials(path)} is at another machine, and is read only where train_jsonl names it"
         raise DataSetError(message)
     if Path(path).is_dir() and not is_arrow_folder(Path(path)):
-        return _shards(Path(path))
+        return _find_shards(Path(path))
     if Path(path).exists() or not glob.has_magic(path):
         return [Path(path)]
     found = sorted(map(Path, glob.glob(path, recursive=True)))  # noqa: PTH207  # patterns may be absolute
@@ -150,7 +150,7 @@ def _matching(path: str) -> list[Path]:
     return found
 
 
-def _shards(folder: Path) -> list[Path]:
+def _find_shards(folder: Path) -> list[Path]:
     """
     Return the Parquet or Arrow files in a folder, by name; DataSetError if they are of several
     splits.
@@ -163,7 +163,7 @@ def _shards(folder: Path) -> list[Path]:
     return found or [folder]
 
 
-def sources_of(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, str]:
+def source_names(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, str]:
     """
     Return the source of each file: its name, or the last part of the path or pattern that stands
     for it, or all of that where another one ends alike.
@@ -174,10 +174,10 @@ def sources_of(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, st
     """
     ends = Counter(Path(path).name for path in paths)
     unnamed = {path: end if ends[end := Path(path).name] == 1 else path for path in paths}
-    return {_name_and_folder(file)[0]: names.get(path, unnamed[path]) for path in paths for file in _matching(path)}
+    return {_name_and_folder(file)[0]: names.get(path, unnamed[path]) for path in paths for file in _match_files(path)}
 
 
-def _refuse_twins(files: list[Path]) -> None:
+def _refuse_duplicates(files: list[Path]) -> None:
     """
     Refuse a file that is named twice, and files that are the same but for being packed: their
     records would be there twice.
@@ -188,28 +188,28 @@ def _refuse_twins(files: list[Path]) -> None:
             message = f"{path} is named twice, once as {twin}: its records would be there twice; remove one"
             raise DataSetError(message)
     for path in files:
-        if path.suffix.lower() in _PACKED and (plain := known.get(path.with_suffix("").resolve())):
+        if path.suffix.lower() in _COMPRESSED and (plain := known.get(path.with_suffix("").resolve())):
             message = f"{plain} and {path} are the same data, one of them packed: name one of them"
             raise DataSetError(message)
 
 
 def _name_and_folder(path: Path) -> tuple[str, str]:
     """Return the name and the media's folder of a file; of a copy, those of its place."""
-    return origin_of(path) or (str(path), str(path.parent))
+    return remote_origin(path) or (str(path), str(path.parent))
 
 
-def _open(path: Path, max_bytes: int | None, cache: Path | None) -> RecordFile:
+def _open_file(path: Path, max_bytes: int | None, cache: Path | None) -> RecordFile:
     """Open a file that is there, by what it is."""
     if path.is_dir():
         named = FileName(str(path), str(path))
         return ArrowFile(parts_of_folder(path), named=named, max_bytes=max_bytes, cache=cache)
     name, folder = _name_and_folder(path)
-    kind, is_packed = _kind_of(path, name)
+    kind, is_compressed = _detect_format(path, name)
     if kind == "arrow":
         return ArrowFile([path], named=FileName(name, folder), max_bytes=max_bytes, cache=cache)
-    if kind == "lines" and not is_packed:
+    if kind == "lines" and not is_compressed:
         return LinesFile(path, named=FileName(name, folder), max_bytes=max_bytes, cache=cache)
-    copy = copy_of(path, cache, kind=kind, name=name)
+    copy = make_copy(path, cache, kind=kind, name=name)
     named = FileName(name, folder, str(copy))
     if kind == "parquet":
         return ArrowFile([copy], named=named, max_bytes=max_bytes, cache=cache)
@@ -217,21 +217,21 @@ def _open(path: Path, max_bytes: int | None, cache: Path | None) -> RecordFile:
     return LinesFile(copy, named=named, max_bytes=max_bytes, cache=cache, unit=unit)
 
 
-def _kind_of(path: Path, name: str) -> tuple[str, bool]:
+def _detect_format(path: Path, name: str) -> tuple[str, bool]:
     """
-    Return what a file holds, as `copy_of` takes it, or `arrow`, and whether it is compressed;
+    Return what a file holds, as `make_copy` takes it, or `arrow`, and whether it is compressed;
     DataSetError if it holds no records.
     """
-    head, is_packed = head_of(path)
-    if not is_packed and (head.startswith(_ARROW) or path.suffix == ".arrow"):
+    head, is_compressed = read_head(path)
+    if not is_compressed and (head.startswith(_ARROW) or path.suffix == ".arrow"):
         return "arrow", False
-    if not is_packed and head.startswith(PARQUET):
+    if not is_compressed and head.startswith(PARQUET):
         return "parquet", False
     if b"\0" in head:
         message = f"{name} is no text, and of no format that is read: unpack it, and name the data files in it"
         raise DataSetError(message)
-    suffix = Path(path.stem if is_packed else path.name).suffix.lower().removeprefix(".")
-    if head and suffix in COMMAS:
-        return suffix, is_packed
+    suffix = Path(path.stem if is_compressed else path.name).suffix.lower().removeprefix(".")
+    if head and suffix in DELIMITERS:
+        return suffix, is_compressed
     is_array = _ARRAY_OF_OBJECTS.match(head) or (suffix == "json" and _ARRAY.match(head))
-    return "array" if is_array else "lines", is_packed
+    return "array" if is_array else "lines", is_compressed
