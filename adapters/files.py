@@ -54,6 +54,12 @@ def name_write_errors(path: Path) -> Iterator[None]:
         raise OutputError(str(path), error.strerror or str(error)) from error
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, unless it exists; OutputError if it cannot be made."""
+    with name_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 @contextmanager
 def name_save_errors(folder: Path) -> Iterator[None]:
     """Raise OutputError where torch, safetensors or tokenizers cannot write below *folder*."""
@@ -221,17 +227,13 @@ def read_array(folder: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
     Return the memory-mapped array of a manifest's entry; CorruptArtefactError if its bytes differ.
     """
     path = folder / Path(entry["file"]).name
-    array, digest = map_array(path, np.dtype(entry["dtype"]), int(entry["size"]))
+    array, digest = map_array(path, np.dtype(entry["dtype"]), int(entry["size"]), is_whole=True)
     if digest.hexdigest() != entry["sha256"]:
         raise CorruptArtefactError(str(path), "its content does not match the manifest's digest")
-    if path.stat().st_size != array.nbytes:
-        raise CorruptArtefactError(
-            str(path), f"it has {counted(path.stat().st_size, 'byte')} instead of {array.nbytes:,}"
-        )
     return array
 
 
-def map_array(path: Path, dtype: np.dtype[Any], size: int) -> tuple[NDArray[Any], Any]:
+def map_array(path: Path, dtype: np.dtype[Any], size: int, *, is_whole: bool = False) -> tuple[NDArray[Any], Any]:
     """
     Return the first *size* elements of a file, memory-mapped, and the running SHA-256 of their
     bytes.
@@ -240,11 +242,15 @@ def map_array(path: Path, dtype: np.dtype[Any], size: int) -> tuple[NDArray[Any]
         path: Binary file.
         dtype: Type of an element.
         size: Number of elements to read.
+        is_whole: Whether the file has no other elements.
+
+    Raises:
+        CorruptArtefactError: The file is missing, or has another size.
     """
     if not path.is_file():
         raise CorruptArtefactError(str(path), "it is missing")
-    found = path.stat().st_size
-    if found < size * dtype.itemsize:
-        raise CorruptArtefactError(str(path), f"it has {counted(found, 'byte')} instead of {size * dtype.itemsize:,}")
+    found, expected = path.stat().st_size, size * dtype.itemsize
+    if found < expected or (is_whole and found > expected):
+        raise CorruptArtefactError(str(path), f"it has {counted(found, 'byte')} instead of {expected:,}")
     array = np.memmap(path, dtype=dtype, mode="r", shape=(size,)) if size else np.zeros(0, dtype=dtype)
     return array, hashlib.sha256(array.data)

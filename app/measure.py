@@ -29,7 +29,7 @@ from packplan.app.wiring import length_tables
 from packplan.app.wiring.runs import ranks_refuse_together, require_inputs
 from packplan.core.errors import ConfigError, counted
 from packplan.core.ports import Arrays, ReportProgress
-from packplan.core.samples.tables import Table, column, sample_indices
+from packplan.core.samples.tables import column, sample_indices
 
 log = logging.getLogger(__name__)
 
@@ -93,16 +93,11 @@ def _write_table(split: Split, output: Path, report: ReportProgress) -> Arrays:
     table = measure(split, report)
     report(f"writing {output}")
     length_tables.publish_table(split, split.stores.lengths.stored(), output)
-    _log_totals(table, output)
-    return {}
-
-
-def _log_totals(table: Table, output: Path) -> None:
-    """Log what the table holds."""
     totals = {name: int(column(table, name).sum(dtype=np.int64)) for name in ("length", "images", "videos")}
     media = [counted(totals[kind], kind.removesuffix("s")) for kind in ("images", "videos") if totals[kind]]
     samples = counted(len(sample_indices(table)), "sample")
     log.info("%s: %s", output, ", ".join([samples, counted(totals["length"], "token"), *media]))
+    return {}
 
 
 if __name__ == "__main__":

@@ -57,14 +57,9 @@ def _read_note(path: Path, schema: str) -> dict[str, Any] | None:
     return None
 
 
-def _make_folder(folder: Path) -> None:
-    with files.name_write_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-
-
 def _publish(fetched: Path, copy: Path) -> None:
     """Move what was fetched to its place under its digest."""
-    _make_folder(copy.parent)
+    files.make_folder(copy.parent)
     with files.name_write_errors(copy):
         fetched.replace(copy)
         files.sync_folder(copy.parent)
@@ -115,7 +110,7 @@ def _unreadable_error(name: str, error: Exception) -> DataSetError:
 def _fetch_data_file(place: str, cache: Path) -> Path:
     """Return the copy of the file at a place, as it is now."""
     folder = cache / f"{_FOLDER}{_url_key(place)}"
-    _make_folder(folder)
+    files.make_folder(folder)
     with files.hold_lock(folder / "lock", f"for a copy of {mask_credentials(place)}"):
         note = _read_note(folder / _NOTE, _SCHEMA)
         copy = folder / note["sha256"] / note["name"] if note else folder
@@ -215,7 +210,7 @@ class MediaCache:
         if (found := self._find_file(url)) is not None:
             return found
         kind, lock = "video" if is_video else "image", self._note_file(url).with_name("lock")
-        _make_folder(lock.parent)
+        files.make_folder(lock.parent)
         # One thread of one process fetches; those of other media seldom wait.
         with files.hold_lock(lock, "for a medium of another process"):
             if (found := self._find_file(url)) is not None:

@@ -32,8 +32,7 @@ from packplan.core.config.run import CustomConfig, ModelConfig, TemplateConfig
 from packplan.core.errors import RecordError, StaleError, counted
 from packplan.core.fingerprint import Value
 from packplan.core.samples.media import Image, Video
-from packplan.core.samples.records import read_shape
-from packplan.core.samples.shapes import MIXABLE
+from packplan.core.samples.shapes import MIXABLE, to_shape
 from packplan.core.samples.tables import DataFile, Measurement, MediaFacts, Table, from_row
 from packplan.core.samples.tools import CALL, RESPONSE
 
@@ -159,7 +158,7 @@ class SwiftEncoder:
     def to_sample(self, index: int, record: object) -> dict[str, Any]:
         """Return the sample of a record that was read already, as `read` does."""
         with self.records.name_errors(index, "the record "):
-            known = read_shape(record, self.spec.custom.columns)
+            known = to_shape(record, self.spec.custom.columns)
             self._refuse_mixed(index, known.shape)
             sample = read_messages(known, self.spec.custom)
         folder = self.records.folder(index)
@@ -237,7 +236,7 @@ class SwiftEncoder:
         """Return the first sound record of a file, and its shape."""
         for index in indices[:_TRIED]:
             with contextlib.suppress(ValueError, RecordError):
-                known = read_shape(self.records[index], self.spec.custom.columns)
+                known = to_shape(self.records[index], self.spec.custom.columns)
                 read_messages(known, self.spec.custom)
                 return index, known.shape
         return indices.start, "unknown"

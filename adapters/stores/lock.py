@@ -25,8 +25,7 @@ class FolderLock:
     @contextmanager
     def held(self, *, timeout_s: float, report: ReportProgress) -> Iterator[None]:
         """Hold the lock, and sweep away what a killed holder left; see `core.ports.Lock`."""
-        with files.name_write_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.folder)
         started = time.monotonic()
 
         def name_holder() -> str:

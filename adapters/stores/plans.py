@@ -270,7 +270,6 @@ class DiskVerdictStore:
 
     def save(self, key: Fingerprint, verdict: PackingVerdict) -> None:
         """Save so that readers see the whole verdict or none of it."""
-        with files.name_write_errors(self._manifest.parent):
-            self._manifest.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self._manifest.parent)
         manifest = {"schema": VERDICT_SCHEMA, "fingerprint": dict(key.inputs), "verdict": verdict.to_dict()}
         files.write_manifest(self._manifest, manifest)

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import torch
 
-from packplan.adapters.files import name_write_errors
+from packplan.adapters.files import make_folder
 from packplan.adapters.forecast.calibration import measure_steps
 from packplan.adapters.forecast.memory import OutlineTrainer, StepTracer, ranks_in_name
 from packplan.adapters.ranks.torch_group import OneRank
@@ -266,8 +266,7 @@ _LOGGING_STEPS, _SAVE_STEPS = 5, 500
 def _elsewhere(trainer: PlanTrainer, group: RankGroup) -> Iterator[None]:
     """Let all ranks write into one folder beside the trainer's own, which is removed at the end."""
     folder = Path(trainer.args.output_dir) / "calibrating"
-    with name_write_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     trainer.args.output_dir = str(folder)
     try:
         yield

@@ -189,8 +189,7 @@ def alone_in_output(config: RunConfig, group: RankGroup, *, key: str = "training
     with contextlib.ExitStack() as lock:
         if group.rank == 0:
             try:
-                with files.name_write_errors(folder):
-                    folder.mkdir(parents=True, exist_ok=True)
+                files.make_folder(folder)
                 lock.enter_context(files.hold_lock(folder / "train.lock", f"to train into {folder}", wait=refuse))
             except (ConfigError, OutputError) as error:  # raised once the others know
                 failure = error

@@ -84,11 +84,7 @@ def _to_image(image: Any, *, urls: bool) -> Image:
         return _image_from_uri(image)
     if (held := _image_from_base64(image)) is not None:
         return held
-    if urls and is_url(image) and len(image) <= _LONGEST_PATH:
-        return image
-    if remedy := path_fault(image):
-        fail(f"has the image {mask_credentials(image)[:60]!r}: {remedy}")
-    return image
+    return _require_path(image, "image", urls=urls)
 
 
 def refuse_media_settings(described: Mapping[str, Any]) -> None:
@@ -140,27 +136,19 @@ def _decode_base64(text: object, where: str) -> bytes:
         fail(f"has {where} that is no base64: write it again")
 
 
-def path_fault(image: str, *, is_video: bool = False) -> str | None:
-    """
-    Return the remedy for an image or a video that is no file path; None for a path.
-
-    Args:
-        image: Text in the record.
-        is_video: Whether it is a video, which is never inline.
-    """
-    if len(image) > _LONGEST_PATH:
-        return f"is {'no path' if is_video else 'neither a path nor an image in base64'}: write it to a file"
-    scheme = _SCHEME.match(image)
-    if scheme is None:
-        return None
-    if scheme["name"].lower() == "file":
-        return f"write the path alone, without {scheme[0]}"
-    if is_url(image):
-        return (
-            "only files are read, so that training needs no network: copy it to this machine and name the file, or "
-            "name a media_cache, a folder that it is fetched into once"
-        )
-    return "only files are read, so that training needs no network: copy it to this machine, and name the file"
+def _require_path(text: str, what: str, *, urls: bool) -> str:
+    """Return the path of an image, a video or a frame, or its URL; ValueError if it is neither."""
+    scheme = _SCHEME.match(text)
+    if len(text) > _LONGEST_PATH:
+        remedy = f"is {'neither a path nor an image in base64' if what == 'image' else 'no path'}: write it to a file"
+    elif scheme is None or (urls and is_url(text)):
+        return text
+    elif scheme["name"].lower() == "file":
+        remedy = f"write the path alone, without {scheme[0]}"
+    else:
+        remedy = "only files are read, so that training needs no network: copy it to this machine and name the file"
+        remedy += ", or name a media_cache, a folder that it is fetched into once" if is_url(text) else ""
+    return fail(f"has the {what} {mask_credentials(text)[:60]!r}: {remedy}")
 
 
 Video = str | tuple[str, ...]
@@ -207,8 +195,4 @@ def _video_path(value: Any, what: str, *, urls: bool) -> str:
         fail(f"has a {what} that is no path: {_WRITE}")
     if value.startswith("data:"):
         fail(f"has the {what} {value[:40]!r}: write it to a file, and name that")
-    if urls and is_url(value):
-        return value
-    if remedy := path_fault(value, is_video=True):
-        fail(f"has the {what} {mask_credentials(value)[:60]!r}: {remedy}")
-    return value
+    return _require_path(value, what, urls=urls)

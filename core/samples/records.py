@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from packplan.core.errors import counted
 from packplan.core.samples.media import VIDEO_TAG, to_images, to_videos
-from packplan.core.samples.shapes import IMAGE_TAG, Shaped, to_shape
+from packplan.core.samples.shapes import IMAGE_TAG, ShapedRecord, to_shape
 from packplan.core.samples.tools import CALL, RESPONSE, to_tools
 from packplan.core.samples.values import fail, has, is_empty
 
@@ -104,7 +104,7 @@ def to_messages(
     if it has them.
 
     Args:
-        record: One JSON value of a data file, or what `read_shape` made of it.
+        record: One JSON value of a data file, or its `to_shape`.
         object_field_order: Whether each object's description or its geometry comes first.
         use_summary: Answer a dense caption with its `summary` instead of its objects.
         columns: Names of the record's keys -> the names that they have here.
@@ -119,7 +119,7 @@ def to_messages(
     >>> to_messages(record)["messages"][1]["content"]
     '[{"desc": "red dot", "bbox_2d": [1, 2, 3, 4]}]'
     """
-    record = (record if isinstance(record, Shaped) else read_shape(record, columns)).record
+    record = (record if isinstance(record, ShapedRecord) else to_shape(record, columns)).record
     _refuse_keys(record)
     images = to_images(record.get("images"), urls=urls)
     if "messages" in record:
@@ -140,15 +140,6 @@ def to_messages(
     more = {"tools": to_tools(record.get("tools")), "images": images, "videos": videos}
     channel = {} if record.get("channel") is None else {"channel": str(record["channel"])}
     return {"messages": messages, **{name: held for name, held in more.items() if held}, **channel}
-
-
-def read_shape(record: object, columns: Mapping[str, str] | None = None) -> Shaped:
-    """
-    Return a record as messages, with the shape that it had; ValueError if the shape is unknown.
-    """
-    if not isinstance(record, Mapping):
-        fail("is not a JSON object: write {…} with 'messages', or another shape of docs/records.md")
-    return to_shape(record, columns=columns)
 
 
 def _add_tags(messages: list[dict[str, Any]], tag: str, name: str, number: int) -> list[dict[str, Any]]:

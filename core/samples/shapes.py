@@ -8,7 +8,7 @@ between two columns, the record is refused with a remedy.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 
@@ -75,7 +75,7 @@ Shapes that one file may mix. Their keys differ, so that no record is taken for 
 
 
 @attrs.frozen
-class Shaped:
+class ShapedRecord:
     """A record as messages, and the shape that it had."""
 
     shape: str
@@ -84,20 +84,22 @@ class Shaped:
     """The record's `messages`, `images`, `system`, `objects` and other keys, under these names."""
 
 
-def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = None) -> Shaped:
+def to_shape(record: object, columns: Mapping[str, str] | None = None) -> ShapedRecord:
     """
-    Recognise the shape of a record; return its name, and the record as messages.
+    Return a record as messages, with the name of the shape that it had.
 
     Args:
-        record: A JSON object of a data file.
+        record: One JSON value of a data file.
         columns: Key in the record -> key that a shape reads, one of `READ`.
 
     Raises:
-        ValueError: It has no known shape, or would lose something.
+        ValueError: The record has no known shape, or would lose something.
 
     >>> to_shape({"question": "Why?", "answer": "So."}).shape
     'question, answer'
     """
+    if not isinstance(record, Mapping):
+        fail("is not a JSON object: write {…} with 'messages', or another shape of docs/records.md")
     record = _rename_keys(record, columns or {})
     for names in (SYSTEM_KEYS, IMAGE_KEYS, VIDEO_KEYS, MESSAGE_KEYS):
         record = _merge_synonyms(record, names)
@@ -107,9 +109,14 @@ def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = N
     if has(record, "messages"):
         return _from_messages(record)
     if has(record, "objects"):
-        return Shaped(DENSE, {**record, "objects": parse_text(record["objects"], "'objects'")})
+        return ShapedRecord(DENSE, {**record, "objects": parse_text(record["objects"], "'objects'")})
     if any(has(record, name) for name in RESPONSE_KEYS):
         return _from_columns(record)
+    return _refuse_shape(record)
+
+
+def _refuse_shape(record: Mapping[str, Any]) -> NoReturn:
+    """Refuse a record of no known shape, and say what is missing or how to map it."""
     empty = [*((name, "message") for name in MESSAGE_KEYS), ("objects", "object")]
     for known, held in (*empty, *((name, "text") for name in RESPONSE_KEYS)):
         if known in record:
@@ -117,7 +124,7 @@ def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = N
     if name := next((name for name, held in record.items() if _is_chat(held) and name not in READ), None):
         listed = f"has a list of {counted(len(record[name]), 'object')} in {name!r}"
         fail(f"{listed}: write each on a line of its own, or map messages, as {{{name}: messages}}", argument="columns")
-    return fail(f"is of no known shape: {_describe_keys(record)}", argument="columns")
+    fail(f"is of no known shape: {_describe_keys(record)}", argument="columns")
 
 
 def _rename_keys(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
@@ -148,7 +155,7 @@ _KINDS = {int: "a number", float: "a number", bool: "true or false", dict: "an o
 """Types of values -> names in messages."""
 
 
-def _from_messages(record: Mapping[str, Any]) -> Shaped:
+def _from_messages(record: Mapping[str, Any]) -> ShapedRecord:
     """Return a record with its messages in the notation of ms-swift."""
     messages = parse_text(record["messages"], "'messages'")
     if not isinstance(messages, list):
@@ -167,16 +174,14 @@ def _from_messages(record: Mapping[str, Any]) -> Shaped:
     if not converted:
         fail("has no message but a system message that says nothing, so there is nothing to learn from it")
     _refuse_answer_first(converted)
-    return Shaped(shape, _add_media({**record, "messages": converted}, media))
+    return ShapedRecord(shape, _add_media({**record, "messages": converted}, media))
 
 
 def _normalise_messages(messages: Sequence[Mapping[str, Any]], media: Media) -> list[dict[str, Any]]:
     """Return messages of role and text content. Images and videos of parts are added to *media*."""
     said = [message for message in map(_normalise_role, messages) if not _is_null_system(message)]
-    called = split_calls(said)
-    return [
-        _flatten_content(message, media) for message in split_blocks([to_text_content(message) for message in called])
-    ]
+    called = map(to_text_content, split_calls(said))
+    return [_flatten_content(message, media) for message in split_blocks(called)]
 
 
 def _add_media(record: Mapping[str, Any], media: Media) -> Mapping[str, Any]:
@@ -280,7 +285,7 @@ def _pair_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 # Columns that hold a question and its answer.
 
 
-def _from_columns(record: Mapping[str, Any]) -> Shaped:
+def _from_columns(record: Mapping[str, Any]) -> ShapedRecord:
     """Return a record of columns as messages."""
     query: Any = None
     answer = "output" if has(record, "instruction") and has(record, "output") else _find_key(record, RESPONSE_KEYS)
@@ -298,7 +303,7 @@ def _from_columns(record: Mapping[str, Any]) -> Shaped:
         messages = [*_history_messages(record), *_turn_messages(query, response, (asked, answer))]
     read = {*asked.split(", "), answer, "history", "input", "instruction"}
     rest = {name: held for name, held in record.items() if name not in read}
-    return Shaped(", ".join(filter(None, (asked, answer))), _add_media({**rest, "messages": messages}, media))
+    return ShapedRecord(", ".join(filter(None, (asked, answer))), _add_media({**rest, "messages": messages}, media))
 
 
 def _join_instruction(record: Mapping[str, Any]) -> tuple[str, str]:

@@ -7,7 +7,7 @@ messages after its text, and answers follow the order of the calls.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from packplan.core.samples.media import INLINE_IMAGE, shows_medium
@@ -112,7 +112,7 @@ def to_text_content(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": response_text(content)}
 
 
-def split_blocks(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def split_blocks(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """
     Yield messages, with parts that are calls or answers as separate messages.
 

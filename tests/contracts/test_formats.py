@@ -359,11 +359,7 @@ def test_a_file_is_rewritten_in_little_memory(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "data", "says"),
     [
-        (
-            "a.csv",
-            b'a,b\n1,2\n"x,3\n4,5\n',
-            r"row 2: is no row of a table \(unexpected end of data\): a quote may open",
-        ),
+        ("a.csv", b'a,b\n1,2\n"x,3\n4,5\n', r"row 2: is no row of a table \(unexpected end of data\)"),
         ("a.csv", b'a,b\n1,2\n"x"y,3\n', r"row 2: is no row of a table \(',' expected after '\"'\)"),
         ("a.csv", b"a,b\n1,2\n1,2,3\n", "row 2: has 3 fields, but the header names 2"),
         ("a.csv", b"a,b\n1,\xff\n", "is not UTF-8"),
@@ -585,9 +581,7 @@ def test_a_long_text_is_refused_by_its_place_and_an_image_is_no_text(tmp_path, n
     records = opened(write(tmp_path, name, rows), max_line_bytes=100)
 
     assert rows[0] == records[0]
-    with pytest.raises(
-        RecordError, match=rf"{place} 2: the {place} has 5\d\d bytes of text, but may have 100.*max_line"
-    ):
+    with pytest.raises(RecordError, match=rf"{place} 2: the {place} has 5\d\d bytes of text.*max_line"):
         records[1]
     assert opened(tmp_path / name).digest(2) == records.digest(2)
 

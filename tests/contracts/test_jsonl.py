@@ -76,16 +76,10 @@ def test_a_malformed_line_is_named(tmp_path: Path, line, says):
     assert {} == records[4]
     with pytest.raises(RecordError, match=rf"a\.jsonl, line 7: .*{says}"):
         records[5]
-    (tmp_path / "b.json").write_bytes(b"[{}, " + line + b", {}]")
+    (tmp_path / "b.jsonl").write_bytes(b"[\n{},\n" + line + b", {}]")
     error = RecordError if line.endswith((b"}", b"NaN")) else DataSetError
     with pytest.raises(error, match=rf"b\.json.*({says}|is no JSON value)"):
-        _ = open_records((str(tmp_path / "b.json"),), cache=tmp_path)[1]
-
-
-def test_an_array_may_be_indented(tmp_path: Path):
-    (tmp_path / "c.jsonl").write_text(json.dumps([{"a": 1}, {"a": 2}], indent=2))
-
-    assert [{"a": 1}, {"a": 2}] == [*open_records((str(tmp_path / "c.jsonl"),), cache=tmp_path)]
+        _ = open_records((str(tmp_path / "b.jsonl"),), cache=tmp_path)[1]
 
 
 def test_a_name_that_is_no_text_is_refused(tmp_path: Path):
@@ -119,10 +113,7 @@ def test_lines_are_found_whatever_is_read_at_once(tmp_path_factory, sizes, chunk
             if size <= 12:
                 assert int("1" * size) == records[index]
                 continue
-            with pytest.raises(
-                RecordError,
-                match=rf"line {2 * index + 1}: the line has {size} bytes of text, but may have 12.*max_line_bytes",
-            ):
+            with pytest.raises(RecordError, match=rf"line {2 * index + 1}: the line has {size} bytes.*max_line_bytes"):
                 records[index]
 
 

@@ -42,7 +42,6 @@ def fork_beyond_memory():
         partial(name_save_errors, Path("run")),
         partial(name_load_errors, "model.model", "is damaged"),
     ],
-    ids=["writing", "saving", "loading"],
 )
 @pytest.mark.parametrize(
     ("use", "kind"),

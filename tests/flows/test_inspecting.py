@@ -276,7 +276,7 @@ def test_damage_is_no_plan_to_look_at(store, capfd):
     target = artefacts_folder(read_config(path).training.output_dir) / "train" / "lengths.bin"
     target.write_bytes(b"\0" + target.read_bytes()[1:])
 
-    for arguments in (["show", path], ["whatif", path], ["time", path]):
+    for arguments in (["show", path], ["whatif", path]):
         assert 3 == command.main([str(word) for word in arguments])
         assert "lengths.bin is damaged" in capfd.readouterr().err
 

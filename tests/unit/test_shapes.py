@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.core.samples.records import read_shape, to_messages
+from packplan.core.samples.records import to_messages
+from packplan.core.samples.shapes import to_shape
 from tests.records import ANSWER, QUESTION, asked, chat
 
 ASKED = [QUESTION, ANSWER]
@@ -52,7 +53,7 @@ CASES = [(shape, record) for shape, records in SHAPES.items() for record in reco
 @pytest.mark.parametrize(("shape", "record"), CASES)
 def test_records_of_every_shape_become_the_same_messages(shape, record):
     """With a system prompt under either name, and with null for what they lack."""
-    assert shape == read_shape(record).shape
+    assert shape == to_shape(record).shape
     assert ASKED == to_messages(record)["messages"]
     for system in ("system", "system_prompt"):
         assert TOLD == to_messages({**record, system: "be", "images": None})["messages"]

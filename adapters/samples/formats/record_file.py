@@ -84,8 +84,7 @@ class FileCache:
             return False
         folder, stem = self._manifest.parent, self._manifest.stem
         try:
-            with files.name_write_errors(folder):
-                folder.mkdir(parents=True, exist_ok=True)
+            files.make_folder(folder)
             entries = {name: files.write_array(folder / f"{stem}-{name}.bin", held) for name, held in arrays.items()}
             content = {"schema": _SCHEMA, "path": str(self._parts[0]), "standing": self._state}
             files.write_manifest(self._manifest, {**content, "facts": dict(facts), "arrays": entries})

@@ -81,8 +81,7 @@ def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
     if cache is None:
         message = f"{name} cannot be read in any order as it is: unpack or convert it to JSON Lines first"
         raise DataSetError(message)
-    with files.name_write_errors(cache):
-        cache.mkdir(parents=True, exist_ok=True)
+    files.make_folder(cache)
     key = hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:32]
     with files.hold_lock(cache / f"{key}.lock", f"for a copy of {path.name}"):
         copy = cache / f"{_file_digest(path, cache)[:32]}-{kind}.{'arrow' if kind == 'parquet' else 'jsonl'}"
