@@ -6,7 +6,6 @@ import shutil
 import struct
 import zlib
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -63,20 +62,7 @@ def outcome(write_run, tmp_path, capfd, monkeypatch):
     return run
 
 
-@pytest.fixture(scope="module")
-def _proven():
-    from packplan.adapters.samples import counting
-
-    return cache(counting.prove_image_lengths)
-
-
-@pytest.fixture
-def _proven_once(one_template, _proven, monkeypatch):
-    """Let runs that fail before they train share a template, and what is proven of it."""
-    monkeypatch.setattr("packplan.adapters.samples.shortcut.prove_image_lengths", _proven)
-
-
-@pytest.mark.usefixtures("_proven_once")
+@pytest.mark.usefixtures("one_template")
 @pytest.mark.parametrize(
     ("record", "says"),
     [
