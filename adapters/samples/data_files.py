@@ -16,7 +16,7 @@ from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.downloads import remote_origin
 from packplan.adapters.samples.formats.arrow_rows import ArrowFile, is_arrow_folder, parts_of_folder
 from packplan.adapters.samples.formats.lines import LinesFile
-from packplan.adapters.samples.formats.record_file import FileName, RecordFile
+from packplan.adapters.samples.formats.record_file import RecordFile
 from packplan.adapters.samples.formats.rewriting import (
     DELIMITERS,
     PARQUET,
@@ -60,7 +60,7 @@ def open_records(
     for path in (file for name in paths for file in _match_files(name)):
         file = _open_file(path, max_line_bytes, cache)
         if not len(file):
-            message = f"{file.named.name} holds no record: the data set is empty"
+            message = f"{file.name} holds no record: the data set is empty"
             raise DataSetError(message)
         opened.append(file)
     return FileRecords(opened)
@@ -79,8 +79,8 @@ def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple
         file = _open_file(path, None, cache)
         if (changed := file.cache_fault()) is not None:
             yield str(path), changed
-        elif file.named.copy and (fault := copy_fault(path, Path(file.named.copy))) is not None:
-            yield str(path), f"{fault}: delete {file.named.copy}, and build again"
+        elif file.copy and (fault := copy_fault(path, file.copy)) is not None:
+            yield str(path), f"{fault}: delete {file.copy}, and build again"
 
 
 def file_faults(paths: Iterable[str]) -> Iterator[str]:
@@ -199,22 +199,20 @@ def _name_and_folder(path: Path) -> tuple[str, str]:
 
 
 def _open_file(path: Path, max_bytes: int | None, cache: Path | None) -> RecordFile:
-    """Open a file that is there, by what it is."""
+    """Open a file or a folder that exists, in its own format or as a copy."""
+    parts, copy, kind = [path], None, "arrow"
     if path.is_dir():
-        named = FileName(str(path), str(path))
-        return ArrowFile(parts_of_folder(path), named=named, max_bytes=max_bytes, cache=cache)
-    name, folder = _name_and_folder(path)
-    kind, is_compressed = _detect_format(path, name)
-    if kind == "arrow":
-        return ArrowFile([path], named=FileName(name, folder), max_bytes=max_bytes, cache=cache)
-    if kind == "lines" and not is_compressed:
-        return LinesFile(path, named=FileName(name, folder), max_bytes=max_bytes, cache=cache)
-    copy = make_copy(path, cache, kind=kind, name=name)
-    named = FileName(name, folder, str(copy))
-    if kind == "parquet":
-        return ArrowFile([copy], named=named, max_bytes=max_bytes, cache=cache)
-    unit = "line" if kind == "lines" else "row"
-    return LinesFile(copy, named=named, max_bytes=max_bytes, cache=cache, unit=unit)
+        parts, name, folder = parts_of_folder(path), str(path), str(path)
+    else:
+        name, folder = _name_and_folder(path)
+        kind, is_compressed = _detect_format(path, name)
+        if kind != "arrow" and (kind != "lines" or is_compressed):
+            copy = make_copy(path, cache, kind=kind, name=name)
+            parts = [copy]
+    format_ = ArrowFile if kind in {"arrow", "parquet"} else LinesFile
+    file = format_(parts, name=name, folder=folder, copy=copy, max_bytes=max_bytes, cache=cache)
+    file.unit = "line" if kind == "lines" else "row"
+    return file
 
 
 def _detect_format(path: Path, name: str) -> tuple[str, bool]:

@@ -15,6 +15,7 @@ from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.record_file import RecordFile
 from packplan.core.config.run import CustomConfig
 from packplan.core.errors import Difference, RecordError, StaleError
+from packplan.core.samples.identity import digest_record
 from packplan.core.samples.records import to_messages
 from packplan.core.samples.tables import RecordLocation
 from packplan.core.samples.urls import is_url
@@ -60,7 +61,7 @@ class FileRecords:
 
     def read(self, index: int) -> tuple[Any, bytes]:
         """
-        Return the JSON value of record *index*, and its digest for `remember`, nothing if that is
+        Return the JSON value of record *index*, and its digest for `add_digests`, empty if that is
         known already.
 
         Raises:
@@ -72,18 +73,20 @@ class FileRecords:
             value = file[row]
         except (RecordError, OSError) as error:
             if file.changed:
-                raise StaleError.file(file.named.name, str(error)) from error
+                raise StaleError.file(file.name, str(error)) from error
             raise
-        digest, known = file.digest_value(row, value), file.known_digest(row)
+        digest, known = digest_record(value), file.known_digest(row)
         if digest == known:
             return value, b""
         if not known:
             return value, digest
         changed = Difference("content", known.hex()[:_SHOWN_DIGITS], digest.hex()[:_SHOWN_DIGITS])
-        stale = StaleError.sample(index, str(file.location(row)), (changed,), copy=file.named.copy)
-        raise StaleError.file(file.named.name, str(stale)) if file.changed else stale
+        stale = StaleError.sample(
+            index, str(file.location(row)), (changed,), copy=file.copy and str(file.copy)
+        )
+        raise StaleError.file(file.name, str(stale)) if file.changed else stale
 
-    def remember(self, indices: range, digests: NDArray[np.uint8]) -> None:
+    def add_digests(self, indices: range, digests: NDArray[np.uint8]) -> None:
         """
         Take over digests of records that were read, so that they need not be read for them again.
 
@@ -93,12 +96,12 @@ class FileRecords:
         """
         if len(digests):
             for file, row, index, number in self._runs(indices.start, indices.stop):
-                file.remember(row, digests[index - indices.start :][:number])
+                file.add_digests(row, digests[index - indices.start :][:number])
 
     @property
     def files(self) -> list[tuple[str, int]]:
         """Each file, and how many records it has."""
-        return [(file.named.name, len(file)) for file in self._files]
+        return [(file.name, len(file)) for file in self._files]
 
     def __getitem__(self, index: int) -> Any:
         """Return the JSON value of record *index*; RecordError naming file and line."""
@@ -128,7 +131,7 @@ class FileRecords:
 
     def folder(self, index: int) -> str:
         """Return the folder that relative media of record *index* start at."""
-        return self._find(index)[0].named.folder
+        return self._find(index)[0].folder
 
     def digest(self, count: int, *, without: Sequence[int] = ()) -> str:
         """
@@ -146,14 +149,14 @@ class FileRecords:
         with progress(total=count, desc="hashing the data", unit=" records", leave=False, delay=BRIEF_S) as bar:
             for file, row, index, number in self._runs(0, count):
                 kept = file.digests(row, row + number)[~np.isin(np.arange(index, index + number), without)]
-                if len(kept) and file.named.folder != folder:
-                    folder = file.named.folder
+                if len(kept) and file.folder != folder:
+                    folder = file.folder
                     sha256.update(f"{absolute_folder(folder)}\n".encode())
                 sha256.update(kept.tobytes())
                 bar.update(number)
         if count == len(self):
             for file in self._files:
-                file.keep()
+                file.save_digests()
         return sha256.hexdigest()
 
     def _runs(self, start: int, stop: int) -> Iterator[tuple[RecordFile, int, int, int]]:

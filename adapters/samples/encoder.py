@@ -61,7 +61,7 @@ class SampleSpec:
     packing_length: int
 
     cache: Path | None = None
-    """RecordLocation copies of packed data files are kept."""
+    """Folder of copies of data files that cannot be read in any order."""
 
     inputs: Mapping[str, Value] = attrs.field(factory=dict)
     """Further inputs of lengths: what a command of ms-swift says."""

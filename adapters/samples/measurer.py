@@ -217,7 +217,7 @@ class SwiftMeasurer:
     def _keep_digests(self, batch: MeasuredBatch) -> list[RecordOutcome]:
         """Return the outcomes of a batch, and keep the digests of its records."""
         indices, outcomes, digests = batch
-        self._encoder.records.remember(indices, np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES))
+        self._encoder.records.add_digests(indices, np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES))
         return outcomes
 
     def measure_batch(self, indices: range, *, in_full: bool) -> MeasuredBatch:

@@ -16,7 +16,7 @@ from swift.template.vision_utils import _check_path, load_file
 
 from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.encoder import SampleSpec, SwiftEncoder, to_swift_images
-from packplan.adapters.samples.formats.record_file import FileName, RecordFile
+from packplan.adapters.samples.formats.record_file import RecordFile
 from packplan.adapters.samples.media import IMAGES, VIDEOS, measure_encoded
 from packplan.core.samples.identity import digest_record
 from packplan.core.samples.tables import DataFile, Measurement, RecordLocation
@@ -44,7 +44,7 @@ class RowsFile(RecordFile):
             num_parts: Sequences of each row.
         """
         self.rows, self.num_parts = rows, num_parts
-        self.named = FileName(name, "")
+        self.name, self.folder = name, ""
 
     def __len__(self) -> int:
         return len(self.rows) * self.num_parts
@@ -58,10 +58,10 @@ class RowsFile(RecordFile):
 
     def location(self, row: int) -> RecordLocation:
         """Return the place of a sequence's row."""
-        return RecordLocation(self.named.name, row // self.num_parts + 1, self.unit)
+        return RecordLocation(self.name, row // self.num_parts + 1, self.unit)
 
-    def keep(self) -> None:
-        """Keep nothing: the rows are made again at each start."""
+    def save_digests(self) -> None:
+        """Cache nothing: the rows are made again at each start."""
 
 
 class RowsEncoder(SwiftEncoder):

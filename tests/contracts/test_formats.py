@@ -28,7 +28,7 @@ from packplan.adapters.samples import data_files
 from packplan.adapters.samples.data_files import file_faults, open_records
 from packplan.adapters.samples.formats import arrow_rows, record_file, rewriting
 from packplan.adapters.samples.formats import lines as lines_file
-from packplan.adapters.samples.formats.record_file import drop_nulls
+from packplan.adapters.samples.formats.arrow_rows import drop_nulls
 from packplan.core.errors import DataSetError, OutputError, PackplanError, RecordError, StaleError
 from packplan.core.samples.identity import DIGEST_BYTES
 from packplan.core.samples.records import to_messages
@@ -147,7 +147,7 @@ def test_equal_records_have_one_digest_in_every_format(tmp_path, name):
 @pytest.fixture
 def unsettled(monkeypatch):
     """Facts of a file are kept, however small the file, and however late it changed."""
-    monkeypatch.setattr(record_file, "LEAST_BYTES", 0)
+    monkeypatch.setattr(record_file, "MIN_CACHED_BYTES", 0)
     monkeypatch.setattr(record_file, "SETTLED_NS", -(10**18))
 
 
@@ -204,19 +204,6 @@ def test_a_record_that_changed_after_it_was_digested_is_refused_by_name(tmp_path
     with pytest.raises(StaleError, match=named):
         records.read(3)
     assert [rows[index] for index in (0, 1, 2, 4, 5, 6)] == [records.read(index)[0] for index in (0, 1, 2, 4, 5, 6)]
-
-
-def test_a_record_too_long_to_be_parsed_for_its_digest_is_compared_too(tmp_path, monkeypatch):
-    """By its text; unchanged, it comes back."""
-    monkeypatch.setattr(lines_file, "LONGEST_PARSED", 20)
-    path = write(tmp_path, "a.jsonl", [{"query": "long and longer"}, {"query": "a"}])
-    records = opened(path)
-    records.digest(2)
-    assert {"query": "long and longer"} == records.read(0)[0]
-    path.write_bytes(path.read_bytes().replace(b"longer", b"langer"))
-
-    with pytest.raises(StaleError, match="content planned"):
-        records.read(0)
 
 
 @every_format
@@ -601,7 +588,7 @@ def test_what_is_held_of_a_row_is_small_whatever_it_holds(tmp_path):
         for index in range(0, number, 50):
             records.read(index)
         records.digest(number)
-        records.remember(range(number), np.ones((number, DIGEST_BYTES), np.uint8))
+        records.add_digests(range(number), np.ones((number, DIGEST_BYTES), np.uint8))
         gc.collect()
         held.append(tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from packplan.adapters.samples.formats.record_file import FileCache, FileName, RecordFile, drop_nulls
+from packplan.adapters.samples.formats.record_file import RecordFile
 from packplan.core.errors import DataSetError, RecordError
 from packplan.core.samples.identity import digest_record, digest_unreadable
 
@@ -52,43 +52,20 @@ def parts_of_folder(path: Path) -> list[Path]:
 class ArrowFile(RecordFile):
     """Rows of Arrow files that follow each other; they are counted from 1."""
 
-    def __init__(
-        self, parts: list[Path], *, named: FileName, max_bytes: int | None = None, cache: Path | None = None
-    ) -> None:
-        """
-        Map the files.
-
-        Args:
-            parts: The files.
-            named: Name and folder of the files.
-            max_bytes: A row with a text longer than that is refused; None reads all.
-            cache: Folder where what was found is kept; None keeps nothing.
-
-        Raises:
-            DataSetError: A file is damaged, or compressed.
-        """
-        self.parts, self.named, self.max_bytes, self._cache = parts, named, max_bytes, cache
-        self._open()
-
-    def _open(self) -> None:
+    def _open(self, _: object) -> None:
         import pyarrow as pa
 
         self._batches: list[_MappedBatch] = []
         before, part = pa.total_allocated_bytes(), self.parts[0]
         try:
-            is_copy = self.named.copy is not None
-            self._kept = FileCache(self._cache, self.parts, kind=type(self).__name__, is_copy=is_copy)
-            found = self._kept.load()
             for part in self.parts:
                 self._open_part(part, before)
         except (OSError, ValueError, pa.ArrowException) as error:
-            message = f"{self.named.name}: {part.name} is damaged, or no Arrow file ({_short(error)})"
+            message = f"{self.name}: {part.name} is damaged, or no Arrow file ({_short(error)})"
             raise DataSetError(message) from None
         self._ends = np.cumsum([0, *(one.batch.num_rows for one in self._batches)])
         self._sound = np.zeros(len(self._batches), dtype=bool)
         """Batches whose offsets and texts were found to be sound, before a row of them was read."""
-        if found is not None:
-            self._restore(found[1])
 
     def _open_part(self, part: Path, before: int) -> None:
         """Map a file; DataSetError if it is compressed, or names a column twice."""
@@ -97,22 +74,20 @@ class ArrowFile(RecordFile):
         mapped = MappedFile(part)
         for number, batch in enumerate(_batches_of(mapped)):
             if not number:
-                _refuse_duplicate_columns(self.named.name, batch.schema.names)
+                _refuse_duplicate_columns(self.name, batch.schema.names)
             if pa.total_allocated_bytes() - before > MAX_UNPACKED:
-                message = f"{self.named.name}: {part.name} is compressed, which has to be unpacked: save it as Parquet"
+                message = f"{self.name}: {part.name} is compressed, which has to be unpacked: save it as Parquet"
                 raise DataSetError(message)
             batch.validate()
             self._batches.append(_MappedBatch(batch, mapped))
             mapped.release_after(batch.nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("parts", "named", "max_bytes", "_cache", "_kept", "_digests", "_is_kept")
-        return {name: getattr(self, name) for name in kept}
+        return {name: held for name, held in self.__dict__.items() if name != "_batches"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._open()
-        self.__dict__.update(state)  # what was known of the file when the first process opened it
+        self._open(None)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -201,3 +176,12 @@ def _refuse_duplicate_columns(name: str, columns: list[str]) -> None:
 
 def _short(error: Exception) -> str:
     return str(error).split("\n")[0][:200]
+
+
+def drop_nulls(value: Any) -> Any:
+    """Return a value without the nulls that columns write for absent keys."""
+    if isinstance(value, dict):
+        return {key: drop_nulls(held) for key, held in value.items() if held is not None}
+    if isinstance(value, list):
+        return [drop_nulls(held) for held in value]
+    return value

@@ -10,15 +10,14 @@ import weakref
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.adapters.samples.formats.record_file import FileCache, FileName, RecordFile
-from packplan.core.errors import DataSetError, RecordError, counted
+from packplan.adapters.samples.formats.record_file import RecordFile
+from packplan.core.errors import RecordError, counted
 from packplan.core.samples.identity import digest_record, digest_unreadable
 from packplan.core.samples.tables import RecordLocation
 
@@ -40,45 +39,20 @@ class LinesFile(RecordFile):
         spans: First byte, end, and number of the line, of each record; shape (num_records, 3).
     """
 
-    def __init__(
-        self, path: Path, *, named: FileName, max_bytes: int | None, cache: Path | None, unit: str = "line"
-    ) -> None:
-        """
-        Find every record's place, in one pass, unless that is kept from an earlier start.
+    unit = "line"
 
-        Args:
-            path: File of the text.
-            named: Name and folder of the file.
-            max_bytes: A record of more text is refused when it is asked for; None reads all.
-            cache: Folder where what was found is kept; None keeps nothing.
-            unit: Name of a record's place: a copy of an array or a table has a row a line.
-
-        Raises:
-            DataSetError: The file cannot be read as what it is.
-        """
-        self.path, self.named, self.max_bytes, self.unit = path, named, max_bytes, unit
+    def _open(self, arrays: Mapping[str, NDArray[Any]] | None) -> None:
+        (self.path,) = self.parts
         self._descriptor: int | None = None
-        try:
-            self._kept = FileCache(cache, [path], kind=type(self).__name__, is_copy=named.copy is not None)
-            if (found := self._kept.load()) is None:
-                self.spans = self._scan()
-            else:
-                self._restore(found[1])
-        except OSError as error:
-            message = f"{self.named.name} cannot be read ({error.strerror}): name an existing data file"
-            raise DataSetError(message) from None
+        self.spans = self._scan() if arrays is None else arrays["spans"].reshape(-1, 3)
 
-    def _restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        self.spans = arrays["spans"].reshape(-1, 3)
-        super()._restore(arrays)
-
-    def _arrays(self) -> dict[str, NDArray[Any]]:
-        return {"spans": self.spans.reshape(-1)}
+    def _cached_arrays(self) -> dict[str, NDArray[Any]]:
+        return {"spans": self.spans.reshape(-1), **super()._cached_arrays()}
 
     def cache_fault(self) -> str | None:
-        """Return the difference of all of the file from the kept facts; None if there is none."""
-        if self._is_kept and not np.array_equal(self._scan(), self.spans):
-            return f"its records stand in other places than {self._kept.path} says: delete that, and build again"
+        """Read all of the file; return how it differs from what is cached of it, or None."""
+        if self._is_cached and not np.array_equal(self._scan(), self.spans):
+            return f"its records stand in other places than {self._cache.path} says: delete that, and build again"
         return super().cache_fault()
 
     def _scan(self) -> NDArray[np.int64]:
@@ -104,7 +78,7 @@ class LinesFile(RecordFile):
 
     def _read_value(self, row: int) -> Any:
         where, size = str(self.location(row)), self._num_bytes(row)
-        if self.max_bytes is not None and size > LONGEST_PARSED:
+        if size > LONGEST_PARSED:
             several = "write each record on one line if it holds several, and" if len(self) == 1 else "write"
             reason = f"the {self.unit} has {counted(size, 'byte')}, but may have {LONGEST_PARSED:,}"
             raise RecordError(where, f"{reason}: {several} images to files")
@@ -112,7 +86,7 @@ class LinesFile(RecordFile):
 
     def location(self, row: int) -> RecordLocation:
         """Return the place of a record."""
-        return RecordLocation(self.named.name, int(self.spans[row, 2]), self.unit)
+        return RecordLocation(self.name, int(self.spans[row, 2]), self.unit)
 
     def _read_digest(self, row: int) -> bytes:
         if self._num_bytes(row) > LONGEST_PARSED:
@@ -122,10 +96,6 @@ class LinesFile(RecordFile):
             return digest_record(read_value(text, ""))
         except RecordError:
             return digest_unreadable([text])
-
-    def digest_value(self, row: int, value: Any) -> bytes:
-        """Return the digest of a record that was read."""
-        return self._read_digest(row) if self._num_bytes(row) > LONGEST_PARSED else digest_record(value)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_descriptor": None}

@@ -1,54 +1,54 @@
 """
 Records of one file, whatever its format, and the digests by which they are known again.
 
-What was found is kept from one start to the next: the places of records, and the digest of each, so
-that a start need not read a file. A file is known again by its size, times and inode, as version
-control does, unless it changed just before it was read. Each record is compared when it is read as
-a sample; only verification reads all of them for it.
+The places of records and the digest of each are cached from one start to the next, so that a start
+need not read a file. A file is known again by its size, times and inode, as version control does,
+unless it changed just before it was read. Each record is compared when it is read as a sample; only
+verification reads all of them.
 """
 
 import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy as np
 from numpy.typing import NDArray
 
 from packplan.adapters import files
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.core.errors import CorruptArtefactError, OutputError, RecordError, counted
-from packplan.core.samples.identity import DIGEST_BYTES, digest_record, inline_image
+from packplan.core.errors import CorruptArtefactError, DataSetError, OutputError, RecordError, counted
+from packplan.core.samples.identity import DIGEST_BYTES, inline_image
 from packplan.core.samples.tables import RecordLocation
 
 log = logging.getLogger(__name__)
 
 VERSION = 1
-"""Version of what is kept; another way to digest a record, or to find its place, raises it."""
+"""Version of cached arrays; another way to digest a record, or to find its place, raises it."""
 
-LEAST_BYTES = 2**20
-"""Nothing is kept of smaller files: they are read in a moment."""
+MIN_CACHED_BYTES = 2**20
+"""Size from which a file is cached: smaller ones are read in a moment."""
 
 _SCHEMA = f"packplan.kept/{VERSION}"
 
 SETTLED_NS = 2 * 10**9
-"""A file that changed within this before it was read might change again without being seen to."""
+"""Age of a file's last change from which another change would show in its times."""
 
 
 class FileCache:
-    """Kept facts of a data file of one or more parts."""
+    """Cached arrays about a data file of one or more parts, valid while the file is unchanged."""
 
-    def __init__(self, cache: Path | None, parts: Sequence[Path], *, kind: str, is_copy: bool = False) -> None:
+    def __init__(self, folder: Path | None, parts: Sequence[Path], *, kind: str, is_copy: bool = False) -> None:
         """
         Note the size, times and inode of the file, before anything reads it.
 
         Args:
-            cache: Folder that facts are kept in; None keeps nothing.
+            folder: Folder of cached arrays; None caches nothing.
             parts: The file, or its parts.
-            kind: Format that the file is read as.
+            kind: Meaning of the arrays.
             is_copy: True for a file that was published whole under the digest of its content. It is
                 known by its size, so that a change of it is found where a record is read.
         """
@@ -58,43 +58,42 @@ class FileCache:
         self._is_settled = time.time_ns() - written > SETTLED_NS
         name = "\n".join([kind, *(str(part.resolve()) for part in parts)])
         key = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:32]
-        is_small = not is_copy and sum(one["size"] for one in self._state) < LEAST_BYTES
-        self._manifest = None if cache is None or is_small else cache / f"{key}-records.json"
+        is_small = not is_copy and sum(one["size"] for one in self._state) < MIN_CACHED_BYTES
+        self.path = None if folder is None or is_small else folder / f"{key}-records.json"
 
-    def load(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]] | None:
-        """Return the facts and the arrays that were kept; None where the file is another one."""
-        if self._manifest is None:
+    def load(self) -> dict[str, NDArray[Any]] | None:
+        """Return the cached arrays; None if there are none, or the file has changed since."""
+        if self.path is None:
             return None
         try:
-            manifest = files.read_manifest(self._manifest, _SCHEMA)
+            manifest = files.read_manifest(self.path, _SCHEMA)
             if manifest is None or manifest["standing"] != self._state:
                 return None
-            folder, entries = self._manifest.parent, manifest["arrays"]
-            return manifest["facts"], {name: files.read_array(folder, entry) for name, entry in entries.items()}
+            return {name: files.read_array(self.path.parent, entry) for name, entry in manifest["arrays"].items()}
         except (CorruptArtefactError, OSError) as error:
             log.warning("%s: %s is read again", error, self._parts[0])
             return None
 
-    def save(self, facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bool:
+    def save(self, arrays: Mapping[str, NDArray[Any]]) -> bool:
         """
-        Keep facts and arrays, where there is room, and the file is certain to be what was read;
-        return whether they are kept.
+        Cache arrays if there is room and the file is certain to be what was read; return whether
+        they are cached.
         """
-        if self._manifest is None or not self._is_settled or self.changed():
+        if self.path is None or not self._is_settled or self.file_changed():
             return False
-        folder, stem = self._manifest.parent, self._manifest.stem
+        folder, stem = self.path.parent, self.path.stem
         try:
             files.make_folder(folder)
             entries = {name: files.write_array(folder / f"{stem}-{name}.bin", held) for name, held in arrays.items()}
-            content = {"schema": _SCHEMA, "path": str(self._parts[0]), "standing": self._state}
-            files.write_manifest(self._manifest, {**content, "facts": dict(facts), "arrays": entries})
+            content = {"schema": _SCHEMA, "path": str(self._parts[0]), "standing": self._state, "arrays": entries}
+            files.write_manifest(self.path, content)
         except OutputError as error:
             log.warning("%s: the next start reads %s again", error, self._parts[0])
             return False
         return True
 
-    def changed(self) -> bool:
-        """Return whether the file stands otherwise on disk than before anything read it."""
+    def file_changed(self) -> bool:
+        """Return whether size, times or inode of the file differ from those before it was read."""
         try:
             return self._state != self._read_state()
         except OSError:  # it is gone
@@ -102,11 +101,6 @@ class FileCache:
 
     def _read_state(self) -> list[dict[str, int]]:
         return [{"size": part.stat().st_size} if self._is_copy else file_state(part) for part in self._parts]
-
-    @property
-    def path(self) -> str:
-        """RecordLocation facts are kept."""
-        return str(self._manifest)
 
 
 def file_state(path: Path) -> dict[str, int]:
@@ -117,41 +111,59 @@ def file_state(path: Path) -> dict[str, int]:
     }  # fmt: skip
 
 
-@attrs.frozen
-class FileName:
-    """Name of a file in messages, as the user gave it, and the folder of its media."""
-
-    name: str
-
-    folder: str
-    """RecordLocation relative media of its records start."""
-
-    copy: str | None = None
-    """The copy that is read in the file's place; None if the file itself is read."""
-
-
 class RecordFile:
     """
-    Records of one file; a format says where they are, and how they are read.
+    Records of one file by their rows; each format is a subclass that finds and reads them.
 
     Attributes:
-        named: Name and folder of the file.
+        name: Name of the file in messages, as the user gave it.
+        folder: Folder that relative media of its records start at.
+        copy: Copy that is read in the file's place; None if the file itself is read.
+        unit: Name of a row in messages.
     """
 
     unit = "row"
 
+    copy: Path | None = None
+
     max_bytes: int | None = None
     """Bytes that the texts of a record may have, images aside; None reads all."""
 
-    named: FileName
+    _is_cached = False
+    """Whether all digests are known, and cached on disk."""
 
-    _kept: FileCache
+    def __init__(
+        self, parts: Sequence[Path], *, name: str, folder: str, copy: Path | None, max_bytes: int | None,
+        cache: Path | None,
+    ) -> None:  # fmt: skip
+        """
+        Find the records, by what is cached of the file if it is unchanged.
 
-    _digests: NDArray[np.uint8] | None = None
-    """Digests of the records, all zero where one is not known; None where none is."""
+        Args:
+            parts: Files to read: the file or its copy, or the parts of a folder.
+            name: Name of the file in messages.
+            folder: Folder that relative media of its records start at.
+            copy: The copy, if one is read in the file's place.
+            max_bytes: A record of more text is refused when it is asked for; None reads all.
+            cache: Folder of cached arrays; None caches nothing.
 
-    _is_kept = False
-    """Whether all digests are known, and kept on disk."""
+        Raises:
+            DataSetError: A file cannot be read.
+        """
+        self.parts, self.name, self.folder, self.copy, self.max_bytes = parts, name, folder, copy, max_bytes
+        try:
+            self._cache = FileCache(cache, parts, kind=type(self).__name__, is_copy=copy is not None)
+            arrays = self._cache.load()
+            self._open(arrays)
+        except OSError as error:
+            message = f"{name} cannot be read ({error.strerror}): name an existing data file"
+            raise DataSetError(message) from None
+        if arrays is not None:
+            self._digests, self._is_cached = arrays["digests"].reshape(-1, DIGEST_BYTES), True
+
+    def _open(self, arrays: Mapping[str, NDArray[Any]] | None) -> None:
+        """Find the records, with the cached arrays of an unchanged file; OSError if it fails."""
+        raise NotImplementedError
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -159,8 +171,8 @@ class RecordFile:
 
     def __getitem__(self, row: int) -> Any:
         """
-        Return a record's JSON value, without what columns write for keys that it lacks; RecordError
-        naming its place if there is none, or if it has too much text.
+        Return a record's JSON value, without the nulls of columns that it lacks; RecordError naming
+        its place if there is none, or if it has too much text.
         """
         value = self._read_value(row)
         if self.max_bytes is not None and (size := _text_size(value)) > self.max_bytes:
@@ -173,34 +185,39 @@ class RecordFile:
         raise NotImplementedError
 
     def _read_digest(self, row: int) -> bytes:
-        """Return the digest of a record, which is read for it."""
+        """Read a record, and return its digest."""
         raise NotImplementedError
 
     def location(self, row: int) -> RecordLocation:
         """Return the place of a record."""
-        return RecordLocation(self.named.name, row + 1, self.unit)
+        return RecordLocation(self.name, row + 1, self.unit)
 
     @property
     def changed(self) -> bool:
-        """Whether the file, which is no copy, is not on disk as it was when it was opened."""
-        return self.named.copy is None and self._kept.changed()
+        """Whether the file, if it is no copy, changed on disk since it was opened."""
+        return self.copy is None and self._cache.file_changed()
+
+    @cached_property
+    def _digests(self) -> NDArray[np.uint8]:
+        """Digests of the records, all zero where unknown; shape (num_records, DIGEST_BYTES)."""
+        return np.zeros((len(self), DIGEST_BYTES), np.uint8)
 
     def digests(self, start: int, stop: int) -> NDArray[np.uint8]:
         """
-        Return the digests of the records from *start* to before *stop*, which are read where they
-        are not known; shape (num_records, DIGEST_BYTES).
+        Return the digests of the records from *start* to before *stop*, and read those that are not
+        known; shape (num_records, DIGEST_BYTES).
         """
-        known = self._known_digests()[start:stop]
+        known = self._digests[start:stop]
         for row in np.flatnonzero(~known.any(axis=1)).tolist():
             known[row] = np.frombuffer(self._read_digest(start + row), np.uint8)
         return known
 
     def known_digest(self, row: int) -> bytes:
-        """Return the digest of a record as it was when it was digested; nothing if it was not."""
-        digest = b"" if self._digests is None else self._digests[row].tobytes()
+        """Return the known digest of a record; nothing if it was not digested yet."""
+        digest = self._digests[row].tobytes()
         return digest if any(digest) else b""
 
-    def remember(self, start: int, digests: NDArray[np.uint8]) -> None:
+    def add_digests(self, start: int, digests: NDArray[np.uint8]) -> None:
         """
         Take over digests of records that were read, perhaps in another process.
 
@@ -209,40 +226,26 @@ class RecordFile:
             digests: Digests of records that follow each other, all zero where unknown; shape
                 (num_records, DIGEST_BYTES).
         """
-        if not self._is_kept:
-            known = self._known_digests()[start : start + len(digests)]
-            np.copyto(known, digests, where=digests.any(axis=1, keepdims=True))
+        if not self._is_cached:
+            np.copyto(self._digests[start : start + len(digests)], digests, where=digests.any(axis=1, keepdims=True))
 
-    def _known_digests(self) -> NDArray[np.uint8]:
-        if self._digests is None:
-            self._digests = np.zeros((len(self), DIGEST_BYTES), np.uint8)
-        return self._digests
+    def _cached_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays to cache for later starts."""
+        return {"digests": self._digests.reshape(-1)}
 
-    def digest_value(self, _: int, value: Any) -> bytes:
-        """Return the digest of a record that was read, by its JSON value where that decides it."""
-        return digest_record(value)
-
-    def _restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Take over what is kept of a file that stands as it did."""
-        self._digests, self._is_kept = arrays["digests"].reshape(-1, DIGEST_BYTES), True
-
-    def _arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays that are kept beside the digests."""
-        return {}
-
-    def keep(self) -> None:
-        """Keep the digests of all records for later starts, where they are known."""
-        if not self._is_kept and self._digests is not None and self._digests.any(axis=1).all():
-            self._is_kept = self._kept.save({}, {**self._arrays(), "digests": self._digests.reshape(-1)})
+    def save_digests(self) -> None:
+        """Cache the digests of all records for later starts, if all are known."""
+        if not self._is_cached and self._digests.any(axis=1).all():
+            self._is_cached = self._cache.save(self._cached_arrays())
 
     def cache_fault(self) -> str | None:
-        """Return the difference of all of the file from the kept facts; None if there is none."""
-        rows = range(len(self) if self._is_kept else 0)
-        for row in progress(rows, desc=f"comparing {self.named.name}", leave=False, delay=BRIEF_S):
+        """Read all of the file; return how it differs from what is cached of it, or None."""
+        rows = range(len(self) if self._is_cached else 0)
+        for row in progress(rows, desc=f"comparing {self.name}", leave=False, delay=BRIEF_S):
             if self._read_digest(row) != self.known_digest(row):
                 place = f"{self.unit} {self.location(row).number:,}"
-                delete = self.named.copy or "that"
-                return f"{place} is another one than {self._kept.path} says: delete {delete}, and build again"
+                delete = self.copy or "that"
+                return f"{place} is another one than {self._cache.path} says: delete {delete}, and build again"
         return None
 
 
@@ -255,12 +258,3 @@ def _text_size(value: Any) -> int:
     if isinstance(value, list):
         return sum(_text_size(held) + 1 for held in value)
     return 0 if isinstance(value, bytes) else len(str(value))
-
-
-def drop_nulls(value: Any) -> Any:
-    """Return a value without what columns write for keys that it does not have."""
-    if isinstance(value, dict):
-        return {key: drop_nulls(held) for key, held in value.items() if held is not None}
-    if isinstance(value, list):
-        return [drop_nulls(held) for held in value]
-    return value

@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+import numpy as np
+
 from packplan.adapters import files
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.record_file import FileCache
@@ -125,14 +127,14 @@ def read_head(path: Path) -> tuple[bytes, bool]:
 
 def _file_digest(path: Path, cache: Path) -> str:
     """Return the SHA-256 of a file, read where it is not known by how it stands on disk."""
-    kept = FileCache(cache, [path], kind="source")
-    if (found := kept.load()) is not None:
-        return str(found[0]["sha256"])
+    cached = FileCache(cache, [path], kind="content")
+    if (arrays := cached.load()) is not None:
+        return arrays["sha256"].tobytes().hex()
     sha256 = _compute_digest(path)
-    if kept.changed():
+    if cached.file_changed():
         message = f"{path} changed while it was read: start again when it is complete"
         raise DataSetError(message)
-    kept.save({"sha256": sha256}, {})
+    cached.save({"sha256": np.frombuffer(bytes.fromhex(sha256), np.uint8)})
     return sha256
 
 
