@@ -79,7 +79,7 @@ def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple
         file = _open_file(path, None, cache)
         if (changed := file.cache_fault()) is not None:
             yield str(path), changed
-        elif file.copy and (fault := copy_fault(path, file.copy)) is not None:
+        elif file.copy and (fault := copy_fault(path, Path(file.copy))) is not None:
             yield str(path), f"{fault}: delete {file.copy}, and build again"
 
 
@@ -207,8 +207,8 @@ def _open_file(path: Path, max_bytes: int | None, cache: Path | None) -> RecordF
         name, folder = _name_and_folder(path)
         kind, is_compressed = _detect_format(path, name)
         if kind != "arrow" and (kind != "lines" or is_compressed):
-            copy = make_copy(path, cache, kind=kind, name=name)
-            parts = [copy]
+            copy = str(make_copy(path, cache, kind=kind, name=name))
+            parts = [Path(copy)]
     format_ = ArrowFile if kind in {"arrow", "parquet"} else LinesFile
     file = format_(parts, name=name, folder=folder, copy=copy, max_bytes=max_bytes, cache=cache)
     file.unit = "line" if kind == "lines" else "row"

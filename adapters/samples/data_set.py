@@ -81,9 +81,7 @@ class FileRecords:
         if not known:
             return value, digest
         changed = Difference("content", known.hex()[:_SHOWN_DIGITS], digest.hex()[:_SHOWN_DIGITS])
-        stale = StaleError.sample(
-            index, str(file.location(row)), (changed,), copy=file.copy and str(file.copy)
-        )
+        stale = StaleError.sample(index, str(file.location(row)), (changed,), copy=file.copy)
         raise StaleError.file(file.name, str(stale)) if file.changed else stale
 
     def add_digests(self, indices: range, digests: NDArray[np.uint8]) -> None:

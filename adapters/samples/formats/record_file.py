@@ -124,7 +124,7 @@ class RecordFile:
 
     unit = "row"
 
-    copy: Path | None = None
+    copy: str | None = None
 
     max_bytes: int | None = None
     """Bytes that the texts of a record may have, images aside; None reads all."""
@@ -133,7 +133,7 @@ class RecordFile:
     """Whether all digests are known, and cached on disk."""
 
     def __init__(
-        self, parts: Sequence[Path], *, name: str, folder: str, copy: Path | None, max_bytes: int | None,
+        self, parts: Sequence[Path], *, name: str, folder: str, copy: str | None, max_bytes: int | None,
         cache: Path | None,
     ) -> None:  # fmt: skip
         """
