@@ -87,16 +87,18 @@ class ConfigError(UserError):
     """The configuration cannot be used."""
 
     source: str
-    """Name of the YAML, or of another source of settings."""
+    """Name of the YAML, or of another source of settings; empty where a key says enough."""
 
     faults: tuple[Fault, ...]
 
     @classmethod
     def at(cls, path: str, reason: str) -> ConfigError:
         """Return the error of one fault, found after the YAML was read."""
-        return cls("the configuration", (Fault(path, reason),))
+        return cls("", (Fault(path, reason),))
 
     def _text(self) -> str:
+        if not self.source:
+            return "\n".join(map(str, self.faults))
         return in_lines(f"{self.source} has {counted(len(self.faults), 'fault')}", self.faults)
 
 

@@ -20,19 +20,19 @@ _VARIABLE = re.compile(r"\$\{([^}]*)\}")
 
 def read_document(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """
-    Read a YAML, and those that it extends.
+    Read a YAML file under the files that it extends.
 
     Args:
-        path: The YAML.
-        above: The files, resolved, that extend it.
+        path: The file.
+        above: The files, resolved, that extend it; none of them may come again.
 
     Raises:
-        ConfigError: A file cannot be read, or is no YAML of keys.
+        ConfigError: A file cannot be read, or its YAML is not a mapping.
     """
     if path.resolve() in above:
         raise _refusal(path, "comes back to a file that extends this one: break the circle", key="extends")
     try:
-        document = _load(path.read_text(encoding="utf-8"))
+        document = _parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise _refusal(path, f"cannot be read ({error.strerror}): name an existing YAML") from None
     except ValueError as error:
@@ -48,14 +48,14 @@ def read_document(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         below = path.parent / expand_path(base)
     except ValueError as error:
         raise _refusal(path, str(error), key="extends") from None
-    return _overlay(read_document(below, (*above, path.resolve())), document)
+    return merge_sections(read_document(below, (*above, path.resolve())), document)
 
 
 def _refusal(source: Path, reason: str, *, key: str = "") -> ConfigError:
     return ConfigError(str(source), (Fault(key, reason),))
 
 
-def override(document: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+def apply_overrides(document: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """
     Return a document without keys that are null, and with the values of the command line.
 
@@ -64,22 +64,22 @@ def override(document: Mapping[str, Any], overrides: Iterable[str]) -> dict[str,
         overrides: Values of single keys, each as `section.key=value`; null unsets a key.
 
     Raises:
-        ConfigError: All overrides that are none.
+        ConfigError: All overrides that are not written as `section.key=value`.
     """
-    result, found = _overlay({}, document), []
+    result, found = merge_sections({}, document), []
     for text in overrides:
         key, equals, written = text.partition("=")
         if not equals or not all(key.split(".")):
             found.append(Fault(text, "is no override: write section.key=value"))
             continue
         try:
-            layer = _load(written)
+            layer = _parse_yaml(written)
         except ValueError as error:
             found.append(Fault(key, str(error)))
             continue
         for part in reversed(key.split(".")):
             layer = {part: layer}
-        result = _overlay(result, layer)
+        result = merge_sections(result, layer)
     if found:
         raise ConfigError(COMMAND_LINE, tuple(found))
     return result
@@ -126,7 +126,7 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
 
 
-def _load(text: str) -> Any:
+def _parse_yaml(text: str) -> Any:
     """Return the value of a YAML's text; ValueError in the words of its parser if it is none."""
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506  # a SafeLoader
@@ -135,10 +135,10 @@ def _load(text: str) -> Any:
         raise ValueError(message) from None
 
 
-def _overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+def merge_sections(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return *base* under *top*: sections merge key by key, null unsets what *base* has, everything
-    else is replaced.
+    Return *base* with the values of *top*: sections merge key by key, null unsets what *base* has,
+    everything else is replaced.
     """
     merged = dict(base)
     for key, value in top.items():
@@ -146,7 +146,7 @@ def _overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             merged.pop(key, None)
         elif isinstance(value, dict):
-            merged[key] = _overlay(below if isinstance(below, dict) else {}, value)
+            merged[key] = merge_sections(below if isinstance(below, dict) else {}, value)
         else:
             merged[key] = value
     return merged

@@ -8,10 +8,10 @@ from typing import Any, TypeVar, get_origin
 
 import attrs
 
-from packplan.adapters.config.layers import COMMAND_LINE, expand_path, override, read_document
+from packplan.adapters.config.layers import COMMAND_LINE, apply_overrides, expand_path, read_document
 from packplan.adapters.config.trainer_keys import TrainerKey
 from packplan.adapters.config.values import Advise, structure
-from packplan.core.config.faults import faults, unknown_key
+from packplan.core.config.faults import run_faults, unknown_key
 from packplan.core.config.keys import keys_of
 from packplan.core.config.refusals import refused_settings
 from packplan.core.config.rl import RlConfig, rl_faults
@@ -24,6 +24,9 @@ T = TypeVar("T", bound=RunConfig)
 SECTIONS = ("model", "template", "custom", "training")
 
 RL_SECTIONS = ("policy", "grpo")
+
+_REQUIRED = {"model": {"model": "unset"}, "training": {"output_dir": "unset"}}
+"""Keys without a default."""
 
 _REFUSED = {f"training.{key}": str(refusal) for key, refusal in refused_settings("sft").items()}
 
@@ -69,7 +72,7 @@ def parse_config(
     Raises:
         ConfigError: All faults of the configuration.
     """
-    document = {name: {} for name in SECTIONS} | override(document, overrides)
+    document = {name: {} for name in SECTIONS} | apply_overrides(document, overrides)
     reason = "is of reinforcement learning (packplan rl), which this command is not: remove the section"
     found = [Fault(name, reason) for name in RL_SECTIONS if document.pop(name, None) is not None]
     usable = {f"training.{key}" for key in trainer_keys} | {*known_keys(RunConfig)}
@@ -95,7 +98,7 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
     Raises:
         ConfigError: All faults of the configuration.
     """
-    document = {name: {} for name in (*SECTIONS, *RL_SECTIONS)} | override(read_document(Path(path)), overrides)
+    document = {name: {} for name in (*SECTIONS, *RL_SECTIONS)} | apply_overrides(read_document(Path(path)), overrides)
     known = [key for key in known_keys(RlConfig) if key.partition(".")[0] != "training"]
     advise = partial(unknown_key, known=[*known, *(f"grpo.{key}" for key in grpo_keys)], refused={})
     found = []
@@ -126,12 +129,22 @@ def _build(document: Mapping[str, Any], kind: type[T], source: str, advise: Advi
     """
     Return the configuration of a document; ConfigError with its faults and those that were *found*.
     """
-    config = structure(document, kind, advise)
-    if isinstance(config, list):
-        raise ConfigError(source, (*found, *config))
-    if found := (*found, *(rl_faults(config) if isinstance(config, RlConfig) else faults(config))):
+    config, more = structure(document, kind, advise, required=_REQUIRED)
+    found = (*found, *more)
+    if config is not None:
+        # A key with a fault has its default here, so that what contradicts it is no fault.
+        replaced = [fault.path for fault in found]
+        of_values = rl_faults(config) if isinstance(config, RlConfig) else run_faults(config)
+        found = (*found, *(one for one in of_values if not _names_any(one, replaced)))
+    if config is None or found:
         raise ConfigError(source, found)
     return attrs.evolve(config, source=source)
+
+
+def _names_any(fault: Fault, paths: Sequence[str]) -> bool:
+    """Return whether a fault names one of these keys, or one below it."""
+    words = [f"{word.rstrip(',.:')}." for word in str(fault).split()]
+    return any(word.startswith(f"{path}.") for word in words for path in paths)
 
 
 def load_mixes(path: str | Path) -> Mixes:
@@ -148,11 +161,10 @@ def load_mixes(path: str | Path) -> Mixes:
     """
     document = read_document(Path(path))
     kind: type[_Curriculum | Mix] = _Curriculum if "curriculum" in document else Mix
-    found: _Curriculum | Mix | list[Fault] = structure(
-        document, kind, partial(unknown_key, known=[*known_keys(kind)], refused={})
-    )
-    if isinstance(found, list):
-        raise ConfigError(str(path), tuple(found))
+    advise = partial(unknown_key, known=[*known_keys(kind)], refused={})
+    found, faults = structure(document, kind, advise)
+    if found is None or faults:
+        raise ConfigError(str(path), tuple(faults))
     spelling: dict[Path, str] = {}
 
     def spelled(source: Source) -> Source:

@@ -10,6 +10,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal, InvalidOperation
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -17,7 +18,7 @@ import cattrs
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
 from cattrs.gen import make_dict_structure_fn, override
 
-from packplan.adapters.config.layers import expand_path
+from packplan.adapters.config.layers import expand_path, merge_sections
 from packplan.core.config.keys import key_of
 from packplan.core.config.run import PathText
 from packplan.core.errors import Fault
@@ -36,19 +37,35 @@ Key that its place does not have, and the path of that place -> fault and remedy
 """
 
 
-def structure(document: Mapping[str, Any], kind: type[T], advise: Advise) -> T | list[Fault]:
+def structure(
+    document: Mapping[str, Any], kind: type[T], advise: Advise, *, required: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[T | None, list[Fault]]:
     """
-    Return the value of a frozen class that *document* is, or all its faults.
+    Return the value of a frozen class that *document* is, and all its faults. Keys with a fault
+    have their defaults in it; it is None where these, with *required*, do not make one.
 
     Args:
         document: Keys, and sections of keys.
         kind: The class.
         advise: Says what is wrong with a key that the class does not have.
+        required: Values of keys without a default, in place of values with a fault.
     """
     try:
-        return _CONVERTER.structure(document, kind)
+        return _CONVERTER.structure(document, kind), []
     except ClassValidationError as error:
-        return list(_faults(error, "", advise))
+        found = list(_faults(error, "", advise))
+    sound = _without_keys(document, {fault.path for fault in found})
+    with contextlib.suppress(ClassValidationError):
+        return _CONVERTER.structure(merge_sections(required, sound), kind), found
+    return None, found
+
+
+def _without_keys(document: Mapping[str, Any], paths: set[str], prefix: str = "") -> dict[str, Any]:
+    return {
+        key: _without_keys(value, paths, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        for key, value in document.items()
+        if f"{prefix}{key}" not in paths
+    }
 
 
 def _refuse(value: object, wanted: str) -> typing.NoReturn:

@@ -52,7 +52,7 @@ def tuners_of(name: str) -> tuple[str, ...]:
     return next((tuners for pattern, tuners in _TUNERS.items() if re.fullmatch(pattern, name)), ())
 
 
-def faults(config: RunConfig) -> Iterator[Fault]:
+def run_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield everything wrong with a configuration that its types cannot express."""
     yield from key_faults(config)
     yield from data_faults(config.custom)

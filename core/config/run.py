@@ -452,8 +452,8 @@ class RunConfig:
     global_max_length: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
     """Tokens; sets `template.max_length` and `model.max_model_len` where these are unset."""
 
-    source: str = attrs.field(default="the configuration", eq=False, metadata=about(by_command=True))
-    """Name of the YAML, for messages."""
+    source: str = attrs.field(default="", eq=False, metadata=about(by_command=True))
+    """Name of the YAML, for messages; empty for a run that none describes."""
 
     command: Any = key(None, by_command=True)
     """Command of ms-swift that trains the run, as it resolves it; None for `packplan sft`."""

@@ -187,7 +187,7 @@ def raised_kinds() -> set[str]:
             kinds = [one.value for one in call.keywords if one.arg == "kind" and "evolve" in ast.unparse(call.func)]
             kinds += call.args[:1] if getattr(call.func, "id", "") in stating else ()
             found |= {one.value for kind in kinds for one in ast.walk(kind) if isinstance(one, ast.Constant)}
-    return found - {"the configuration"}
+    return found - {""}
 
 
 def classes(cls: type) -> list[type]:

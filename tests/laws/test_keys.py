@@ -12,7 +12,7 @@ import pytest
 
 from packplan.adapters.config.run import parse_config
 from packplan.app.wiring.policies import policy_of
-from packplan.core.config.faults import faults
+from packplan.core.config.faults import run_faults
 from packplan.core.config.identity import configured_inputs, plan_policy, stream_inputs
 from packplan.core.config.keys import key_of, keys_of
 from packplan.core.config.run import RunConfig
@@ -178,7 +178,7 @@ def test_a_stream_reads_or_refuses_every_key(path):
     """Another value changes samples or packs, is refused by name, or says that it does neither."""
     facts, stream = key_of(DECLARED[path]), run(**STREAM)
     other = changed(stream, path)
-    is_refused = path in {fault.path for fault in faults(other)}
+    is_refused = path in {fault.path for fault in run_faults(other)}
     decides = length_inputs(stream) != length_inputs(other) or stream_inputs(stream) != stream_inputs(other)
 
     assert not (facts.stream and decides)
@@ -192,7 +192,7 @@ def test_a_stream_with_an_evaluation_reads_what_measures_it(path):
     """Its lengths are those of a plan."""
     evaluated = run(**{**STREAM, "custom": {**STREAM["custom"], "val_jsonl": "b.jsonl"}})
 
-    assert path not in {fault.path for fault in faults(changed(evaluated, path))}
+    assert path not in {fault.path for fault in run_faults(changed(evaluated, path))}
 
 
 LEAST = {

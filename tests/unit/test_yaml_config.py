@@ -67,7 +67,7 @@ def test_half_of_a_surrogate_pair_is_no_text():
 
 
 def test_all_faults_are_reported_at_once_with_path_and_remedy():
-    """Every section counts, own keys and the trainer's."""
+    """Names, types, bounds and contradictions, in every section; own keys and the trainer's."""
     found = faults_of(
         {"template.max_length": 4096.5, "model.model": None, "custom.object_field_order": "random",
          "custom.colour": 1, "policy.sequence_packing": {}, "extra": 1},
@@ -80,6 +80,8 @@ def test_all_faults_are_reported_at_once_with_path_and_remedy():
         "training.packing", "training.packing_lenght", "training.packing_length", "training.packing_avg_samples",
         "training.learning_rat", "training.bf16", "training.dataloader_num_workers", "training.seed",
         "template.max_length", "model.model", "custom.object_field_order", "custom.colour", "policy", "extra",
+        "training.packing_min_fill_ratio", "training.packing_wait_timeout_s", "training.max_steps",
+        "training.packing_algorithm",
     } == set(found)  # fmt: skip
     assert "did you mean learning_rate?" in found["training.learning_rat"]
     assert "template.max_length" in found["training.packing_length"]
@@ -156,6 +158,19 @@ LORA, MIX = {"training.tuner_type": "lora"}, {"custom.fusion_config": "mix.yaml"
 def test_values_that_cannot_be_are_refused_by_their_keys(keys, refused):
     """Before a model or data are read, and nothing else is refused with them."""
     assert set(refused.split()) == set(faults_of(keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ({"custom.trainer_variant": "rollouts", "training.packing_mode": "dynamic"}, "custom.trainer_variant"),
+        ({"custom": 3}, "custom"),
+        ({"template.max_length": 80.5}, "template.max_length"),
+    ],
+)
+def test_a_key_with_a_fault_contradicts_no_other(keys, refused):
+    """What its default would contradict is said when it is corrected, if it is so still."""
+    assert {refused} == set(faults_of(keys))
 
 
 @pytest.mark.parametrize(
