@@ -47,7 +47,7 @@ class PackplanError(Exception):
         return super().__str__()
 
     def __str__(self) -> str:
-        return shortened(self._text())
+        return shorten(self._text())
 
 
 class UserError(PackplanError):
@@ -395,24 +395,24 @@ remedy can be read.
 """
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     r"""
     Return *text* with the middle of its long lines, and of too many lines, left out.
 
-    >>> text = shortened("the image " + "x" * 75_852 + " does not exist")
+    >>> text = shorten("the image " + "x" * 75_852 + " does not exist")
     >>> len(text), text[:12], text[-16:], "… 75,877 characters …" in text
     (500, 'the image xx', 'x does not exist', True)
-    >>> shortened("\n".join(map(str, range(1000)))).split("\n")[-3:]
+    >>> shorten("\n".join(map(str, range(1000)))).split("\n")[-3:]
     ['  … 941 more lines …', '998', '999']
     """
     lines = text.split("\n")
     if len(lines) > MAX_LINES:
         left_out = f"  … {len(lines) - MAX_LINES + 1:,} more lines …"
         lines = [*lines[: MAX_LINES - 3], left_out, *lines[-2:]]
-    return "\n".join(map(_shortened_line, lines))
+    return "\n".join(map(_shorten_line, lines))
 
 
-def _shortened_line(line: str) -> str:
+def _shorten_line(line: str) -> str:
     if len(line) <= MAX_LINE:
         return line
     left_out = f" … {len(line):,} characters … "

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from packplan.adapters.config.run import parse_config
-from packplan.adapters.config.trainer_keys import stored_keys
+from packplan.adapters.config.trainer_keys import read_key_table
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError
 
-KEYS = stored_keys()
+KEYS = read_key_table()
 """Keys of ms-swift's trainer."""
 
 LEAST = {

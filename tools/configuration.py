@@ -22,7 +22,7 @@ from typing import Any
 
 import attrs
 
-from packplan.adapters.config.trainer_keys import GRPO_TABLE, as_table
+from packplan.adapters.config.trainer_keys import GRPO_KEYS_FILE, key_table_text
 from packplan.core.config.keys import key_of
 from packplan.core.config.run import PathText
 
@@ -85,14 +85,14 @@ def trainer_table() -> str:
     """Return the table of the keys that the training arguments of the installed ms-swift take."""
     from packplan.adapters.trainer.arguments import installed_keys
 
-    return as_table(installed_keys())
+    return key_table_text(installed_keys())
 
 
 def grpo_table() -> str:
     """Return the table of the keys that the installed TRL takes for GRPO."""
     from packplan.app.wiring.grpo import installed_keys
 
-    return as_table(installed_keys(), GRPO_TABLE)
+    return key_table_text(installed_keys(), GRPO_KEYS_FILE)
 
 
 def _part(name: str) -> Iterator[str]:
@@ -118,7 +118,7 @@ def _sections(kind: type, path: str) -> Iterator[str]:
     rows, below = [], []
     for field in attrs.fields(attrs.resolve_types(kind)):
         plain = _without_none(field.type)
-        if key_of(field).by_command:
+        if key_of(field).set_by_command:
             continue
         if attrs.has(plain):
             below.append((plain, f"{path}{field.name}."))

@@ -11,7 +11,7 @@ import attrs
 from packplan.adapters.config.layers import COMMAND_LINE, apply_overrides, expand_path, read_document
 from packplan.adapters.config.trainer_keys import TrainerKey
 from packplan.adapters.config.values import Advise, structure
-from packplan.core.config.faults import run_faults, unknown_key
+from packplan.core.config.faults import explain_unknown_key, run_faults
 from packplan.core.config.keys import keys_of
 from packplan.core.config.refusals import refused_settings
 from packplan.core.config.rl import RlConfig, rl_faults
@@ -76,7 +76,7 @@ def parse_config(
     reason = "is of reinforcement learning (packplan rl), which this command is not: remove the section"
     found = [Fault(name, reason) for name in RL_SECTIONS if document.pop(name, None) is not None]
     usable = {f"training.{key}" for key in trainer_keys} | {*known_keys(RunConfig)}
-    advise = partial(unknown_key, known=sorted(usable - {*_REFUSED}), refused=_REFUSED)
+    advise = partial(explain_unknown_key, known=sorted(usable - {*_REFUSED}), refused=_REFUSED)
     if isinstance(training := document["training"], dict):
         own = training.keys() & {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
         passed = {key: value for key, value in training.items() if key not in own}
@@ -100,7 +100,7 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
     """
     document = {name: {} for name in (*SECTIONS, *RL_SECTIONS)} | apply_overrides(read_document(Path(path)), overrides)
     known = [key for key in known_keys(RlConfig) if key.partition(".")[0] != "training"]
-    advise = partial(unknown_key, known=[*known, *(f"grpo.{key}" for key in grpo_keys)], refused={})
+    advise = partial(explain_unknown_key, known=[*known, *(f"grpo.{key}" for key in grpo_keys)], refused={})
     found = []
     if document["training"]:
         found.append(Fault("training", "is of packplan sft: write into the section grpo what GRPOConfig takes"))
@@ -161,7 +161,7 @@ def load_mixes(path: str | Path) -> Mixes:
     """
     document = read_document(Path(path))
     kind: type[_Curriculum | Mix] = _Curriculum if "curriculum" in document else Mix
-    advise = partial(unknown_key, known=[*known_keys(kind)], refused={})
+    advise = partial(explain_unknown_key, known=[*known_keys(kind)], refused={})
     found, faults = structure(document, kind, advise)
     if found is None or faults:
         raise ConfigError(str(path), tuple(faults))
@@ -201,7 +201,7 @@ def _check_settings(
             found.append(Fault(path, advise(str(key), section)))
         else:
             try:
-                checked[key] = keys[key].checked(value)
+                checked[key] = keys[key].convert(value)
                 if keys[key].path and isinstance(value, str):
                     checked[key] = expand_path(value)
             except ValueError as error:

@@ -20,17 +20,20 @@ from typing import Any
 import attrs
 import cattrs
 
-from packplan.adapters.config.values import HUGE
+from packplan.adapters.config.values import TOO_LARGE
 from packplan.adapters.versions import installed_version
 from packplan.core.errors import Fault
 
-TABLE = Path(__file__).with_name("trainer_keys.json")
+SFT_KEYS_FILE = Path(__file__).with_name("trainer_keys.json")
 """Table of the settings that `training.` passes on to ms-swift."""
 
-GRPO_TABLE = Path(__file__).with_name("grpo_keys.json")
+GRPO_KEYS_FILE = Path(__file__).with_name("grpo_keys.json")
 """Table of the settings that `grpo.` passes on to TRL."""
 
-LIBRARIES: Mapping[Path, tuple[str, ...]] = {TABLE: ("ms-swift", "transformers"), GRPO_TABLE: ("trl", "transformers")}
+LIBRARIES: Mapping[Path, tuple[str, ...]] = {
+    SFT_KEYS_FILE: ("ms-swift", "transformers"),
+    GRPO_KEYS_FILE: ("trl", "transformers"),
+}
 """Table -> packages whose versions decide what its keys are."""
 
 WORDS = {
@@ -84,7 +87,7 @@ class TrainerKey:
     path: bool = False
     """Whether a text is the path of a file or folder."""
 
-    def checked(self, value: Any) -> Any:
+    def convert(self, value: Any) -> Any:
         """Return *value* as the trainer takes it; ValueError if it takes none such."""
         given, kind = value, TYPES.get(type(value), "")
         if value is False and "no" in self.choices:  # YAML reads no as false
@@ -104,15 +107,15 @@ class TrainerKey:
         fits = kind in self.types and all(isinstance(text, str) for text in texts)
         if fits and kind in {"int", "float"}:
             fits = self.least <= value < self.below
-            if kind == "int" and value >= HUGE:
-                message = f"is {given!r}, but has to be a whole number below {HUGE:,}"
+            if kind == "int" and value >= TOO_LARGE:
+                message = f"is {given!r}, but has to be a whole number below {TOO_LARGE:,}"
                 raise ValueError(message)
         if not fits or (self.choices and not set(self.choices).issuperset(texts)):
-            message = f"is {given!r}, but has to be {self._describe()}"
+            message = f"is {given!r}, but has to be {self._wanted()}"
             raise ValueError(message)
         return value
 
-    def _describe(self) -> str:
+    def _wanted(self) -> str:
         """Return in words what the key takes."""
         unsaid = {"null", "str"} if self.choices or ("dict" in self.types and not self.path) else {"null"}
         words = [WORDS[kind] for kind in self.types if kind not in unsaid]
@@ -138,7 +141,9 @@ def flat_types(annotation: Any) -> Iterator[Any]:
         yield annotation if annotation in TYPES else origin or annotation
 
 
-def keys_of(kind: Any, choices: Mapping[str, Iterable[str]] = types.MappingProxyType({})) -> dict[str, TrainerKey]:
+def argument_keys(
+    kind: Any, choices: Mapping[str, Iterable[str]] = types.MappingProxyType({})
+) -> dict[str, TrainerKey]:
     """
     Return what the fields of a class of arguments of transformers take, by name.
 
@@ -151,11 +156,13 @@ def keys_of(kind: Any, choices: Mapping[str, Iterable[str]] = types.MappingProxy
     known = {"report_to": ["all", "none", *INTEGRATION_TO_CALLBACK], **choices}
     hints = typing.get_type_hints(kind) | _ANNOTATIONS
     return {
-        name: _key(kind, name, hints[name], known.get(name, ())) for name in kind.__dataclass_fields__ if name in hints
+        name: _argument_key(kind, name, hints[name], known.get(name, ()))
+        for name in kind.__dataclass_fields__
+        if name in hints
     }
 
 
-def _key(owner: Any, name: str, annotation: Any, known: Iterable[str]) -> TrainerKey:
+def _argument_key(owner: Any, name: str, annotation: Any, known: Iterable[str]) -> TrainerKey:
     field = owner.__dataclass_fields__[name]
     # ms-swift declares some of transformers' keys again, as plain strings.
     kinds = [*flat_types(annotation), *flat_types(_first_annotation(owner, name))]
@@ -182,7 +189,7 @@ def _first_annotation(owner: Any, name: str) -> Any:
     raise AssertionError(name)
 
 
-def stored_keys(path: Path = TABLE) -> dict[str, TrainerKey] | None:
+def read_key_table(path: Path = SFT_KEYS_FILE) -> dict[str, TrainerKey] | None:
     """Return a table's keys; None if another version of a library is installed than it is of."""
     table = json.loads(path.read_text(encoding="utf-8"))
     if any(installed_version(name) not in {None, table["versions"][name]} for name in LIBRARIES[path]):
@@ -190,7 +197,7 @@ def stored_keys(path: Path = TABLE) -> dict[str, TrainerKey] | None:
     return cattrs.structure(table["keys"], dict[str, TrainerKey])
 
 
-def as_table(keys: Mapping[str, TrainerKey], path: Path = TABLE) -> str:
+def key_table_text(keys: Mapping[str, TrainerKey], path: Path = SFT_KEYS_FILE) -> str:
     """
     Return the text of a table of these keys, those of the installed libraries: a line for each key.
     """

@@ -73,15 +73,15 @@ def _refuse(value: object, wanted: str) -> typing.NoReturn:
     raise ValueError(message)
 
 
-HUGE = 10**12
+TOO_LARGE = 10**12
 """Beyond it no count is meant, and products of counts leave 64 bits."""
 
 
 def _to_int(value: object, _: Any) -> int:
     if type(value) is not int:
         _refuse(value, "a whole number")
-    if abs(value) >= HUGE:
-        _refuse(value, f"a whole number below {HUGE:,}")
+    if abs(value) >= TOO_LARGE:
+        _refuse(value, f"a whole number below {TOO_LARGE:,}")
     return value
 
 
@@ -170,7 +170,7 @@ def _converter() -> cattrs.Converter:
     )
 
     def section(kind: Any) -> Any:
-        unread: Any = {one.name: override(omit=True) for one in attrs.fields(kind) if key_of(one).by_command}
+        unread: Any = {one.name: override(omit=True) for one in attrs.fields(kind) if key_of(one).set_by_command}
         plain = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, **unread)
         return _mapping_hook(plain, "a section of keys")
 

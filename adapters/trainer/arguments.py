@@ -24,7 +24,7 @@ from swift.optimizers import optimizers_map
 from transformers import Trainer, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks, is_deepspeed_zero3_enabled
 
-from packplan.adapters.config.trainer_keys import TrainerKey, keys_of, machine_faults
+from packplan.adapters.config.trainer_keys import TrainerKey, argument_keys, machine_faults
 from packplan.core.config.faults import tuners_of
 from packplan.core.config.run import RunConfig, TrainingConfig
 from packplan.core.errors import ConfigError, Fault
@@ -168,5 +168,5 @@ _CHOICES: Mapping[str, Iterable[str]] = {
 def installed_keys() -> dict[str, TrainerKey]:
     """Return the arguments of the installed ms-swift for training and for tuners, by key."""
     own = attrs.fields_dict(TrainingConfig)
-    tuners = {name: key for name, key in keys_of(TunerArguments).items() if tuners_of(name) and name not in own}
-    return tuners | keys_of(TrainingArguments, _CHOICES)
+    tuners = {name: key for name, key in argument_keys(TunerArguments).items() if tuners_of(name) and name not in own}
+    return tuners | argument_keys(TrainingArguments, _CHOICES)

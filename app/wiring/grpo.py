@@ -14,7 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config
 
-from packplan.adapters.config.trainer_keys import TrainerKey, keys_of
+from packplan.adapters.config.trainer_keys import TrainerKey, argument_keys
 from packplan.adapters.families import trained_config
 from packplan.adapters.files import name_save_errors
 from packplan.adapters.samples.data_files import open_records
@@ -36,8 +36,8 @@ _REWARDS = "reward_funcs"
 
 def installed_keys() -> dict[str, TrainerKey]:
     """Return the settings that `grpo.` passes on to the installed TRL."""
-    adapters = {name: key for name, key in keys_of(ModelConfig).items() if name.startswith(_OF_ADAPTERS)}
-    return {**adapters, **keys_of(GRPOConfig), _REWARDS: TrainerKey(("str", "list"))}
+    adapters = {name: key for name, key in argument_keys(ModelConfig).items() if name.startswith(_OF_ADAPTERS)}
+    return {**adapters, **argument_keys(GRPOConfig), _REWARDS: TrainerKey(("str", "list"))}
 
 
 def train(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:

@@ -21,7 +21,7 @@ from packplan.adapters.ranks.environment import name_meeting_place, require_rank
 from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, name_lost_ranks, weight_digests
 from packplan.adapters.versions import installed_version
 from packplan.app.wiring.runs import ranks_refuse_together
-from packplan.core.config.identity import flat_values, rank_differences, run_values
+from packplan.core.config.identity import flat_values, rank_differences, shared_values
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, OutputError, RunError, UserError, counted, in_lines
 from packplan.core.fingerprint import Fingerprint
@@ -95,7 +95,7 @@ def _given(config: RunConfig, options: Mapping[str, Any]) -> dict[str, str]:
     """Return the run, the options and the versions of a rank, by key."""
     versions = {"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}}
     ours = {f"version of {name}": version for name, version in versions.items()}
-    return run_values(config, settings_files(config)) | flat_values({**options, **ours})
+    return shared_values(config, settings_files(config)) | flat_values({**options, **ours})
 
 
 def settings_files(config: RunConfig) -> dict[str, Any]:

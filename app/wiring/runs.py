@@ -12,7 +12,7 @@ from typing import TypeVar
 import attrs
 
 from packplan.adapters.config.run import load_config, load_mixes, load_rl_config
-from packplan.adapters.config.trainer_keys import GRPO_TABLE, TrainerKey, stored_keys
+from packplan.adapters.config.trainer_keys import GRPO_KEYS_FILE, TrainerKey, read_key_table
 from packplan.adapters.model_folder import download_model, find_cached, is_id, model_faults
 from packplan.adapters.ranks.environment import require_ranks
 from packplan.adapters.samples.data_files import file_faults
@@ -42,7 +42,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def read_rl_config(path: str | Path, overrides: Sequence[str] = ()) -> RlConfig:
     """Read the YAML of a run of reinforcement learning, as `read_config` does."""
-    keys = stored_keys(GRPO_TABLE)
+    keys = read_key_table(GRPO_KEYS_FILE)
     if keys is None:
         from packplan.app.wiring.grpo import installed_keys
 
@@ -52,7 +52,7 @@ def read_rl_config(path: str | Path, overrides: Sequence[str] = ()) -> RlConfig:
 
 def trainer_keys() -> Mapping[str, TrainerKey]:
     """Return the settings that `training.` passes on to the installed ms-swift."""
-    keys = stored_keys()
+    keys = read_key_table()
     if keys is None:
         # Of another version than the table: its own keys take seconds to import.
         from packplan.adapters.trainer.arguments import installed_keys

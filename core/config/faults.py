@@ -16,11 +16,11 @@ import attrs
 
 from packplan.core.config.keys import key_faults, key_of
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from packplan.core.errors import Fault, PackplanError, agree, shortened
+from packplan.core.errors import Fault, PackplanError, agree, shorten
 from packplan.core.packers import ALGORITHMS
 from packplan.core.samples.urls import mask_credentials
 
-MANY_EPOCHS = 10**6
+MAX_EPOCHS = 10**6
 """Number of epochs that can only be a typing error; nothing could count its steps."""
 
 _TUNERS: Mapping[str, tuple[str, ...]] = {
@@ -38,7 +38,7 @@ _TUNERS: Mapping[str, tuple[str, ...]] = {
 _ENDLESS_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy")
 """Values of `training.lr_scheduler_type` that need no number of steps."""
 
-_IN_STEPS = ("warmup_ratio", "warmup_steps", "logging_steps", "eval_steps", "save_steps")
+_STEP_KEYS = ("warmup_ratio", "warmup_steps", "logging_steps", "eval_steps", "save_steps")
 """Keys of `training.` that give a number of steps, or a share of all steps if they are below 1."""
 
 
@@ -95,8 +95,8 @@ def _video_faults(template: TemplateConfig) -> Iterator[Fault]:
 
 def _step_faults(training: TrainingConfig) -> Iterator[Fault]:
     """Yield faults in the number of steps, and in their losses."""
-    if training.max_steps < 1 and not 0 < training.num_train_epochs < MANY_EPOCHS:
-        reason = f"is {training.num_train_epochs}, but has to be above 0 and below {MANY_EPOCHS:,}"
+    if training.max_steps < 1 and not 0 < training.num_train_epochs < MAX_EPOCHS:
+        reason = f"is {training.num_train_epochs}, but has to be above 0 and below {MAX_EPOCHS:,}"
         yield Fault("training.num_train_epochs", reason)
     if training.sequence_parallel_size > 1:
         yield from _sharing_faults(training)
@@ -183,7 +183,7 @@ def _unread_by_streams(config: RunConfig) -> Iterator[Fault]:
 def _endless_faults(training: TrainingConfig) -> Iterator[Fault]:
     """Yield the fault of a stream without `max_steps` whose settings depend on its steps."""
     trainer = training.trainer
-    needing = [name for name in _IN_STEPS if 0 < (trainer.get(name) or 0) < 1]
+    needing = [name for name in _STEP_KEYS if 0 < (trainer.get(name) or 0) < 1]
     if trainer.get("lr_scheduler_type", "cosine") not in _ENDLESS_SCHEDULES:
         needing.append("lr_scheduler_type")
     if training.num_train_epochs % 1:
@@ -228,14 +228,14 @@ def _quantisation_faults(model: ModelConfig, training: TrainingConfig) -> Iterat
         yield Fault("model.quant_method", "quantises weights that would be trained: set training.tuner_type: lora")
 
 
-MOST = 3
+MAX_NAMED = 3
 """Keys that advice names, at most."""
 
-_TELLING = re.compile(r"\d+|(?:^|_)(?:min|max)(?=_|$)")
+_DISTINGUISHING = re.compile(r"\d+|(?:^|_)(?:min|max)(?=_|$)")
 """Parts of a key that tell it from others that look like it; a misspelling keeps them."""
 
 
-def unknown_key(name: str, level: str, known: Iterable[str], *, refused: Mapping[str, str]) -> str:
+def explain_unknown_key(name: str, level: str, known: Iterable[str], *, refused: Mapping[str, str]) -> str:
     """
     Return what is wrong with a key that its place does not have, and what to do.
 
@@ -247,50 +247,52 @@ def unknown_key(name: str, level: str, known: Iterable[str], *, refused: Mapping
         refused: Keys, with their sections, that are known and always refused -> why, and what to
             do.
 
-    >>> unknown_key("learning_rate", "", ["training.learning_rate"], refused={})
+    >>> explain_unknown_key("learning_rate", "", ["training.learning_rate"], refused={})
     'is no key of the top level: write training.learning_rate'
     """
     paths, level = list(known), re.sub(r"\[\d+\]", "[]", level)
-    if f"{_prefix(level)}{name}" in paths:
+    if f"{_with_dot(level)}{name}" in paths:
         section, _, last = name.rpartition(".")
-        return f"is written with a dot: write {last} in the section {_prefix(level)}{section}"
-    elsewhere = [path for path in paths if _last(path) == name]
+        return f"is written with a dot: write {last} in the section {_with_dot(level)}{section}"
+    elsewhere = [path for path in paths if _last_part(path) == name]
     if elsewhere:
-        return f"is no key of {level or 'the top level'}: write {_either(elsewhere)}"
-    if reasons := [reason for path, reason in refused.items() if _last(path) == name]:
+        return f"is no key of {level or 'the top level'}: write {_join_names(elsewhere)}"
+    if reasons := [reason for path, reason in refused.items() if _last_part(path) == name]:
         return reasons[0]
     here = [path for path in (*paths, *refused) if path.rpartition(".")[0] == level]
-    meant = closest(name, map(_last, here))
-    if meant and f"{_prefix(level)}{meant[0]}" in refused:
-        return f"is no known key; {meant[0]}, which it resembles, {refused[f'{_prefix(level)}{meant[0]}']}"
+    meant = similar_keys(name, map(_last_part, here))
+    if meant and f"{_with_dot(level)}{meant[0]}" in refused:
+        return f"is no known key; {meant[0]}, which it resembles, {refused[f'{_with_dot(level)}{meant[0]}']}"
     if not meant:
-        names = closest(name, map(_last, paths))
-        meant = [path for close in names for path in paths if _last(path) == close]
-    return f"is no known key: {f'did you mean {_either(meant)}?' if meant else 'remove it'}"
+        names = similar_keys(name, map(_last_part, paths))
+        meant = [path for close in names for path in paths if _last_part(path) == close]
+    return f"is no known key: {f'did you mean {_join_names(meant)}?' if meant else 'remove it'}"
 
 
-def closest(name: str, known: Iterable[str]) -> list[str]:
+def similar_keys(name: str, known: Iterable[str]) -> list[str]:
     """
     Return the keys that *name* may misspell, the nearest first.
 
-    >>> closest("learning_rat", ["learning_rate", "seed"]), closest("min_pixels", ["max_pixels"])
-    (['learning_rate'], [])
+    >>> similar_keys("learning_rat", ["learning_rate", "seed"])
+    ['learning_rate']
+    >>> similar_keys("min_pixels", ["max_pixels"])
+    []
     """
     words = name.lower().replace("-", "_")
-    alike = {key for key in known if _TELLING.findall(key) == _TELLING.findall(words)}
-    return get_close_matches(words, sorted(alike), MOST, cutoff=0.8)
+    alike = {key for key in known if _DISTINGUISHING.findall(key) == _DISTINGUISHING.findall(words)}
+    return get_close_matches(words, sorted(alike), MAX_NAMED, cutoff=0.8)
 
 
-def _prefix(level: str) -> str:
+def _with_dot(level: str) -> str:
     return f"{level}." if level else ""
 
 
-def _last(path: str) -> str:
+def _last_part(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _either(names: Sequence[str]) -> str:
-    return " or ".join(names[:MOST])
+def _join_names(names: Sequence[str]) -> str:
+    return " or ".join(names[:MAX_NAMED])
 
 
 LESS_DROPPED = "To drop less, set training.packing_drop_last: false, or lower training.packing_min_fill_ratio"
@@ -346,4 +348,4 @@ def with_remedy(error: PackplanError) -> str:
     if kind not in _REMEDIES:
         return fact
     between = "\n  " if "\n" in fact else "; "
-    return shortened(f"{fact}{between}{_REMEDIES[kind].format_map(error.details)}")
+    return shorten(f"{fact}{between}{_REMEDIES[kind].format_map(error.details)}")

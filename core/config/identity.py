@@ -48,7 +48,7 @@ def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None)
     )
 
 
-_OF_STREAMS = ("seed", "packing_buffer", "packing_drop_last", "packing_allow_single_long", "tuner_type")
+_STREAM_KEYS = ("seed", "packing_buffer", "packing_drop_last", "packing_allow_single_long", "tuner_type")
 
 
 def stream_inputs(config: RunConfig) -> dict[str, Value]:
@@ -57,7 +57,7 @@ def stream_inputs(config: RunConfig) -> dict[str, Value]:
     return {
         "template.max_length": config.packing_length,
         "training.packing_min_fill_ratio": str(training.packing_min_fill_ratio.normalize()),
-        **{f"training.{name}": getattr(training, name) for name in _OF_STREAMS},
+        **{f"training.{name}": getattr(training, name) for name in _STREAM_KEYS},
     }
 
 
@@ -78,26 +78,26 @@ def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing
         for field in attrs.fields(type(values)):
             lengths, value = key_of(field).lengths, getattr(values, field.name)
             if lengths == "value" or (lengths == "value if set" and value is not None):
-                inputs[f"{section}.{field.name}"] = _as_input(value)
+                inputs[f"{section}.{field.name}"] = _input_value(value)
     return inputs if cut else {**inputs, "template.truncation_strategy": None}
 
 
-def _as_input(value: Any) -> Value:
+def _input_value(value: Any) -> Value:
     if isinstance(value, Mapping):
         return json.dumps(dict(value), sort_keys=True) if value else None
     return str(value) if isinstance(value, float) else value
 
 
-KEYS = dict(keys_of(RunConfig))
+DECLARED_KEYS = dict(keys_of(RunConfig))
 
-PATHS = frozenset(
-    {key for key, field in KEYS.items() if str(PathText) in str(field.type) and not key_of(field).own}
+PATH_KEYS = frozenset(
+    {key for key, field in DECLARED_KEYS.items() if str(PathText) in str(field.type) and not key_of(field).per_rank}
     | {"training.accelerator_config", "training.deepspeed", "training.fsdp_config", "training.logging_dir"}
 )
 """Keys of files and folders, which may be elsewhere on another machine."""
 
-OWN: Mapping[str, str] = {
-    **{key: key_of(field).own for key, field in KEYS.items() if key_of(field).own},
+PER_RANK: Mapping[str, str] = {
+    **{key: key_of(field).per_rank for key, field in DECLARED_KEYS.items() if key_of(field).per_rank},
     "training.dataloader_persistent_workers": "memory of a rank's machine",
     "training.dataloader_pin_memory": "memory of a rank's machine",
     "training.dataloader_prefetch_factor": "memory of a rank's machine",
@@ -112,7 +112,7 @@ OWN: Mapping[str, str] = {
 """Keys that a rank may have for itself -> why: they do not change what is trained."""
 
 
-def run_values(config: RunConfig, files: Mapping[str, Any]) -> dict[str, str]:
+def shared_values(config: RunConfig, files: Mapping[str, Any]) -> dict[str, str]:
     """
     Return the keys of a run that its ranks have to share, with their values as JSON.
 
@@ -120,11 +120,11 @@ def run_values(config: RunConfig, files: Mapping[str, Any]) -> dict[str, str]:
         config: The run.
         files: Key -> content of the file that it names, which is compared in place of the path.
     """
-    sections = attrs.asdict(config, filter=lambda field, _: not key_of(field).by_command)
+    sections = attrs.asdict(config, filter=lambda field, _: not key_of(field).set_by_command)
     sections["training"] |= sections["training"].pop("trainer")
-    for section, name in (key.split(".") for key in (*PATHS, *OWN)):
+    for section, name in (key.split(".") for key in (*PATH_KEYS, *PER_RANK)):
         key, value = f"{section}.{name}", sections[section].pop(name, None)
-        if value and key in PATHS:
+        if value and key in PATH_KEYS:
             # `last` is a choice among the checkpoints of a folder.
             path = value if isinstance(value, Mapping) or value == "last" else "a path"
             sections[section][name] = files.get(key, path)
@@ -138,13 +138,13 @@ def flat_values(document: Mapping[str, Any]) -> dict[str, str]:
     >>> flat_values({"a": {"b": 0.5, "c": None}, "d": ["x"]})
     {'a.b': '0.5', 'd': '["x"]'}
     """
-    return dict(_leaves("", document))
+    return dict(_flat_items("", document))
 
 
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
+def _flat_items(key: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping):
         for name, below in value.items():
-            yield from _leaves(f"{key}.{name}" if key else str(name), below)
+            yield from _flat_items(f"{key}.{name}" if key else str(name), below)
     elif value is not None:
         yield key, json.dumps(value, ensure_ascii=False, default=str)
 
@@ -175,7 +175,7 @@ FIXED_ARGUMENTS = frozenset(
 )  # fmt: skip
 """Settings of the trainer that a resumed run has to share: loss, optimizer, rate over time."""
 
-_FIXED = re.compile(r"(lora|boft|vera|fourier|adapter|llamapro|galore|lisa)_")
+_FIXED_PATTERN = re.compile(r"(lora|boft|vera|fourier|adapter|llamapro|galore|lisa)_")
 """Settings of tuners and optimizers, which a resumed run has to share too."""
 
 UNCOMPARED = re.compile(
@@ -203,13 +203,13 @@ def run_identity(config: RunConfig, *, files: Mapping[str, Any], model: Mapping[
     """
     samples = configured_inputs(config.template, config.custom, packing_length=config.packing_length)
     fixed, told = {**samples, **model}, dict[str, str]()
-    for key, value in run_values(config, files).items():
+    for key, value in shared_values(config, files).items():
         section, name = key.split(".")[:2]
         if section not in {"model", "training"} or name == "model" or UNCOMPARED.fullmatch(name):
             continue
-        declared = KEYS.get(f"{section}.{name}")
+        declared = DECLARED_KEYS.get(f"{section}.{name}")
         decides = TRAINS if declared is None else key_of(declared).neither
-        if decides in {LOADS, TUNES} or name in FIXED_ARGUMENTS or _FIXED.match(name):
+        if decides in {LOADS, TUNES} or name in FIXED_ARGUMENTS or _FIXED_PATTERN.match(name):
             fixed[key] = value
         elif decides == TRAINS:
             told[key] = value

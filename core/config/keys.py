@@ -32,7 +32,7 @@ class Key:
     """
 
     check: Check = _accept
-    """Check of a value that is set; of a mapping, the check of each of its values."""
+    """Check of a value that is not None; of a mapping, of each of its values."""
 
     lengths: Literal["value", "value if set", "otherwise"] | None = None
     """
@@ -46,19 +46,20 @@ class Key:
     neither: str = ""
     """Reason why the key enters neither fingerprint."""
 
-    own: str = ""
+    per_rank: str = ""
     """Reason why each rank may have another value; without one, all ranks have to agree."""
 
     stream: Literal["refused", "evaluation"] | None = None
     """
-    Whether a stream refuses another value than the default; `evaluation` if it has none to plan.
+    Whether a stream refuses another value than the default: always, or only where it has no
+    `evaluation`, whose packs are planned.
     """
 
-    by_command: bool = False
-    """Whether it is no key of a YAML: the command of this project that reads the run says it."""
+    set_by_command: bool = False
+    """Whether the command that reads the run sets the field, which no YAML can."""
 
 
-def about(**facts: Any) -> dict[Any, Any]:
+def key_metadata(**facts: Any) -> dict[Any, Any]:
     """Return the metadata of a field whose key has these fields of `Key`."""
     return {Key: Key(**facts)}
 
@@ -71,7 +72,7 @@ def key(default: T, **facts: Any) -> T:
         default: Value of a key that the YAML does not set.
         facts: Fields of `Key`.
     """
-    return attrs.field(default=default, metadata=about(**facts))
+    return attrs.field(default=default, metadata=key_metadata(**facts))
 
 
 def key_of(field: attrs.Attribute[Any]) -> Key:
@@ -89,7 +90,7 @@ def keys_of(kind: type, prefix: str = "") -> Iterator[tuple[str, attrs.Attribute
         path, item = f"{prefix}{field.name}", next(iter(get_args(field.type)), None)
         if attrs.has(field.type):
             yield from keys_of(field.type, f"{path}.")
-        elif not key_of(field).by_command:
+        elif not key_of(field).set_by_command:
             yield path, field
             if isinstance(item, type) and attrs.has(item):
                 yield from keys_of(item, f"{path}[].")
@@ -140,14 +141,14 @@ def one_of(names: Collection[str]) -> Check:
 
 above_0 = must(lambda value: value > 0, "above 0")
 
-share = must(lambda value: 0 <= value <= 1, "from 0 to 1")
+from_0_to_1 = must(lambda value: 0 <= value <= 1, "from 0 to 1")
 
-share_below_1 = must(lambda value: 0 <= value < 1, "from 0 to below 1")
+from_0_below_1 = must(lambda value: 0 <= value < 1, "from 0 to below 1")
 
-seed_number = must(lambda value: 0 <= value < 2**32, "from 0 to 2**32 - 1")
+valid_seed = must(lambda value: 0 <= value < 2**32, "from 0 to 2**32 - 1")
 
 
-def pattern(value: str) -> Iterator[str]:
+def valid_pattern(value: str) -> Iterator[str]:
     """Check a regular expression."""
     try:
         re.compile(value)

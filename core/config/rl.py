@@ -14,8 +14,6 @@ from packplan.core.config.run import RunConfig
 from packplan.core.errors import Fault
 from packplan.core.packers import ALGORITHMS
 
-"""Packing algorithms of an RL batch, whose sequences have no order to keep."""
-
 
 @attrs.frozen(kw_only=True)
 class SequencePackingConfig:
@@ -81,7 +79,7 @@ class RlConfig(RunConfig):
     """
 
 
-_READ = frozenset(
+_READ_KEYS = frozenset(
     f"{section}.{name}"
     for section, names in {
         "model": "model attn_impl torch_dtype trust_remote_code download",
@@ -101,7 +99,7 @@ def rl_faults(config: RlConfig) -> Iterator[Fault]:
     for path, field in keys_of(RunConfig):
         section, _, name = path.rpartition(".")
         value = getattr(getattr(config, section) if section else config, name)
-        if section != "training" and path not in _READ and value not in (field.default, {}):
+        if section != "training" and path not in _READ_KEYS and value not in (field.default, {}):
             yield Fault(path, "is not used by packplan rl: remove it")
     if config.policy.sequence_packing.enabled and config.policy.dynamic_batching.enabled:
         reason = "and policy.sequence_packing exclude each other: disable one; packing computes no padding"

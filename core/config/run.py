@@ -17,16 +17,16 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 import attrs
 
 from packplan.core.config.keys import (
-    about,
     above_0,
     at_least,
+    from_0_below_1,
+    from_0_to_1,
     key,
+    key_metadata,
     must,
     one_of,
-    pattern,
-    seed_number,
-    share,
-    share_below_1,
+    valid_pattern,
+    valid_seed,
 )
 from packplan.core.equality import BACKENDS
 from packplan.core.errors import ConfigError, Fault, counted
@@ -63,7 +63,7 @@ def _read_only(keys: Mapping[str, Any]) -> Mapping[str, Any]:
 class ModelConfig:
     """`model.`: the model."""
 
-    model: PathText = attrs.field(metadata=about(lengths="otherwise", plan=True))
+    model: PathText = attrs.field(metadata=key_metadata(lengths="otherwise", plan=True))
     """
     Folder of model, tokenizer and processor, or an id in a local cache of Hugging Face or
     ModelScope.
@@ -188,7 +188,7 @@ class CustomConfig:
     source_names: dict[PathText, str] = key(
         attrs.Factory(dict),
         neither="names sources in what is shown",
-        own="names sources for `plan show`, by their paths",
+        per_rank="names sources for `plan show`, by their paths",
         check=must(lambda name: bool(name.strip()), "a name"),
     )
     """Names for data files, by which samples are counted: `{data/chats.jsonl: chats}`."""
@@ -229,7 +229,7 @@ class CustomConfig:
     on_bad_record: Literal["stop", "skip"] = key("stop", neither=_ACCEPTS, stream="refused")
     """`stop` at a record that cannot become a sample, or `skip` and count it."""
 
-    max_bad_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=share, stream="refused")
+    max_bad_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=from_0_to_1, stream="refused")
     """Share of records that may be skipped; more stop the run."""
 
     lengths: PathText | None = key(None, neither="names lengths that have the same fingerprint", stream="evaluation")
@@ -253,7 +253,7 @@ class CustomConfig:
 class TrainingConfig:
     """`training.`: packing, batches and the trainer."""
 
-    output_dir: PathText = attrs.field(metadata=about(neither="decides where results are kept"))
+    output_dir: PathText = attrs.field(metadata=key_metadata(neither="decides where results are kept"))
     """Folder of checkpoints, logs and plans."""
 
     packing: bool = key(True, plan=True)
@@ -279,13 +279,13 @@ class TrainingConfig:
     in each microbatch (FSDP, DeepSpeed from stage 2 on), `auto` for either, `none` as packs come.
     """
 
-    packing_min_fill_ratio: Decimal = key(Decimal("0.65"), plan=True, check=share)
+    packing_min_fill_ratio: Decimal = key(Decimal("0.65"), plan=True, check=from_0_to_1)
     """Packs filled below this share of the packing length, an exact decimal, are dropped."""
 
     packing_drop_last: bool = key(True, plan=True)
     """Drop packs below `packing_min_fill_ratio`; in streams, at the end of an epoch alone."""
 
-    packing_max_dropped_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=share)
+    packing_max_dropped_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=from_0_to_1)
     """Share of tokens that dropped packs may have; more, in at least two packs, is an error."""
 
     packing_allow_single_long: bool = key(True, plan=True)
@@ -312,7 +312,7 @@ class TrainingConfig:
     """Samples between flushes of measured lengths; unset, by the size of the data."""
 
     packing_length_precompute_workers: int = key(
-        8, neither=_MEASURES, own="cores of a rank's machine", check=at_least(1), stream="evaluation"
+        8, neither=_MEASURES, per_rank="cores of a rank's machine", check=at_least(1), stream="evaluation"
     )
     """Processes that measure, at most one a core."""
 
@@ -345,7 +345,7 @@ class TrainingConfig:
     loss_reduction: Literal["token", "sample", "sqrt"] = key("token", neither=TRAINS)
     """Unit of equal weight in a step's loss over all ranks: token, sample, or between (`sqrt`)."""
 
-    seed: int = key(42, plan=True, check=seed_number)
+    seed: int = key(42, plan=True, check=valid_seed)
     """Seed of weights, dropout, and each epoch's order of packs."""
 
     resume_from_checkpoint: PathText | None = key(None, neither=TRAINS)
@@ -363,13 +363,13 @@ class TrainingConfig:
     lora_alpha: float = key(32.0, neither=TUNES, check=at_least(1))
     """Adapters' outputs are scaled by this over their rank."""
 
-    lora_dropout: float = key(0.05, neither=TUNES, check=share_below_1)
+    lora_dropout: float = key(0.05, neither=TUNES, check=from_0_below_1)
     """Dropout of adapters' inputs."""
 
     target_modules: tuple[str, ...] = key(("all-linear",), neither=TUNES)
     """Modules with adapters: names, `all-linear` or `all-embedding`."""
 
-    target_regex: str | None = key(None, neither=TUNES, check=pattern)
+    target_regex: str | None = key(None, neither=TUNES, check=valid_pattern)
     """Pattern of names of modules with adapters, in place of `target_modules`."""
 
     target_parameters: tuple[str, ...] = key((), neither=TUNES)
@@ -412,19 +412,19 @@ class TrainingConfig:
     freeze_parameters: tuple[str, ...] = key((), neither=TUNES)
     """Prefixes of names of frozen weights, in full training."""
 
-    freeze_parameters_regex: str | None = key(None, neither=TUNES, check=pattern)
+    freeze_parameters_regex: str | None = key(None, neither=TUNES, check=valid_pattern)
     """Pattern of names of frozen weights."""
 
-    freeze_parameters_ratio: float = key(0.0, neither=TUNES, check=share_below_1)
+    freeze_parameters_ratio: float = key(0.0, neither=TUNES, check=from_0_below_1)
     """Share of weights that are frozen, from the model's first on."""
 
     trainable_parameters: tuple[str, ...] = key((), neither=TUNES)
     """Prefixes of names of trained weights, whatever is frozen."""
 
-    trainable_parameters_regex: str | None = key(None, neither=TUNES, check=pattern)
+    trainable_parameters_regex: str | None = key(None, neither=TUNES, check=valid_pattern)
     """Pattern of names of trained weights, whatever is frozen."""
 
-    trainer: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only, metadata=about(neither=TRAINS))
+    trainer: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only, metadata=key_metadata(neither=TRAINS))
     """
     Any other key of ms-swift's `Seq2SeqTrainingArguments` and of its tuners, passed unchanged; its
     type is checked.
@@ -452,10 +452,10 @@ class RunConfig:
     global_max_length: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
     """Tokens; sets `template.max_length` and `model.max_model_len` where these are unset."""
 
-    source: str = attrs.field(default="", eq=False, metadata=about(by_command=True))
+    source: str = attrs.field(default="", eq=False, metadata=key_metadata(set_by_command=True))
     """Name of the YAML, for messages; empty for a run that none describes."""
 
-    command: Any = key(None, by_command=True)
+    command: Any = key(None, set_by_command=True)
     """Command of ms-swift that trains the run, as it resolves it; None for `packplan sft`."""
 
     @property

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from packplan.adapters.config.run import SECTIONS, known_keys
-from packplan.adapters.config.trainer_keys import stored_keys
+from packplan.adapters.config.trainer_keys import read_key_table
 from packplan.core.config.run import RunConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 
-KEYS = {*known_keys(RunConfig)} - {*SECTIONS} | {f"training.{key}" for key in stored_keys()}
+KEYS = {*known_keys(RunConfig)} - {*SECTIONS} | {f"training.{key}" for key in read_key_table()}
 
 PROGRAMS = ("TRL", "axolotl", "LLaMA-Factory")
 

@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 from packplan.adapters.config.run import RL_SECTIONS, SECTIONS, known_keys, load_rl_config, parse_config
-from packplan.adapters.config.trainer_keys import GRPO_TABLE, stored_keys
+from packplan.adapters.config.trainer_keys import GRPO_KEYS_FILE, read_key_table
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.__main__ import COMMANDS
 from packplan.app.planning.plan import Ranks, plan_split
 from packplan.app.planning.split import Split, Stores
-from packplan.core.config.identity import OWN, PATHS
+from packplan.core.config.identity import PATH_KEYS, PER_RANK
 from packplan.core.config.keys import keys_of
 from packplan.core.config.run import RunConfig
 from packplan.core.packers import ALGORITHMS
@@ -38,7 +38,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 CODE = re.compile(r"`([^`\n]+)`")
 
-KEYS = {*known_keys(RunConfig)} - {*SECTIONS} | {f"training.{key}" for key in stored_keys()}
+KEYS = {*known_keys(RunConfig)} - {*SECTIONS} | {f"training.{key}" for key in read_key_table()}
 
 MODULES = [path for layer in ("core", "adapters", "app") for path in (ROOT / layer).rglob("*.py")]
 
@@ -216,10 +216,10 @@ def test_yaml_that_is_shown_is_a_run(tmp_path):
         sections = {section: {**keys, **shown.pop(section, {})} for section, keys in base.items()}
         shown.pop("extends", None)
         if not rl:
-            assert parse_config({**shown, **sections}, name, stored_keys())
+            assert parse_config({**shown, **sections}, name, read_key_table())
             continue
         (tmp_path / name).write_text(yaml.safe_dump({**shown, **sections}))
-        assert load_rl_config(tmp_path / name, stored_keys(GRPO_TABLE))
+        assert load_rl_config(tmp_path / name, read_key_table(GRPO_KEYS_FILE))
 
 
 @pytest.fixture
@@ -311,5 +311,5 @@ def test_the_page_lists_the_keys_that_ranks_may_have_for_themselves():
     (rows,) = re.findall(r"^\| keys \| why \|\n\|---\|---\|\n((?:\|.*\n)+)", page, re.MULTILINE)
     listed = [key for row in rows.splitlines() for key in CODE.findall(row.split("|")[1])]
 
-    named = {*OWN, "custom.fusion_config"} | PATHS - dict(keys_of(RunConfig)).keys()
+    named = {*PER_RANK, "custom.fusion_config"} | PATH_KEYS - dict(keys_of(RunConfig)).keys()
     assert sorted(key.rpartition(".")[2] for key in named) == sorted(key.rpartition(".")[2] for key in listed)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from packplan.adapters.config.trainer_keys import TABLE, stored_keys
+from packplan.adapters.config.trainer_keys import SFT_KEYS_FILE, read_key_table
 from packplan.adapters.trainer.arguments import installed_keys
 from packplan.app import sft
 from packplan.app.planning.schedule import accumulation_of
@@ -33,8 +33,8 @@ def arguments_of(config):
 
 def test_the_table_is_that_of_the_installed_library():
     """`make reference` writes it; other versions are asked themselves."""
-    assert TABLE.read_text(encoding="utf-8") == trainer_table()
-    assert KEYS == stored_keys()
+    assert SFT_KEYS_FILE.read_text(encoding="utf-8") == trainer_table()
+    assert KEYS == read_key_table()
     assert len(KEYS) > 150
 
 
@@ -44,7 +44,7 @@ def test_another_version_is_asked_itself(tmp_path: Path, monkeypatch):
     run.write_text(
         "model: {model: m}\ntemplate: {max_length: 8}\ncustom: {train_jsonl: t}\ntraining: {output_dir: o, bf16: 3}\n"
     )
-    monkeypatch.setattr(runs, "stored_keys", lambda: None)
+    monkeypatch.setattr(runs, "read_key_table", lambda: None)
 
     with pytest.raises(ConfigError, match=r"training.bf16: is 3, but has to be true or false"):
         read_config(run)

@@ -10,16 +10,16 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.adapters.config.run import SECTIONS, known_keys
-from packplan.adapters.config.trainer_keys import TABLE
+from packplan.adapters.config.trainer_keys import SFT_KEYS_FILE
 from packplan.core.config import keys
 from packplan.core.config.identity import (
     FIXED_ARGUMENTS,
-    OWN,
-    PATHS,
+    PATH_KEYS,
+    PER_RANK,
     flat_values,
     rank_differences,
     run_identity,
-    run_values,
+    shared_values,
 )
 from packplan.core.config.run import CustomConfig, ModelConfig, PathText, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import RankDifference
@@ -77,7 +77,7 @@ def test_a_changed_setting_is_refused_or_told_or_decides_no_step(changed, refuse
     names = FIXED_ARGUMENTS - {"freeze_llm", "freeze_vit"}
     listed = page.split("- `loss_reduction`")[1].split("which the optimizer")[0]
     assert {*names} == {"loss_reduction", *re.findall(r"`(\w+)`", listed)}, "docs/training.md lists them"
-    known = {*json.loads(TABLE.read_text())["keys"], *attrs.fields_dict(TrainingConfig)}
+    known = {*json.loads(SFT_KEYS_FILE.read_text())["keys"], *attrs.fields_dict(TrainingConfig)}
     assert known >= FIXED_ARGUMENTS
 
 
@@ -108,13 +108,13 @@ def test_a_key_that_decides_samples_is_refused_in_a_resumed_run(key):
 def test_every_key_is_compared_but_for_those_that_say_why_not(path):
     """Those of sections in sections too; of a path, whether it is set."""
     key = ".".join(path)
-    plain, other = run_values(RUN, {}), run_values(changed(RUN, path, "another"), {})
+    plain, other = shared_values(RUN, {}), shared_values(changed(RUN, path, "another"), {})
 
-    expected = [] if key in OWN else [key]
-    if key in PATHS and key in plain:
+    expected = [] if key in PER_RANK else [key]
+    if key in PATH_KEYS and key in plain:
         assert plain == other
         expected = [key]
-        other = run_values(changed(RUN, path, ()), {})
+        other = shared_values(changed(RUN, path, ()), {})
     assert expected == [one.key for one in rank_differences([plain, other])]
 
 
@@ -124,17 +124,17 @@ def with_trainer(**keys: object) -> RunConfig:
 
 def test_keys_of_the_trainer_are_compared_too():
     """Sections are compared key by key, and files of settings by their content."""
-    plain = run_values(RUN, {})
-    for name in json.loads(TABLE.read_text())["keys"]:
+    plain = shared_values(RUN, {})
+    for name in json.loads(SFT_KEYS_FILE.read_text())["keys"]:
         if name in {field.name for field in attrs.fields(TrainingConfig)}:
             continue
-        other = run_values(with_trainer(**{name: 1}), {})
+        other = shared_values(with_trainer(**{name: 1}), {})
         key = f"training.{name}"
-        assert ([] if key in OWN else [key]) == [one.key for one in rank_differences([plain, other])]
+        assert ([] if key in PER_RANK else [key]) == [one.key for one in rank_differences([plain, other])]
     stage = {"training.deepspeed": {"zero_optimization": {"stage": 2}}}
-    of_file = run_values(with_trainer(deepspeed="ds.json"), stage)
+    of_file = shared_values(with_trainer(deepspeed="ds.json"), stage)
     assert "2" == of_file["training.deepspeed.zero_optimization.stage"]
-    assert of_file == run_values(with_trainer(deepspeed=stage["training.deepspeed"]), {})
+    assert of_file == shared_values(with_trainer(deepspeed=stage["training.deepspeed"]), {})
 
 
 def test_every_key_of_a_path_is_said_to_be_one():
@@ -145,18 +145,20 @@ def test_every_key_of_a_path_is_said_to_be_one():
         for field in attrs.fields(attrs.resolve_types(kind, include_extras=True))
         if str(PathText) in str(field.type)
     }
-    passed = {f"training.{name}" for name, key in json.loads(TABLE.read_text())["keys"].items() if key.get("path")}
+    passed = {
+        f"training.{name}" for name, key in json.loads(SFT_KEYS_FILE.read_text())["keys"].items() if key.get("path")
+    }
 
-    assert paths | passed == PATHS | {key for key in OWN if key in paths}
+    assert paths | passed == PATH_KEYS | {key for key in PER_RANK if key in paths}
     assert {"training.output_dir", "custom.train_jsonl"} < paths
     resumed = [changed(RUN, ("training", "resume_from_checkpoint"), path) for path in ("last", "a", "b")]
-    last, one, two = (run_values(config, {})["training.resume_from_checkpoint"] for config in resumed)
+    last, one, two = (shared_values(config, {})["training.resume_from_checkpoint"] for config in resumed)
     assert last != one == two
 
 
 def test_a_secret_is_in_no_message():
     """Nor in what ranks send each other."""
-    assert "hf_secret" not in str(run_values(with_trainer(hub_token="hf_secret"), {}))  # noqa: S106
+    assert "hf_secret" not in str(shared_values(with_trainer(hub_token="hf_secret"), {}))  # noqa: S106
 
 
 def test_nothing_is_like_an_empty_section():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packplan.adapters.config.run import known_keys, load_mixes
-from packplan.core.config.faults import closest, unknown_key
+from packplan.core.config.faults import explain_unknown_key, similar_keys
 from packplan.core.config.refusals import Host, refusals_of, refused_settings
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError
@@ -77,7 +77,7 @@ def test_a_misspelling_names_what_it_misspells_and_no_key_of_another_meaning(pat
 
 
 def test_a_key_with_its_section_before_a_dot_is_told_to_be_written_inside():
-    reason = unknown_key("sequence_packing.enabled", "policy", ["policy.sequence_packing.enabled"], refused={})
+    reason = explain_unknown_key("sequence_packing.enabled", "policy", ["policy.sequence_packing.enabled"], refused={})
     assert "is written with a dot: write enabled in the section policy.sequence_packing" == reason
 
 
@@ -109,4 +109,4 @@ def test_one_letter_off_is_found(name, data):
     swapped = name[:at] + name[at + 1] + name[at] + name[at + 2 :]
     wrong = data.draw(st.sampled_from([left_out, doubled, swapped]))
 
-    assert wrong in NAMES or name in closest(wrong, NAMES)
+    assert wrong in NAMES or name in similar_keys(wrong, NAMES)

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from packplan.adapters.config.run import load_rl_config
-from packplan.adapters.config.trainer_keys import GRPO_TABLE, stored_keys
+from packplan.adapters.config.trainer_keys import GRPO_KEYS_FILE, read_key_table
 from packplan.core.config.rl import RlConfig
 from packplan.core.errors import ConfigError
 
@@ -24,7 +24,7 @@ def parsed(tmp_path):
     def read(sections, *overrides) -> RlConfig:
         document = {**sections, **{name: {**keys, **sections.get(name, {})} for name, keys in LEAST.items()}}
         (tmp_path / "rl.yaml").write_text(yaml.safe_dump(document))
-        return load_rl_config(tmp_path / "rl.yaml", stored_keys(GRPO_TABLE), overrides=overrides)
+        return load_rl_config(tmp_path / "rl.yaml", read_key_table(GRPO_KEYS_FILE), overrides=overrides)
 
     return read
 

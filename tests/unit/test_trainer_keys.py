@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packplan.adapters.config import trainer_keys
-from packplan.adapters.config.trainer_keys import TrainerKey, as_table, stored_keys
+from packplan.adapters.config.trainer_keys import TrainerKey, key_table_text, read_key_table
 
-KEYS = stored_keys()
+KEYS = read_key_table()
 
 WRONG = {
     "nan": math.nan, "-nan": -math.nan, "inf": math.inf, "negative": -1, "string": "zigzag", "list": [3],
@@ -30,10 +30,10 @@ def test_each_key_refuses_what_it_is_not(name):
     }
     for kind, value in WRONG.items():
         if allowed.get(kind):
-            assert value == takes.checked(value)
+            assert value == takes.convert(value)
             continue
         with pytest.raises(ValueError, match=r"^is .*, but has to be \w") as raised:
-            takes.checked(value)
+            takes.convert(value)
         assert repr(value) in str(raised.value)
 
 
@@ -42,10 +42,10 @@ def test_a_number_has_its_bounds(value):
     """The least is allowed, what it has to be below is not; a number as a text is one."""
     takes = TrainerKey(("float",), below=1)
     if 0 <= value < 1:
-        assert value == takes.checked(value) == takes.checked(repr(value))
+        assert value == takes.convert(value) == takes.convert(repr(value))
     else:
         with pytest.raises(ValueError, match="has to be a number of at least 0 and below 1"):
-            takes.checked(value)
+            takes.convert(value)
 
 
 NOT_TAKEN = [
@@ -68,20 +68,20 @@ TAKEN = [
 
 def test_what_a_key_takes_is_what_the_trainer_gets_and_the_rest_is_said_in_words():
     """Types, choices, bounds; whole numbers as numbers, JSON as a section, no as a word."""
-    assert [taken for _, _, taken in TAKEN] == [takes.checked(value) for takes, value, _ in TAKEN]
+    assert [taken for _, _, taken in TAKEN] == [takes.convert(value) for takes, value, _ in TAKEN]
     for takes, value, says in NOT_TAKEN:
         with pytest.raises(ValueError, match=says):
-            takes.checked(value)
+            takes.convert(value)
 
 
 @pytest.mark.parametrize("table", trainer_keys.LIBRARIES, ids=lambda path: path.stem)
 def test_a_table_is_not_used_for_other_versions(monkeypatch, table):
     """Either library's are known; where one is not installed, it says what the keys would be."""
-    keys = stored_keys(table)
-    assert table.read_text(encoding="utf-8") == as_table(keys, table)
+    keys = read_key_table(table)
+    assert table.read_text(encoding="utf-8") == key_table_text(keys, table)
     for name in trainer_keys.LIBRARIES[table]:
         with monkeypatch.context() as patched:
             patched.setattr(trainer_keys, "installed_version", {name: "0.1"}.get)
-            assert stored_keys(table) is None
+            assert read_key_table(table) is None
     monkeypatch.setattr(trainer_keys, "installed_version", lambda _: None)
-    assert stored_keys(table) == keys
+    assert read_key_table(table) == keys
