@@ -97,9 +97,8 @@ class ConfigError(UserError):
         return cls("", (Fault(path, reason),))
 
     def _text(self) -> str:
-        if not self.source:
-            return "\n".join(map(str, self.faults))
-        return in_lines(f"{self.source} has {counted(len(self.faults), 'fault')}", self.faults)
+        head = f"{self.source} has {counted(len(self.faults), 'fault')}"
+        return in_lines(head, self.faults) if self.source else "\n".join(map(str, self.faults))
 
 
 @attrs.define(eq=False)
@@ -248,8 +247,7 @@ class RunError(_FactError, UserError):
             method: Name of the method that it computed.
             reason: Error of the worker itself.
         """
-        fact = f"worker {worker} failed in {method}: {reason}"
-        return cls("worker", fact, {"worker": worker, "method": method})
+        return cls("worker", f"worker {worker} failed in {method}: {reason}")
 
 
 class VerificationError(PackplanError):

@@ -11,6 +11,7 @@ from the types, defaults and docstrings of its fields. Refusals give one list. A
 import argparse
 import ast
 import inspect
+import json
 import re
 import types
 import typing
@@ -22,7 +23,8 @@ from typing import Any
 
 import attrs
 
-from packplan.adapters.config.trainer_keys import GRPO_KEYS_FILE, key_table_text
+from packplan.adapters.config.trainer_keys import GRPO_KEYS_FILE, LIBRARIES, SFT_KEYS_FILE, TrainerKey
+from packplan.adapters.versions import installed_version
 from packplan.core.config.keys import key_of
 from packplan.core.config.run import PathText
 
@@ -81,11 +83,25 @@ def rewritten(page: str) -> str:
     return _MARKED.sub(lambda found: "\n".join([found[1], *_part(found[2]), found[3]]), page)
 
 
+def key_table_text(keys: Mapping[str, TrainerKey], path: Path) -> str:
+    """
+    Return the text of a table of these keys, those of the installed libraries: a line for each key.
+    """
+    plain = TrainerKey(())
+    lines = [
+        f"    {json.dumps(name)}: "
+        f"{json.dumps(attrs.asdict(key, filter=lambda part, value: value != getattr(plain, part.name)))}"
+        for name, key in sorted(keys.items())
+    ]
+    versions = json.dumps({name: installed_version(name) for name in LIBRARIES[path]})
+    return f'{{\n  "versions": {versions},\n  "keys": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
+
+
 def trainer_table() -> str:
     """Return the table of the keys that the training arguments of the installed ms-swift take."""
     from packplan.adapters.trainer.arguments import installed_keys
 
-    return key_table_text(installed_keys())
+    return key_table_text(installed_keys(), SFT_KEYS_FILE)
 
 
 def grpo_table() -> str:

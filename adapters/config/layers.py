@@ -13,8 +13,6 @@ import yaml
 
 from packplan.core.errors import ConfigError, Fault
 
-COMMAND_LINE = "the command line"
-
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
 
 
@@ -81,7 +79,7 @@ def apply_overrides(document: Mapping[str, Any], overrides: Iterable[str]) -> di
             layer = {part: layer}
         result = merge_sections(result, layer)
     if found:
-        raise ConfigError(COMMAND_LINE, tuple(found))
+        raise ConfigError("the command line", tuple(found))
     return result
 
 

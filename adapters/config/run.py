@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_origin
 
 import attrs
 
-from packplan.adapters.config.layers import COMMAND_LINE, apply_overrides, expand_path, read_document
+from packplan.adapters.config.layers import apply_overrides, expand_path, read_document
 from packplan.adapters.config.trainer_keys import TrainerKey
 from packplan.adapters.config.values import Advise, structure
 from packplan.core.config.faults import explain_unknown_key, run_faults
@@ -24,6 +24,9 @@ T = TypeVar("T", bound=RunConfig)
 SECTIONS = ("model", "template", "custom", "training")
 
 RL_SECTIONS = ("policy", "grpo")
+
+_OWN_KEYS = {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
+"""Keys of `training.` that are not passed on to the trainer."""
 
 _REQUIRED = {"model": {"model": "unset"}, "training": {"output_dir": "unset"}}
 """Keys without a default."""
@@ -77,13 +80,12 @@ def parse_config(
     found = [Fault(name, reason) for name in RL_SECTIONS if document.pop(name, None) is not None]
     usable = {f"training.{key}" for key in trainer_keys} | {*known_keys(RunConfig)}
     advise = partial(explain_unknown_key, known=sorted(usable - {*_REFUSED}), refused=_REFUSED)
-    if isinstance(training := document["training"], dict):
-        own = training.keys() & {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
-        passed = {key: value for key, value in training.items() if key not in own}
-        checked, more = _check_settings("training", passed, trainer_keys, advise)
-        document["training"] = {key: training[key] for key in own} | {"trainer": checked}
-        found += more
-    return _build(document, RunConfig, _name_source(source, overrides), advise, found)
+    training: Any = document["training"]
+    if isinstance(training, dict):
+        passed = {key: value for key, value in training.items() if key not in _OWN_KEYS}
+        own = {key: value for key, value in training.items() if key in _OWN_KEYS}
+        document["training"] = own | {"trainer": _convert_settings("training", passed, trainer_keys, advise, found)}
+    return _build(document, RunConfig, source, advise, found)
 
 
 def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, overrides: Sequence[str] = ()) -> RlConfig:
@@ -108,10 +110,9 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
     if isinstance(grpo, dict):
         if "output_dir" not in grpo:
             found.append(Fault("grpo.output_dir", "is not set: name a folder for checkpoints and the policy"))
-        document["grpo"], more = _check_settings("grpo", grpo, grpo_keys, advise)
-        found += more
+        document["grpo"] = _convert_settings("grpo", grpo, grpo_keys, advise, found)
         document["training"] = {"output_dir": document["grpo"].get("output_dir", "unset")}
-    return _build(document, RlConfig, _name_source(str(path), overrides), advise, found)
+    return _build(document, RlConfig, str(path), advise, found)
 
 
 def known_keys(kind: type) -> Iterator[str]:
@@ -119,10 +120,6 @@ def known_keys(kind: type) -> Iterator[str]:
     paths = (path for path, field in keys_of(kind) if get_origin(field.type) is not Mapping)
     parts = (part.removesuffix("[]") for path in paths for part in accumulate(path.split("."), "{}.{}".format))
     return iter(dict.fromkeys(parts))
-
-
-def _name_source(source: str, overrides: Sequence[str]) -> str:
-    return f"{source} with {COMMAND_LINE}" if overrides else source
 
 
 def _build(document: Mapping[str, Any], kind: type[T], source: str, advise: Advise, found: Sequence[Fault]) -> T:
@@ -187,12 +184,11 @@ class _Curriculum:
     curriculum: tuple[Mix, ...]
 
 
-def _check_settings(
-    section: str, values: Mapping[str, Any], keys: Mapping[str, TrainerKey], advise: Advise
-) -> tuple[dict[str, Any], list[Fault]]:
-    """Return settings of a section as the trainer takes them, and the faults of the others."""
-    checked: dict[str, Any] = {}
-    found = []
+def _convert_settings(
+    section: str, values: Mapping[str, Any], keys: Mapping[str, TrainerKey], advise: Advise, found: list[Fault]
+) -> dict[str, Any]:
+    """Return a section's settings as the trainer takes them; append the faults of others."""
+    taken: dict[str, Any] = {}
     for key, value in values.items():
         path = f"{section}.{key}"
         if path in _REFUSED:
@@ -201,9 +197,8 @@ def _check_settings(
             found.append(Fault(path, advise(str(key), section)))
         else:
             try:
-                checked[key] = keys[key].convert(value)
-                if keys[key].path and isinstance(value, str):
-                    checked[key] = expand_path(value)
+                is_path = keys[key].path and isinstance(value, str)
+                taken[key] = expand_path(value) if is_path else keys[key].convert(value)
             except ValueError as error:
                 found.append(Fault(path, str(error)))
-    return checked, found
+    return taken

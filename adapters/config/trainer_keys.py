@@ -3,8 +3,9 @@ Types, choices and bounds of the training arguments of ms-swift and TRL, read fr
 importing these takes seconds; and faults of settings that this machine lacks a package for, or
 would ignore.
 
-A table is of one version of its libraries; `make reference` writes it from the installed ones
-(`adapters.trainer.arguments`, `app.wiring.grpo`). Where others are installed, it is not used.
+A table is of one version of its libraries; `make reference` writes it from the installed ones.
+Where others are installed, their own classes are read (`installed_keys` of
+`adapters.trainer.arguments` and `app.wiring.grpo`).
 """
 
 import contextlib
@@ -88,7 +89,7 @@ class TrainerKey:
     """Whether a text is the path of a file or folder."""
 
     def convert(self, value: Any) -> Any:
-        """Return *value* as the trainer takes it; ValueError if it takes none such."""
+        """Return *value* as the trainer takes it; ValueError if it takes no such value."""
         given, kind = value, TYPES.get(type(value), "")
         if value is False and "no" in self.choices:  # YAML reads no as false
             value, kind = "no", "str"
@@ -105,27 +106,23 @@ class TrainerKey:
             kind = "numbers"
         texts = value if kind == "list" else [value] if kind == "str" else []
         fits = kind in self.types and all(isinstance(text, str) for text in texts)
-        if fits and kind in {"int", "float"}:
-            fits = self.least <= value < self.below
-            if kind == "int" and value >= TOO_LARGE:
-                message = f"is {given!r}, but has to be a whole number below {TOO_LARGE:,}"
-                raise ValueError(message)
+        if kind in {"int", "float"}:
+            fits = fits and self.least <= value < (min(self.below, TOO_LARGE) if kind == "int" else self.below)
         if not fits or (self.choices and not set(self.choices).issuperset(texts)):
             message = f"is {given!r}, but has to be {self._wanted()}"
             raise ValueError(message)
         return value
 
     def _wanted(self) -> str:
-        """Return in words what the key takes."""
+        """Return the values that the key takes, in words."""
         unsaid = {"null", "str"} if self.choices or ("dict" in self.types and not self.path) else {"null"}
         words = [WORDS[kind] for kind in self.types if kind not in unsaid]
         if self.choices:
-            listed = f"one of {', '.join(self.choices)}"
-            words = [f"{word} of these" if word == WORDS["list"] else word for word in words] + [listed]
+            words.append(f"one of {', '.join(self.choices)}")
         wanted = " or ".join(words) or WORDS["null"]
         if {"int", "float"} & set(self.types):
-            bound = "" if self.below == float("inf") else f" and below {self.below:g}"
-            wanted += f" of at least {self.least:g}{bound}"
+            below = min(self.below, TOO_LARGE if "float" not in self.types else self.below)
+            wanted += f" of at least {self.least:g}" + ("" if below == float("inf") else f" and below {below:,g}")
         return wanted
 
 
@@ -195,20 +192,6 @@ def read_key_table(path: Path = SFT_KEYS_FILE) -> dict[str, TrainerKey] | None:
     if any(installed_version(name) not in {None, table["versions"][name]} for name in LIBRARIES[path]):
         return None
     return cattrs.structure(table["keys"], dict[str, TrainerKey])
-
-
-def key_table_text(keys: Mapping[str, TrainerKey], path: Path = SFT_KEYS_FILE) -> str:
-    """
-    Return the text of a table of these keys, those of the installed libraries: a line for each key.
-    """
-    plain = TrainerKey(())
-    lines = [
-        f"    {json.dumps(name)}: "
-        f"{json.dumps(attrs.asdict(key, filter=lambda part, value: value != getattr(plain, part.name)))}"
-        for name, key in sorted(keys.items())
-    ]
-    versions = json.dumps({name: installed_version(name) for name in LIBRARIES[path]})
-    return f'{{\n  "versions": {versions},\n  "keys": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
 
 
 def read_settings(named: Any) -> Mapping[str, Any]:

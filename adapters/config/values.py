@@ -86,17 +86,12 @@ def _to_int(value: object, _: Any) -> int:
 
 
 def _to_float(value: object, _: Any) -> float:
-    number = None
-    try:
-        if type(value) in {int, float, str}:  # YAML reads 1e-5 as a string
-            number = float(typing.cast("float", value))
-    except ValueError:
-        pass
-    except OverflowError:  # a whole number
-        number = math.inf
-    if number is None or not math.isfinite(number):
-        _refuse(value, "a number" if number is None else "a finite number")
-    return number
+    if isinstance(value, (int, float, str)) and type(value) is not bool:  # YAML reads 1e-5 as a string
+        with contextlib.suppress(ValueError, OverflowError):
+            number = float(value)
+            if math.isfinite(number):
+                return number
+    _refuse(value, "a finite number")
 
 
 def _to_bool(value: object, _: Any) -> bool:
@@ -190,8 +185,6 @@ def _mapping_hook(plain: Any, wanted: str) -> Any:
 
 
 def _without_none(kind: Any) -> Any:
-    if _origin(kind) not in _UNIONS:
-        return kind
     return next(argument for argument in typing.get_args(kind) if argument is not type(None))
 
 

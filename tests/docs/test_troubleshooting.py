@@ -58,7 +58,7 @@ FAULTS = (
 )
 
 EXAMPLES = (
-    errors.ConfigError("run.yaml with the command line", FAULTS),
+    errors.ConfigError("run.yaml", FAULTS),
     errors.RecordError("data/train.jsonl, line 17", "has 2 images, but 1 <image> tag: write one tag for each image"),
     errors.DataSetError("data/train.jsonl holds no record"),
     raised(pack, [9, 7, 3, -1], capacity=16),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packplan.adapters.config import trainer_keys
-from packplan.adapters.config.trainer_keys import TrainerKey, key_table_text, read_key_table
+from packplan.adapters.config.trainer_keys import TrainerKey, read_key_table
 
 KEYS = read_key_table()
 
@@ -52,7 +52,7 @@ NOT_TAKEN = [
     (TrainerKey(("int",)), True, "is True, but has to be a whole number of at least 0"),
     (TrainerKey(("float",)), 10**400, "but has to be a number of at least 0"),
     (TrainerKey(("float",)), None, "is None, but has to be a number"),
-    (TrainerKey(("str", "list"), ("a", "b")), ["a", "c"], "has to be a list of texts of these or one of a, b"),
+    (TrainerKey(("str", "list"), ("a", "b")), ["a", "c"], "has to be a list of texts or one of a, b"),
     (TrainerKey(("null", "str", "dict")), "{a", "is '{a', but has to be a section of keys"),
     (TrainerKey(("str",), ("no", "steps")), True, "is True, but has to be one of no, steps"),
 ]
@@ -78,7 +78,6 @@ def test_what_a_key_takes_is_what_the_trainer_gets_and_the_rest_is_said_in_words
 def test_a_table_is_not_used_for_other_versions(monkeypatch, table):
     """Either library's are known; where one is not installed, it says what the keys would be."""
     keys = read_key_table(table)
-    assert table.read_text(encoding="utf-8") == key_table_text(keys, table)
     for name in trainer_keys.LIBRARIES[table]:
         with monkeypatch.context() as patched:
             patched.setattr(trainer_keys, "installed_version", {name: "0.1"}.get)
