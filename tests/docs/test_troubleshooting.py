@@ -13,8 +13,9 @@ from packplan.adapters.loaders.rows import PACK, refuse_other_packs
 from packplan.core import errors
 from packplan.core.align import align_plan
 from packplan.core.batch import resolve_accumulation
+from packplan.core.config import faults
 from packplan.core.config.faults import with_remedy
-from packplan.core.errors import Difference, Fault, ModelError, PackplanError, RankDifference, RunError, StaleError
+from packplan.core.errors import Difference, Fault, ModelError, PackplanError, RunError, StaleError
 from packplan.core.lengths import checked_works
 from packplan.core.packers import pack
 from packplan.core.plan import build_raw_plan, refuse_dropped, refuse_longer, refuse_unsupervised
@@ -46,10 +47,6 @@ def raised(call, *arguments, **options) -> PackplanError:
     return caught.value
 
 
-RUNS = (
-    RankDifference("training.learning_rate", ("0.0001",) * 4 + ("1e-05",)),
-    RankDifference("version of numpy", ('"2.4.6"',) * 4 + ('"2.3.0"',)),
-)
 FAULTS = (
     Fault("template.max_length", "is 4096.5, but has to be a whole number"),
     Fault("training.packing_bufer", "is no known key: did you mean packing_buffer?"),
@@ -57,125 +54,42 @@ FAULTS = (
     Fault("training.seed", "is 'x', but has to be a whole number"),
 )
 
-EXAMPLES = (
+WIDE = {"shards": 1, "batch_size": 10, "max_tokens_per_microbatch": 512, "sequence_length_pad_multiple": 64}
+BATCH = {
+    "effective_batch_size": 30, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "world_size": 8
+}  # fmt: skip
+
+MADE = (
     errors.ConfigError("run.yaml", FAULTS),
     errors.RecordError("data/train.jsonl, line 17", "has 2 images, but 1 <image> tag: write one tag for each image"),
     errors.DataSetError("data/train.jsonl holds no record"),
     raised(pack, [9, 7, 3, -1], capacity=16),
     raised(checked_works, [1.0] * 3 + [float("nan")] * 2 + [1.0] * 35, 40),
     raised(pack, [8] * 5, capacity=8, bin_count_multiple=8),
-    raised(
-        shard_packed,
-        [100] * 7 + [530, 600, 640],
-        shards=1,
-        batch_size=10,
-        max_tokens_per_microbatch=512,
-        sequence_length_pad_multiple=64,
-    ),
+    raised(shard_packed, [100] * 7 + [530, 600, 640], **WIDE),
     raised(shard_packed, [], shards=8, batch_size=30, max_tokens_per_microbatch=8),
-    raised(
-        resolve_accumulation,
-        effective_batch_size=30,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=1,
-        world_size=8,
-    ),
+    raised(resolve_accumulation, **BATCH),
     raised(PackBatches, plan([8] * 9, 16).schedule(world_size=8), 0, 2),
-    errors.ArgumentError(
-        "host",
-        "the trainer would not follow the plan: accelerator_config.split_batches is set, which hands the batches of "
-        "one rank out to all",
-    ),
-    errors.ArgumentError(
-        "packed_batch",
-        "the packed batch begins sample 1 at token 12 by starts, but at token 10 by position_ids: the model would take "
-        "other samples",
-    ),
-    errors.ArgumentError(
-        "whole_batch_loss",
-        "the loss dpo_loss compares sequences with each other, so it needs the whole batch at once, which packing and "
-        "dynamic batching compute part by part",
-    ),
     raised(build_raw_plan, [], packing_length=1024),
     raised(build_raw_plan, [1024, 1024, 1100], packing_length=1024, allow_single_long=False),
     raised(build_raw_plan, [300, 400], packing_length=2048, min_fill_ratio="0.65"),
     raised(refuse_dropped, build_raw_plan(MIXED, DROPPING), MIXED, DROPPING),
     raised(refuse_longer, [100, 5120, 7168], PlanPolicy(packing_length=4096, refuse_longer=True)),
     raised(refuse_unsupervised, build_raw_plan([8] * 400, packing_length=64), [0] * 400),
-    errors.ArgumentError(
-        "too_many_epochs", "epochs 0 to 9,999 end at optimizer step 20,000, and no more epochs can be planned"
-    ),
     raised(align_plan, build_raw_plan([8] * 3, packing_length=8), world_size=4, dataloader_drop_last=True),
     ModelError.isolation("bloom", "auto", "gradients pass between samples of a row: 0.24 of a sample's own"),
-    ModelError(
-        "attention",
-        "attn_impl varlen cannot be taken: packed samples differ from themselves alone by 0.07, where 2e-05 is allowed",
-    ),
-    ModelError("probe", "its small copy has 31,000,000 weights, more than 20,000,000"),
-    ModelError(
-        "trace",
-        "the model cannot be traced in forward of modeling_x.py (DataDependentOutputException: "
-        "aten._local_scalar_dense.default)",
-    ),
-    ModelError("work", "the work of model_type 'falcon' is not known"),
     StaleError.lengths(FOLDER, OTHER),
-    StaleError("borrowed_lengths", str(StaleError.lengths("runs/other/static_packing/train", OTHER))),
-    StaleError("table_lengths", str(StaleError.lengths("lengths.parquet", OTHER))),
     StaleError.plan("runs/first/checkpoint-40", PLANS),
     StaleError.plan("runs/first/checkpoint-40", (Difference("order_version", 2, 3),)),
-    StaleError(
-        "changed_image",
-        "image 0 of sample 12 is not the one that was measured: num_bytes: stored 40213, now 51877",
-    ),
     StaleError.sample(12, "data/train.jsonl, line 13", LENGTH),
     StaleError.sample(12, "data/train.jsonl.gz, line 13", LENGTH, copy="runs/first/records/b5bb9d80"),
     errors.NotBuiltError(FOLDER, "holds no plan"),
     errors.OutputError("runs/first", "No space left on device"),
-    errors.OutputError(FOLDER, "process 4711 on node3 writes it, and this run has waited for 7,200 s", "locked"),
-    RunError("rank_zero", "rank 0 failed: data/train.jsonl, line 17: is not UTF-8 text"),
-    RunError("rank_gone", "rank 1 waited 1,800 s for the other ranks; last heard: nothing"),
-    RunError("different_runs", errors.in_lines("ranks were given different runs", RUNS)),
-    RunError(
-        "lost_process",
-        "loading data failed: DataLoader worker (pid 4711) is killed by signal: Killed. Most often the machine, or its "
-        "shared memory (/dev/shm), is full: lower training.dataloader_num_workers (now 4; 0 loads in the training "
-        "process) or training.dataloader_prefetch_factor, or give the machine more memory",
-    ),
-    RunError("not_finite", "loss is nan, so the policy was not updated and not saved"),
     RunError.worker(2, "train", "its process ended"),
     raised(refuse_other_packs, [{PACK: 5}], [(4,)]),
-    errors.MismatchError("unequal", "packed training is not the same training: logits, isolation differ"),
-    errors.MismatchError("unsound", "3 findings: what is stored is not what training would use"),
-    errors.MismatchError(
-        "ranks_disagree", "ranks disagree on the train plan's checksum: rank 0: ad441f64dbd8; rank 1: 8bc83601250a"
-    ),
-    errors.MismatchError(
-        "too_large",
-        "a step of the plan takes up to 98.20 GiB on each rank, of 80.00 GiB; the longest template.max_length that "
-        "fits is 11,200",
-    ),
-    errors.MismatchError(
-        "leak",
-        "samples of the row are not apart: sample 1 depends on sample 0, by a gradient of 0.32 of its own, where 0 is "
-        "due; first in model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)",
-    ),
-    errors.MismatchError(
-        "unlike_alone",
-        "the logits of sample 1 differ from those of the sample alone by 0.0029, where 3e-05 is allowed; first in "
-        "model.layers.3.self_attn (Llama4TextAttention)",
-    ),
-    errors.MismatchError(
-        "unlike_step",
-        "the step's loss is 1.9555, 0.5 times the 3.911 that is due; the gradients are 0.5 times those that are due, "
-        "and differ by 0.19: as the token mean divided by the ranks (2) once too often",
-    ),
-    errors.MismatchError(
-        "unlike_padded",
-        "without padding the loss is 3.2 where 3.1 is due, and gradients differ by 0.2 of their norm, where 5e-04 is "
-        "allowed",
-    ),
     errors.CorruptArtefactError(f"{FOLDER}/lengths.bin", "its content does not match the manifest's digest"),
 )
+"""Errors as the product makes them; at least one of each class."""
 
 
 def raised_kinds() -> set[str]:
@@ -204,26 +118,27 @@ def entries() -> dict[str, str]:
 
 
 def test_every_class_and_every_kind_has_its_entry():
-    """And no entry is of an error that is gone."""
+    """A message, and below it the kind and what to do. No entry is of an error that is gone."""
     names = {cls.__name__ for cls in classes(PackplanError)}  # attrs makes each class twice, and the first may linger
-    assert names == set(entries())
-    assert names == {type(error).__name__ for error in EXAMPLES}
+    assert names == set(entries()) == {type(error).__name__ for error in MADE}
     assert all(name in errors.__doc__ for name in names)
-    stating = {error.kind for error in EXAMPLES if type(error).__name__ in {*STATING, "OutputError"}}
-    assert stating == raised_kinds() | {"refused", "locked"}, "give it an entry on the page, and one in EXAMPLES"
+    stated = {
+        kind
+        for name, text in entries().items()
+        for kind in re.findall(r"\n```text\nerror: (?:[^\n]+\n)+```\n\n`(\w+)`: [\w`][^\n]+", text)
+        if name in {*STATING, "OutputError"}
+    }
+    assert stated == raised_kinds() | {"refused", "locked"}, "give it an entry on the page"
+    assert [] == [text for text in faults._REMEDIES.values() if "{" not in text and text not in PAGE]
 
 
-each = pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: f"{type(error).__name__} {error.kind}")
+each = pytest.mark.parametrize("error", MADE, ids=lambda error: f"{type(error).__name__} {error.kind}")
 
 
 @each
 def test_an_entry_shows_the_message_as_it_is(error):
-    """So that a search for its words finds the page; it has its kind, and says what to do."""
-    shown = re.escape(f"```text\nerror: {with_remedy(error)}\n```\n")
-    named = f"`{error.kind}`: " if type(error).__name__ in {*STATING, "OutputError"} else ""
-
-    found = re.search(rf"\n{shown}\n{named}[\w`][^\n]+", entries()[type(error).__name__])
-    assert found is not None, f"docs/troubleshooting.md lacks this message, or what to do, for {error.kind}"
+    """So that a search for its words finds the page."""
+    assert f"```text\nerror: {with_remedy(error)}\n```\n" in entries()[type(error).__name__], error.kind
 
 
 @each
