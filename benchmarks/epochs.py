@@ -20,7 +20,7 @@ from benchmarks.child import NotMeasuredError, run_in_child
 from benchmarks.distributions import DISTRIBUTIONS
 from benchmarks.options import add_names, add_number
 from benchmarks.table import Columns, show
-from packplan.core.epochs import EpochRecipe, EpochSamples, plan_epoch, record_of, select_epoch
+from packplan.core.epochs import EpochRecipe, EpochSamples, plan_epoch, record_epoch, select_epoch
 from packplan.core.lengths import IntArray
 from packplan.core.mixes import Mix, Mixes, Source
 from packplan.core.packers import pack
@@ -112,7 +112,7 @@ def _measured(name: str, kind: str, options: argparse.Namespace) -> dict[str, fl
         packed = time.perf_counter()
         plan = plan_epoch(recipe, policy, samples, epoch, quick_bound=True)
         planned = time.perf_counter()
-        record_of(plan, samples)
+        record_epoch(plan, samples)
         seconds["record"].append(time.perf_counter() - planned)
         seconds["plan"].append(planned - packed)
         seconds["pack"].append(packed - started)

@@ -235,7 +235,7 @@ def _packs(train: Split, batches: int, world_size: int, options: argparse.Namesp
     each, shuffled = world_size * batches, np.random.default_rng(options.seed).permutation(len(raw))
     seen, left = np.sort(shuffled[::2]), shuffled[1::2]
     stats = packs_stats(train, raw)
-    images = stats.works.weighed(0, 0, 1) if stats.works is not None else None
+    images = stats.works.scaled(0, 0, 1) if stats.works is not None else None
     vision = stats.packs.sums(images.flops) if images is not None else stats.work
     chosen: list[Sequence[int]] = list(
         calibration_packs(

@@ -21,7 +21,7 @@ from benchmarks.options import add_number
 from benchmarks.table import Columns, show
 from packplan.core.lengths import IntArray
 from packplan.core.shard import Sharding, shard_dynamic, shard_packed
-from packplan.core.work.assignment import Meeting
+from packplan.core.work.assignment import SyncPoint
 
 
 @attrs.frozen
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="count FLOPs of a 7B model, or squares of lengths (default: model)",
     )  # fmt: skip
     parser.add_argument(
-        "--meeting", choices=get_args(Meeting), default="microbatch",
+        "--sync-at", choices=get_args(SyncPoint), default="microbatch",
         help="where workers wait for each other (default: microbatch)",
     )  # fmt: skip
 
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
     workers = {"shards": options.workers, "batch_size": options.global_batch, "work": work}
     budget = {"max_tokens_per_microbatch": options.budget}
     ways: dict[str, Callable[[IntArray], Sharding]] = {
-        "packed, balanced": partial(shard_packed, **workers, **budget, meeting=options.meeting),
+        "packed, balanced": partial(shard_packed, **workers, **budget, sync_at=options.sync_at),
         "packed, round robin": partial(shard_packed, **workers, **budget, assignment="round_robin"),
         "dynamic": partial(shard_dynamic, **workers, **budget, sequence_length_round=64),
     }

@@ -32,7 +32,7 @@ from packplan.core.lengths import IntArray
 from packplan.core.packers import pack
 from packplan.core.packs import Packs, concatenate
 from packplan.core.shuffling import shuffled
-from packplan.core.work.assignment import assign_steps, in_units
+from packplan.core.work.assignment import assign_steps, to_units
 from packplan.core.work.model import WorkModel
 from packplan.core.work.text import DELTA_CHUNK
 from packplan.core.work.vision import FLOPs, VisionWork
@@ -151,7 +151,7 @@ def _sorted(works: IntArray, _ranks: int, _accumulation: int) -> IntArray:
 
 
 def _by_work(works: IntArray, ranks: int, accumulation: int) -> IntArray:
-    return assign_steps(works, world_size=ranks, accumulation=accumulation, meeting="step")
+    return assign_steps(works, world_size=ranks, accumulation=accumulation, sync_at="step")
 
 
 WAYS: Mapping[str, tuple[str, Order]] = {
@@ -319,7 +319,7 @@ def _chosen(works: NDArray[np.float64], way: str, ranks: int, accumulation: int,
     """Return the packs of an epoch's whole steps; shape (steps, packs of a rank, ranks)."""
     per_step = ranks * accumulation
     drawn = shuffled(works.size, seed=seed)[: works.size // per_step * per_step]
-    chosen: IntArray = drawn[WAYS[way][1](in_units(works[drawn]), ranks, accumulation)]
+    chosen: IntArray = drawn[WAYS[way][1](to_units(works[drawn]), ranks, accumulation)]
     return chosen.reshape(-1, accumulation, ranks)
 
 

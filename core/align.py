@@ -124,8 +124,8 @@ def batches_of(num: int, *, batch_size: int, drop_last: bool) -> int:
         batch_size: Packs of a rank in one forward pass, >= 1.
         drop_last: Whether a smaller last batch is dropped.
 
-    >>> batches_of(7, batch_size=3, drop_last=False), batches_of(7, batch_size=3, drop_last=True)
-    (3, 2)
+    >>> [batches_of(7, batch_size=3, drop_last=drop_last) for drop_last in (False, True)]
+    [3, 2]
     """
     return num // batch_size if drop_last else -(-num // batch_size)
 

@@ -7,7 +7,7 @@ import attrs
 from packplan.core.length_counts import LengthCounts, fit_decreasing
 from packplan.core.lengths import Lengths, lengths_up_to, whole_number
 from packplan.core.patterns import Effort, num_packs
-from packplan.core.patterns.certificate import BoundKind, certify, quick_bound, reduced
+from packplan.core.patterns.certificate import BoundKind, certify, quick_bound, to_lowest_terms
 
 _FIXED_EFFORT, _EFFORT_OF_A_SAMPLE = 380_000, 0.3
 """
@@ -16,7 +16,7 @@ sample of about its planning time.
 """
 
 
-def usual_effort(num_samples: int) -> float:
+def bound_effort(num_samples: int) -> float:
     """Return the steps of a search for a lower bound that takes about as long as planning."""
     return _FIXED_EFFORT + _EFFORT_OF_A_SAMPLE * num_samples
 
@@ -76,7 +76,7 @@ def find_bound(
     tally = LengthCounts.from_lengths(lengths_up_to(lengths, capacity=capacity))
     if not tally.sizes:
         return Bound(0, "reached", 0)
-    tally, capacity = reduced(tally, capacity=capacity)
+    tally, capacity = to_lowest_terms(tally, capacity=capacity)
     if not effort:
         packs = quick_bound(tally, capacity=capacity)
         return Bound(packs, "reached" if packs == known else "quick", known or sum(tally.counts))

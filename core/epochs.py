@@ -17,7 +17,7 @@ from packplan.core.checksum import plan_checksum
 from packplan.core.errors import ArgumentError
 from packplan.core.fingerprint import Fingerprint, Value
 from packplan.core.lengths import IntArray
-from packplan.core.mixes import Mixes, select
+from packplan.core.mixes import Mixes, select_records
 from packplan.core.plan import RawPlan, build_raw_plan
 from packplan.core.policy import PlanPolicy
 from packplan.core.schedule import EpochSchedule, Progress
@@ -72,6 +72,11 @@ class EpochSamples:
     @indices.default
     def _indices(self) -> IntArray:
         return np.flatnonzero(self.lengths)
+
+    def drawable_lengths(self, policy: PlanPolicy) -> IntArray:
+        """Return the tokens of each record, 0 for one that no mix draws; shape (num_records,)."""
+        is_kept = policy.allow_single_long or self.lengths < policy.packing_length
+        return np.where(is_kept, self.lengths, 0)
 
 
 def _numbers(values: Iterable[int]) -> tuple[int, ...]:
@@ -130,20 +135,8 @@ def select_epoch(recipe: EpochRecipe, policy: PlanPolicy, samples: EpochSamples,
     """
     if recipe.mixes is None:
         return samples.indices
-    return select(recipe.mixes, drawable(policy, samples), samples.sizes, seed=recipe.seed, epoch=epoch)
-
-
-def drawable(policy: PlanPolicy, samples: EpochSamples) -> IntArray:
-    """
-    Return the tokens of each record that a mix may draw, 0 for others; shape (num_records,).
-
-    Args:
-        policy: Settings of planning.
-        samples: All records.
-    """
-    if policy.allow_single_long:
-        return samples.lengths
-    return np.where(samples.lengths < policy.packing_length, samples.lengths, 0)
+    tokens = samples.drawable_lengths(policy)
+    return select_records(recipe.mixes, tokens, samples.sizes, seed=recipe.seed, epoch=epoch)
 
 
 @attrs.frozen(eq=False)
@@ -191,7 +184,7 @@ def plan_epoch(
     return EpochPlan(epoch, chosen, plan if is_all else plan.with_indices(chosen))
 
 
-def record_of(planned: EpochPlan, samples: EpochSamples) -> EpochRecord:
+def record_epoch(planned: EpochPlan, samples: EpochSamples) -> EpochRecord:
     """
     Return what is kept of an epoch's plan.
 
@@ -222,7 +215,7 @@ def record_of(planned: EpochPlan, samples: EpochSamples) -> EpochRecord:
     )
 
 
-def with_epochs(
+def schedule_epochs(
     schedule: EpochSchedule, record: Callable[[int], EpochRecord]
 ) -> tuple[EpochSchedule, tuple[EpochRecord, ...]]:
     """

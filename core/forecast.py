@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from packplan.core.lengths import IntArray
 from packplan.core.packs import Packs
 from packplan.core.schedule import EpochSchedule, EpochStats
-from packplan.core.work.assignment import Meeting
+from packplan.core.work.assignment import SyncPoint
 from packplan.core.work.model import SampleWorks
 
 
@@ -122,7 +122,7 @@ def forecast_run(
         every: Optimizer steps between two evaluations, and between two checkpoints; 0 for none.
         evaluates_first: Whether an evaluation comes before the first step.
     """
-    terms = StepTerms.from_epoch(trained, flops, meeting=schedule.meeting)
+    terms = StepTerms.from_epoch(trained, flops, sync_at=schedule.sync_at)
     evaluation = 0.0
     if evaluated is not None:
         forward = evaluated.seconds(attrs.evolve(timing.time, step=0.0))
@@ -304,29 +304,29 @@ class StepTerms:
     flops: Floats
     """FLOPs of text, attention and vision; shape (num_microbatches, world_size, 3)."""
 
-    meeting: Meeting
+    sync_at: SyncPoint
     """Point where the ranks wait for each other."""
 
     @classmethod
-    def from_epoch(cls, trained: EpochStats, flops: SampleWorks, *, meeting: Meeting) -> StepTerms:
+    def from_epoch(cls, trained: EpochStats, flops: SampleWorks, *, sync_at: SyncPoint) -> StepTerms:
         """
         Return the terms of an epoch, or of what is left of it.
 
         Args:
             trained: Packs of the epoch in their order.
             flops: Works of the samples in FLOPs.
-            meeting: Point where the ranks wait for each other.
+            sync_at: Point where the ranks wait for each other.
         """
-        by_term = (trained.pack_stats.with_works(flops.weighed(*weights)) for weights in np.eye(3))
+        by_term = (trained.pack_stats.with_works(flops.scaled(*weights)) for weights in np.eye(3))
         terms = [attrs.evolve(trained, pack_stats=one).batch_works() for one in by_term]
         batches, window = len(terms[0]), trained.packs_per_step // (trained.world_size * trained.batch_size)
         counts = np.minimum(window, batches - np.arange(0, batches, window))
-        return cls(counts, np.stack(terms, axis=-1), meeting)
+        return cls(counts, np.stack(terms, axis=-1), sync_at)
 
     def seconds(self, time: StepTime) -> Floats:
         """Return the seconds of each step; shape (num_steps,)."""
         batches = self.flops @ np.array([time.text, time.attention, time.vision])
-        if self.meeting == "step":
+        if self.sync_at == "step":
             busiest: Floats = self._of_steps(batches).max(axis=1)
         else:
             busiest = self._of_steps(batches.max(axis=1))
@@ -336,7 +336,7 @@ class StepTerms:
         """Return the FLOPs of each step on its busiest ranks; shape (num_steps, 3)."""
         totals = self.flops.sum(axis=2)
         ranks = totals.argmax(axis=1)
-        if self.meeting == "step":
+        if self.sync_at == "step":
             ranks = np.repeat(self._of_steps(totals).argmax(axis=1), self.counts)
         return self._of_steps(self.flops[np.arange(len(ranks)), ranks])
 

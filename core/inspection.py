@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from packplan.core.lengths import IntArray, Lengths, as_lengths
 from packplan.core.metrics import padded_positions
-from packplan.core.packs import filled
+from packplan.core.packs import filled_tokens
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.plan import RawPlan, unsupervised_samples
 from packplan.core.samples.tables import MEDIA_COLUMNS, DataFile, MediaTable, Table, column, num_media, sample_indices
@@ -186,7 +186,7 @@ def summarise(
     loads = plan.packs.loads(array)
     gap = mean = p5 = worst = saved = None
     if packed:
-        fills = np.divide(filled(loads, plan.packing_length), plan.packing_length)
+        fills = np.divide(filled_tokens(loads, plan.packing_length), plan.packing_length)
         mean, p5, worst = plan.fill, float(np.percentile(fills, 5, method="lower")), float(fills.min())
         gap = (len(plan.packs) + len(plan.dropped_packs) - plan.lower_bound) / plan.lower_bound
         batch_size = max(1, round(samples_per_pack))
@@ -342,7 +342,7 @@ def summarise_sources(
             name,
             tuple(file for file in files if file.source == name),
             longest_sample=int(own.max(initial=0)),
-            length_quantiles=quantiles(own),
+            length_quantiles=length_quantiles(own),
             **{field: int(values[number]) for field, values in counts.items()},
         )
         for number, (name, own) in enumerate(zip(names, lengths, strict=True))
@@ -385,11 +385,11 @@ def _counts(
     }
 
 
-def quantiles(ascending: NDArray[np.integer]) -> tuple[int, ...]:
+def length_quantiles(ascending: NDArray[np.integer]) -> tuple[int, ...]:
     """
     Return the lengths that 5 %, 50 % and 95 % of all do not exceed; empty without lengths.
 
-    >>> quantiles(np.arange(1, 101))
+    >>> length_quantiles(np.arange(1, 101))
     (5, 50, 95)
     """
     size = len(ascending)
@@ -397,7 +397,7 @@ def quantiles(ascending: NDArray[np.integer]) -> tuple[int, ...]:
 
 
 @attrs.frozen
-class Place:
+class SamplePlace:
     """Place of a sample in a plan."""
 
     kind: Literal["packed", "long", "dropped", "skipped", "absent"]
@@ -426,7 +426,7 @@ class ScheduledStep:
     rank: int
 
 
-def place_of(plan: RawPlan, sample: int) -> Place:
+def find_sample(plan: RawPlan, sample: int) -> SamplePlace:
     """
     Return the place of a sample in a plan.
 
@@ -434,7 +434,7 @@ def place_of(plan: RawPlan, sample: int) -> Place:
         IndexError: It is no sample of the plan.
 
     >>> from packplan.core.plan import build_raw_plan
-    >>> place_of(build_raw_plan([60, 20, 90], packing_length=80), 1).pack_members
+    >>> find_sample(build_raw_plan([60, 20, 90], packing_length=80), 1).pack_members
     (0, 1)
     """
     for packs, kind in ((plan.packs, "packed"), (plan.dropped_packs, "dropped")):
@@ -442,9 +442,9 @@ def place_of(plan: RawPlan, sample: int) -> Place:
         if found.size:
             pack = int(np.searchsorted(packs.offsets, found[0], side="right")) - 1
             alone = kind == "packed" and sample in plan.single_long
-            return Place("long" if alone else kind, pack, tuple(packs[pack]))  # type: ignore[arg-type]
+            return SamplePlace("long" if alone else kind, pack, tuple(packs[pack]))  # type: ignore[arg-type]
     if sample in plan.skipped_long:
-        return Place("skipped", None, ())
+        return SamplePlace("skipped", None, ())
     message = f"record {sample} is no sample of the plan, which has {plan.num_samples:,}"
     raise IndexError(message)
 

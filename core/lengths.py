@@ -180,11 +180,11 @@ def rounded_up(lengths: IntArray, multiple: int) -> IntArray:
     return -(-lengths // multiple) * multiple
 
 
-def share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
+def exact_share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
     """
     Return *value* exactly as the decimal it is written as; ValueError if it is not from 0 to 1.
 
-    >>> share("min_fill_ratio", 0.55)
+    >>> exact_share("min_fill_ratio", 0.55)
     Fraction(11, 20)
     """
     try:

@@ -7,7 +7,7 @@ from math import exp, lgamma, sqrt
 import attrs
 import numpy as np
 
-from packplan.core.bounds import lower_bound, usual_effort
+from packplan.core.bounds import bound_effort, lower_bound
 from packplan.core.lengths import Lengths, as_lengths, whole_number
 from packplan.core.packs import Packs
 
@@ -23,7 +23,7 @@ class PackingMetrics:
     lower_bound: int
     """Number of packs that no packing can go below."""
 
-    full_packs: int
+    packs_by_tokens: int
     """`ceil(tokens / capacity)`."""
 
     fill: Fraction
@@ -53,7 +53,7 @@ class PackingMetrics:
     @property
     def efficiency(self) -> float:
         """Least number of packs by tokens alone, over the number of packs; 1 is ideal."""
-        return self.full_packs / self.num_packs
+        return self.packs_by_tokens / self.num_packs
 
     @property
     def gap(self) -> float:
@@ -93,7 +93,7 @@ def packing_metrics(
     if bound is None:
         packed = array[packs.indices]
         fitting = packed[packed <= capacity]
-        effort = usual_effort(packed.size)
+        effort = bound_effort(packed.size)
         found = lower_bound(fitting, capacity=capacity, known=len(packs), effort=effort)
         bound = packed.size - fitting.size + found
     different, times = np.unique(loads, return_counts=True)
@@ -103,7 +103,7 @@ def packing_metrics(
         num_packs=loads.size,
         num_tokens=num_tokens,
         lower_bound=whole_number("bound", bound),
-        full_packs=-(-num_tokens // capacity),
+        packs_by_tokens=-(-num_tokens // capacity),
         fill=Fraction(num_tokens, capacity),
         fill_squared=Fraction(sum(load**2 * times for load, times in counted), capacity**2),
     )

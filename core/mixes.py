@@ -94,12 +94,12 @@ class Mixes:
         return tuple(dict.fromkeys(source.jsonl for mix in self.entries for source in mix.sources))
 
     @property
-    def places(self) -> dict[str, str]:
+    def file_keys(self) -> dict[str, str]:
         """Key in the YAML that names each file first."""
         named = [(entry, *one) for entry, mix in enumerate(self.entries) for one in enumerate(mix.sources)]
-        return {source.jsonl: f"{self.place(entry)}sources[{number}].jsonl" for entry, number, source in named[::-1]}
+        return {one.jsonl: f"{self.key_prefix(entry)}sources[{number}].jsonl" for entry, number, one in named[::-1]}
 
-    def place(self, entry: int) -> str:
+    def key_prefix(self, entry: int) -> str:
         """Return the beginning of the keys of an *entry* in the YAML."""
         return f"curriculum[{entry}]." if self.is_curriculum else ""
 
@@ -191,7 +191,7 @@ class Pool:
         return len(self.indices) if mix.by == "samples" else int(self.lengths.sum())
 
 
-def pools(mix: Mix, mixes: Mixes, lengths: IntArray, sizes: Sequence[int]) -> list[Pool]:
+def source_pools(mix: Mix, mixes: Mixes, lengths: IntArray, sizes: Sequence[int]) -> list[Pool]:
     """
     Return the samples of each source of a mix that can be drawn.
 
@@ -238,7 +238,7 @@ def draw_in_order(mixes: Mixes, sizes: Sequence[int], *, seed: int, epoch: int) 
     return indices
 
 
-def select(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed: int, epoch: int) -> IntArray:
+def select_records(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed: int, epoch: int) -> IntArray:
     """
     Return the records that an epoch trains: int64, ascending, repeated where replacement drew them
     more than once.
@@ -246,14 +246,14 @@ def select(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed: int, e
     By samples, and where every record can be drawn, they are those of `draw_in_order`.
 
     Args:
-        mixes: Mixes without `mixes_faults` and `drawn_faults`.
+        mixes: Mixes without `mixes_faults` and `measured_faults`.
         lengths: Tokens of each record of `mixes.files`, 0 where it cannot be drawn.
         sizes: Records of each file.
         seed: Seed of draws, from 0.
         epoch: Epoch, from 0.
     """
     mix = mixes.at(epoch)
-    drawable = pools(mix, mixes, as_lengths(lengths, least=0), sizes)
+    drawable = source_pools(mix, mixes, as_lengths(lengths, least=0), sizes)
     wanted = quotas(mix, [pool.available(mix) for pool in drawable])
     drawn = [
         pool.indices[_drawn(pool, mix, quota, (seed, epoch, number))]
@@ -270,15 +270,15 @@ def _drawn(pool: Pool, mix: Mix, quota: Fraction, seed: Seed) -> IntArray:
         return np.arange(size)
     weights = pool.lengths if mix.by == "tokens" else np.ones_like(pool.lengths)
     if not pool.source.replacement:
-        return lowest(bits.random_raw(size), weights, quota, cap=pool.source.cap)
+        return select_lowest(bits.random_raw(size), weights, quota, cap=pool.source.cap)
     if mix.by == "samples":
         return np.sort(_draw_with_replacement(size, int(quota), bits))
     drawn = np.concatenate(list(_repeated_tokens(weights, quota, bits)))
     ends = _ends(weights[drawn])
-    return np.sort(drawn[: nearest(ends, quota, cap=pool.source.cap)])
+    return np.sort(drawn[: nearest_sum(ends, quota, cap=pool.source.cap)])
 
 
-def lowest(keys: NDArray[np.uint64], weights: IntArray, quota: Fraction, *, cap: int | None) -> IntArray:
+def select_lowest(keys: NDArray[np.uint64], weights: IntArray, quota: Fraction, *, cap: int | None) -> IntArray:
     """
     Return the positions, ascending, of the lowest keys whose weights sum up to about *quota*: at
     least one, unless the quota is 0.
@@ -302,11 +302,11 @@ def lowest(keys: NDArray[np.uint64], weights: IntArray, quota: Fraction, *, cap:
     inside = np.flatnonzero(bucket_of == bucket)
     inside = inside[np.argsort(keys[inside], kind="stable")]
     ends = int(weights[taken].sum()) + _ends(weights[inside])
-    taken[inside[: nearest(ends, quota, cap=cap)]] = True
+    taken[inside[: nearest_sum(ends, quota, cap=cap)]] = True
     return np.flatnonzero(taken)
 
 
-def nearest(ends: IntArray, quota: Fraction, *, cap: int | None) -> int:
+def nearest_sum(ends: IntArray, quota: Fraction, *, cap: int | None) -> int:
     """
     Return the index of the sum that is nearest to a quota, of two the lower, and never a sum of 0
     for a quota above 0.
@@ -316,7 +316,7 @@ def nearest(ends: IntArray, quota: Fraction, *, cap: int | None) -> int:
         quota: Sum that is asked for.
         cap: Sum not to exceed, at least the quota and the first sum above 0.
 
-    >>> [nearest(np.array([0, 3, 9]), Fraction(7), cap=cap) for cap in (None, 8)]
+    >>> [nearest_sum(np.array([0, 3, 9]), Fraction(7), cap=cap) for cap in (None, 8)]
     [2, 1]
     """
     index = int(np.searchsorted(ends, math.floor(quota), side="right")) - 1
@@ -379,7 +379,7 @@ def stream_faults(mixes: Mixes) -> Iterator[Fault]:
             yield from _name_entry(mixes, entry, [Fault("by", reason)])
 
 
-def drawn_faults(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], epochs: int) -> Iterator[Fault]:
+def measured_faults(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], epochs: int) -> Iterator[Fault]:
     """
     Yield the faults of mixes that show when samples are measured.
 
@@ -391,7 +391,7 @@ def drawn_faults(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], epochs: i
     """
     tokens = as_lengths(lengths, least=0)
     for entry, mix in enumerate(mixes.entries[:epochs]):
-        drawable = pools(mix, mixes, tokens, sizes)
+        drawable = source_pools(mix, mixes, tokens, sizes)
         found = list(_pool_faults(mix, drawable))
         if not found:
             least = [1 if mix.by == "samples" else int(pool.lengths.min()) for pool in drawable]
@@ -403,7 +403,7 @@ def drawn_faults(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], epochs: i
 
 def _name_entry(mixes: Mixes, entry: int, found: Sequence[Fault]) -> Iterator[Fault]:
     for fault in found:
-        yield attrs.evolve(fault, path=f"{mixes.place(entry)}{fault.path}")
+        yield attrs.evolve(fault, path=f"{mixes.key_prefix(entry)}{fault.path}")
 
 
 def _value_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:

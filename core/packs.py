@@ -115,7 +115,7 @@ class Packs(Sequence[list[int]]):
         starts = np.repeat(self.offsets[positions] - offsets[:-1], sizes)
         return Packs(offsets, self.indices[starts + np.arange(offsets[-1])])
 
-    def owners(self, num_records: int) -> IntArray:
+    def pack_of_record(self, num_records: int) -> IntArray:
         """Return the pack of each record, -1 for none; shape (num_records,)."""
         owners = np.full(num_records, -1, dtype=np.int64)
         owners[self.indices] = np.repeat(np.arange(len(self)), self.sizes())
@@ -161,11 +161,11 @@ class Packs(Sequence[list[int]]):
         return f"Packs([{shown}], {len(self)} packs, {self.num_samples} samples)"
 
 
-def filled(loads: IntArray | Sequence[int], packing_length: int) -> IntArray:
+def filled_tokens(loads: IntArray | Sequence[int], packing_length: int) -> IntArray:
     """
     Return the tokens of the packing length that each pack fills. A long pack counts as full.
 
-    >>> filled([30, 80, 200], 80).tolist()
+    >>> filled_tokens([30, 80, 200], 80).tolist()
     [30, 80, 80]
     """
     return np.minimum(np.asarray(loads, dtype=np.int64), packing_length)
@@ -181,7 +181,7 @@ def concatenate(parts: Sequence[Packs]) -> Packs:
     return Packs(offsets, np.concatenate([part.indices for part in parts]))
 
 
-def by_first_index(packs: Packs) -> Packs:
+def sort_by_first_index(packs: Packs) -> Packs:
     """
     Order packs by their first index. This is canonical if packs are disjoint and indices ascend.
     """

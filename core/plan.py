@@ -12,11 +12,11 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.bounds import Bound, find_bound, usual_effort
+from packplan.core.bounds import Bound, bound_effort, find_bound
 from packplan.core.errors import ArgumentError, agree, counted, token_range
-from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, share
+from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, exact_share
 from packplan.core.packers import pack, redraw
-from packplan.core.packs import Packs, by_first_index, concatenate
+from packplan.core.packs import Packs, concatenate, sort_by_first_index
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.policy import PlanPolicy
 
@@ -169,10 +169,10 @@ def build_raw_plan(
     grouped = found if whole else Packs(found.offsets, short[found.indices])
     kept, dropped = _split_by_fill(grouped, array, policy)
     single = Packs.from_lists([]) if whole or not allow_single_long else Packs(np.arange(long.size + 1), long)
-    packs = by_first_index(concatenate([kept, single])) if len(single) else kept
+    packs = sort_by_first_index(concatenate([kept, single])) if len(single) else kept
     if not len(packs):
         raise _empty_plan(array, long[:0] if allow_single_long else long, dropped, policy)
-    effort = inf if policy.algorithm == "certified" else usual_effort(array.size)
+    effort = inf if policy.algorithm == "certified" else bound_effort(array.size)
     bound = _bound(tokens, policy, known=len(grouped), effort=0 if quick_bound else effort, report=report)
     saves = policy.counts_lengths and not policy.replanned and (len(grouped) - bound.found) * _SAVED > len(grouped)
     return attrs.evolve(
@@ -253,7 +253,7 @@ def _count_plan(
     )
 
 
-def no_samples() -> ArgumentError:
+def no_samples_error() -> ArgumentError:
     """Return the error of a data set without samples."""
     return ArgumentError("empty", "the data set is empty: 0 samples give no pack")
 
@@ -261,7 +261,7 @@ def no_samples() -> ArgumentError:
 def _empty_plan(lengths: IntArray, skipped: IntArray, dropped: Packs, policy: PlanPolicy) -> ArgumentError:
     """Return the error of a plan that is left without packs."""
     if not lengths.size:
-        return no_samples()
+        return no_samples_error()
     capacity = counted(policy.packing_length, "token")
     reasons: list[str] = []
     details: dict[str, float] = {"num_skipped": skipped.size, "num_dropped_packs": len(dropped)}
@@ -322,7 +322,7 @@ def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
     >>> policy = PlanPolicy(packing_length=100, min_fill_ratio="0.5")
     >>> refuse_dropped(build_raw_plan([51, 51, 90], policy), [51, 51, 90], policy)
     """
-    if len(plan.dropped_packs) <= 1 or plan.dropped_share <= share("max_dropped_share", policy.max_dropped_share):
+    if len(plan.dropped_packs) <= 1 or plan.dropped_share <= exact_share("max_dropped_share", policy.max_dropped_share):
         return
     dropped = as_lengths(lengths, least=0)[plan.dropped_packs.indices]
     # Rounded up, so that the share that is named is one that suffices.
@@ -416,4 +416,4 @@ def _tokens(lengths: IntArray) -> int:
 
 def min_load(ratio: float | str | Decimal, packing_length: int) -> int:
     """Return the fewest tokens that reach *ratio*, read as a decimal: 55 of 100 at 0.55."""
-    return -int(-share("min_fill_ratio", ratio) * packing_length // 1)
+    return -int(-exact_share("min_fill_ratio", ratio) * packing_length // 1)

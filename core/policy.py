@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import attrs
 
 from packplan.core.fingerprint import Fingerprint, Value
-from packplan.core.lengths import share, whole_number
-from packplan.core.packers import REDRAW_VERSION, algorithm_named, checked_seed
+from packplan.core.lengths import exact_share, whole_number
+from packplan.core.packers import REDRAW_VERSION, checked_seed, find_algorithm
 
 if TYPE_CHECKING:
     from packplan.core.work.model import WorkModel
@@ -80,21 +80,21 @@ class PlanPolicy:
     """Work of samples, for algorithms whose packs depend on it. None derives it from lengths."""
 
     def __attrs_post_init__(self) -> None:
-        share("min_fill_ratio", self.min_fill_ratio)
-        share("max_dropped_share", self.max_dropped_share)
-        if algorithm_named(self.algorithm).keeps_order and self.replanned:
+        exact_share("min_fill_ratio", self.min_fill_ratio)
+        exact_share("max_dropped_share", self.max_dropped_share)
+        if find_algorithm(self.algorithm).keeps_order and self.replanned:
             message = f"replanned is True, but {self.algorithm} keeps the order of the data, so all epochs pack alike"
             raise ValueError(message)
 
     @property
-    def weighs(self) -> bool:
+    def uses_works(self) -> bool:
         """Whether the packs depend on the work of the samples."""
-        return self.packing and algorithm_named(self.algorithm).weighs
+        return self.packing and find_algorithm(self.algorithm).uses_works
 
     @property
     def counts_lengths(self) -> bool:
         """Whether the packs depend on how many samples have each length, and on their order."""
-        return self.packing and algorithm_named(self.algorithm).counts_lengths
+        return self.packing and find_algorithm(self.algorithm).counts_lengths
 
     def fingerprint(self, lengths_digest: str) -> Fingerprint:
         """
@@ -111,7 +111,7 @@ class PlanPolicy:
             "packing_length": self.packing_length,
         }
         if self.packing:
-            algorithm = algorithm_named(self.algorithm)
+            algorithm = find_algorithm(self.algorithm)
             inputs |= {
                 "algorithm": f"{self.algorithm} {algorithm.version}",
                 "min_fill_ratio": self.min_fill_ratio if self.drop_last else None,
@@ -119,9 +119,9 @@ class PlanPolicy:
             }
             if self.replanned:
                 inputs["replanned"] = REDRAW_VERSION
-            if algorithm.draws or self.replanned:
+            if algorithm.uses_seed or self.replanned:
                 inputs["seed"] = self.seed
-            if algorithm.weighs:
+            if algorithm.uses_works:
                 inputs["work"] = str(self.work)
         elif not self.allow_single_long:
             inputs["allow_single_long"] = False

@@ -15,7 +15,7 @@ import numpy as np
 
 from packplan.core.errors import Difference
 from packplan.core.fingerprint import NO_IDENTITY, Fingerprint, RunIdentity
-from packplan.core.lengths import IntArray, share, whole_number
+from packplan.core.lengths import IntArray, exact_share, whole_number
 
 Order = Callable[[int], IntArray]
 """Epoch -> indices of samples, in order."""
@@ -25,11 +25,11 @@ PACKER_VERSION = str(binpacking.__version__)
 
 
 def _ratio(value: float | str | Decimal | Fraction) -> Fraction:
-    return share("min_fill_ratio", value)
+    return exact_share("min_fill_ratio", value)
 
 
 @attrs.frozen(kw_only=True)
-class CarryOptions:
+class StreamOptions:
     """Options of packing a stream."""
 
     packing_length: int
@@ -60,7 +60,7 @@ class CarryOptions:
 
 
 @attrs.frozen
-class Item:
+class StreamItem:
     """Sample of an epoch."""
 
     place: int
@@ -105,7 +105,7 @@ class StreamCounts:
     """Packs to train below the fill ratio."""
 
     @classmethod
-    def of_pack(cls, lengths: Sequence[int], options: CarryOptions) -> StreamCounts:
+    def from_pack(cls, lengths: Sequence[int], options: StreamOptions) -> StreamCounts:
         """Return the counts of one pack to train."""
         tokens = sum(lengths)
         return cls(
@@ -115,9 +115,9 @@ class StreamCounts:
             underfilled_packs=int(not options.is_full(tokens)),
         )
 
-    def without_pack(self, lengths: Sequence[int], options: CarryOptions) -> StreamCounts:
+    def without_pack(self, lengths: Sequence[int], options: StreamOptions) -> StreamCounts:
         """Return these counts with one of the packs dropped instead of trained."""
-        pack = self.of_pack(lengths, options)
+        pack = self.from_pack(lengths, options)
         return attrs.evolve(
             self,
             packs=self.packs - 1,
@@ -144,35 +144,35 @@ class ShardState:
     read: int = 0
     """Places of the shard that were read."""
 
-    ahead: tuple[Item, ...] = ()
+    ahead: tuple[StreamItem, ...] = ()
     """Items that were read and have not come to the buffer yet."""
 
-    buffer: tuple[Item, ...] = ()
+    buffer: tuple[StreamItem, ...] = ()
     """Items in the buffer, in order of arrival."""
 
-    packs: tuple[tuple[Item, ...], ...] = ()
+    packs: tuple[tuple[StreamItem, ...], ...] = ()
     """Packs that are filled and wait to be trained, in order."""
 
     counts: StreamCounts = StreamCounts()
     """Counts of the shard's samples in this epoch; packs that wait are not among them."""
 
     @property
-    def admitted(self) -> tuple[Item, ...]:
+    def admitted(self) -> tuple[StreamItem, ...]:
         """Items that came to the buffer and wait, in the buffer or in a pack."""
         return (*chain.from_iterable(self.packs), *self.buffer)
 
     @property
-    def waiting(self) -> tuple[Item, ...]:
+    def waiting(self) -> tuple[StreamItem, ...]:
         """Items that were read and are neither trained nor dropped nor skipped."""
         return (*self.admitted, *self.ahead)
 
 
 def after_reading(state: ShardState, place: int) -> ShardState:
     """Return the state after the item of the next place was read."""
-    return attrs.evolve(state, read=state.read + 1, ahead=(*state.ahead, Item(place)))
+    return attrs.evolve(state, read=state.read + 1, ahead=(*state.ahead, StreamItem(place)))
 
 
-def admit_first(state: ShardState, length: int, *, options: CarryOptions) -> ShardState:
+def admit_first(state: ShardState, length: int, *, options: StreamOptions) -> ShardState:
     """
     Return the state after the first item ahead came to the buffer.
 
@@ -194,30 +194,30 @@ def admit_first(state: ShardState, length: int, *, options: CarryOptions) -> Sha
     return _pack(came, options, most_carried=options.packing_buffer // 2, drop=False)
 
 
-def flush_buffer(state: ShardState, *, options: CarryOptions) -> ShardState:
+def flush_buffer(state: ShardState, *, options: StreamOptions) -> ShardState:
     """Return the state after the buffer was packed at the end of the shard."""
     return _pack(state, options, most_carried=0, drop=options.drop_last)
 
 
-def take_pack(state: ShardState, *, options: CarryOptions) -> tuple[tuple[Item, ...], ShardState]:
+def take_pack(state: ShardState, *, options: StreamOptions) -> tuple[tuple[StreamItem, ...], ShardState]:
     """Return the first pack that waits, and the state after it is trained."""
     pack, *packs = state.packs
-    counts = StreamCounts.of_pack([item.length for item in pack], options)
+    counts = StreamCounts.from_pack([item.length for item in pack], options)
     return pack, attrs.evolve(state, packs=tuple(packs), counts=state.counts + counts)
 
 
-def _pack(state: ShardState, options: CarryOptions, *, most_carried: int, drop: bool) -> ShardState:
+def _pack(state: ShardState, options: StreamOptions, *, most_carried: int, drop: bool) -> ShardState:
     """Return the state after the buffer was packed, its underfilled packs dropped if asked."""
     arrived = list(enumerate(state.buffer))
     bins = binpacking.to_constant_volume(arrived, options.packing_length, key=lambda one: one[1].length)
-    full: list[tuple[Item, ...]] = []
-    underfilled: list[list[tuple[int, Item]]] = []
+    full: list[tuple[StreamItem, ...]] = []
+    underfilled: list[list[tuple[int, StreamItem]]] = []
     for members in sorted(sorted(one) for one in bins if one):
         if options.is_full(sum(item.length for _, item in members)):
             full.append(tuple(item for _, item in members))
         else:
             underfilled.append(members)
-    stays: list[tuple[int, Item]] = []
+    stays: list[tuple[int, StreamItem]] = []
     # Packs are in the order of their oldest samples, so that the youngest are the last.
     while underfilled and len(stays) + len(underfilled[-1]) <= most_carried:
         stays += underfilled.pop()

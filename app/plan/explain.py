@@ -14,7 +14,7 @@ from packplan.app.plan.stored import StoredSplit
 from packplan.app.wiring.stores import records_of
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import DataSetError, counted
-from packplan.core.inspection import Place, place_of, scheduled_steps
+from packplan.core.inspection import SamplePlace, find_sample, scheduled_steps
 from packplan.core.samples.tables import from_tables
 
 
@@ -35,7 +35,7 @@ def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[
             message = f"record {sample} is no sample: {bad.where}: {bad.reason}"
             raise DataSetError(message)
     try:
-        place = place_of(opened.split.raw, sample)
+        place = find_sample(opened.split.raw, sample)
     except IndexError as error:
         lengths = opened.lengths.tokens
         if opened.epochs is None:
@@ -43,7 +43,7 @@ def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[
         if sample >= lengths.size:
             message = f"the data have no record {sample}: {counted(lengths.size, 'record')} were measured, from 0"
             raise DataSetError(message) from None
-        place = Place("absent", None, ())
+        place = SamplePlace("absent", None, ())
     records = _records_of(config, opened)
     document = {"split": opened.split.name, **_sample(opened, records, sample), "place": place.kind}
     if place.kind == "dropped":

@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> None:
     else:
         _print(found)
     if found.fits is False:
-        raise MismatchError("too_large", told_excess(found))
+        raise MismatchError("too_large", excess_message(found))
 
 
 def _sharding_of(config: RunConfig) -> ModelSharding:
@@ -230,7 +230,7 @@ def _print(found: Fit) -> None:
         console.print(f"note: {note}")
 
 
-def told_excess(found: Fit) -> str:
+def excess_message(found: Fit) -> str:
     """Return in words that a plan does not fit, and the length that would."""
     needed, memory = written_bytes(found.needed), written_bytes(found.memory or 0)
     need = f"a step of the plan takes up to {needed} on each rank, of {memory}"

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.core.epochs import EpochPlan, EpochRecipe, EpochRecord, EpochSamples, plan_epoch, record_of
+from packplan.core.epochs import EpochPlan, EpochRecipe, EpochRecord, EpochSamples, plan_epoch, record_epoch
 from packplan.core.errors import DataSetError, MismatchError, agree, counted
 from packplan.core.plan import RawPlan, refuse_dropped
 from packplan.core.policy import PlanPolicy
@@ -46,7 +46,7 @@ def samples_of(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ())
         table: Measurements of the records; shape (num_records, num_columns).
         files: Files of the data, for mixes of them.
     """
-    works = table_works(policy.work, table).flops if policy.weighs and policy.work is not None else None
+    works = table_works(policy.work, table).flops if policy.uses_works and policy.work is not None else None
     lengths = column(table, "length").astype(np.int64)
     if (empty := np.flatnonzero((lengths == 0) & (column(table, "bad") == 0))).size:
         fact = f"{counted(empty.size, 'sample')} of {len(lengths):,} {agree(empty.size, 'has', 'have')} no token"
@@ -104,7 +104,7 @@ class EpochPlanner:
 
     def record(self, plan: EpochPlan) -> EpochRecord:
         """Return what is kept of a plan."""
-        return record_of(plan, self.samples)
+        return record_epoch(plan, self.samples)
 
 
 @attrs.frozen(eq=False)

@@ -19,12 +19,12 @@ from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, plan_sampl
 from packplan.app.planning.measure import measure
 from packplan.app.planning.split import Split
 from packplan.core.align import align_plan
-from packplan.core.epochs import EpochPlan, EpochRecipe, EpochRecord, EpochSamples, drawable, select_epoch, with_epochs
+from packplan.core.epochs import EpochPlan, EpochRecipe, EpochRecord, EpochSamples, schedule_epochs, select_epoch
 from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.fingerprint import Fingerprint
-from packplan.core.mixes import drawn_faults
+from packplan.core.mixes import measured_faults
 from packplan.core.plan import (
-    no_samples,
+    no_samples_error,
     plan_from_arrays,
     plan_to_arrays,
     refuse_dropped,
@@ -111,7 +111,7 @@ def plan_split(split: Split, ranks: Ranks, *, world_size: int | None = None) -> 
     """
     name, source = split.name, split.source
     if not len(source):
-        raise no_samples()
+        raise no_samples_error()
     world_size = world_size or ranks.group.world_size
     arrays = dict(ranks.build(split.stores.lock, partial(_measure_and_plan, split, world_size)))
     split.table, split.key = arrays.pop("table"), Fingerprint(json.loads(arrays.pop("key").tobytes()))
@@ -159,7 +159,7 @@ def _require_drawable(recipe: EpochRecipe | None, policy: PlanPolicy, samples: E
     if recipe is None or recipe.mixes is None:
         return
     entries = len(recipe.mixes.entries)
-    if faults := tuple(drawn_faults(recipe.mixes, drawable(policy, samples), samples.sizes, entries)):
+    if faults := tuple(measured_faults(recipe.mixes, samples.drawable_lengths(policy), samples.sizes, entries)):
         raise ConfigError("custom.fusion_config", faults)
 
 
@@ -216,4 +216,4 @@ def _counted(
             first = select_epoch(planner.recipe, planner.policy, planner.samples, 0)
             return planner.record(EpochPlan(0, first, split.raw))
 
-        return with_epochs(schedule, record)
+        return schedule_epochs(schedule, record)

@@ -13,7 +13,7 @@ from packplan.core.batch import Accumulation, partial_window, resolve_accumulati
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, counted
 from packplan.core.schedule import EpochSchedule
-from packplan.core.work.assignment import Meeting
+from packplan.core.work.assignment import SyncPoint
 
 REDUCES_EACH_BACKWARD = 2
 """
@@ -55,7 +55,7 @@ def forced_batches(config: RunConfig) -> Iterator[str]:
         yield "training.eval_packing is true, but training.packing is false, so evaluation is not packed either"
 
 
-def meeting_of(config: RunConfig) -> Meeting | None:
+def balanced_sync_point(config: RunConfig) -> SyncPoint | None:
     """
     Return the point at which the ranks of a run wait for each other; None if its packs are not
     assigned by work.
@@ -66,10 +66,10 @@ def meeting_of(config: RunConfig) -> Meeting | None:
     asked = config.training.packing_balance
     if asked == "none" or not config.training.packing:
         return None
-    return meeting_point(config) if asked == "auto" else asked
+    return sync_point_of(config) if asked == "auto" else asked
 
 
-def meeting_point(config: RunConfig) -> Meeting:
+def sync_point_of(config: RunConfig) -> SyncPoint:
     """Return the point at which the ranks of a run wait for each other, by its settings."""
     training = config.training
     stage = zero_stage(training.trainer.get("deepspeed"))
@@ -106,7 +106,7 @@ def split_schedule(
     """
     if split == "eval":
         return EpochSchedule.from_plan(aligned, gradient_accumulation_steps=1, num_train_epochs=1, shuffle=False)
-    training, meeting = config.training, meeting_of(config)
+    training, sync_at = config.training, balanced_sync_point(config)
     accumulation = accumulation_of(config, world_size=aligned.world_size)
     return EpochSchedule.from_plan(
         aligned,
@@ -115,8 +115,8 @@ def split_schedule(
         max_steps=training.max_steps,
         seed=training.trainer.get("data_seed", training.seed),
         shuffle=training.trainer.get("train_dataloader_shuffle", True),
-        works=None if meeting is None else works,
-        meeting=meeting or meeting_point(config),
+        works=None if sync_at is None else works,
+        sync_at=sync_at or sync_point_of(config),
     )
 
 

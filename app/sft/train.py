@@ -129,7 +129,7 @@ def _log_plans(config: RunConfig, splits: dict[str, Split], schedule: EpochSched
     if schedule.works is not None and schedule.world_size > 1:
         log.info(
             "packs of a step are assigned to ranks by work, which meet in each %s (training.packing_balance)",
-            schedule.meeting,
+            schedule.sync_at,
         )
 
 

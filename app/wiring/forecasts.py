@@ -23,7 +23,7 @@ from packplan.adapters.trainer.arguments import training_arguments
 from packplan.adapters.trainer.model import open_model
 from packplan.adapters.trainer.planned import PlanTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
-from packplan.app.planning.schedule import meeting_point, split_schedule
+from packplan.app.planning.schedule import split_schedule, sync_point_of
 from packplan.app.planning.split import Split
 from packplan.core.align import align_plan
 from packplan.core.config.run import RunConfig
@@ -150,7 +150,7 @@ def forecast_time(
     trained = EpochStats.from_schedule(trainer.pack_stats(0), schedule, 0)
     stats = packs_stats(train, train.raw.packs)
     chosen = calibration_packs(
-        stats.packs, stats.work, stats.packs.sums(train.works.weighed(0, 0, 1).flops),
+        stats.packs, stats.work, stats.packs.sums(train.works.scaled(0, 0, 1).flops),
         attrs.evolve(schedule, works=None).order(0), world_size=schedule.world_size,
         batches=schedule.gradient_accumulation_steps, batch_size=schedule.batch_size,
     )  # fmt: skip
@@ -172,7 +172,7 @@ def evaluation_terms(config: RunConfig, planned: Split) -> StepTerms:
     schedule = split_schedule(config, "eval", planned.aligned)
     whole = attrs.evolve(schedule, gradient_accumulation_steps=schedule.batches_per_epoch)
     return StepTerms.from_epoch(
-        EpochStats.from_schedule(planned.pack_stats(0), whole, 0), planned.works, meeting="step"
+        EpochStats.from_schedule(planned.pack_stats(0), whole, 0), planned.works, sync_at="step"
     )
 
 
@@ -200,13 +200,13 @@ def measure_packs(
     schedule = EpochSchedule(
         num_packs=len(packs), world_size=before.world_size, dataloader_drop_last=False,
         gradient_accumulation_steps=before.gradient_accumulation_steps, num_train_epochs=REPEATS,
-        batch_size=before.batch_size, shuffle=False, meeting=meeting_point(config),
+        batch_size=before.batch_size, shuffle=False, sync_at=sync_point_of(config),
     )  # fmt: skip
     evaluated = _shortened(splits["eval"], before.world_size) if trainer.eval_dataset is not None else None
     _serve(trainer, stats, schedule, evaluated)
     terms = StepTerms.from_epoch(
         EpochStats.from_schedule(stats, schedule, 0), splits["train"].works,
-        meeting=schedule.meeting,
+        sync_at=schedule.sync_at,
     )  # fmt: skip
     forward = None if evaluated is None else evaluation_terms(config, evaluated)
     with _elsewhere(trainer, group):

@@ -22,8 +22,8 @@ def policy_of(config: RunConfig, split: str) -> PlanPolicy:
     Return the policy by which a run plans its split `train` or `eval`, with its model's work if its
     packs depend on that.
     """
-    weighs = config.training.packing and ALGORITHMS[config.training.packing_algorithm].weighs
-    return plan_policy(config, split, work=trained_work(config)[0] if weighs else None)
+    uses_works = config.training.packing and ALGORITHMS[config.training.packing_algorithm].uses_works
+    return plan_policy(config, split, work=trained_work(config)[0] if uses_works else None)
 
 
 def trained_work(config: RunConfig) -> tuple[WorkModel, str | None]:
@@ -89,7 +89,7 @@ def mixes_of(config: RunConfig) -> tuple[Mixes, list[FileRecords]]:
         except DataSetError as error:
             reasons[file] = str(error)
     faults = [
-        Fault(f"{mixes.place(entry)}sources[{number}].jsonl", reasons[source.jsonl])
+        Fault(f"{mixes.key_prefix(entry)}sources[{number}].jsonl", reasons[source.jsonl])
         for entry, mix in enumerate(mixes.entries)
         for number, source in enumerate(mix.sources)
         if source.jsonl in reasons

@@ -116,7 +116,7 @@ def settings_files(config: RunConfig) -> dict[str, Any]:
             return mixes.files.index(str(value)) if field is not None and field.name == "jsonl" else value
 
         found["custom.fusion_config"] = {
-            f"{mixes.place(entry)}{key}": value
+            f"{mixes.key_prefix(entry)}{key}": value
             for entry, mix in enumerate(mixes.entries)
             for key, value in attrs.asdict(mix, value_serializer=numbered).items()
         }

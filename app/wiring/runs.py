@@ -156,7 +156,7 @@ def require_inputs(config: RunConfig, *, loads: bool = False) -> None:
 
 
 def _mix_faults(path: str) -> list[Fault]:
-    """Return the faults of the files of a mix, each by its place; else of all of them together."""
-    key, places = "custom.fusion_config", load_mixes(path).places
-    alone = [Fault(f"{key}.{place}", reason) for file, place in places.items() for reason in file_faults((file,))]
-    return alone or [Fault(key, reason) for reason in file_faults(places)]
+    """Return the faults of the files of a mix, each by its key; else of all of them together."""
+    key, keys = "custom.fusion_config", load_mixes(path).file_keys
+    alone = [Fault(f"{key}.{own}", reason) for file, own in keys.items() for reason in file_faults((file,))]
+    return alone or [Fault(key, reason) for reason in file_faults(keys)]

@@ -44,9 +44,9 @@ from packplan.core.fingerprint import RunIdentity
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule
 from packplan.core.stream import (
-    CarryOptions,
     Order,
     RankState,
+    StreamOptions,
     StreamProgress,
     StreamState,
     reassign,
@@ -306,7 +306,7 @@ def build_stream_trainer(
     """
     training, encoder = config.training, splits["train"].encoder
     template, model = _open_model(config, arguments, encoder, group, attention)
-    options = CarryOptions(
+    options = StreamOptions(
         packing_length=config.packing_length,
         packing_buffer=training.packing_buffer,
         min_fill_ratio=training.packing_min_fill_ratio,

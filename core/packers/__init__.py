@@ -40,13 +40,13 @@ class Algorithm:
     counts_lengths: bool = False
     """Whether the function takes `LengthCounts` and returns a `PackingTrace`, instead of packs."""
 
-    draws: bool = False
+    uses_seed: bool = False
     """Whether the packs depend on the seed. The function then takes `seed`."""
 
-    weighs: bool = False
+    uses_works: bool = False
     """Whether the packs depend on the work of the samples. The function then takes `works`."""
 
-    reports: bool = False
+    uses_report: bool = False
     """Whether it takes long and reports progress. The function then takes `report`."""
 
     keeps_order: bool = False
@@ -61,9 +61,9 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         "first_fit_decreasing": Algorithm("decreasing", "1", counts_lengths=True),
         "modified_first_fit_decreasing": Algorithm("decreasing", "1", counts_lengths=True),
         "concatenative": Algorithm("in_order", "1", keeps_order=True),
-        "first_fit_shuffle": Algorithm("in_order", "1", draws=True),
-        "balanced": Algorithm("balanced", "7", weighs=True, reports=True),
-        "certified": Algorithm("fewest", f"3, scipy {scipy.__version__}", draws=True, reports=True),
+        "first_fit_shuffle": Algorithm("in_order", "1", uses_seed=True),
+        "balanced": Algorithm("balanced", "7", uses_works=True, uses_report=True),
+        "certified": Algorithm("fewest", f"3, scipy {scipy.__version__}", uses_seed=True, uses_report=True),
     }
 )
 """Algorithms that `pack` and `PlanPolicy` may name."""
@@ -90,7 +90,7 @@ class Redrawn:
     """Strongest draw that needed few enough packs."""
 
 
-def algorithm_named(name: str) -> Algorithm:
+def find_algorithm(name: str) -> Algorithm:
     """Return the algorithm *name*; ValueError with all names if there is none."""
     if name not in ALGORITHMS:
         message = f"algorithm is {name!r}, but has to be one of {', '.join(ALGORITHMS)}"
@@ -98,7 +98,7 @@ def algorithm_named(name: str) -> Algorithm:
     return ALGORITHMS[name]
 
 
-def function_named(name: str) -> Callable[..., Any]:
+def load_function(name: str) -> Callable[..., Any]:
     """Return the function of the algorithm *name*, whose module is loaded here."""
     function: Callable[..., Any] = getattr(import_module(f"{__name__}.{ALGORITHMS[name].module}"), name)
     return function
@@ -124,7 +124,7 @@ def works_for(algorithm: str, works: Any, num: int) -> NDArray[np.float64] | Non
     """
     if works is None:
         return None
-    if not ALGORITHMS[algorithm].weighs:
+    if not ALGORITHMS[algorithm].uses_works:
         message = f"works do not change the packs of {algorithm}: take algorithm='balanced', or give none"
         raise ValueError(message)
     return checked_works(works, num, of="samples")
@@ -170,15 +170,15 @@ def pack(
     min_bin_count = whole_number("min_bin_count", min_bin_count)
     bin_count_multiple = whole_number("bin_count_multiple", bin_count_multiple)
     seed = checked_seed(seed)
-    chosen = algorithm_named(algorithm)
+    chosen = find_algorithm(algorithm)
     array = lengths_up_to(lengths, capacity=capacity)
     weights = works_for(algorithm, works, array.size)
     needs: dict[str, Any] = {}
-    if chosen.draws:
+    if chosen.uses_seed:
         needs["seed"] = seed
-    if chosen.weighs:
+    if chosen.uses_works:
         needs["works"] = weights
-    if chosen.reports:
+    if chosen.uses_report:
         needs["report"] = report
     packs = Packs.from_lists([])
     if array.size:
@@ -217,7 +217,7 @@ def redraw(
         ValueError: Works are given to an algorithm whose packs do not depend on them, or the
             algorithm keeps the order of the data.
     """
-    if algorithm_named(algorithm).keeps_order:
+    if find_algorithm(algorithm).keeps_order:
         message = f"{algorithm} keeps the order of the data, so no draw has other packs: take another algorithm"
         raise ValueError(message)
     capacity, seed = whole_number("capacity", capacity), checked_seed(seed)
@@ -235,7 +235,7 @@ def redraw(
 
 def _call_packer(lengths: IntArray, algorithm: str, **needs: Any) -> Packs:
     """Return the packs of an algorithm's function, given what it *needs*."""
-    function = function_named(algorithm)
+    function = load_function(algorithm)
     tally = LengthCounts.from_lengths(lengths) if ALGORITHMS[algorithm].counts_lengths else None
     packs: Packs = function(lengths, **needs) if tally is None else function(tally, **needs).packs(lengths, tally)
     return packs

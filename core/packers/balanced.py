@@ -27,7 +27,7 @@ from packplan.core.packers.decreasing import best_fit_decreasing
 from packplan.core.packers.exchange import Exchange
 from packplan.core.packers.fewest import auto
 from packplan.core.packs import Packs
-from packplan.core.work.assignment import in_units
+from packplan.core.work.assignment import to_units
 from packplan.core.work.model import WorkModel
 
 MORE = 200
@@ -69,7 +69,7 @@ def balanced(
         keys: Random numbers that the start of the search is drawn from, for other packs of the same
             number and of equal work; shape (num_samples,). None starts longest first.
     """
-    units = in_units(WorkModel.estimated({}).trained().sample_flops(lengths) if works is None else works)
+    units = to_units(WorkModel.estimated({}).trained().sample_flops(lengths) if works is None else works)
     packs, fewest = _packed(lengths, capacity), find_bound(lengths, capacity=capacity, effort=0).packs
     is_tight = len(packs) > fewest + fewest // MORE
     if is_tight:
@@ -82,7 +82,7 @@ def balanced(
     if labels is None:
         roomy = _packed(lengths, max(int(lengths.max()), capacity * _SHARE // 1000), auto)
         packs = roomy if len(roomy) <= limit else packs
-        labels = _levelled(lengths, units, packs.owners(lengths.size), capacity=capacity, report=report)
+        labels = _levelled(lengths, units, packs.pack_of_record(lengths.size), capacity=capacity, report=report)
     return Packs.from_labels(np.unique(labels, return_inverse=True)[1].astype(np.int32))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import IntArray
-from packplan.core.packs import Packs, by_first_index, concatenate
+from packplan.core.packs import Packs, concatenate, sort_by_first_index
 
 
 def with_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multiple: int) -> Packs:
@@ -46,7 +46,7 @@ def with_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multiple: i
             if len(half) > 1:
                 heappush(heap, (-sum(int(lengths[i]) for i in half), position))
     kept = packs.take(np.array([place for place in range(len(packs)) if place not in split], dtype=np.int64))
-    return by_first_index(concatenate([kept, Packs.from_lists(split.values())]))
+    return sort_by_first_index(concatenate([kept, Packs.from_lists(split.values())]))
 
 
 def _halves(members: list[int], lengths: IntArray) -> tuple[list[int], list[int]]:

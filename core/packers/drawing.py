@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray
-from packplan.core.packers import ALGORITHMS, Level, Redrawn, function_named, pack
+from packplan.core.packers import ALGORITHMS, Level, Redrawn, load_function, pack
 from packplan.core.packs import Packs
 
 MORE = 200
@@ -71,15 +71,15 @@ def draw(
     shuffled = lengths.take(order)
     ends = np.cumsum(shuffled)
     total = int(ends[-1])
-    if ALGORITHMS[algorithm].weighs:
+    if ALGORITHMS[algorithm].uses_works:
         weights = None if works is None else works[order]
-        balanced = function_named(algorithm)
+        balanced = load_function(algorithm)
         packs = balanced(shuffled, capacity=capacity, works=weights, report=report, keys=keys)
-        return Redrawn(_reorder_packs(packs.owners(num).astype(np.int32), order), "order")
+        return Redrawn(_reorder_packs(packs.pack_of_record(num).astype(np.int32), order), "order")
     own: _Packing | None = None
     stage = "best_fit_decreasing" if algorithm == "certified" else algorithm
     fewest = -(-total // capacity)
-    loose = total if ALGORITHMS[stage].draws else total // _FIRST_LOOSE
+    loose = total if ALGORITHMS[stage].uses_seed else total // _FIRST_LOOSE
     while True:
         starts = _group_starts(shuffled, ends, capacity=capacity, loose=loose)
         items = np.diff(ends[np.append(starts[1:], num) - 1], prepend=0)
@@ -94,7 +94,7 @@ def draw(
         loose = max(1, 2 * loose, loose * (found.num - own.num) * MORE // own.num)
         loose = loose if 2 * loose < total else total
     labels = np.repeat(found.labels(), np.diff(starts, append=num))
-    level: Level = "groups" if loose < total else "order" if ALGORITHMS[stage].draws else "equal lengths"
+    level: Level = "groups" if loose < total else "order" if ALGORITHMS[stage].uses_seed else "equal lengths"
     return Redrawn(_reorder_packs(labels, order), level)
 
 
@@ -112,10 +112,10 @@ def _group_starts(shuffled: IntArray, ends: IntArray, *, capacity: int, loose: i
 def _packing(lengths: IntArray, *, capacity: int, algorithm: str, seed: int, report: Callable[[str], None]) -> _Packing:
     if ALGORITHMS[algorithm].counts_lengths:
         tally = LengthCounts.from_lengths(lengths)
-        trace = function_named(algorithm)(tally, capacity=capacity)
+        trace = load_function(algorithm)(tally, capacity=capacity)
         return _Packing(trace.num_bins, lambda: trace.labels(lengths, tally))
     packs = pack(lengths, capacity=capacity, algorithm=algorithm, seed=seed, report=report)
-    return _Packing(len(packs), lambda: packs.owners(lengths.size).astype(np.int32))
+    return _Packing(len(packs), lambda: packs.pack_of_record(lengths.size).astype(np.int32))
 
 
 def _exchange_equals(labels: NDArray[np.int32], lengths: IntArray, order: IntArray) -> Packs:

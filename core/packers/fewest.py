@@ -21,10 +21,10 @@ from packplan.core.lengths import IntArray
 from packplan.core.packers.decreasing import constant_volume, fewest_quickly
 from packplan.core.packers.in_order import concatenative, first_fit_shuffle
 from packplan.core.packs import Packs
-from packplan.core.patterns import Effort, Filling, Pattern, key_of, num_packs, trace_of
-from packplan.core.patterns.certificate import certify, quick_bound, reduced
+from packplan.core.patterns import Effort, Filling, Pattern, num_packs, pattern_key, to_trace
+from packplan.core.patterns.certificate import certify, quick_bound, to_lowest_terms
 from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, FloatArray, solve_master
-from packplan.core.patterns.search import find_filling, find_filling_quickly, usual_effort
+from packplan.core.patterns.search import find_filling, find_filling_quickly, search_effort
 
 _CLOSE, _ENOUGH = 1000, 4000
 """Packs per pack above the bound that is worth no search (0.1 %), and per pack that ends it."""
@@ -44,13 +44,13 @@ def auto(tally: LengthCounts, *, capacity: int) -> PackingTrace:
     Return the packs of constant volume if they are close to the bound and no quick algorithm needs
     fewer, else the fewest that are found.
     """
-    terms, width = reduced(tally, capacity=capacity)
+    terms, width = to_lowest_terms(tally, capacity=capacity)
     bound = quick_bound(terms, capacity=width)
     best = constant_volume(tally, capacity=capacity)
     if best.num_bins > bound + bound // _CLOSE and width <= MAX_CAPACITY and len(terms.sizes) <= MAX_SIZES:
         enough = bound + bound // _ENOUGH
-        found = find_filling(terms, capacity=width, enough=enough, effort=usual_effort(terms))
-        best = min(best, trace_of(found), key=lambda trace: trace.num_bins)
+        found = find_filling(terms, capacity=width, enough=enough, effort=search_effort(terms))
+        best = min(best, to_trace(found), key=lambda trace: trace.num_bins)
     if best.num_bins > bound:
         best = min(best, fewest_quickly(tally, capacity=capacity), key=lambda trace: trace.num_bins)
     return best
@@ -79,7 +79,7 @@ def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[
 def _fewest(tally: LengthCounts, *, capacity: int, report: Callable[[str], None]) -> tuple[PackingTrace, int]:
     """Return the best packing over distinct lengths, and the lower bound."""
     known = fewest_quickly(tally, capacity=capacity)
-    tally, capacity = reduced(tally, capacity=capacity)
+    tally, capacity = to_lowest_terms(tally, capacity=capacity)
     report(f"{counted(known.num_bins, 'pack')}, looking for the bound")
     certificate = certify(tally, capacity=capacity, known=known.num_bins, effort=Effort())
     bound, best = certificate.bound, certificate.filling
@@ -89,7 +89,7 @@ def _fewest(tally: LengthCounts, *, capacity: int, report: Callable[[str], None]
     while num_packs(best) > bound and (found := next(searches, None)) is not None:
         best = min(best, found, key=num_packs)
         report(f"{counted(min(num_packs(best), known.num_bins), 'pack')}, the bound is {bound:,}: looking for fewer")
-    return min(known, trace_of(best), key=lambda trace: trace.num_bins), bound
+    return min(known, to_trace(best), key=lambda trace: trace.num_bins), bound
 
 
 def _dives(tally: LengthCounts, *, capacity: int, patterns: list[Pattern]) -> Iterator[Filling]:
@@ -103,7 +103,7 @@ def _dives(tally: LengthCounts, *, capacity: int, patterns: list[Pattern]) -> It
     """
     left = list(tally.counts)
     fixed: Filling = []
-    pool = {key_of(pattern): pattern for pattern in patterns}
+    pool = {pattern_key(pattern): pattern for pattern in patterns}
     for _ in range(MAX_DIVES):
         usable = [p for p in pool.values() if all(per_bin <= left[index] for index, per_bin in p.items())]
         master = solve_master(usable, counts=np.array(left))
@@ -115,7 +115,7 @@ def _dives(tally: LengthCounts, *, capacity: int, patterns: list[Pattern]) -> It
             return
         filling = find_filling_quickly(LengthCounts(tally.sizes, left), capacity=capacity)
         yield fixed + filling
-        pool.update({key_of(pattern): pattern for pattern, _ in filling})
+        pool.update({pattern_key(pattern): pattern for pattern, _ in filling})
 
 
 def _fix(patterns: list[Pattern], uses: FloatArray, left: list[int], *, at_least: float) -> Filling:

@@ -24,7 +24,7 @@ Filling = list[tuple[Pattern, int]]
 PatternKey = tuple[tuple[int, int], ...]
 
 
-def key_of(pattern: Pattern) -> PatternKey:
+def pattern_key(pattern: Pattern) -> PatternKey:
     """Return a key that equal patterns share."""
     return tuple(sorted(pattern.items()))
 
@@ -34,7 +34,7 @@ def num_packs(filling: Filling) -> int:
     return sum(num for _, num in filling)
 
 
-def trace_of(filling: Filling) -> PackingTrace:
+def to_trace(filling: Filling) -> PackingTrace:
     """Return the trace of a packing over patterns."""
     trace = PackingTrace()
     first = 0

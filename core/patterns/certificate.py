@@ -12,7 +12,7 @@ from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray
 from packplan.core.patterns import Effort, Filling, Pattern, num_packs
 from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, relax
-from packplan.core.patterns.search import find_filling, usual_effort
+from packplan.core.patterns.search import find_filling, search_effort
 
 MAX_PARTS = 100
 """Parts of the capacity that dual-feasible functions round lengths to, at most."""
@@ -101,7 +101,7 @@ def certify(tally: LengthCounts, *, capacity: int, known: int, effort: Effort) -
     Bound the number of packs from below, and from above where that helps.
 
     Args:
-        tally: Lengths from 1 to *capacity*, counts >= 1, at least one; in lowest terms (`reduced`).
+        tally: Lengths from 1 to *capacity*, counts >= 1, at least one; see `to_lowest_terms`.
         capacity: Tokens a pack may hold.
         known: Number of packs of a known packing.
         effort: Limit of the search beyond the quick bounds.
@@ -111,7 +111,7 @@ def certify(tally: LengthCounts, *, capacity: int, known: int, effort: Effort) -
         return Certificate(bound, None, [], "reached")
     if capacity > MAX_CAPACITY or len(tally.sizes) > MAX_SIZES:
         return Certificate(bound, None, [], "quick")
-    with effort.part(_EFFORTS * usual_effort(tally).left) as own:
+    with effort.part(_EFFORTS * search_effort(tally).left) as own:
         best = find_filling(tally, capacity=capacity, enough=bound, effort=own)
     if num_packs(best) == bound:
         return Certificate(bound, best, [], "reached")
@@ -121,7 +121,7 @@ def certify(tally: LengthCounts, *, capacity: int, known: int, effort: Effort) -
     return Certificate(raised, best, patterns, kind)
 
 
-def reduced(tally: LengthCounts, *, capacity: int) -> tuple[LengthCounts, int]:
+def to_lowest_terms(tally: LengthCounts, *, capacity: int) -> tuple[LengthCounts, int]:
     """
     Divide lengths and capacity by the greatest common divisor of the lengths. The packings are the
     same.

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray
-from packplan.core.patterns import Effort, Filling, Pattern, PatternKey, SpentError, key_of
+from packplan.core.patterns import Effort, Filling, Pattern, PatternKey, SpentError, pattern_key
 
 MAX_ROUNDS = 30
 """Limit of master programs. Each gives a valid bound."""
@@ -54,7 +54,7 @@ def relax(
         effort: Limit of the search, which then ends with the best bound so far.
     """
     sizes, counts = np.array(tally.sizes), np.array(tally.counts)
-    pool = {key_of(pattern): pattern for pattern, _ in filling}
+    pool = {pattern_key(pattern): pattern for pattern, _ in filling}
     for index, size in enumerate(tally.sizes):
         pool.setdefault(((index, capacity // size),), {index: capacity // size})
     centre = sizes / capacity
@@ -215,7 +215,7 @@ def _add_patterns(pool: dict[PatternKey, Pattern], knapsack: Knapsack, duals: Fl
     dearest = np.argsort(-knapsack.worth_with_each_size(), kind="stable").tolist()
     for pattern in knapsack.patterns_with(dearest):
         if sum(dual[index] * per_bin for index, per_bin in pattern.items()) > 1 + 1e-7:
-            pool.setdefault(key_of(pattern), pattern)
+            pool.setdefault(pattern_key(pattern), pattern)
             if len(pool) == before + MAX_NEW_PATTERNS:
                 break
     return len(pool) - before

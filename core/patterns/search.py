@@ -18,7 +18,7 @@ import attrs
 import numpy as np
 
 from packplan.core.length_counts import LengthCounts
-from packplan.core.patterns import Effort, Filling, PatternKey, SpentError, key_of, num_packs
+from packplan.core.patterns import Effort, Filling, PatternKey, SpentError, num_packs, pattern_key
 from packplan.core.patterns.guided import fill_guided
 
 FEW_GROUPS, MORE_GROUPS = 32, 96
@@ -39,7 +39,7 @@ _STEPS_OF_AN_EXCHANGE, _CELLS_OF_A_STEP = 50, 256
 """Steps of an exchange, and partners that are compared in a further one."""
 
 
-def usual_effort(tally: LengthCounts) -> Effort:
+def search_effort(tally: LengthCounts) -> Effort:
     """Return the effort of a search of less than a second, or of some seconds a million samples."""
     return Effort(max(2_500_000, 4 * sum(tally.counts)))
 
@@ -134,7 +134,7 @@ def gather_room(filling: Filling, tally: LengthCounts, *, capacity: int, effort:
     full: Filling = []
     for pattern, num in filling:
         if room := capacity - sum(tally.sizes[index] * per_bin for index, per_bin in pattern.items()):
-            bins.put(key_of(pattern), num, room)
+            bins.put(pattern_key(pattern), num, room)
         else:
             full.append((pattern, num))
     with suppress(SpentError):
@@ -214,7 +214,7 @@ class _Bins:
         if not counts[old]:
             del counts[old]
         counts.pop(len(self._sizes) - 1, None)
-        return key_of(counts)
+        return pattern_key(counts)
 
     def _hold(self, key: PatternKey, room: int) -> None:
         """Let bins of a pattern take part in exchanges."""

@@ -30,7 +30,7 @@ from packplan.core.fingerprint import NO_IDENTITY, Fingerprint, RunIdentity
 from packplan.core.lengths import MOST_RANKS, IntArray, checked_works, whole_number
 from packplan.core.packers import checked_seed
 from packplan.core.shuffling import shuffled
-from packplan.core.work.assignment import Meeting, assign_steps, in_units
+from packplan.core.work.assignment import SyncPoint, assign_steps, to_units
 
 Works = NDArray[np.number]
 """Work of each pack of a raw plan, in any unit; shape (num_packs,)."""
@@ -162,7 +162,7 @@ class EpochSchedule:
     assigned to ranks by it; None keeps their order. It needs a `batch_size` of 1.
     """
 
-    meeting: Meeting = "step"
+    sync_at: SyncPoint = "step"
     """
     Point where the ranks wait for each other. `works` level the sums of each rank in a `step`, or
     each `microbatch`.
@@ -185,7 +185,7 @@ class EpochSchedule:
         Args:
             aligned: What the ranks consume in an epoch.
             fields: The other fields by name: `gradient_accumulation_steps`, `num_train_epochs`,
-                `max_steps`, `seed`, `shuffle`, `works`, `meeting`, `start`.
+                `max_steps`, `seed`, `shuffle`, `works`, `sync_at`, `start`.
 
         >>> from packplan.core.align import align_plan
         >>> from packplan.core.plan import build_raw_plan
@@ -215,8 +215,8 @@ class EpochSchedule:
             require_a_batch(
                 num, world_size=self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last
             )
-        if self.meeting not in get_args(Meeting):
-            message = f"meeting is {self.meeting!r}, but has to be one of {', '.join(get_args(Meeting))}"
+        if self.sync_at not in get_args(SyncPoint):
+            message = f"sync_at is {self.sync_at!r}, but has to be one of {', '.join(get_args(SyncPoint))}"
             raise ValueError(message)
         if self.works is not None:
             if not callable(self.works):
@@ -333,7 +333,7 @@ class EpochSchedule:
             return self._left(epoch)
         if epoch not in self._assigned:
             left = self._left(epoch)
-            order = left[assign_steps(self._units(left, epoch), meeting=self.meeting, **self._step)]
+            order = left[assign_steps(self._units(left, epoch), sync_at=self.sync_at, **self._step)]
             order.flags.writeable = False
             self._assigned.clear()
             self._assigned[epoch] = order
@@ -346,7 +346,7 @@ class EpochSchedule:
     def _units(self, packs: IntArray, epoch: int) -> IntArray:
         """Return the works of *packs* of *epoch* in whole units, of their shape."""
         works = self.works(epoch) if callable(self.works) else self.works
-        return in_units(checked_works(works, self.packs_in(epoch)))[packs]
+        return to_units(checked_works(works, self.packs_in(epoch)))[packs]
 
     def _left(self, epoch: int) -> IntArray:
         """Return the remaining packs of *epoch*, before packs are assigned by work."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.lengths import IntArray, squares
-from packplan.core.packs import Packs, filled
+from packplan.core.packs import Packs, filled_tokens
 from packplan.core.plan import RawPlan
 from packplan.core.schedule.schedule import EpochSchedule
 from packplan.core.work.model import SampleWorks
@@ -271,7 +271,7 @@ class EpochStats:
         """Return the fill of each pack; empty if samples are padded."""
         stats = self.pack_stats
         tokens = stats.tokens[packs if stats.packed else packs[:0]]
-        return np.divide(filled(tokens, stats.packing_length), stats.packing_length)
+        return np.divide(filled_tokens(tokens, stats.packing_length), stats.packing_length)
 
     def _different(self, stop: int) -> IntArray:
         """Return the distinct packs that the epoch has consumed before step *stop*."""

@@ -136,7 +136,7 @@ def assign_packs(packs: Packs, works: IntArray, shards: int, *, balance: bool) -
                 heapreplace(heap, heap[0] + int(of_packs[pack_]) * shards)
             else:
                 heappop(heap)
-    return labels[packs.owners(packs.num_samples)]
+    return labels[packs.pack_of_record(packs.num_samples)]
 
 
 def rotate_to_least_loaded(

@@ -31,7 +31,7 @@ from packplan.core.shard.inputs import (
 )
 from packplan.core.shard.rounds import assign_rounds, spread
 from packplan.core.shard.sharding import Part, Sharding, join
-from packplan.core.work.assignment import Meeting, in_units
+from packplan.core.work.assignment import SyncPoint, to_units
 
 
 def shard_packed(
@@ -47,7 +47,7 @@ def shard_packed(
     when_long: WhenLong = "error",
     seed: int = 0,
     work: Work | None = None,
-    meeting: Meeting = "microbatch",
+    sync_at: SyncPoint = "microbatch",
 ) -> Sharding:
     """
     Cut a batch into microbatches that become one packed row each.
@@ -69,7 +69,7 @@ def shard_packed(
         seed: Seed of random algorithms.
         work: Work of the model; None counts the square of a sequence's length. Or the work of each
             sequence, in any unit.
-        meeting: Point where workers wait for each other. `microbatch`, as under FSDP, equalises
+        sync_at: Point where workers wait for each other. `microbatch`, as under FSDP, equalises
             microbatches that run together. `step`, the end of a global batch, equalises the sums of
             workers, and then microbatches as far as possible.
 
@@ -86,13 +86,13 @@ def shard_packed(
     shards = whole_number("shards", shards, most=MOST_RANKS)
     require_choice("assignment", assignment, ("balanced", "round_robin"))
     require_choice("microbatch_order", microbatch_order, ("packer", "largest_first"))
-    require_choice("meeting", meeting, get_args(Meeting))
+    require_choice("sync_at", sync_at, get_args(SyncPoint))
     array, padded = padded_lengths(lengths, sequence_length_pad_multiple, capacity, when_long)
     # A sequence over the budget counts as a full row, so that it is alone.
     costs_of = np.minimum(padded, capacity)
     works_of = SequenceWorks.from_arguments(work, array.size)
     # At least 1, so that a microbatch with sequences is never taken for an empty one.
-    units = np.maximum(in_units(works_of.of_rows(padded) + works_of.own), 1)
+    units = np.maximum(to_units(works_of.of_rows(padded) + works_of.own), 1)
     done = np.zeros(shards, dtype=np.int64)
     balance, parts = assignment == "balanced", []
     for batch in global_batches(array.size, batch_size):
@@ -104,7 +104,7 @@ def shard_packed(
         items = fill_slots(costs, shards * rounds)
         costs, works = costs[items], works[items]
         labels = _cut_evenly(
-            packs, costs, works, shards=shards, rounds=rounds, capacity=capacity, meeting=meeting if balance else None
+            packs, costs, works, shards=shards, rounds=rounds, capacity=capacity, sync_at=sync_at if balance else None
         )
         if balance:
             labels, done = rotate_to_least_loaded(labels, works, done, rounds)
@@ -145,14 +145,14 @@ def _cut_evenly(
     shards: int,
     rounds: int,
     capacity: int,
-    meeting: Meeting | None,
+    sync_at: SyncPoint | None,
 ) -> IntArray:
     """
     Return the microbatch of each item, worker by worker.
 
-    A meeting of None assigns packs in turn.
+    None as *sync_at* assigns packs in turn.
     """
-    if meeting is None:
+    if sync_at is None:
         return assign_packs(_whole(packs, costs, shards * rounds), works, shards, balance=False)
     even = None
     by_round = spread(costs, works, shards=shards, rounds=rounds, capacity=capacity)
@@ -160,7 +160,7 @@ def _cut_evenly(
         even = assign_rounds(by_round, costs, works, shards=shards, capacity=capacity)
         # No cut has a busiest worker below the mean.
         mean = -(-int(works.sum()) // shards)
-        if meeting == "microbatch" or _busiest(even, works, shards) <= _nearly(mean):
+        if sync_at == "microbatch" or _busiest(even, works, shards) <= _nearly(mean):
             return even
     by_worker = balance_items(costs, works, shards=shards, per_shard=rounds, capacity=capacity)
     if by_worker is None:
@@ -168,7 +168,7 @@ def _cut_evenly(
     if even is None:
         even = assign_rounds(by_worker, costs, works, shards=shards, capacity=capacity)
     level_enough = _busiest(even, works, shards) <= _nearly(_busiest(by_worker, works, shards))
-    return even if meeting == "microbatch" or level_enough else by_worker
+    return even if sync_at == "microbatch" or level_enough else by_worker
 
 
 def _whole(packs: Packs, costs: IntArray, num: int) -> Packs:

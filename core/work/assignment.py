@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from packplan.core.lengths import IntArray
 
-Meeting = Literal["step", "microbatch"]
+SyncPoint = Literal["step", "microbatch"]
 """Point where ranks wait for each other: at the end of each step, or in each microbatch."""
 
 UNITS = 2**38
@@ -51,7 +51,7 @@ _BLOCK = 1 << 21
 """Numbers of an exchange table that are in memory at once."""
 
 
-def in_units(works: NDArray[Any]) -> IntArray:
+def to_units(works: NDArray[Any]) -> IntArray:
     """
     Return works scaled to whole numbers, the largest as `UNITS`; int64 of the same shape.
 
@@ -64,7 +64,7 @@ def in_units(works: NDArray[Any]) -> IntArray:
     return units
 
 
-def assign_steps(works: IntArray, *, world_size: int, accumulation: int, meeting: Meeting) -> IntArray:
+def assign_steps(works: IntArray, *, world_size: int, accumulation: int, sync_at: SyncPoint) -> IntArray:
     """
     Return the positions of packs in an order that gives the ranks of each step equal work.
 
@@ -72,25 +72,25 @@ def assign_steps(works: IntArray, *, world_size: int, accumulation: int, meeting
     neighbours, the last perhaps fewer. Each step keeps its packs.
 
     Args:
-        works: Work of each pack in the given order, in units of `in_units`; shape (num_packs,), a
+        works: Work of each pack in the given order, in units of `to_units`; shape (num_packs,), a
             multiple of *world_size*.
         world_size: Data-parallel learners, >= 1.
         accumulation: Packs of a rank in one step, >= 1.
-        meeting: Point where ranks wait for each other.
+        sync_at: Point where ranks wait for each other.
 
     >>> works = np.array([8, 1, 7, 2, 6, 3, 5, 4])
-    >>> works[assign_steps(works, world_size=2, accumulation=4, meeting="microbatch")].tolist()
+    >>> works[assign_steps(works, world_size=2, accumulation=4, sync_at="microbatch")].tolist()
     [8, 7, 5, 6, 4, 3, 1, 2]
-    >>> order = assign_steps(works, world_size=2, accumulation=4, meeting="step")
+    >>> order = assign_steps(works, world_size=2, accumulation=4, sync_at="step")
     >>> works[order].reshape(4, 2).sum(axis=0).tolist()
     [18, 18]
     """
-    assert meeting in get_args(Meeting), meeting  # noqa: S101  # the schedule has checked it
+    assert sync_at in get_args(SyncPoint), sync_at  # noqa: S101  # the schedule has checked it
     order = np.arange(works.size)
     for part in _by_step(order, world_size * accumulation):
         # A single rank waits for none, and one pack each leaves no choice.
         if world_size > 1 and part.shape[1] > world_size:
-            part[:] = np.take_along_axis(part, _places(works[part], world_size, meeting), axis=1)
+            part[:] = np.take_along_axis(part, _places(works[part], world_size, sync_at), axis=1)
     return order
 
 
@@ -114,11 +114,11 @@ def _bounds(rows: IntArray, world_size: int) -> IntArray:
     return bounds
 
 
-def _places(steps: IntArray, world_size: int, meeting: Meeting) -> IntArray:
+def _places(steps: IntArray, world_size: int, sync_at: SyncPoint) -> IntArray:
     """Return the order of the packs of each step, as places in *steps*; of its shape."""
     num_steps, per_step = steps.shape
     falling = np.argsort(-steps, axis=1, kind="stable").reshape(num_steps, -1, world_size)
-    if meeting == "microbatch":
+    if sync_at == "microbatch":
         # The rank of a pack does not matter to its microbatch. Every second one is reversed, so
         # that sums of ranks are near each other too.
         falling[:, 1::2] = falling[:, 1::2, ::-1]

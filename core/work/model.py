@@ -108,9 +108,9 @@ class WorkModel:
                 per_image_pair=3 * tower.per_image_pair,
                 per_window_pair=3 * tower.per_window_pair,
             )
-        return attrs.evolve(self.weighed(2 + text, 3), vision=tower, per_chunk=3 * self.per_chunk)
+        return attrs.evolve(self.scaled(2 + text, 3), vision=tower, per_chunk=3 * self.per_chunk)
 
-    def weighed(self, text: float, attention: float) -> WorkModel:
+    def scaled(self, text: float, attention: float) -> WorkModel:
         """
         Return the work with each part in another unit, and the vision tower as it is.
 
@@ -205,20 +205,20 @@ class SampleWorks:
             media = media + model.vision.estimate_image_flops(layers, video_patches)
         return cls(model, tokens, np.broadcast_to(media, tokens.shape))
 
-    def weighed(self, text: float, attention: float, vision: float) -> SampleWorks:
+    def scaled(self, text: float, attention: float, vision: float) -> SampleWorks:
         """
         Return the works with each part in another unit, as nanoseconds for FLOPs.
 
         Args:
-            text: See `WorkModel.weighed`.
-            attention: See `WorkModel.weighed`.
+            text: See `WorkModel.scaled`.
+            attention: See `WorkModel.scaled`.
             vision: Factor of the vision tower.
 
         >>> model = WorkModel(per_position=100, per_pair=2)
-        >>> SampleWorks.from_lengths(model, [3]).weighed(0, 10, 0).flops.tolist()
+        >>> SampleWorks.from_lengths(model, [3]).scaled(0, 10, 0).flops.tolist()
         [120.0]
         """
-        return attrs.evolve(self, model=self.model.weighed(text, attention), images=vision * self.images)
+        return attrs.evolve(self, model=self.model.scaled(text, attention), images=vision * self.images)
 
     @property
     def flops(self) -> FLOPs:

@@ -23,10 +23,10 @@ from packplan.core.errors import ConfigError, StaleError
 from packplan.core.fingerprint import Fingerprint, RunIdentity
 from packplan.core.schedule import EpochSegment, Progress, ResumeState
 from packplan.core.stream import (
-    Item,
     RankState,
     ShardState,
     StreamCounts,
+    StreamItem,
     StreamProgress,
     StreamSegment,
     StreamState,
@@ -116,7 +116,7 @@ PLANNED = ResumeState(
     Progress(step=3, epoch=1, epoch_step=2, segments=(SEGMENT,)), identity=IDENTITY,
 )  # fmt: skip
 
-ITEMS = (Item(4), Item(5, length=7))
+ITEMS = (StreamItem(4), StreamItem(5, length=7))
 
 SHARD = ShardState(9, ITEMS, ITEMS, (ITEMS, ITEMS[:1]), StreamCounts(samples=3, tokens=12))
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from packplan.core.errors import ConfigError, DataSetError, StaleError
-from packplan.core.stream import CarryOptions
+from packplan.core.stream import StreamOptions
 from tests.e2e import stream_rank
 from tests.e2e.test_resume import assert_equal
 from tests.processes import finished
@@ -43,7 +43,7 @@ def test_what_was_emitted_is_not_held():
             living.add(token := Token())
             return {"length": min(LENGTHS[index], 99), "token": token}
 
-    options = CarryOptions(packing_length=100, packing_buffer=16)
+    options = StreamOptions(packing_length=100, packing_buffer=16)
     dataset = StreamedPacks(Marked(), lambda _: np.arange(len(LENGTHS)), options, rank=0, world_size=1)
     most = max(len(living) for _ in dataset)
 

@@ -367,7 +367,7 @@ def test_whatif_plans_lengths_that_depend_on_the_limit_at_the_limit_alone(store,
     [
         *((f"whatif --max-length={number}", "a whole number of at least 1") for number in ("0", "4,x", "", "-1,2")),
         *((f"build --world-size={number}", "a whole number of at least 1") for number in ("0", "1.5")),
-        *((f"{name} --world-size=100000000000", "at most 100,000 ranks") for name in ("show", "whatif", "time")),
+        *((f"{name} --world-size=100000000000", "at most 100,000 ranks") for name in ("show", "whatif")),
     ],
 )
 def test_numbers_are_checked(arguments, says, capfd):
@@ -396,13 +396,12 @@ LIGHT = (
 
 @pytest.mark.slow
 def test_looking_loads_neither_torch_nor_swift(store):
-    """Show, whatif and time, in a fresh process."""
+    """Show and whatif, in a fresh process."""
     path = store()
-    calls = [f"show|{path}", f"show|{path}|--sample|3", f"whatif|{path}|--max-length|60,80|--world-size|2",
-             f"time|{path}"]  # fmt: skip
+    calls = [f"show|{path}", f"show|{path}|--sample|3", f"whatif|{path}|--max-length|60,80|--world-size|2"]
     run = subprocess.run([sys.executable, "-c", LIGHT, *calls], capture_output=True, text=True, check=True, cwd=ROOT)
 
-    assert "[0, 0, 0, 0] []" == run.stdout.strip(), run.stderr
+    assert "[0, 0, 0] []" == run.stdout.strip(), run.stderr
 
 
 def test_a_wrong_option_is_answered_by_the_commands_own_usage(capfd):

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.core.work.assignment import UNITS, assign_steps, in_units
+from packplan.core.work.assignment import UNITS, assign_steps, to_units
 
-MEETINGS = ["step", "microbatch"]
+SYNC_POINTS = ["step", "microbatch"]
 
-meetings = st.sampled_from(MEETINGS)
+sync_points = st.sampled_from(SYNC_POINTS)
 
 
 @st.composite
@@ -27,19 +27,19 @@ def steps(draw, max_ranks: int = 6, max_accumulation: int = 5):
 def made_packs(num: int, seed: int = 0) -> np.ndarray:
     """Return works like those of full packs of a vision model: most are near each other."""
     draws = np.random.PCG64(seed).random_raw(num).astype(np.float64) / 2**64
-    return in_units(1 + 0.4 * draws**3)
+    return to_units(1 + 0.4 * draws**3)
 
 
-def busiest(works: np.ndarray, world_size: int, accumulation: int, meeting: str) -> list[int]:
+def busiest(works: np.ndarray, world_size: int, accumulation: int, sync_at: str) -> list[int]:
     """Return how long each step takes, whose packs are in order."""
     per_step = world_size * accumulation
     tables = [works[start : start + per_step].reshape(-1, world_size) for start in range(0, works.size, per_step)]
-    if meeting == "step":
+    if sync_at == "step":
         return [int(table.sum(axis=0).max()) for table in tables]
     return [int(table.max(axis=1).sum()) for table in tables]
 
 
-def bounds_of_steps(works: np.ndarray, world_size: int, accumulation: int, meeting: str) -> list[int]:
+def bounds_of_steps(works: np.ndarray, world_size: int, accumulation: int, sync_at: str) -> list[int]:
     """
     Return a lower bound of how long each step takes: the mean work of a rank, or the heaviest pack
     with the lightest ones beside it; or, if ranks wait in each microbatch, the sum of the heaviest.
@@ -47,7 +47,7 @@ def bounds_of_steps(works: np.ndarray, world_size: int, accumulation: int, meeti
     bounds, per_step = [], world_size * accumulation
     for start in range(0, works.size, per_step):
         step = np.sort(works[start : start + per_step])
-        if meeting == "step":
+        if sync_at == "step":
             lightest = step[: step.size // world_size - 1]
             bounds.append(max(-(-int(step.sum()) // world_size), int(step[-1] + lightest.sum())))
         else:
@@ -55,32 +55,32 @@ def bounds_of_steps(works: np.ndarray, world_size: int, accumulation: int, meeti
     return bounds
 
 
-@given(steps(), meetings)
-def test_a_step_keeps_its_packs_and_never_takes_longer(drawn, meeting):
+@given(steps(), sync_points)
+def test_a_step_keeps_its_packs_and_never_takes_longer(drawn, sync_at):
     """Each pack once, in its own step; and the time of no step is below its bound."""
     works, world_size, accumulation = drawn
-    order = assign_steps(works, world_size=world_size, accumulation=accumulation, meeting=meeting)
+    order = assign_steps(works, world_size=world_size, accumulation=accumulation, sync_at=sync_at)
     per_step = world_size * accumulation
     event(f"a shorter last step: {works.size % per_step > 0}")
 
     for start in range(0, works.size, per_step):
         step = range(start, min(start + per_step, works.size))
         assert list(step) == sorted(order[start : start + per_step])
-    options = {"world_size": world_size, "accumulation": accumulation, "meeting": meeting}
+    options = {"world_size": world_size, "accumulation": accumulation, "sync_at": sync_at}
     bounds = bounds_of_steps(works, **options)
     before, after = busiest(works, **options), busiest(works[order], **options)
     assert all(low <= now for low, now in zip(bounds, after, strict=True))
-    if meeting == "microbatch":
+    if sync_at == "microbatch":
         assert bounds == after
         assert all(now <= then for now, then in zip(after, before, strict=True))
 
 
-@pytest.mark.parametrize("meeting", MEETINGS)
+@pytest.mark.parametrize("sync_at", SYNC_POINTS)
 @given(works=st.lists(st.integers(0, 20), min_size=6, max_size=6), world_size=st.sampled_from([2, 3]))
-def test_six_packs_are_assigned_about_as_well_as_can_be(meeting, works, world_size):
+def test_six_packs_are_assigned_about_as_well_as_can_be(sync_at, works, world_size):
     """Two per rank and equal microbatches are optimal; three per rank are near the best of all."""
     array, accumulation = np.array(works), 6 // world_size
-    options = {"world_size": world_size, "accumulation": accumulation, "meeting": meeting}
+    options = {"world_size": world_size, "accumulation": accumulation, "sync_at": sync_at}
     best = min(busiest(array[list(order)], **options)[0] for order in permutations(range(6)))
 
     (found,) = busiest(array[assign_steps(array, **options)], **options)
@@ -88,7 +88,7 @@ def test_six_packs_are_assigned_about_as_well_as_can_be(meeting, works, world_si
 
     event(f"the best: {found == best}")
     assert bound <= best <= found
-    assert found == best or (meeting == "step" and found <= 1.2 * best)
+    assert found == best or (sync_at == "step" and found <= 1.2 * best)
 
 
 @pytest.mark.parametrize("world_size", [8, 64])
@@ -96,7 +96,7 @@ def test_six_packs_are_assigned_about_as_well_as_can_be(meeting, works, world_si
 def test_ranks_of_a_step_are_level(world_size, accumulation, most):
     """Above the bound, in the mean step: at most 0.15 % with 4 packs of a rank, 0.02 % with 8."""
     works = made_packs(world_size * accumulation * 40)
-    options = {"world_size": world_size, "accumulation": accumulation, "meeting": "step"}
+    options = {"world_size": world_size, "accumulation": accumulation, "sync_at": "step"}
     order = assign_steps(works, **options)
 
     bounds = np.array(bounds_of_steps(works, **options))
@@ -107,16 +107,16 @@ def test_ranks_of_a_step_are_level(world_size, accumulation, most):
     assert before.mean() > 10 * most
 
 
-@given(steps(), meetings, st.integers(1, 2**20))
-def test_another_unit_of_work_changes_nothing(drawn, meeting, factor):
+@given(steps(), sync_points, st.integers(1, 2**20))
+def test_another_unit_of_work_changes_nothing(drawn, sync_at, factor):
     """Works that are all scaled alike give the same order."""
     works, world_size, accumulation = drawn
-    options = {"world_size": world_size, "accumulation": accumulation, "meeting": meeting}
+    options = {"world_size": world_size, "accumulation": accumulation, "sync_at": sync_at}
     small = works % 1000  # products of larger ones would be rounded
 
-    assert in_units(small).tolist() == in_units(small * factor).tolist()
-    assert assign_steps(in_units(small), **options).tolist() == (
-        assign_steps(in_units(small.astype(np.float64) * factor), **options).tolist()
+    assert to_units(small).tolist() == to_units(small * factor).tolist()
+    assert assign_steps(to_units(small), **options).tolist() == (
+        assign_steps(to_units(small.astype(np.float64) * factor), **options).tolist()
     )
 
 
@@ -125,13 +125,13 @@ def test_one_rank_and_one_pack_each_leave_nothing_to_choose():
     works = np.array([3, 1, 2, 5, 4, 0])
 
     for world_size, accumulation in ((1, 3), (3, 1)):
-        for meeting in MEETINGS:
-            order = assign_steps(works, world_size=world_size, accumulation=accumulation, meeting=meeting)
+        for sync_at in SYNC_POINTS:
+            order = assign_steps(works, world_size=world_size, accumulation=accumulation, sync_at=sync_at)
             assert list(range(6)) == order.tolist()
 
 
 def test_units_are_whole_and_the_heaviest_has_all():
     """Sums of two million packs fit 64 bits; nothing but zeros stays zeros."""
-    assert [UNITS, UNITS // 2, 0] == in_units(np.array([4.0, 2.0, 0.0])).tolist()
-    assert [0, 0] == in_units(np.zeros(2)).tolist()
+    assert [UNITS, UNITS // 2, 0] == to_units(np.array([4.0, 2.0, 0.0])).tolist()
+    assert [0, 0] == to_units(np.zeros(2)).tolist()
     assert UNITS * 2_000_000 < 2**63

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.core.stream import CarryOptions, ShardState, admit_first, after_reading, flush_buffer, take_pack
+from packplan.core.stream import ShardState, StreamOptions, admit_first, after_reading, flush_buffer, take_pack
 
 
 @st.composite
-def streams(draw) -> tuple[list[int], CarryOptions]:
+def streams(draw) -> tuple[list[int], StreamOptions]:
     """Lengths, long ones among them, and how they are packed."""
     packing_length = draw(st.integers(2, 100))
     lengths = st.integers(1, packing_length - 1) | st.just(packing_length) | st.integers(1, 2 * packing_length)
     awkward = st.just(packing_length // 2 + 1)
-    options = CarryOptions(
+    options = StreamOptions(
         packing_length=packing_length,
         packing_buffer=draw(st.integers(1, 12)),
         min_fill_ratio=draw(st.sampled_from(["0", "0.5", "0.65", 0.9, Decimal(1)])),
@@ -27,7 +27,7 @@ def streams(draw) -> tuple[list[int], CarryOptions]:
     return draw(st.lists(draw(st.sampled_from([lengths, awkward])), max_size=60)), options
 
 
-def run(lengths: list[int], options: CarryOptions) -> tuple[list[list[int]], ShardState]:
+def run(lengths: list[int], options: StreamOptions) -> tuple[list[list[int]], ShardState]:
     """Return the packs of a stream on one shard, in order, and the state at its end."""
     packs, state = [], ShardState()
     for place in range(len(lengths) + 1):
@@ -42,7 +42,7 @@ def run(lengths: list[int], options: CarryOptions) -> tuple[list[list[int]], Sha
     return packs, state
 
 
-def expected(lengths: list[int], options: CarryOptions) -> tuple[list[list[int]], list[list[int]]]:
+def expected(lengths: list[int], options: StreamOptions) -> tuple[list[list[int]], list[list[int]]]:
     """Return the packs to train and the dropped ones, sample by sample, of the rules in words."""
     trained: list[list[int]] = []
     buffer: list[int] = []
@@ -91,7 +91,7 @@ def test_a_stream_is_packed_by_the_rules(stream):
 @pytest.mark.parametrize(("length", "full"), [(54, False), (55, True), (56, True)])
 def test_the_ratio_is_the_decimal_that_was_written(length, full):
     """55 of 100 is 0.55, whatever a float would say."""
-    options = CarryOptions(packing_length=100, min_fill_ratio=0.55)
+    options = StreamOptions(packing_length=100, min_fill_ratio=0.55)
 
     assert full == bool(run([length], options)[0])
 
@@ -101,4 +101,4 @@ def test_the_ratio_is_the_decimal_that_was_written(length, full):
 )
 def test_options_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        CarryOptions(**{"packing_length": 80, **wrong})
+        StreamOptions(**{"packing_length": 80, **wrong})

@@ -19,15 +19,14 @@ from packplan.core.epochs import (
     MOST_EPOCHS,
     EpochRecipe,
     EpochSamples,
-    drawable,
     plan_epoch,
     plan_key,
-    record_of,
+    record_epoch,
+    schedule_epochs,
     select_epoch,
-    with_epochs,
 )
 from packplan.core.errors import ArgumentError
-from packplan.core.mixes import Mix, Mixes, Source, drawn_faults
+from packplan.core.mixes import Mix, Mixes, Source, measured_faults
 from packplan.core.plan import build_raw_plan
 from packplan.core.policy import PlanPolicy
 from tests.strategies import plain_schedule
@@ -60,8 +59,8 @@ def recipes(draw) -> tuple[EpochRecipe, PlanPolicy, EpochSamples]:
             by = draw(st.sampled_from(["samples", "tokens"]))
             entries.append(Mix(sources=sources, by=by))
         mixes = Mixes(tuple(entries))
-        assume(not list(drawn_faults(mixes, drawable(policy, samples), samples.sizes, len(entries))))
-    assume(drawable(policy, samples).any())
+        assume(not list(measured_faults(mixes, samples.drawable_lengths(policy), samples.sizes, len(entries))))
+    assume(samples.drawable_lengths(policy).any())
     return EpochRecipe(mixes=mixes, seed=draw(st.integers(0, 3))), policy, samples
 
 
@@ -75,7 +74,7 @@ def test_plans_follow_from_the_recipe_and_the_epoch_alone(made, epochs):
     for epoch in epochs:
         again = plan_epoch(recipe, policy, samples, epoch, quick_bound=True)
         assert again.raw.packs == plans[epoch].raw.packs
-        assert record_of(again, samples) == record_of(plans[epoch], samples)
+        assert record_epoch(again, samples) == record_epoch(plans[epoch], samples)
     for epoch, planned in plans.items():
         plan = planned.raw
         chosen = select_epoch(recipe, policy, samples, epoch)
@@ -83,7 +82,7 @@ def test_plans_follow_from_the_recipe_and_the_epoch_alone(made, epochs):
         assert Counter(chosen.tolist()) == held
         loads = plan.packs.loads(samples.lengths)
         assert np.all((loads <= PACKING_LENGTH) | (plan.packs.sizes() == 1))
-        record = record_of(planned, samples)
+        record = record_epoch(planned, samples)
         assert (chosen.size, samples.lengths[chosen].sum()) == (record.num_samples, record.num_tokens)
         drawn = (sum(record.source_samples), sum(record.source_tokens))
         assert drawn == ((record.num_samples, record.num_tokens) if len(samples.sizes) > 1 else (0, 0))
@@ -112,9 +111,9 @@ def test_all_steps_are_counted_before_the_first(made, epochs, max_steps, ranks, 
     )
 
     def record(epoch):
-        return record_of(plan_epoch(recipe, policy, samples, epoch), samples)
+        return record_epoch(plan_epoch(recipe, policy, samples, epoch), samples)
 
-    whole, records = with_epochs(schedule, record)
+    whole, records = schedule_epochs(schedule, record)
 
     packs = [one.num_packs for one in records]
     assert packs == list(whole.num_packs)
@@ -128,7 +127,7 @@ def test_all_steps_are_counted_before_the_first(made, epochs, max_steps, ranks, 
     steps = list(whole.steps())
     assert whole.total_steps == len(steps)
     stop = data.draw(st.integers(0, len(steps)))
-    resumed, again = with_epochs(attrs.evolve(schedule, start=whole.at(stop)), record)
+    resumed, again = schedule_epochs(attrs.evolve(schedule, start=whole.at(stop)), record)
     assert records == again[: len(records)]
     assert steps[stop:] == list(resumed.steps())
 
@@ -138,24 +137,24 @@ def test_a_resume_beyond_fewer_epochs_knows_the_epoch_it_is_in():
     recipe, policy, samples = EpochRecipe(), PlanPolicy(packing_length=10), EpochSamples(lengths=np.array([6, 6, 6]))
 
     def record(epoch):
-        return record_of(plan_epoch(recipe, policy, samples, epoch), samples)
+        return record_epoch(plan_epoch(recipe, policy, samples, epoch), samples)
 
     schedule = plain_schedule(9, 1, num_train_epochs=3)
-    whole, _ = with_epochs(schedule, record)
+    whole, _ = schedule_epochs(schedule, record)
     fewer = attrs.evolve(schedule, num_train_epochs=1, start=whole.at(4))
-    resumed, records = with_epochs(fewer, record)
+    resumed, records = schedule_epochs(fewer, record)
 
     assert (2, 4, []) == (len(records), resumed.total_steps, list(resumed.steps()))
     one = record(0)
     last = MOST_EPOCHS * 3
     with pytest.raises(ArgumentError, match=f"epochs 0 to {MOST_EPOCHS - 1:,} end at optimizer step {last:,}, and"):
-        with_epochs(attrs.evolve(schedule, max_steps=last + 1), lambda _: one)
-    assert MOST_EPOCHS == len(with_epochs(attrs.evolve(schedule, max_steps=last), lambda _: one)[1])
+        schedule_epochs(attrs.evolve(schedule, max_steps=last + 1), lambda _: one)
+    assert MOST_EPOCHS == len(schedule_epochs(attrs.evolve(schedule, max_steps=last), lambda _: one)[1])
 
 
 def test_far_too_many_epochs_are_refused_before_they_are_planned():
     with pytest.raises(ArgumentError, match="no more than 10,000 can be planned") as caught:
-        with_epochs(plain_schedule(9, 1, num_train_epochs=MOST_EPOCHS + 0.5), pytest.fail)
+        schedule_epochs(plain_schedule(9, 1, num_train_epochs=MOST_EPOCHS + 0.5), pytest.fail)
     assert "too_many_epochs" == caught.value.kind
 
 
@@ -166,7 +165,7 @@ def test_an_epoch_without_a_pack_for_each_rank_is_refused():
     schedule = plain_schedule(9, 4, dataloader_drop_last=True)
 
     with pytest.raises(ArgumentError, match=r"^epoch 0: 3 packs cannot feed 4 ranks"):
-        with_epochs(schedule, lambda epoch: record_of(plan_epoch(recipe, policy, samples, epoch), samples))
+        schedule_epochs(schedule, lambda epoch: record_epoch(plan_epoch(recipe, policy, samples, epoch), samples))
 
 
 def test_works_are_those_of_the_samples_that_are_drawn():
@@ -188,7 +187,7 @@ def checksums() -> list[str]:
     policy = PlanPolicy(packing_length=PACKING_LENGTH, replanned=True, seed=5)
     samples = EpochSamples(lengths=np.arange(400) * 7 % 60 + 1, sizes=(150, 250))
     recipe = EpochRecipe(mixes=mixes, seed=3)
-    return [record_of(plan_epoch(recipe, policy, samples, epoch), samples).checksum for epoch in range(3)]
+    return [record_epoch(plan_epoch(recipe, policy, samples, epoch), samples).checksum for epoch in range(3)]
 
 
 def test_another_process_plans_the_same_epochs():

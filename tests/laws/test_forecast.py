@@ -79,15 +79,15 @@ def test_a_term_that_does_not_vary_is_part_of_the_constant():
 
 
 @given(trainings(), step_times(), st.sampled_from(["step", "microbatch"]), st.integers(0, 9))
-def test_a_step_takes_as_long_as_its_busiest_ranks(training, time, meeting, done):
+def test_a_step_takes_as_long_as_its_busiest_ranks(training, time, sync_at, done):
     """One by one, over ranks and microbatches; an epoch, from where a run resumes."""
     lengths, plan, schedule, stats = training
-    schedule = attrs.evolve(schedule, meeting=meeting, start=schedule.at(done % schedule.total_steps))
+    schedule = attrs.evolve(schedule, sync_at=sync_at, start=schedule.at(done % schedule.total_steps))
     images = np.arange(len(lengths)) % 3
     flops = SampleWorks.from_lengths(MODEL, lengths, images=images, patches=4 * images)
     epoch = schedule.at(schedule.start.step).epoch
-    terms = StepTerms.from_epoch(EpochStats.from_schedule(stats, schedule, epoch), flops, meeting=meeting)
-    event(f"packed: {stats.packed}, {meeting}")
+    terms = StepTerms.from_epoch(EpochStats.from_schedule(stats, schedule, epoch), flops, sync_at=sync_at)
+    event(f"packed: {stats.packed}, {sync_at}")
 
     def seconds(batch):
         samples = [index for pack in batch for index in plan.packs[pack]]
@@ -101,7 +101,7 @@ def test_a_step_takes_as_long_as_its_busiest_ranks(training, time, meeting, done
     ranks = [[seconds(batch) for batch in schedule.batches(epoch, rank=rank)] for rank in range(schedule.world_size)]
     for number, found in enumerate(terms.seconds(time)):
         here = [rank[number * window : (number + 1) * window] for rank in ranks]
-        waits = max(map(sum, here)) if meeting == "step" else sum(map(max, zip(*here, strict=True)))
+        waits = max(map(sum, here)) if sync_at == "step" else sum(map(max, zip(*here, strict=True)))
         assert found == pytest.approx(time.step + waits)
     assert number + 1 == schedule.num_steps(epoch)
     # Coefficients of 1 find the busiest rank by FLOPs, so that the fit sees what they predict.
@@ -124,7 +124,7 @@ def test_a_run_takes_its_steps_and_pauses(training, time, every):
     flops = SampleWorks.from_lengths(MODEL, lengths)
     timing = Timing(time, 12, evaluation=0.5, checkpoint=7.0)
     trained = EpochStats.from_schedule(stats, schedule, 0)
-    forward = StepTerms.from_epoch(trained, flops, meeting="step") if every[0] else None
+    forward = StepTerms.from_epoch(trained, flops, sync_at="step") if every[0] else None
     found = forecast_run(timing, trained, schedule, flops, evaluated=forward, every=every)
     event(f"epochs: {schedule.num_epochs}")
 

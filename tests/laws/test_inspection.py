@@ -5,7 +5,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.core.inspection import place_of, scheduled_steps, summarise, summarise_schedule
+from packplan.core.inspection import find_sample, scheduled_steps, summarise, summarise_schedule
 from tests.laws.test_summary import plans, schedules
 
 
@@ -14,7 +14,7 @@ def test_every_sample_has_its_place(of):
     """A sample is in a pack, dropped or skipped; one beyond the data has no place."""
     plan, lengths = of
     for sample in range(len(lengths)):
-        place = place_of(plan, sample)
+        place = find_sample(plan, sample)
         packs = plan.dropped_packs if place.kind == "dropped" else plan.packs
 
         assert (place.kind == "skipped") == (sample in plan.skipped_long)
@@ -25,7 +25,7 @@ def test_every_sample_has_its_place(of):
             assert packs[place.pack] == list(place.pack_members)
             assert sample in place.pack_members
     with pytest.raises(IndexError, match="is no sample of the plan"):
-        place_of(plan, len(lengths))
+        find_sample(plan, len(lengths))
 
 
 @given(schedules())
@@ -59,7 +59,9 @@ def test_figures_are_those_of_the_samples_whatever_records_lie_between(drawn, da
     assert summarise(plan, lengths, packed=packed) == summarise(moved, among, packed=packed)
     figures = [summarise_schedule(*of, schedule, packed=packed) for of in ((plan, lengths), (moved, among))]
     assert figures[0] == figures[1]
-    assert [place_of(moved, index).kind for index in indices] == [place_of(plan, i).kind for i in range(len(lengths))]
+    assert [find_sample(moved, index).kind for index in indices] == [
+        find_sample(plan, i).kind for i in range(len(lengths))
+    ]
     for record in np.flatnonzero(among == 0).tolist():
         with pytest.raises(IndexError, match=f"record {record} is no sample"):
-            place_of(moved, record)
+            find_sample(moved, record)

@@ -16,11 +16,11 @@ from packplan.core.mixes import (
     Mixes,
     Source,
     draw_in_order,
-    drawn_faults,
-    lowest,
+    measured_faults,
     mixes_faults,
     quotas,
-    select,
+    select_lowest,
+    select_records,
     stream_faults,
 )
 
@@ -145,7 +145,7 @@ def test_a_selection_has_the_samples_of_the_order(given_mix, seed, epoch, data):
     lengths = np.array([length for part in spread for length in part])
     spread_sizes = [int(sum(part)) for part in in_files(sizes, np.array(list(map(len, spread))))]
 
-    selection = select(mixes, lengths, spread_sizes, seed=seed, epoch=epoch)
+    selection = select_records(mixes, lengths, spread_sizes, seed=seed, epoch=epoch)
 
     assert np.dtype(np.int64) == selection.dtype
     expected = np.flatnonzero(lengths)[draw_in_order(mixes, sizes, seed=seed, epoch=epoch)]
@@ -159,15 +159,15 @@ def test_shares_of_tokens_are_within_one_sample(given_mix, seed, epoch):
     (mix,) = mixes.entries
     lengths = np.array(lengths)
     own = in_files(sizes, lengths)
-    refused = [*mixes_faults(mixes, sizes), *drawn_faults(mixes, lengths, sizes, 1)]
+    refused = [*mixes_faults(mixes, sizes), *measured_faults(mixes, lengths, sizes, 1)]
     event(f"refused: {bool(refused)}")
     if refused:
         return
     wanted = quotas(mix, [int(part.sum()) for part in own])
 
-    selection = select(mixes, lengths, sizes, seed=seed, epoch=epoch)
+    selection = select_records(mixes, lengths, sizes, seed=seed, epoch=epoch)
 
-    assert selection.tolist() == select(mixes, lengths, sizes, seed=seed, epoch=epoch).tolist()
+    assert selection.tolist() == select_records(mixes, lengths, sizes, seed=seed, epoch=epoch).tolist()
     assert np.all(np.diff(selection) >= 0)
     assert np.all(lengths[selection] > 0)
     times = in_files(sizes, np.bincount(selection, minlength=sum(sizes)))
@@ -201,7 +201,7 @@ def test_the_lowest_keys_sum_up_to_a_quota(samples, hundredths, room):
     num = min(allowed, key=lambda n: abs(sums[n] - quota))
     event(f"the cap forbids the nearest sum: {num < min(range(len(sums)), key=lambda n: abs(sums[n] - quota))}")
 
-    assert sorted(order[:num].tolist()) == lowest(keys.astype(np.uint64), weights, quota, cap=cap).tolist()
+    assert sorted(order[:num].tolist()) == select_lowest(keys.astype(np.uint64), weights, quota, cap=cap).tolist()
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_golden_selections(by, digest):
         by=by,
     )
     lengths = np.arange(30_000) * 7919 % 97
-    drawn = [select(Mixes((mix,)), lengths, [10_000] * 3, seed=3, epoch=epoch) for epoch in range(3)]
+    drawn = [select_records(Mixes((mix,)), lengths, [10_000] * 3, seed=3, epoch=epoch) for epoch in range(3)]
 
     assert digest == hashlib.sha256(np.concatenate(drawn).tobytes()).hexdigest()[:16], "meant? CHANGELOG.md says so"
 
@@ -244,7 +244,7 @@ def test_each_epoch_has_its_entry_and_the_last_stays():
     assert ("b", "a", "c") == mixes.files
     for epoch, counts in enumerate([[2, 0, 0], [1, 1, 0], [0, 0, 3], [0, 0, 3]]):
         for drawn in (
-            select(mixes, lengths, sizes, seed=0, epoch=epoch), draw_in_order(mixes, sizes, seed=0, epoch=epoch)
+            select_records(mixes, lengths, sizes, seed=0, epoch=epoch), draw_in_order(mixes, sizes, seed=0, epoch=epoch)
         ):  # fmt: skip
             assert counts == [part.sum() for part in in_files(sizes, np.bincount(drawn, minlength=10))]
 
@@ -313,8 +313,8 @@ def test_faults_that_lengths_decide_are_named(ratio, total, lengths, cap, fault)
     last = mix_of({"ratio": Decimal(ratio), "cap": cap}, good, by="tokens", tokens_per_epoch=total)
     mixes = Mixes((mix_of(good, by="tokens"), last))
 
-    assert not list(drawn_faults(mixes, [2, *lengths], [1, 2], 1))
-    assert [f"curriculum[1].{fault}"] * bool(fault) == paths(drawn_faults(mixes, [2, *lengths], [1, 2], 2))
+    assert not list(measured_faults(mixes, [2, *lengths], [1, 2], 1))
+    assert [f"curriculum[1].{fault}"] * bool(fault) == paths(measured_faults(mixes, [2, *lengths], [1, 2], 2))
 
 
 @pytest.mark.parametrize("by", ["tokens", "samples"])
@@ -322,7 +322,7 @@ def test_no_epoch_draws_more_than_memory_holds(by):
     """With replacement, the data do not limit how often."""
     for total, found in ((999_999_999, ["sources[0]"]), (10**8, [])):
         mix = mix_of({"ratio": ONE, "replacement": True}, by=by, **{f"{by}_per_epoch": total})
-        assert found == paths(drawn_faults(Mixes((mix,), is_curriculum=False), [4, 6], [2], 1))
+        assert found == paths(measured_faults(Mixes((mix,), is_curriculum=False), [4, 6], [2], 1))
 
 
 def test_streams_take_no_mix_by_tokens():
@@ -338,8 +338,8 @@ def test_the_place_of_a_file_is_where_it_is_named_first(named):
     mixes = Mixes(tuple(mix_of(*({"jsonl": file, "ratio": ONE} for file in entry)) for entry in named))
     entries = [(k, n, file) for k, entry in enumerate(named) for n, file in enumerate(entry)]
 
-    assert set(mixes.files) == set(mixes.places)
-    for file, place in mixes.places.items():
+    assert set(mixes.files) == set(mixes.file_keys)
+    for file, place in mixes.file_keys.items():
         first = next((k, n) for k, n, other in entries if other == file)
         assert place == "curriculum[{}].sources[{}].jsonl".format(*first)
 

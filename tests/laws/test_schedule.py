@@ -41,7 +41,7 @@ def schedules(draw) -> EpochSchedule:
         seed=draw(st.integers(0, 3)),
         shuffle=draw(st.booleans()),
         works=works,
-        meeting=draw(st.sampled_from(["step", "microbatch"])),
+        sync_at=draw(st.sampled_from(["step", "microbatch"])),
     )
 
 
@@ -253,7 +253,7 @@ def test_an_epoch_whose_rest_gives_no_batch_takes_no_further_step(  # noqa: PLR0
         ([1.0] * 7 + [float("nan")], {}, "work 7 is nan, but the work of packs is a finite number of at least 0$"),
         ([1.0] * 7 + [float("inf")], {}, "work 7 is inf"),
         ([1.0] * 8, {"batch_size": 2}, "batch_size has to be 1, not 2"),
-        ([1.0] * 8, {"meeting": "epoch"}, "meeting is 'epoch', but has to be one of step, microbatch"),
+        ([1.0] * 8, {"sync_at": "epoch"}, "sync_at is 'epoch', but has to be one of step, microbatch"),
     ],
 )
 def test_works_that_cannot_be_balanced_are_refused(works, options, message):
@@ -313,7 +313,7 @@ def test_the_golden_order():
             for name, one in {
                 "many packs": many,
                 "equal work a step": step,
-                "equal work a microbatch": attrs.evolve(step, meeting="microbatch"),
+                "equal work a microbatch": attrs.evolve(step, sync_at="microbatch"),
             }.items()
         },
     }, "meant? raise ORDER_VERSION in core/schedule/schedule.py, and write its orders into GOLDEN_ORDERS"

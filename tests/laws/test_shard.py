@@ -196,7 +196,7 @@ def test_microbatches_that_run_together_have_equal_work(name, shards, budget, si
         options = {"shards": shards, "batch_size": size, "max_tokens_per_microbatch": budget, "work": MODEL}
         even, in_turn, step = (
             imbalances(shard_packed(lengths, **options, **other))
-            for other in ({}, {"assignment": "round_robin"}, {"meeting": "step"})
+            for other in ({}, {"assignment": "round_robin"}, {"sync_at": "step"})
         )
         found.append([*even, step[0]])
         assert in_turn[1] > 1 + 3 * (most - 1)
@@ -227,8 +227,8 @@ def test_another_unit_of_work_cuts_alike(case, factor):
     model = WorkModel(per_position=3, per_pair=2)
     scaled = WorkModel(3 * factor, 2 * factor)
 
-    for meeting in ("step", "microbatch"):
-        assert cut(case, work=model, meeting=meeting).slots == cut(case, work=scaled, meeting=meeting).slots
+    for sync_at in ("step", "microbatch"):
+        assert cut(case, work=model, sync_at=sync_at).slots == cut(case, work=scaled, sync_at=sync_at).slots
     padded = [-(-length // case["multiple"]) * case["multiple"] for length in case["lengths"]]
     assert cut(case).slots == cut(case, work=[factor * width**2 for width in padded]).slots
 
@@ -236,7 +236,7 @@ def test_another_unit_of_work_cuts_alike(case, factor):
 @given(batches(modes=("packed",)), st.sampled_from([None, WorkModel(50, 1), WorkModel(0, 1)]))
 def test_workers_that_meet_once_have_a_sum_no_worse_than_packs_by_work(case, work):
     """Where they meet decides what is even: never the rules of a cut."""
-    step, microbatch = (cut(case, work=work, meeting=meeting) for meeting in ("step", "microbatch"))
+    step, microbatch = (cut(case, work=work, sync_at=sync_at) for sync_at in ("step", "microbatch"))
 
     event(f"the same cut: {step.slots == microbatch.slots}")
     for sharding in (step, microbatch):
@@ -248,7 +248,7 @@ def test_workers_that_meet_once_have_a_sum_no_worse_than_packs_by_work(case, wor
 def test_however_few_exchanges_the_rules_of_a_cut_hold(case, most):
     """Exchanges even the work; they are not what keeps the budget."""
     with patch("packplan.core.shard.rounds._EXCHANGES", most):
-        require_rules(cut(case, work=WorkModel(50, 1), meeting="microbatch"), case)
+        require_rules(cut(case, work=WorkModel(50, 1), sync_at="microbatch"), case)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_what_cannot_be_sharded_is_refused(shard):
             shard(lengths, **options | wrong)
 
 
-@pytest.mark.parametrize("option", ["assignment", "microbatch_order", "meeting", "works"])
+@pytest.mark.parametrize("option", ["assignment", "microbatch_order", "sync_at", "works"])
 def test_options_of_packed_rows_are_checked(option):
     wrong = {"work": [1.0, -2.0]} if option == "works" else {option: "zzz"}
     with pytest.raises(ArgumentError, match=option):

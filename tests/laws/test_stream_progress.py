@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.stream import (
-    CarryOptions,
-    Item,
     RankState,
     ShardState,
     StreamCounts,
+    StreamItem,
+    StreamOptions,
     StreamProgress,
     StreamSegment,
     StreamState,
@@ -29,14 +29,14 @@ from packplan.core.stream import (
 )
 from tests.laws.test_carry import run
 
-Step = tuple[tuple[Item, ...], ShardState]
+Step = tuple[tuple[StreamItem, ...], ShardState]
 
 
 @st.composite
-def streams(draw) -> tuple[list[int], CarryOptions]:
+def streams(draw) -> tuple[list[int], StreamOptions]:
     """Lengths that fill a buffer several times, and how they are packed."""
     packing_length = draw(st.integers(8, 30))
-    options = CarryOptions(
+    options = StreamOptions(
         packing_length=packing_length,
         packing_buffer=draw(st.integers(3, 8)),
         min_fill_ratio=draw(st.sampled_from(["0.65", "0.9", "1"])),
@@ -178,8 +178,8 @@ def test_totals_stay_between_epochs(before, now):
 def test_a_pack_that_fills_no_step_is_dropped_instead_of_trained(lengths, packing_length):
     """Its samples, and its tokens; the numbers of the others stay."""
     others = StreamCounts(samples=9, packs=2, filled_tokens=7, tokens=99, underfilled_packs=1)
-    options = CarryOptions(packing_length=packing_length)
-    dropped = (others + StreamCounts.of_pack(lengths, options)).without_pack(lengths, options)
+    options = StreamOptions(packing_length=packing_length)
+    dropped = (others + StreamCounts.from_pack(lengths, options)).without_pack(lengths, options)
 
     expected = {"dropped": len(lengths), "dropped_packs": 1, "dropped_tokens": sum(lengths)}
     assert attrs.evolve(others, **expected) == dropped

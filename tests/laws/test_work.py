@@ -248,10 +248,10 @@ def test_the_parts_of_a_work_add_up_to_it(lengths, in_chunks):
     model = attrs.evolve(MODEL, local=(LocalAttention(13, 5, in_chunks=in_chunks),), per_chunk=17)
     works = SampleWorks.from_lengths(model, lengths, images=1, patches=4)
 
-    text, attention, vision = (works.weighed(*weights).flops for weights in np.eye(3))
+    text, attention, vision = (works.scaled(*weights).flops for weights in np.eye(3))
 
     tokens = np.array(lengths)
     assert (text == 7 * tokens + 17 * np.ceil(tokens / 64)).all()
     assert (vision == MODEL.vision.estimate_image_flops(1, 4)).all()
     assert (text + attention + vision == works.flops).all()
-    assert (2 * text + 3 * attention + 5 * vision == works.weighed(2, 3, 5).flops).all()
+    assert (2 * text + 3 * attention + 5 * vision == works.scaled(2, 3, 5).flops).all()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from packplan.app.planning.epochs import table_works
-from packplan.app.planning.schedule import meeting_of
+from packplan.app.planning.schedule import balanced_sync_point
 from packplan.app.wiring.policies import policy_of, trained_work
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.work.model import WorkModel
@@ -46,14 +46,14 @@ def run(model: str = "none", **training) -> RunConfig:
 )
 def test_the_trainers_strategy_says_where_ranks_meet(training, meeting):
     """FSDP, and DeepSpeed from stage 2 on, meet in each microbatch; a value that is set counts."""
-    assert meeting == meeting_of(run(**training))
+    assert meeting == balanced_sync_point(run(**training))
 
 
 def test_a_deepspeed_file_is_read(tmp_path):
     path = tmp_path / "zero.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
 
-    assert "microbatch" == meeting_of(run(trainer={"deepspeed": str(path)}))
+    assert "microbatch" == balanced_sync_point(run(trainer={"deepspeed": str(path)}))
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,6 @@ def test_only_packs_that_weigh_work_are_planned_by_it(tmp_path):
     assert policy_of(run(str(tmp_path)), "train").work is None
     balanced = policy_of(run(str(tmp_path), packing_algorithm="balanced"), "train")
     assert WorkModel.from_config(TEXT).trained() == balanced.work
-    assert balanced.weighs
-    assert not attrs.evolve(balanced, algorithm="certified").weighs
-    assert not attrs.evolve(balanced, packing=False).weighs
+    assert balanced.uses_works
+    assert not attrs.evolve(balanced, algorithm="certified").uses_works
+    assert not attrs.evolve(balanced, packing=False).uses_works

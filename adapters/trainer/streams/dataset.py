@@ -14,11 +14,11 @@ from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.core.errors import Difference, PackplanError, StaleError
 from packplan.core.lengths import IntArray
 from packplan.core.stream import (
-    CarryOptions,
-    Item,
     Order,
     RankState,
     ShardState,
+    StreamItem,
+    StreamOptions,
     StreamSegment,
     admit_first,
     after_reading,
@@ -69,7 +69,7 @@ class StreamedPacks(IterableDataset[StreamedPack | Ended | PackplanError]):
     """
 
     def __init__(
-        self, samples: SwiftEncoder, order: Order, options: CarryOptions, *, rank: int, world_size: int
+        self, samples: SwiftEncoder, order: Order, options: StreamOptions, *, rank: int, world_size: int
     ) -> None:
         """
         Pack a stream.
@@ -149,7 +149,7 @@ class StreamedPacks(IterableDataset[StreamedPack | Ended | PackplanError]):
                 break
         yield Ended(ShardProgress(shard, state))
 
-    def _sample(self, item: Item, encoded: dict[int, Sample]) -> Sample:
+    def _sample(self, item: StreamItem, encoded: dict[int, Sample]) -> Sample:
         """
         Return the encoded sample of a packed item, which is encoded again if another run packed it.
         """
@@ -159,13 +159,13 @@ class StreamedPacks(IterableDataset[StreamedPack | Ended | PackplanError]):
             raise StaleError.sample(item.place, self._name(item), differences)
         return sample
 
-    def _name(self, item: Item) -> str:
+    def _name(self, item: StreamItem) -> str:
         return str(self.samples.records.location(int(self.indices[item.place])))
 
-    def _encode(self, item: Item) -> Sample:
+    def _encode(self, item: StreamItem) -> Sample:
         return self.samples.encode(int(self.indices[item.place]))
 
-    def _log_long(self, item: Item, length: int) -> None:
+    def _log_long(self, item: StreamItem, length: int) -> None:
         limit = self.options.packing_length
         if length < limit:
             return

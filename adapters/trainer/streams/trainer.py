@@ -29,7 +29,7 @@ from packplan.adapters.trainer.loader import LENGTHS, Batch, PackLoader, weightl
 from packplan.adapters.trainer_state import seal_saves
 from packplan.core.errors import DataSetError, agree, counted
 from packplan.core.fingerprint import from_plain, to_plain
-from packplan.core.packs import filled
+from packplan.core.packs import filled_tokens
 from packplan.core.stream import RankState, ShardState, StreamCounts, StreamProgress, StreamState
 
 log = logging.getLogger(__name__)
@@ -319,7 +319,7 @@ class StreamTrainer(CheckedTrainer):
     def _window_stats(self) -> dict[str, float]:
         length, packs = self.options.packing_length, [lengths for lengths in self._lengths if lengths]
         tokens = [sum(lengths) for lengths in packs]
-        numbers = [filled(tokens, length).sum() / length, sum(map(len, packs)), len(packs), sum(tokens)]
+        numbers = [filled_tokens(tokens, length).sum() / length, sum(map(len, packs)), len(packs), sum(tokens)]
         fill, samples, num_packs, total = self.sum_over_ranks(torch.tensor(numbers, dtype=torch.float64)).tolist()
         self._lengths = []
         return {
