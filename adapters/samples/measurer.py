@@ -27,7 +27,7 @@ from packplan.core.config.identity import configured_inputs
 from packplan.core.errors import RecordError
 from packplan.core.fingerprint import Fingerprint, Value
 from packplan.core.samples.identity import DIGEST_BYTES
-from packplan.core.samples.tables import MeasuredSample, Measurement, MediaFacts, RecordOutcome
+from packplan.core.samples.tables import NOTHING, MeasuredSample, Measurement, MediaFacts, RecordOutcome
 
 MeasuredBatch = tuple[range, list[RecordOutcome], bytes]
 """Records, their outcomes, and their digests one behind the other, all zero where unknown."""
@@ -152,7 +152,7 @@ class SwiftMeasurer:
 
     def measure(self, index: int) -> Measurement:
         """Encode and measure sample *index*; see `core.ports`."""
-        return _sum_parts([self._measure_part(part) for part in self._part_indices(index)])
+        return sum(map(self._measure_part, self._part_indices(index)), NOTHING)
 
     def _measure_part(self, index: int) -> Measurement:
         # Whether a sample is truncated, or happens to fit exactly, shows only without the limit.
@@ -285,12 +285,7 @@ def _join_parts(parts: Sequence[RecordOutcome]) -> RecordOutcome:
     if len(samples) < len(parts):
         return next(one for one in parts if isinstance(one, RecordError))
     facts = tuple(fact for one in samples for fact in one.media)
-    return MeasuredSample(_sum_parts([one.measurement for one in samples]), facts)
-
-
-def _sum_parts(parts: Sequence[Measurement]) -> Measurement:
-    """Return the measurement of parts together; truncated if one is."""
-    return parts[0] if len(parts) == 1 else Measurement(*map(sum, zip(*map(attrs.astuple, parts), strict=True)))
+    return MeasuredSample(sum((one.measurement for one in samples), NOTHING), facts)
 
 
 class _LoaderSamples(Dataset[RecordOutcome]):

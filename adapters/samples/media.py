@@ -150,38 +150,8 @@ def encode_image(template: Template, size: tuple[int, int] | None) -> dict[str, 
     return encode_media(template, images=[] if size is None else [Image.new("RGB", size)])
 
 
-@attrs.frozen
-class MediaCost:
-    """Cost of images or of videos, but for what all of their kind have in common."""
-
-    tokens: int = 0
-    patches: int = 0
-
-    frames: int = 0
-    """Frames that are sampled of videos."""
-
-    @classmethod
-    def from_encoded(cls, template: Template, encoded: Encoded, *, videos: int = 0) -> MediaCost:
-        """
-        Return the cost of all of a sample, in which only differences of media count.
-
-        Args:
-            template: Template that encoded it.
-            encoded: A sample as its template gives it.
-            videos: Videos of the sample.
-        """
-        found = measure_encoded(template, encoded, images=0, videos=videos)
-        return cls(found.length, found.patches + found.video_patches, found.frames)
-
-    def __add__(self, other: MediaCost) -> MediaCost:
-        return MediaCost(self.tokens + other.tokens, self.patches + other.patches, self.frames + other.frames)
-
-    def __sub__(self, other: MediaCost) -> MediaCost:
-        return MediaCost(self.tokens - other.tokens, self.patches - other.patches, self.frames - other.frames)
-
-
 DUMMY_SIZE = (56, 56)
-"""Width and height of the image that others are compared with: a few tokens."""
+"""Width and height of stand-ins, black images that other media are compared with."""
 
 
 @attrs.frozen

@@ -29,11 +29,12 @@ from PIL import Image
 from qwen_vl_utils import vision_process
 from swift.template import Template
 
-from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_OF_LAYER, MediaCost, encode_image, encode_media
+from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_OF_LAYER, encode_image, encode_media, measure_encoded
 from packplan.adapters.samples.media_files import VideoFacts
 from packplan.adapters.samples.video_reading import Sampling, reads_videos, video_sampling
 from packplan.core.config.run import TemplateConfig
 from packplan.core.errors import counted
+from packplan.core.samples.tables import NOTHING, Measurement
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +72,14 @@ class ImageLengths:
     name: str
     """The way in words, for the log."""
 
-    cost: Callable[[int, int], MediaCost]
+    cost: Callable[[int, int], Measurement]
     """Width and height -> cost of an image; ValueError if its shape is refused."""
 
-    def beyond_stand_in(self, width: int, height: int) -> MediaCost:
+    def beyond_stand_in(self, width: int, height: int) -> Measurement:
         """Return the cost of an image beyond the stand-in; ValueError if its shape is refused."""
         return self.cost(width, height) - self.cost(*DUMMY_SIZE)
 
-    def agrees_with(self, encoded: Mapping[tuple[int, int], MediaCost]) -> bool:
+    def agrees_with(self, encoded: Mapping[tuple[int, int], Measurement]) -> bool:
         """Return whether images, by size, cost beyond the stand-in what their encodings do."""
         return all(self.beyond_stand_in(*size) == cost for size, cost in encoded.items())
 
@@ -90,7 +91,8 @@ def prove_image_lengths(template: Template) -> ImageLengths | None:
     """
     try:
         stand_in, *costs = (
-            MediaCost.from_encoded(template, encode_image(template, size)) for size in (DUMMY_SIZE, *PROOF_SIZES)
+            measure_encoded(template, encode_image(template, size), images=0, videos=0)
+            for size in (DUMMY_SIZE, *PROOF_SIZES)
         )
     except Exception as error:  # noqa: BLE001  # qwen_vl_utils leaves nothing of thin ones where MAX_PIXELS is low
         log.info("images of some sizes cannot be encoded: %s: %s", type(error).__name__, error)
@@ -102,7 +104,7 @@ def prove_image_lengths(template: Template) -> ImageLengths | None:
 # Processes that measure are given these, so they are functions of the module.
 
 
-def _qwen_cost(patch: int, merge: int, most: int | None, width: int, height: int) -> MediaCost:
+def _qwen_cost(patch: int, merge: int, most: int | None, width: int, height: int) -> Measurement:
     # Both sides are rounded to whole merged patches within the limits.
     width, height = shrink_size(width, height, most)
     rows, columns = vision_process.smart_resize(height, width, factor=patch * merge)
@@ -110,16 +112,16 @@ def _qwen_cost(patch: int, merge: int, most: int | None, width: int, height: int
     if not patches:
         message = f"the limits of qwen_vl_utils leave an image of {width} x {height} no size"
         raise ValueError(message)
-    return MediaCost(patches // merge**2, patches)
+    return Measurement(patches // merge**2, 0, 0, patches)
 
 
-def _processor_cost(processor: Any, unit: int, most: int | None, width: int, height: int) -> MediaCost:
+def _processor_cost(processor: Any, unit: int, most: int | None, width: int, height: int) -> Measurement:
     width, height = shrink_size(width, height, most)
     said = processor._get_num_multimodal_tokens(image_sizes=[(height, width)])  # noqa: SLF001  # no public way
-    return MediaCost(int(said.num_image_tokens[0]), int(said.num_image_patches[0]) * unit)
+    return Measurement(int(said.num_image_tokens[0]), 0, 0, int(said.num_image_patches[0]) * unit)
 
 
-def _image_lengths(template: Template, stand_in: MediaCost) -> Iterator[ImageLengths]:
+def _image_lengths(template: Template, stand_in: Measurement) -> Iterator[ImageLengths]:
     """Yield the ways that a template may have, where the stand-in's sample costs *stand_in*."""
     processor, most = template.processor, template.max_pixels
     images: Any = getattr(processor, "image_processor", None)
@@ -181,7 +183,7 @@ class VideoLengths:
             return False
         return True
 
-    def beyond_stand_in(self, facts: VideoFacts) -> MediaCost:
+    def beyond_stand_in(self, facts: VideoFacts) -> Measurement:
         """Return the cost of a video beyond the stand-in; ValueError if its shape is refused."""
         return self.cost(facts) - self.cost(_black_video_facts(DUMMY_SIZE, 2))
 
@@ -198,7 +200,7 @@ class VideoLengths:
         """Return the duration of a video; frames that are listed come at the rate of sampling."""
         return facts.num_frames / float(facts.rate or self._rate())
 
-    def cost(self, facts: VideoFacts) -> MediaCost:
+    def cost(self, facts: VideoFacts) -> Measurement:
         """Return the cost of a video; ValueError if number or size of its frames is refused."""
         frames, rate = self._sample_frames(facts)
         rows, columns = self._scale_frames(facts, len(frames))
@@ -210,7 +212,7 @@ class VideoLengths:
             times = ((first / rate + last / rate) / 2 for first, last in pairs)
             # A layer is between two tokens of its own, behind its time.
             tokens += sum(_num_tokens(self.tokenizer, f"<{time:.1f} seconds>") + 2 for time in times)
-        return MediaCost(tokens, patches, len(frames))
+        return attrs.evolve(NOTHING, length=tokens, frames=len(frames), video_patches=patches)
 
     def _rate(self) -> float:
         return float(self.sampling.get("fps", vision_process.FPS))
@@ -280,6 +282,6 @@ def _black_video_facts(size: tuple[int, int], number: int) -> VideoFacts:
     return VideoFacts(0, *size, number, Fraction(0), 0)
 
 
-def _encode_frames(template: Template, frames: list[Image.Image]) -> MediaCost:
+def _encode_frames(template: Template, frames: list[Image.Image]) -> Measurement:
     """Return the cost of a sample with a video of these frames."""
-    return MediaCost.from_encoded(template, encode_media(template, videos=[frames]), videos=1)
+    return measure_encoded(template, encode_media(template, videos=[frames]), images=0, videos=1)

@@ -1,21 +1,18 @@
 """
-Measurements of many samples at once: tokens of the texts that ms-swift's template makes of them,
-and costs of media by the headers of images and the containers of videos.
+The shortcut: measurements of many samples at once, without encoding each of them.
 
-The template itself says which texts a sample is, and which of them are trained; only the tokenizer
-is asked for many samples together, and for numbers of tokens instead of lists of them. What a full
-encode does with the tokens afterwards is done here with the texts: an end of turn behind an answer
-is trained, the first position is not, and each image adds what one of its size does, each video
-what one of its frames does.
+ms-swift's template splits a sample into pieces of text, and says which of them are trained. The
+tokenizer counts the tokens of the pieces of many samples in one call. Images and videos add what
+their headers and containers say, compared with stand-ins that are encoded once. What an encode does
+with the tokens afterwards is repeated here: the end of a turn after a trained answer is trained,
+and the first position is not.
 
-Some samples are encoded in full too, and compared: the first of each kind of record in each
-process, and one in `AUDITED_ONE_IN` of those without videos, since decoding one takes as long as
-counting hundreds.
+Some samples are also encoded in full and compared: the first of each kind of record in each
+process, and one in `AUDITED_ONE_IN` of those without videos, since decoding a video takes as long
+as counting hundreds.
 """
 
 # ruff: noqa: SLF001  # the template has no public way to ask for its texts
-
-from __future__ import annotations
 
 import copy
 import inspect
@@ -33,30 +30,39 @@ from swift.template import StdTemplateInputs, Template
 from transformers import PreTrainedTokenizerFast
 
 from packplan.adapters.samples.encoder import SwiftEncoder
-from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_OF_LAYER, MediaCost, measure_encoded, without_truncation
+from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_OF_LAYER, measure_encoded, without_truncation
 from packplan.adapters.samples.media_lengths import ImageLengths, prove_image_lengths
 from packplan.adapters.samples.video_reading import reads_videos
 from packplan.core.errors import RecordError
 from packplan.core.samples.identity import DIGEST_BYTES
-from packplan.core.samples.tables import MeasuredSample, Measurement, MediaFacts, RecordOutcome, ShortcutError, to_row
+from packplan.core.samples.tables import (
+    NOTHING,
+    MeasuredSample,
+    Measurement,
+    MediaFacts,
+    RecordOutcome,
+    ShortcutError,
+    to_row,
+)
 
 log = logging.getLogger(__name__)
 
 AUDITED_ONE_IN = 512
-"""Samples of which one is encoded in full too."""
+"""Number of samples of which one is encoded in full too."""
 
-_MOST_KINDS = 64
-"""Kinds of records that a process audits the first of."""
+_MAX_AUDITED_KINDS = 64
+"""Kinds of records whose first one a process encodes in full too."""
 
-_SAYS_MORE = re.compile(r"<\|\w+\|>|</?think>|<(?:image|video|audio|bbox|ref-object|cot-process|start-image)>")
-"""A text that a template may treat otherwise than others: tokens, thoughts, tags."""
+_TEMPLATE_MARKS = re.compile(r"<\|\w+\|>|</?think>|<(?:image|video|audio|bbox|ref-object|cot-process|start-image)>")
+"""Marks in a text that a template may treat in a special way: tokens, thoughts, tags."""
 
-_REDONE = (
+_REPLACED = (
     "encode", "_encode_truncated", "_encode_context_list", "_add_dynamic_eos", "_get_length", "_tokenize",
     "_split_special_tokens",
 )  # fmt: skip
 """
-Methods that this replaces: a template with one of its own encodes each sample in full.
+Methods of `Template` that the shortcut replaces. A template that overrides one encodes each sample
+in full.
 """
 
 _ANSWER = {"role": "assistant", "content": "So."}
@@ -65,177 +71,143 @@ _PROOFS: tuple[dict[str, Any], ...] = (
     {"messages": [{"role": "user", "content": "Why?"}, _ANSWER]},
     {"messages": [{"role": "user", "content": "Why?"}, _ANSWER, {"role": "user", "content": "And?"}, _ANSWER]},
 )
-"""Samples that are compared before a template's texts are trusted."""
+"""Samples of text on which the shortcut has to agree with full encodes."""
 
 STAND_INS: Mapping[str, Any] = {
     "image": Image.new("RGB", DUMMY_SIZE),
     "video": [Image.new("RGB", DUMMY_SIZE)] * FRAMES_OF_LAYER,
 }
-"""Kinds of media -> what stands in a sample for each of them."""
+"""Kind of medium -> its stand-in, a black image or video."""
 
 _FIND_TAG = re.compile("|".join(map(re.escape, Template.special_tokens))).search
 
 
 @attrs.frozen
 class Piece:
-    """A part of a sample: a text, or tokens that the template knows already."""
+    """A part of a sample."""
 
     content: str | list[int]
+    """Text, or tokens that the template knows already."""
 
     trained: bool
 
 
 @attrs.frozen
-class Pieces:
-    """A sample, before it is tokenized."""
+class SplitSample:
+    """A sample before it is tokenized."""
 
-    parts: list[Piece]
+    pieces: list[Piece]
 
-    counts: Mapping[str, int]
-    """Kinds of media -> how many of them it has; none of a kind that it lacks."""
+    media: Mapping[str, int]
+    """Kind of medium -> its number in the sample; kinds that it lacks are left out."""
 
 
 @attrs.frozen
 class StandIn:
-    """An image of `DUMMY_SIZE`, or a video of two such frames, in a sample."""
+    """Cost of a stand-in in a sample."""
 
-    tokens: int
-    """Tokens of it, beyond those of the texts that the template writes for it."""
-
-    patches: int
+    cost: Measurement
+    """Measurement of a sample with it, less that of the texts that the template writes for it."""
 
     mentions: int
-    """How often those texts say its kind's own token."""
+    """Times that those texts contain the token of its kind."""
 
 
 class PieceCounter:
-    """Measures samples by the texts that a template makes of them."""
+    """Measures samples by the pieces that a template splits them into."""
 
     def __init__(self, template: Template, *, tokens: Mapping[str, int]) -> None:
         """
-        Count for a template; what its samples have in common is found by `prove_pieces`.
+        Prepare a template to split samples; `prove_pieces` finds its stand-ins.
 
         Args:
             template: In training mode.
-            tokens: Kinds of media that samples may have -> the token that stands for parts of one.
+            tokens: Kind of medium that samples may have -> token that stands for parts of one.
         """
-        # A copy: what is changed here is not changed for full encodes, which audit this.
+        # Changes of a copy do not reach full encodes, which audit this.
         self._template = copy.copy(template)
         self._template.max_length = None
         self._template._split_special_tokens = _split_special_tokens
-        self._template.replace_tag = self._tag_of
-        self._tag = template.replace_tag
+        self._template.replace_tag, self._replace_tag = self._cached_tag, template.replace_tag
         self._tags: dict[tuple[str, int], list[Any]] = {}
         self._tokenizer = template.tokenizer
-        self._in_batches = _is_plain(template.tokenizer)
-        suffix = self._template._encode_context_list(self._template.template_meta.suffix)[0]
-        self._suffix: list[int] = suffix
-        self._said = {kind: self._tokenizer.convert_ids_to_tokens(token) for kind, token in tokens.items()}
+        self._counts_in_batches = _is_plain(template.tokenizer)
+        self._suffix: list[int] = self._template._encode_context_list(self._template.template_meta.suffix)[0]
+        self._media_tokens = {kind: self._tokenizer.convert_ids_to_tokens(token) for kind, token in tokens.items()}
         self.stand_ins: dict[str, StandIn] = {}
-        """Kinds of media -> what one is in a sample; samples with others cannot be counted."""
+        """Kind of medium -> its stand-in; samples with other kinds cannot be counted."""
 
-    def pieces(self, sample: dict[str, Any], **counts: int) -> Pieces:
+    def split(self, sample: dict[str, Any], **media: int) -> SplitSample:
         """
-        Return the texts that a sample becomes; whatever the template raises.
+        Split a sample into pieces; raises whatever the template raises.
 
         Args:
-            sample: As `SwiftEncoder.read` gives it.
-            **counts: Number of each kind of media, `image` and `video`.
+            sample: As `SwiftEncoder.read` returns it.
+            **media: Number of each kind of medium, `image` and `video`.
         """
         template = self._template
         inputs = StdTemplateInputs.from_dict({**sample, "images": [], "videos": []})
         template._preprocess_inputs(inputs)
-        for kind, number in counts.items():
+        for kind, number in media.items():
             setattr(inputs, f"{kind}s", [STAND_INS[kind]] * number)
         template._swift_prepare_inputs(inputs)
         contexts, weights, _ = template._swift_encode(inputs)
         contexts, weights = template._simplify_context_list(contexts, weights, inputs)
-        held = {kind: number for kind, number in counts.items() if number}
-        return Pieces([Piece(one, weight > 0) for one, weight in zip(contexts, weights, strict=True)], held)
+        pieces = [Piece(one, weight > 0) for one, weight in zip(contexts, weights, strict=True)]
+        return SplitSample(pieces, {kind: number for kind, number in media.items() if number})
 
-    def _tag_of(self, media_type: str, index: int, inputs: StdTemplateInputs) -> list[Any]:
-        """
-        Return the template's text for an image or a video at a position; asked once for all.
-        """
-        place = (media_type, index)
-        if place not in self._tags:
-            self._tags[place] = list(self._tag(media_type, index, inputs))
-        return self._tags[place]
+    def _cached_tag(self, media_type: str, index: int, inputs: StdTemplateInputs) -> list[Any]:
+        """Return the template's text for the stand-in at an index, which it makes once."""
+        if (key := (media_type, index)) not in self._tags:
+            self._tags[key] = list(self._replace_tag(media_type, index, inputs))
+        return self._tags[key]
 
-    def measure(self, samples: Sequence[Pieces]) -> list[Measurement | None]:
+    def measure(self, samples: Sequence[SplitSample]) -> list[Measurement | None]:
         """
-        Return the measurement of each sample, its media as stand-ins; None where a text has a token
-        of media itself.
+        Return the measurement of each sample with stand-ins for its media; None if a text of it
+        contains a token of media.
         """
-        texts = [part.content for sample in samples for part in sample.parts if isinstance(part.content, str)]
-        tokens = iter(self._tokenize(texts))
-        return [self._measurement(sample, tokens) for sample in samples]
-
-    def _tokenize(self, texts: list[str]) -> list[_Tokens]:
-        """Return the tokens of each text."""
-        if self._in_batches:
-            found = self._tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        texts = [piece.content for sample in samples for piece in sample.pieces if isinstance(piece.content, str)]
+        if self._counts_in_batches:
+            tokens = self._tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         else:
-            found = map(self._template._tokenize, texts)
-        return [_Tokens(one) for one in found]
+            tokens = map(self._template._tokenize, texts)
+        tokens = iter(tokens)
+        return [self._measure_one(sample, tokens) for sample in samples]
 
-    def _measurement(self, sample: Pieces, tokens: Iterator[Any]) -> Measurement | None:
-        parts = [
-            (part, next(tokens) if isinstance(part.content, str) else _Tokens(part.content)) for part in sample.parts
-        ]
-        held = [(kind, self.stand_ins[kind], number) for kind, number in sample.counts.items()]
-        if self.count_media_tokens(sample) != Counter({kind: one.mentions * number for kind, one, number in held}):
+    def _measure_one(self, sample: SplitSample, tokens: Iterator[Any]) -> Measurement | None:
+        pieces = [(one, next(tokens) if isinstance(one.content, str) else one.content) for one in sample.pieces]
+        stand_ins = [(kind, self.stand_ins[kind], number) for kind, number in sample.media.items()]
+        if self.count_media_tokens(sample) != Counter({kind: one.mentions * number for kind, one, number in stand_ins}):
             return None
-        parts = [(part, ids) for part, ids in parts if len(ids)]
-        supervised = sum(len(ids) for part, ids in parts if part.trained)
-        if parts and parts[0][0].trained:
+        pieces = [(piece, ids) for piece, ids in pieces if len(ids)]
+        supervised = sum(len(ids) for piece, ids in pieces if piece.trained)
+        if pieces and pieces[0][0].trained:
             supervised -= 1  # nothing comes before the first token
-        patches = {kind: one.patches * number for kind, one, number in held}
-        return Measurement(
-            length=sum(len(ids) for _, ids in parts) + sum(one.tokens * number for _, one, number in held),
-            supervised=supervised + self._trained_ends(parts),
-            images=sample.counts.get("image", 0),
-            patches=patches.get("image", 0),
-            videos=sample.counts.get("video", 0),
-            frames=FRAMES_OF_LAYER * sample.counts.get("video", 0),
-            video_patches=patches.get("video", 0),
-        )
+        length = sum(len(ids) for _, ids in pieces)
+        texts = attrs.evolve(NOTHING, length=length, supervised=supervised + self._count_trained_ends(pieces))
+        return sum((one.cost for _, one, number in stand_ins for _ in range(number)), texts)
 
-    def count_media_tokens(self, sample: Pieces) -> Counter[str]:
-        """Return the number of tokens of each kind of media in the texts of a sample."""
-        texts = [part.content for part in sample.parts if isinstance(part.content, str)]
-        return Counter({kind: sum(text.count(token) for text in texts) for kind, token in self._said.items()})
+    def count_media_tokens(self, sample: SplitSample) -> Counter[str]:
+        """Return the number of tokens of each kind of medium in the texts of a sample."""
+        texts = [piece.content for piece in sample.pieces if isinstance(piece.content, str)]
+        return Counter({kind: sum(text.count(token) for text in texts) for kind, token in self._media_tokens.items()})
 
-    def _trained_ends(self, parts: list[tuple[Piece, Any]]) -> int:
+    def _count_trained_ends(self, pieces: list[tuple[Piece, Any]]) -> int:
         """Return the number of trained tokens that end answers whose end is not trained as text."""
         found, answered, size = 0, False, len(self._suffix)
-        for trained, run in groupby(parts, key=lambda one: one[0].trained):
+        for trained, run in groupby(pieces, key=lambda one: one[0].trained):
             if not trained and answered:
                 start: list[int] = []
                 for _, ids in run:
-                    start += ids.first(size - len(start)) if len(start) < size else []
+                    start += getattr(ids, "ids", ids)[: size - len(start)] if len(start) < size else []
                 found += size if start == self._suffix else 0
             answered = answered or trained
         return found
 
 
-@attrs.frozen
-class _Tokens:
-    """Tokens that are known, or that the tokenizer's library gave for a text."""
-
-    held: Any
-
-    def __len__(self) -> int:
-        return len(self.held)
-
-    def first(self, number: int) -> list[int]:
-        """Return the ids of the first tokens."""
-        ids: list[int] = getattr(self.held, "ids", self.held)
-        return ids[:number]
-
-
 def _is_plain(tokenizer: Any) -> bool:
-    """Return whether a tokenizer does nothing but call its library."""
+    """Return whether a tokenizer only calls its library."""
     kind = type(tokenizer)
     return (
         isinstance(tokenizer, PreTrainedTokenizerFast)
@@ -245,41 +217,39 @@ def _is_plain(tokenizer: Any) -> bool:
 
 
 def _split_special_tokens(contexts: list[Any], weights: list[float]) -> tuple[list[Any], list[float]]:
-    """Return texts cut at the tags that stand for media; most have none."""
-    kept: list[Any] = []
-    theirs: list[float] = []
+    """Return texts split at the tags of media, and their weights; most texts have none."""
+    split: list[Any] = []
+    split_weights: list[float] = []
     for context, weight in zip(contexts, weights, strict=True):
         if isinstance(context, str) and not _FIND_TAG(context):
             more, more_weights = ([context], [weight]) if context else ([], [])
         else:
             more, more_weights = Template._split_special_tokens([context], [weight])
-        kept += more
-        theirs += more_weights
-    return kept, theirs
+        split += more
+        split_weights += more_weights
+    return split, split_weights
 
 
 def prove_pieces(template: Template, *, tokens: Mapping[str, int]) -> tuple[PieceCounter | None, str]:
     """
-    Return a counter of a template's samples that agrees with full encodes of a few; or None, and
-    the reason. Samples with media of which it has no `stand_ins` are none of them.
+    Return a counter that agrees with full encodes of a few samples, or None and the reason.
 
     Args:
         template: In training mode.
-        tokens: Kinds of media that samples may have -> the token that stands for parts of one; none
+        tokens: Kind of medium that samples may have -> token that stands for parts of one; empty
             for a model of text.
     """
     kind, base = type(template), Template
     if template.task_type != "causal_lm" or template.template_backend != "swift" or template.is_encoder_decoder:
         return None, f"it is for {template.task_type} by {template.template_backend}"
-    redone = _REDONE if tokens else (*_REDONE, "_encode")
-    own = [name for name in redone if inspect.getattr_static(kind, name) is not inspect.getattr_static(base, name)]
+    replaced = _REPLACED if tokens else (*_REPLACED, "_encode")
+    own = [name for name in replaced if inspect.getattr_static(kind, name) is not inspect.getattr_static(base, name)]
     if own:
         return None, f"its template has a way of its own to {own[0].strip('_')}"
     counter = PieceCounter(template, tokens=tokens)
     try:
         for sample in _PROOFS:
-            (found,) = counter.measure([counter.pieces(sample)])
-            if found != _measure_in_full(template, sample):
+            if counter.measure([counter.split(sample)]) != [_measure_in_full(template, sample)]:
                 return None, "its texts are not all that its samples are"
     except Exception as error:  # noqa: BLE001  # whatever a template does not take is said of the records that have it
         return None, f"a sample of its texts alone cannot be made ({type(error).__name__}: {error})"
@@ -294,83 +264,68 @@ def prove_pieces(template: Template, *, tokens: Mapping[str, int]) -> tuple[Piec
 
 def _prove_stand_in(template: Template, counter: PieceCounter, medium: str) -> None:
     """
-    Let a counter know what stands for an image or a video in a sample, if that is the same each
-    time, and beside the media that it knows.
+    Add the stand-in of a kind of medium to a counter, if it costs the same once, twice, and beside
+    the other kinds.
     """
     samples = [{medium: 1}, {medium: 2}]
     if counter.stand_ins:
         samples.append(dict.fromkeys((*counter.stand_ins, medium), 1))
-    for number, counts in enumerate(samples):
-        tags = "".join(f"<{kind}>" * count for kind, count in counts.items())
+    for media in samples:
+        tags = "".join(f"<{kind}>" * number for kind, number in media.items())
         sample = {"messages": [{"role": "user", "content": f"{tags}?"}, _ANSWER]}
-        pieces = counter.pieces(sample, **counts)
-        encoded = _measure_in_full(template, sample, **counts)
-        if number == 0:
-            counter.stand_ins[medium] = StandIn(0, 0, counter.count_media_tokens(pieces)[medium])
-            (found,) = counter.measure([pieces])
-            if found is not None:
-                tokens, patches = encoded.length - found.length, encoded.patches + encoded.video_patches
-                counter.stand_ins[medium] = StandIn(tokens, patches, counter.count_media_tokens(pieces)[medium])
-        if counter.measure([pieces]) != [encoded]:
+        split, encoded = counter.split(sample, **media), _measure_in_full(template, sample, **media)
+        if medium not in counter.stand_ins:
+            mentions = counter.count_media_tokens(split)[medium]
+            counter.stand_ins[medium] = StandIn(NOTHING, mentions)
+            (texts,) = counter.measure([split])
+            counter.stand_ins[medium] = StandIn(encoded - (texts or NOTHING), mentions)
+        if counter.measure([split]) != [encoded]:
             del counter.stand_ins[medium]
             return
 
 
-def _measure_in_full(template: Template, sample: dict[str, Any], **counts: int) -> Measurement:
-    """Return the measurement of a full encode."""
-    media = {f"{kind}s": [STAND_INS[kind]] * number for kind, number in counts.items()}
+def _measure_in_full(template: Template, sample: dict[str, Any], **media: int) -> Measurement:
+    """Return the measurement of a full encode of a sample with stand-ins."""
+    stand_ins = {f"{kind}s": [STAND_INS[kind]] * number for kind, number in media.items()}
     with without_truncation(template):
-        encoded = template.encode({**sample, **media}, return_length=True)
-    return measure_encoded(template, encoded, images=counts.get("image", 0), videos=counts.get("video", 0))
+        encoded = template.encode({**sample, **stand_ins}, return_length=True)
+    return measure_encoded(template, encoded, images=media.get("image", 0), videos=media.get("video", 0))
 
 
 @attrs.frozen
-class _Read:
-    """A sample that was read, and the texts that it becomes."""
+class _ReadSample:
+    """A sample that was read, with what the shortcut needs of it."""
 
     index: int
     sample: dict[str, Any]
+
     facts: tuple[MediaFacts, ...]
+    """Facts of its images, then of its videos."""
 
-    pieces: Pieces | None = None
-    """None if it has to be encoded in full."""
+    split: SplitSample | None = None
+    """Its pieces, with stand-ins for its media; None if it has to be encoded in full."""
 
-    images: MediaCost = attrs.field(factory=MediaCost)
-    """Cost of its images beyond stand-ins."""
-
-    videos: MediaCost = attrs.field(factory=MediaCost)
-    """Cost of its videos beyond stand-ins."""
-
-    def with_media(self, measured: Measurement) -> Measurement:
-        """Return a measurement, of stand-ins, with the cost of what they stand for."""
-        if not self.facts:
-            return measured
-        return attrs.evolve(
-            measured,
-            length=measured.length + self.images.tokens + self.videos.tokens,
-            patches=measured.patches + self.images.patches,
-            frames=measured.frames + self.videos.frames,
-            video_patches=measured.video_patches + self.videos.patches,
-        )
+    media: Measurement = NOTHING
+    """Cost of its media beyond that of stand-ins."""
 
 
 class ShortcutMeasurer:
-    """Measures samples of an encoder without encoding each as it is."""
+    """Measures samples of an encoder by the shortcut, and in full where it does not apply."""
 
     def __init__(self, encoder: SwiftEncoder, *, in_full: Callable[[int], Measurement]) -> None:
         """
-        Measure what an encoder encodes.
+        Measure samples of an encoder.
 
         Args:
-            encoder: Gives the samples.
-            in_full: Measures one by encoding it.
+            encoder: Encoder that reads the samples.
+            in_full: Index of a sample -> its measurement by encoding it.
         """
         self._encoder, self._in_full = encoder, in_full
-        self._kinds: set[object] = set()
+        self._audited_kinds: set[object] = set()
 
     @cached_property
     def _counter(self) -> PieceCounter | None:
-        """Counter of many samples at once; None if each is to be encoded."""
+        """Counter for the encoder's template; None if each sample is encoded in full."""
         template, tokens = self._encoder.template, self._encoder.image_tokens
         media = {} if tokens is None else {"image": tokens.token}
         if tokens is not None and reads_videos(template):
@@ -395,23 +350,32 @@ class ShortcutMeasurer:
 
     def measure(self, indices: Sequence[int]) -> tuple[list[RecordOutcome], bytes]:
         """
-        Measure samples, and return the digests of their records too, all zero where they are not
-        known; ShortcutError if one of those that are encoded too is measured otherwise then.
+        Measure samples.
+
+        Returns:
+            The outcome of each, and the digests of their records one behind the other, all zero
+            where unknown.
+
+        Raises:
+            ShortcutError: An audited sample encodes to another measurement.
         """
         digests = [b""] * len(indices)
-        read: list[_Read | RecordError] = []
+        read: list[_ReadSample | RecordError] = []
         for place, index in enumerate(indices):
             try:
                 record, digests[place] = self._encoder.records.read(index)
                 read.append(self._read(index, record))
             except RecordError as error:
                 read.append(error)
-        ready = [one.pieces for one in read if isinstance(one, _Read) and one.pieces is not None]
-        counted = iter(self._counter.measure(ready) if self._counter is not None else ())
-        outcomes = [one if isinstance(one, RecordError) else self._outcome(one, counted) for one in read]
+        split = [one.split for one in read if isinstance(one, _ReadSample) and one.split is not None]
+        counted = iter(self._counter.measure(split) if self._counter is not None else ())
+        outcomes = [
+            one if isinstance(one, RecordError) else self._measure_read(one, next(counted) if one.split else None)
+            for one in read
+        ]
         return outcomes, b"".join(digest or bytes(DIGEST_BYTES) for digest in digests)
 
-    def _read(self, index: int, record: object) -> _Read:
+    def _read(self, index: int, record: object) -> _ReadSample:
         """
         Return a record as a sample, with what its images' headers and its videos' containers say;
         RecordError if it is none.
@@ -421,56 +385,62 @@ class ShortcutMeasurer:
         images = sample.get("images", ())
         facts = encoder.image_facts(index, images)
         videos = [encoder.video_facts(index, video) for video in sample.get("videos", ())]
-        kept = (*facts, *map(encoder.stored_facts, videos))
+        all_facts = (*facts, *map(encoder.stored_facts, videos))
         of_images = self.image_lengths if images else None
         of_videos = encoder.video_lengths if videos else None
-        if (why := encoder.full_encode_reason(sample)) is not None:
-            self._log_once(why)
-        if why or any(one.doubt for one in videos) or (images and of_images is None) or (videos and of_videos is None):
-            return _Read(index, sample, kept)
+        if (reason := encoder.full_encode_reason(sample)) is not None:
+            self._log_once(reason)
+        is_doubtful = any(one.doubt for one in videos)
+        if reason or is_doubtful or (images and of_images is None) or (videos and of_videos is None):
+            return _ReadSample(index, sample, all_facts)
         with encoder.records.name_errors(index, "an image cannot be encoded: "):
             costs = [of_images.beyond_stand_in(one.width, one.height) for one in facts] if of_images else []
-        shown = [of_videos.beyond_stand_in(one) for one in videos] if of_videos else []
-        pieces = self._pieces(sample, image=len(images), video=len(videos))
-        return _Read(index, sample, kept, pieces, sum(costs, MediaCost()), sum(shown, MediaCost()))
+        costs += [of_videos.beyond_stand_in(one) for one in videos] if of_videos else []
+        split = self._split(sample, image=len(images), video=len(videos))
+        return _ReadSample(index, sample, all_facts, split, sum(costs, NOTHING))
 
-    def _pieces(self, sample: dict[str, Any], **counts: int) -> Pieces | None:
-        """Return the texts of a sample; None if it has to be encoded in full."""
+    def _split(self, sample: dict[str, Any], **media: int) -> SplitSample | None:
+        """Split a sample into pieces; None if it has to be encoded in full."""
         counter = self._counter
-        if counter is None or any(number and kind not in counter.stand_ins for kind, number in counts.items()):
+        if counter is None or any(number and kind not in counter.stand_ins for kind, number in media.items()):
             return None
         try:
-            return counter.pieces(sample, **counts)
+            return counter.split(sample, **media)
         except Exception:  # noqa: BLE001  # whatever the template raises, a full encode says with the record's place
             return None
 
-    def _outcome(self, one: _Read, counted: Iterator[Measurement | None]) -> RecordOutcome:
+    def _measure_read(self, one: _ReadSample, counted: Measurement | None) -> RecordOutcome:
         """
-        Return the measurement of a sample that was read; ShortcutError if it is audited, and
-        encodes to another.
+        Return the outcome of a sample that was read.
+
+        Args:
+            one: The sample.
+            counted: Its measurement with stand-ins; None to encode it in full.
+
+        Raises:
+            ShortcutError: It is audited, and encodes to another measurement.
         """
-        quick = None if one.pieces is None else next(counted)
         limit = self._encoder.template.max_length
-        quick = None if quick is None else one.with_media(quick)
-        # Which tokens a truncated sample keeps is the template's to say.
-        is_counted = quick is not None and (limit is None or quick.length <= limit)
-        if quick is not None and is_counted and not self._audits(one):
-            return MeasuredSample(quick, one.facts)
+        shortcut = None if counted is None else counted + one.media
+        if shortcut is not None and limit is not None and shortcut.length > limit:
+            shortcut = None  # which tokens a truncated sample keeps is the template's to say
+        if shortcut is not None and not self._is_audited(one):
+            return MeasuredSample(shortcut, one.facts)
         try:
             encoded = self._in_full(one.index)
         except RecordError as error:
             # As a damaged image behind a sound header: which of them are found must not depend on
             # which are audited.
-            return MeasuredSample(quick, one.facts) if quick is not None and is_counted else error
-        if quick is not None and is_counted and encoded != quick:
-            raise ShortcutError(str(self._encoder.records.location(one.index)), to_row(quick), to_row(encoded))
+            return error if shortcut is None else MeasuredSample(shortcut, one.facts)
+        if shortcut is not None and encoded != shortcut:
+            raise ShortcutError(str(self._encoder.records.location(one.index)), to_row(shortcut), to_row(encoded))
         return MeasuredSample(encoded, one.facts)
 
-    def _audits(self, one: _Read) -> bool:
+    def _is_audited(self, one: _ReadSample) -> bool:
         """Return whether a sample is encoded in full too."""
-        kind = _kind(one.sample)
-        if kind not in self._kinds and len(self._kinds) < _MOST_KINDS:
-            self._kinds.add(kind)
+        kind = _sample_kind(one.sample)
+        if kind not in self._audited_kinds and len(self._audited_kinds) < _MAX_AUDITED_KINDS:
+            self._audited_kinds.add(kind)
             return True
         return one.index % AUDITED_ONE_IN == 0 and "videos" not in one.sample
 
@@ -480,15 +450,15 @@ def _log_once(text: str) -> None:
     log.info("%s", text)
 
 
-def _kind(sample: dict[str, Any]) -> object:
-    """Return the roles, keys and tags by which a template treats a sample."""
+def _sample_kind(sample: dict[str, Any]) -> object:
+    """Return the roles, keys and marks by which a template may treat a sample in its own way."""
     messages = sample["messages"]
     texts = [text for message in messages if isinstance(text := message["content"], str)]
-    said = {tag for text in texts if "<" in text for tag in _SAYS_MORE.findall(text)[:8]}
+    marks = {mark for text in texts if "<" in text for mark in _TEMPLATE_MARKS.findall(text)[:8]}
     return (
         tuple((message["role"], *sorted(message.keys() - {"role", "content"})) for message in messages[:4]),
         min(len(messages), 5),
         frozenset(sample.keys()),
         any(text[:1].isspace() or text[-1:].isspace() for text in texts),
-        frozenset(said),
+        frozenset(marks),
     )

@@ -167,7 +167,7 @@ def merge_known(source: LengthSource, indices: range, table: KnownTable) -> Gene
     log.info("the lengths of %s are taken from %s", counted(taken, "record"), table.where)
     done = 0
     for start, stop in [*parts, (len(rows), len(rows))]:
-        yield from map(known.sample, rows[done:start].tolist())
+        yield from from_tables(known.table, known.media, rows[done:start].tolist())
         if start < stop:
             asked = range(indices.start + start, indices.start + stop)
             with closing(source.measure_many(asked, in_full=False)) as outcomes:

@@ -6,7 +6,8 @@ the data files, places and bad records that are stored with them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
 
@@ -52,9 +53,20 @@ class Measurement:
         """Return the fields in which the *fetched* sample differs from this planned one."""
         return field_differences(self, fetched)
 
+    def __add__(self, other: Measurement) -> Measurement:
+        """Return the measurement of both together; truncated if one is."""
+        return Measurement(*map(operator.add, to_row(self), to_row(other)))
+
+    def __sub__(self, other: Measurement) -> Measurement:
+        """Return the cost beyond that of *other*, whose fields may be negative."""
+        return Measurement(*map(operator.sub, to_row(self), to_row(other)))
+
 
 COLUMNS = tuple(field.name for field in attrs.fields(Measurement))
 """Columns of a table of measurements, in order."""
+
+NOTHING = Measurement(0, 0, 0, 0)
+"""Measurement of no record at all, from which sums begin."""
 
 BAD = Measurement(0, 0, 0, 0, bad=True)
 """The row of a record that cannot become a sample."""
@@ -167,9 +179,9 @@ def to_tables(outcomes: Iterable[RecordOutcome]) -> tuple[Table, MediaTable]:
     return rows.reshape(-1, len(COLUMNS)), media.reshape(-1, len(MEDIA_COLUMNS))
 
 
-def from_tables(table: Table, media: MediaTable, indices: Iterable[int]) -> list[MeasuredSample]:
+def from_tables(table: Table, media: MediaTable, indices: Iterable[int]) -> Iterator[MeasuredSample]:
     """
-    Return the measurements of some records of a table.
+    Yield the measurements of some records of a table.
 
     Args:
         table: Measurements of all records; int32, shape (num_records, num_columns).
@@ -177,13 +189,10 @@ def from_tables(table: Table, media: MediaTable, indices: Iterable[int]) -> list
         indices: Records to read, each from 0.
     """
     ends = np.cumsum(num_media(table))
-    return [
-        MeasuredSample(
-            row, tuple(MediaFacts(*one) for one in media[ends[index] - row.images - row.videos : ends[index]].tolist())
-        )
-        for index in indices
-        for row in [from_row(table, index)]
-    ]
+    for index in indices:
+        row, end = from_row(table, index), ends[index]
+        facts = media[end - row.images - row.videos : end].tolist()
+        yield MeasuredSample(row, tuple(MediaFacts(*one) for one in facts))
 
 
 @attrs.frozen
@@ -230,7 +239,7 @@ Identities = NDArray[np.bytes_]
 """Identities of records, as 64 hex digits each; shape (num_records,)."""
 
 UNKNOWN = -1
-"""Row of a record that is not among known ones."""
+"""Row of a record that is not in a table of known lengths."""
 
 
 def media_identity(digest: str, folder: str) -> str:
@@ -269,11 +278,6 @@ class KnownLengths:
         rows = rows[np.argsort(self.identities[rows], kind="stable")]
         return self.identities[rows], rows
 
-    @cached_property
-    def _ends(self) -> IntArray:
-        """End of each record's rows in the media table."""
-        return np.cumsum(num_media(self.table))
-
     def find_rows(self, digests: Sequence[str], folders: Sequence[str]) -> IntArray:
         """
         Return the row of each record, or `UNKNOWN`; int64, shape (num_records,).
@@ -294,12 +298,6 @@ class KnownLengths:
         asked = np.array([one.encode() for one in identities])
         places = np.minimum(np.searchsorted(known, asked), len(rows) - 1)
         return np.where(known[places] == asked, rows[places], UNKNOWN)
-
-    def sample(self, row: int) -> MeasuredSample:
-        """Return the measurement in a row."""
-        measurement, end = from_row(self.table, row), int(self._ends[row])
-        media = self.media[end - measurement.images - measurement.videos : end].tolist()
-        return MeasuredSample(measurement, tuple(MediaFacts(*one) for one in media))
 
 
 @attrs.frozen

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from swift.template import Template
 
-from packplan.adapters.samples.shortcut import PieceCounter, ShortcutMeasurer, prove_pieces
+from packplan.adapters.samples.shortcut import PieceCounter, prove_pieces
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_encoders, open_measurer
 from packplan.core.samples.tables import MeasuredSample, ShortcutError
@@ -67,9 +67,8 @@ def samples(write_run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of", ["qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"])
-def test_texts_measure_as_full_encodes_do(of, samples, tmp_path, monkeypatch):
+def test_texts_measure_as_full_encodes_do(of, samples, tmp_path):
     """Whatever the turns, the marks in them and where images stand, also truncated."""
-    monkeypatch.setattr(ShortcutMeasurer, "_audits", lambda *_: False)  # every one is compared here
     rng = random.Random(of)  # noqa: S311
     most = 3 if of.endswith("vl") else 0
     for number in range(most):
@@ -106,9 +105,9 @@ def test_a_count_that_is_wrong_is_found_by_the_audit(number, samples, monkeypatc
     records = [plain] * 100
     records[number] = turns
     measured = samples("qwen2", records)
-    ends = PieceCounter._trained_ends
+    ends = PieceCounter._count_trained_ends
     # Right for what proves the way: one turn, and two.
-    monkeypatch.setattr(PieceCounter, "_trained_ends", lambda self, parts: len(parts) < 6 and ends(self, parts))
+    monkeypatch.setattr(PieceCounter, "_count_trained_ends", lambda self, parts: len(parts) < 6 and ends(self, parts))
 
     with pytest.raises(ShortcutError, match=rf"line {number + 1} measured .* but encodes to"):
         list(measured.measure_many(range(100), in_full=False))

@@ -15,7 +15,7 @@ from packplan.core.samples.tables import (
     MediaFacts,
     from_tables,
     media_identity,
-    to_row,
+    to_tables,
 )
 
 
@@ -43,11 +43,7 @@ def known(records, samples) -> KnownLengths:
     identities = [
         media_identity(digest(number), folder) if images > 0 else digest(number) for number, folder, images in records
     ]
-    table = np.array([to_row(one.measurement) for one in samples], np.int32).reshape(-1, 9)
-    media = np.array(
-        [(one.num_bytes, one.width, one.height, one.head, 0, 0, 0) for each in samples for one in each.media], np.int64
-    )
-    return KnownLengths(np.array([one.encode() for one in identities], "S64"), table, media.reshape(-1, 7))
+    return KnownLengths(np.array([one.encode() for one in identities], "S64"), *to_tables(samples))
 
 
 @given(tables(), st.lists(st.tuples(st.integers(0, 11), st.sampled_from("abc")), max_size=20))
@@ -68,12 +64,9 @@ def test_a_record_is_known_by_its_content_and_with_media_by_their_folder_too(tab
 
 
 @given(tables())
-def test_a_row_gives_the_measurement_and_its_media(table):
-    """As the tables of all records have them."""
-    records, samples = table
-    lengths = known(records, samples)
+def test_tables_give_the_measurements_and_their_media(table):
+    """In any order of rows."""
+    _, samples = table
+    rows = list(reversed(range(len(samples))))
 
-    found = [lengths.sample(row) for row in range(len(samples))]
-
-    assert samples == found
-    assert found == from_tables(lengths.table, lengths.media, range(len(samples)))
+    assert samples[::-1] == list(from_tables(*to_tables(samples), rows))
