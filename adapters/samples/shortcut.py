@@ -77,7 +77,7 @@ STAND_INS: Mapping[str, Any] = {
     "image": Image.new("RGB", DUMMY_SIZE),
     "video": [Image.new("RGB", DUMMY_SIZE)] * FRAMES_OF_LAYER,
 }
-"""Kind of medium -> its stand-in, a black image or video."""
+"""Kind of medium -> black image or video that stands for one."""
 
 _FIND_TAG = re.compile("|".join(map(re.escape, Template.special_tokens))).search
 
@@ -99,7 +99,7 @@ class SplitSample:
     pieces: list[Piece]
 
     media: Mapping[str, int]
-    """Kind of medium -> its number in the sample; kinds that it lacks are left out."""
+    """Kind of medium -> number in the sample, for each kind that it has."""
 
 
 @attrs.frozen
@@ -135,7 +135,7 @@ class PieceCounter:
         self._suffix: list[int] = self._template._encode_context_list(self._template.template_meta.suffix)[0]
         self._media_tokens = {kind: self._tokenizer.convert_ids_to_tokens(token) for kind, token in tokens.items()}
         self.stand_ins: dict[str, StandIn] = {}
-        """Kind of medium -> its stand-in; samples with other kinds cannot be counted."""
+        """Kind of medium -> cost of a stand-in; samples with other kinds cannot be counted."""
 
     def split(self, sample: dict[str, Any], **media: int) -> SplitSample:
         """
@@ -318,7 +318,7 @@ class ShortcutMeasurer:
 
         Args:
             encoder: Encoder that reads the samples.
-            in_full: Index of a sample -> its measurement by encoding it.
+            in_full: Function from the index of a sample to its measurement by a full encode.
         """
         self._encoder, self._in_full = encoder, in_full
         self._audited_kinds: set[object] = set()
@@ -415,7 +415,7 @@ class ShortcutMeasurer:
 
         Args:
             one: The sample.
-            counted: Its measurement with stand-ins; None to encode it in full.
+            counted: Measurement with stand-ins for its media; None to encode it in full.
 
         Raises:
             ShortcutError: It is audited, and encodes to another measurement.
