@@ -300,13 +300,13 @@ class _ReadSample:
     sample: dict[str, Any]
 
     facts: tuple[MediaFacts, ...]
-    """Facts of its images, then of its videos."""
+    """Facts of the images, then of the videos."""
 
     split: SplitSample | None = None
-    """Its pieces, with stand-ins for its media; None if it has to be encoded in full."""
+    """Pieces of the sample, with stand-ins for its media; None if it has to be encoded in full."""
 
     media: Measurement = NOTHING
-    """Cost of its media beyond that of stand-ins."""
+    """Cost of the media beyond that of the stand-ins."""
 
 
 class ShortcutMeasurer:
