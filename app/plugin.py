@@ -2,10 +2,9 @@
 Write the plugin that trains planned packs inside another tool's own command.
 
 `packplan plugin swift -o plugin.py`, then `swift sft ... --packing true --external_plugins
-plugin.py`: see docs/use-it-in/swift.md. Types of `swift rlhf` other than dpo take the plugin
-without `--packing`: they train their own batches, and compute no padding. With the words of a
-command, as in `packplan plugin swift -o plugin.py swift sft --model ...`, the command is planned
-first, and the plugin refuses every other plan.
+plugin.py`: see docs/use-it-in/swift.md. With the words of a command, as in `packplan plugin swift
+-o plugin.py swift sft --model ...`, the command is planned first, and the plugin refuses every
+other plan.
 """
 
 from pathlib import Path
@@ -36,14 +35,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("tool", choices=["swift"], help="the tool that trains: swift is ms-swift")
     parser.add_argument(
         "source", nargs="?", metavar="swift sft ...",
-        help="the words of a command, at the end: its plan alone is trained",
+        help="the words of a command, at the end: the plugin trains its plan only",
     )  # fmt: skip
     parser.add_argument(
         "-o", "--output", type=Path, metavar="plugin.py", default=Path("plugin.py"),
         help="name of the file to write (default: plugin.py)",
     )  # fmt: skip
     parser.add_argument(
-        "--any-version", action="store_true", help="let it try versions of the tool that it was not tested with"
+        "--any-version", action="store_true", help="let the plugin run with untested versions of the tool"
     )
     parser.add_argument("--world-size", type=world_size, metavar="N", help="ranks (default: those of the command)")
     add_logging_options(parser)
@@ -60,13 +59,12 @@ def main(arguments: list[str] | None = None) -> int:
         called = ", ".join(f"{name}={value!r}" for name, value in given.items())
         write_new(output, _TEXT.format(name=output.name, options=called))
         print(f"{output}: add --packing true --external_plugins {output} to a command of swift sft, pt, or rlhf (dpo)")
-        print("other types of swift rlhf take it without --packing, and compute no padding")
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet)
 
 
 def checksum_of(config: RunConfig) -> str:
-    """Plan a command of ms-swift, and return the checksum that the plugin compares."""
+    """Plan a command of ms-swift, and return the checksum of its plan."""
     with loading_libraries():
         from packplan.app.plan.build import build
         from packplan.app.wiring.ranks import joined_ranks

@@ -44,7 +44,6 @@ _TYPES = {
 HOSTS = {
     "sft": "sft",
     "plugin": "plugin",
-    "rlhf": "unpacked",
     "trainer": "use_plan",
     "balance": "balance",
 }

@@ -242,7 +242,7 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
     eval_dataset: Any
 
     def serve(
-        self, schedule: EpochSchedule, plan: str, data: str, *, packs: Any, collator: Any, evaluated: Any
+        self, schedule: EpochSchedule, plan: str, data: str, *, packs: Any, collator: Any, eval_packs: Any
     ) -> None:
         """
         Serve the packs of a plan from now on.
@@ -254,10 +254,10 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
             packs: Data set of the training packs, by pack index.
             collator: Makes a batch of packs the inputs of the model, with the index of the pack, or
                 the list of their indices, as `PACK`.
-            evaluated: Data set of the packs of evaluation, if the loss is to be the mean over their
+            eval_packs: Data set of the packs of evaluation, whose loss is the mean over their
                 learned tokens; None leaves evaluation as it is.
         """
-        self._train_packs, self._eval_packs, self._collator = packs, evaluated, collator
+        self._train_packs, self._eval_packs, self._collator = packs, eval_packs, collator
         # Consecutive ranks share rows where the schedule has fewer ranks than were started.
         rank = self.args.process_index * schedule.world_size // self.args.world_size
         self.follow(PackBatches(schedule, rank, schedule.world_size, plan=plan, data=data, identity=self._identity()))

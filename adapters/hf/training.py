@@ -74,7 +74,7 @@ def use_plan(
     add_base(trainer, _PlannedTraining)
     collator = PackInputs(collate or partial(pad_rows, types=types_of(trainer.model)))
     trainer.unpadding = unpadding
-    trainer.serve(schedule, plan.checksum, data, packs=train_rows, collator=collator, evaluated=eval_rows)
+    trainer.serve(schedule, plan.checksum, data, packs=train_rows, collator=collator, eval_packs=eval_rows)
     return schedule
 
 

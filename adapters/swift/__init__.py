@@ -1,9 +1,9 @@
 """
-Plans inside ms-swift's own commands.
+Planned packs inside ms-swift's own training commands.
 
-A plugin of two lines calls `install` from the file that `--external_plugins` names. `command` has
-a command and what stands against a plan, `packs` the data set of packs, `training` the trainer that
-follows their schedule.
+The file that `--external_plugins` names calls `install` (`plugin`). `command` resolves a command
+and refuses arguments that contradict a plan, `packs` has the data set of packs, and `training` the
+trainer that follows their schedule.
 """
 
 from packplan.adapters.swift.plugin import install

@@ -1,4 +1,4 @@
-"""The data set of a plan's packs, in the place of ms-swift's `PackingDataset`."""
+"""Data set of a plan's packs, which replaces ms-swift's `PackingDataset`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -19,26 +19,25 @@ ALGORITHMS = {"binpack": "constant_volume", "sequential": "concatenative"}
 
 Row = dict[str, Any]
 
-
 _DIGEST, _LEARNED = "packplan_digest", "packplan_learned"
-"""Columns of the facts of each row, where ms-swift encodes the rows to measure them."""
+"""Columns that `AddFacts` adds: digest of an encoded row, and its learned tokens."""
 
 
 class AddFacts(AddLengthPreprocessor):  # type: ignore[misc]  # has no types
-    """Step of ms-swift that measures rows, and here also notes the facts of each."""
+    """Step of ms-swift that adds the lengths of rows, and here their digests and learned tokens."""
 
     def preprocess(self, row: Row) -> Row:
-        """Return a row with its lengths and facts."""
+        """Return a row with its lengths, digest and learned tokens."""
         encoded = EncodePreprocessor.preprocess(self, row)
-        digest, learned = facts_of(encoded)
+        digest, learned = digest_row(encoded)
         return {**row, "lengths": encoded["lengths"], _DIGEST: digest, _LEARNED: learned}
 
 
-def facts_of(row: Mapping[str, Any]) -> tuple[bytes, int]:
+def digest_row(row: Mapping[str, Any]) -> tuple[bytes, int]:
     """
-    Return digest and learned tokens of a row.
+    Return the digest of a row, and the number of its learned tokens.
 
-    A row that is not encoded, or has no labels by token, counts as one that teaches a token.
+    A row without labels by token counts as one learned token, as does one that is not encoded.
     """
     digest = blake2b(digest_size=16)
     for name, value in sorted(row.items()):
@@ -50,10 +49,10 @@ def facts_of(row: Mapping[str, Any]) -> tuple[bytes, int]:
 
 class PlannedPacks(Dataset[PackOfRows]):
     """
-    Packs of all samples of a data set of ms-swift: item k has the encoded rows of pack k.
+    Packs of a data set of ms-swift: item k has the encoded rows of pack k.
 
-    Every process plans by itself, since equal lengths give equal packs. A row that is not as long
-    as it was planned, or that cannot be encoded, is an error: none is replaced by another one.
+    Every process plans by itself, since equal lengths give equal packs. A row that has another
+    length than planned, or cannot be encoded, is an error, and no other row takes its place.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class PlannedPacks(Dataset[PackOfRows]):
 
         Args:
             template: Template of ms-swift, which encodes rows.
-            dataset: Rows with their `lengths`: of a sample, or of each half of a pair.
+            dataset: Rows with `lengths`: tokens of a sample, or a list of those of a pair's halves.
             num_proc: Not used.
             packing_length: Tokens of a pack; None takes the template's `max_length`.
             packing_strategy: `--packing_strategy`.
@@ -84,7 +83,7 @@ class PlannedPacks(Dataset[PackOfRows]):
         if _DIGEST in getattr(dataset, "column_names", ()):
             self._facts = dataset.select_columns([_DIGEST, _LEARNED])
             self._rows = dataset.remove_columns([_DIGEST, _LEARNED])
-        lengths = [sum_of(length) for length in dataset["lengths"]]
+        lengths = [count_tokens(length) for length in dataset["lengths"]]
         self.plan: Plan = plan(lengths, packing_length or template.max_length, algorithm=ALGORITHMS[packing_strategy])
         self.packed_idx: list[list[int]] = self.plan.packs.tolist()
         starts = self.plan.packs.offsets[:-1]
@@ -93,16 +92,26 @@ class PlannedPacks(Dataset[PackOfRows]):
 
     @cached_property
     def facts(self) -> RowFacts:
-        """Identity of the rows, encoded unless they were measured elsewhere; what they teach."""
+        """
+        Digest and learned tokens of the rows.
+
+        They are those of encoded rows, unless ms-swift has cached the data set with its lengths.
+        """
         if self._facts is None:
-            return RowFacts.join(map(facts_of, self._rows))
+            return RowFacts.join(map(digest_row, self._rows))
         return RowFacts.join(zip(self._facts[_DIGEST], self._facts[_LEARNED], strict=True))
 
     def __len__(self) -> int:
         return len(self.packed_idx)
 
     def __getitem__(self, item: int) -> PackOfRows:
-        """Return the rows of a pack; an error names a row that is not the planned one."""
+        """
+        Return the encoded rows of a pack.
+
+        Raises:
+            StaleError: A row has another length than planned.
+            DataSetError: A row cannot be encoded any more.
+        """
         return PackOfRows([self._row(index) for index in self.packed_idx[item]], item)
 
     def _row(self, index: int) -> Row:
@@ -113,17 +122,17 @@ class PlannedPacks(Dataset[PackOfRows]):
             except Exception as error:
                 message = f"row {index:,} of the data set was measured, but cannot be encoded now: {error}"
                 raise DataSetError(message) from error
-        refuse_other_length(index, int(self.plan.lengths[index]), sum_of(row["lengths"]))
+        refuse_other_length(index, int(self.plan.lengths[index]), count_tokens(row["lengths"]))
         return row
 
 
-def sum_of(length: int | Sequence[int]) -> int:
-    """Return the tokens of a row: those of a sample, or of all halves of a pair."""
-    return length if isinstance(length, int) else sum(length)
+def count_tokens(lengths: int | Sequence[int]) -> int:
+    """Return the tokens of a row, given its length, or those of each of its sequences."""
+    return lengths if isinstance(lengths, int) else sum(lengths)
 
 
 class PackCollator:
-    """Collator of ms-swift that also gives the indices of a batch's packs, as `PACK`."""
+    """Collator of ms-swift, which adds the list of a batch's pack indices under `PACK`."""
 
     def __init__(self, collate: Callable[[list[Any]], dict[str, Any]]) -> None:
         self._collate = collate

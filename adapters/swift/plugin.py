@@ -1,4 +1,4 @@
-"""Installs plans into ms-swift, from the file that `--external_plugins` names."""
+"""Lets the training commands of ms-swift plan packs and train them; see `install`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,9 +11,9 @@ from swift.pipelines.train import sft
 from swift.utils import is_master
 
 from packplan.adapters.loaders.rows import refuse_unlearned
-from packplan.adapters.swift.command import own_type, refuse_arguments, refuse_version, row_ranks
+from packplan.adapters.swift.command import prepare_arguments, refuse_version, row_ranks
 from packplan.adapters.swift.packs import AddFacts, PlannedPacks
-from packplan.adapters.swift.training import follow, unpad_models
+from packplan.adapters.swift.training import follow_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.errors import DataSetError, PackplanError, counted
 from packplan.core.surface import Plan
@@ -21,38 +21,37 @@ from packplan.core.surface import Plan
 
 def install(*, checksum: str | None = None, any_version: bool = False) -> None:
     """
-    Let `swift sft`, `swift pt` and `swift rlhf --rlhf_type dpo` train plans.
+    Let `swift sft`, `swift pt` and `swift rlhf --rlhf_type dpo` train planned packs.
 
-    Other types of `swift rlhf` train their own batches, whose padding no model of theirs computes.
-    Nothing changes for other commands, such as `swift infer`, which read the name of the plugin in
-    a checkpoint.
+    The file that `--external_plugins` names calls it. Other commands, such as `swift infer`, may
+    load the same file from a checkpoint: nothing changes for them.
 
     Args:
-        checksum: Checksum of the plan that the command has to have, as `packplan plugin swift`
-            writes it. None takes the plan of whatever the command has.
-        any_version: Try a version of ms-swift that the plugin was not tested with.
+        checksum: Checksum of the only plan that may be trained, as `packplan plugin swift` writes
+            it. None allows any plan.
+        any_version: Whether to go on with a version of ms-swift that was not tested.
 
     Raises:
-        ConfigError: ms-swift is of such a version.
+        ConfigError: The version of ms-swift was not tested.
     """
     if not any_version:
         refuse_version(swift.__version__)
     if sft.PackingDataset is PlannedPacks:
         return
     pipeline: Any = sft.SwiftSft
-    plan = _Planning(checksum, pipeline.train, pipeline._encode_dataset, pipeline._post_process_datasets)  # noqa: SLF001  # no public names
+    steps = _PlannedPipeline(checksum, pipeline.train, pipeline._encode_dataset, pipeline._post_process_datasets)  # noqa: SLF001  # no public names
     sft.PackingDataset, sft.AddLengthPreprocessor = PlannedPacks, AddFacts
-    SftArguments._check_padding_free = _method(plan.check)  # noqa: SLF001  # ms-swift's own demands flash attention
-    SftArguments._init_stream = _method(partial(_replace_padding_free, SftArguments._init_stream))  # noqa: SLF001
-    pipeline._encode_dataset, pipeline._post_process_datasets = _method(plan.encode), _method(plan.pack)  # noqa: SLF001
-    pipeline.train = _method(plan.train)
+    SftArguments._check_padding_free = _as_method(prepare_arguments)  # noqa: SLF001
+    SftArguments._init_stream = _as_method(partial(_replace_padding_free, SftArguments._init_stream))  # noqa: SLF001
+    pipeline._encode_dataset, pipeline._post_process_datasets = _as_method(steps.encode), _as_method(steps.pack)  # noqa: SLF001
+    pipeline.train = _as_method(steps.train)
 
 
-def _method(step: Callable[..., Any]) -> Callable[..., Any]:
+def _as_method(step: Callable[..., Any]) -> Callable[..., Any]:
     """
-    Return a function that a class hands its objects to, which it does not do with a method.
+    Return *step* as a plain function, which a class passes its object to, unlike a bound method.
 
-    An error of ours ends the process with its message alone: it is about the command.
+    An error of this project ends the process with its message, without a traceback.
     """
 
     def method(*given: Any, **options: Any) -> Any:
@@ -66,11 +65,8 @@ def _method(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_padding_free(resolve: Callable[[Any], None], arguments: Any) -> None:
-    """
-    Take planned packs in the place of `--padding_free`, before ms-swift resolves what depends on
-    packing; types that train their own batches compute no padding anyway.
-    """
-    if arguments.padding_free and own_type(arguments) is None and not arguments.packing:
+    """Turn `--padding_free` into `--packing`, before *resolve* derives what depends on packing."""
+    if arguments.padding_free and not arguments.packing:
         arguments.packing = True
         size = arguments.per_device_train_batch_size
         tell(f"planned packs replace --padding_free: --per_device_train_batch_size {size} counts packs, not samples")
@@ -79,26 +75,21 @@ def _replace_padding_free(resolve: Callable[[Any], None], arguments: Any) -> Non
 
 
 @attrs.frozen
-class _Planning:
-    """Steps of ms-swift's pipeline, with a plan."""
+class _PlannedPipeline:
+    """Steps of ms-swift's training pipeline that plan and train packs."""
 
     checksum: str | None
     """See `install`."""
 
     _train: Callable[[Any, Any], Any]
-    """ms-swift's own steps."""
+    """Step of ms-swift itself, like the next two."""
 
     _encode: Callable[..., Any]
 
     _pack: Callable[[Any, list[Any]], list[Any]]
 
-    def check(self, arguments: Any) -> None:
-        """Refuse arguments that stand against the plan."""
-        refuse_arguments(arguments)
-        arguments.padding_free = arguments.packing
-
     def encode(self, pipeline: Any, *data_sets: Any, **options: Any) -> Any:
-        """Measure the rows, and tell how many ms-swift leaves out."""
+        """Measure the rows, and print how many ms-swift leaves out."""
         before = [0 if rows is None else len(rows) for rows in data_sets]
         encoded = self._encode(pipeline, *data_sets, **options)
         after = [0 if rows is None else len(rows) for rows in encoded]
@@ -110,18 +101,17 @@ class _Planning:
 
     def pack(self, pipeline: Any, data_sets: list[Any]) -> list[Any]:
         """
-        Plan the packs of each data set.
+        Return each data set as `PlannedPacks`.
 
         Raises:
-            DataSetError: They are not those that were planned. ArgumentError: Nothing is learned.
+            DataSetError: No row is left, or the plan has another checksum than `checksum`.
+            ArgumentError: No row has a token to learn.
         """
         packed = self._pack(pipeline, data_sets)
         packs: PlannedPacks | None = packed[0]
         if packs is None:
             message = "no row is left to train: all are longer than --max_length, or cannot be encoded"
             raise DataSetError(message)
-        if not pipeline.args.packing:
-            return packed
         refuse_unlearned(packs.facts.learned)
         found = plan_checksum(packs.plan.packs, lengths=packs.plan.lengths)
         if self.checksum not in (None, found):
@@ -130,33 +120,22 @@ class _Planning:
         return packed
 
     def train(self, pipeline: Any, trainer: Any) -> Any:
-        """Train the packs by their schedule, and tell its steps before the first; see `install`."""
-        if not pipeline.args.packing:
-            return self._train_unpadded(pipeline, trainer)
-        schedule = follow(trainer, attn_impl=pipeline.args.attn_impl, row_ranks=row_ranks(pipeline.args))
+        """Train the packs by their schedule, and print its steps before the first."""
+        size = row_ranks(pipeline.args)
+        schedule = follow_plan(trainer, attn_impl=pipeline.args.attn_impl, row_ranks=size)
         steps = f"{counted(schedule.steps_per_epoch, 'step')} an epoch, {schedule.total_steps:,} in all"
-        ranks = counted(schedule.world_size, "rank" if row_ranks(pipeline.args) == 1 else "group")
+        ranks = counted(schedule.world_size, "rank" if size == 1 else "group")
         tell(f"{plan_line(trainer.train_dataset.plan)}; {steps} on {ranks}")
         return self._train(pipeline, trainer)
 
-    def _train_unpadded(self, pipeline: Any, trainer: Any) -> Any:
-        """Train the trainer's own batches, and tell how many positions were left out."""
-        counts = [hooks.counts for hooks in unpad_models(pipeline, trainer)]
-        models = counted(len(counts), "model")
-        tell(f"{own_type(pipeline.args)} trains its own batches, without a plan; {models} will compute no padding")
-        result = self._train(pipeline, trainer)
-        real, padded = sum(one.real for one in counts), sum(one.padded for one in counts)
-        tell(f"rank 0 computed {real:,} of {counted(padded, 'position')}; the others were padding")
-        return result
-
 
 def plan_line(plan: Plan) -> str:
-    """Return samples, packs, fill and digest of a plan, in a line."""
+    """Return one line with the samples, packs, fill and checksum of a plan."""
     packs, fill = counted(len(plan.packs), "pack"), f"{plan.raw.fill:.2%} full"
     return f"{counted(plan.raw.num_samples, 'sample')} in {packs} ({fill}, plan {plan.checksum[:12]})"
 
 
 def tell(text: str) -> None:
-    """Print a line on one rank, whatever ms-swift logs."""
+    """Print a line on rank 0, at any log level of ms-swift."""
     if is_master():
         print(f"packplan: {text}", flush=True)

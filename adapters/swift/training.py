@@ -1,4 +1,4 @@
-"""ms-swift's trainers that follow the schedule of a plan, and models that compute no padding."""
+"""Trainers of ms-swift that train the packs of a plan in the order of its schedule."""
 
 from typing import Any
 
@@ -9,38 +9,31 @@ from packplan.adapters.attention import NAME
 from packplan.adapters.attention.rows import with_text_row
 from packplan.adapters.attention.shared_rows import sharing_group
 from packplan.adapters.hf.following import ServesPacks, add_base, require_same_rows
-from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import refuse
-from packplan.adapters.hf.unpad import separate_samples, unpad
+from packplan.adapters.hf.unpad import separate_samples
 from packplan.adapters.models import load_strictly
 from packplan.adapters.swift.packs import PackCollator, PlannedPacks
 from packplan.core.align import align_plan
-from packplan.core.errors import ConfigError, Fault
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 
-_MODELS = ("model", "ref_model", "reward_model", "value_model", "teacher_model")
-"""Attributes of a pipeline of ms-swift that hold a model, or several."""
 
-_SPLIT = "splits the weights, but a model is probed with all of them: use zero2, or remove the plugin"
-
-
-def follow(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> EpochSchedule:
+def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> EpochSchedule:
     """
-    Let a trainer of ms-swift train the packs of its data set as their schedule orders them.
+    Let a trainer of ms-swift train the packs of its data set, and return their schedule.
 
     Args:
         trainer: Trainer whose training data are `PlannedPacks`.
-        attn_impl: `--attn_impl` of the command. None takes the fastest attention that is shown to
-            keep samples apart.
-        row_ranks: Ranks that share each row, one after the other.
+        attn_impl: `--attn_impl` of the command. None takes the fastest attention that passes the
+            probe.
+        row_ranks: Consecutive ranks that share each row.
 
     Raises:
-        ArgumentError: A setting stands against it.
+        ArgumentError: A setting contradicts the plan.
         MismatchError: Ranks have different plans or rows.
-        ModelError: The model cannot be shown to keep samples apart.
+        ModelError: The probe fails: samples of a row reach each other.
     """
-    refuse(trainer, row_ranks=row_ranks, evaluates=_weighed_by_tokens(trainer) is not None)
+    refuse(trainer, row_ranks=row_ranks, evaluates=_eval_packs(trainer) is not None)
     packs: PlannedPacks = trainer.train_dataset
     digest = packs.facts.digest
     require_same_rows(packs.plan, digest)
@@ -57,35 +50,19 @@ def follow(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> EpochSched
                 group=group,
             )
     add_base(trainer, _PlannedSwiftTraining)
-    collator, evaluated = PackCollator(trainer.data_collator), _weighed_by_tokens(trainer)
-    trainer.serve(schedule, packs.plan.checksum, digest, packs=packs, collator=collator, evaluated=evaluated)
+    collator, eval_packs = PackCollator(trainer.data_collator), _eval_packs(trainer)
+    trainer.serve(schedule, packs.plan.checksum, digest, packs=packs, collator=collator, eval_packs=eval_packs)
     return schedule
-
-
-def unpad_models(pipeline: Any, trainer: Any) -> list[Unpadding]:
-    """
-    Let each model of a pipeline of ms-swift compute no padding, and return their hooks.
-
-    Raises:
-        ConfigError: The weights of a model are split over ranks.
-        ModelError: A model cannot be shown to give the same.
-    """
-    split = {"--fsdp": trainer.is_fsdp_enabled, "--deepspeed": is_deepspeed_zero3_enabled()}
-    if faults := tuple(Fault(flag, _SPLIT) for flag, is_split in split.items() if is_split):
-        raise ConfigError("the command", faults)
-    found = [getattr(pipeline, name, None) for name in _MODELS]
-    models = [model for held in found for model in (held if isinstance(held, list) else [held])]
-    return [unpad(model) for model in dict.fromkeys(models) if model is not None]
 
 
 def schedule_of(plan: Plan, args: Any, *, world_size: int) -> EpochSchedule:
     """
-    Return the schedule that ms-swift's training arguments ask for.
+    Return the schedule of a plan under ms-swift's training arguments.
 
     Args:
         plan: The packs.
-        args: Training arguments, of any of its trainers.
-        world_size: Ranks, or groups of ranks that share rows.
+        args: Training arguments of any trainer of ms-swift.
+        world_size: Data-parallel ranks: processes, or groups of processes that share each row.
     """
     aligned = align_plan(
         plan.raw,
@@ -103,14 +80,14 @@ def schedule_of(plan: Plan, args: Any, *, world_size: int) -> EpochSchedule:
     )
 
 
-def _weighed_by_tokens(trainer: Any) -> PlannedPacks | None:
-    """Return the packs of evaluation whose loss is a mean over tokens, if there are any."""
+def _eval_packs(trainer: Any) -> PlannedPacks | None:
+    """Return the packs of evaluation; None if there are none, or its loss is no token mean."""
     packs = trainer.eval_dataset
     return packs if isinstance(trainer, Seq2SeqTrainer) and isinstance(packs, PlannedPacks) else None
 
 
 class _PlannedSwiftTraining(ServesPacks):
-    """A trainer of ms-swift; see `ServesPacks`."""
+    """Methods of a trainer of ms-swift that serves planned packs."""
 
     is_fsdp_enabled: bool
     is_deepspeed_enabled: bool

@@ -140,11 +140,11 @@ def _read_command(words: Sequence[str], world_size: int | None) -> RunConfig:
         raise ConfigError(COMMAND, (Fault("torchrun", "starts several ranks, but one plans a command: leave it out"),))
     launcher, task, arguments = _parts_of(words)
     with loading_libraries():
-        from packplan.adapters.swift.command import read_arguments, with_file
+        from packplan.adapters.swift.command import expand_config_file, read_command
 
-    arguments = with_file(arguments)  # whose variables may say the ranks
+    arguments = expand_config_file(arguments)  # whose variables may say the ranks
     ranks = world_size or _ranks(launcher, is_swift=not _ENTRY.fullmatch(words[len(launcher)]))
-    command = read_arguments(task, arguments, words=words, world_size=ranks)
+    command = read_command(task, arguments, num_processes=ranks)
     if not any(word.partition("=")[0] in {"--packing", "--padding_free"} for word in arguments):
         log.warning("the command does not say --packing true, without which ms-swift trains no packs: add it")
     return _as_run(command)

@@ -56,7 +56,7 @@ def open_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
     names = {"train": custom.train_jsonl, "eval": custom.val_jsonl}
     encoders: dict[str, SwiftEncoder] = {}
     if config.command is not None:
-        template, inputs = config.command.open_template(), config.command.inputs()
+        template, inputs = config.command.open_template(), config.command.length_inputs()
         for split, rows in config.command.open_rows(template).items():
             spec = SampleSpec(config.model, config.template, custom, (), config.packing_length, inputs=inputs)
             file = RowsFile(rows, name=" ".join(names[split]), num_parts=max(config.command.num_parts, 1))

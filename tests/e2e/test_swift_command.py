@@ -336,7 +336,6 @@ def elsewhere(words: list[str]) -> list[str]:
         ),
         ("{text} --streaming true --max_steps 4", "--streaming: gives no lengths before training"),
         ("swift rlhf {given} --rlhf_type kto", "--rlhf_type: is kto"),
-        ("swift rlhf {given} --rlhf_type simpo --loss_type sigmoid hinge", "--rlhf_type: is simpo"),
         ("{text} --max_lenght 7", "--max_lenght: is no argument of ms-swift"),
         ("{text} --tuner_type full --max_length many", "ms-swift: refuses an argument"),
     ],
