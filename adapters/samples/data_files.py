@@ -60,8 +60,7 @@ def open_records(
     for path in (file for name in paths for file in _match_files(name)):
         file = _open_file(path, max_line_bytes, cache)
         if not len(file):
-            message = f"{file.name} holds no record: the data set is empty"
-            raise DataSetError(message)
+            raise DataSetError(f"{file.name} holds no record: the data set is empty")
         opened.append(file)
     return FileRecords(opened)
 
@@ -119,23 +118,19 @@ def _require_file(path: Path) -> None:
             raise DataSetError(message)
         # A pipe would wait for a writer, and could be read once.
         if path.exists() and not path.is_file():
-            message = f"{path} is a pipe or a device: name a data file"
-            raise DataSetError(message)
+            raise DataSetError(f"{path} is a pipe or a device: name a data file")
         with path.open("rb"):
             pass
     except ValueError:
-        message = f"{path} has a name or a folder that is no text of UTF-8: rename it"
-        raise DataSetError(message) from None
+        raise DataSetError(f"{path} has a name or a folder that is no text of UTF-8: rename it") from None
     except OSError as error:
-        message = f"{path} cannot be read ({error.strerror}): name an existing data file"
-        raise DataSetError(message) from None
+        raise DataSetError(f"{path} cannot be read ({error.strerror}): name an existing data file") from None
 
 
 def _match_files(path: str) -> list[Path]:
     """Return the file of a name, or those of a pattern; DataSetError if there is none."""
     if (fault := url_fault(path)) is not None:
-        message = f"{mask_credentials(path)} {fault}"
-        raise DataSetError(message)
+        raise DataSetError(f"{mask_credentials(path)} {fault}")
     if is_url(path):
         message = f"{mask_credentials(path)} is at another machine, and is read only where train_jsonl names it"
         raise DataSetError(message)
@@ -145,8 +140,7 @@ def _match_files(path: str) -> list[Path]:
         return [Path(path)]
     found = sorted(map(Path, glob.glob(path, recursive=True)))  # noqa: PTH207  # patterns may be absolute
     if not found:
-        message = f"{path} matches no file: name existing data files"
-        raise DataSetError(message)
+        raise DataSetError(f"{path} matches no file: name existing data files")
     return found
 
 
@@ -158,8 +152,7 @@ def _find_shards(folder: Path) -> list[Path]:
     found = sorted(path for path in folder.rglob("*") if path.suffix in {".parquet", ".arrow"} and path.is_file())
     kinds = {str(path.relative_to(folder).parent / _SHARD.sub("", path.stem)) + f"*{path.suffix}" for path in found}
     if len(kinds) > 1:
-        message = f"{folder} holds several data sets: name one of them, {', '.join(sorted(kinds)[:9])}"
-        raise DataSetError(message)
+        raise DataSetError(f"{folder} holds several data sets: name one of them, {', '.join(sorted(kinds)[:9])}")
     return found or [folder]
 
 
@@ -179,18 +172,16 @@ def source_names(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, 
 
 def _refuse_duplicates(files: list[Path]) -> None:
     """
-    Refuse a file that is named twice, and files that are the same but for being packed: their
+    Refuse a file that is named twice, and files that are the same but for compression: their
     records would be there twice.
     """
     known: dict[Path, Path] = {}
     for path in files:
         if (twin := known.setdefault(path.resolve(), path)) is not path:
-            message = f"{path} is named twice, once as {twin}: its records would be there twice; remove one"
-            raise DataSetError(message)
+            raise DataSetError(f"{path} is named twice, once as {twin}: its records would be there twice; remove one")
     for path in files:
         if path.suffix.lower() in _COMPRESSED and (plain := known.get(path.with_suffix("").resolve())):
-            message = f"{plain} and {path} are the same data, one of them packed: name one of them"
-            raise DataSetError(message)
+            raise DataSetError(f"{plain} and {path} are the same data, one of them compressed: name one of them")
 
 
 def _name_and_folder(path: Path) -> tuple[str, str]:

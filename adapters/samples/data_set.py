@@ -171,8 +171,7 @@ class FileRecords:
     def _find(self, index: int) -> tuple[RecordFile, int]:
         """Return the file of a record, and its row there."""
         if not 0 <= index < len(self):
-            message = f"record {index} of {len(self)}"
-            raise IndexError(message)
+            raise IndexError(f"record {index} of {len(self)}")
         file = bisect.bisect_right(self._ends, index)
         return self._files[file], index - self.firsts[file]
 

@@ -87,8 +87,7 @@ def fetch_data_files(name: str, cache: Path) -> list[Path]:
     except FetchError as error:
         raise _unreadable_error(name, error) from None
     if not found:
-        message = f"{mask_credentials(name)} matches no file: name existing data files"
-        raise DataSetError(message)
+        raise DataSetError(f"{mask_credentials(name)} matches no file: name existing data files")
     return [_fetch_data_file(place, cache) for place in found]
 
 

@@ -381,22 +381,20 @@ class SwiftEncoder:
         if held not in (None, measurement.images):
             reason = f"the record has {counted(measurement.images, 'image')}, but its encoding holds {held:,}"
             raise self.record_error(index, f"{reason}: mark each with <image> in its text")
-        if self.image_tokens is not None:
-            why_not = self.image_tokens.mismatch(encoded["input_ids"], measurement.patches)
-            if why_not is not None:
-                raise self.record_error(index, why_not)
-        self._refuse_video_tokens(index, encoded["input_ids"], measurement)
+        for kind, token, expected in self._media_tokens(measurement):
+            if (found := encoded["input_ids"].count(token)) != expected:
+                reason = f"the record has {counted(found, f'{kind} token')}, but its {kind}s give {expected:,}"
+                raise self.record_error(index, f"{reason}: its text may contain the {kind} token itself")
         return measurement
 
-    def _refuse_video_tokens(self, index: int, tokens: list[int], measurement: Measurement) -> None:
-        """Refuse a sample whose video tokens are not those of its videos."""
-        if not self.sees_images or not reads_videos(self.template):
-            return
-        merge = self.template.processor.image_processor.merge_size**2
-        found, expected = tokens.count(self.template.video_token_id), measurement.video_patches // merge
-        if found != expected:
-            reason = f"the record has {found:,} video tokens, but its videos give {expected:,}: its text may contain"
-            raise self.record_error(index, f"{reason} the video token itself")
+    def _media_tokens(self, measurement: Measurement) -> Iterator[tuple[str, int, int]]:
+        """Yield kinds of media, the token of each, and how many of it a sample has to have."""
+        images = self.image_tokens
+        if images is not None and (images.patches is not None or not measurement.patches):
+            yield "image", images.token, measurement.patches // (images.patches or 1)
+        if self.sees_images and reads_videos(self.template):
+            merge = self.template.processor.image_processor.merge_size**2
+            yield "video", self.template.video_token_id, measurement.video_patches // merge
 
     def fetch(self, index: int, planned: Table) -> dict[str, Any]:
         """

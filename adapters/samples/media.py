@@ -19,7 +19,7 @@ from PIL import Image
 from swift.template import Template
 
 from packplan.adapters.families import trained_config
-from packplan.core.errors import ConfigError, counted
+from packplan.core.errors import ConfigError
 from packplan.core.samples.tables import Measurement
 
 FRAMES_OF_LAYER = 2
@@ -185,22 +185,3 @@ class ImageTokens:
         (token, number), *_ = added.most_common(1)
         patches = IMAGES.count_patches(encoded, patch_size=patch_size_of(template.config))
         return cls(token, patches // number if patches % number == 0 else None)
-
-    def mismatch(self, input_ids: list[int], patches: int) -> str | None:
-        """
-        Return why a sample's tokens cannot be those of its images; None if they can.
-
-        Args:
-            input_ids: The sample's tokens.
-            patches: Patches of all its images.
-        """
-        tokens = input_ids.count(self.token)
-        if patches and self.patches is None:
-            return None
-        expected = patches // (self.patches or 1)
-        if tokens == expected:
-            return None
-        return (
-            f"the record has {counted(tokens, 'image token')}, but its images give {expected:,}: "
-            "its text may contain the image token itself"
-        )

@@ -122,9 +122,6 @@ class VideoFacts:
     head: int
     """The first eight bytes of the SHA-256 of its first and last 64 KiB, as a signed number."""
 
-    turned: int = 0
-    """Quarter turns, counter-clockwise, by which its frames are turned to be shown."""
-
     doubt: str | None = None
     """Promise that its container lacks; None where it need not be decoded to be measured."""
 
@@ -187,19 +184,16 @@ def _read_container(path: str, max_seconds: float) -> VideoFacts:
     try:
         # A pipe would wait for a writer that never comes.
         if not stat.S_ISREG(Path(path).stat().st_mode):
-            message = f"the video {path} is a folder, a pipe or a device: name a video file, or list its frames"
-            raise ValueError(message)
+            raise ValueError(f"the video {path} is a folder, a pipe or a device: name a video file, or list its frames")
         with open_video(path) as container:
             size, ends = _read_ends(path)
-            found = _Container(path, container, size, max_seconds).read()
+            return _Container(path, container, size, max_seconds).read(_short_digest(hashlib.sha256(ends).digest()))
     except FileNotFoundError:
         message = f"the video {path} does not exist: relative paths start at the folder of the data file"
         raise ValueError(message) from None
     except (av.FFmpegError, OSError) as error:
         why = getattr(error, "strerror", None) or error
-        message = f"the video {path} cannot be read, it is truncated, damaged or no video: {why}"
-        raise ValueError(message) from None
-    return attrs.evolve(found, head=_short_digest(hashlib.sha256(ends).digest()))
+        raise ValueError(f"the video {path} cannot be read, it is truncated, damaged or no video: {why}") from None
 
 
 @attrs.frozen
@@ -211,8 +205,8 @@ class _Container:
     size: int
     max_seconds: float
 
-    def read(self) -> VideoFacts:
-        """Return the facts of the video; ValueError if it cannot be trained."""
+    def read(self, head: int) -> VideoFacts:
+        """Return the facts of the video, with *head*; ValueError if it cannot be trained."""
         import av
 
         kind = self._kind()
@@ -239,9 +233,8 @@ class _Container:
         self._refuse_seconds(float(num / rate))
         if codec.name not in TRUSTED_CODECS:
             doubt = doubt or f"its codec is {codec.name}"
-        turned = _turns(first)
-        width, height = (first.height, first.width) if turned % 2 else (first.width, first.height)
-        return VideoFacts(self.size, width, height, num, Fraction(rate), 0, turned, doubt)
+        width, height = (first.height, first.width) if _turns(first) % 2 else (first.width, first.height)
+        return VideoFacts(self.size, width, height, num, Fraction(rate), head, doubt)
 
     def _refusal(self, reason: str) -> ValueError:
         return ValueError(f"the video {self.path} {reason}")

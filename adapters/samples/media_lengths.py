@@ -110,8 +110,7 @@ def _qwen_cost(patch: int, merge: int, most: int | None, width: int, height: int
     rows, columns = vision_process.smart_resize(height, width, factor=patch * merge)
     patches = int(rows // patch) * int(columns // patch)
     if not patches:
-        message = f"the limits of qwen_vl_utils leave an image of {width} x {height} no size"
-        raise ValueError(message)
+        raise ValueError(f"the limits of qwen_vl_utils leave an image of {width} x {height} no size")
     return Measurement(patches // merge**2, 0, 0, patches)
 
 
@@ -172,7 +171,7 @@ class VideoLengths:
         except ValueError:  # the run's limits leave the stand-in no size
             return None
         size = _LARGE if lengths.accepts(_LARGE) else DUMMY_SIZE
-        small, large = (_encode_frames(template, frames) for frames in (_frames(DUMMY_SIZE, 2), _frames(size, 5)))
+        small, large = _measure_black_video(template, DUMMY_SIZE, 2), _measure_black_video(template, size, 5)
         return lengths if large - small == lengths.cost(_black_video_facts(size, 5)) - stand_in else None
 
     def accepts(self, size: tuple[int, int]) -> bool:
@@ -260,11 +259,9 @@ def _resize(height: int, width: int, factor: int, least: float, most: float) -> 
     try:
         rows, columns = vision_process.smart_resize(height, width, factor, least, most)
     except ValueError as error:
-        message = f"frames of {width} x {height}: {error}"
-        raise ValueError(message) from None
+        raise ValueError(f"frames of {width} x {height}: {error}") from None
     if not rows or not columns:
-        message = f"frames of {width} x {height} are left no size by a limit of {most:,.0f} pixels: raise it"
-        raise ValueError(message)
+        raise ValueError(f"frames of {width} x {height} are left no size by a limit of {most:,.0f} pixels: raise it")
     return int(rows), int(columns)
 
 
@@ -273,15 +270,12 @@ def _num_tokens(tokenizer: Any, text: str) -> int:
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _frames(size: tuple[int, int], number: int) -> list[Image.Image]:
-    return [Image.new("RGB", size)] * number
-
-
 def _black_video_facts(size: tuple[int, int], number: int) -> VideoFacts:
     """Return the facts of a video of black frames of a size."""
     return VideoFacts(0, *size, number, Fraction(0), 0)
 
 
-def _encode_frames(template: Template, frames: list[Image.Image]) -> Measurement:
-    """Return the cost of a sample with a video of these frames."""
+def _measure_black_video(template: Template, size: tuple[int, int], number: int) -> Measurement:
+    """Return the measurement of a sample with a video of so many black frames of a size."""
+    frames = [Image.new("RGB", size)] * number
     return measure_encoded(template, encode_media(template, videos=[frames]), images=0, videos=1)

@@ -103,7 +103,7 @@ def _choice_fault(model: ModelConfig, key: str, what: str, found: Sequence[str |
     return Fault(key, f"is not set, and ms-swift knows several {what} of {architecture}: set it to one of {several}")
 
 
-def refuse_unshown(name: str) -> None:
+def _refuse_unshown(name: str) -> None:
     """
     Refuse a template whose model has not been shown to pack, before its packages are asked for.
 
@@ -118,7 +118,7 @@ def refuse_unshown(name: str) -> None:
         raise ConfigError.at("template.template", reason)
 
 
-def refuse_packing(template: Template) -> None:
+def _refuse_packing(template: Template) -> None:
     """
     Refuse a template whose samples ms-swift does not collate into rows.
 
@@ -146,13 +146,13 @@ def open_template(
         model: Model whose tokenizer and processor are read.
         template: Section that says how a record becomes tokens.
         packing_length: Tokens of a pack; the limit where the template truncates.
-        packs: True if samples are to share packs.
+        packs: Whether samples share packs; templates that cannot collate packs are refused then.
     """
     refuse_remote_code(model)
     _refuse_unknown(template)
     model_type, template_type = swift_types(model, template)
     if packs:
-        refuse_unshown(template_type)
+        _refuse_unshown(template_type)
     cuts = template.truncation_strategy in {"left", "right"}
     try:
         _, processor = get_model_processor(model.model, load_model=False, model_type=model_type)
@@ -177,6 +177,8 @@ def open_template(
         reason = f"{model.model} cannot be opened by ms-swift: {damaged_json_reason(model.model) or error}{remedy}"
         raise ConfigError.at("model.model", reason) from error
     _refuse_other_kind(opened)
+    if packs:
+        _refuse_packing(opened)
     if not opened.tokenizer("a").input_ids:  # transformers makes one of no words where tokenizer.json is missing
         reason = f"{model.model} has a tokenizer that knows no words: copy the files of its tokenizer there"
         raise ConfigError.at("model.model", reason)

@@ -177,5 +177,4 @@ def _decode_frames(path: str, indices: list[int]) -> np.ndarray[Any, np.dtype[np
                 next_one = next(wanted, None)
             if next_one is None:
                 return np.stack(kept)
-    message = f"it has fewer than {indices[-1] + 1:,} frames"
-    raise ValueError(message)
+    raise ValueError(f"it has fewer than {indices[-1] + 1:,} frames")

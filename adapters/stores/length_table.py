@@ -107,8 +107,7 @@ def read_length_table(path: Path) -> KnownLengths:
 def _whole_numbers(values: pa.ChunkedArray) -> NDArray[np.int32]:
     """Return a column as numbers; ValueError if one is null, has a fraction or is too large."""
     if values.null_count:
-        message = f"it has {counted(values.null_count, 'null')} where numbers are"
-        raise ValueError(message)
+        raise ValueError(f"it has {counted(values.null_count, 'null')} where numbers are")
     return np.asarray(values.cast(pa.int32()), dtype=np.int32)
 
 

@@ -11,7 +11,7 @@ from packplan.adapters.progress import progress
 from packplan.adapters.samples.encoder import SampleSpec, SwiftEncoder
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.samples.rows import RowsEncoder, RowsFile
-from packplan.adapters.samples.template import open_template, refuse_packing
+from packplan.adapters.samples.template import open_template
 from packplan.app.planning.split import Split, alignment
 from packplan.app.wiring.length_tables import open_known
 from packplan.app.wiring.policies import mixes_of, policy_of, recipe_of, trained_work
@@ -62,10 +62,9 @@ def open_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
             file = RowsFile(rows, name=" ".join(names[split]), num_parts=max(config.command.num_parts, 1))
             encoders[split] = RowsEncoder(spec, template=template, rows=file)
         return encoders
-    packs = config.training.packing
-    template = open_template(config.model, config.template, packing_length=config.packing_length, packs=packs)
-    if packs:
-        refuse_packing(template)
+    template = open_template(
+        config.model, config.template, packing_length=config.packing_length, packs=config.training.packing
+    )
     for split, files in names.items():
         if files:
             spec = SampleSpec(config.model, config.template, custom, files, config.packing_length, cache)

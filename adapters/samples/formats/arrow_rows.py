@@ -30,8 +30,7 @@ def is_arrow_folder(path: Path) -> bool:
     """
     if (path / _SPLITS).is_file():
         splits = ", ".join(sorted(entry.name for entry in path.iterdir() if (entry / _STATE).is_file()))
-        message = f"{path} holds several splits: name one of its folders, {splits}"
-        raise DataSetError(message)
+        raise DataSetError(f"{path} holds several splits: name one of its folders, {splits}")
     return (path / _STATE).is_file()
 
 
@@ -44,8 +43,7 @@ def parts_of_folder(path: Path) -> list[Path]:
         message = f"{path / _STATE} is none that datasets.save_to_disk wrote: save the data set again"
         raise DataSetError(message) from None
     if any(part.parent != path for part in parts):
-        message = f"{path / _STATE} names files outside of its folder: save the data set again"
-        raise DataSetError(message)
+        raise DataSetError(f"{path / _STATE} names files outside of its folder: save the data set again")
     return parts
 
 
@@ -61,8 +59,7 @@ class ArrowFile(RecordFile):
             for part in self.parts:
                 self._open_part(part, before)
         except (OSError, ValueError, pa.ArrowException) as error:
-            message = f"{self.name}: {part.name} is damaged, or no Arrow file ({_short(error)})"
-            raise DataSetError(message) from None
+            raise DataSetError(f"{self.name}: {part.name} is damaged, or no Arrow file ({_short(error)})") from None
         self._ends = np.cumsum([0, *(one.batch.num_rows for one in self._batches)])
         self._sound = np.zeros(len(self._batches), dtype=bool)
         """Batches whose offsets and texts were found to be sound, before a row of them was read."""
@@ -170,8 +167,7 @@ def _batches_of(mapped: MappedFile) -> Iterator[Any]:
 def _refuse_duplicate_columns(name: str, columns: list[str]) -> None:
     """Refuse columns of one name, of which the last would be read; DataSetError naming them."""
     if twins := [column for number, column in enumerate(columns) if column in columns[:number]]:
-        message = f"{name} has two columns {twins[0]!r}, of which one would be ignored: rename one"
-        raise DataSetError(message)
+        raise DataSetError(f"{name} has two columns {twins[0]!r}, of which one would be ignored: rename one")
 
 
 def _short(error: Exception) -> str:

@@ -153,14 +153,12 @@ def read_value(text: bytes, where: str) -> Any:
 def _parse_float(text: str) -> float:
     number = float(text)
     if math.isinf(number):
-        message = f"the number {text[:40]} is too large: write it as text, in quotes"
-        raise ValueError(message)
+        raise ValueError(f"the number {text[:40]} is too large: write it as text, in quotes")
     return number
 
 
 def _refuse_constant(name: str) -> None:
-    message = f"{name} is no JSON number"
-    raise ValueError(message)
+    raise ValueError(f"{name} is no JSON number")
 
 
 def _to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -172,6 +170,5 @@ def _to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         # In one pass: counting each name would take hours in a long line.
         twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
-        message = f"the key {twice!r} is written twice in one object"
-        raise ValueError(message)
+        raise ValueError(f"the key {twice!r} is written twice in one object")
     return found

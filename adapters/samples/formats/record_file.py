@@ -156,8 +156,7 @@ class RecordFile:
             arrays = self._cache.load()
             self._open(arrays)
         except OSError as error:
-            message = f"{name} cannot be read ({error.strerror}): name an existing data file"
-            raise DataSetError(message) from None
+            raise DataSetError(f"{name} cannot be read ({error.strerror}): name an existing data file") from None
         if arrays is not None:
             self._digests, self._is_cached = arrays["digests"].reshape(-1, DIGEST_BYTES), True
 

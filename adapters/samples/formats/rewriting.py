@@ -81,8 +81,7 @@ def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
         OutputError: There is no room for the copy.
     """
     if cache is None:
-        message = f"{name} cannot be read in any order as it is: unpack or convert it to JSON Lines first"
-        raise DataSetError(message)
+        raise DataSetError(f"{name} cannot be read in any order as it is: unpack or convert it to JSON Lines first")
     files.make_folder(cache)
     key = hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:32]
     with files.hold_lock(cache / f"{key}.lock", f"for a copy of {path.name}"):
@@ -132,8 +131,7 @@ def _file_digest(path: Path, cache: Path) -> str:
         return arrays["sha256"].tobytes().hex()
     sha256 = _compute_digest(path)
     if cached.file_changed():
-        message = f"{path} changed while it was read: start again when it is complete"
-        raise DataSetError(message)
+        raise DataSetError(f"{path} changed while it was read: start again when it is complete")
     cached.save({"sha256": np.frombuffer(bytes.fromhex(sha256), np.uint8)})
     return sha256
 
@@ -165,8 +163,7 @@ def _copy_lines(path: Path, kind: str, name: str) -> Iterator[bytes]:
                 bar.update(len(part))
                 yield part
     except UnicodeDecodeError:
-        message = f"{name} is not UTF-8 text: save it as UTF-8"
-        raise DataSetError(message) from None
+        raise DataSetError(f"{name} is not UTF-8 text: save it as UTF-8") from None
     except OSError as error:
         if error.errno:  # the disk's, not the archive's
             raise
@@ -204,8 +201,7 @@ def _skip_blanks(text: str, place: int) -> int:
 
 
 def _fail(name: str, row: int, reason: str) -> NoReturn:
-    message = f"{name}, row {row}: {reason}"
-    raise DataSetError(message)
+    raise DataSetError(f"{name}, row {row}: {reason}")
 
 
 def _table_rows(text: io.TextIOWrapper, name: str, delimiter: str) -> Iterator[str]:
@@ -219,8 +215,7 @@ def _table_rows(text: io.TextIOWrapper, name: str, delimiter: str) -> Iterator[s
             if columns is None:
                 columns = [field.strip() for field in fields]
                 if twice := next((column for column in columns if column and columns.count(column) > 1), None):
-                    message = f"{name} names the column {twice!r} twice in its header: rename one"
-                    raise DataSetError(message)
+                    raise DataSetError(f"{name} names the column {twice!r} twice in its header: rename one")
             elif fields:
                 number += 1
                 if len(fields) != len(columns):
