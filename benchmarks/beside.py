@@ -23,8 +23,8 @@ from benchmarks.measuring import LIMIT_S, PHOTOS, VIDEOS, VOCABULARY, config_of,
 from benchmarks.records import MODEL_TYPE, TEXT, paragraphs, record, write_chats, write_photos, write_records
 from packplan.adapters.processes import end_with_parent
 from packplan.adapters.progress import progress
-from packplan.adapters.samples.measurer import AT_ONCE
-from packplan.app.wiring.splits import open_encoders, open_measurer
+from packplan.adapters.samples.measurer import AT_ONCE, SwiftMeasurer
+from packplan.app.wiring.splits import open_encoders
 from packplan.core.config.run import RunConfig, TemplateConfig
 from tools.demo.tiny_models import write_model
 from tools.demo.videos import made_videos
@@ -138,9 +138,7 @@ def _ways_of(config: RunConfig, ours: int, theirs: int, *, with_trl: bool) -> di
     lines = Path(data).read_text(encoding="utf-8").splitlines()
 
     def measure(processes: int) -> Seconds:
-        settings = attrs.evolve(config.training, packing_length_precompute_workers=processes)
-        run = attrs.evolve(config, training=settings)
-        measurer = open_measurer(run, encoder)
+        measurer = SwiftMeasurer(encoder, workers=processes)
         measurer.pool_start_s = 0.0
         return seconds(measurer, total=ours)
 

@@ -18,7 +18,7 @@ from benchmarks.lengths import LengthsRow
 from benchmarks.records import MODEL_TYPE, TEXT, paragraphs, record, write_chats, write_photos, write_records
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.measurer import AT_ONCE, SwiftMeasurer
-from packplan.app.wiring.splits import open_encoders, open_measurer
+from packplan.app.wiring.splits import open_splits
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.samples.tables import MeasuredSample, RecordOutcome
 from tools.demo.tiny_models import write_model
@@ -193,7 +193,7 @@ def _video_config(model: Path, videos: Sequence[Path]) -> RunConfig:
 
 
 def _open(config: RunConfig) -> Any:
-    measurer = open_measurer(config, open_encoders(config)["train"])
+    measurer: Any = open_splits(config)["train"].source
     measurer.pool_start_s = 0.0
     return measurer
 
@@ -234,8 +234,8 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 def _ways_of_chats(config: RunConfig) -> tuple[dict[str, Callable[[range], None]], list[int]]:
     """Return calls that measure some rows, and the tokens of each row."""
-    encoder = open_encoders(config)["train"]
-    samples = open_measurer(config, encoder)
+    split = open_splits(config)["train"]
+    samples, encoder = split.source, split.encoder
     tokenizer = encoder.template.tokenizer
     encoded = [encoder.encode(index)["input_ids"] for index in range(len(encoder))]
     texts = [tokenizer.decode(tokens) for tokens in encoded]

@@ -9,7 +9,6 @@ import numpy as np
 import yaml
 
 from packplan.app.planning.split import alignment
-from packplan.app.wiring.attention import keep_verdict, needs_verdict, stored_verdict, verdict_key
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.stores import artefacts_folder, open_stores
 from packplan.core.align import align_plan
@@ -97,16 +96,18 @@ def _store(
 def asked(path: Path) -> Path:
     """Store a verdict on a run's model, so that none of its processes asks; return the YAML."""
     from packplan.app.wiring.runs import read_config
-    from packplan.app.wiring.verdicts import verdict_of
+    from packplan.app.wiring.verdicts import find_verdict, needs_verdict, store_verdict, stored_verdict, verdict_key
 
     config = read_config(str(path))
     if needs_verdict(config) and stored_verdict(config) is None:
-        keep_verdict(config, _VERDICTS.get(verdict_key(config).digest) or verdict_of(config))
+        store_verdict(config, _VERDICTS.get(verdict_key(config).digest) or find_verdict(config))
     return path
 
 
 def remember_verdict(config: RunConfig) -> None:
     """Let `asked` store the verdict of a run that has ended for others of the same model, too."""
+    from packplan.app.wiring.verdicts import stored_verdict, verdict_key
+
     verdict = stored_verdict(config)
     if verdict is not None:
         _VERDICTS[verdict_key(config).digest] = verdict

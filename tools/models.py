@@ -326,7 +326,7 @@ def _lacks(name: str, needs: tuple[str, str] | None) -> bool:
 def _vision_row(folder: Path, name: str, scenes: Path, sizes: Path) -> VisionRow:
     from packplan.app.check import check
     from packplan.app.wiring.runs import read_config
-    from packplan.app.wiring.splits import open_encoders, open_measurer
+    from packplan.app.wiring.splits import open_splits
     from tests.made.pictures import texts
     from tests.made.vision_models import VISION_FAMILIES, write_vision_model
 
@@ -345,7 +345,7 @@ def _vision_row(folder: Path, name: str, scenes: Path, sizes: Path) -> VisionRow
         return read_config(path)
 
     measured, run = config(sizes), config(scenes)
-    samples = open_measurer(measured, open_encoders(measured)["train"])
+    samples: Any = open_splits(measured)["train"].source
     quick, in_full = (list(samples.measure_many(range(len(samples)), in_full=full)) for full in (False, True))
     equal = [one == other and not isinstance(one, PackplanError) for one, other in zip(quick, in_full, strict=True)]
     report = check(run, num_packs=4)

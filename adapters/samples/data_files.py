@@ -9,7 +9,7 @@ Lines are what is left. JSON Lines and Arrow are read where they are, all else f
 import glob
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from packplan.adapters.samples.data_set import FileRecords
@@ -165,9 +165,14 @@ def source_names(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, 
         paths: As `open_records` takes them.
         names: Some of them -> names of their sources.
     """
-    ends = Counter(Path(path).name for path in paths)
-    unnamed = {path: end if ends[end := Path(path).name] == 1 else path for path in paths}
+    unnamed = short_names(paths)
     return {_name_and_folder(file)[0]: names.get(path, unnamed[path]) for path in paths for file in _match_files(path)}
+
+
+def short_names(paths: Sequence[str]) -> dict[str, str]:
+    """Return the last part of each path, or all of it where another one ends alike."""
+    ends = Counter(Path(path).name for path in paths)
+    return {path: end if ends[end := Path(path).name] == 1 else path for path in paths}
 
 
 def _refuse_duplicates(files: list[Path]) -> None:

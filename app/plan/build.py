@@ -13,7 +13,6 @@ from packplan.app.planning.log_lines import log_plan, log_schedule, steps_line
 from packplan.app.planning.plan import Ranks, plan_epochs, plan_split
 from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule
 from packplan.app.planning.split import Split
-from packplan.app.wiring.attention import keep_verdict
 from packplan.app.wiring.commands import ranks_of, read_run_or_command
 from packplan.app.wiring.runs import ranks_refuse_together, require_inputs
 from packplan.app.wiring.stores import artefacts_folder
@@ -40,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
         with loading_libraries():
             from packplan.app.wiring.ranks import joined_ranks
             from packplan.app.wiring.splits import open_splits
-            from packplan.app.wiring.verdicts import ask_before_measuring
+            from packplan.app.wiring.verdicts import require_packing_model, store_verdict
 
     with joined_ranks(config, use_cpu=True, options={"--world-size": options.world_size}) as group:
         require_static(config)
@@ -48,12 +47,12 @@ def run(options: argparse.Namespace) -> None:
         if world_size is None:  # one process plans for one rank, or group of ranks
             world_size = 1 if group.world_size == 1 else config.data_ranks(group.world_size)
         accumulation_of(config, world_size=world_size)
-        verdict = ask_before_measuring(config)
+        verdict = require_packing_model(config)
         splits = list(open_splits(config).values())
         build(config, group, splits=splits, world_size=world_size)
         if group.rank == 0:
             if verdict is not None:
-                keep_verdict(config, verdict)
+                store_verdict(config, verdict)
             _log_next(config, [options.config, *options.overrides], world_size)
 
 

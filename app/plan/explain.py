@@ -11,7 +11,7 @@ import attrs
 
 from packplan.adapters.samples.data_set import FileRecords
 from packplan.app.plan.stored import StoredSplit
-from packplan.app.wiring.stores import records_of
+from packplan.app.wiring.stores import open_split_records
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import DataSetError, counted
 from packplan.core.inspection import SamplePlace, find_sample, scheduled_steps
@@ -44,7 +44,7 @@ def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[
             message = f"the data have no record {sample}: {counted(lengths.size, 'record')} were measured, from 0"
             raise DataSetError(message) from None
         place = SamplePlace("absent", None, ())
-    records = _records_of(config, opened)
+    records = _measured_records(config, opened)
     document = {"split": opened.split.name, **_sample(opened, records, sample), "place": place.kind}
     if place.kind == "dropped":
         document["dropped_with"] = [member for member in place.pack_members if member != sample]
@@ -69,13 +69,13 @@ def explain_pack(config: RunConfig, opened: StoredSplit, pack: int) -> dict[str,
     if pack >= number:
         message = f"the plan has no pack {pack}: it has {number:,}, from 0"
         raise DataSetError(message)
-    return {"split": opened.split.name, **_pack(opened, _records_of(config, opened), pack)}
+    return {"split": opened.split.name, **_pack(opened, _measured_records(config, opened), pack)}
 
 
-def _records_of(config: RunConfig, opened: StoredSplit) -> FileRecords | None:
+def _measured_records(config: RunConfig, opened: StoredSplit) -> FileRecords | None:
     """Return the data of a split, if they are here and have as many records as were measured."""
     try:
-        records = records_of(config, opened.split.name)
+        records = open_split_records(config, opened.split.name)
     except DataSetError:
         return None
     return records if len(records) == opened.lengths.origin.num_records else None

@@ -6,19 +6,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import attrs
 import numpy as np
 
 from packplan.app.planning.log_lines import log_plan
 from packplan.app.planning.plan import Ranks, plan_split
 from packplan.app.planning.schedule import accumulation_of, forced_batches
 from packplan.app.sft.train import interruption_logged, log_nothing_left, log_outcome, log_termination
-from packplan.app.wiring.policies import mixes_of
+from packplan.app.wiring.policies import require_mixes
 from packplan.app.wiring.ranks import alone_in_output
 from packplan.app.wiring.splits import open_splits
-from packplan.app.wiring.stores import records_of
 from packplan.app.wiring.trainers import (
     build_stream_trainer,
     identity_of,
@@ -34,6 +33,7 @@ from packplan.core.errors import Difference, counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.mixes import draw_in_order
 from packplan.core.ports import RankGroup
+from packplan.core.samples.tables import DataFile, records_by_source
 from packplan.core.shuffling import shuffled
 from packplan.core.stream import PACKER_VERSION, Order, StreamProgress, StreamState
 
@@ -65,8 +65,8 @@ def _prepare(config: RunConfig, group: RankGroup) -> StreamTrainer:
     checkpoint = open_checkpoint(config, group, StreamState)
     attention = decide_attention(config, isolated=training.packing)
     accumulation = accumulation_of(config, world_size=group.world_size)
-    order, paths = _order(config)
-    splits = open_splits(attrs.evolve(config, custom=attrs.evolve(config.custom, train_jsonl=paths)))
+    splits = open_splits(config)
+    order = _order(config, splits["train"].encoder.data_files())
     ranks = Ranks(group, timeout_s=training.packing_wait_timeout_s)
     train = splits["train"].source
     inputs, data = train.fingerprint(), train.data_digest(len(train))
@@ -157,17 +157,14 @@ def _log_end(config: RunConfig, group: RankGroup, trainer: StreamTrainer) -> Non
         log_termination(trainer, f"a run of {_length(config)}")
 
 
-def _order(config: RunConfig) -> tuple[Order, tuple[str, ...]]:
-    """
-    Return the order of samples in an epoch, and the data files that its indices count through.
-    """
-    custom, trainer = config.custom, config.training.trainer
-    seed = trainer.get("data_seed", config.training.seed)
-    if custom.fusion_config is None:
-        total = len(records_of(config, "train"))
-        if not trainer.get("train_dataloader_shuffle", True):
-            return (lambda _: np.arange(total)), custom.train_jsonl
-        return (lambda epoch: shuffled(total, seed=(seed, epoch))), custom.train_jsonl
-    mixes, records = mixes_of(config)
-    sizes = [len(one) for one in records]
-    return (lambda epoch: draw_in_order(mixes, sizes, seed=seed, epoch=epoch)), mixes.files
+def _order(config: RunConfig, files: Sequence[DataFile]) -> Order:
+    """Return the order of the samples of an epoch, whose indices count through these files."""
+    trainer = config.training.trainer
+    seed, sizes = trainer.get("data_seed", config.training.seed), [size for _, size in records_by_source(files)]
+    if config.custom.fusion_config is not None:
+        mixes = require_mixes(config, files)
+        return lambda epoch: draw_in_order(mixes, sizes, seed=seed, epoch=epoch)
+    total = sum(sizes)
+    if not trainer.get("train_dataloader_shuffle", True):
+        return lambda _: np.arange(total)
+    return lambda epoch: shuffled(total, seed=(seed, epoch))

@@ -2,18 +2,18 @@
 Settings that a run's plans follow from: policy, work of its model, and the mixes of its epochs.
 """
 
+from collections.abc import Iterable
+
 from packplan.adapters.config.run import load_mixes
 from packplan.adapters.model_folder import model_sizes
-from packplan.adapters.samples.data_files import file_faults, open_records
-from packplan.adapters.samples.data_set import FileRecords
-from packplan.app.wiring.stores import records_cache
 from packplan.core.config.identity import plan_policy
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe
-from packplan.core.errors import ConfigError, DataSetError, Fault, ModelError
+from packplan.core.errors import ConfigError, ModelError
 from packplan.core.mixes import Mixes, mixes_faults, stream_faults
 from packplan.core.packers import ALGORITHMS
 from packplan.core.policy import PlanPolicy
+from packplan.core.samples.tables import DataFile, records_by_source
 from packplan.core.work.model import WorkModel
 
 
@@ -52,13 +52,14 @@ def _model_of(config: RunConfig) -> tuple[WorkModel, str | None]:
         return WorkModel.estimated(sizes), error.fact
 
 
-def recipe_of(config: RunConfig, split: str) -> EpochRecipe | None:
+def recipe_of(config: RunConfig, split: str, files: Iterable[DataFile] | None = None) -> EpochRecipe | None:
     """
     Return the recipe of a split's epochs; None where all have one plan.
 
     Args:
         config: The run.
         split: `train` or `eval`.
+        files: Open data files, which have to allow the mix; None does not look at them.
 
     Raises:
         ConfigError: All faults of the mix.
@@ -68,42 +69,27 @@ def recipe_of(config: RunConfig, split: str) -> EpochRecipe | None:
         return None
     if custom.planned_mix is None:
         return EpochRecipe() if training.packing_epochs == "replanned" else None
-    return EpochRecipe(mixes=load_mixes(custom.planned_mix), seed=training.seed)
+    mixes = load_mixes(custom.planned_mix) if files is None else require_mixes(config, files)
+    return EpochRecipe(mixes=mixes, seed=training.seed)
 
 
-def mixes_of(config: RunConfig) -> tuple[Mixes, list[FileRecords]]:
+def require_mixes(config: RunConfig, files: Iterable[DataFile]) -> Mixes:
     """
-    Read the mixes of a run, `custom.fusion_config`, and the records of each of their files.
+    Return the mixes of a run, which its data allow.
+
+    Args:
+        config: The run.
+        files: Data files of its split `train`.
 
     Raises:
-        ConfigError: All that is wrong with them, or `custom.source_names` names another file.
+        ConfigError: All faults of the mixes.
     """
-    custom = config.custom
-    assert custom.fusion_config is not None  # noqa: S101  # the caller has looked
-    mixes, cache = load_mixes(custom.fusion_config), records_cache(config)
-    opened: dict[str, FileRecords] = {}
-    reasons: dict[str, str] = {}
-    for file in mixes.files:
-        try:
-            opened[file] = open_records((file,), cache=cache)
-        except DataSetError as error:
-            reasons[file] = str(error)
-    faults = [
-        Fault(f"{mixes.key_prefix(entry)}sources[{number}].jsonl", reasons[source.jsonl])
-        for entry, mix in enumerate(mixes.entries)
-        for number, source in enumerate(mix.sources)
-        if source.jsonl in reasons
-    ]
-    faults += () if custom.planned_mix else stream_faults(mixes)
-    if not faults:
-        faults = list(mixes_faults(mixes, [len(records) for records in opened.values()]))
-    if not faults:  # patterns may have files in common
-        faults = [Fault("curriculum" if mixes.is_curriculum else "sources", text) for text in file_faults(mixes.files)]
+    path = config.custom.fusion_config
+    assert path is not None  # noqa: S101  # the caller has looked
+    mixes, sizes = load_mixes(path), [size for _, size in records_by_source(files)]
+    if len(sizes) != len(mixes.files):
+        raise ConfigError.at("custom.source_names", "gives several files of the mix one name: name each by itself")
+    faults = [*mixes_faults(mixes, sizes), *(() if config.custom.planned_mix else stream_faults(mixes))]
     if faults:
-        raise ConfigError(custom.fusion_config, tuple(faults))
-    known = {*mixes.files, *custom.val_jsonl}
-    reason = "is no file of the mix, nor of custom.val_jsonl: write it as it is written there"
-    faults = [Fault(f"custom.source_names.{name}", reason) for name in custom.source_names if name not in known]
-    if faults:
-        raise ConfigError(config.source, tuple(faults))
-    return mixes, list(opened.values())
+        raise ConfigError(path, tuple(faults))
+    return mixes

@@ -4,9 +4,8 @@ this machine; and refusals of what is not there, before libraries are imported t
 """
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TypeVar
 
 import attrs
@@ -15,9 +14,10 @@ from packplan.adapters.config.run import load_config, load_mixes, load_rl_config
 from packplan.adapters.config.trainer_keys import GRPO_KEYS_FILE, TrainerKey, read_key_table
 from packplan.adapters.model_folder import download_model, find_cached, is_id, model_faults
 from packplan.adapters.ranks.environment import require_ranks
-from packplan.adapters.samples.data_files import file_faults
+from packplan.adapters.samples.data_files import file_faults, short_names
 from packplan.adapters.samples.downloads import fetch_data_files
 from packplan.app.wiring.stores import records_cache
+from packplan.core.config.faults import source_name_faults
 from packplan.core.config.rl import RlConfig
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig
 from packplan.core.errors import ConfigError, DataSetError, Fault, RunError
@@ -66,12 +66,14 @@ def with_inputs(config: Run) -> Run:
     Return a run whose model is a folder, if a cache holds it, and whose data are files.
 
     Raises:
-        ConfigError: A mix that is planned cannot be read, or data cannot be copied.
+        ConfigError: A mix cannot be read or lacks a named file, or data cannot be copied.
     """
     model = _with_model(config.model)
     custom = config.custom
-    if custom.planned_mix is not None:
-        custom = attrs.evolve(custom, train_jsonl=load_mixes(custom.planned_mix).files)
+    if custom.fusion_config is not None:
+        custom = attrs.evolve(custom, train_jsonl=load_mixes(custom.fusion_config).files)
+        if faults := tuple(source_name_faults(custom)):
+            raise ConfigError(config.source, faults)
     custom = _with_copies(custom, records_cache(config), config.source)
     return attrs.evolve(config, model=model, custom=custom)
 
@@ -89,16 +91,15 @@ def _with_copies(custom: CustomConfig, cache: Path, run: str) -> CustomConfig:
         raise ConfigError(run, tuple(faults))
     if not copies:
         return custom
-    plain = {name: source for name, source in custom.source_names.items() if name not in copies}
-    shown = {name: mask_credentials(name).removesuffix("?…") for name in copies}
-    ends = Counter(PurePosixPath(text).name for text in shown.values())
-    unnamed = {name: end if ends[end := PurePosixPath(text).name] == 1 else text for name, text in shown.items()}
-    sources = {path: {**unnamed, **custom.source_names}[name] for name, found in copies.items() for path in found}
+    masked = {name: mask_credentials(name).removesuffix("?…") for name in copies}
+    short = short_names([*masked.values()])
+    named = {name: short[text] for name, text in masked.items()} | custom.source_names
+    sources = {path: named[name] for name, found in copies.items() for path in found}
     train, val = (
         tuple(path for name in names for path in copies.get(name, (name,)))
         for names in (custom.train_jsonl, custom.val_jsonl)
     )
-    return attrs.evolve(custom, train_jsonl=train, val_jsonl=val, source_names={**plain, **sources})
+    return attrs.evolve(custom, train_jsonl=train, val_jsonl=val, source_names=custom.source_names | sources)
 
 
 def _with_model(model: ModelConfig) -> ModelConfig:
@@ -146,8 +147,8 @@ def require_inputs(config: RunConfig, *, loads: bool = False) -> None:
         return
     found = list(model_faults(config.model, loads=loads))
     custom = config.custom
-    if custom.planned_mix is not None:
-        found += _mix_faults(custom.planned_mix)
+    if custom.fusion_config is not None:
+        found += _mix_faults(custom.fusion_config)
     else:
         found += [Fault("custom.train_jsonl", reason) for reason in file_faults(custom.train_jsonl)]
     found += [Fault("custom.val_jsonl", reason) for reason in file_faults(custom.val_jsonl)]

@@ -14,13 +14,10 @@ from packplan.adapters.samples.rows import RowsEncoder, RowsFile
 from packplan.adapters.samples.template import open_template
 from packplan.app.planning.split import Split, alignment
 from packplan.app.wiring.length_tables import open_known
-from packplan.app.wiring.policies import mixes_of, policy_of, recipe_of, trained_work
+from packplan.app.wiring.policies import policy_of, recipe_of, trained_work
 from packplan.app.wiring.stores import open_stores, records_cache
 from packplan.core.config.run import RunConfig
-from packplan.core.epochs import EpochRecipe
-from packplan.core.errors import ConfigError, DataSetError
-from packplan.core.mixes import mixes_faults
-from packplan.core.samples.tables import column, records_by_source, sample_indices
+from packplan.core.samples.tables import column, sample_indices
 
 log = logging.getLogger(__name__)
 
@@ -30,18 +27,12 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
     Open each split of a run, `train` and perhaps `eval`: settings, stores, samples and their
     measurer.
     """
-    try:
-        encoders = open_encoders(config)
-    except DataSetError:
-        if config.custom.planned_mix is not None:
-            mixes_of(config)  # names the source of the mix by its key
-        raise
     splits = {}
-    for name, encoder in encoders.items():
-        source = open_measurer(config, encoder)
+    for name, encoder in open_encoders(config).items():
+        source = SwiftMeasurer(encoder, workers=config.training.packing_length_precompute_workers)
         splits[name] = Split(
             name, policy_of(config, name), alignment(config, name), trained_work(config)[0],
-            _recipe_of(config, name, encoder),
+            recipe_of(config, name, encoder.data_files()),
             max_bad_share=config.custom.max_bad_share if config.custom.on_bad_record == "skip" else None,
             flush_every=config.training.packing_length_cache_persist_every,
             stores=open_stores(config, name), encoder=encoder, source=source,
@@ -78,25 +69,6 @@ def _log_records(split: str, encoder: SwiftEncoder) -> None:
     """Log the shapes of records."""
     for one in encoder.data_files():
         log.info("%s: %s has records of the shape %s", split, one.file, one.shape)
-
-
-def open_measurer(config: RunConfig, encoder: SwiftEncoder) -> SwiftMeasurer:
-    """Return the measurer of a split's samples."""
-    return SwiftMeasurer(encoder, workers=config.training.packing_length_precompute_workers)
-
-
-def _recipe_of(config: RunConfig, split: str, encoder: SwiftEncoder) -> EpochRecipe | None:
-    """Return the recipe of a split's epochs, if it has one and its data allow it."""
-    recipe = recipe_of(config, split)
-    if recipe is None or recipe.mixes is None:
-        return recipe
-    sizes = [size for _, size in records_by_source(encoder.data_files())]
-    if len(sizes) != len(recipe.mixes.files):
-        mixes_of(config)  # refuses a file without records
-        raise ConfigError.at("custom.source_names", "gives several files of the mix one name: name each by itself")
-    if faults := tuple(mixes_faults(recipe.mixes, sizes)):
-        raise ConfigError(str(config.custom.fusion_config), faults)
-    return recipe
 
 
 def export_rows(splits: Iterable[Split], folder: Path) -> dict[str, int]:

@@ -31,7 +31,7 @@ def records_cache(config: RunConfig) -> Path:
     return Path(config.custom.records_cache or Path(config.training.output_dir) / "records")
 
 
-def records_of(config: RunConfig, split: str) -> FileRecords:
+def open_split_records(config: RunConfig, split: str) -> FileRecords:
     """
     Open the data files of a split, to count its records or say where they stand; DataSetError if
     one cannot be read.

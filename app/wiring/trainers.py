@@ -34,7 +34,7 @@ from packplan.adapters.trainer.streams.trainer import StreamTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
 from packplan.app.planning.split import Split
 from packplan.app.wiring.ranks import require_same, require_same_weights, settings_files
-from packplan.app.wiring.verdicts import ask_loaded
+from packplan.app.wiring.verdicts import probe_loaded_model
 from packplan.core.batch import Accumulation
 from packplan.core.config.identity import flat_values, run_identity
 from packplan.core.config.run import RunConfig
@@ -176,7 +176,7 @@ def _open_model(
         group_of_rows = sharing_group(config.training.sequence_parallel_size, arguments.ddp_timeout_delta)
         share_rows(model, group_of_rows)
     if config.training.packing and attention.verdict is not None:
-        ask_loaded(config, model, attention.verdict, whole=not shards_weights(arguments), keep=group.rank == 0)
+        probe_loaded_model(config, model, attention.verdict, whole=not shards_weights(arguments), keep=group.rank == 0)
     template.model = plain_model(model)
     # Where the text's weights are frozen, a batch without images would depend on nothing that is
     # trained.

@@ -1,31 +1,32 @@
 """
-Whether a run's model may pack, asked of a small copy and of the loaded one, and its attention.
+Verdict on a run's model, whether its samples may share packs, and the attention that follows.
+
+The model is asked as a small copy, and once more when it is loaded. A verdict is stored beside the
+plans under all that it depends on.
 """
 
 import logging
 import time
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import attrs
 
 from packplan.adapters.attention.shared_rows import share_attention
-from packplan.adapters.model_folder import refuse_other_layers
+from packplan.adapters.model_folder import config_digest, config_model_type, refuse_other_layers
 from packplan.adapters.probe.probe import probe_config
 from packplan.adapters.probe.rows import place_of, probe_loaded
 from packplan.adapters.probe.small_model import open_model_config
 from packplan.adapters.samples.template import refuse_remote_code
+from packplan.adapters.stores.plans import DiskVerdictStore
 from packplan.adapters.trainer.arguments import runs_on_cpu
-from packplan.app.wiring.attention import (
-    attention_by,
-    keep_verdict,
-    needs_verdict,
-    refuse_leak,
-    stored_verdict,
-    verdict_key,
-)
+from packplan.adapters.versions import installed_version
+from packplan.app.wiring.stores import artefacts_folder
 from packplan.core.config.run import ModelConfig, RunConfig
-from packplan.core.equality import AttentionChoice, PackingVerdict
+from packplan.core.equality import AUTO, PROBE_VERSION, VARLEN, AttentionChoice, PackingVerdict, choose_attention
+from packplan.core.errors import ModelError
+from packplan.core.fingerprint import Fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +46,17 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
         ConfigError: The model's folder does not say what it is.
     """
     on_cpu = runs_on_cpu(config.training.trainer)
-    attention = attention_by(config, None, on_cpu=on_cpu)
+    attention = _attention(config, None, on_cpu=on_cpu)
     if isolated:
-        refuse_leak(config, attention)
+        _refuse_leak(config, attention)
     if needs_verdict(config):
-        attention = attention_by(config, verdict_of(config), on_cpu=on_cpu)
+        attention = _attention(config, find_verdict(config), on_cpu=on_cpu)
     if isolated:
-        refuse_leak(config, attention)
+        _refuse_leak(config, attention)
     return share_attention(attention) if config.training.sequence_parallel_size > 1 else attention
 
 
-def ask_before_measuring(config: RunConfig) -> PackingVerdict | None:
+def require_packing_model(config: RunConfig) -> PackingVerdict | None:
     """
     Refuse a model that may not pack, or an attention that is not installed, before hours of
     measuring, and return the verdict on the model; None where nothing is packed, the attention runs
@@ -63,13 +64,13 @@ def ask_before_measuring(config: RunConfig) -> PackingVerdict | None:
     """
     if config.command is not None or not config.training.packing:
         return None
-    refuse_leak(config, attention_by(config, None, on_cpu=False))
-    if attention_by(config, None, on_cpu=runs_on_cpu(config.training.trainer)).leak is not None:
+    _refuse_leak(config, _attention(config, None, on_cpu=False))
+    if _attention(config, None, on_cpu=runs_on_cpu(config.training.trainer)).leak is not None:
         return None
     return decide_attention(config, isolated=True).verdict
 
 
-def verdict_of(config: RunConfig) -> PackingVerdict:
+def find_verdict(config: RunConfig) -> PackingVerdict:
     """Return the verdict on a run's model: stored, or by probe."""
     on_cpu = runs_on_cpu(config.training.trainer)
     stored = stored_verdict(config)
@@ -77,11 +78,11 @@ def verdict_of(config: RunConfig) -> PackingVerdict:
         return stored
     refuse_remote_code(config.model)
     refuse_other_layers(config.model)
-    return _probed(verdict_key(config).digest, config.model, config.model.attn_impl, on_cpu=on_cpu)
+    return _probe_once(verdict_key(config).digest, config.model, config.model.attn_impl, on_cpu=on_cpu)
 
 
 @cache
-def _probed(digest: str, model: ModelConfig, attn_impl: str, *, on_cpu: bool) -> PackingVerdict:
+def _probe_once(digest: str, model: ModelConfig, attn_impl: str, *, on_cpu: bool) -> PackingVerdict:
     """Probe a model, once in a process."""
     del digest
     start = time.monotonic()
@@ -92,7 +93,7 @@ def _probed(digest: str, model: ModelConfig, attn_impl: str, *, on_cpu: bool) ->
     return verdict
 
 
-def ask_loaded(config: RunConfig, model: Any, verdict: PackingVerdict, *, whole: bool, keep: bool) -> None:
+def probe_loaded_model(config: RunConfig, model: Any, verdict: PackingVerdict, *, whole: bool, keep: bool) -> None:
     """
     Ask the model that is about to train too, unless it was asked in this place before.
 
@@ -121,4 +122,61 @@ def ask_loaded(config: RunConfig, model: Any, verdict: PackingVerdict, *, whole:
         log.info("the loaded model (%s) was asked too: %s", place, measured)
         verdict = attrs.evolve(verdict, loaded_on=(*verdict.loaded_on, place))
     if keep:
-        keep_verdict(config, verdict)
+        store_verdict(config, verdict)
+
+
+def _attention(config: RunConfig, verdict: PackingVerdict | None, *, on_cpu: bool) -> AttentionChoice:
+    """Return the attention of a run here; ModelError if `model.attn_impl` cannot be taken."""
+    flash_installed = find_spec("flash_attn") is not None
+    return choose_attention(config.model.attn_impl, verdict, flash_installed=flash_installed, on_cpu=on_cpu)
+
+
+def _refuse_leak(config: RunConfig, attention: AttentionChoice) -> None:
+    """Raise ModelError if samples of a pack might see each other, or it does not run here."""
+    if attention.leak is not None:
+        verdict = attention.verdict
+        model_type = config_model_type(config.model) if verdict is None else verdict.model_type
+        raise ModelError.isolation(model_type, config.model.attn_impl, attention.leak)
+
+
+def needs_verdict(config: RunConfig) -> bool:
+    """
+    Return whether the model has to be asked: samples share packs, or the attention follows from it.
+    ms-swift's own is asked by the plugin.
+    """
+    return config.command is None and (config.training.packing or config.model.attn_impl in (AUTO, VARLEN))
+
+
+def verdict_key(config: RunConfig) -> Fingerprint:
+    """
+    Return everything that the verdict on a run's model depends on; ConfigError if its folder does
+    not say what it is.
+    """
+    packages = {name: installed_version(name) for name in ("torch", "transformers", "ms-swift", "flash-attn")}
+    return Fingerprint(
+        {
+            "config.json": config_digest(config.model),
+            "model.attn_impl": config.model.attn_impl,
+            "model.trust_remote_code": config.model.trust_remote_code,
+            "probe": PROBE_VERSION,
+            **packages,
+        }
+    )
+
+
+def stored_verdict(config: RunConfig) -> PackingVerdict | None:
+    """
+    Return the verdict on a run's model as it is now, if it is stored; CorruptArtefactError if it is
+    damaged.
+    """
+    return _open_verdicts(config).load(verdict_key(config))
+
+
+def store_verdict(config: RunConfig, verdict: PackingVerdict) -> None:
+    """Keep the verdict on a run's model beside its plans."""
+    if verdict != stored_verdict(config):
+        _open_verdicts(config).save(verdict_key(config), verdict)
+
+
+def _open_verdicts(config: RunConfig) -> DiskVerdictStore:
+    return DiskVerdictStore(artefacts_folder(config.training.output_dir))

@@ -75,14 +75,19 @@ def data_faults(custom: CustomConfig) -> Iterator[Fault]:
 
 
 def _source_faults(custom: CustomConfig) -> Iterator[Fault]:
-    """Yield faults in the entries that are given names; those of a mix stand in its YAML."""
-    if custom.fusion_config is not None:
-        if custom.train_jsonl:
-            yield Fault("custom.fusion_config", "and custom.train_jsonl both name the data: remove one")
-        return
+    """Yield faults in how the data are named twice, and in their names."""
+    if custom.fusion_config is None:
+        yield from source_name_faults(custom)
+    elif custom.train_jsonl:
+        yield Fault("custom.fusion_config", "and custom.train_jsonl both name the data: remove one")
+
+
+def source_name_faults(custom: CustomConfig) -> Iterator[Fault]:
+    """Yield each name of a data file that the run does not have; a mix has those of its YAML."""
     for entry in custom.source_names:
         if entry not in {*custom.train_jsonl, *custom.val_jsonl}:
-            reason = "is no entry of custom.train_jsonl or custom.val_jsonl: write it as it is written there"
+            data = "custom.train_jsonl" if custom.fusion_config is None else "custom.fusion_config"
+            reason = f"is no entry of {data} or custom.val_jsonl: write it as it is written there"
             yield Fault(f"custom.source_names.{mask_credentials(entry)}", reason)
 
 
@@ -94,14 +99,12 @@ def _video_faults(template: TemplateConfig) -> Iterator[Fault]:
 
 
 def _step_faults(training: TrainingConfig) -> Iterator[Fault]:
-    """Yield faults in the number of steps, and in their losses."""
+    """Yield faults in the number of steps, and in what ranks and losses share."""
     if training.max_steps < 1 and not 0 < training.num_train_epochs < MAX_EPOCHS:
         reason = f"is {training.num_train_epochs}, but has to be above 0 and below {MAX_EPOCHS:,}"
         yield Fault("training.num_train_epochs", reason)
     if training.sequence_parallel_size > 1:
         yield from _sharing_faults(training)
-    if training.trainer.get("label_smoothing_factor"):
-        yield Fault("training.label_smoothing_factor", "is averaged over packs, not over tokens: remove it")
     if training.packing and training.trainer.get("enable_channel_loss"):
         reason = "logs a loss per channel, but under packing only aggregate metrics are logged"
         yield Fault("training.enable_channel_loss", f"{reason}: remove it, or set training.packing: false")
@@ -206,14 +209,11 @@ def _tuner_faults(training: TrainingConfig) -> Iterator[Fault]:
 
 
 def _optimizer_faults(training: TrainingConfig) -> Iterator[Fault]:
-    """Yield faults of LoRA+, which groups the weights of the optimizer."""
-    key = "training.lorap_lr_ratio"
-    if training.lorap_lr_ratio is None:
-        return
-    if training.trainer.get("optimizer") not in {None, "lorap"}:
-        yield Fault(key, "is of the optimizer lorap, but training.optimizer names another: remove one")
-    if {"vit_lr", "aligner_lr"} & set(training.trainer):
-        yield Fault(key, "and training.vit_lr or training.aligner_lr both group the weights: keep one")
+    """Yield the fault of LoRA+ beside a setting that groups the weights too."""
+    others = [name for name in ("optimizer", "vit_lr", "aligner_lr") if training.trainer.get(name, "lorap") != "lorap"]
+    if training.lorap_lr_ratio is not None and others:
+        reason = f"groups the weights of the optimizer, as training.{others[0]} does: keep one"
+        yield Fault("training.lorap_lr_ratio", reason)
 
 
 def _quantisation_faults(model: ModelConfig, training: TrainingConfig) -> Iterator[Fault]:

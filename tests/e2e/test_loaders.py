@@ -19,7 +19,7 @@ from packplan.adapters.trainer.loader import PackedDataset, PackLoader
 from packplan.adapters.trainer.planned import PlanTrainer
 from packplan.app import sft
 from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.splits import open_encoders, open_measurer
+from packplan.app.wiring.splits import open_splits
 from packplan.core.errors import RunError
 from tests.processes import wait_for
 
@@ -52,7 +52,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_line(write_run, monkeypatch
 def test_a_process_that_measures_and_is_killed_is_named_with_its_key(write_run, monkeypatch):
     """What was measured before it was handed over; no pool is left."""
     config = read_config(write_run("qwen2"))
-    source = open_measurer(config, open_encoders(config)["train"])
+    source = open_splits(config)["train"].source
     source._workers, source.pool_start_s = 2, 0.0
     monkeypatch.setattr(measurer, "_TRIED", 4)
     monkeypatch.setattr(measurer, "_open_worker", kill_itself)

@@ -9,7 +9,7 @@ from swift.template import Template
 
 from packplan.adapters.samples.shortcut import PieceCounter, prove_pieces
 from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.splits import open_encoders, open_measurer
+from packplan.app.wiring.splits import open_splits
 from packplan.core.samples.tables import MeasuredSample, ShortcutError
 
 MARKS = (
@@ -60,7 +60,7 @@ def samples(write_run, tmp_path):
             training={"packing_length_precompute_workers": 1},
         )
         config = read_config(path)
-        return open_measurer(config, open_encoders(config)["train"])
+        return open_splits(config)["train"].source
 
     return open_
 

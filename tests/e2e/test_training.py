@@ -25,7 +25,7 @@ from packplan.adapters.trainer.planned import PlanTrainer
 from packplan.app.planning.schedule import split_schedule
 from packplan.app.sft import train as way
 from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.splits import open_encoders, open_measurer
+from packplan.app.wiring.splits import open_splits
 from packplan.core.errors import ConfigError, RecordError, StaleError
 from tests.e2e.ready import prepare
 
@@ -240,7 +240,7 @@ def test_several_processes_measure_the_same(demo, write_run, monkeypatch):
     """A pool of two gives the table of one process, and the first bad record's own error."""
     monkeypatch.setattr(measurer.os, "cpu_count", lambda: 2)
     config = read_config(write_run())
-    samples = open_measurer(config, open_encoders(config)["train"])
+    samples = open_splits(config)["train"].source
     samples.pool_start_s = 0.0
     assert 2 == samples._workers
 

@@ -14,7 +14,7 @@ from packplan.adapters.probe import small_model
 from packplan.adapters.probe.probe import probe_config
 from packplan.adapters.probe.small_model import open_model_config
 from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.verdicts import ask_before_measuring
+from packplan.app.wiring.verdicts import require_packing_model
 from packplan.core.config.run import ModelConfig
 from packplan.core.errors import ConfigError
 
@@ -179,13 +179,13 @@ def test_a_configuration_of_more_layers_than_the_weights_have_is_refused(demo, w
     config = read_config(write_run("qwen2", model={"model": str(tmp_path / "model")}))
 
     with pytest.raises(ConfigError, match=r"config\.json of 4 layers \(num_hidden_layers\) beside weights of 2"):
-        ask_before_measuring(config)
+        require_packing_model(config)
     weights = load_file(tmp_path / "model" / "model.safetensors")
     save_file({name.replace("layers.0", "layers.3"): one for name, one in weights.items()}
               | weights | {name.replace("layers.1", "layers.2"): one.clone() for name, one in weights.items()},
               tmp_path / "model" / "model.safetensors")  # fmt: skip
-    assert ask_before_measuring(config).passes
+    assert require_packing_model(config).passes
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\xff" * 64)
     path.write_text(json.dumps({**content, "rms_norm_eps": 1e-5}))
     with pytest.raises(ConfigError, match=r"model\.safetensors is cut off or no file of weights"):
-        ask_before_measuring(config)
+        require_packing_model(config)

@@ -36,11 +36,11 @@ def write(path: Path, records) -> Path:
 def measurer_of(path: Path):
     """Return what measures the training samples of a run, and the encoder that gives them."""
     from packplan.app.wiring.runs import read_config
-    from packplan.app.wiring.splits import open_encoders, open_measurer
+    from packplan.app.wiring.splits import open_splits
 
     config = read_config(path)
-    encoder = open_encoders(config)["train"]
-    return open_measurer(config, encoder), encoder
+    split = open_splits(config)["train"]
+    return split.source, split.encoder
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_containers_give_the_lengths_of_full_encodes(model, demo, made, tmp_path
 @pytest.fixture(scope="module")
 def measurer(demo, mixed, tmp_path_factory):
     """Return a function that opens what measures the mixed records: once for each sampling."""
-    from packplan.app.wiring.splits import open_encoders, open_measurer
+    from packplan.app.wiring.splits import open_splits
     from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 
     @cache
@@ -120,7 +120,7 @@ def measurer(demo, mixed, tmp_path_factory):
             custom=CustomConfig(train_jsonl=(str(mixed),)),
             training=TrainingConfig(output_dir=str(tmp_path_factory.getbasetemp() / "measured")),
         )
-        return open_measurer(config, open_encoders(config)["train"])
+        return open_splits(config)["train"].source
 
     return measures
 

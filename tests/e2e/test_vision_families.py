@@ -28,7 +28,7 @@ from packplan.adapters.trainer.tuners import _refuse_unmatched
 from packplan.adapters.trainer.vision import DummyImage
 from packplan.app.check import compare
 from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.splits import open_encoders, open_measurer
+from packplan.app.wiring.splits import open_encoders, open_splits
 from packplan.app.wiring.trainers import keep_in_step
 from packplan.core.errors import ConfigError, RecordError
 from tests.e2e import rank_main, sharded_main
@@ -124,7 +124,7 @@ def few_pictures(pictures):
 def measurer(path) -> SwiftMeasurer:
     """What measures the samples of a run."""
     config = read_config(path)
-    return open_measurer(config, open_encoders(config)["train"])
+    return open_splits(config)["train"].source
 
 
 @pytest.mark.parametrize("family", MEASURED)

@@ -7,22 +7,22 @@ import pytest
 import yaml
 
 from packplan.adapters.config.run import load_mixes, parse_config
-from packplan.app.wiring.policies import mixes_of
+from packplan.app.wiring.policies import require_mixes
 from packplan.app.wiring.runs import require_inputs, with_inputs
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError
+from packplan.core.samples.tables import DataFile
 
 SIZES = {"a": 8, "b": 5, "c": 3}
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """Write three sources into the working directory, beside an empty file."""
+    """Write three sources into the working directory."""
     monkeypatch.chdir(tmp_path)
     for name, size in SIZES.items():
         records = [{"messages": [], "from": name, "number": number} for number in range(size)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (tmp_path / "empty.jsonl").touch()
     return tmp_path
 
 
@@ -52,10 +52,16 @@ def run(path: str, **custom: object) -> RunConfig:
 STREAM = {"fusion_schedule": None, "trainer_variant": "rollout"}
 
 
-def faults_of(path: str, **custom: object) -> list[str]:
+def files_of(config: RunConfig) -> list[DataFile]:
+    """Return the files of a run as they are when they are open."""
+    return [DataFile(file, file, "messages", SIZES[file[-7]]) for file in config.custom.train_jsonl]
+
+
+def faults_of_inputs(path: str) -> list[str]:
+    """Return the faults of the data of a run of the mixes in *path*."""
     with pytest.raises(ConfigError) as raised:
-        mixes_of(run(path, **custom))
-    return [str(fault) for fault in raised.value.faults]
+        require_inputs(with_inputs(run(path)))
+    return [str(fault) for fault in raised.value.faults if fault.path.startswith("custom")]
 
 
 def test_a_file_is_one_however_it_is_spelled(here):
@@ -63,57 +69,41 @@ def test_a_file_is_one_however_it_is_spelled(here):
     (here / "link.jsonl").symlink_to(here / "b.jsonl")
     spellings = [source("a")], [{"jsonl": str(here / "a.jsonl"), "ratio": 1}, source("./b")], [source("link")]
 
-    mixes, records = mixes_of(run(written(here, *spellings)))
+    config = with_inputs(run(written(here, *spellings)))
 
-    assert ("a.jsonl", "./b.jsonl") == mixes.files
-    assert [8, 5] == list(map(len, records))
-    assert ["curriculum[1].sources[2].jsonl: is a.jsonl, as sources[0].jsonl is: name each file once"] == faults_of(
-        written(here, [source("a")], [source("a"), source("b"), source("../" + here.name + "/a")])
-    )
-    assert ["curriculum: b.jsonl is named twice, once as b.jsonl: its records would be there twice; remove one"] == (
-        faults_of(written(here, [source("b")], [source("[bc]")]))
-    )
+    assert ("a.jsonl", "./b.jsonl") == config.custom.train_jsonl == require_mixes(config, files_of(config)).files
+    twice = with_inputs(run(written(here, [source("a")], [source("a"), source("../" + here.name + "/a")])))
+    with pytest.raises(ConfigError, match=r"curriculum\[1\]\.sources\[1\]\.jsonl: is a\.jsonl, as sources\[0\]"):
+        require_mixes(twice, files_of(twice))
 
 
-def test_files_of_later_epochs_are_looked_at_beforehand(here):
-    """One that is gone and one that is empty, by their places."""
-    gone, empty = source("gone"), source("empty")
-
-    found = faults_of(written(here, [source("a")], [empty], [source("b")], [source("a"), gone]))
-
-    assert 2 == len(found)
-    assert found[0].startswith("curriculum[1].sources[0].jsonl: empty.jsonl holds no record")
-    assert found[1].startswith("curriculum[3].sources[1].jsonl: gone.jsonl cannot be read (No such file or directory)")
-
-
-def test_files_are_looked_at_by_their_places_before_libraries_are_loaded(here):
-    """Each where it is named first."""
+def test_files_are_looked_at_by_their_keys_before_libraries_are_loaded(here):
+    """Each where it is named first; patterns may have a file in common."""
     path = written(here, [source("a")], [source("gone"), source("b")], [source("gone")])
-    with pytest.raises(ConfigError) as raised:
-        require_inputs(with_inputs(run(path)))
-
-    (fault,) = [str(fault) for fault in raised.value.faults if fault.path.startswith("custom")]
-    assert fault.startswith("custom.fusion_config.curriculum[1].sources[0].jsonl: gone.jsonl cannot be read")
+    assert 1 == len(found := faults_of_inputs(path))
+    assert found[0].startswith("custom.fusion_config.curriculum[1].sources[0].jsonl: gone.jsonl cannot be read")
+    (fault,) = faults_of_inputs(written(here, [source("b")], [source("[bc]")]))
+    assert fault.startswith("custom.fusion_config: b.jsonl is named twice, once as b.jsonl: ")
 
 
 def test_tokens_are_counted_by_static_plans_alone(here):
     """What is drawn before it is measured takes samples."""
     path = written(here, [source("a")], by="tokens")
-    (fault,) = faults_of(path, **STREAM)
+    stream, planned = with_inputs(run(path, **STREAM)), with_inputs(run(path))
 
-    assert fault.startswith("curriculum[0].by: ")
-    assert "tokens" == mixes_of(run(path))[0].at(0).by
+    with pytest.raises(ConfigError, match=r"curriculum\[0\]\.by: "):
+        require_mixes(stream, files_of(stream))
+    assert "tokens" == require_mixes(planned, files_of(planned)).at(0).by
 
 
 def test_sources_of_a_mix_have_names(here):
     """As it spells them, or as evaluation does; another name is refused by its key."""
     path = written(here, [source("a")])
-    (here / "v.jsonl").touch()
     names = {"a.jsonl": "chats", "v.jsonl": "held out"}
 
-    assert mixes_of(run(path, val_jsonl=["v.jsonl"], source_names=names))
-    with pytest.raises(ConfigError, match=r"custom\.source_names\.b\.jsonl: is no file of the mix, nor of"):
-        mixes_of(run(path, source_names={"b.jsonl": "books"}))
+    assert with_inputs(run(path, val_jsonl=["v.jsonl"], source_names=names))
+    with pytest.raises(ConfigError, match=r"custom\.source_names\.b\.jsonl: is no entry of custom\.fusion_config"):
+        with_inputs(run(path, source_names={"b.jsonl": "books"}))
 
 
 @pytest.mark.parametrize(
@@ -150,10 +140,11 @@ def test_a_stream_follows_a_curriculum(here):
     from packplan.app.sft.stream import _order
 
     path = written(here, [source("c", count=2)], [source("a", count=3), source("b", count=5)])
+    config = with_inputs(run(path, **STREAM))
 
-    order, files = _order(run(path, **STREAM))
+    order = _order(config, files_of(config))
 
-    assert ("c.jsonl", "a.jsonl", "b.jsonl") == files
+    assert ("c.jsonl", "a.jsonl", "b.jsonl") == config.custom.train_jsonl
     assert 2 == sum(index < 3 for index in order(0)) == len(order(0))
     for epoch in (1, 2):
         assert [3, 5] == [sum(3 <= index < 11 for index in order(epoch)), sum(index >= 11 for index in order(epoch))]
@@ -168,7 +159,7 @@ def test_a_stream_reads_the_order_that_is_asked(here):
     def orders(**trainer: object) -> list[list[int]]:
         config = run("", fusion_config=None, train_jsonl="b.jsonl", **STREAM)
         training = attrs.evolve(config.training, trainer=trainer)
-        order, _ = _order(attrs.evolve(config, training=training))
+        order = _order(attrs.evolve(config, training=training), files_of(config))
         return [order(epoch).tolist() for epoch in (0, 1)]
 
     shuffled, seeded = orders(), orders(data_seed=7)
