@@ -114,8 +114,7 @@ def _require_file(path: Path) -> None:
         if path.is_dir():
             if is_arrow_folder(path):
                 return
-            message = f"{path} is a folder that datasets.save_to_disk did not write: name its files, as {path}/*.jsonl"
-            raise DataSetError(message)
+            raise DataSetError(f"{path} is no folder of datasets.save_to_disk: name its files, as {path}/*.jsonl")
         # A pipe would wait for a writer, and could be read once.
         if path.exists() and not path.is_file():
             raise DataSetError(f"{path} is a pipe or a device: name a data file")
@@ -132,8 +131,7 @@ def _match_files(path: str) -> list[Path]:
     if (fault := url_fault(path)) is not None:
         raise DataSetError(f"{mask_credentials(path)} {fault}")
     if is_url(path):
-        message = f"{mask_credentials(path)} is at another machine, and is read only where train_jsonl names it"
-        raise DataSetError(message)
+        raise DataSetError(f"{mask_credentials(path)} is a URL, which is read only where train_jsonl names it")
     if Path(path).is_dir() and not is_arrow_folder(Path(path)):
         return _find_shards(Path(path))
     if Path(path).exists() or not glob.has_magic(path):

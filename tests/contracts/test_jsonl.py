@@ -144,7 +144,7 @@ def test_a_pipe_a_folder_and_nothing_are_no_data_files(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     for name, says in (
         ("pipe.jsonl", "is a pipe or a device: name"),
-        ("", r"is a folder that datasets\.save_to_disk did not write: name"),
+        ("", r"is no folder of datasets\.save_to_disk: name"),
         ("gone.jsonl", r"gone\.jsonl cannot be read"),
     ):
         with pytest.raises(DataSetError, match=says):
