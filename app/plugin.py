@@ -2,9 +2,10 @@
 Write the plugin that trains planned packs inside another tool's own command.
 
 `packplan plugin swift -o plugin.py`, then `swift sft ... --packing true --external_plugins
-plugin.py`: see docs/use-it-in/swift.md. With the words of a command, as in `packplan plugin swift
--o plugin.py swift sft --model ...`, the command is planned first, and the plugin refuses every
-other plan.
+plugin.py`: see docs/use-it-in/swift.md. Types of `swift rlhf` other than dpo take the plugin
+without `--packing`: they train batches of their own, and compute no padding. With the words of a
+command, as in `packplan plugin swift -o plugin.py swift sft --model ...`, the command is planned
+first, and the plugin refuses every other plan.
 """
 
 from pathlib import Path
@@ -59,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         called = ", ".join(f"{name}={value!r}" for name, value in given.items())
         write_new(output, _TEXT.format(name=output.name, options=called))
         print(f"{output}: add --packing true --external_plugins {output} to a command of swift sft, pt, or rlhf (dpo)")
+        print("other types of swift rlhf take it without --packing, and compute no padding")
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet)
 

@@ -1,7 +1,7 @@
 """
 Steps of trainers on padded batches, as they are and with `packplan.hf.unpad`.
 
-They are TRL's, and transformers' with its own loss.
+They are TRL's, transformers' with its own loss, and ms-swift's.
 
 Each way trains the same model on the same rows in a process of its own. The lengths of rows have a
 heavy tail. Answers of GRPO are drawn by the benchmark, alike in both ways, and no model is asked
@@ -11,12 +11,14 @@ compute in bfloat16, of the clock. The peak counts the bytes of all tensors at o
 
 import argparse
 import inspect
+import json
 import os
 import random
 import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -28,6 +30,9 @@ from packplan.adapters.progress import progress
 HOSTS = ("grpo", "kto", "dpo", "sft", "reward", "trainer")
 
 WAYS = ("padded", "packed", "balanced", "row")
+
+SWIFT = ("swift-kto", "swift-rm")
+"""Types of `swift rlhf`."""
 
 _LIMIT_S = 3600.0
 
@@ -75,7 +80,9 @@ class UnpadRow:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options."""
-    parser.add_argument("--hosts", nargs="+", default=HOSTS, choices=HOSTS, help="trainers (default: all)")
+    parser.add_argument(
+        "--hosts", nargs="+", default=HOSTS, choices=(*HOSTS, *SWIFT), help="trainers (default: all but ms-swift's)"
+    )
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default: 3)")
     parser.add_argument("--rows", type=int, default=16, help="rows of a batch (default: 16)")
     parser.add_argument("--width", type=int, default=512, help="hidden size of the model (default: 512)")
@@ -202,7 +209,7 @@ def _lengths(draw: random.Random, longest: int) -> Iterator[int]:
         yield min(longest, int(draw.paretovariate(0.8) * 15))
 
 
-def _trainer(host: str, folder: str, options: argparse.Namespace) -> Any:  # one for each host
+def _trainer(host: str, folder: str, options: argparse.Namespace) -> Any:  # noqa: PLR0911  # one for each host
     """Return a trainer of TRL on made rows."""
     import torch
     import trl
@@ -216,7 +223,10 @@ def _trainer(host: str, folder: str, options: argparse.Namespace) -> Any:  # one
         TrainingArguments,
     )
 
-    tokenizer = _tokenizer()
+    from tools.demo.tiny_models import learned_tokenizer
+
+    # ms-swift reads it from the folder, as that of its family.
+    tokenizer = learned_tokenizer([f"{' '.join(_WORDS)} " * 9]) if host in SWIFT else _tokenizer()
     draw = random.Random(3)  # noqa: S311  # no secret
     lengths = _lengths(draw, options.longest)
 
@@ -236,6 +246,11 @@ def _trainer(host: str, folder: str, options: argparse.Namespace) -> Any:  # one
         return kind.from_pretrained(f"{folder}/model", attn_implementation="sdpa")
 
     num = options.rows * (options.steps + 2)
+    if host in SWIFT:
+        model()
+        tokenizer.save_pretrained(f"{folder}/model")
+        chats = [_chat(text(4), text(), text(), number) for number in range(num)]
+        return _swift(host.removeprefix("swift-"), folder, chats, options)
     common = {
         "output_dir": folder, "per_device_train_batch_size": options.rows, "max_steps": options.steps + 2,
         "use_cpu": options.device == "cpu", "report_to": [], "logging_steps": 1, "learning_rate": 1e-3, "seed": 1,
@@ -277,6 +292,30 @@ def _trainer(host: str, folder: str, options: argparse.Namespace) -> Any:  # one
             model(), args=args, train_dataset=Dataset.from_dict({"text": [text() for _ in range(num)]}), **given
         )
     return _grpo(model(), common, lengths, options, **given)
+
+
+def _chat(question: str, answer: str, rejected: str, number: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, "rejected_response": rejected, "label": bool(number % 2)}
+
+
+def _swift(kind: str, folder: str, rows: list[dict[str, Any]], options: argparse.Namespace) -> Any:
+    """Return the trainer that ms-swift builds for a command of `swift rlhf`."""
+    from swift.pipelines.train.rlhf import SwiftRLHF
+
+    class Built(SwiftRLHF):  # type: ignore[misc]  # has no types
+        def train(self, trainer: Any) -> Any:
+            return trainer
+
+    Path(folder, "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = (
+        f"--rlhf_type {kind} --model {folder}/model --model_type qwen2 --template chatml --attn_impl sdpa "
+        f"--dataset {folder}/rows.jsonl --max_length 4096 --tuner_type full --torch_dtype float32 --use_cpu true "
+        f"--output_dir {folder} --max_steps {options.steps + 2} --per_device_train_batch_size {options.rows} "
+        "--gradient_accumulation_steps 1 --split_dataset_ratio 0 --save_strategy no --report_to none --logging_steps 1 "
+        "--gradient_checkpointing false --check_model false --dataset_num_proc 1 --dataloader_num_workers 0"
+    )
+    return Built(words.split()).main()
 
 
 def _grpo(model: Any, common: dict[str, Any], lengths: Iterator[int], options: argparse.Namespace, **given: Any) -> Any:

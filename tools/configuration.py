@@ -44,6 +44,7 @@ _TYPES = {
 HOSTS = {
     "sft": "sft",
     "plugin": "plugin",
+    "rlhf": "unpacked",
     "trainer": "use_plan",
     "balance": "balance",
 }

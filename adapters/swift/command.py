@@ -221,9 +221,16 @@ def prepare_arguments(arguments: Any) -> None:
     """
     if faults := tuple(_faults(arguments)):
         raise ConfigError(COMMAND, faults)
-    arguments.padding_free = True
-    # Ranks share rows by `attention.shared_rows`, and ms-swift's own way stays off.
-    arguments.packplan_row_ranks, arguments.sequence_parallel_size = arguments.sequence_parallel_size, 1
+    arguments.padding_free = arguments.packing
+    if arguments.packing:
+        # Ranks share rows by `attention.shared_rows`, and ms-swift's own way stays off.
+        arguments.packplan_row_ranks, arguments.sequence_parallel_size = arguments.sequence_parallel_size, 1
+
+
+def unplanned_type(arguments: Any) -> str | None:
+    """Return a type of `swift rlhf` that trains batches of its own; None if packs are planned."""
+    kind = getattr(arguments, "rlhf_type", None)
+    return None if kind == "dpo" else kind
 
 
 def row_ranks(arguments: Any) -> int:
@@ -233,9 +240,10 @@ def row_ranks(arguments: Any) -> int:
 
 def _faults(arguments: Any) -> Iterator[Fault]:
     """Yield each argument that contradicts a plan."""
-    if (kind := getattr(arguments, "rlhf_type", "dpo")) != "dpo":
-        yield Fault("--rlhf_type", f"is {kind}, but plans are made for dpo alone: leave the plugin out")
-    elif not arguments.packing:
+    kind = unplanned_type(arguments)
+    if kind and arguments.packing:
+        yield Fault("--rlhf_type", f"is {kind}, but plans are made for dpo alone: leave out --packing, not the plugin")
+    elif not kind and not arguments.packing:
         yield Fault("--packing", "is false, but packs are planned: say --packing true, or leave the plugin out")
-    for refusal in refusals_of(arguments, "plugin"):
+    for refusal in refusals_of(arguments, "rlhf" if kind else "plugin"):
         yield Fault(f"--{refusal.setting}", str(refusal))

@@ -11,9 +11,9 @@ from swift.pipelines.train import sft
 from swift.utils import is_master
 
 from packplan.adapters.loaders.rows import refuse_unlearned
-from packplan.adapters.swift.command import prepare_arguments, refuse_version, row_ranks
+from packplan.adapters.swift.command import prepare_arguments, refuse_version, row_ranks, unplanned_type
 from packplan.adapters.swift.packs import AddFacts, PlannedPacks
-from packplan.adapters.swift.training import follow_plan
+from packplan.adapters.swift.training import follow_plan, unpad_models
 from packplan.core.checksum import plan_checksum
 from packplan.core.errors import DataSetError, PackplanError, counted
 from packplan.core.surface import Plan
@@ -23,6 +23,7 @@ def install(*, checksum: str | None = None, any_version: bool = False) -> None:
     """
     Let `swift sft`, `swift pt` and `swift rlhf --rlhf_type dpo` train planned packs.
 
+    Other types of `swift rlhf` train batches of their own, whose padding their models leave out.
     The file that `--external_plugins` names calls it. Other commands, such as `swift infer`, may
     load the same file from a checkpoint: nothing changes for them.
 
@@ -65,8 +66,12 @@ def _as_method(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_padding_free(resolve: Callable[[Any], None], arguments: Any) -> None:
-    """Turn `--padding_free` into `--packing`, before *resolve* derives what depends on packing."""
-    if arguments.padding_free and not arguments.packing:
+    """
+    Turn `--padding_free` into `--packing`, before *resolve* derives what depends on packing.
+
+    Types of `swift rlhf` without a plan keep their batches.
+    """
+    if arguments.padding_free and not arguments.packing and unplanned_type(arguments) is None:
         arguments.packing = True
         size = arguments.per_device_train_batch_size
         tell(f"planned packs replace --padding_free: --per_device_train_batch_size {size} counts packs, not samples")
@@ -76,7 +81,7 @@ def _replace_padding_free(resolve: Callable[[Any], None], arguments: Any) -> Non
 
 @attrs.frozen
 class _PlannedPipeline:
-    """Steps of ms-swift's training pipeline that plan and train packs."""
+    """Steps of ms-swift's training pipeline that plan and train packs, or leave padding out."""
 
     checksum: str | None
     """See `install`."""
@@ -112,6 +117,8 @@ class _PlannedPipeline:
         if packs is None:
             message = "no row is left to train: all are longer than --max_length, or cannot be encoded"
             raise DataSetError(message)
+        if not pipeline.args.packing:
+            return packed
         refuse_unlearned(packs.facts.learned)
         found = plan_checksum(packs.plan.packs, lengths=packs.plan.lengths)
         if self.checksum not in (None, found):
@@ -120,13 +127,27 @@ class _PlannedPipeline:
         return packed
 
     def train(self, pipeline: Any, trainer: Any) -> Any:
-        """Train the packs by their schedule, and print its steps before the first."""
+        """Train the packs, whose steps are printed before the first, or batches without padding."""
+        if not pipeline.args.packing:
+            return self._train_unpadded(pipeline, trainer)
         size = row_ranks(pipeline.args)
         schedule = follow_plan(trainer, attn_impl=pipeline.args.attn_impl, row_ranks=size)
         steps = f"{counted(schedule.steps_per_epoch, 'step')} an epoch, {schedule.total_steps:,} in all"
         ranks = counted(schedule.world_size, "rank" if size == 1 else "group")
         tell(f"{plan_line(trainer.train_dataset.plan)}; {steps} on {ranks}")
         return self._train(pipeline, trainer)
+
+    def _train_unpadded(self, pipeline: Any, trainer: Any) -> Any:
+        """Train the trainer's own batches, and print how many positions were left out."""
+        counts = [hooks.counts for hooks in unpad_models(pipeline, trainer)]
+        models = counted(len(counts), "model")
+        tell(
+            f"{unplanned_type(pipeline.args)} trains its own batches, without a plan; {models} will compute no padding"
+        )
+        result = self._train(pipeline, trainer)
+        real, padded = sum(one.real for one in counts), sum(one.padded for one in counts)
+        tell(f"rank 0 computed {real:,} of {counted(padded, 'position')}; the others were padding")
+        return result
 
 
 def plan_line(plan: Plan) -> str:

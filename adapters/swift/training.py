@@ -1,4 +1,4 @@
-"""Trainers of ms-swift that train the packs of a plan in the order of its schedule."""
+"""Trainers of ms-swift that train the packs of a plan, or their own batches without padding."""
 
 from typing import Any
 
@@ -9,13 +9,20 @@ from packplan.adapters.attention import NAME
 from packplan.adapters.attention.rows import with_text_row
 from packplan.adapters.attention.shared_rows import sharing_group
 from packplan.adapters.hf.following import ServesPacks, add_base, require_same_rows
+from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import refuse
-from packplan.adapters.hf.unpad import separate_samples
+from packplan.adapters.hf.unpad import separate_samples, unpad
 from packplan.adapters.models import load_strictly
 from packplan.adapters.swift.packs import PackCollator, PlannedPacks
 from packplan.core.align import align_plan
+from packplan.core.errors import ConfigError, Fault
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
+
+_MODELS = ("model", "ref_model", "reward_model", "value_model", "teacher_model")
+"""Attributes of a pipeline of ms-swift that hold a model, or a list of models."""
+
+_SPLITS = "splits the weights, but a model is probed with all of them: use zero2, or leave the plugin out"
 
 
 def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> EpochSchedule:
@@ -53,6 +60,22 @@ def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> Epoch
     collator, eval_packs = PackCollator(trainer.data_collator), _eval_packs(trainer)
     trainer.serve(schedule, packs.plan.checksum, digest, packs=packs, collator=collator, eval_packs=eval_packs)
     return schedule
+
+
+def unpad_models(pipeline: Any, trainer: Any) -> list[Unpadding]:
+    """
+    Let each model of a pipeline of ms-swift compute no padding, and return their hooks.
+
+    Raises:
+        ConfigError: The weights of a model are split over ranks.
+        ModelError: The probe of a model fails.
+    """
+    split = {"--fsdp": trainer.is_fsdp_enabled, "--deepspeed": is_deepspeed_zero3_enabled()}
+    if faults := tuple(Fault(flag, _SPLITS) for flag, is_split in split.items() if is_split):
+        raise ConfigError("the command", faults)
+    found = [getattr(pipeline, name, None) for name in _MODELS]
+    models = [model for held in found for model in (held if isinstance(held, list) else [held])]
+    return [unpad(model) for model in dict.fromkeys(models) if model is not None]
 
 
 def schedule_of(plan: Plan, args: Any, *, world_size: int) -> EpochSchedule:

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import attrs
 
-Host = Literal["sft", "plugin", "trainer", "balance"]
-"""`packplan sft`; the plugin of ms-swift; `use_plan`; `balance`."""
+Host = Literal["sft", "plugin", "rlhf", "trainer", "balance"]
+"""`packplan sft`; the plugin of ms-swift with packs, and without; `use_plan`; `balance`."""
 
 
 @attrs.frozen
@@ -34,6 +34,7 @@ _DRAWS, _SHARES = "draws batches by itself", "lets ranks share rows"
 _REMOVE = "remove it"
 
 _PLANNING: tuple[Host, ...] = ("sft", "plugin", "trainer")
+_SWIFT: tuple[Host, ...] = ("plugin", "rlhf")
 REFUSALS = tuple(
     Refusal(setting, hosts, effect, remedy)
     for settings, hosts, effect, remedy in (
@@ -53,8 +54,9 @@ REFUSALS = tuple(
         ("average_tokens_across_devices", ("sft",), "is always on", _REMOVE),
         ("label_smoothing_factor", ("sft",), "is averaged over packs, not over tokens", _REMOVE),
         ("streaming", ("plugin",), "gives no lengths before training", _REMOVE),
-        ("use_ray", ("plugin",), "starts processes that were not tried", _REMOVE),
-        ("context_parallel_size deepspeed_autotp_size", ("plugin",), _SHARES, "set it to 1"),
+        ("use_ray", _SWIFT, "starts processes that were not tried", _REMOVE),
+        ("context_parallel_size deepspeed_autotp_size", _SWIFT, _SHARES, "set it to 1"),
+        ("sequence_parallel_size", ("rlhf",), _SHARES, "set it to 1"),
         ("packing eval_packing", ("trainer",), "packs rows by itself", _REMOVE),
         ("include_for_metrics", ("trainer",), "hands inputs of padded rows to metrics of packs", _REMOVE),
         ("accelerator_config.dispatch_batches accelerator_config.split_batches", ("trainer",),

@@ -50,6 +50,18 @@ def record(out: str, fault: str = "") -> None:
     start_adapters_alike()
 
 
+def both(commands: list[list[str]], plugins: list[str], out: str) -> int:
+    """Train commands of `swift rlhf` with a plugin, then with two; write both logs of each."""
+    from swift.pipelines import rlhf_main
+
+    logs: list[list[Any]] = [[] for _ in commands]
+    for num in (1, 2):
+        for words, held in zip(commands, logs, strict=True):
+            held.append(rlhf_main([*words, "--external_plugins", *plugins[:num]])["log_history"])
+    Path(out).write_text(json.dumps(logs))
+    return 0
+
+
 def refused(commands: list[tuple[str, list[str]]], out: str) -> int:
     """Write the message by which each command is refused, or nothing where it is not."""
     from swift.pipelines import pretrain_main, rlhf_main, sft_main

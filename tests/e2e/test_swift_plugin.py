@@ -3,20 +3,25 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import attrs
 import pytest
+import torch
 import yaml
 from datasets import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import packplan as pp
 from packplan.adapters.swift.command import refuse_version
 from packplan.adapters.swift.packs import AddFacts, PlannedPacks
+from packplan.adapters.swift.training import unpad_models
 from packplan.app import plugin
 from packplan.core.align import align_plan
 from packplan.core.errors import ConfigError
@@ -236,6 +241,99 @@ def test_a_killed_run_goes_on_where_it_was(of, before, after, words, start, trai
         assert unbroken.losses == rest.losses
 
 
+UNPLANNED = {
+    "kto": (2, "--tuner_type full"),
+    "rm": (1, "--tuner_type full"),
+    "simpo": (1, "--tuner_type lora"),
+    "gkd": (2, "--tuner_type lora --teacher_model {teacher} --teacher_model_type qwen2 --max_completion_length 4"),
+    "grpo": (2, "--tuner_type full --reward_funcs codes --beta 0.04 --num_generations 2 --max_completion_length 4"),
+    "ppo": (
+        4,
+        (
+            "--tuner_type full --reward_model {judge} --reward_model_type qwen2 --max_completion_length 4 "
+            "--num_ppo_epochs 1 --num_sample_generations 0 --num_train_epochs 0.4"
+        ),
+    ),
+}
+"""Types of `swift rlhf` that train their own batches -> number of models that run, arguments."""
+
+_REWARD = """
+from swift.rewards import ORM, orms
+
+
+class Codes(ORM):
+    def __call__(self, completions, **_):
+        return [float(sum(map(ord, one)) % 17) for one in completions]
+
+
+orms["codes"] = Codes
+"""
+
+_DIFFERING = ("time", "speed", "runtime", "per_second", "memory", "flos", "eps", "logits")
+"""Parts of the names of logged values that differ: of time, and of means over padding too."""
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("kto", "rm", "simpo", "ppo"),
+        pytest.param(("gkd", "grpo"), marks=pytest.mark.skipif(not find_spec("msgspec"), reason="ms-swift imports it")),
+    ],
+)
+def test_other_types_train_the_same_without_padding(kinds, words, demo, server, records, tmp_path):  # noqa: PLR0917  # fixtures
+    """Each loss, gradient norm and reward that ms-swift logs is that of its own command."""
+    question = {"role": "user", "content": "what is it?"}
+    answers = ["blue circle " * (1 + 3 * number % 7) for number in range(8)]
+    rows = [
+        {"messages": [{**question, "content": f"is it {answer}?"}, {"role": "assistant", "content": answer}]}
+        for answer in answers
+    ]
+    for number, row in enumerate(rows):
+        row |= {"rejected_response": "red square " * (1 + number % 5), "label": number % 3 > 0}
+    (records / "rlhf.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "codes.py").write_text(_REWARD)
+    made = {
+        "teacher": other_model(demo, tmp_path / "teacher"),
+        "judge": other_model(demo, tmp_path / "judge", labels=1),
+    }
+    common = f"{ONE} --max_steps 2 --per_device_train_batch_size 4"
+    commands = [
+        words("qwen2", f"{common} --rlhf_type {kind} {UNPLANNED[kind][1].format(**made)}", data="rlhf", plugins=())
+        for kind in kinds
+    ]
+
+    out, log = tmp_path / "logs.json", tmp_path / "log"
+    plugins = [str(tmp_path / name) for name in ("codes.py", "plugin.py")]
+    assert [0] == finished([server.start(plugin_run.both, commands, plugins, str(out), log=log)])
+    for kind, (plain, plugged) in zip(kinds, json.loads(out.read_text()), strict=True):
+        kept = [[{name: value for name, value in entry.items() if not any(part in name for part in _DIFFERING)}
+                 for entry in entries] for entries in (plain, plugged)]  # fmt: skip
+        assert len(kept[0]) == len(kept[1]) > 0, kind
+        for due, found in zip(*kept, strict=True):
+            assert found == pytest.approx(due, rel=2e-4, abs=1e-5, nan_ok=True), kind
+    told = log.read_text()
+    assert [UNPLANNED[kind][0] for kind in kinds] == [int(num) for num in re.findall(r"(\d) models? will", told)]
+    real_of = re.findall(r"rank 0 computed ([\d,]+) of ([\d,]+) positions", told)
+    assert len(kinds) == len(real_of)
+    assert all(int(real.replace(",", "")) < int(padded.replace(",", "")) for real, padded in real_of)
+
+
+def test_split_weights_are_refused_where_padding_is_left_out():
+    """A model is asked with all of its weights."""
+    with pytest.raises(ConfigError, match="--fsdp: splits the weights"):
+        unpad_models(SimpleNamespace(), SimpleNamespace(is_fsdp_enabled=True))
+
+
+def other_model(demo, folder: Path, *, labels: int = 0) -> Path:
+    """Write a tiny model with other weights; with *labels*, one that gives rewards."""
+    kind = AutoModelForSequenceClassification if labels else AutoModelForCausalLM
+    torch.manual_seed(7)
+    config = AutoConfig.from_pretrained(demo / "models" / "qwen2", num_labels=labels or 2)
+    shutil.copytree(demo / "models" / "qwen2", folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    kind.from_config(config).save_pretrained(folder)
+    return folder
+
+
 REFUSED = {
     "--streaming true --max_steps 3": "--streaming: gives no lengths before training",
     "--use_ray true": "--use_ray: starts processes",
@@ -249,15 +347,19 @@ def test_what_stands_against_a_plan_is_refused_by_flag(words, server, tmp_path):
     commands = [("sft", [*words("qwen2", f"--tuner_type full {ONE}"), *more.split()]) for more in REFUSED]
     commands.append(("sft", words("qwen2", f"--tuner_type full {ONE} --group_by_length true --use_ray true")))
     commands.append(("rlhf", words("qwen2", f"--rlhf_type kto {ONE}", data="qwen2_pairs")))
+    both = "--packing false --sequence_parallel_size 2 --use_ray true"
+    commands.append(("rlhf", [*words("qwen2", f"--rlhf_type kto {ONE}", data="qwen2_pairs"), *both.split()]))
 
     assert [0] == finished([
         server.start(plugin_run.refused, commands, str(tmp_path / "messages.json"), log=tmp_path / "log")
     ])  # fmt: skip
-    *single, several, kind = json.loads((tmp_path / "messages.json").read_text())
+    *single, several, kind, own = json.loads((tmp_path / "messages.json").read_text())
     for says, message in zip(REFUSED.values(), single, strict=True):
         assert says in message
     assert "has 2 faults" in several
     assert "--rlhf_type: is kto" in kind
+    assert "--use_ray: starts processes" in own
+    assert "--sequence_parallel_size: lets ranks share rows" in own
     assert not (tmp_path / "out").exists()
 
 
