@@ -18,7 +18,8 @@ from benchmarks.distributions import DISTRIBUTIONS, Distribution
 from benchmarks.options import add_names, add_number
 from benchmarks.table import Columns, show
 from packplan.core.lengths import IntArray
-from packplan.core.packers import ALGORITHMS, pack, redraw
+from packplan.core.packers import ALGORITHMS, pack
+from packplan.core.packers.drawing import redraw
 from packplan.core.packs import Packs
 
 PLANNERS = tuple(name for name, one in ALGORITHMS.items() if not one.keeps_order)
@@ -87,7 +88,6 @@ class RedrawRow:
     samples: int
     planner: str
     problem: str | None = None
-    level: str = ""
     more_packs: float = 0.0
     """Packs of a draw above those of the algorithm's own packing, over these."""
 
@@ -106,7 +106,7 @@ COLUMNS: Columns = {
     "lengths": lambda row: row.distribution,
     "samples": lambda row: f"{row.samples:,}",
     "planner": lambda row: row.planner,
-    "drawn": lambda row: row.problem or row.level,
+    "problem": lambda row: row.problem or "",
     "more packs": lambda row: "" if row.problem else f"{row.more_packs:.2%}",
     "pairs again": lambda row: "" if row.problem else f"{row.again_share:.3%}",
     "x random": lambda row: "" if row.problem else f"{row.meetings_over_expected:.3g}",
@@ -127,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure, then print."""
     rows = [_row(DISTRIBUTIONS[name], one, options) for name in options.distributions for one in options.planners]
-    show(rows, COLUMNS, left={"lengths", "planner", "drawn"}, as_json=options.json)
+    show(rows, COLUMNS, left={"lengths", "planner", "problem"}, as_json=options.json)
 
 
 def _row(distribution: Distribution, planner: str, options: argparse.Namespace) -> RedrawRow:
@@ -149,11 +149,10 @@ def _measured(distribution: Distribution, planner: str, options: argparse.Namesp
         first = redraw(lengths, capacity=capacity, algorithm=planner, seed=0, epoch=1)
         seconds["draw"].append(time.perf_counter() - middle)
         seconds["own"].append(middle - start)
-    met = meetings(first.packs, redraw(lengths, capacity=capacity, algorithm=planner, seed=0, epoch=2).packs)
+    met = meetings(first, redraw(lengths, capacity=capacity, algorithm=planner, seed=0, epoch=2))
     own_seconds = statistics.median(seconds["own"])
     return {
-        "level": first.level,
-        "more_packs": len(first.packs) / len(own) - 1,
+        "more_packs": len(first) / len(own) - 1,
         "meetings_over_expected": met.pairs_again / met.expected,
         "again_share": met.pairs_again / met.pairs,
         "own_seconds": own_seconds,

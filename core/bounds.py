@@ -28,7 +28,7 @@ class Bound:
     packs: int
     kind: BoundKind
 
-    found: int
+    best: int
     """Packs of the best packing that is known; `auto` needs no more."""
 
 
@@ -68,7 +68,7 @@ def find_bound(
         ArgumentError: A length is not a whole number from 1 to *capacity*.
 
     >>> find_bound([60, 60, 50, 40], capacity=100)
-    Bound(packs=3, kind='reached', found=3)
+    Bound(packs=3, kind='reached', best=3)
     """
     capacity = whole_number("capacity", capacity)
     if known is not None:

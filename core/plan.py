@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from packplan.core.bounds import Bound, bound_effort, find_bound
 from packplan.core.errors import ArgumentError, agree, counted, token_range
 from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, exact_share
-from packplan.core.packers import pack, redraw
+from packplan.core.packers import pack
+from packplan.core.packers.drawing import redraw
 from packplan.core.packs import Packs, concatenate, sort_by_first_index
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.policy import PlanPolicy
@@ -151,47 +152,54 @@ def build_raw_plan(
     [[0], [1], [2, 3, 4, 5]]
     """
     policy = PlanPolicy(**fields) if policy is None else attrs.evolve(_checked_policy(policy), **fields)
-    array, allow_single_long = as_lengths(lengths), policy.allow_single_long
-    if not policy.packing:
-        return _one_sample_packs(array, policy)
+    array = as_lengths(lengths)
     long = np.flatnonzero(array >= policy.packing_length)
-    # Over runs, a long sample is a pack of its own by filling one.
-    whole = not long.size or (allow_single_long and policy.counts_lengths)
-    short = np.flatnonzero(array < policy.packing_length)
-    packed = slice(None) if whole else short
+    single, skipped = (long, long[:0]) if policy.allow_single_long else (long[:0], long)
+    # An algorithm that counts lengths makes a pack of its own of a sample that fills one.
+    alone = single[:0] if policy.counts_lengths else single
+    if not policy.packing:
+        alone = np.delete(np.arange(array.size), skipped)
+    is_packed = np.ones(array.size, dtype=bool)
+    is_packed[alone] = is_packed[skipped] = False
+    packed = slice(None) if is_packed.all() else np.flatnonzero(is_packed)
     tokens = np.minimum(array[packed], policy.packing_length)
-    weights = None if works is None else checked_works(works, array.size, of="samples")[packed]
-    needs: dict[str, Any] = {
-        "capacity": policy.packing_length, "algorithm": policy.algorithm, "seed": policy.seed, "works": weights,
-        "report": report,
+    options: dict[str, Any] = {
+        "capacity": policy.packing_length, "algorithm": policy.algorithm, "seed": policy.seed, "report": report,
+        "works": None if works is None else checked_works(works, array.size, of="samples")[packed],
     }  # fmt: skip
-    found = redraw(tokens, epoch=epoch, **needs).packs if policy.replanned else pack(tokens, **needs)
-    grouped = found if whole else Packs(found.offsets, short[found.indices])
-    kept, dropped = _split_by_fill(grouped, array, policy)
-    single = Packs.from_lists([]) if whole or not allow_single_long else Packs(np.arange(long.size + 1), long)
-    packs = sort_by_first_index(concatenate([kept, single])) if len(single) else kept
+    grouped = redraw(tokens, epoch=epoch, **options) if policy.replanned else pack(tokens, **options)
+    if not isinstance(packed, slice):
+        grouped = Packs(grouped.offsets, packed[grouped.indices])
+    packs, dropped = _split_by_fill(grouped, array, policy)
+    if alone.size:
+        packs = sort_by_first_index(concatenate([packs, Packs(np.arange(alone.size + 1), alone)]))
     if not len(packs):
-        raise _empty_plan(array, long[:0] if allow_single_long else long, dropped, policy)
-    effort = inf if policy.algorithm == "certified" else bound_effort(array.size)
-    bound = _bound(tokens, policy, known=len(grouped), effort=0 if quick_bound else effort, report=report)
-    saves = policy.counts_lengths and not policy.replanned and (len(grouped) - bound.found) * _SAVED > len(grouped)
-    return attrs.evolve(
-        _count_plan(array, packs, long, dropped, policy=policy, lower_bound=len(single) + bound.packs),
-        bound_kind=bound.kind, auto_packs=bound.found if saves else 0,
-    )  # fmt: skip
+        raise _no_packs_error(array, skipped, dropped, policy)
+    effort = 0 if quick_bound else inf if policy.algorithm == "certified" else bound_effort(array.size)
+    bound = _bound_of_packs(tokens, policy, known=len(grouped), effort=effort, report=report)
+    saves = policy.counts_lengths and not policy.replanned and (len(grouped) - bound.best) * _SAVED > len(grouped)
+    of_dropped, of_skipped, of_all = (int(part.sum()) for part in (array[dropped.indices], array[skipped], array))
+    return RawPlan(
+        packs=packs,
+        single_long=tuple(single.tolist()),
+        skipped_long=tuple(skipped.tolist()),
+        dropped_packs=dropped,
+        packing_length=policy.packing_length,
+        num_samples=array.size,
+        num_tokens=of_all,
+        planned_tokens=of_all - of_dropped - of_skipped,
+        dropped_tokens=of_dropped,
+        skipped_tokens=of_skipped,
+        long_tokens=int(array[single].sum()),
+        lower_bound=alone.size + bound.packs,
+        bound_kind=bound.kind,
+        auto_packs=bound.best if saves else 0,
+    )
 
 
-def _one_sample_packs(lengths: IntArray, policy: PlanPolicy) -> RawPlan:
-    """Plan each sample as a pack by itself, in the order of the data, for padded batches."""
-    is_long, nothing = lengths >= policy.packing_length, Packs.from_lists([])
-    kept = np.arange(lengths.size) if policy.allow_single_long else np.flatnonzero(~is_long)
-    if not kept.size:
-        raise _empty_plan(lengths, lengths, nothing, policy)
-    packs = Packs(np.arange(kept.size + 1), kept)
-    return _count_plan(lengths, packs, np.flatnonzero(is_long), nothing, policy=policy, lower_bound=kept.size)
-
-
-def _bound(tokens: IntArray, policy: PlanPolicy, *, known: int, effort: float, report: Callable[[str], None]) -> Bound:
+def _bound_of_packs(
+    tokens: IntArray, policy: PlanPolicy, *, known: int, effort: float, report: Callable[[str], None]
+) -> Bound:
     """
     Return the bound of the packs that an algorithm made.
 
@@ -210,7 +218,7 @@ def _bound(tokens: IntArray, policy: PlanPolicy, *, known: int, effort: float, r
         known=known - full,
         effort=effort,
     )
-    return Bound(found.packs + full, found.kind, found.found + full)
+    return Bound(found.packs + full, found.kind, found.best + full)
 
 
 def _checked_policy(policy: PlanPolicy) -> PlanPolicy:
@@ -230,35 +238,12 @@ def _split_by_fill(grouped: Packs, lengths: IntArray, policy: PlanPolicy) -> tup
     return grouped.take(np.flatnonzero(keep)), grouped.take(np.flatnonzero(~keep))
 
 
-def _count_plan(
-    lengths: IntArray, packs: Packs, long: IntArray, dropped: Packs, *, policy: PlanPolicy, lower_bound: int
-) -> RawPlan:
-    """Return the plan of these packs with its counts. Long samples are packs, or skipped."""
-    single, skipped = (long, long[:0]) if policy.allow_single_long else (long[:0], long)
-    everything, dropped_tokens, skipped_tokens = map(_tokens, (lengths, lengths[dropped.indices], lengths[skipped]))
-    return RawPlan(
-        packs=packs,
-        single_long=tuple(single.tolist()),
-        skipped_long=tuple(skipped.tolist()),
-        dropped_packs=dropped,
-        packing_length=policy.packing_length,
-        num_samples=lengths.size,
-        num_tokens=everything,
-        planned_tokens=everything - dropped_tokens - skipped_tokens,
-        dropped_tokens=dropped_tokens,
-        skipped_tokens=skipped_tokens,
-        long_tokens=_tokens(lengths[single]),
-        lower_bound=lower_bound,
-        bound_kind="reached",
-    )
-
-
 def no_samples_error() -> ArgumentError:
     """Return the error of a data set without samples."""
     return ArgumentError("empty", "the data set is empty: 0 samples give no pack")
 
 
-def _empty_plan(lengths: IntArray, skipped: IntArray, dropped: Packs, policy: PlanPolicy) -> ArgumentError:
+def _no_packs_error(lengths: IntArray, skipped: IntArray, dropped: Packs, policy: PlanPolicy) -> ArgumentError:
     """Return the error of a plan that is left without packs."""
     if not lengths.size:
         return no_samples_error()
@@ -408,10 +393,6 @@ def plan_from_arrays(arrays: Mapping[str, IntArray]) -> RawPlan:
         bound_kind=_BOUND_KINDS[int(arrays["bound_kind"][0])],
         **dict(zip(_COUNTS, arrays["counts"].tolist(), strict=True)),
     )
-
-
-def _tokens(lengths: IntArray) -> int:
-    return int(lengths.sum())
 
 
 def min_load(ratio: float | str | Decimal, packing_length: int) -> int:

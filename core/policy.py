@@ -9,7 +9,8 @@ import attrs
 
 from packplan.core.fingerprint import Fingerprint, Value
 from packplan.core.lengths import exact_share, whole_number
-from packplan.core.packers import REDRAW_VERSION, checked_seed, find_algorithm
+from packplan.core.packers import checked_seed, find_algorithm
+from packplan.core.packers.drawing import REDRAW_VERSION
 
 if TYPE_CHECKING:
     from packplan.core.work.model import WorkModel
@@ -89,7 +90,7 @@ class PlanPolicy:
     @property
     def uses_works(self) -> bool:
         """Whether the packs depend on the work of the samples."""
-        return self.packing and find_algorithm(self.algorithm).uses_works
+        return self.packing and "works" in find_algorithm(self.algorithm).takes
 
     @property
     def counts_lengths(self) -> bool:
@@ -119,9 +120,9 @@ class PlanPolicy:
             }
             if self.replanned:
                 inputs["replanned"] = REDRAW_VERSION
-            if algorithm.uses_seed or self.replanned:
+            if "seed" in algorithm.takes or self.replanned:
                 inputs["seed"] = self.seed
-            if algorithm.uses_works:
+            if "works" in algorithm.takes:
                 inputs["work"] = str(self.work)
         elif not self.allow_single_long:
             inputs["allow_single_long"] = False

@@ -22,7 +22,7 @@ def policy_of(config: RunConfig, split: str) -> PlanPolicy:
     Return the policy by which a run plans its split `train` or `eval`, with its model's work if its
     packs depend on that.
     """
-    uses_works = config.training.packing and ALGORITHMS[config.training.packing_algorithm].uses_works
+    uses_works = config.training.packing and "works" in ALGORITHMS[config.training.packing_algorithm].takes
     return plan_policy(config, split, work=trained_work(config)[0] if uses_works else None)
 
 

@@ -1,14 +1,16 @@
 """
 Packing algorithms by name.
 
-Its entry in `ALGORITHMS` has the module of its function, which is loaded when it first packs, and
-lists its further arguments.
+To add one, write a function of its name in a module of this package, and an entry of `ALGORITHMS`
+with that module. The function takes lengths, each from 1 to `capacity`, `capacity` by keyword, and
+what the entry lists in `takes`. It returns `Packs` in canonical order. `tests.laws.test_packers`
+holds every entry to the same laws.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import numpy as np
@@ -23,14 +25,10 @@ from packplan.core.packs import Packs
 
 @attrs.frozen
 class Algorithm:
-    """
-    Version and arguments of a packing algorithm.
-
-    The function takes lengths, each from 1 to `capacity`, and returns packs in canonical order.
-    """
+    """Packing algorithm: where its function is, and what its packs depend on."""
 
     module: str
-    """Module of this package whose function has the name of the algorithm."""
+    """Module of this package whose function has the name of the algorithm; loaded at first use."""
 
     version: str
     """
@@ -40,14 +38,11 @@ class Algorithm:
     counts_lengths: bool = False
     """Whether the function takes `LengthCounts` and returns a `PackingTrace`, instead of packs."""
 
-    uses_seed: bool = False
-    """Whether the packs depend on the seed. The function then takes `seed`."""
-
-    uses_works: bool = False
-    """Whether the packs depend on the work of the samples. The function then takes `works`."""
-
-    uses_report: bool = False
-    """Whether it takes long and reports progress. The function then takes `report`."""
+    takes: tuple[str, ...] = ()
+    """
+    Further arguments of the function: `seed` if packs are drawn, `works` if packs depend on the
+    work of samples, `report` to report progress where packing takes long.
+    """
 
     keeps_order: bool = False
     """Whether packs keep the order of the data, so that no draw gives others of equal quality."""
@@ -61,33 +56,12 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         "first_fit_decreasing": Algorithm("decreasing", "1", counts_lengths=True),
         "modified_first_fit_decreasing": Algorithm("decreasing", "1", counts_lengths=True),
         "concatenative": Algorithm("in_order", "1", keeps_order=True),
-        "first_fit_shuffle": Algorithm("in_order", "1", uses_seed=True),
-        "balanced": Algorithm("balanced", "7", uses_works=True, uses_report=True),
-        "certified": Algorithm("fewest", f"3, scipy {scipy.__version__}", uses_seed=True, uses_report=True),
+        "first_fit_shuffle": Algorithm("in_order", "1", takes=("seed",)),
+        "balanced": Algorithm("balanced", "7", takes=("works", "report")),
+        "certified": Algorithm("fewest", f"3, scipy {scipy.__version__}", takes=("seed", "report")),
     }
 )
 """Algorithms that `pack` and `PlanPolicy` may name."""
-
-
-REDRAW_VERSION = "1"
-"""Version of the packs of `redraw`, part of a plan's fingerprint, as an algorithm's is."""
-
-Level = Literal["groups", "order", "equal lengths"]
-"""
-How packs were drawn: from random groups, from a random order in which the algorithm starts, or by
-exchanging samples of equal length alone.
-"""
-
-
-@attrs.frozen
-class Redrawn:
-    """Packs of one draw."""
-
-    packs: Packs
-    """Packs of all samples, in canonical order."""
-
-    level: Level
-    """Strongest draw that needed few enough packs."""
 
 
 def find_algorithm(name: str) -> Algorithm:
@@ -99,7 +73,7 @@ def find_algorithm(name: str) -> Algorithm:
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """Return the function of the algorithm *name*, whose module is loaded here."""
+    """Return the function of the algorithm *name*."""
     function: Callable[..., Any] = getattr(import_module(f"{__name__}.{ALGORITHMS[name].module}"), name)
     return function
 
@@ -109,7 +83,7 @@ def checked_seed(seed: int) -> int:
     return whole_number("seed", seed, least=0, most=2**64 - 1)
 
 
-def works_for(algorithm: str, works: Any, num: int) -> NDArray[np.float64] | None:
+def check_works(algorithm: str, works: Any, num: int) -> NDArray[np.float64] | None:
     """
     Return the works of samples as float64, or None as it is.
 
@@ -124,7 +98,7 @@ def works_for(algorithm: str, works: Any, num: int) -> NDArray[np.float64] | Non
     """
     if works is None:
         return None
-    if not ALGORITHMS[algorithm].uses_works:
+    if "works" not in ALGORITHMS[algorithm].takes:
         message = f"works do not change the packs of {algorithm}: take algorithm='balanced', or give none"
         raise ValueError(message)
     return checked_works(works, num, of="samples")
@@ -172,70 +146,12 @@ def pack(
     seed = checked_seed(seed)
     chosen = find_algorithm(algorithm)
     array = lengths_up_to(lengths, capacity=capacity)
-    weights = works_for(algorithm, works, array.size)
-    needs: dict[str, Any] = {}
-    if chosen.uses_seed:
-        needs["seed"] = seed
-    if chosen.uses_works:
-        needs["works"] = weights
-    if chosen.uses_report:
-        needs["report"] = report
+    given = {"seed": seed, "works": check_works(algorithm, works, array.size), "report": report}
     packs = Packs.from_lists([])
     if array.size:
         # No pack holds more than all tokens. Their sum fits 64 bits, which the capacity may not.
-        packs = _call_packer(array, algorithm, capacity=min(capacity, int(array.sum())), **needs)
+        options = {name: given[name] for name in chosen.takes} | {"capacity": min(capacity, int(array.sum()))}
+        tally = LengthCounts.from_lengths(array) if chosen.counts_lengths else None
+        found = load_function(algorithm)(array if tally is None else tally, **options)
+        packs = found if tally is None else found.packs(array, tally)
     return with_bin_count(packs, array, minimum=min_bin_count, multiple=bin_count_multiple)
-
-
-def redraw(
-    lengths: Lengths,
-    *,
-    capacity: int,
-    algorithm: str = "constant_volume",
-    seed: int = 0,
-    epoch: int,
-    works: NDArray[np.number] | Sequence[float] | None = None,
-    report: Callable[[str], None] = lambda _: None,
-) -> Redrawn:
-    """
-    Draw other packs than `pack` returns, of equal quality: at most one pack in 200 more.
-
-    They depend on the arguments alone. Two samples share a pack in few of the epochs, as far as
-    their lengths allow.
-
-    Args:
-        lengths: Tokens of each sample, as for `pack`.
-        capacity: Tokens a pack may hold, >= 1.
-        algorithm: Name of an algorithm that does not keep the order of the data.
-        seed: Seed of all epochs, from 0 to 2**64 - 1.
-        epoch: Number of the draw, >= 0.
-        works: Work of each sample, as for `pack`.
-        report: Called with a progress message, by `certified` and `balanced`.
-
-    Raises:
-        ArgumentError: As `pack` does.
-        ValueError: Works are given to an algorithm whose packs do not depend on them, or the
-            algorithm keeps the order of the data.
-    """
-    if find_algorithm(algorithm).keeps_order:
-        message = f"{algorithm} keeps the order of the data, so no draw has other packs: take another algorithm"
-        raise ValueError(message)
-    capacity, seed = whole_number("capacity", capacity), checked_seed(seed)
-    epoch = whole_number("epoch", epoch, least=0)
-    array = lengths_up_to(lengths, capacity=capacity)
-    weights = works_for(algorithm, works, array.size)
-    if not array.size:
-        return Redrawn(Packs.from_lists([]), "equal lengths")
-    draw: Callable[..., Redrawn] = import_module(f"{__name__}.drawing").draw
-    return draw(
-        array, capacity=min(capacity, int(array.sum())), algorithm=algorithm, seed=seed, epoch=epoch, works=weights,
-        report=report,
-    )  # fmt: skip
-
-
-def _call_packer(lengths: IntArray, algorithm: str, **needs: Any) -> Packs:
-    """Return the packs of an algorithm's function, given what it *needs*."""
-    function = load_function(algorithm)
-    tally = LengthCounts.from_lengths(lengths) if ALGORITHMS[algorithm].counts_lengths else None
-    packs: Packs = function(lengths, **needs) if tally is None else function(tally, **needs).packs(lengths, tally)
-    return packs

@@ -14,16 +14,19 @@ search. The groups of `certified` are packed by best fit, its first stage. Where
 enough to the fewest packs, samples of equal length change places in its own packs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.length_counts import LengthCounts
-from packplan.core.lengths import IntArray
-from packplan.core.packers import ALGORITHMS, Level, Redrawn, load_function, pack
+from packplan.core.lengths import IntArray, whole_number
+from packplan.core.packers import ALGORITHMS, check_works, load_function, pack
 from packplan.core.packs import Packs
+
+REDRAW_VERSION = "1"
+"""Version of the packs of `redraw`, part of a plan's fingerprint, as an algorithm's is."""
 
 MORE = 200
 """Packs of the algorithm's own packing for each further pack that a draw may have."""
@@ -43,59 +46,67 @@ class _Packing:
     """Return the pack of each item."""
 
 
-def draw(
+def redraw(
     lengths: IntArray,
     *,
     capacity: int,
     algorithm: str,
     seed: int,
     epoch: int,
-    works: NDArray[np.float64] | None,
-    report: Callable[[str], None],
-) -> Redrawn:
+    works: NDArray[np.number] | Sequence[float] | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> Packs:
     """
-    Draw packs of the same quality as the algorithm's own: at most one in 200 more.
+    Return other packs than the algorithm's own, of equal quality: at most one in 200 more.
+
+    They depend on the arguments alone. Two samples share a pack in few of the epochs, as far as
+    their lengths allow.
 
     Args:
-        lengths: Tokens of each sample, each from 1 to *capacity*; at least one.
-        capacity: Tokens a pack may hold, at most those of all samples.
+        lengths: Tokens of each sample, each from 1 to *capacity*.
+        capacity: Tokens a pack may hold, >= 1.
         algorithm: Name of an algorithm that does not keep the order of the data.
-        seed: Seed of all draws, and of the algorithm's own packing.
+        seed: Seed of all epochs, from 0 to 2**64 - 1.
         epoch: Number of the draw, >= 0.
-        works: Work of each sample, or None, as `balanced` takes it.
-        report: Called with a progress message.
+        works: Work of each sample, as for `pack`.
+        report: Called with a progress message, by `certified` and `balanced`.
+
+    Raises:
+        ArgumentError: The number of works differs, or one is negative or not finite.
+        ValueError: Works are given to an algorithm whose packs do not depend on them.
     """
-    num = lengths.size
+    epoch, num, chosen = whole_number("epoch", epoch, least=0), lengths.size, ALGORITHMS[algorithm]
+    weights = check_works(algorithm, works, num)
+    if not num:
+        return Packs.from_lists([])
     keys = np.random.PCG64((seed, epoch)).random_raw(-(-num // 4)).view(np.uint16)[:num]
     order = np.argsort(keys, kind="stable")
     shuffled = lengths.take(order)
     ends = np.cumsum(shuffled)
     total = int(ends[-1])
-    if ALGORITHMS[algorithm].uses_works:
-        weights = None if works is None else works[order]
-        balanced = load_function(algorithm)
-        packs = balanced(shuffled, capacity=capacity, works=weights, report=report, keys=keys)
-        return Redrawn(_reorder_packs(packs.pack_of_record(num).astype(np.int32), order), "order")
+    capacity = min(capacity, total)
+    if "works" in chosen.takes:
+        weights = None if weights is None else weights[order]
+        packs = load_function(algorithm)(shuffled, capacity=capacity, works=weights, report=report, keys=keys)
+        return _reorder_packs(packs.pack_of_record(num).astype(np.int32), order)
     own: _Packing | None = None
     stage = "best_fit_decreasing" if algorithm == "certified" else algorithm
     fewest = -(-total // capacity)
-    loose = total if ALGORITHMS[stage].uses_seed else total // _FIRST_LOOSE
+    loose = total if "seed" in ALGORITHMS[stage].takes else total // _FIRST_LOOSE
     while True:
         starts = _group_starts(shuffled, ends, capacity=capacity, loose=loose)
         items = np.diff(ends[np.append(starts[1:], num) - 1], prepend=0)
-        found = _packing(items, capacity=capacity, algorithm=stage, seed=seed, report=report)
+        found = _pack_items(items, capacity=capacity, algorithm=stage, seed=seed, report=report)
         if found.num <= fewest + fewest // MORE:
             break
-        own = own or _packing(lengths, capacity=capacity, algorithm=algorithm, seed=seed, report=report)
+        own = own or _pack_items(lengths, capacity=capacity, algorithm=algorithm, seed=seed, report=report)
         if found.num <= own.num + own.num // MORE:
             break
         if loose == total:
-            return Redrawn(_exchange_equals(own.labels(), lengths, order), "equal lengths")
+            return _exchange_equals(own.labels(), lengths, order)
         loose = max(1, 2 * loose, loose * (found.num - own.num) * MORE // own.num)
         loose = loose if 2 * loose < total else total
-    labels = np.repeat(found.labels(), np.diff(starts, append=num))
-    level: Level = "groups" if loose < total else "order" if ALGORITHMS[stage].uses_seed else "equal lengths"
-    return Redrawn(_reorder_packs(labels, order), level)
+    return _reorder_packs(np.repeat(found.labels(), np.diff(starts, append=num)), order)
 
 
 def _group_starts(shuffled: IntArray, ends: IntArray, *, capacity: int, loose: int) -> IntArray:
@@ -109,7 +120,10 @@ def _group_starts(shuffled: IntArray, ends: IntArray, *, capacity: int, loose: i
     return np.flatnonzero(opens)
 
 
-def _packing(lengths: IntArray, *, capacity: int, algorithm: str, seed: int, report: Callable[[str], None]) -> _Packing:
+def _pack_items(
+    lengths: IntArray, *, capacity: int, algorithm: str, seed: int, report: Callable[[str], None]
+) -> _Packing:
+    """Return the algorithm's own packing of items of these *lengths*."""
     if ALGORITHMS[algorithm].counts_lengths:
         tally = LengthCounts.from_lengths(lengths)
         trace = load_function(algorithm)(tally, capacity=capacity)

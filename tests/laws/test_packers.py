@@ -47,7 +47,7 @@ def test_no_packing_is_below_the_lower_bound(algorithm, case):
     assert -(-sum(lengths) // capacity) <= bound <= len(pack(lengths, capacity=capacity, algorithm=algorithm))
 
 
-@pytest.mark.parametrize("algorithm", [name for name, one in ALGORITHMS.items() if not one.uses_works])
+@pytest.mark.parametrize("algorithm", [name for name, one in ALGORITHMS.items() if "works" not in one.takes])
 @given(case=packable(), factor=st.integers(2, 9), rest=st.integers(0, 8))
 def test_scaling_lengths_and_capacity_changes_nothing(algorithm, case, factor, rest):
     """Only proportions matter, and capacity that no multiple fills is of no use."""

@@ -244,7 +244,7 @@ def test_a_bound_of_any_effort_is_one_and_more_effort_never_weakens_it(case, eff
     for found in (less, more):
         assert found.kind != "reached" or found.packs == fewest
     quick = quick_bound(LengthCounts.from_lengths(np.array(lengths)), capacity=capacity)
-    assert less.found >= more.found >= fewest
+    assert less.best >= more.best >= fewest
     assert Bound(quick, "quick", len(lengths)) == find_bound(lengths, capacity=capacity, effort=0)
 
 
