@@ -38,13 +38,13 @@ class EpochRecipe:
 
     def inputs(self) -> dict[str, Value]:
         """Return what enters the fingerprint of the plans."""
-        mixes = None if self.mixes is None else _as_text(self.mixes)
+        mixes = None if self.mixes is None else _mixes_json(self.mixes)
         seed = None if mixes is None else self.seed
         # Stored plans have the last two, which are always the same.
         return {"mix": mixes, "mix_seed": seed, "first_epoch": 0, "visited": None}
 
 
-def _as_text(mixes: Mixes) -> str:
+def _mixes_json(mixes: Mixes) -> str:
     """Return mixes as JSON, in which a file is its place among all: its path may change."""
     entries = [attrs.asdict(mix, filter=lambda _, value: value not in {None, False}) for mix in mixes.entries]
     for entry in entries:

@@ -333,7 +333,7 @@ def summarise_sources(
     if len(owners) != len(table):
         message = f"the files have {len(owners):,} records, but {len(table):,} were measured"
         raise ValueError(message)
-    counts = _counts(plan, table, media, owners, len(names))
+    counts = _count_by_source(plan, table, media, owners, len(names))
     samples = sample_indices(table)
     tokens, owner_of = column(table, "length")[samples], owners[samples]
     lengths = [np.sort(tokens[owner_of == number]) for number in range(len(names))]
@@ -349,7 +349,7 @@ def summarise_sources(
     )
 
 
-def _counts(
+def _count_by_source(
     plan: RawPlan, table: Table, media: MediaTable, owners: IntArray, num_sources: int
 ) -> dict[str, NDArray[np.int64]]:
     """

@@ -127,9 +127,9 @@ def quotas(mix: Mix, available: Sequence[int]) -> list[Fraction]:
     if mix.per_epoch is not None:
         total = max(Fraction(0), mix.per_epoch - sum(counts, Fraction(0)))
     else:
-        total = _most(mix, available, ratios, caps)
+        total = _max_total(mix, available, ratios, caps)
         total = Fraction(int(total)) if mix.by == "samples" else total
-    exact = _shares(total, ratios, caps)
+    exact = _exact_shares(total, ratios, caps)
     if mix.by == "tokens":
         return exact
     whole = [int(share) for share in exact]
@@ -139,7 +139,7 @@ def quotas(mix: Mix, available: Sequence[int]) -> list[Fraction]:
     return [quota + count for quota, count in zip(whole, counts, strict=True)]
 
 
-def _most(mix: Mix, available: Sequence[int], ratios: Sequence[Fraction], caps: Sequence[int | None]) -> Fraction:
+def _max_total(mix: Mix, available: Sequence[int], ratios: Sequence[Fraction], caps: Sequence[int | None]) -> Fraction:
     """Return the total of the sources with a ratio when the first of them runs out."""
     sized = list(zip(mix.sources, available, ratios, caps, strict=True))
     levels = [
@@ -152,7 +152,7 @@ def _most(mix: Mix, available: Sequence[int], ratios: Sequence[Fraction], caps: 
     return Fraction(sum(int(_cap_share(Fraction(size), cap)) for _, size, ratio, cap in sized if ratio))
 
 
-def _shares(total: Fraction, ratios: Sequence[Fraction], caps: Sequence[int | None]) -> list[Fraction]:
+def _exact_shares(total: Fraction, ratios: Sequence[Fraction], caps: Sequence[int | None]) -> list[Fraction]:
     """Return the exact shares of a total; less than it where the caps of all sources are."""
     shares = [Fraction(0)] * len(ratios)
     free = {number for number, ratio in enumerate(ratios) if ratio}
@@ -256,14 +256,14 @@ def select_records(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed
     drawable = source_pools(mix, mixes, as_lengths(lengths, least=0), sizes)
     wanted = quotas(mix, [pool.available(mix) for pool in drawable])
     drawn = [
-        pool.indices[_drawn(pool, mix, quota, (seed, epoch, number))]
+        pool.indices[_draw_positions(pool, mix, quota, (seed, epoch, number))]
         for number, (pool, quota) in enumerate(zip(drawable, wanted, strict=True))
     ]
     drawn.sort(key=lambda indices: indices[:1].tolist())
     return np.concatenate(drawn)
 
 
-def _drawn(pool: Pool, mix: Mix, quota: Fraction, seed: Seed) -> IntArray:
+def _draw_positions(pool: Pool, mix: Mix, quota: Fraction, seed: Seed) -> IntArray:
     """Return the positions in a pool that an epoch draws, ascending."""
     bits, size = np.random.PCG64(seed), len(pool.indices)
     if not pool.source.replacement and quota >= pool.available(mix):
@@ -274,7 +274,7 @@ def _drawn(pool: Pool, mix: Mix, quota: Fraction, seed: Seed) -> IntArray:
     if mix.by == "samples":
         return np.sort(_draw_with_replacement(size, int(quota), bits))
     drawn = np.concatenate(list(_repeated_tokens(weights, quota, bits)))
-    ends = _ends(weights[drawn])
+    ends = _running_sums(weights[drawn])
     return np.sort(drawn[: nearest_sum(ends, quota, cap=pool.source.cap)])
 
 
@@ -301,7 +301,7 @@ def select_lowest(keys: NDArray[np.uint64], weights: IntArray, quota: Fraction, 
     taken = bucket_of < bucket
     inside = np.flatnonzero(bucket_of == bucket)
     inside = inside[np.argsort(keys[inside], kind="stable")]
-    ends = int(weights[taken].sum()) + _ends(weights[inside])
+    ends = int(weights[taken].sum()) + _running_sums(weights[inside])
     taken[inside[: nearest_sum(ends, quota, cap=cap)]] = True
     return np.flatnonzero(taken)
 
@@ -328,7 +328,7 @@ def nearest_sum(ends: IntArray, quota: Fraction, *, cap: int | None) -> int:
     return index + (is_nearer and (cap is None or high <= cap))
 
 
-def _ends(weights: IntArray) -> IntArray:
+def _running_sums(weights: IntArray) -> IntArray:
     """Return the sums of the first 0, 1, 2 … weights."""
     return np.concatenate([[0], np.cumsum(weights)])
 

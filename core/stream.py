@@ -191,12 +191,12 @@ def admit_first(state: ShardState, length: int, *, options: StreamOptions) -> Sh
     came = attrs.evolve(state, ahead=tuple(ahead), buffer=(*state.buffer, item), counts=counts)
     if len(came.buffer) < options.packing_buffer:
         return came
-    return _pack(came, options, most_carried=options.packing_buffer // 2, drop=False)
+    return _pack_buffer(came, options, most_carried=options.packing_buffer // 2, drop=False)
 
 
 def flush_buffer(state: ShardState, *, options: StreamOptions) -> ShardState:
     """Return the state after the buffer was packed at the end of the shard."""
-    return _pack(state, options, most_carried=0, drop=options.drop_last)
+    return _pack_buffer(state, options, most_carried=0, drop=options.drop_last)
 
 
 def take_pack(state: ShardState, *, options: StreamOptions) -> tuple[tuple[StreamItem, ...], ShardState]:
@@ -206,7 +206,7 @@ def take_pack(state: ShardState, *, options: StreamOptions) -> tuple[tuple[Strea
     return pack, attrs.evolve(state, packs=tuple(packs), counts=state.counts + counts)
 
 
-def _pack(state: ShardState, options: StreamOptions, *, most_carried: int, drop: bool) -> ShardState:
+def _pack_buffer(state: ShardState, options: StreamOptions, *, most_carried: int, drop: bool) -> ShardState:
     """Return the state after the buffer was packed, its underfilled packs dropped if asked."""
     arrived = list(enumerate(state.buffer))
     bins = binpacking.to_constant_volume(arrived, options.packing_length, key=lambda one: one[1].length)

@@ -45,11 +45,11 @@ def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[
             raise DataSetError(message) from None
         place = SamplePlace("absent", None, ())
     records = _measured_records(config, opened)
-    document = {"split": opened.split.name, **_sample(opened, records, sample), "place": place.kind}
+    document = {"split": opened.split.name, **_describe_sample(opened, records, sample), "place": place.kind}
     if place.kind == "dropped":
         document["dropped_with"] = [member for member in place.pack_members if member != sample]
     elif place.pack is not None:
-        document["pack"] = _pack(opened, records, place.pack)
+        document["pack"] = _describe_pack(opened, records, place.pack)
     return document
 
 
@@ -69,7 +69,7 @@ def explain_pack(config: RunConfig, opened: StoredSplit, pack: int) -> dict[str,
     if pack >= number:
         message = f"the plan has no pack {pack}: it has {number:,}, from 0"
         raise DataSetError(message)
-    return {"split": opened.split.name, **_pack(opened, _measured_records(config, opened), pack)}
+    return {"split": opened.split.name, **_describe_pack(opened, _measured_records(config, opened), pack)}
 
 
 def _measured_records(config: RunConfig, opened: StoredSplit) -> FileRecords | None:
@@ -81,9 +81,9 @@ def _measured_records(config: RunConfig, opened: StoredSplit) -> FileRecords | N
     return records if len(records) == opened.lengths.origin.num_records else None
 
 
-def _pack(opened: StoredSplit, records: FileRecords | None, pack: int) -> dict[str, Any]:
+def _describe_pack(opened: StoredSplit, records: FileRecords | None, pack: int) -> dict[str, Any]:
     plan, schedule = opened.split.raw, opened.schedule
-    samples = [_sample(opened, records, sample) for sample in plan.packs[pack]]
+    samples = [_describe_sample(opened, records, sample) for sample in plan.packs[pack]]
     tokens = sum(sample["length"] for sample in samples)
     return {
         "pack": pack,
@@ -97,7 +97,7 @@ def _pack(opened: StoredSplit, records: FileRecords | None, pack: int) -> dict[s
     }
 
 
-def _sample(opened: StoredSplit, records: FileRecords | None, sample: int) -> dict[str, Any]:
+def _describe_sample(opened: StoredSplit, records: FileRecords | None, sample: int) -> dict[str, Any]:
     rows = opened.lengths.rows
     (measured,) = from_tables(rows.table, rows.media, [sample])
     return {
@@ -117,7 +117,7 @@ _PLACES = {
 }
 
 
-def as_text(explanation: dict[str, Any]) -> Iterator[str]:
+def explanation_lines(explanation: dict[str, Any]) -> Iterator[str]:
     """Yield the explanation of a pack or a sample line by line, for people."""
     if "sample" in explanation:
         yield _sample_line(explanation)

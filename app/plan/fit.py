@@ -80,12 +80,12 @@ class Fit:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     add_config_arguments(parser)
-    parser.add_argument("--memory", type=amount, metavar="80GiB", help="memory of each rank's device")
+    parser.add_argument("--memory", type=memory_amount, metavar="80GiB", help="memory of each rank's device")
     parser.add_argument("--world-size", type=world_size, metavar="N", help="ranks that train (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
 
 
-def amount(text: str) -> int:
+def memory_amount(text: str) -> int:
     """Read an amount of memory, for argparse."""
     try:
         return parse_bytes(text)
@@ -158,7 +158,7 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int) -> Fit:
         config, train.encoder, attention=attention, sharding=sharding, world_size=ranks, accumulates=accumulates
     ) as tracer:
         measured = [
-            PackMemory(f"pack {pack}", _tokens(samples), tracer.step(samples).peak(fused_loss=fused))
+            PackMemory(f"pack {pack}", _count_tokens(samples), tracer.step(samples).peak(fused_loss=fused))
             for pack, samples in encoded.items()
         ]
         heaviest = max(measured, key=lambda one: one.peak.total)
@@ -194,7 +194,7 @@ def _notes(config: RunConfig) -> list[str]:
     return notes
 
 
-def _tokens(samples: list[Any]) -> int:
+def _count_tokens(samples: list[Any]) -> int:
     return sum(one["length"] for one in samples)
 
 

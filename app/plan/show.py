@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from packplan.app.cli.command import add_config_arguments, plain_console, whole_number, world_size
-from packplan.app.plan.explain import as_text, explain_pack, explain_sample
+from packplan.app.plan.explain import explain_pack, explain_sample, explanation_lines
 from packplan.app.plan.stored import StoredSplit, open_split, splits_of
 from packplan.app.planning.log_lines import BOUNDS, drawn_of_sources
 from packplan.app.wiring.commands import read_run_or_command
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> None:
         document = explain(config, splits[0], number)
         if options.text:
             document["text"] = _text_of(config, splits[0], options.sample)
-        print(json.dumps(document, indent=2) if options.json else "\n".join(as_text(document)))
+        print(json.dumps(document, indent=2) if options.json else "\n".join(explanation_lines(document)))
     elif options.json:
         print(json.dumps({"splits": {one.split.name: as_document(one) for one in splits}}, indent=2))
     else:
@@ -163,7 +163,7 @@ def _print(opened: StoredSplit, *, everything: bool) -> None:
     table.add_column()
     table.add_column(justify="right")
     table.add_column(overflow="fold")
-    for group in _groups(opened):
+    for group in _figure_groups(opened):
         for decides, *row in group:
             if decides or everything:
                 table.add_row(*row)
@@ -201,7 +201,7 @@ def _print_epochs(console: Console, opened: StoredSplit, *, most: int | None) ->
         console.print(f"… and {counted(len(records) - most, 'epoch')}; --all prints each")
 
 
-def _groups(opened: StoredSplit) -> Iterator[Iterator[Figure]]:
+def _figure_groups(opened: StoredSplit) -> Iterator[Iterator[Figure]]:
     """Yield all figures of a split, in groups."""
     plan = plan_summary(opened)
     yield _sample_figures(plan, packed=opened.packed)

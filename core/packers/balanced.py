@@ -70,28 +70,28 @@ def balanced(
             number and of equal work; shape (num_samples,). None starts longest first.
     """
     units = to_units(WorkModel.estimated({}).trained().sample_flops(lengths) if works is None else works)
-    packs, fewest = _packed(lengths, capacity), find_bound(lengths, capacity=capacity, effort=0).packs
+    packs, fewest = _pack_by(lengths, capacity), find_bound(lengths, capacity=capacity, effort=0).packs
     is_tight = len(packs) > fewest + fewest // MORE
     if is_tight:
-        packs = _packed(lengths, capacity, auto)
+        packs = _pack_by(lengths, capacity, auto)
         fewest = len(packs)
     limit = min(lengths.size, fewest + fewest // MORE)
     labels = None
     if not is_tight:
-        labels = _spread(lengths, units, keys, num=limit, capacity=capacity, report=report)
+        labels = _pack_evenly(lengths, units, keys, num=limit, capacity=capacity, report=report)
     if labels is None:
-        roomy = _packed(lengths, max(int(lengths.max()), capacity * _SHARE // 1000), auto)
+        roomy = _pack_by(lengths, max(int(lengths.max()), capacity * _SHARE // 1000), auto)
         packs = roomy if len(roomy) <= limit else packs
-        labels = _levelled(lengths, units, packs.pack_of_record(lengths.size), capacity=capacity, report=report)
+        labels = _level_packs(lengths, units, packs.pack_of_record(lengths.size), capacity=capacity, report=report)
     return Packs.from_labels(np.unique(labels, return_inverse=True)[1].astype(np.int32))
 
 
-def _packed(lengths: IntArray, capacity: int, algorithm: Callable[..., PackingTrace] = best_fit_decreasing) -> Packs:
+def _pack_by(lengths: IntArray, capacity: int, algorithm: Callable[..., PackingTrace] = best_fit_decreasing) -> Packs:
     tally = LengthCounts.from_lengths(lengths)
     return algorithm(tally, capacity=capacity).packs(lengths, tally)
 
 
-def _spread(
+def _pack_evenly(
     lengths: IntArray,
     units: IntArray,
     keys: NDArray[np.uint16] | None,
@@ -107,11 +107,11 @@ def _spread(
     if keys is not None:  # neighbours in this order change groups
         order = order[np.lexsort((keys, np.arange(order.size) // num_groups))]
     start = 0
-    for number, members in enumerate(_alike(order, num_groups)):
+    for number, members in enumerate(_deal_to_groups(order, num_groups)):
         report(f"{counted(num, 'pack')}, levelling group {number + 1:,} of {num_groups:,}")
         size = num // num_groups + (number < num % num_groups)
         drawn = None if keys is None else keys[members]
-        group = _fitted(lengths[members], units[members], drawn, num=size, capacity=capacity)
+        group = _fit_group(lengths[members], units[members], drawn, num=size, capacity=capacity)
         if group is None:
             return None
         group.level()
@@ -120,7 +120,7 @@ def _spread(
     return labels
 
 
-def _levelled(
+def _level_packs(
     lengths: IntArray, units: IntArray, labels: IntArray, *, capacity: int, report: Callable[[str], None]
 ) -> IntArray:
     """Level packs that fit, in separate groups; return the pack of each sample."""
@@ -129,7 +129,7 @@ def _levelled(
     np.add.at(sums, labels, units)
     num_groups = _num_groups(lengths.size, num)
     group_of, place = np.empty(num, dtype=np.int64), np.empty(num, dtype=np.int64)
-    parts = list(_alike(np.argsort(-sums, kind="stable"), num_groups))
+    parts = list(_deal_to_groups(np.argsort(-sums, kind="stable"), num_groups))
     for number, packs in enumerate(parts):
         group_of[packs], place[packs] = number, np.arange(packs.size)
     result = np.empty(lengths.size, dtype=np.int64)
@@ -149,7 +149,7 @@ def _num_groups(num_samples: int, num_packs: int) -> int:
     return max(1, min(num_samples // _GROUP_SAMPLES, num_packs // _GROUP_PACKS))
 
 
-def _alike(order: IntArray, num_groups: int) -> Iterator[IntArray]:
+def _deal_to_groups(order: IntArray, num_groups: int) -> Iterator[IntArray]:
     """
     Deal the items of *order* to groups back and forth, so that sums are alike; yield the groups.
     """
@@ -161,7 +161,7 @@ def _alike(order: IntArray, num_groups: int) -> Iterator[IntArray]:
     return (order[part] for part in np.split(by_group, ends[:-1]))
 
 
-def _fitted(
+def _fit_group(
     lengths: IntArray, units: IntArray, keys: NDArray[np.uint16] | None, *, num: int, capacity: int
 ) -> Exchange | None:
     """
@@ -169,8 +169,8 @@ def _fitted(
     samples do not all fit.
     """
     for share in _KEPT_EMPTY:
-        rooms = _rooms(lengths, units, num=num, capacity=capacity, share=share)
-        roomy = Exchange(rooms, units, _longest_first(rooms, keys, num=num), num, capacity)
+        rooms = _reserve_tokens(lengths, units, num=num, capacity=capacity, share=share)
+        roomy = Exchange(rooms, units, _start_packs(rooms, keys, num=num), num, capacity)
         roomy.exchange_until_fitting(nearly=True)
         group = Exchange(lengths, units, roomy.labels, num, capacity)
         if group.exchange_until_fitting():
@@ -178,7 +178,7 @@ def _fitted(
     return None
 
 
-def _rooms(lengths: IntArray, units: IntArray, *, num: int, capacity: int, share: int) -> IntArray:
+def _reserve_tokens(lengths: IntArray, units: IntArray, *, num: int, capacity: int, share: int) -> IntArray:
     """
     Return the tokens that each sample takes of its pack: its own, and those that stay empty beside
     it to keep the pack at the mean work.
@@ -194,28 +194,28 @@ def _rooms(lengths: IntArray, units: IntArray, *, num: int, capacity: int, share
     # Sums of whole tokens are the same on every machine.
     wanted = np.clip(np.ceil(beside - (mean - units) / light), 0, capacity).astype(np.int64)
     most = (num * capacity - int(lengths.sum())) * share // 100
-    given_up = bisect_left(range(capacity + 1), -most, key=lambda less: -int(_left_empty(wanted, beside, less).sum()))
-    return lengths + _left_empty(wanted, beside, given_up)
+    given_up = bisect_left(range(capacity + 1), -most, key=lambda less: -int(_cut_reserve(wanted, beside, less).sum()))
+    return lengths + _cut_reserve(wanted, beside, given_up)
 
 
-def _left_empty(wanted: IntArray, beside: IntArray, given_up: int) -> IntArray:
-    """Return the tokens that stay empty beside each sample."""
+def _cut_reserve(wanted: IntArray, beside: IntArray, given_up: int) -> IntArray:
+    """Return the tokens that stay empty beside each sample, after each gave up *given_up*."""
     left: IntArray = np.clip(wanted - given_up, 0, beside)
     return left
 
 
-def _longest_first(rooms: IntArray, keys: NDArray[np.uint16] | None, *, num: int) -> IntArray:
+def _start_packs(rooms: IntArray, keys: NDArray[np.uint16] | None, *, num: int) -> IntArray:
     """
     Return the pack of each sample before any exchange, of *num* packs. Samples take *rooms* tokens,
     and *keys* let each count as up to twice as long.
     """
     order = np.argsort(-rooms if keys is None else rooms * -(1 + keys / 2**16), kind="stable")
     labels = np.empty(rooms.size, dtype=np.int64)
-    labels[order] = _emptiest_first(rooms[order], num)
+    labels[order] = _fill_emptiest(rooms[order], num)
     return labels
 
 
-def _emptiest_first(lengths: IntArray, num: int) -> IntArray:
+def _fill_emptiest(lengths: IntArray, num: int) -> IntArray:
     """Return the pack of each sample in the given order: the emptiest so far, of *num* packs."""
     heap = list(range(num))  # load and pack in one number
     keys = [heapreplace(heap, heap[0] + length) for length in (lengths * num).tolist()]

@@ -95,14 +95,14 @@ def modified_first_fit_decreasing(tally: LengthCounts, *, capacity: int) -> Pack
     trace = PackingTrace()
     left = list(tally.counts)
     medium, small, tiny = (sum(size * parts > capacity for size in tally.sizes) for parts in (2, 3, 6))
-    ranges = _open(tally.sizes, medium, capacity, trace, left)
+    ranges = _open_bins(tally.sizes, medium, capacity, trace, left)
     ranges = _add_medium(ranges, tally.sizes, range(medium, small), trace, left)
     ranges = _add_two_small(ranges, tally.sizes, range(small, tiny), trace, left)
     _add_any(ranges, tally.sizes, trace, left)
     return fit_decreasing(LengthCounts(tally.sizes, left), capacity=capacity, fullest=False, trace=trace)
 
 
-def _open(sizes: list[int], medium: int, capacity: int, trace: PackingTrace, left: list[int]) -> list[_BinRange]:
+def _open_bins(sizes: list[int], medium: int, capacity: int, trace: PackingTrace, left: list[int]) -> list[_BinRange]:
     """Phase 1: open a bin for each large sample, longest first."""
     ranges = []
     first = 0

@@ -122,17 +122,17 @@ class Exchange:
 
     def _exchange(self, *, level: bool, few: int) -> None:
         """Exchange samples, then parts."""
-        singles = _sorting(self.tokens)
+        singles = _stable_order(self.tokens)
         idle = 0
         for _ in range(_SAMPLE_ROUNDS[level]):
-            if idle == _IDLE_ROUNDS or not self._unsettled(level=level).any():
+            if idle == _IDLE_ROUNDS or not self._must_change(level=level).any():
                 break
             idle = 0 if self._exchange_samples(singles, level=level) else idle + 1
         least, most = _CYCLES
         cycles = max(least, min(most, _DRAWS * self.num // self.tokens.size)) if level else most
         idle = 0
         for _ in range(cycles):
-            if idle == _IDLE_CYCLES or self._unsettled(level=level).sum() <= few:
+            if idle == _IDLE_CYCLES or self._must_change(level=level).sum() <= few:
                 break
             before = self._excess(level=level)
             self._draw_and_exchange(level=level)
@@ -140,7 +140,7 @@ class Exchange:
 
     def _draw_and_exchange(self, *, level: bool) -> None:
         """Draw parts, and exchange them while that helps."""
-        order, parts = self._drawn_parts()
+        order, parts = self._draw_parts()
         touched = np.zeros(self.num, dtype=bool)
         least, most = _ROUNDS_OF_A_CYCLE
         idle = 0
@@ -154,7 +154,7 @@ class Exchange:
         excess = np.abs(self.sums - self._mean) if level else np.maximum(self.loads - self.capacity, 0)
         return int(excess.sum())
 
-    def _unsettled(self, *, level: bool) -> NDArray[np.bool_]:
+    def _must_change(self, *, level: bool) -> NDArray[np.bool_]:
         """
         Return a mask of packs that exceed the capacity or, if *level*, whose work is not near the
         mean; shape (num,).
@@ -170,17 +170,17 @@ class Exchange:
 
     def _exchange_parts(self, order: IntArray, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> bool:
         """Exchange parts, whose samples are in *order*; return whether any were exchanged."""
-        low, high = self._chosen(parts, touched, level=level)
+        low, high = self._choose_exchanges(parts, touched, level=level)
         if not low.size:
             return False
-        self._moved(parts, low, high)
+        self._update_totals(parts, low, high)
         for moved, to in ((low, parts.packs[high]), (high, parts.packs[low])):
             sizes = (parts.stop - parts.first)[moved]
             self.labels[order[count_up(sizes, starts=parts.first[moved])]] = np.repeat(to, sizes)
             touched[to] = True
         return True
 
-    def _moved(self, parts: _Parts, low: IntArray, high: IntArray) -> None:
+    def _update_totals(self, parts: _Parts, low: IntArray, high: IntArray) -> None:
         """Update the tokens and works of packs after an exchange of parts *low* and *high*."""
         more, harder = parts.tokens[high] - parts.tokens[low], parts.works[high] - parts.works[low]
         to, of = parts.packs[low], parts.packs[high]
@@ -189,12 +189,12 @@ class Exchange:
         self.sums[to] += harder
         self.sums[of] -= harder
 
-    def _chosen(self, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> tuple[IntArray, IntArray]:
+    def _choose_exchanges(self, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> tuple[IntArray, IntArray]:
         """
         Return pairs of parts to exchange, at most one pair a pack. The second of a pair has at
         least as many tokens.
         """
-        low, high = self._candidates(parts, touched, level=level)
+        low, high = self._draw_candidates(parts, touched, level=level)
         if not low.size:
             return low, high
         to, of = parts.packs[low], parts.packs[high]
@@ -221,45 +221,45 @@ class Exchange:
         made = helps[(first[to] == number) & (first[of] == number)]
         return low[made], high[made]
 
-    def _candidates(self, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> tuple[IntArray, IntArray]:
+    def _draw_candidates(self, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> tuple[IntArray, IntArray]:
         """Return pairs of parts of untouched packs, one of which has to change."""
         scale, places = self._stream.random_raw(2).tolist()
         away = 1 + places % min(2 ** (scale % (_PLACES + 1)), max(1, parts.tokens.size - 1))
-        unsettled = (self._unsettled(level=level) & ~touched)[parts.packs]
+        unsettled = (self._must_change(level=level) & ~touched)[parts.packs]
         (low,) = (unsettled[:-away] | unsettled[away:]).nonzero()
         if touched.any():
             low = low[~(touched[parts.packs[low]] | touched[parts.packs[low + away]])]
         return low, low + away
 
-    def _drawn_parts(self) -> tuple[IntArray, _Parts]:
+    def _draw_parts(self) -> tuple[IntArray, _Parts]:
         """
         Return the samples in order of packs, and parts of this order: each sample, and some drawn.
         """
         num = self.tokens.size
-        shuffled = np.argsort(self._drawn(num), kind="stable")
-        order = shuffled[_sorting(self.labels[shuffled])]
+        shuffled = np.argsort(self._draw_keys(num), kind="stable")
+        order = shuffled[_stable_order(self.labels[shuffled])]
         counts = np.bincount(self.labels, minlength=self.num)
         starts = np.cumsum(counts) - counts
         shape = self.num, _PARTS
-        sizes = (self._drawn(self.num * _PARTS) % (_SAMPLES_OF_A_PART + 1)).astype(np.int64).reshape(shape)
+        sizes = (self._draw_keys(self.num * _PARTS) % (_SAMPLES_OF_A_PART + 1)).astype(np.int64).reshape(shape)
         sizes = np.minimum(sizes, counts[:, None])
         # A start among the free ones, by the share of 2**16 that was drawn.
         free = counts[:, None] - sizes + 1
-        first = starts[:, None] + (self._drawn(self.num * _PARTS).astype(np.int64).reshape(shape) * free >> 16)
+        first = starts[:, None] + (self._draw_keys(self.num * _PARTS).astype(np.int64).reshape(shape) * free >> 16)
         first = np.concatenate([np.arange(num), first.ravel()])
         stop = first + np.concatenate([np.ones(num, dtype=np.int64), sizes.ravel()])
         packs = np.concatenate([self.labels[order], np.repeat(np.arange(self.num), _PARTS)])
         before = [np.concatenate([[0], np.cumsum(values[order])]) for values in (self.tokens, self.works)]
         tokens, works = (sums[stop] - sums[first] for sums in before)
-        by = _sorting(tokens)
+        by = _stable_order(tokens)
         return order, _Parts(packs[by], tokens[by], works[by], first[by], stop[by])
 
-    def _drawn(self, num: int) -> NDArray[np.uint16]:
+    def _draw_keys(self, num: int) -> NDArray[np.uint16]:
         """Draw *num* numbers below 2**16: short keys are sorted fastest."""
         return self._stream.random_raw(-(-num // 4)).view(np.uint16)[:num]
 
 
-def _sorting(keys: IntArray) -> IntArray:
+def _stable_order(keys: IntArray) -> IntArray:
     """Return a stable argsort of numbers from 0. Those below 2**16 are sorted by radix."""
     small = keys.size and int(keys.max()) < 1 << 16
     return np.argsort(keys.astype(np.uint16) if small else keys, kind="stable")

@@ -67,7 +67,7 @@ def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[
         report: Called with a progress message.
     """
     tally = LengthCounts.from_lengths(lengths)
-    best, bound = _fewest(tally, capacity=capacity, report=report)
+    best, bound = _search_fewest(tally, capacity=capacity, report=report)
     packs = best.packs(lengths, tally)
     if len(packs) > bound:
         in_order = concatenative(lengths, capacity=capacity)
@@ -76,7 +76,7 @@ def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[
     return packs
 
 
-def _fewest(tally: LengthCounts, *, capacity: int, report: Callable[[str], None]) -> tuple[PackingTrace, int]:
+def _search_fewest(tally: LengthCounts, *, capacity: int, report: Callable[[str], None]) -> tuple[PackingTrace, int]:
     """Return the best packing over distinct lengths, and the lower bound."""
     known = fewest_quickly(tally, capacity=capacity)
     tally, capacity = to_lowest_terms(tally, capacity=capacity)
@@ -85,14 +85,14 @@ def _fewest(tally: LengthCounts, *, capacity: int, report: Callable[[str], None]
     bound, best = certificate.bound, certificate.filling
     if best is None:
         return known, bound
-    searches = _dives(tally, capacity=capacity, patterns=certificate.patterns)
+    searches = _dive(tally, capacity=capacity, patterns=certificate.patterns)
     while num_packs(best) > bound and (found := next(searches, None)) is not None:
         best = min(best, found, key=num_packs)
         report(f"{counted(min(num_packs(best), known.num_bins), 'pack')}, the bound is {bound:,}: looking for fewer")
     return min(known, to_trace(best), key=lambda trace: trace.num_bins), bound
 
 
-def _dives(tally: LengthCounts, *, capacity: int, patterns: list[Pattern]) -> Iterator[Filling]:
+def _dive(tally: LengthCounts, *, capacity: int, patterns: list[Pattern]) -> Iterator[Filling]:
     """
     Yield packings, each with more bins fixed by the linear program.
 
@@ -109,7 +109,7 @@ def _dives(tally: LengthCounts, *, capacity: int, patterns: list[Pattern]) -> It
         master = solve_master(usable, counts=np.array(left))
         if master is None:
             return
-        fixed += _fix(usable, master.uses, left, at_least=_MIN_SHARE_OF_A_DIVE * master.num_packs)
+        fixed += _fix_bins(usable, master.uses, left, at_least=_MIN_SHARE_OF_A_DIVE * master.num_packs)
         if not any(left):
             yield fixed
             return
@@ -118,7 +118,7 @@ def _dives(tally: LengthCounts, *, capacity: int, patterns: list[Pattern]) -> It
         pool.update({pattern_key(pattern): pattern for pattern, _ in filling})
 
 
-def _fix(patterns: list[Pattern], uses: FloatArray, left: list[int], *, at_least: float) -> Filling:
+def _fix_bins(patterns: list[Pattern], uses: FloatArray, left: list[int], *, at_least: float) -> Filling:
     """
     Take bins of the most used patterns from *left*, all whole uses and *at_least* as many in all;
     return them.

@@ -54,13 +54,13 @@ def fill_guided(tally: LengthCounts, *, capacity: int, num_groups: int, effort: 
         num_groups: Groups of lengths in a program, at most.
         effort: Limit of the programs, not infinite. First fit packs the samples that are then left.
     """
-    bins = _Bins(tally, capacity)
+    bins = _BinFiller(tally, capacity)
     share = _FIRST_SHARE
     with suppress(SpentError):
         while bins.alive:
             sizes, counts = [tally.sizes[index] for index in bins.alive], [bins.left[index] for index in bins.alive]
-            longest, members = _grouped(sizes, counts, num_groups)
-            uses = _solve(longest, members, capacity, effort)
+            longest, members = _group_sizes(sizes, counts, num_groups)
+            uses = _solve_program(longest, members, capacity, effort)
             wanted = share * fsum(use for _, use in uses)
             for pattern, use in sorted(uses, key=lambda one: -one[1]):
                 num = int((use * share if share == _FIRST_SHARE else use) + _TINY)
@@ -74,7 +74,7 @@ def fill_guided(tally: LengthCounts, *, capacity: int, num_groups: int, effort: 
     return bins.filling
 
 
-class _Bins:
+class _BinFiller:
     """Bins that are filled, and the samples that are left."""
 
     def __init__(self, tally: LengthCounts, capacity: int) -> None:
@@ -115,7 +115,7 @@ class _Bins:
         return self.alive[place] if place < len(self.alive) else None
 
 
-def _grouped(sizes: list[int], counts: list[int], num_groups: int) -> tuple[list[int], IntArray]:
+def _group_sizes(sizes: list[int], counts: list[int], num_groups: int) -> tuple[list[int], IntArray]:
     """
     Return the longest length and the samples of each group of neighbouring sizes. If there are too
     many, about the least number of tokens is allowed that each group loses by its longest.
@@ -144,7 +144,7 @@ def _grouped(sizes: list[int], counts: list[int], num_groups: int) -> tuple[list
     return [sizes[index] for index in first], np.add.reduceat(np.array(counts), first)
 
 
-def _solve(longest: list[int], counts: IntArray, capacity: int, effort: Effort) -> list[tuple[Pattern, float]]:
+def _solve_program(longest: list[int], counts: IntArray, capacity: int, effort: Effort) -> list[tuple[Pattern, float]]:
     """
     Return patterns of groups, each with its number of bins. Together they have a place for all
     samples, in about the fewest bins that half of the effort finds.
@@ -152,7 +152,7 @@ def _solve(longest: list[int], counts: IntArray, capacity: int, effort: Effort) 
     effort.spend(_STEPS_OF_A_PROGRAM)
     program = _Program(np.array(longest), counts, capacity)
     with suppress(SpentError), effort.part(int(effort.left) // 2) as own:
-        program.improve(own)
+        program.generate_columns(own)
     return [
         (column, use)
         for column, use in zip(program.columns, program.uses.tolist(), strict=True)
@@ -173,12 +173,12 @@ class _Program:
         self._prices = 1 / per_bin
         self._inverse = np.diag(self._prices)  # transposed: a row for each group
 
-    def improve(self, effort: Effort) -> None:
+    def generate_columns(self, effort: Effort) -> None:
         """Take better patterns until they are close to the bound; SpentError if the effort ends."""
         centre, bound, smoothing = self._sizes / self._capacity, 0.0, _SMOOTHING
         passes = sum(per_bin.bit_length() + 2 for per_bin in (self._capacity // self._sizes).tolist())
         while True:
-            self._pass_places_on(effort)
+            self._shift_places(effort)
             effort.spend(passes * (6 + self._capacity // 600))
             smoothed = smoothing * centre + (1 - smoothing) * np.clip(self._prices, 0, 1)
             knapsack = solve_knapsack(self._sizes, np.floor(smoothed * _SCALE).astype(np.int64), self._capacity)
@@ -192,7 +192,7 @@ class _Program:
             entered = [self._enter(pattern, 1, effort) for pattern in knapsack.patterns_with(dearest)]
             smoothing = _SMOOTHING if any(entered) else 0.0
 
-    def _pass_places_on(self, effort: Effort) -> None:
+    def _shift_places(self, effort: Effort) -> None:
         """Let shorter samples take places of longer ones where that saves bins."""
         prices = [*self._prices.tolist(), 0.0]
         for group in range(self._sizes.size):

@@ -93,7 +93,7 @@ class _Search:
             before = num_packs(full + partial)
             if before <= enough or idle == 2 or not self.effort.left:
                 break
-            kept, taken = _take_some(full, num_packs(partial) // 2, seed)
+            kept, taken = _draw_bins(full, num_packs(partial) // 2, seed)
             left = [0] * len(self.tally.sizes)
             for pattern, num in taken + partial:
                 for index, per_bin in pattern.items():
@@ -107,7 +107,7 @@ class _Search:
         return full + partial
 
 
-def _take_some(filling: Filling, num: int, seed: int) -> tuple[Filling, Filling]:
+def _draw_bins(filling: Filling, num: int, seed: int) -> tuple[Filling, Filling]:
     """Return the bins that stay, and about *num* that are drawn."""
     if not filling:
         return [], []
@@ -130,7 +130,7 @@ def gather_room(filling: Filling, tally: LengthCounts, *, capacity: int, effort:
         capacity: Tokens a bin may hold.
         effort: Limit of the exchanges, which end without an error.
     """
-    bins = _Bins(tally, capacity)
+    bins = _RoomyBins(tally, capacity)
     full: Filling = []
     for pattern, num in filling:
         if room := capacity - sum(tally.sizes[index] * per_bin for index, per_bin in pattern.items()):
@@ -147,7 +147,7 @@ def gather_room(filling: Filling, tally: LengthCounts, *, capacity: int, effort:
     return full, [(dict(key), num) for key, num in bins.nums.items()]
 
 
-class _Bins:
+class _RoomyBins:
     """Bins by pattern, and which of them have room."""
 
     def __init__(self, tally: LengthCounts, capacity: int) -> None:
@@ -200,13 +200,13 @@ class _Bins:
                 if not self.nums[other]:
                     del self.nums[other]
                     self._release(other, more)
-                self.put(self._changed(key, short, long), moved, room - less - 1)
-                self.put(self._changed(other, long, short), moved, more + less + 1)
+                self.put(self._replace_sample(key, short, long), moved, room - less - 1)
+                self.put(self._replace_sample(other, long, short), moved, more + less + 1)
         finally:
             if num:
                 self.put(key, num, room, waits=False)
 
-    def _changed(self, key: PatternKey, old: int, new: int) -> PatternKey:
+    def _replace_sample(self, key: PatternKey, old: int, new: int) -> PatternKey:
         """Return a pattern that holds one sample of another length."""
         counts = dict(key)
         counts[old] = counts.get(old, 0) - 1

@@ -96,7 +96,7 @@ class PackStats:
         """
         if self.works is None or self.images is None:
             return squares(widths)
-        return self.works.padded(widths) + self.images[packs]
+        return self.works.model.row_flops(widths) + self.images[packs]
 
 
 @attrs.frozen(eq=False)

@@ -87,14 +87,14 @@ def assign_steps(works: IntArray, *, world_size: int, accumulation: int, sync_at
     """
     assert sync_at in get_args(SyncPoint), sync_at  # noqa: S101  # the schedule has checked it
     order = np.arange(works.size)
-    for part in _by_step(order, world_size * accumulation):
+    for part in _split_steps(order, world_size * accumulation):
         # A single rank waits for none, and one pack each leaves no choice.
         if world_size > 1 and part.shape[1] > world_size:
-            part[:] = np.take_along_axis(part, _places(works[part], world_size, sync_at), axis=1)
+            part[:] = np.take_along_axis(part, _assign_step(works[part], world_size, sync_at), axis=1)
     return order
 
 
-def _by_step(packs: IntArray, packs_per_step: int) -> Iterator[IntArray]:
+def _split_steps(packs: IntArray, packs_per_step: int) -> Iterator[IntArray]:
     """Yield views of packs in rows of whole steps, and of the shorter last step if there is one."""
     packs_per_step = min(packs_per_step, max(packs.size, 1))
     whole = packs.size - packs.size % packs_per_step
@@ -102,7 +102,7 @@ def _by_step(packs: IntArray, packs_per_step: int) -> Iterator[IntArray]:
     return (part for part in parts if part.size)
 
 
-def _bounds(rows: IntArray, world_size: int) -> IntArray:
+def _busiest_bounds(rows: IntArray, world_size: int) -> IntArray:
     """Return the lower bound of the busiest rank's work; *rows* are steps' works, ascending."""
     packs_of_rank = rows.shape[1] // world_size
     if packs_of_rank == 2:
@@ -114,7 +114,7 @@ def _bounds(rows: IntArray, world_size: int) -> IntArray:
     return bounds
 
 
-def _places(steps: IntArray, world_size: int, sync_at: SyncPoint) -> IntArray:
+def _assign_step(steps: IntArray, world_size: int, sync_at: SyncPoint) -> IntArray:
     """Return the order of the packs of each step, as places in *steps*; of its shape."""
     num_steps, per_step = steps.shape
     falling = np.argsort(-steps, axis=1, kind="stable").reshape(num_steps, -1, world_size)
@@ -123,8 +123,8 @@ def _places(steps: IntArray, world_size: int, sync_at: SyncPoint) -> IntArray:
         # that sums of ranks are near each other too.
         falling[:, 1::2] = falling[:, 1::2, ::-1]
         return falling.reshape(num_steps, per_step)
-    held = _longest_first(steps, falling)
-    _level(steps, held)
+    held = _assign_heaviest_first(steps, falling)
+    _level_ranks(steps, held)
     # Heavy packs first on each rank, so that microbatches at the same time are similar.
     heavy_first = np.argsort(-_held_works(steps, held), axis=2, kind="stable")
     held = np.take_along_axis(held, heavy_first, axis=2)
@@ -136,7 +136,7 @@ def _held_works(steps: IntArray, held: IntArray) -> IntArray:
     return np.take_along_axis(steps, held.reshape(len(steps), -1), axis=1).reshape(held.shape)
 
 
-def _longest_first(steps: IntArray, falling: IntArray) -> IntArray:
+def _assign_heaviest_first(steps: IntArray, falling: IntArray) -> IntArray:
     """
     Assign packs by descending work, in rows of one pack a rank. The heaviest of a row goes to the
     rank with the least work so far.
@@ -160,7 +160,7 @@ def _longest_first(steps: IntArray, falling: IntArray) -> IntArray:
     return held
 
 
-def _level(steps: IntArray, held: IntArray) -> None:
+def _level_ranks(steps: IntArray, held: IntArray) -> None:
     """
     Exchange packs between busy and idle ranks until each step is level, or nothing helps. *held* is
     changed in place.
@@ -169,11 +169,11 @@ def _level(steps: IntArray, held: IntArray) -> None:
         steps: Work of each pack; shape (num_steps, packs of a step).
         held: Places of the packs of each rank; shape (num_steps, world_size, packs of a rank).
     """
-    bounds = _bounds(np.sort(steps, axis=1), held.shape[1])
+    bounds = _busiest_bounds(np.sort(steps, axis=1), held.shape[1])
     limits = bounds + bounds // _TOLERANCE
     active = np.arange(len(steps))
     changed = np.zeros(len(steps), dtype=np.int64)
-    swaps = _swaps(held.shape[2])
+    swaps = _exchange_sets(held.shape[2])
     for number in range(_ROUNDS):
         works = _held_works(steps[active], held[active])
         uneven = (works.sum(axis=2).max(axis=1) > limits[active]) & (number - changed[active] <= _STALE)
@@ -185,7 +185,7 @@ def _level(steps: IntArray, held: IntArray) -> None:
         changed[active[exchanged]] = number
 
 
-def _swaps(packs_of_rank: int) -> list[NDArray[np.int64]]:
+def _exchange_sets(packs_of_rank: int) -> list[NDArray[np.int64]]:
     """Return the sets of packs that may be exchanged, by size."""
     sizes = [1, 2] if 2 < packs_of_rank <= _PAIRS_UP_TO else [1]
     return [np.array(list(combinations(range(packs_of_rank), size))) for size in sizes]
@@ -214,7 +214,7 @@ def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArr
     busy, idle = busy.ravel(), idle.ravel()
     gap = sums[step, busy] - sums[step, idle]
     changed = np.zeros(num_active, dtype=bool)
-    for part in _blocks(gap.size, len(swaps) ** 2):
+    for part in _block_slices(gap.size, len(swaps) ** 2):
         of, one, other, wanted = step[part], busy[part], idle[part], gap[part]
         gives = works[of, one][:, swaps].sum(axis=2)
         takes = works[of, other][:, swaps].sum(axis=2)
@@ -230,7 +230,7 @@ def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArr
     return np.flatnonzero(changed)
 
 
-def _blocks(num: int, width: int) -> Iterator[slice]:
+def _block_slices(num: int, width: int) -> Iterator[slice]:
     """Yield slices of *num* rows, of about `_BLOCK` numbers each if rows have *width* numbers."""
     size = max(1, _BLOCK // width)
     return (slice(start, start + size) for start in range(0, num, size))

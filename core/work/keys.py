@@ -31,11 +31,11 @@ _HARMLESS = re.compile(
 """Beginnings of names of sizes that change no matrix product."""
 
 
-class Keys:
+class ConfigKeys:
     """
-    Sizes of a model, with a record of the keys read.
+    Keys of a model's config.json, and which of them were read.
 
-    >>> keys = Keys({"hidden_size": 8, "n_layer": 2, "num_streams": 4})
+    >>> keys = ConfigKeys({"hidden_size": 8, "n_layer": 2, "num_streams": 4})
     >>> keys.size("hidden_size"), keys.size("num_hidden_layers", "n_layer"), keys.unread()
     (8, 2, ['num_streams'])
     """
@@ -51,19 +51,19 @@ class Keys:
         self._sizes = {**(defaults or {}), **{key: value for key, value in sizes.items() if value is not None}}
         self._read = set[str]()
 
-    def get(self, *names: str) -> Any:
+    def find(self, *names: str) -> Any:
         """Return the value of the first of these keys that exists, or None."""
         self._read.update(names)
         return next((self._sizes[name] for name in names if name in self._sizes), None)
 
-    def count(self, *names: str) -> int | None:
+    def find_size(self, *names: str) -> int | None:
         """
         Return the value of the first of these keys that exists as an integer, None if none exists.
 
         Raises:
             ModelError: The value is not a number from 0.
         """
-        found = self.get(*names)
+        found = self.find(*names)
         if found is None:
             return None
         if isinstance(found, bool) or not isinstance(found, (int, float)) or not found >= 0:
@@ -73,8 +73,8 @@ class Keys:
         return int(found)
 
     def size(self, *names: str) -> int:
-        """Return `count` of these keys; ModelError, which names the first key, if none exists."""
-        found = self.count(*names)
+        """Return the first of these keys as `find_size` does; ModelError if none exists."""
+        found = self.find_size(*names)
         if found is None:
             raise ModelError("work", f"config.json has no {names[0]}, which the work of a sample depends on")
         return found

@@ -143,7 +143,7 @@ class WorkModel:
     def row_flops(self, widths: Any) -> FLOPs:
         """Return the forward FLOPs of rows of one text sample each; of the shape of *widths*."""
         tokens = np.asarray(widths, dtype=np.float64)
-        work: FLOPs = tokens * self.per_position + causal_pairs(tokens) * self.per_pair
+        work: FLOPs = tokens * self.per_position + tokens * (tokens + 1) / 2 * self.per_pair
         for layers in self.local:
             work = work + layers.per_pair * layers.pairs(tokens)
         if self.per_chunk:
@@ -223,18 +223,4 @@ class SampleWorks:
     @property
     def flops(self) -> FLOPs:
         """FLOPs, or other units, of each sample, as whole numbers; shape (num_samples,)."""
-        return np.rint(self.padded(self.lengths) + self.images)
-
-    def padded(self, widths: Any) -> FLOPs:
-        """Return the FLOPs of rows of one sample each without images; of the shape of *widths*."""
-        return self.model.row_flops(widths)
-
-
-def causal_pairs(lengths: Any) -> Any:
-    """
-    Return the number of token pairs of causal attention in rows of these *lengths*.
-
-    >>> causal_pairs(3)
-    6.0
-    """
-    return lengths * (lengths + 1) / 2
+        return np.rint(self.model.row_flops(self.lengths) + self.images)

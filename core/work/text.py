@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.errors import ModelError
-from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Keys, Sizes
+from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, ConfigKeys, Sizes
 
 Kind = Literal["full", "window", "chunk", "delta", "conv"]
 
@@ -58,7 +58,7 @@ attention.
 _UNKNOWN_TYPES = {"ctrl", "diffllama", "falcon", "gpt_bigcode", "hunyuan_v1_moe", "longcat_flash", "modernbert-decoder"}
 """Model types whose keys do not describe their layers. Their work is unknown."""
 
-_PLAIN = {"gelu", "gelu_new", "gelu_fast", "quick_gelu", "relu", "relu2", "xielu"}
+_UNGATED = {"gelu", "gelu_new", "gelu_fast", "quick_gelu", "relu", "relu2", "xielu"}
 """Activations of MLPs of two products. MLPs of other activations have a gate, a third product."""
 
 DELTA_CHUNK = 64
@@ -112,18 +112,18 @@ def read_text(sizes: Sizes, *, model_type: str | None) -> dict[str, Any]:
     """
     if model_type in _UNKNOWN_TYPES:
         raise ModelError("work", f"the work of model_type {model_type!r} is not known")
-    keys = Keys(sizes, _DEFAULTS.get(model_type or "", {}))
+    keys = ConfigKeys(sizes, _DEFAULTS.get(model_type or "", {}))
     width = keys.size("hidden_size", "n_embd", "d_model")
     layers = keys.size("num_hidden_layers", "n_layer", "num_layers")
-    kinds = Counter(_kinds(keys, layers))
+    kinds = Counter(_layer_kinds(keys, layers))
     head = width * keys.size("vocab_size")
     attending = kinds["full"] + kinds["window"] + kinds["chunk"]
-    position, pair = _attention(keys, width) if attending else (0, 0)
-    projections, products = _delta(keys, width) if kinds["delta"] else (0, 0)
+    position, pair = _attention_products(keys, width) if attending else (0, 0)
+    projections, products = _delta_products(keys, width) if kinds["delta"] else (0, 0)
     per_position = head + attending * position + kinds["delta"] * projections
     if kinds["conv"]:
         per_position += kinds["conv"] * (4 * width**2 + keys.size("conv_L_cache") * width)
-    per_position += _mlps(keys, width, layers)
+    per_position += _mlp_products(keys, width, layers)
     scale = PRODUCT * ATTENTION_PRODUCTS
     local = []
     if kinds["window"]:
@@ -142,15 +142,15 @@ def read_text(sizes: Sizes, *, model_type: str | None) -> dict[str, Any]:
     }
 
 
-def _kinds(keys: Keys, layers: int) -> list[Kind]:
+def _layer_kinds(keys: ConfigKeys, layers: int) -> list[Kind]:
     """Return the kind of each layer."""
-    named = keys.get("layer_types", "layers_block_type")
-    window = keys.get("sliding_window")
-    has_window = bool(window) and keys.get("use_sliding_window") is not False
-    every = keys.get("sliding_window_pattern", "_sliding_window_pattern")
-    first = keys.get("max_window_layers")
-    interval = keys.get("full_attention_interval")
-    keys.get("attention_chunk_size", "no_rope_layers", "no_rope_layer_interval")
+    named = keys.find("layer_types", "layers_block_type")
+    window = keys.find("sliding_window")
+    has_window = bool(window) and keys.find("use_sliding_window") is not False
+    every = keys.find("sliding_window_pattern", "_sliding_window_pattern")
+    first = keys.find("max_window_layers")
+    interval = keys.find("full_attention_interval")
+    keys.find("attention_chunk_size", "no_rope_layers", "no_rope_layer_interval")
     if named is not None:
         if others := sorted(set(named) - set(_KINDS)):
             raise ModelError("work", f"the work of {', '.join(others)} layers is not known")
@@ -165,23 +165,23 @@ def _kinds(keys: Keys, layers: int) -> list[Kind]:
     ]
 
 
-def _attention(keys: Keys, width: int) -> tuple[int, int]:
+def _attention_products(keys: ConfigKeys, width: int) -> tuple[int, int]:
     """Return the products of one position, and of one pair of tokens, in an attention layer."""
     heads = keys.size("num_attention_heads", "n_head", "num_heads")
-    if (latent := keys.count("kv_lora_rank")) is not None:
+    if (latent := keys.find_size("kv_lora_rank")) is not None:
         plain, rotated, value = (keys.size(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-        keys.get("qk_head_dim", "head_dim", "num_key_value_heads")
-        query, rank = heads * (plain + rotated), keys.count("q_lora_rank")
+        keys.find("qk_head_dim", "head_dim", "num_key_value_heads")
+        query, rank = heads * (plain + rotated), keys.find_size("q_lora_rank")
         asked = width * query if rank is None else width * rank + rank * query
         held = width * (latent + rotated) + latent * heads * (plain + value)
         return asked + held + heads * value * width, heads * (plain + rotated + value)
-    size = keys.count("head_dim", "attention_head_dim", "kv_channels") or width // heads
-    shared = keys.count("num_key_value_heads", "num_kv_heads") or heads
-    gated = heads * size if keys.get("attn_output_gate") else 0
+    size = keys.find_size("head_dim", "attention_head_dim", "kv_channels") or width // heads
+    shared = keys.find_size("num_key_value_heads", "num_kv_heads") or heads
+    gated = heads * size if keys.find("attn_output_gate") else 0
     return width * (2 * heads * size + 2 * shared * size + gated), 2 * heads * size
 
 
-def _delta(keys: Keys, width: int) -> tuple[int, int]:
+def _delta_products(keys: ConfigKeys, width: int) -> tuple[int, int]:
     """Return the products of one position, and of a chunk, in a layer of the gated delta rule."""
     key, value = keys.size("linear_key_head_dim"), keys.size("linear_value_head_dim")
     heads = keys.size("linear_num_value_heads")
@@ -194,56 +194,56 @@ def _delta(keys: Keys, width: int) -> tuple[int, int]:
     return position, chunk
 
 
-def _mlps(keys: Keys, width: int, layers: int) -> int:
+def _mlp_products(keys: ConfigKeys, width: int, layers: int) -> int:
     """Return the products of one position in the MLPs of all layers."""
-    experts = keys.count("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    inner = keys.count("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+    experts = keys.find_size("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    inner = keys.find_size("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     inner = _mlp_width(keys, 4 * width if inner is None else inner)
-    gated = width * _products(keys)
+    gated = width * _num_mlp_products(keys)
     if not experts:
-        keys.get("num_experts_per_tok", "moe_intermediate_size", "shared_intermediate_size", "num_shared_experts")
+        keys.find("num_experts_per_tok", "moe_intermediate_size", "shared_intermediate_size", "num_shared_experts")
         return layers * gated * inner
     sparse = _num_expert_layers(keys, layers)
     active = keys.size(
         "num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k_experts", "experts_per_token"
     )
-    expert = keys.count("moe_intermediate_size", "expert_ffn_hidden_size") or inner
+    expert = keys.find_size("moe_intermediate_size", "expert_ffn_hidden_size") or inner
     per_layer = width * experts + active * gated * expert
-    if (alone := keys.count("shared_expert_intermediate_size")) is not None:
+    if (alone := keys.find_size("shared_expert_intermediate_size")) is not None:
         per_layer += gated * alone + (width if alone else 0)  # and the gate in front of it
-    elif (shared := keys.count("shared_intermediate_size")) is not None:
+    elif (shared := keys.find_size("shared_intermediate_size")) is not None:
         per_layer += gated * shared
     else:
         per_layer += (
-            (keys.count("n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0) * gated * expert
+            (keys.find_size("n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0) * gated * expert
         )
     return sparse * per_layer + (layers - sparse) * gated * inner
 
 
-def _mlp_width(keys: Keys, inner: int) -> int:
+def _mlp_width(keys: ConfigKeys, inner: int) -> int:
     """Return the width of MLPs, reduced and rounded if the config says so."""
-    cut, factor = keys.get("block_auto_adjust_ff_dim"), keys.get("block_ffn_dim_multiplier")
-    multiple = keys.count("block_multiple_of") or 1
+    cut, factor = keys.find("block_auto_adjust_ff_dim"), keys.find("block_ffn_dim_multiplier")
+    multiple = keys.find_size("block_multiple_of") or 1
     if not cut:
         return inner
     inner = int(2 * inner / 3)
     return inner if factor is None else -(-int(factor * inner) // multiple) * multiple
 
 
-def _products(keys: Keys) -> int:
+def _num_mlp_products(keys: ConfigKeys) -> int:
     """Return the number of matrix products of an MLP: two, or three with a gate."""
-    if (products := keys.count("mlp_products")) is not None:
+    if (products := keys.find_size("mlp_products")) is not None:
         return products
-    activation = keys.get("hidden_activation", "hidden_act", "activation_function", "mlp_hidden_act")
-    return 2 if activation in _PLAIN else 3
+    activation = keys.find("hidden_activation", "hidden_act", "activation_function", "mlp_hidden_act")
+    return 2 if activation in _UNGATED else 3
 
 
-def _num_expert_layers(keys: Keys, layers: int) -> int:
+def _num_expert_layers(keys: ConfigKeys, layers: int) -> int:
     """Return the number of layers with experts."""
-    named, places, frequency = keys.get("mlp_layer_types"), keys.get("moe_layers"), keys.get("moe_layer_freq")
-    step = keys.count("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step") or 1
-    dense = keys.count("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index") or 0
-    last, without = keys.get("moe_layer_end_index"), set(keys.get("mlp_only_layers") or ())
+    named, places, frequency = keys.find("mlp_layer_types"), keys.find("moe_layers"), keys.find("moe_layer_freq")
+    step = keys.find_size("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step") or 1
+    dense = keys.find_size("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index") or 0
+    last, without = keys.find("moe_layer_end_index"), set(keys.find("mlp_only_layers") or ())
     if named is not None:
         return sum(name == "sparse" for name in named)
     if places is not None:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.errors import ModelError
-from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Keys, Sizes
+from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, ConfigKeys, Sizes
 
 FLOPs = NDArray[np.float64]
 """Floating-point operations; float64, since those of a large data set exceed 64-bit integers."""
@@ -73,88 +73,89 @@ def read_vision(config: Sizes) -> VisionWork:
       one size.
     """
     sizes = config["vision_config"]
-    keys = Keys(sizes)
-    if None not in (config.get("downsample_ratio"), keys.get("use_absolute_position_embeddings")):
-        return _tiles(keys, config["downsample_ratio"], text=Keys(config["text_config"]).size("hidden_size"))
-    if (full := keys.get("fullatt_block_indexes")) is not None:
-        merge = keys.count("spatial_merge_size") or 2
-        tower = _tower(keys, keys.size("hidden_size"), inner=keys.size("intermediate_size"), mlp_products=3)
-        windowed = _pair(keys.size("hidden_size")) * (keys.size("depth") - len(full))
-        # A window is a whole number of merged patches wide.
-        window = keys.size("window_size") // (keys.size("patch_size") * merge) * merge
-        whole = _pair(keys.size("hidden_size")) * len(full)
-        return attrs.evolve(tower, per_image_pair=whole, per_window_pair=windowed, window=window)
-    deep = keys.get("deepstack_visual_indexes")
-    if deep is not None or None not in (keys.get("num_position_embeddings"), keys.get("spatial_merge_size")):
-        inner = keys.size("intermediate_size")
-        return _tower(keys, keys.size("hidden_size"), inner=inner, mlp_products=2, num_projectors=1 + len(deep or ()))
-    if (width := keys.count("embed_dim")) is not None and keys.get("spatial_merge_size") is not None:
-        inner = width * keys.size("mlp_ratio")
-        return _tower(keys, width, inner=inner, mlp_products=2, out=keys.size("hidden_size"))
-    if keys.get("attention_bias") is False and None not in (keys.get("out_hidden_size"), keys.get("image_size")):
-        return _glm(keys)
+    keys = ConfigKeys(sizes)
+    if None not in (config.get("downsample_ratio"), keys.find("use_absolute_position_embeddings")):
+        return _tile_work(keys, config["downsample_ratio"], text=ConfigKeys(config["text_config"]).size("hidden_size"))
+    if (full := keys.find("fullatt_block_indexes")) is not None:
+        merge, width = keys.find_size("spatial_merge_size") or 2, keys.size("hidden_size")
+        return attrs.evolve(
+            _tower_work(keys, width, inner=keys.size("intermediate_size"), mlp_products=3),
+            per_image_pair=_pair_flops(width) * len(full),
+            per_window_pair=_pair_flops(width) * (keys.size("depth") - len(full)),
+            # A window is a whole number of merged patches wide.
+            window=keys.size("window_size") // (keys.size("patch_size") * merge) * merge,
+        )
+    deep, merges = keys.find("deepstack_visual_indexes"), keys.find("spatial_merge_size") is not None
+    if deep is not None or (merges and keys.find("num_position_embeddings") is not None):
+        inner, num_projectors = keys.size("intermediate_size"), 1 + len(deep or ())
+        return _tower_work(keys, keys.size("hidden_size"), inner=inner, mlp_products=2, num_projectors=num_projectors)
+    if merges and (embedded := keys.find_size("embed_dim")) is not None:
+        inner = embedded * keys.size("mlp_ratio")
+        return _tower_work(keys, embedded, inner=inner, mlp_products=2, out=keys.size("hidden_size"))
+    if keys.find("attention_bias") is False and None not in (keys.find("out_hidden_size"), keys.find("image_size")):
+        return _glm_work(keys)
     reason = "the work of its vision tower is not known: its vision_config has no fullatt_block_indexes, "
     raise ModelError("work", reason + "deepstack_visual_indexes or embed_dim with spatial_merge_size")
 
 
-def _tower(
-    keys: Keys, width: int, *, inner: int, mlp_products: int, num_projectors: int = 1, out: int | None = None
+def _tower_work(
+    keys: ConfigKeys, width: int, *, inner: int, mlp_products: int, num_projectors: int = 1, out: int | None = None
 ) -> VisionWork:
     """Return the work of a vision tower whose layers all attend within whole frames."""
     depth = keys.size("depth")
-    channels = keys.count("in_channels", "in_chans") or 3
-    embedding = channels * (keys.count("temporal_patch_size") or 2) * keys.size("patch_size") ** 2 * width
+    channels = keys.find_size("in_channels", "in_chans") or 3
+    embedding = channels * (keys.find_size("temporal_patch_size") or 2) * keys.size("patch_size") ** 2 * width
     layer = width * (4 * width + mlp_products * inner)
     # A projector takes merge² patches at once, so each patch has a share of the product.
-    merged = (keys.count("spatial_merge_size") or 2) ** 2 * width
+    merged = (keys.find_size("spatial_merge_size") or 2) ** 2 * width
     projector = width * (merged + (keys.size("out_hidden_size") if out is None else out))
     return VisionWork(
         per_patch=PRODUCT * (embedding + depth * layer + num_projectors * projector),
-        per_image_pair=_pair(width) * depth,
+        per_image_pair=_pair_flops(width) * depth,
         per_window_pair=0,
         window=0,
     )
 
 
-def _glm(keys: Keys) -> VisionWork:
+def _glm_work(keys: ConfigKeys) -> VisionWork:
     """Return the work of GLM-4V's tower: a convolution merges patches, and an MLP projects them."""
     width, out, inner = keys.size("hidden_size"), keys.size("out_hidden_size"), keys.size("intermediate_size")
-    tower = _tower(keys, width, inner=out, mlp_products=3, num_projectors=0)
-    merge = keys.count("spatial_merge_size") or 2
+    tower = _tower_work(keys, width, inner=out, mlp_products=3, num_projectors=0)
+    merge = keys.find_size("spatial_merge_size") or 2
     # The convolution is as wide as the patches that it merges, so each has a share of it.
     projector = PRODUCT * (width * out + out * (out + 3 * inner) // merge**2)
     return attrs.evolve(tower, per_patch=tower.per_patch + projector)
 
 
-def _tiles(keys: Keys, ratio: float, *, text: int) -> VisionWork:
+def _tile_work(keys: ConfigKeys, ratio: float, *, text: int) -> VisionWork:
     """
     Return the work of InternVL's tower, whose tiles count as windows. Each has one token more than
     patches.
     """
     width, depth = keys.size("hidden_size"), keys.size("num_hidden_layers")
-    patch, size = _side(keys, "patch_size"), _side(keys, "image_size")
+    patch, size = _side_length(keys, "patch_size"), _side_length(keys, "image_size")
     merge, side = round(1 / ratio), size // patch
     patches = side**2
     layer = width * (4 * width + 2 * keys.size("intermediate_size"))
-    embedding = (keys.count("num_channels") or 3) * patch**2 * width
+    embedding = (keys.find_size("num_channels") or 3) * patch**2 * width
     projector = text * (width + text // merge**2)
-    extra = PRODUCT * layer + _pair(width) * (2 * patches + 1)
+    extra = PRODUCT * layer + _pair_flops(width) * (2 * patches + 1)
     return VisionWork(
         per_patch=PRODUCT * (embedding + depth * layer + projector) + depth * extra // patches,
         per_image_pair=0,
-        per_window_pair=_pair(width) * depth,
+        per_window_pair=_pair_flops(width) * depth,
         window=side,
     )
 
 
-def _side(keys: Keys, name: str) -> int:
+def _side_length(keys: ConfigKeys, name: str) -> int:
     """Return a size in pixels, written as a number or as a list of equal ones."""
-    found = keys.get(name)
+    found = keys.find(name)
     if isinstance(found, (list, tuple)) and len(set(found)) == 1:
-        return Keys({name: found[0]}).size(name)
+        return ConfigKeys({name: found[0]}).size(name)
     return keys.size(name)
 
 
-def _pair(width: int) -> int:
+def _pair_flops(width: int) -> int:
     """Return the FLOPs of attention per pair of patches in one layer."""
     return PRODUCT * ATTENTION_PRODUCTS * width
