@@ -127,7 +127,7 @@ def test_core_names_no_key_of_a_yaml():
     assert {} == named
 
 
-FACELESS = {f"packplan.core.{room}" for room in ("config", "patterns", "samples", "work")}
+FACELESS = {f"packplan.core.{room}" for room in ("config", "packers", "patterns", "samples", "work")}
 """Rooms of core whose modules are imported as they are: what uses them takes a part each."""
 
 
