@@ -13,11 +13,11 @@ from packplan.core.schedule import DAMAGED
 STATE = "trainer_state.json"
 """File that the trainer writes last into a checkpoint."""
 
-_SEAL = "packplan_sha256"
+_DIGEST_KEY = "packplan_sha256"
 """Key of the digest of the whole state, among the states of the trainer's callbacks."""
 
 
-def seal_saves(state: Any) -> None:
+def save_with_digest(state: Any) -> None:
     """Let a `TrainerState` be saved with its digest from now on."""
     if getattr(type(state), "save_to_json", None) is not _save:
         state.__class__ = type(f"Sealed{type(state).__name__}", (type(state),), {"save_to_json": _save})
@@ -26,8 +26,8 @@ def seal_saves(state: Any) -> None:
 def _save(state: Any, json_path: str) -> None:
     """Write a state as transformers does, with its digest."""
     values = json.loads(json.dumps(dataclasses.asdict(state)))
-    values["stateful_callbacks"].pop(_SEAL, None)  # that of the checkpoint which was resumed from
-    values["stateful_callbacks"][_SEAL] = json_digest(values)
+    values["stateful_callbacks"].pop(_DIGEST_KEY, None)  # that of the checkpoint which was resumed from
+    values["stateful_callbacks"][_DIGEST_KEY] = json_digest(values)
     Path(json_path).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -42,7 +42,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     path = folder / STATE
     try:
         state: dict[str, Any] = json.loads(path.read_bytes())
-        digest = state["stateful_callbacks"].pop(_SEAL, None)
+        digest = state["stateful_callbacks"].pop(_DIGEST_KEY, None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"it is no state of a trainer ({error!r:.100}), or was being written when the run ended"
         raise CorruptArtefactError(str(path), reason, DAMAGED) from error

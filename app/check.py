@@ -86,11 +86,11 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
     from packplan.app.sft.train import prepare
-    from packplan.app.wiring.ranks import joined_ranks
+    from packplan.app.wiring.ranks import join_ranks
 
     if not config.training.packing:
         raise ConfigError.at("training.packing", "is false: nothing is packed, so there is nothing to compare")
-    with joined_ranks(config) as group:
+    with join_ranks(config) as group:
         # One rank compares whole rows: how ranks share them is asked before their first step.
         training = attrs.evolve(config.training, resume_from_checkpoint=None, sequence_parallel_size=1)
         trainer, splits = prepare(attrs.evolve(config, training=training), group, may_leak=True)

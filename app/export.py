@@ -13,7 +13,7 @@ from pathlib import Path
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_logging_options, command_parser, run_command, world_size
-from packplan.app.wiring.commands import require_command, split_command
+from packplan.app.wiring.commands import read_command, split_command
 from packplan.core.errors import ConfigError, counted
 
 
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> None:
     folder: Path = options.cached_dataset
     if folder.exists():
         raise ConfigError.at("--cached-dataset", f"is {folder}, which exists: name a new folder, or remove it")
-    config = require_command(options.source, words, world_size=options.world_size)
+    config = read_command(options.source, words, world_size=options.world_size)
     if not config.command.num_parts:
         reason = (
             "has rows that are encoded in full to be measured: write them with swift export --to_cached_dataset true"
@@ -43,11 +43,11 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> None:
         raise ConfigError.at("--cached-dataset", reason)
     with loading_libraries():
         from packplan.app.plan.build import build
-        from packplan.app.wiring.ranks import joined_ranks
+        from packplan.app.wiring.ranks import join_ranks
         from packplan.app.wiring.splits import export_rows, open_splits
 
     splits = list(open_splits(config).values())
-    with joined_ranks(config) as group:
+    with join_ranks(config) as group:
         build(config, group, splits=splits, world_size=config.command.world_size)
     numbers = export_rows(splits, folder)
     flags = [f"--cached_dataset {folder}", *([f"--cached_val_dataset {folder / 'val'}"] if "eval" in numbers else [])]

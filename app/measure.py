@@ -26,7 +26,7 @@ from packplan.app.planning.measure import measure
 from packplan.app.planning.plan import Ranks
 from packplan.app.planning.split import Split
 from packplan.app.wiring import length_tables
-from packplan.app.wiring.runs import ranks_refuse_together, require_inputs
+from packplan.app.wiring.runs import require_inputs, share_refusals
 from packplan.core.errors import ConfigError, counted
 from packplan.core.ports import Arrays, ReportProgress
 from packplan.core.samples.tables import column, sample_indices
@@ -68,22 +68,22 @@ def run(options: argparse.Namespace) -> None:
     if options.config is not None and (data or options.model):
         raise ConfigError.at("--config", "has a model and data: leave DATA and --model out, or give key=value")
     output: Path = options.output
-    with ranks_refuse_together():
+    with share_refusals():
         length_tables.require_table(output)
-        config = length_tables.measuring_run(
+        config = length_tables.run_to_measure(
             data, output, model=options.model, path=options.config, overrides=overrides
         )
         require_inputs(config)
 
         with loading_libraries():
-            from packplan.app.wiring.ranks import joined_ranks
+            from packplan.app.wiring.ranks import join_ranks
             from packplan.app.wiring.splits import open_splits
 
-    with length_tables.name_output(output), joined_ranks(config, use_cpu=True) as group:
+    with length_tables.name_output(output), join_ranks(config, use_cpu=True) as group:
         split = open_splits(config)["train"]
         split.name = "data"
         if output.exists():
-            split.known = length_tables.open_known(output, split.source, key="--output")
+            split.known = length_tables.open_table(output, split.source, key="--output")
         ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
         ranks.build(split.stores.lock, partial(_write_table, split, output))
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_logging_options, command_parser, run_command, world_size
-from packplan.app.wiring.commands import require_command, split_command
-from packplan.app.wiring.stores import write_new
+from packplan.app.wiring.commands import read_command, split_command
+from packplan.app.wiring.stores import write_new_file
 from packplan.core.checksum import plan_checksum
 from packplan.core.config.run import RunConfig
 from packplan.core.packs import Packs
@@ -54,11 +54,11 @@ def main(arguments: list[str] | None = None) -> int:
         output: Path = options.output
         given: dict[str, Any] = {}
         if options.source:
-            given["checksum"] = checksum_of(require_command(options.source, words, world_size=options.world_size))
+            given["checksum"] = checksum_of(read_command(options.source, words, world_size=options.world_size))
         if options.any_version:
             given["any_version"] = True
         called = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        write_new(output, _TEXT.format(name=output.name, options=called))
+        write_new_file(output, _TEXT.format(name=output.name, options=called))
         print(f"{output}: add --packing true --external_plugins {output} to a command of swift sft, pt, or rlhf (dpo)")
         print("other types of swift rlhf take it without --packing, and compute no padding")
 
@@ -69,11 +69,11 @@ def checksum_of(config: RunConfig) -> str:
     """Plan a command of ms-swift, and return the checksum of its plan."""
     with loading_libraries():
         from packplan.app.plan.build import build
-        from packplan.app.wiring.ranks import joined_ranks
+        from packplan.app.wiring.ranks import join_ranks
         from packplan.app.wiring.splits import open_splits
 
     train = open_splits(config)["train"]
-    with joined_ranks(config) as group:
+    with join_ranks(config) as group:
         build(config, group, splits=[train], world_size=config.command.world_size)
     # The rows that ms-swift leaves out have no number there.
     kept = sample_indices(train.table)

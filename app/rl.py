@@ -13,7 +13,7 @@ from packplan.app.cli.command import (
     parse_arguments,
     run_command,
 )
-from packplan.app.wiring.runs import ranks_refuse_together, read_rl_config, require_inputs
+from packplan.app.wiring.runs import read_rl_config, require_inputs, share_refusals
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,13 +24,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(parser, arguments)
 
     def command() -> None:
-        with ranks_refuse_together():
+        with share_refusals():
             config = read_rl_config(options.config, options.overrides)
             require_inputs(config, loads=True)
             with loading_libraries():
                 from packplan.app.wiring import grpo
-                from packplan.app.wiring.ranks import alone_in_output, meeting_ranks
-        with meeting_ranks(config.grpo) as group, alone_in_output(config, group, key="grpo.output_dir"):
+                from packplan.app.wiring.ranks import lock_output, open_rank_group
+        with open_rank_group(config.grpo) as group, lock_output(config, group, key="grpo.output_dir"):
             grpo.train(config, quiet=options.quiet)
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet)

@@ -203,8 +203,8 @@ def _rank(config: RunConfig, case: Case, rank: int, port: int, options: argparse
     import torch
 
     from packplan.app.sft.train import prepare
-    from packplan.app.wiring.forecasts import measure_packs, timed_run
-    from packplan.app.wiring.ranks import joined_ranks
+    from packplan.app.wiring.forecasts import time_packs, timed_run
+    from packplan.app.wiring.ranks import join_ranks
 
     if case.ranks > 1:
         local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks, "LOCAL_WORLD_SIZE": case.ranks}
@@ -212,11 +212,11 @@ def _rank(config: RunConfig, case: Case, rank: int, port: int, options: argparse
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // case.ranks))
     config = timed_run(config)
-    with joined_ranks(config) as group:
+    with join_ranks(config) as group:
         trainer, splits = prepare(config, group)
         batches = trainer.schedule.gradient_accumulation_steps
         packs, fitted = _packs(splits["train"], batches, group.world_size, options)
-        steps = measure_packs(config, trainer, splits, group, packs, clock=CLOCKS[options.clock]).steps
+        steps = time_packs(config, trainer, splits, group, packs, clock=CLOCKS[options.clock]).steps
         per_round = -(-len(packs) // (group.world_size * batches))
         # Steps that warm up are not counted.
         whole = [*[None] * (REPEATS * per_round - len(steps)), *(attrs.asdict(one) for one in steps)]
@@ -229,12 +229,12 @@ def _packs(train: Split, batches: int, world_size: int, options: argparse.Namesp
     Return the packs of a round, and how many of its steps are fitted before the others; a short one
     at the end is fitted too.
     """
-    from packplan.app.wiring.forecasts import packs_stats
+    from packplan.app.wiring.forecasts import stats_of_packs
 
     raw = train.raw.packs
     each, shuffled = world_size * batches, np.random.default_rng(options.seed).permutation(len(raw))
     seen, left = np.sort(shuffled[::2]), shuffled[1::2]
-    stats = packs_stats(train, raw)
+    stats = stats_of_packs(train, raw)
     images = stats.works.scaled(0, 0, 1) if stats.works is not None else None
     vision = stats.packs.sums(images.flops) if images is not None else stats.work
     chosen: list[Sequence[int]] = list(

@@ -26,7 +26,7 @@ from benchmarks.options import add_names, add_number
 from benchmarks.table import show
 from packplan.adapters.progress import progress
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from packplan.core.forecast import written_bytes
+from packplan.core.forecast import bytes_text
 
 LIMIT_S = 1800.0
 
@@ -131,8 +131,8 @@ def run(options: argparse.Namespace) -> None:
     notes = [f"median error {statistics.median(errors):.1%}, worst {max(errors):.1%}"]
     columns = {
         "setting": lambda row: row.name,
-        "forecast": lambda row: written_bytes(row.forecast),
-        "measured": lambda row: written_bytes(row.measured),
+        "forecast": lambda row: bytes_text(row.forecast),
+        "measured": lambda row: bytes_text(row.measured),
         "error": lambda row: f"{row.error:+.1%}",
     }
     show(rows, columns, left={"setting"}, as_json=options.json, notes=notes, packages=("torch", "transformers"))

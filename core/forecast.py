@@ -140,7 +140,7 @@ def forecast_run(
 
 Floats = NDArray[np.float64]
 
-EVALUATION = 1 / 3
+EVALUATION_SHARE = 1 / 3
 """Seconds of an evaluation over those of training, by FLOPs: a forward pass of three passes."""
 
 _FOLDS = 7
@@ -204,7 +204,7 @@ class Timing:
     num_measured: int
     """Measured steps from which the coefficients follow."""
 
-    evaluation: float = EVALUATION
+    evaluation: float = EVALUATION_SHARE
     """Seconds of an evaluation over those of training on its packs; 0 if steps have its time."""
 
     checkpoint: float = 0.0
@@ -247,12 +247,12 @@ class Calibration:
 
     def timing(self) -> Timing:
         """Return the fit of these steps, with its error on steps that were left out."""
-        time, errors, others = fit(self.steps), [], []
+        time, errors, others = fit_steps(self.steps), [], []
         for part in range(min(_FOLDS, len(self.steps))):
             left_out = self.steps[part::_FOLDS]
-            others.append(fit([one for one in self.steps if one not in left_out] or self.steps))
+            others.append(fit_steps([one for one in self.steps if one not in left_out] or self.steps))
             errors += [abs(one.predicted(others[-1]) / one.seconds - 1) for one in left_out]
-        evaluated, share = self.evaluation, EVALUATION
+        evaluated, share = self.evaluation, EVALUATION_SHARE
         if evaluated is not None and (trained := evaluated.predicted(time) - time.step) > 0:
             share = evaluated.seconds / trained
         return Timing(
@@ -265,12 +265,12 @@ class Calibration:
         )
 
 
-def fit(steps: Sequence[MeasuredStep]) -> StepTime:
+def fit_steps(steps: Sequence[MeasuredStep]) -> StepTime:
     """
     Return the coefficients of least relative deviations; those of terms that do not vary are 0.
 
     >>> steps = [MeasuredStep(1, flops, 0, 0, 2 + 3 * flops) for flops in (1, 2, 4)]
-    >>> [round(one, 6) for one in attrs.astuple(fit(steps))]
+    >>> [round(one, 6) for one in attrs.astuple(fit_steps(steps))]
     [2.0, 0.0, 3.0, 0.0, 0.0]
     """
     # Takes a third of a second to import, which others of this module do not need.
@@ -425,11 +425,11 @@ def parse_bytes(text: str) -> int:
     return int(amount)
 
 
-def written_bytes(number: float) -> str:
+def bytes_text(number: float) -> str:
     """
     Return an amount of bytes for people to read, in powers of 1,024.
 
-    >>> written_bytes(85899345920), written_bytes(1500)
+    >>> bytes_text(85899345920), bytes_text(1500)
     ('80.00 GiB', '1.46 KiB')
     """
     for unit in ("B", "KiB", "MiB"):
@@ -560,12 +560,12 @@ class Longest:
     """Whether the model's positions end there, and not the memory."""
 
 
-def with_margin(peak: float) -> int:
+def add_margin(peak: float) -> int:
     """Return the bytes that a GPU needs for a peak."""
     return math.ceil(peak * (1 + MARGIN))
 
 
-def longest_fitting(peak_at: Callable[[int], int], *, start: int, limit: int, most: int) -> Longest:
+def find_longest(peak_at: Callable[[int], int], *, start: int, limit: int, most: int) -> Longest:
     """
     Return the longest packing length whose peak fits.
 
@@ -578,13 +578,13 @@ def longest_fitting(peak_at: Callable[[int], int], *, start: int, limit: int, mo
         limit: Bytes that are there.
         most: Longest length that the model has positions for.
 
-    >>> longest_fitting(lambda tokens: 10 * tokens, start=512, limit=110_000, most=32768).tokens
+    >>> find_longest(lambda tokens: 10 * tokens, start=512, limit=110_000, most=32768).tokens
     9984
     """
     room = limit / (1 + MARGIN)
     known = {one: peak_at(one) for one in {start, _other_length(start, most)}}
     for _ in range(_ATTEMPTS):
-        length = _on_line(known, room, most=most)
+        length = _extrapolate(known, room, most=most)
         if length in known:
             length -= _STEP if known[length] > room else 0
         if length in known or length < 1:
@@ -608,7 +608,7 @@ _ENOUGH = 0.03
 _ATTEMPTS = 2
 
 
-def _on_line(known: dict[int, int], room: float, *, most: int) -> int:
+def _extrapolate(known: dict[int, int], room: float, *, most: int) -> int:
     """
     Return the length at which the line through the two nearest peaks reaches the room, rounded
     down.

@@ -85,14 +85,14 @@ def measure_steps(
         trainer.remove_callback(printing)
     trainer.add_callback(measured)
     trainer.train()
-    steps = measured_steps(terms, measured.seconds)
+    steps = pair_with_flops(terms, measured.seconds)
     evaluation = None
     if evaluated is not None:
-        (evaluation,) = measured_steps(evaluated, [measured.evaluation])
+        (evaluation,) = pair_with_flops(evaluated, [measured.evaluation])
     return Calibration(tuple(steps[_WARM_UP:]), evaluation, measured.checkpoint)
 
 
-def measured_steps(terms: StepTerms, seconds: Sequence[float]) -> list[MeasuredStep]:
+def pair_with_flops(terms: StepTerms, seconds: Sequence[float]) -> list[MeasuredStep]:
     """
     Return measured steps with their FLOPs on the busiest ranks.
 

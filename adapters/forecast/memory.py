@@ -110,7 +110,7 @@ class StepTracer:
                 "gradients": (one.grad for one in trained if one.grad is not None),
                 "optimizer": (one for one in states if isinstance(one, torch.Tensor)),
             }
-            kinds = {tracer.number_of(one): kind for kind, tensors in held.items() for one in tensors}
+            kinds = {tracer.block_number(one): kind for kind, tensors in held.items() for one in tensors}
             trace = tracer.trace(kinds, start=start, forward_end=forward_end)
             for one in trained:
                 one.grad = None
@@ -125,7 +125,7 @@ class StepTracer:
         return int(getattr(config, "max_position_embeddings", None) or _MOST_TOKENS)
 
     @staticmethod
-    def of_length(samples: Sequence[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
+    def pack_of_length(samples: Sequence[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
         """
         Return samples of a pack of so many tokens: the given ones that fit, repeated, and text.
 
@@ -144,7 +144,7 @@ class StepTracer:
             if sample["length"] <= tokens:
                 chosen.append(sample)
                 tokens -= sample["length"]
-        return [*chosen, _text(samples[0], tokens, share)] if tokens else chosen
+        return [*chosen, _text_sample(samples[0], tokens, share)] if tokens else chosen
 
     def _batch(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """
@@ -162,7 +162,7 @@ class StepTracer:
         """Run both passes on a batch without numbers, and return the time between them."""
         trainer, tracer = self.trainer, self._tracer
         given = {
-            key: tracer.without_numbers(one) if isinstance(one, torch.Tensor) else one for key, one in batch.items()
+            key: tracer.without_content(one) if isinstance(one, torch.Tensor) else one for key, one in batch.items()
         }
         with traced_as_on_gpu() if self.on_gpu else nullcontext(), trainer.media_hook():
             inputs = trainer._prepare_inputs(given)  # noqa: SLF001  # its own
@@ -198,7 +198,7 @@ def _update(optimizer: Any, gradients: list[Any]) -> None:
     optimizer.zero_grad()
 
 
-def _text(sample: dict[str, Any], tokens: int, share: float) -> dict[str, Any]:
+def _text_sample(sample: dict[str, Any], tokens: int, share: float) -> dict[str, Any]:
     """Return a sample of text alone, with the keys of another one."""
     token, with_loss = int(sample["input_ids"][-1]), round(share * tokens)
     text: dict[str, Any] = {
@@ -245,7 +245,7 @@ def shard_as_accelerate(model: Any, world_size: int, *, mixed: str) -> None:
 
 
 @contextmanager
-def ranks_in_name(world_size: int) -> Iterator[None]:
+def fake_ranks(world_size: int) -> Iterator[None]:
     """Let this process be rank 0 of a group that exchanges nothing, inside."""
     if dist.is_initialized():
         raise ModelError("trace", "ranks are traced by a process that is none: start one without torchrun")

@@ -66,7 +66,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
                 yield
         except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise ModelError("trace", f"the model cannot be traced{_place_of(error)} ({reason})") from error
+            raise ModelError("trace", f"the model cannot be traced{_model_place(error)} ({reason})") from error
 
     @contextmanager
     def _seeing_resizes(self) -> Iterator[None]:
@@ -83,20 +83,20 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
         finally:
             held.resize_ = resize  # type: ignore[method-assign]
 
-    def without_numbers(self, tensor: torch.Tensor) -> torch.Tensor:
+    def without_content(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the same size without content, if it is of floating point."""
         if tensor.is_floating_point() and not isinstance(tensor, FakeTensor):
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
-        self.number_of(tensor)
+        self.block_number(tensor)
         return tensor
 
-    def number_of(self, tensor: torch.Tensor) -> int:
+    def block_number(self, tensor: torch.Tensor) -> int:
         """Return the number of the block that holds a tensor; a new one is recorded now."""
         local = local_part(tensor)
         storage = local.untyped_storage()
         if storage._cdata not in self._numbers:  # noqa: SLF001  # identity of the memory
             width = local.shape[-1] if local.dim() else 0
-            self._born(storage, storage.nbytes(), is_logits=width == self._vocabulary and local.dim() < 4)
+            self._note_birth(storage, storage.nbytes(), is_logits=width == self._vocabulary and local.dim() < 4)
         return self._numbers[storage._cdata]  # noqa: SLF001
 
     def trace(self, kinds: Mapping[int, Kind], *, start: int, forward_end: int) -> StepTrace:
@@ -144,10 +144,10 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
                     output = func(*args, **kwargs)
         for one in tree_iter(output):
             if isinstance(one, torch.Tensor) and not isinstance(one, DTensor):
-                self.number_of(one)
+                self.block_number(one)
         return output
 
-    def _born(self, storage: torch.UntypedStorage, size: int, *, is_logits: bool = False) -> None:
+    def _note_birth(self, storage: torch.UntypedStorage, size: int, *, is_logits: bool = False) -> None:
         key, number = storage._cdata, len(self._births)  # noqa: SLF001
         self.clock += 1
         self._births.append(self.clock)
@@ -165,7 +165,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
     def _note_resize(self, storage: torch.UntypedStorage, size: int) -> None:
         if storage._cdata in self._numbers and storage.nbytes() != size:  # noqa: SLF001
             self._note_death(storage._cdata)  # noqa: SLF001
-            self._born(storage, size)
+            self._note_birth(storage, size)
 
 
 def _positions(indices: Any) -> Iterator[Any]:
@@ -178,7 +178,7 @@ def _positions(indices: Any) -> Iterator[Any]:
             yield index
 
 
-def _place_of(error: BaseException) -> str:
+def _model_place(error: BaseException) -> str:
     """Return the last place of an error in the code of models, as words to append."""
     frames = [one for one in traceback.extract_tb(error.__traceback__) if "modeling" in Path(one.filename).name]
     return f" in {frames[-1].name} of {Path(frames[-1].filename).name}" if frames else ""

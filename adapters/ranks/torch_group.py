@@ -120,7 +120,7 @@ class TorchGroup:
         """Return on every rank what rank 0 builds; see `core.ports.RankGroup`."""
         self._calls += 1
         key = f"built/{self._calls}"
-        arrays = self._build(build, key) if self.rank == 0 else _like(self._await_values(key, timeout_s))
+        arrays = self._build(build, key) if self.rank == 0 else _empty_arrays(self._await_description(key, timeout_s))
         for array in arrays.values():
             self._broadcast(array, src=0)
         return arrays
@@ -131,7 +131,7 @@ class TorchGroup:
         keys = [f"gathered/{self._calls}/{rank}" for rank in range(self.world_size)]
         with name_lost_ranks(self.rank):
             self._store.set(keys[self.rank], value)
-        return tuple(self._answers(keys, self._timeout_s, "rank_gone", late="for the other ranks"))
+        return tuple(self._await_keys(keys, self._timeout_s, "rank_gone", late="for the other ranks"))
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port
         """Return whether any rank's flag is set."""
@@ -145,7 +145,7 @@ class TorchGroup:
         mine = {name: np.array(array, order="C") for name, array in arrays.items()}
         gathered = []
         for rank, answer in enumerate(self.gather(_describe_arrays(mine))):
-            theirs = mine if rank == self.rank else _like(json.loads(answer))
+            theirs = mine if rank == self.rank else _empty_arrays(json.loads(answer))
             for array in theirs.values():
                 self._broadcast(array, src=rank)
             gathered.append(theirs)
@@ -187,23 +187,23 @@ class TorchGroup:
         self._store.set(key, f'{{"built": {_describe_arrays(arrays)}}}')
         return arrays
 
-    def _await_values(self, key: str, timeout_s: float) -> list[tuple[str, str, list[int]]]:
+    def _await_description(self, key: str, timeout_s: float) -> list[tuple[str, str, list[int]]]:
         late = (
             "for rank 0 to measure and plan (training.packing_wait_timeout_s): raise it, or set it to 0 to wait for "
             "ever"
         )
-        answer = json.loads(self._answers([key], timeout_s, "rank_zero", late=late)[0])
+        answer = json.loads(self._await_keys([key], timeout_s, "rank_zero", late=late)[0])
         if "failed" in answer:
             self._store.set(f"{key}/read/{self.rank}", "")
             raise RunError("rank_zero", f"rank 0 failed: {answer['failed']}")
         built: list[tuple[str, str, list[int]]] = answer["built"]
         return built
 
-    def _answers(
+    def _await_keys(
         self, keys: list[str], timeout_s: float, kind: Literal["rank_gone", "rank_zero"], *, late: str
     ) -> list[str]:
         """Wait for *keys*; raise RunError if rank 0 dies or falls silent, or they are late."""
-        watch = _Watch(self._ear, keys)
+        watch = _KeyWatch(self._ear, keys)
         told = 0.0
         while not watch.over.wait(_POLL_S):
             now, heard = time.monotonic(), watch.words or "nothing"
@@ -226,7 +226,7 @@ def _describe_arrays(arrays: Arrays) -> str:
     return json.dumps([(name, array.dtype.str, array.shape) for name, array in arrays.items()])
 
 
-def _like(described: list[tuple[str, str, list[int]]]) -> dict[str, NDArray[Any]]:
+def _empty_arrays(described: list[tuple[str, str, list[int]]]) -> dict[str, NDArray[Any]]:
     """Return empty arrays of names, types and shapes."""
     return {name: np.empty(shape, dtype=np.dtype(dtype)) for name, dtype, shape in described}
 
@@ -332,7 +332,7 @@ def _agree_on_launch(store: Store, rank: int, world_size: int, timeout_s: float)
     raise RunError("rank_gone", message)
 
 
-class _Watch:
+class _KeyWatch:
     """
     Waits for keys on a thread of its own, since a node that falls silent blocks whoever asks it.
 

@@ -25,7 +25,7 @@ KEPT = (
 RUN = "the run; see docs/configuration.md"
 """Help text of a run's YAML."""
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """
 Error numbers of a full disk, a used-up quota, and a file that must not grow.
 """
@@ -111,17 +111,17 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
         rank = os.environ.get("RANK")
         from packplan.core.config.faults import with_remedy
 
-        _complain(f"error{f' (rank {rank})' if rank else ''}: {with_remedy(error)}")
+        _print_error(f"error{f' (rank {rank})' if rank else ''}: {with_remedy(error)}")
         return VERIFICATION_FAILED if isinstance(error, VerificationError) else USER_ERROR
     except KeyboardInterrupt:
-        _complain(f"interrupted: {kept}")
+        _print_error(f"interrupted: {kept}")
         return INTERRUPTED
     except BrokenPipeError as error:
-        return _cannot_print(error)
+        return _report_output_error(error)
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in _FULL_DISK:
             raise
-        return _no_room(error)
+        return _report_full_disk(error)
     return 0
 
 
@@ -142,17 +142,17 @@ def run_program(main: Callable[[], int]) -> int:
         if package in ("", "packplan"):
             raise
         extra = EXTRAS.get(package, "train")
-        _complain(f"error: this needs the package {package}, which is not installed: pip install 'packplan[{extra}]'")
+        _print_error(f"error: this needs the package {package}: pip install 'packplan[{extra}]'")
         status = USER_ERROR
     except KeyboardInterrupt:
-        _complain("interrupted")
+        _print_error("interrupted")
         status = INTERRUPTED
     # What is left is to end: an impatient Ctrl-C has nothing to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         _flush()
     except OSError as error:
-        return _cannot_print(error)
+        return _report_output_error(error)
     return status
 
 
@@ -162,43 +162,43 @@ def _flush() -> None:
         sys.stdout.flush()
 
 
-def _no_room(error: OSError) -> int:
+def _report_full_disk(error: OSError) -> int:
     """Report the output that cannot be written, and return the exit status."""
     try:
         _flush()
     except OSError as of_output:
-        return _cannot_print(of_output)
+        return _report_output_error(of_output)
     reason = error.strerror or str(error)
     if error.filename is None:
-        _complain(f"error: standard output or a file cannot be written: {reason}; {_ELSEWHERE}")
+        _print_error(f"error: standard output or a file cannot be written: {reason}; {_ELSEWHERE}")
     else:
         from packplan.core.config.faults import with_remedy
 
-        _complain(f"error: {with_remedy(OutputError(str(error.filename), reason))}")
+        _print_error(f"error: {with_remedy(OutputError(str(error.filename), reason))}")
     return USER_ERROR
 
 
-def _cannot_print(error: OSError) -> int:
+def _report_output_error(error: OSError) -> int:
     """
     Give up standard output, and return the exit status; say why, unless its reader has seen enough,
     as `| head` does.
     """
-    _give_up(sys.stdout)
+    _discard_output(sys.stdout)
     if isinstance(error, BrokenPipeError):
         return BROKEN_PIPE
-    _complain(f"error: standard output cannot be written: {error.strerror or error}; {_ELSEWHERE}")
+    _print_error(f"error: standard output cannot be written: {error.strerror or error}; {_ELSEWHERE}")
     return USER_ERROR
 
 
-def _complain(text: str) -> None:
+def _print_error(text: str) -> None:
     """Print on standard error, if anyone still reads it."""
     try:
         print(text, file=sys.stderr)
     except OSError:
-        _give_up(sys.stderr)
+        _discard_output(sys.stderr)
 
 
-def _give_up(stream: TextIO) -> None:
+def _discard_output(stream: TextIO) -> None:
     """Send what is left to flush nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

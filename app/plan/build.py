@@ -13,8 +13,8 @@ from packplan.app.planning.log_lines import log_plan, log_schedule, steps_line
 from packplan.app.planning.plan import Ranks, plan_epochs, plan_split
 from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule
 from packplan.app.planning.split import Split
-from packplan.app.wiring.commands import ranks_of, read_run_or_command
-from packplan.app.wiring.runs import ranks_refuse_together, require_inputs
+from packplan.app.wiring.commands import command_ranks, read_run_or_command
+from packplan.app.wiring.runs import require_inputs, share_refusals
 from packplan.app.wiring.stores import artefacts_folder
 from packplan.core.config.run import RunConfig
 from packplan.core.ports import RankGroup
@@ -32,18 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Build, and log what to type next."""
-    with ranks_refuse_together():
+    with share_refusals():
         config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
         require_inputs(config)
 
         with loading_libraries():
-            from packplan.app.wiring.ranks import joined_ranks
+            from packplan.app.wiring.ranks import join_ranks
             from packplan.app.wiring.splits import open_splits
             from packplan.app.wiring.verdicts import require_packing_model, store_verdict
 
-    with joined_ranks(config, use_cpu=True, options={"--world-size": options.world_size}) as group:
+    with join_ranks(config, use_cpu=True, options={"--world-size": options.world_size}) as group:
         require_static(config)
-        world_size = ranks_of(config) or options.world_size
+        world_size = command_ranks(config) or options.world_size
         if world_size is None:  # one process plans for one rank, or group of ranks
             world_size = 1 if group.world_size == 1 else config.data_ranks(group.world_size)
         accumulation_of(config, world_size=world_size)
@@ -62,7 +62,7 @@ def _log_next(config: RunConfig, words: list[str], world_size: int) -> None:
     ranks = world_size * config.training.sequence_parallel_size
     train = f"torchrun --nproc-per-node {ranks} -m packplan.app.sft" if ranks > 1 else "packplan sft"
     train = f"{train} {typed}"
-    if ranks_of(config):
+    if command_ranks(config):
         train = "the command with --external_plugins plugin.py, which packplan plugin swift -o plugin.py writes"
     folder = artefacts_folder(config.training.output_dir)
     log.info("the plan is in %s; to see it: packplan plan show %s; to train: %s", folder, typed, train)
@@ -89,7 +89,7 @@ def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world
         if split.name != "train":
             continue
         schedule = plan_epochs(split, split_schedule(config, split.name, split.aligned), ranks)
-        if group.rank == 0 and ranks_of(config):
+        if group.rank == 0 and command_ranks(config):
             log.info("train: %s", steps_line(split, schedule))
         elif group.rank == 0:
             log_schedule(config, split, schedule)

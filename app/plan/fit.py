@@ -21,7 +21,7 @@ from packplan.app.cli.command import add_config_arguments, plain_console, world_
 from packplan.app.planning.plan import Ranks, plan_split
 from packplan.app.planning.schedule import accumulation_of, require_static, zero_stage
 from packplan.app.planning.split import Split
-from packplan.app.wiring.commands import ranks_of, read_run_or_command, require_traceable
+from packplan.app.wiring.commands import command_ranks, read_run_or_command, require_traceable
 from packplan.app.wiring.runs import require_inputs
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, MismatchError, counted
@@ -31,11 +31,11 @@ from packplan.core.forecast import (
     Longest,
     ModelSharding,
     PeakMemory,
+    add_margin,
+    bytes_text,
     candidate_packs,
-    longest_fitting,
+    find_longest,
     parse_bytes,
-    with_margin,
-    written_bytes,
 )
 from packplan.core.samples.tables import column
 
@@ -74,7 +74,7 @@ class Fit:
     @property
     def needed(self) -> int:
         """Bytes that a step takes on a rank's device, with the margin."""
-        return with_margin(max(one.peak.total for one in self.packs))
+        return add_margin(max(one.peak.total for one in self.packs))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError.at("training.sequence_parallel_size", reason)
     require_traceable(config)
     require_inputs(config)
-    ranks = options.world_size or ranks_of(config) or 1
+    ranks = options.world_size or command_ranks(config) or 1
     found = forecast(config, memory=options.memory, ranks=ranks)
     if options.json:
         document = attrs.asdict(found) | {"fits": found.fits, "margin": MARGIN, "seconds": time.monotonic() - started}
@@ -142,14 +142,14 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int) -> Fit:
     """
     sharding: ModelSharding = "ddp" if ranks == 1 else _sharding_of(config)
     with loading_libraries():
-        from packplan.app.wiring.forecasts import as_traced, open_step_tracer
-        from packplan.app.wiring.ranks import joined_ranks
+        from packplan.app.wiring.forecasts import open_step_tracer, traced_run
+        from packplan.app.wiring.ranks import join_ranks
         from packplan.app.wiring.splits import open_splits
         from packplan.app.wiring.verdicts import decide_attention
 
-    attention = decide_attention(as_traced(config), isolated=True)
+    attention = decide_attention(traced_run(config), isolated=True)
     train, length = open_splits(config)["train"], config.packing_length
-    with joined_ranks(config) as group:
+    with join_ranks(config) as group:
         plan_split(train, Ranks(group, timeout_s=config.training.packing_wait_timeout_s), world_size=ranks)
     encoded = _packs_to_trace(train)
     accumulates = accumulation_of(config, world_size=ranks).gradient_accumulation_steps > 1
@@ -167,11 +167,11 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int) -> Fit:
 
         def peak_of_full(tokens: int) -> int:
             if tokens not in full:
-                full[tokens] = tracer.step(tracer.of_length(alike, tokens)).peak(fused_loss=fused)
+                full[tokens] = tracer.step(tracer.pack_of_length(alike, tokens)).peak(fused_loss=fused)
             return full[tokens].total
 
         longest = (
-            None if memory is None else longest_fitting(peak_of_full, start=length, limit=memory, most=tracer.positions)
+            None if memory is None else find_longest(peak_of_full, start=length, limit=memory, most=tracer.positions)
         )
         peak_of_full(length)
     return Fit(
@@ -217,13 +217,13 @@ def _print(found: Fit) -> None:
     for name in ("", "tokens", *KINDS, "peak", "with margin"):
         table.add_column(name, justify="right" if name else "left")
     for one in found.packs:
-        kinds = (written_bytes(getattr(one.peak, kind)) for kind in KINDS)
-        totals = written_bytes(one.peak.total), written_bytes(with_margin(one.peak.total))
+        kinds = (bytes_text(getattr(one.peak, kind)) for kind in KINDS)
+        totals = bytes_text(one.peak.total), bytes_text(add_margin(one.peak.total))
         table.add_row(one.name, f"{one.tokens:,}", *kinds, *totals)
     console.width = max(console.width, console.measure(table, options=console.options.update(width=1000)).maximum)
     console.print(table, soft_wrap=False)
     if found.memory is not None and found.fits:
-        console.print(f"the plan fits into {written_bytes(found.memory)}")
+        console.print(f"the plan fits into {bytes_text(found.memory)}")
     if found.longest is not None:
         _print_longest(found.longest, console.print)
     for note in found.notes:
@@ -232,7 +232,7 @@ def _print(found: Fit) -> None:
 
 def excess_message(found: Fit) -> str:
     """Return in words that a plan does not fit, and the length that would."""
-    needed, memory = written_bytes(found.needed), written_bytes(found.memory or 0)
+    needed, memory = bytes_text(found.needed), bytes_text(found.memory or 0)
     need = f"a step of the plan takes up to {needed} on each rank, of {memory}"
     if found.longest is None or not found.longest.tokens:
         return f"{need}; no packing length fits"
@@ -251,4 +251,4 @@ def _print_longest(longest: Longest, report: Callable[[str], None]) -> None:
         report("no packing length fits: add ranks that share the model, checkpointing, or adapters")
         return
     end = ", at which the model's positions end" if longest.limited else ""
-    report(f"longest template.max_length that fits: {longest.tokens:,}{end} (peak {written_bytes(longest.peak)})")
+    report(f"longest template.max_length that fits: {longest.tokens:,}{end} (peak {bytes_text(longest.peak)})")

@@ -11,7 +11,7 @@ from packplan.app.planning.measure import left_out
 from packplan.app.planning.schedule import ragged_window, require_static, split_schedule
 from packplan.app.planning.split import Split, alignment
 from packplan.app.planning.stored_lengths import open_lengths, refusals, stale_inputs
-from packplan.app.wiring.policies import policy_of, recipe_of, trained_work
+from packplan.app.wiring.policies import epoch_recipe, split_policy, trained_work
 from packplan.app.wiring.stores import open_stores
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe, plan_key
@@ -79,7 +79,7 @@ def measured_recipe(config: RunConfig, split: str, lengths: StoredLengths, *, wh
         ConfigError: All faults of the mix.
         NotBuiltError: Other sources were measured.
     """
-    recipe = recipe_of(config, split)
+    recipe = epoch_recipe(config, split)
     measured = len(list(records_by_source(lengths.origin.files)))
     if recipe is not None and recipe.mixes is not None and measured != (now := len(recipe.mixes.files)):
         raise NotBuiltError(where, f"holds lengths of {counted(measured, 'source')}, but the mix now has {now:,}")
@@ -99,7 +99,7 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
     Raises:
         PackplanError: It is not stored, or damaged, or not for so many ranks or epochs.
     """
-    kept, policy = open_stores(config, name), policy_of(config, name)
+    kept, policy = open_stores(config, name), split_policy(config, name)
     lengths, plan = open_lengths(kept.lengths), kept.plans.inspect()
     where, origin = str(kept.plans.folder), lengths.origin
     recipe = measured_recipe(config, name, lengths, where=where)

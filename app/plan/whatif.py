@@ -18,8 +18,8 @@ from packplan.app.planning.epochs import plan_samples, samples_of, table_works
 from packplan.app.planning.schedule import require_static, split_schedule
 from packplan.app.planning.split import alignment
 from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
-from packplan.app.wiring.commands import ranks_of, read_run_or_command
-from packplan.app.wiring.policies import policy_of, trained_work
+from packplan.app.wiring.commands import command_ranks, read_run_or_command
+from packplan.app.wiring.policies import split_policy, trained_work
 from packplan.app.wiring.stores import open_stores
 from packplan.core.align import align_plan
 from packplan.core.config.faults import with_remedy
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
         print("train: figures and steps are as if all epochs had the plan of the first", file=sys.stderr)
     for line in stale_inputs(config, lengths):
         print(f"warning: train: {line}", file=sys.stderr)
-    ranks = options.world_size or [ranks_of(config) or 1]
+    ranks = options.world_size or [command_ranks(config) or 1]
     packing_lengths = options.max_length or [config.packing_length]
     _refuse_other_cuts(lengths, packing_lengths)
     found = _alternatives(config, lengths, packing_lengths, ranks, recipe=recipe)
@@ -123,7 +123,7 @@ def _alternatives(
     works, options = table_works(trained_work(config)[0], table), alignment(config, "train")
     for packing_length in packing_lengths:
         other = attrs.evolve(config, template=attrs.evolve(config.template, max_length=packing_length))
-        policy, name = policy_of(other, "train"), f"packs of {packing_length:,}"
+        policy, name = split_policy(other, "train"), f"packs of {packing_length:,}"
         try:
             refuse_longer(lengths, policy)
             samples = samples_of(policy, table, stored.origin.files)

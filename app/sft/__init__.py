@@ -12,7 +12,7 @@ from packplan.app.cli.command import (
     parse_arguments,
     run_command,
 )
-from packplan.app.wiring.runs import ranks_refuse_together, read_config, require_inputs
+from packplan.app.wiring.runs import read_config, require_inputs, share_refusals
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,19 +23,19 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(parser, arguments)
 
     def command() -> None:
-        with ranks_refuse_together():
+        with share_refusals():
             config = read_config(options.config, options.overrides)
             require_inputs(config, loads=True)
 
             with loading_libraries():
                 from packplan.app.sft.stream import train_stream
                 from packplan.app.sft.train import train
-                from packplan.app.wiring.ranks import joined_ranks
+                from packplan.app.wiring.ranks import join_ranks
                 from packplan.app.wiring.trainers import without_progress
 
             if options.quiet:
                 config = without_progress(config)
-        with joined_ranks(config) as group:
+        with join_ranks(config) as group:
             if config.custom.trainer_variant == "rollout":
                 train_stream(config, group)
             else:

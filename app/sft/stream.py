@@ -16,7 +16,7 @@ from packplan.app.planning.plan import Ranks, plan_split
 from packplan.app.planning.schedule import accumulation_of, forced_batches
 from packplan.app.sft.train import interruption_logged, log_nothing_left, log_outcome, log_termination
 from packplan.app.wiring.policies import require_mixes
-from packplan.app.wiring.ranks import alone_in_output
+from packplan.app.wiring.ranks import lock_output
 from packplan.app.wiring.splits import open_splits
 from packplan.app.wiring.trainers import (
     build_stream_trainer,
@@ -51,7 +51,7 @@ def train_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
         PackplanError: Something the user can fix.
     """
     trainer = _prepare(config, group)
-    with alone_in_output(config, group), interruption_logged(trainer):
+    with lock_output(config, group), interruption_logged(trainer):
         trainer.train()
     _log_end(config, group, trainer)
     if not trainer.was_terminated:

@@ -20,7 +20,7 @@ from packplan.app.planning.plan import Ranks, plan_epochs, plan_split
 from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule
 from packplan.app.planning.split import Split
 from packplan.app.wiring.policies import trained_work
-from packplan.app.wiring.ranks import alone_in_output
+from packplan.app.wiring.ranks import lock_output
 from packplan.app.wiring.splits import open_splits
 from packplan.app.wiring.trainers import build_trainer, open_arguments, open_checkpoint, resume_facts
 from packplan.app.wiring.verdicts import decide_attention
@@ -48,7 +48,7 @@ def train(config: RunConfig, group: RankGroup) -> tuple[PlanTrainer, dict[str, S
     if splits["train"].epochs is not None:
         # While an epoch is trained, its plan and the next one are held, and no other.
         del splits["train"].raw, splits["train"].aligned
-    with alone_in_output(config, group), interruption_logged(trainer):
+    with lock_output(config, group), interruption_logged(trainer):
         trainer.train()
     _log_end(config, trainer)
     return trainer, splits

@@ -42,10 +42,10 @@ _ENTRY = re.compile(r"(?:.*[/.])?swift[/.]cli[/.](\w+?)(?:\.py)?")
 _PLANNED = ("sft", "pt", "rlhf")
 """Commands of ms-swift."""
 
-_STARTERS = ("accelerate", "deepspeed", "torch.distributed.run", "torchrun")
+_LAUNCHERS = ("accelerate", "deepspeed", "torch.distributed.run", "torchrun")
 """Programs and modules that start ranks."""
 
-_OF_STEP = (
+_STEP_ARGUMENTS = (
     "bf16", "fp16", "gradient_checkpointing", "vit_gradient_checkpointing", "optim", "use_liger_kernel", "use_cpu",
     "fsdp", "data_seed", "train_dataloader_shuffle",
 )  # fmt: skip
@@ -104,14 +104,14 @@ def read_run_or_command(path: str, words: Sequence[str] = (), *, world_size: int
         ConfigError: All faults of the run.
     """
     if is_program(path):
-        return _read_command([path, *words], world_size)
+        return _resolve_command([path, *words], world_size)
     if Path(path).suffix == ".sh":
         reason = "is a script, and none is read: put packplan before its command, as packplan plan build swift sft ..."
         raise ConfigError(path, (Fault("", reason),))
     return read_config(path, words)
 
 
-def require_command(path: str, words: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
+def read_command(path: str, words: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
     """
     Read a command of ms-swift.
 
@@ -129,28 +129,28 @@ def require_command(path: str, words: Sequence[str] = (), *, world_size: int | N
     return config
 
 
-def ranks_of(config: RunConfig) -> int | None:
+def command_ranks(config: RunConfig) -> int | None:
     """Return the ranks that train a run, where its command says them; a YAML does not."""
     return None if config.command is None else config.command.world_size
 
 
-def _read_command(words: Sequence[str], world_size: int | None) -> RunConfig:
+def _resolve_command(words: Sequence[str], world_size: int | None) -> RunConfig:
     """Return a command as ms-swift resolves it."""
     if require_ranks() > 1:
         raise ConfigError(COMMAND, (Fault("torchrun", "starts several ranks, but one plans a command: leave it out"),))
-    launcher, task, arguments = _parts_of(words)
+    launcher, task, arguments = _split_words(words)
     with loading_libraries():
         from packplan.adapters.swift.command import expand_config_file, read_command
 
     arguments = expand_config_file(arguments)  # whose variables may say the ranks
-    ranks = world_size or _ranks(launcher, is_swift=not _ENTRY.fullmatch(words[len(launcher)]))
+    ranks = world_size or _started_ranks(launcher, is_swift=not _ENTRY.fullmatch(words[len(launcher)]))
     command = read_command(task, arguments, num_processes=ranks)
     if not any(word.partition("=")[0] in {"--packing", "--padding_free"} for word in arguments):
         log.warning("the command does not say --packing true, without which ms-swift trains no packs: add it")
-    return _as_run(command)
+    return _run_of_command(command)
 
 
-def _parts_of(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
+def _split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     """
     Return the launcher's words, the command of ms-swift, as `sft`, and its arguments.
 
@@ -169,7 +169,7 @@ def _parts_of(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     raise ConfigError(COMMAND, (Fault(words[0], reason),))
 
 
-def _ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
+def _started_ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
     """
     Return the ranks that a command starts; ConfigError where a launcher starts them.
 
@@ -177,7 +177,7 @@ def _ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
         launcher: Words before ms-swift's own.
         is_swift: Whether the program `swift` follows, which starts torchrun where variables say so.
     """
-    if starters := {*_STARTERS} & {Path(word).name for word in launcher}:
+    if starters := {*_LAUNCHERS} & {Path(word).name for word in launcher}:
         reason = "starts ranks: give their number by --world-size, before the command"
         raise ConfigError(COMMAND, (Fault(min(starters), reason),))
     ranks = 1
@@ -190,7 +190,7 @@ def _ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
     return ranks
 
 
-def _as_run(command: SwiftCommand) -> RunConfig:
+def _run_of_command(command: SwiftCommand) -> RunConfig:
     """Return the run by which a command of ms-swift is planned and forecast."""
     arguments = command.arguments
     shared = {field.name for field in attrs.fields(TrainingConfig)} - {"resume_from_checkpoint", "trainer"}
@@ -198,7 +198,7 @@ def _as_run(command: SwiftCommand) -> RunConfig:
     values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     if not arguments.model_meta.is_multimodal:
         values |= dict.fromkeys(("freeze_llm", "freeze_vit", "freeze_aligner"), False)
-    trainer = {name: value for name in _OF_STEP if (value := getattr(arguments, name, None)) is not None}
+    trainer = {name: value for name in _STEP_ARGUMENTS if (value := getattr(arguments, name, None)) is not None}
     return RunConfig(
         model=ModelConfig(
             model=arguments.model_dir,
@@ -214,8 +214,8 @@ def _as_run(command: SwiftCommand) -> RunConfig:
             loss_scale=arguments.loss_scale,
         ),
         custom=CustomConfig(
-            train_jsonl=(_named(arguments, "dataset", "cached_dataset"),),
-            val_jsonl=tuple(_eval_names(arguments)),
+            train_jsonl=(_join_arguments(arguments, "dataset", "cached_dataset"),),
+            val_jsonl=tuple(_eval_data(arguments)),
             on_bad_record="stop" if arguments.strict else "skip",
             max_bad_share=Decimal(1),
         ),
@@ -236,15 +236,15 @@ def _as_run(command: SwiftCommand) -> RunConfig:
     )
 
 
-def _eval_names(arguments: Any) -> Iterator[str]:
+def _eval_data(arguments: Any) -> Iterator[str]:
     """Yield the name of the data of evaluation, if there are any."""
     if arguments.val_dataset or arguments.cached_val_dataset:
-        yield _named(arguments, "val_dataset", "cached_val_dataset")
+        yield _join_arguments(arguments, "val_dataset", "cached_val_dataset")
     elif arguments.dataset and arguments.split_dataset_ratio > 0:
         yield f"--split_dataset_ratio {arguments.split_dataset_ratio}"
 
 
-def _named(arguments: Any, *names: str) -> str:
+def _join_arguments(arguments: Any, *names: str) -> str:
     """Return arguments as the command has them, to name the data in messages."""
     said = ((name, getattr(arguments, name)) for name in names)
     return " ".join(f"--{name} {' '.join(values)}" for name, values in said if values)

@@ -16,7 +16,7 @@ import torch
 
 from packplan.adapters.files import make_folder
 from packplan.adapters.forecast.calibration import measure_steps
-from packplan.adapters.forecast.memory import OutlineTrainer, StepTracer, ranks_in_name
+from packplan.adapters.forecast.memory import OutlineTrainer, StepTracer, fake_ranks
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.trainer.arguments import training_arguments
@@ -48,7 +48,7 @@ _NOT_TRACED = (
 """Settings that need other devices, or are computed, or have no part in a step."""
 
 
-def as_traced(config: RunConfig) -> RunConfig:
+def traced_run(config: RunConfig) -> RunConfig:
     """Return a run with the settings by which its step is traced on this machine's CPU."""
     settings: Mapping[str, Any] = config.training.trainer
     kept = {name: value for name, value in settings.items() if name not in _NOT_TRACED}
@@ -78,7 +78,7 @@ def open_step_tracer(
     Args:
         config: The run.
         samples: Samples of `train`.
-        attention: Attention that was decided for `as_traced(config)`.
+        attention: Attention that was decided for `traced_run(config)`.
         sharding: Way in which ranks share the model.
         world_size: Ranks.
         accumulates: Whether a step has several microbatches.
@@ -86,7 +86,7 @@ def open_step_tracer(
     Raises:
         ModelError: The model cannot be traced.
     """
-    on_gpu, config = not config.training.trainer.get("use_cpu"), as_traced(config)
+    on_gpu, config = not config.training.trainer.get("use_cpu"), traced_run(config)
     cpu = torch.device("cpu")
     model = open_model(config.model, config.training, attention=attention, device=cpu, outline=True)
     template = samples.template
@@ -99,11 +99,11 @@ def open_step_tracer(
         group=OneRank(), attention=attention, eval_dataset=None, reduction=config.training.loss_reduction, model=model,
         args=arguments, template=template, train_dataset=None,
     )  # fmt: skip
-    with ranks_in_name(world_size) if sharding == "fsdp2" else nullcontext():
+    with fake_ranks(world_size) if sharding == "fsdp2" else nullcontext():
         yield StepTracer(trainer, sharding, world_size, accumulates, on_gpu)
 
 
-_EVALUATED = 8
+_MAX_EVAL_PACKS = 8
 """Packs of each rank that are evaluated, at most."""
 
 
@@ -148,14 +148,14 @@ def forecast_time(
     train, schedule = splits["train"], trainer.schedule
     evaluated = evaluation_terms(config, splits["eval"]) if trainer.eval_dataset is not None else None
     trained = EpochStats.from_schedule(trainer.pack_stats(0), schedule, 0)
-    stats = packs_stats(train, train.raw.packs)
+    stats = stats_of_packs(train, train.raw.packs)
     chosen = calibration_packs(
         stats.packs, stats.work, stats.packs.sums(train.works.scaled(0, 0, 1).flops),
         attrs.evolve(schedule, works=None).order(0), world_size=schedule.world_size,
         batches=schedule.gradient_accumulation_steps, batch_size=schedule.batch_size,
     )  # fmt: skip
     return forecast_run(
-        measure_packs(config, trainer, splits, group, chosen).timing(), trained, schedule, train.works,
+        time_packs(config, trainer, splits, group, chosen).timing(), trained, schedule, train.works,
         evaluated=evaluated, every=_pause_intervals(config, schedule),
         evaluates_first=bool(config.training.trainer.get("eval_on_start")),
     )  # fmt: skip
@@ -176,7 +176,7 @@ def evaluation_terms(config: RunConfig, planned: Split) -> StepTerms:
     )
 
 
-def measure_packs(
+def time_packs(
     config: RunConfig,
     trainer: PlanTrainer,
     splits: Mapping[str, Split],
@@ -196,24 +196,24 @@ def measure_packs(
         packs: Samples of each pack, step after step; in each step, ranks take turns.
         clock: Function that returns seconds.
     """
-    stats, before = packs_stats(splits["train"], Packs.from_lists(packs)), trainer.schedule
+    stats, before = stats_of_packs(splits["train"], Packs.from_lists(packs)), trainer.schedule
     schedule = EpochSchedule(
         num_packs=len(packs), world_size=before.world_size, dataloader_drop_last=False,
         gradient_accumulation_steps=before.gradient_accumulation_steps, num_train_epochs=REPEATS,
         batch_size=before.batch_size, shuffle=False, sync_at=sync_point_of(config),
     )  # fmt: skip
-    evaluated = _shortened(splits["eval"], before.world_size) if trainer.eval_dataset is not None else None
-    _serve(trainer, stats, schedule, evaluated)
+    evaluated = _first_packs(splits["eval"], before.world_size) if trainer.eval_dataset is not None else None
+    _train_instead(trainer, stats, schedule, evaluated)
     terms = StepTerms.from_epoch(
         EpochStats.from_schedule(stats, schedule, 0), splits["train"].works,
         sync_at=schedule.sync_at,
     )  # fmt: skip
     forward = None if evaluated is None else evaluation_terms(config, evaluated)
-    with _elsewhere(trainer, group):
+    with _temporary_output(trainer, group):
         return measure_steps(trainer, terms, evaluated=forward, clock=clock)
 
 
-def packs_stats(train: Split, packs: Packs) -> PackStats:
+def stats_of_packs(train: Split, packs: Packs) -> PackStats:
     """
     Return the statistics of packs, with works in FLOPs.
 
@@ -224,7 +224,7 @@ def packs_stats(train: Split, packs: Packs) -> PackStats:
     return attrs.evolve(train, raw=attrs.evolve(train.raw, packs=packs), stats=None).pack_stats(0)
 
 
-def _serve(trainer: PlanTrainer, stats: PackStats, schedule: EpochSchedule, evaluated: Split | None) -> None:
+def _train_instead(trainer: PlanTrainer, stats: PackStats, schedule: EpochSchedule, evaluated: Split | None) -> None:
     """Let a trainer train and evaluate other packs, in the order of another schedule."""
     trainer.follower.reschedule(schedule)
     trainer.pack_stats = lambda _: stats
@@ -232,9 +232,9 @@ def _serve(trainer: PlanTrainer, stats: PackStats, schedule: EpochSchedule, eval
         trainer.eval_dataset.packs = evaluated.raw.packs
 
 
-def _shortened(planned: Split, world_size: int) -> Split:
+def _first_packs(planned: Split, world_size: int) -> Split:
     """Return the plan of an evaluation with its first packs alone."""
-    count = min(len(planned.raw.packs), _EVALUATED * world_size * planned.aligned.batch_size)
+    count = min(len(planned.raw.packs), _MAX_EVAL_PACKS * world_size * planned.aligned.batch_size)
     raw = attrs.evolve(planned.raw, packs=planned.raw.packs[:count])
     aligned = align_plan(raw, world_size=world_size, **planned.alignment)
     return attrs.evolve(planned, raw=raw, aligned=aligned, stats=None)
@@ -263,7 +263,7 @@ _LOGGING_STEPS, _SAVE_STEPS = 5, 500
 
 
 @contextmanager
-def _elsewhere(trainer: PlanTrainer, group: RankGroup) -> Iterator[None]:
+def _temporary_output(trainer: PlanTrainer, group: RankGroup) -> Iterator[None]:
     """Let all ranks write into one folder beside the trainer's own, which is removed at the end."""
     folder = Path(trainer.args.output_dir) / "calibrating"
     make_folder(folder)

@@ -26,18 +26,16 @@ from packplan.hf import balance, unpad
 
 log = logging.getLogger(__name__)
 
-_OF_ADAPTERS = ("lora_", "use_peft", "use_rslora", "use_dora")
+_ADAPTER_PREFIXES = ("lora_", "use_peft", "use_rslora", "use_dora")
 """Beginnings of the names of TRL's `ModelConfig` that say how adapters are made."""
 
-_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
-
-_REWARDS = "reward_funcs"
+_PLACEHOLDER_KEYS = ("image_token_id", "video_token_id", "audio_token_id")
 
 
 def installed_keys() -> dict[str, TrainerKey]:
     """Return the settings that `grpo.` passes on to the installed TRL."""
-    adapters = {name: key for name, key in argument_keys(ModelConfig).items() if name.startswith(_OF_ADAPTERS)}
-    return {**adapters, **argument_keys(GRPOConfig), _REWARDS: TrainerKey(("str", "list"))}
+    adapters = {name: key for name, key in argument_keys(ModelConfig).items() if name.startswith(_ADAPTER_PREFIXES)}
+    return {**adapters, **argument_keys(GRPOConfig), "reward_funcs": TrainerKey(("str", "list"))}
 
 
 def train(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
@@ -82,9 +80,9 @@ def open_trainer(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
         ConfigError: TRL refuses a setting, or a function of rewards cannot be found.
     """
     packing, dynamic = config.policy.sequence_packing, config.policy.dynamic_batching
-    model, names = config.model, config.grpo[_REWARDS]
-    rewards = [_reward(name) for name in ([names] if isinstance(names, str) else names)]
-    adapters = {name: value for name, value in config.grpo.items() if name.startswith(_OF_ADAPTERS)}
+    model, names = config.model, config.grpo["reward_funcs"]
+    rewards = [_load_reward(name) for name in ([names] if isinstance(names, str) else names)]
+    adapters = {name: value for name, value in config.grpo.items() if name.startswith(_ADAPTER_PREFIXES)}
     try:
         processor = AutoProcessor.from_pretrained(
             model.model, truncation_side="left", padding_side="left", trust_remote_code=model.trust_remote_code
@@ -93,8 +91,8 @@ def open_trainer(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
             model.model,
             rewards,
             args=GRPOConfig(**_arguments(config, quiet=quiet)),
-            train_dataset=_prompts(config, config.custom.train_jsonl, processor),
-            eval_dataset=_prompts(config, config.custom.val_jsonl, processor),
+            train_dataset=_open_prompts(config, config.custom.train_jsonl, processor),
+            eval_dataset=_open_prompts(config, config.custom.val_jsonl, processor),
             processing_class=processor,
             peft_config=get_peft_config(ModelConfig(**adapters)),
         )
@@ -120,14 +118,15 @@ def open_trainer(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
 
 def _arguments(config: RlConfig, *, quiet: bool) -> dict[str, Any]:
     """Return the arguments of `GRPOConfig`: what `grpo.` says, over what follows from the run."""
-    given = {name: value for name, value in config.grpo.items() if not name.startswith((*_OF_ADAPTERS, _REWARDS))}
+    others = (*_ADAPTER_PREFIXES, "reward_funcs")
+    given = {name: value for name, value in config.grpo.items() if not name.startswith(others)}
     model, on_cpu = config.model, not torch.cuda.is_available()
     loading: dict[str, Any] = {"dtype": model.torch_dtype or "auto", "trust_remote_code": model.trust_remote_code}
     if model.attn_impl not in {"auto", "varlen"}:
         loading["attn_implementation"] = model.attn_impl
     drawing: dict[str, Any] = {}
     loaded = trained_config(AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code))
-    tokens = [getattr(loaded, name, None) for name in _PLACEHOLDERS]
+    tokens = [getattr(loaded, name, None) for name in _PLACEHOLDER_KEYS]
     if any(tokens) and not given.get("use_vllm"):
         # A drawn placeholder would have no image, and no model could compute the answer.
         drawing["suppress_tokens"] = [token for token in tokens if token is not None]
@@ -144,7 +143,7 @@ def _arguments(config: RlConfig, *, quiet: bool) -> dict[str, Any]:
     return {**defaults, **given, **below, "resume_from_checkpoint": None}
 
 
-def _prompts(config: RlConfig, files: tuple[str, ...], processor: Any) -> Prompts | None:
+def _open_prompts(config: RlConfig, files: tuple[str, ...], processor: Any) -> Prompts | None:
     """Return the prompts of some data files; None if there are none."""
     if not files:
         return None
@@ -154,9 +153,9 @@ def _prompts(config: RlConfig, files: tuple[str, ...], processor: Any) -> Prompt
     return Prompts(records, config.custom, system=config.template.system, sees=isinstance(processor, ProcessorMixin))
 
 
-def _reward(name: str) -> Callable[..., Any]:
+def _load_reward(name: str) -> Callable[..., Any]:
     """Return a function of rewards; ConfigError if there is none, or where it fails."""
-    key = f"grpo.{_REWARDS}"
+    key = "grpo.reward_funcs"
     try:
         found = pkgutil.resolve_name(name)
     except Exception as error:  # whatever the user's own module raises

@@ -12,7 +12,7 @@ from packplan.adapters import files
 from packplan.adapters.config.run import parse_config
 from packplan.adapters.stores.length_table import read_length_table, read_length_table_key, write_length_table
 from packplan.app.planning.split import KnownTable, Split
-from packplan.app.wiring.runs import read_config, trainer_keys, with_inputs
+from packplan.app.wiring.runs import read_config, resolve_inputs, trainer_keys
 from packplan.app.wiring.stores import records_cache
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ArgumentError, ConfigError, StaleError
@@ -27,7 +27,7 @@ NO_LIMIT = 2**31 - 1
 are truncated."""
 
 
-def measuring_run(
+def run_to_measure(
     data: Sequence[str], output: Path, *, model: str | None, path: str | None, overrides: Sequence[str]
 ) -> RunConfig:
     """
@@ -50,7 +50,7 @@ def measuring_run(
         "training": {"output_dir": str(store_folder(output)), "packing": False},
     }
     if path is None:
-        config = with_inputs(parse_config(own, "packplan measure", trainer_keys(), overrides=overrides))
+        config = resolve_inputs(parse_config(own, "packplan measure", trainer_keys(), overrides=overrides))
     else:
         config = read_config(path, overrides)
     custom, training = config.custom, config.training
@@ -88,7 +88,7 @@ def name_output(output: Path) -> Iterator[None]:
         raise ConfigError.at("--output", reason) from None
 
 
-def open_known(path: str | Path | None, source: LengthSource, *, key: str = "custom.lengths") -> KnownTable | None:
+def open_table(path: str | Path | None, source: LengthSource, *, key: str = "custom.lengths") -> KnownTable | None:
     """
     Return the table of known lengths that a run names, if it does.
 

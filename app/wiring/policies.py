@@ -17,7 +17,7 @@ from packplan.core.samples.tables import DataFile, records_by_source
 from packplan.core.work.model import WorkModel
 
 
-def policy_of(config: RunConfig, split: str) -> PlanPolicy:
+def split_policy(config: RunConfig, split: str) -> PlanPolicy:
     """
     Return the policy by which a run plans its split `train` or `eval`, with its model's work if its
     packs depend on that.
@@ -30,7 +30,7 @@ def trained_work(config: RunConfig) -> tuple[WorkModel, str | None]:
     """
     Return the work of a run's model, forward and backward, and why it is only estimated, if it is.
     """
-    model, estimated = _model_of(config)
+    model, estimated = _model_work(config)
     training = config.training
     trained = model.trained(
         text=not training.adds_weights and not training.freeze_llm,
@@ -40,7 +40,7 @@ def trained_work(config: RunConfig) -> tuple[WorkModel, str | None]:
     return trained, estimated
 
 
-def _model_of(config: RunConfig) -> tuple[WorkModel, str | None]:
+def _model_work(config: RunConfig) -> tuple[WorkModel, str | None]:
     """Return the model's work, and why it is only estimated, if it is."""
     try:
         sizes = model_sizes(config.model)
@@ -52,7 +52,7 @@ def _model_of(config: RunConfig) -> tuple[WorkModel, str | None]:
         return WorkModel.estimated(sizes), error.fact
 
 
-def recipe_of(config: RunConfig, split: str, files: Iterable[DataFile] | None = None) -> EpochRecipe | None:
+def epoch_recipe(config: RunConfig, split: str, files: Iterable[DataFile] | None = None) -> EpochRecipe | None:
     """
     Return the recipe of a split's epochs; None where all have one plan.
 

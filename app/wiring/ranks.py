@@ -20,7 +20,7 @@ from packplan.adapters.config.trainer_keys import SETTINGS_FILES, read_settings
 from packplan.adapters.ranks.environment import name_meeting_place, require_ranks
 from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, name_lost_ranks, weight_digests
 from packplan.adapters.versions import installed_version
-from packplan.app.wiring.runs import ranks_refuse_together
+from packplan.app.wiring.runs import share_refusals
 from packplan.core.config.identity import flat_values, rank_differences, shared_values
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, OutputError, RunError, UserError, counted, in_lines
@@ -34,7 +34,7 @@ _PACKAGES = (
 
 
 @contextlib.contextmanager
-def joined_ranks(
+def join_ranks(
     config: RunConfig, *, use_cpu: bool = False, options: Mapping[str, Any] = MappingProxyType({})
 ) -> Iterator[RankGroup]:
     """
@@ -53,16 +53,16 @@ def joined_ranks(
     """
     given = {}
     if require_ranks() > 1:
-        with ranks_refuse_together():
-            given = _given(config, options)
+        with share_refusals():
+            given = _rank_values(config, options)
     settings = config.training.trainer
-    with meeting_ranks(settings, use_cpu=use_cpu) as group:
+    with open_rank_group(settings, use_cpu=use_cpu) as group:
         require_same(group, given)
         yield group
 
 
 @contextlib.contextmanager
-def meeting_ranks(settings: Mapping[str, Any], *, use_cpu: bool = False) -> Iterator[RankGroup]:
+def open_rank_group(settings: Mapping[str, Any], *, use_cpu: bool = False) -> Iterator[RankGroup]:
     """
     Join the ranks of torchrun's environment, if there are several, and leave them at the end.
 
@@ -91,7 +91,7 @@ def meeting_ranks(settings: Mapping[str, Any], *, use_cpu: bool = False) -> Iter
         raise
 
 
-def _given(config: RunConfig, options: Mapping[str, Any]) -> dict[str, str]:
+def _rank_values(config: RunConfig, options: Mapping[str, Any]) -> dict[str, str]:
     """Return the run, the options and the versions of a rank, by key."""
     versions = {"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}}
     ours = {f"version of {name}": version for name, version in versions.items()}
@@ -165,7 +165,7 @@ def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def alone_in_output(config: RunConfig, group: RankGroup, *, key: str = "training.output_dir") -> Iterator[None]:
+def lock_output(config: RunConfig, group: RankGroup, *, key: str = "training.output_dir") -> Iterator[None]:
     """
     Make the folder that a run trains into, and keep other runs from training into it until the
     block ends; every rank calls this.

@@ -37,7 +37,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: All faults of the configuration.
     """
-    return with_inputs(load_config(path, trainer_keys(), overrides=overrides))
+    return resolve_inputs(load_config(path, trainer_keys(), overrides=overrides))
 
 
 def read_rl_config(path: str | Path, overrides: Sequence[str] = ()) -> RlConfig:
@@ -47,7 +47,7 @@ def read_rl_config(path: str | Path, overrides: Sequence[str] = ()) -> RlConfig:
         from packplan.app.wiring.grpo import installed_keys
 
         keys = installed_keys()
-    return with_inputs(load_rl_config(path, keys, overrides=overrides))
+    return resolve_inputs(load_rl_config(path, keys, overrides=overrides))
 
 
 def trainer_keys() -> Mapping[str, TrainerKey]:
@@ -61,24 +61,24 @@ def trainer_keys() -> Mapping[str, TrainerKey]:
     return keys
 
 
-def with_inputs(config: Run) -> Run:
+def resolve_inputs(config: Run) -> Run:
     """
     Return a run whose model is a folder, if a cache holds it, and whose data are files.
 
     Raises:
         ConfigError: A mix cannot be read or lacks a named file, or data cannot be copied.
     """
-    model = _with_model(config.model)
+    model = _find_model(config.model)
     custom = config.custom
     if custom.fusion_config is not None:
         custom = attrs.evolve(custom, train_jsonl=load_mixes(custom.fusion_config).files)
         if faults := tuple(source_name_faults(custom)):
             raise ConfigError(config.source, faults)
-    custom = _with_copies(custom, records_cache(config), config.source)
+    custom = _copy_remote_data(custom, records_cache(config), config.source)
     return attrs.evolve(config, model=model, custom=custom)
 
 
-def _with_copies(custom: CustomConfig, cache: Path, run: str) -> CustomConfig:
+def _copy_remote_data(custom: CustomConfig, cache: Path, run: str) -> CustomConfig:
     """Return the data of a run, those at places as copies on this machine."""
     copies, faults = {}, []
     for key in ("train_jsonl", "val_jsonl"):
@@ -102,7 +102,7 @@ def _with_copies(custom: CustomConfig, cache: Path, run: str) -> CustomConfig:
     return attrs.evolve(custom, train_jsonl=train, val_jsonl=val, source_names=custom.source_names | sources)
 
 
-def _with_model(model: ModelConfig) -> ModelConfig:
+def _find_model(model: ModelConfig) -> ModelConfig:
     if not is_id(model.model):
         return model
     folder = find_cached(model.model) or (download_model(model.model) if model.download else None)
@@ -111,7 +111,7 @@ def _with_model(model: ModelConfig) -> ModelConfig:
 
 
 @contextlib.contextmanager
-def ranks_refuse_together() -> Iterator[None]:
+def share_refusals() -> Iterator[None]:
     """
     Check torchrun's environment, and let what one rank refuses inside end all: it tells the others
     when they meet, instead of leaving them to wait for it.

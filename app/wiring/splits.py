@@ -13,8 +13,8 @@ from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.samples.rows import RowsEncoder, RowsFile
 from packplan.adapters.samples.template import open_template
 from packplan.app.planning.split import Split, alignment
-from packplan.app.wiring.length_tables import open_known
-from packplan.app.wiring.policies import policy_of, recipe_of, trained_work
+from packplan.app.wiring.length_tables import open_table
+from packplan.app.wiring.policies import epoch_recipe, split_policy, trained_work
 from packplan.app.wiring.stores import open_stores, records_cache
 from packplan.core.config.run import RunConfig
 from packplan.core.samples.tables import column, sample_indices
@@ -31,12 +31,12 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
     for name, encoder in open_encoders(config).items():
         source = SwiftMeasurer(encoder, workers=config.training.packing_length_precompute_workers)
         splits[name] = Split(
-            name, policy_of(config, name), alignment(config, name), trained_work(config)[0],
-            recipe_of(config, name, encoder.data_files()),
+            name, split_policy(config, name), alignment(config, name), trained_work(config)[0],
+            epoch_recipe(config, name, encoder.data_files()),
             max_bad_share=config.custom.max_bad_share if config.custom.on_bad_record == "skip" else None,
             flush_every=config.training.packing_length_cache_persist_every,
             stores=open_stores(config, name), encoder=encoder, source=source,
-            known=open_known(config.custom.lengths, source),
+            known=open_table(config.custom.lengths, source),
         )  # fmt: skip
     return splits
 

@@ -40,7 +40,7 @@ def open_split_records(config: RunConfig, split: str) -> FileRecords:
     return open_records(paths, cache=records_cache(config))
 
 
-def write_new(path: Path, text: str) -> None:
+def write_new_file(path: Path, text: str) -> None:
     """Write the file of --output; ConfigError if another text is there."""
     if path.exists() and (not path.is_file() or path.read_text(encoding="utf-8") != text):
         raise ConfigError.at("--output", f"{path} exists and holds something else: name another file, or remove it")

@@ -181,12 +181,12 @@ def _open_model(
     # Where the text's weights are frozen, a batch without images would depend on nothing that is
     # trained.
     if samples.sees_images and (group.world_size > 1 or config.training.freeze_llm):
-        keep_in_step(model, template, arguments)
+        use_tower_in_each_batch(model, template, arguments)
     template.packing = template.padding_free = config.training.packing
     return template, model
 
 
-def keep_in_step(model: Any, template: Any, arguments: TrainingArguments) -> None:
+def use_tower_in_each_batch(model: Any, template: Any, arguments: TrainingArguments) -> None:
     """
     Let ranks that share a model's weights or gradients use all of its vision tower in every batch.
 
@@ -246,12 +246,12 @@ def build_trainer(
         args=arguments,
         template=template,
         train_dataset=PackedDataset(train.encoder, train.raw.packs, train.table, packed=train.policy.packing),
-        eval_dataset=_evaluated(splits.get("eval")),
+        eval_dataset=_eval_dataset(splits.get("eval")),
         row_ranks=row_ranks,
     )
 
 
-def _evaluated(split: Split | None) -> PackedDataset | None:
+def _eval_dataset(split: Split | None) -> PackedDataset | None:
     """Return the packs that are evaluated; None without any, or where they teach nothing."""
     if split is None or not split.teaches:
         return None
@@ -325,5 +325,5 @@ def build_stream_trainer(
         args=arguments,
         template=template,
         train_dataset=StreamedPacks(encoder, order, options, rank=group.rank, world_size=group.world_size),
-        eval_dataset=_evaluated(splits.get("eval")),
+        eval_dataset=_eval_dataset(splits.get("eval")),
     )

@@ -18,7 +18,7 @@ from packplan.adapters.trainer.checkpoints import (
     remove_digests,
     write_digests,
 )
-from packplan.adapters.trainer_state import seal_saves
+from packplan.adapters.trainer_state import save_with_digest
 from packplan.core.errors import ConfigError, StaleError
 from packplan.core.fingerprint import Fingerprint, RunIdentity
 from packplan.core.schedule import EpochSegment, Progress, ResumeState
@@ -103,7 +103,7 @@ def save(folder: Path, state: ResumeState | StreamState, *, moments: bytes = b""
     write_digests(folder, share=0, num_shares=1)
     kept = progress_entry(state) | attention_to_state("varlen")
     held = TrainerState(3, {**kept, "Control": {"should_epoch_stop": False}})
-    seal_saves(held)
+    save_with_digest(held)
     held.save_to_json(folder / "trainer_state.json")
 
 

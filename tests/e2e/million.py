@@ -62,12 +62,12 @@ def store(folder: Path, lengths: np.ndarray, *, packing_length: int, world_size:
 
 def plan_as_rank(path: str, out: str) -> int:
     """Plan stored samples on one rank; write the bytes that this took beyond what the rank held."""
-    from packplan.app.wiring.ranks import joined_ranks
+    from packplan.app.wiring.ranks import join_ranks
 
     config = read_config(Path(path))
     source: Any = StoredSamples(np.load(Path(path).with_name(LENGTHS), mmap_mode="r"))
     stores, policy = open_stores(config, "train"), plan_policy(config, "train")
-    with joined_ranks(config, use_cpu=True) as group:
+    with join_ranks(config, use_cpu=True) as group:
         before = reset_peak()
         plan_split(Split("train", policy, stores=stores, encoder=source, source=source), Ranks(group, timeout_s=600))
         Path(out, f"bytes{os.environ['RANK']}").write_text(str(peak_bytes() - before))

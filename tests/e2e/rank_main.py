@@ -19,7 +19,7 @@ with loading_libraries():
     from packplan.adapters.samples.measurer import SwiftMeasurer
     from packplan.adapters.trainer import loader
     from packplan.app.sft import train as way
-    from packplan.app.wiring.ranks import joined_ranks
+    from packplan.app.wiring.ranks import join_ranks
     from packplan.app.wiring.runs import read_config
     from tests.e2e.alone import Gradients, silence
     from tests.e2e.ready import train
@@ -59,7 +59,7 @@ def main(config: str, out: str, fault: str = "") -> int:
         if fault == "measure":
             SwiftMeasurer.measure = _fail
         run = read_config(config)
-        with joined_ranks(run) as group:
+        with join_ranks(run) as group:
             result = train(run, group)
         seen = {"rank": group.rank, "fetched": fetched, "samples": samples, **_told(result)}
         Path(out, f"rank{group.rank}.json").write_text(json.dumps(seen))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from packplan.adapters.ranks.torch_group import weight_digests
 from packplan.app.sft import stream
 from packplan.app.wiring import ranks
-from packplan.app.wiring.ranks import joined_ranks
+from packplan.app.wiring.ranks import join_ranks
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.trainers import open_checkpoint
 from packplan.core.config.identity import rank_differences
@@ -108,9 +108,9 @@ def test_a_lost_rank_is_one_sentence_wherever_torch_notices_it(write_run):
     gloo = "[/a/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:1. This is typically caused by"
     said = "another rank is gone, so rank 0 cannot go on: Connection closed by peer [10.0.0.1]:1"
 
-    with pytest.raises(RunError, match=f"^{re.escape(said)}$"), joined_ranks(config):
+    with pytest.raises(RunError, match=f"^{re.escape(said)}$"), join_ranks(config):
         raise RuntimeError(gloo)
-    with pytest.raises(RuntimeError, match=r"^shapes differ$"), joined_ranks(config):
+    with pytest.raises(RuntimeError, match=r"^shapes differ$"), join_ranks(config):
         raise RuntimeError("shapes differ")
 
 
@@ -150,7 +150,7 @@ def test_files_of_settings_and_mixes_are_compared_by_their_content(write_run, te
         mix.write_text(f"sources: [{{jsonl: {data}, ratio: {ratio}}}]\n{more}")
         custom = {"fusion_config": str(mix), "train_jsonl": None, "trainer_variant": "rollout"}
         keys = {"deepspeed": str(settings), "max_steps": 2, "packing_mode": "dynamic"}
-        return ranks._given(read_config(write_run("qwen2", name=name, custom=custom, training=keys)), {})
+        return ranks._rank_values(read_config(write_run("qwen2", name=name, custom=custom, training=keys)), {})
 
     one = given("one", 2, "0.5", text_jsonl)
 

@@ -83,7 +83,7 @@ def test_accumulated_gradients_are_there_throughout(write_run, forecast_of):
 @pytest.fixture
 def tracer_of():
     """Return a function that opens the tracer of a run of one rank, and its first sample."""
-    from packplan.app.wiring.forecasts import as_traced, open_step_tracer
+    from packplan.app.wiring.forecasts import open_step_tracer, traced_run
     from packplan.app.wiring.runs import read_config
     from packplan.app.wiring.splits import open_splits
     from packplan.app.wiring.verdicts import decide_attention
@@ -92,7 +92,7 @@ def tracer_of():
 
         def open_tracer(path, *, on_gpu):
             config = read_config(path, [f"training.use_cpu={not on_gpu}".lower()])
-            attention = decide_attention(as_traced(config), isolated=True)
+            attention = decide_attention(traced_run(config), isolated=True)
             samples = open_splits(config)["train"].encoder
             options = {"attention": attention, "sharding": "ddp", "world_size": 1, "accumulates": False}
             tracer = opened.enter_context(open_step_tracer(config, samples, **options))

@@ -88,14 +88,14 @@ def planner_of(path: Path) -> EpochPlanner:
     """Return the planner of a run whose plans are built."""
     from packplan.app.planning.epochs import samples_of
     from packplan.app.planning.stored_lengths import open_lengths
-    from packplan.app.wiring.policies import policy_of, recipe_of
+    from packplan.app.wiring.policies import epoch_recipe, split_policy
     from packplan.app.wiring.stores import open_stores
 
     config = read_config(path)
     lengths = open_lengths(open_stores(config, "train").lengths)
-    policy = policy_of(config, "train")
+    policy = split_policy(config, "train")
     return EpochPlanner(
-        policy, recipe_of(config, "train"), samples_of(policy, lengths.rows.table, lengths.origin.files)
+        policy, epoch_recipe(config, "train"), samples_of(policy, lengths.rows.table, lengths.origin.files)
     )
 
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from packplan.adapters.hf.following import ServesPacks
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import sft
-from packplan.app.wiring.ranks import alone_in_output
+from packplan.app.wiring.ranks import lock_output
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.trainers import open_checkpoint
 from packplan.core.errors import ConfigError, OutputError, StaleError
@@ -268,7 +268,7 @@ def test_ranks_meet_where_rank_zero_cannot_write(write_run):
 
     for rank, error, says in ((0, OutputError, "/dev/null/run cannot be written"), (1, ConfigError, "rank 0 cannot")):
         group = SimpleNamespace(rank=rank, any=partial(meet, rank))
-        with pytest.raises(error, match=says), alone_in_output(config, group):
+        with pytest.raises(error, match=says), lock_output(config, group):
             raise AssertionError
     assert [(0, True), (1, False)] == met
 
@@ -276,7 +276,7 @@ def test_ranks_meet_where_rank_zero_cannot_write(write_run):
 def test_two_runs_do_not_train_into_one_folder(write_run, tmp_path, capsys):
     """The second is refused by key, as long as the first trains."""
     path = write_run("qwen2", training=KEYS)
-    with alone_in_output(read_config(path), OneRank()):
+    with lock_output(read_config(path), OneRank()):
         assert 2 == sft.main([str(path)])
     assert "training.output_dir: is " in (said := capsys.readouterr().err)
     assert "which another run trains into" in said

@@ -8,7 +8,7 @@ import yaml
 
 from packplan.adapters.config.run import load_mixes, parse_config
 from packplan.app.wiring.policies import require_mixes
-from packplan.app.wiring.runs import require_inputs, with_inputs
+from packplan.app.wiring.runs import require_inputs, resolve_inputs
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError
 from packplan.core.samples.tables import DataFile
@@ -60,7 +60,7 @@ def files_of(config: RunConfig) -> list[DataFile]:
 def faults_of_inputs(path: str) -> list[str]:
     """Return the faults of the data of a run of the mixes in *path*."""
     with pytest.raises(ConfigError) as raised:
-        require_inputs(with_inputs(run(path)))
+        require_inputs(resolve_inputs(run(path)))
     return [str(fault) for fault in raised.value.faults if fault.path.startswith("custom")]
 
 
@@ -69,10 +69,10 @@ def test_a_file_is_one_however_it_is_spelled(here):
     (here / "link.jsonl").symlink_to(here / "b.jsonl")
     spellings = [source("a")], [{"jsonl": str(here / "a.jsonl"), "ratio": 1}, source("./b")], [source("link")]
 
-    config = with_inputs(run(written(here, *spellings)))
+    config = resolve_inputs(run(written(here, *spellings)))
 
     assert ("a.jsonl", "./b.jsonl") == config.custom.train_jsonl == require_mixes(config, files_of(config)).files
-    twice = with_inputs(run(written(here, [source("a")], [source("a"), source("../" + here.name + "/a")])))
+    twice = resolve_inputs(run(written(here, [source("a")], [source("a"), source("../" + here.name + "/a")])))
     with pytest.raises(ConfigError, match=r"curriculum\[1\]\.sources\[1\]\.jsonl: is a\.jsonl, as sources\[0\]"):
         require_mixes(twice, files_of(twice))
 
@@ -89,7 +89,7 @@ def test_files_are_looked_at_by_their_keys_before_libraries_are_loaded(here):
 def test_tokens_are_counted_by_static_plans_alone(here):
     """What is drawn before it is measured takes samples."""
     path = written(here, [source("a")], by="tokens")
-    stream, planned = with_inputs(run(path, **STREAM)), with_inputs(run(path))
+    stream, planned = resolve_inputs(run(path, **STREAM)), resolve_inputs(run(path))
 
     with pytest.raises(ConfigError, match=r"curriculum\[0\]\.by: "):
         require_mixes(stream, files_of(stream))
@@ -101,9 +101,9 @@ def test_sources_of_a_mix_have_names(here):
     path = written(here, [source("a")])
     names = {"a.jsonl": "chats", "v.jsonl": "held out"}
 
-    assert with_inputs(run(path, val_jsonl=["v.jsonl"], source_names=names))
+    assert resolve_inputs(run(path, val_jsonl=["v.jsonl"], source_names=names))
     with pytest.raises(ConfigError, match=r"custom\.source_names\.b\.jsonl: is no entry of custom\.fusion_config"):
-        with_inputs(run(path, source_names={"b.jsonl": "books"}))
+        resolve_inputs(run(path, source_names={"b.jsonl": "books"}))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_stream_follows_a_curriculum(here):
     from packplan.app.sft.stream import _order
 
     path = written(here, [source("c", count=2)], [source("a", count=3), source("b", count=5)])
-    config = with_inputs(run(path, **STREAM))
+    config = resolve_inputs(run(path, **STREAM))
 
     order = _order(config, files_of(config))
 

@@ -17,7 +17,7 @@ from packplan.core.forecast import (
     StepTime,
     Timing,
     calibration_packs,
-    fit,
+    fit_steps,
     forecast_run,
 )
 from packplan.core.packs import Packs
@@ -52,7 +52,7 @@ TERMS = st.lists(st.tuples(*[st.integers(1, 50)] * 4), min_size=12, max_size=24,
 @given(step_times(), TERMS, TERMS)
 def test_steps_that_follow_the_terms_are_predicted_exactly(time, seen, others):
     """Also steps that were not measured, where the measured ones vary in every direction."""
-    found = fit(steps_of(time, seen))
+    found = fit_steps(steps_of(time, seen))
     spans = np.linalg.matrix_rank(np.column_stack([np.ones(len(seen)), seen])) == 5
     event(f"vary in every direction: {spans}")
 
@@ -65,14 +65,14 @@ def test_steps_that_something_slowed_down_do_not_count():
     """A quarter of them takes thrice as long; least squares would say so of all."""
     time, terms = StepTime(1, 0, 2, 0, 0), [(1, number, 0, 0) for number in range(1, 25)]
 
-    found = fit(steps_of(time, terms, slowed=range(0, 24, 4)))
+    found = fit_steps(steps_of(time, terms, slowed=range(0, 24, 4)))
 
     assert attrs.astuple(time) == pytest.approx(attrs.astuple(found))
 
 
 def test_a_term_that_does_not_vary_is_part_of_the_constant():
     """Of equal packs, nothing says which part of a step they are; what is absent stays 0."""
-    found = fit(steps_of(StepTime(1, 2, 3, 0, 0), [(4, 5, number, 0) for number in range(1, 9)]))
+    found = fit_steps(steps_of(StepTime(1, 2, 3, 0, 0), [(4, 5, number, 0) for number in range(1, 9)]))
 
     assert (0, 0, 0) == (found.pack, found.text, found.vision)
     assert found.step == pytest.approx(1 + 2 * 4 + 3 * 5)

@@ -11,7 +11,7 @@ import attrs
 import pytest
 
 from packplan.adapters.config.run import parse_config
-from packplan.app.wiring.policies import policy_of
+from packplan.app.wiring.policies import split_policy
 from packplan.core.config.faults import run_faults
 from packplan.core.config.identity import configured_inputs, plan_policy, stream_inputs
 from packplan.core.config.keys import key_of, keys_of
@@ -121,7 +121,7 @@ def changed(config: Any, path: str) -> Any:
 
 
 def digests_of_plans(config: RunConfig) -> list[str]:
-    return [policy_of(config, split).fingerprint("d").digest for split in ("train", "eval")]
+    return [split_policy(config, split).fingerprint("d").digest for split in ("train", "eval")]
 
 
 def plans_differ(digests: list[str], config: RunConfig) -> bool:

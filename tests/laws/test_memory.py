@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from packplan.core.forecast import (
     KINDS,
     StepTrace,
+    add_margin,
+    bytes_text,
     candidate_packs,
-    longest_fitting,
+    find_longest,
     parse_bytes,
-    with_margin,
-    written_bytes,
 )
 
 POWERS = {"B": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4}
@@ -37,7 +37,7 @@ def test_an_amount_that_is_none_is_refused(text):
 def test_amounts_are_written_in_the_largest_unit():
     """An amount is written with two digits in B, KiB, MiB or GiB."""
     assert ["1.00 B", "1.00 KiB", "1.00 MiB", "2,048.00 GiB"] == [
-        written_bytes(1), written_bytes(1024), written_bytes(2**20), written_bytes(2**41)
+        bytes_text(1), bytes_text(1024), bytes_text(2**20), bytes_text(2**41)
     ]  # fmt: skip
 
 
@@ -111,16 +111,16 @@ def test_the_length_that_is_found_fits_and_its_peak_is_its_own(shape, start, lim
         tried[tokens] = fixed + slope * tokens + jump * max(0, tokens - bend)
         return tried[tokens]
 
-    found = longest_fitting(peak_at, start=start, limit=limit, most=most)
+    found = find_longest(peak_at, start=start, limit=limit, most=most)
 
     assert len(tried) <= 4
     if found.tokens:
         assert tried[found.tokens] == found.peak
-        assert with_margin(found.peak) <= limit + 1
+        assert add_margin(found.peak) <= limit + 1
         assert found.tokens <= most
         assert found.limited == (found.tokens == most)
     else:
-        assert all(with_margin(peak) > limit or tokens > most for tokens, peak in tried.items())
+        assert all(add_margin(peak) > limit or tokens > most for tokens, peak in tried.items())
 
 
 @given(st.integers(1, 500), st.integers(64, 4096), st.integers(10, 1000))
@@ -128,7 +128,7 @@ def test_where_memory_is_a_line_the_longest_length_is_exact(slope, start, times)
     """On a line the first guess is right: 128 tokens more would not fit."""
     limit = int(1.1 * slope * 64 * times)
 
-    found = longest_fitting(lambda tokens: slope * tokens, start=start, limit=limit, most=10**6)
+    found = find_longest(lambda tokens: slope * tokens, start=start, limit=limit, most=10**6)
 
     assert found.tokens in {64 * times, 64 * (times - 1), 64 * times - 128, start, 2 * start}
     assert found.tokens >= 64 * (times - 2)
@@ -136,7 +136,7 @@ def test_where_memory_is_a_line_the_longest_length_is_exact(slope, start, times)
 
 def test_a_line_that_misleads_leaves_the_longest_of_those_that_fit():
     """After two lengths that do not fit, no further one is traced."""
-    found = longest_fitting(
+    found = find_longest(
         lambda tokens: tokens + 100 * max(0, tokens - 3000), start=1000, limit=11_000, most=131_072
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ import pytest
 
 from packplan.app.planning.epochs import table_works
 from packplan.app.planning.schedule import balanced_sync_point
-from packplan.app.wiring.policies import policy_of, trained_work
+from packplan.app.wiring.policies import split_policy, trained_work
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.work.model import WorkModel
 
@@ -89,8 +89,8 @@ def test_only_packs_that_weigh_work_are_planned_by_it(tmp_path):
     """So that another model plans nothing again elsewhere."""
     (tmp_path / "config.json").write_text(json.dumps(TEXT))
 
-    assert policy_of(run(str(tmp_path)), "train").work is None
-    balanced = policy_of(run(str(tmp_path), packing_algorithm="balanced"), "train")
+    assert split_policy(run(str(tmp_path)), "train").work is None
+    balanced = split_policy(run(str(tmp_path), packing_algorithm="balanced"), "train")
     assert WorkModel.from_config(TEXT).trained() == balanced.work
     assert balanced.uses_works
     assert not attrs.evolve(balanced, algorithm="certified").uses_works

@@ -106,10 +106,10 @@ def train() -> None:
     """Train as `app/demo.yaml` says, and print how the loss fell."""
     with loading_libraries():
         from packplan.app.sft.train import train as train_run
-        from packplan.app.wiring.ranks import joined_ranks
+        from packplan.app.wiring.ranks import join_ranks
 
     config = read_config(CONFIG)
-    with joined_ranks(config) as group:
+    with join_ranks(config) as group:
         trainer, splits = train_run(config, group)
     evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

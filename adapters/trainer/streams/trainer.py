@@ -26,7 +26,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from packplan.adapters.trainer.base import CheckedTrainer
 from packplan.adapters.trainer.checkpoints import progress_entry
 from packplan.adapters.trainer.loader import LENGTHS, Batch, PackLoader, weightless
-from packplan.adapters.trainer_state import seal_saves
+from packplan.adapters.trainer_state import save_with_digest
 from packplan.core.errors import DataSetError, agree, counted
 from packplan.core.fingerprint import from_plain, to_plain
 from packplan.core.packs import filled_tokens
@@ -130,7 +130,7 @@ class StreamTrainer(CheckedTrainer):
 
     def _init_training_state(self, max_steps: int, *arguments: Any, **options: Any) -> tuple[int, int]:
         super()._init_training_state(max_steps, *arguments, **options)
-        seal_saves(self.state)
+        save_with_digest(self.state)
         # The settings of this run apply, not those in the checkpoint.
         self.state.compute_steps(self.args, max_steps)
         # No batch is skipped, since the data set goes on by itself. Generators are then restored
