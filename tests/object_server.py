@@ -1,17 +1,30 @@
-"""A server of objects on this machine: files over http and the reading part of S3; counts."""
+"""A server of objects on this machine: files over http, the reading part of S3, and faults."""
 
 import hashlib
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 KEY = "AKIDPACKPLANTEST"
+
+
+class Reply(NamedTuple):
+    """An answer in place of an object."""
+
+    status: int = 200
+    body: bytes = b""
+    headers: dict[str, str] | None = None
+    """Headers beside none; None says how long the body is."""
+    pause_s: float = 0
+    """Seconds before each byte."""
 
 
 class ObjectServer(ThreadingHTTPServer):
@@ -24,6 +37,8 @@ class ObjectServer(ThreadingHTTPServer):
         self.held: dict[str, bytes] = {}
         self.private: set[str] = set()
         """Buckets that ask for a signature."""
+        self.faults: dict[str, list[Reply]] = {}
+        """Path -> answers in place of the object, one after the other; the last one stays."""
         self.sends_parts = True
         self.asked: Counter[str] = Counter()
         """Requests by path."""
@@ -48,6 +63,10 @@ class _Answers(BaseHTTPRequestHandler):
         asked = urlsplit(self.path)
         path, query = unquote(asked.path), parse_qs(asked.query, keep_blank_values=True)
         self.server.asked[path] += 1
+        if faults := self.server.faults.get(path):
+            reply = faults.pop(0) if len(faults) > 1 else faults[0]
+            self.close_connection = True
+            return self._answer(reply.status, reply.body, reply.headers, reply.pause_s)
         bucket = path.split("/")[1]
         if bucket in self.server.private and f"Credential={KEY}/" not in self.headers.get("Authorization", ""):
             return self._answer(403, b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>")
@@ -68,7 +87,7 @@ class _Answers(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(held)}" if sent else f"bytes */{len(held)}"
         if self.command == "GET":
             self.server.sent[path] += len(sent)
-        self._answer(status, sent, headers)
+        self._answer(status, sent, {**headers, "Content-Length": str(len(sent))})
 
     def _listed(self, bucket: str, prefix: str) -> bytes:
         start = f"/{bucket}/"
@@ -81,13 +100,15 @@ class _Answers(BaseHTTPRequestHandler):
         about = f"<Name>{bucket}</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(keys)}</KeyCount>"
         return f"<ListBucketResult>{about}<IsTruncated>false</IsTruncated>{listed}</ListBucketResult>".encode()
 
-    def _answer(self, status: int, held: bytes, headers: dict[str, str] | None = None) -> None:
+    def _answer(self, status: int, held: bytes, headers: dict[str, str] | None = None, pause_s: float = 0) -> None:
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(held)), **(headers or {})}.items():
+        for name, value in ({"Content-Length": str(len(held))} if headers is None else headers).items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(held)
+        with suppress(OSError):  # whoever asked is gone
+            for part in (bytes([byte]) for byte in held) if pause_s else [held]:
+                time.sleep(pause_s)
+                self.wfile.write(part if self.command == "GET" else b"")
 
 
 @contextmanager

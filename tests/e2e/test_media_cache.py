@@ -1,15 +1,9 @@
 """Images of URLs are fetched once, whole and checked, whatever a server does."""
 
-import contextlib
 import hashlib
 import io
 import json
-import threading
 import time
-from collections import Counter
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import NamedTuple
 
 import pytest
 from PIL import Image
@@ -17,6 +11,7 @@ from PIL import Image
 from packplan.adapters.samples.downloads import MAX_BYTES, MediaCache
 from packplan.adapters.samples.remote_files import Timeouts
 from packplan.core.errors import OutputError
+from tests.object_server import Reply, serving
 
 
 def png(color: str) -> bytes:
@@ -29,98 +24,37 @@ RED = png("red")
 
 QUICK = Timeouts(total_s=0.5, read_s=0.3, retry_waits_s=(0.0, 0.0))
 
-
-class Reply(NamedTuple):
-    """An answer to a request."""
-
-    body: bytes = RED
-    status: int = 200
-    headers: dict[str, str] | None = None
-    """None says how long the body is."""
-
-    pause_s: float = 0
-    """Seconds before each byte."""
-
-
-REPLIES = {
-    "/loop": Reply(b"", 302, {"Location": "/loop"}),
-    "/missing": Reply(b"", 404),
-    "/cut": Reply(RED[:-20], headers={"Content-Length": str(len(RED))}),
-    "/chunks": Reply(b"50\r\n" + RED[:20], headers={"Transfer-Encoding": "chunked"}),
-    "/text": Reply(b"<html>please log in</html>"),
-    "/damaged": Reply(RED[:60]),
-    "/large": Reply(b"", headers={"Content-Length": "1001"}),
-    "/private": Reply(b"", 403),
-    "/endless": Reply(RED * 800, headers={}),
-    "/silent": Reply(pause_s=1),
-    "/drip": Reply(pause_s=0.05),
+FAULTS = {
+    "/missing": Reply(404),
+    "/private": Reply(403),
+    "/cut": Reply(200, RED[:-20], {"Content-Length": str(len(RED))}),
+    "/chunks": Reply(200, b"50\r\n" + RED[:20], {"Transfer-Encoding": "chunked"}),
+    "/text": Reply(200, b"<html>please log in</html>"),
+    "/damaged": Reply(200, RED[:60]),
+    "/large": Reply(200, b"", {"Content-Length": "1001"}),
+    "/endless": Reply(200, RED * 800, {}),
+    "/silent": Reply(200, RED, pause_s=1),
+    "/drip": Reply(200, RED, pause_s=0.05),
+    "/loop": Reply(302, headers={"Location": "/loop"}),
+    "/to-file": Reply(302, headers={"Location": "file:///etc/passwd"}),
+    "/to-ftp": Reply(302, headers={"Location": "ftp://127.0.0.1/a.png?hidden"}),
 }
-
-
-class Server(ThreadingHTTPServer):
-    """Serves images, and faults, by path."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answers)
-        self.asked: Counter[str] = Counter()
-        self.images = {"/red.png": RED, "/blue": png("blue"), "/%20é.png": png("green")}
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Answers(BaseHTTPRequestHandler):
-    """Answers a request."""
-
-    server: Server
-
-    def log_message(self, *_):
-        """Write nothing."""
-
-    def do_HEAD(self):
-        """Answer as to a GET, without the body."""
-        self.do_GET()
-
-    def do_GET(self):
-        """Answer by path: a redirect, a server that is busy twice, a fault, or an image."""
-        self.server.asked[self.path] += self.command == "GET"
-        reply = REPLIES.get(self.path.partition("?")[0], Reply(self.server.images.get(self.path, RED)))
-        if self.path.startswith("/to/"):
-            reply = Reply(b"", 302, {"Location": self.path.removeprefix("/to/")})
-        if self.path == "/busy" and self.server.asked[self.path] < 3:
-            reply = Reply(b"", 503)
-        self.send_response(reply.status)
-        for name, value in (
-            {"Content-Length": str(len(reply.body))} if reply.headers is None else reply.headers
-        ).items():
-            self.send_header(name, value)
-        self.end_headers()
-        with contextlib.suppress(OSError):  # whoever asked is gone
-            if self.command == "HEAD":
-                return
-            for byte in reply.body if reply.pause_s else ():
-                time.sleep(reply.pause_s)
-                self.wfile.write(bytes([byte]))
-            self.wfile.write(b"" if reply.pause_s else reply.body)
+"""Path -> what a server answers there."""
 
 
 @pytest.fixture(scope="module")
-def serving():
-    """Serve, on this machine alone."""
-    server = Server()
-    thread = threading.Thread(target=partial(server.serve_forever, poll_interval=0.01))
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+def serving_all():
+    with serving() as objects:
+        yield objects
 
 
 @pytest.fixture
-def server(serving):
-    serving.asked.clear()
-    serving.images["/red.png"] = RED
-    return serving
+def server(serving_all):
+    """Return a server of one red image and all faults."""
+    serving_all.asked.clear()
+    serving_all.held = {"/red.png": RED}
+    serving_all.faults = {path: [reply] for path, reply in FAULTS.items()}
+    return serving_all
 
 
 @pytest.fixture
@@ -138,14 +72,15 @@ def left(cache):
 
 def test_an_image_is_fetched_once(cache, server):
     """By whoever asks, under the digest of its content; a server that is busy is asked again."""
+    server.faults["/to"] = [Reply(302, headers={"Location": "/red.png"})]
+    server.faults["/busy"] = [Reply(503), Reply(503), Reply(200, RED)]
     first = cache().path(f"{server.url}/red.png")
 
     assert hashlib.sha256(RED).hexdigest() == first.rsplit("/", 1)[1]
-    assert first == cache().path(f"{server.url}/red.png") == cache().path(f"{server.url}/to//red.png")
-    assert 1 + 1 == server.asked["/red.png"]
-    assert 1 + 2 == len(left(cache()))
+    assert first == cache().path(f"{server.url}/red.png") == cache().path(f"{server.url}/to")
+    assert 3 == len(left(cache()))
     assert first == cache().path(f"{server.url}/busy")
-    assert 3 == server.asked["/busy"]
+    assert 2 * len(RED) == server.sent["/red.png"]
 
 
 @pytest.mark.parametrize(
@@ -162,8 +97,8 @@ def test_an_image_is_fetched_once(cache, server):
         ("/silent", "in 3 attempts|took more than"),
         ("/drip", r"took more than 0\.5 s"),
         ("/loop", "TooManyRedirects"),
-        ("/to/file:///etc/passwd", "Redirect.*: file:///etc/passwd"),
-        ("/to/ftp://127.0.0.1/a.png", "Redirect.*: ftp://127.0.0.1/a.png"),
+        ("/to-file", "Redirect.*: file:///etc/passwd"),
+        ("/to-ftp", "Redirect.*: ftp://127.0.0.1/a.png"),
     ],
 )
 def test_what_is_no_whole_image_is_refused_and_not_kept(cache, server, path, says, monkeypatch):
@@ -177,7 +112,7 @@ def test_what_is_no_whole_image_is_refused_and_not_kept(cache, server, path, say
 
     assert time.monotonic() - started < 3
     assert [] == left(held)
-    assert server.asked[path] <= 6
+    assert server.asked[path] <= 6 + 6 * (path == "/loop")
 
 
 @pytest.mark.parametrize("url", ["http://", "http://127.0.0.1:1/a.png", "http://[/a.png", "http://127.0.0.1:x/a.png"])
@@ -196,7 +131,7 @@ def test_another_image_in_place_of_one_that_is_gone_is_refused(cache, server):
     assert first == cache().path(url)
 
     (cache().folder / first.rsplit("/", 2)[1] / first.rsplit("/", 1)[1]).unlink()
-    server.images["/red.png"] = png("black")
+    server.held["/red.png"] = png("black")
     with pytest.raises(ValueError, match="the server has another one now"):
         cache().path(url)
     (note,) = cache().folder.rglob("*.json")
@@ -219,7 +154,7 @@ def test_what_may_be_a_credential_is_in_no_message_and_no_note(cache, server):
     (note,) = held.folder.rglob("*.json")
     assert f"{server.url}/red.png?…" == json.loads(note.read_text())["url"]
     with pytest.raises(ValueError, match=r"ftp://127.0.0.1/a.png\?…"):
-        held.path(f"{server.url}/to/ftp://127.0.0.1/a.png?hidden")
+        held.path(f"{server.url}/to-ftp")
 
 
 def test_a_folder_that_cannot_be_written_is_no_fault_of_a_record(cache, server, tmp_path):
