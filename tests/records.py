@@ -1,5 +1,8 @@
 """Records that several tests begin with."""
 
+import json
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
@@ -24,3 +27,9 @@ def chat(*messages: Any, **more: Any) -> dict[str, Any]:
 def asked(content: Any, **more: Any) -> dict[str, Any]:
     """Return a record whose user says this, and of more keys."""
     return chat({"role": "user", "content": content}, ANSWER, **more)
+
+
+def write_lines(path: Path, records: Iterable[object]) -> Path:
+    """Write records as JSON Lines, and return the path."""
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path

@@ -1,6 +1,5 @@
 """Lengths from images' headers are the lengths of full encodes."""
 
-import json
 import random
 import re
 from itertools import product
@@ -12,7 +11,7 @@ from PIL import Image
 
 from packplan.core.errors import RecordError
 from tests.e2e.test_videos import measurer_of
-from tests.records import asked, chat
+from tests.records import asked, chat, write_lines
 
 ORIENTATION = 274
 
@@ -62,8 +61,7 @@ def test_headers_give_the_lengths_of_full_encodes(case, pictures, write_run, tmp
         )
         for number, images in enumerate(records, start=1)
     ]
-    data = tmp_path / "pictures.jsonl"
-    data.write_text("\n".join(map(json.dumps, lines)))
+    data = write_lines(tmp_path / "pictures.jsonl", lines)
     run = write_run(model_type, custom={"train_jsonl": str(data)}, template={"max_pixels": max_pixels})
     samples, encoder = measurer_of(run)
     pages = []
@@ -89,8 +87,7 @@ def test_headers_give_the_lengths_of_full_encodes(case, pictures, write_run, tmp
 def test_a_shape_that_the_processor_refuses_is_refused_from_its_header(write_run, tmp_path, size, max_pixels, says):
     """With the record's line, as a full encode does."""
     Image.new("RGB", size).save(tmp_path / "line.png")
-    data = tmp_path / "line.jsonl"
-    data.write_text(json.dumps(asked("<image>?", images=["line.png"])))
+    data = write_lines(tmp_path / "line.jsonl", [asked("<image>?", images=["line.png"])])
     samples, _ = measurer_of(write_run(custom={"train_jsonl": str(data)}, template={"max_pixels": max_pixels}))
 
     for in_full in (False, True):

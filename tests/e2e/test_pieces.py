@@ -1,6 +1,5 @@
 """Lengths that are counted from the template's texts are those of full encodes."""
 
-import json
 import random
 
 import pytest
@@ -8,9 +7,9 @@ from PIL import Image
 from swift.template import Template
 
 from packplan.adapters.samples.shortcut import PieceCounter, prove_pieces
-from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.splits import open_splits
 from packplan.core.samples.tables import MeasuredSample, ShortcutError
+from tests.e2e.test_videos import measurer_of
+from tests.records import write_lines
 
 MARKS = (
     "<|im_end|>", "<|im_start|>user\n", "<think>\nso\n</think>\n\n", "<bbox>", "<ref-object>", "<video>", "  ", "\n",
@@ -51,16 +50,9 @@ def samples(write_run, tmp_path):
     """Return a function that writes records and opens what measures them, by a model's template."""
 
     def open_(of, records, **template):
-        data = tmp_path / "records.jsonl"
-        data.write_text("\n".join(map(json.dumps, records)))
-        path = write_run(
-            of,
-            custom={"train_jsonl": str(data)},
-            template=template,
-            training={"packing_length_precompute_workers": 1},
-        )
-        config = read_config(path)
-        return open_splits(config)["train"].source
+        data = str(write_lines(tmp_path / "records.jsonl", records))
+        training = {"packing_length_precompute_workers": 1}
+        return measurer_of(write_run(of, custom={"train_jsonl": data}, template=template, training=training))[0]
 
     return open_
 
