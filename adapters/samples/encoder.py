@@ -2,7 +2,7 @@
 
 import bisect
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import groupby
@@ -20,7 +20,6 @@ from packplan.adapters.samples.downloads import MediaCache, fetch_medium
 from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial_masks, measure_encoded
 from packplan.adapters.samples.media_files import VideoFacts, image_facts, read_size, video_facts
 from packplan.adapters.samples.media_lengths import VideoLengths, shrink_size
-from packplan.adapters.samples.template import open_template
 from packplan.adapters.samples.video_reading import (
     Sampling,
     decode_fault,
@@ -28,9 +27,8 @@ from packplan.adapters.samples.video_reading import (
     reads_videos,
     video_sampling,
 )
-from packplan.core.config.run import CustomConfig, ModelConfig, TemplateConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.errors import RecordError, StaleError, counted
-from packplan.core.fingerprint import Value
 from packplan.core.samples.media import Image, Video
 from packplan.core.samples.shapes import MIXABLE, to_shape
 from packplan.core.samples.tables import DataFile, Measurement, MediaFacts, Table, from_row
@@ -50,23 +48,6 @@ _TRIED = 1000
 """Records of a file, from its first, that may be none before its shape is said to be unknown."""
 
 
-@attrs.frozen
-class SampleSpec:
-    """Everything that decides how records become samples; picklable for worker processes."""
-
-    model: ModelConfig
-    template: TemplateConfig
-    custom: CustomConfig
-    paths: tuple[str, ...]
-    packing_length: int
-
-    cache: Path | None = None
-    """Folder of copies of data files that cannot be read in any order."""
-
-    inputs: Mapping[str, Value] = attrs.field(factory=dict)
-    """Further inputs of lengths: what a command of ms-swift says."""
-
-
 class SwiftEncoder:
     """
     Encodes samples for training, where `adapters.samples.measurer` measured them.
@@ -77,20 +58,23 @@ class SwiftEncoder:
 
     num_parts = 1
 
-    def __init__(self, spec: SampleSpec, *, template: Template | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, paths: tuple[str, ...], *, template: Template, cache: Path | None = None
+    ) -> None:
         """
-        Open the data files and the template.
+        Open the data files.
 
         Args:
-            spec: Data files, model and settings of the samples.
-            template: To share with a trainer; built from the spec if None.
+            config: Run whose model, template and records are encoded.
+            paths: Data files.
+            template: In training mode.
+            cache: Folder of copies of data files that cannot be read in any order.
         """
-        self.spec = spec
+        self.config, self.paths, self.cache, self.template, custom = config, paths, cache, template, config.custom
         # Of the process, since ms-swift opens images too.
-        PIL.Image.MAX_IMAGE_PIXELS = spec.custom.max_image_pixels
-        self.records = open_records(spec.paths, max_line_bytes=spec.custom.max_line_bytes, cache=spec.cache)
-        self._media = MediaCache(Path(spec.custom.media_cache)) if spec.custom.media_cache else None
-        self.template = template or open_template(spec.model, spec.template, packing_length=spec.packing_length)
+        PIL.Image.MAX_IMAGE_PIXELS = custom.max_image_pixels
+        self.records = open_records(paths, max_line_bytes=custom.max_line_bytes, cache=cache)
+        self._media = MediaCache(Path(custom.media_cache)) if custom.media_cache else None
 
     def __len__(self) -> int:
         return len(self.records)
@@ -132,7 +116,7 @@ class SwiftEncoder:
                 for image in images:
                     read_size(image, decode=True)
             for video in videos:
-                self.decode_video(index, video, sampling=video_sampling(self.spec.template))
+                self.decode_video(index, video, sampling=video_sampling(self.config.template))
             raise
 
     def decode_text(self, index: int) -> list[tuple[bool, str]]:
@@ -158,9 +142,9 @@ class SwiftEncoder:
     def to_sample(self, index: int, record: object) -> dict[str, Any]:
         """Return the sample of a record that was read already, as `read` does."""
         with self.records.name_errors(index, "the record "):
-            known = to_shape(record, self.spec.custom.columns)
+            known = to_shape(record, self.config.custom.columns)
             self._refuse_mixed(index, known.shape)
-            sample = read_messages(known, self.spec.custom)
+            sample = read_messages(known, self.config.custom)
         folder = self.records.folder(index)
         with self.records.name_errors(index):
             for kind in ("images", "videos"):
@@ -216,11 +200,11 @@ class SwiftEncoder:
         """
         Yield each data file whose copy has other content, and the reason; both are read completely.
         """
-        return copy_faults(self.spec.paths, cache=self.spec.cache)
+        return copy_faults(self.paths, cache=self.cache)
 
     def data_files(self) -> tuple[DataFile, ...]:
         """Return the data files, in order, each with the shape of its records."""
-        sources = source_names(self.spec.paths, self.spec.custom.source_names)
+        sources = source_names(self.paths, self.config.custom.source_names)
         return tuple(
             DataFile(file, sources[file], shape, records)
             for (file, records), (_, shape) in zip(self.records.files, self._first_shapes, strict=True)
@@ -236,8 +220,8 @@ class SwiftEncoder:
         """Return the first sound record of a file, and its shape."""
         for index in indices[:_TRIED]:
             with contextlib.suppress(ValueError, RecordError):
-                known = to_shape(self.records[index], self.spec.custom.columns)
-                read_messages(known, self.spec.custom)
+                known = to_shape(self.records[index], self.config.custom.columns)
+                read_messages(known, self.config.custom)
                 return index, known.shape
         return indices.start, "unknown"
 
@@ -317,13 +301,13 @@ class SwiftEncoder:
     @cached_property
     def video_lengths(self) -> VideoLengths | None:
         """Costs of videos by the facts of their containers; None where each is to be decoded."""
-        return None if reader_fault() else VideoLengths.from_template(self.template, self.spec.template)
+        return None if reader_fault() else VideoLengths.from_template(self.template, self.config.template)
 
     def video_facts(self, index: int, video: Video) -> VideoFacts:
         """
         Return the facts of a video of sample *index*; RecordError if it cannot be used.
         """
-        custom = self.spec.custom
+        custom = self.config.custom
         with self.records.name_errors(index):
             facts = video_facts(video, max_seconds=custom.max_video_s)
         with self.records.name_errors(index, f"the video {_video_name(video)} cannot be sampled: "):

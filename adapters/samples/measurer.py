@@ -112,15 +112,15 @@ class SwiftMeasurer:
 
     def fingerprint(self) -> Fingerprint:
         """Return everything that the measurements depend on, the data aside."""
-        spec = self._encoder.spec
-        model_type, template_type = swift_types(spec.model, spec.template)
+        config = self._encoder.config
+        model_type, template_type = swift_types(config.model, config.template)
         inputs: dict[str, Value] = {
-            **configured_inputs(spec.template, spec.custom, packing_length=spec.packing_length),
+            **configured_inputs(config.template, config.custom, packing_length=config.packing_length),
             "model.model_type": model_type,
             "template.template": template_type,
-            **spec.inputs,
+            **({} if config.command is None else config.command.length_inputs()),
         }
-        folder = Path(spec.model.model)
+        folder = Path(config.model.model)
         for file in sorted({file for pattern in PROCESSING_FILES for file in folder.glob(pattern)}):
             inputs[f"model.{file.name}.sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
         inputs["version.measuring"] = MEASURING_VERSION

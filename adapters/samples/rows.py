@@ -15,9 +15,10 @@ from swift.template import StdTemplateInputs, Template, TemplateInputs
 from swift.template.vision_utils import _check_path, load_file
 
 from packplan.adapters.samples.data_set import FileRecords
-from packplan.adapters.samples.encoder import SampleSpec, SwiftEncoder, to_swift_images
+from packplan.adapters.samples.encoder import SwiftEncoder, to_swift_images
 from packplan.adapters.samples.formats.record_file import RecordFile
 from packplan.adapters.samples.media import IMAGES, VIDEOS, measure_encoded
+from packplan.core.config.run import RunConfig
 from packplan.core.samples.identity import digest_record
 from packplan.core.samples.tables import DataFile, Measurement, RecordLocation
 
@@ -67,18 +68,18 @@ class RowsFile(RecordFile):
 class RowsEncoder(SwiftEncoder):
     """Encodes sequences as ms-swift does, under its own template."""
 
-    def __init__(self, spec: SampleSpec, *, template: Template, rows: RowsFile) -> None:
+    def __init__(self, config: RunConfig, *, template: Template, rows: RowsFile) -> None:
         """
         Encode the sequences of rows; for another task than to write text, rows as a whole.
 
         Args:
-            spec: Model, template and inputs of the lengths.
+            config: Run of the command.
             template: In training mode, as the command opens it.
             rows: The sequences.
         """
-        self.spec, self.template, self.records = spec, template, FileRecords([rows])
-        PIL.Image.MAX_IMAGE_PIXELS = spec.custom.max_image_pixels
-        self._media, self.num_parts, self.rows = None, rows.num_parts, rows.rows
+        self.config, self.template, self.records = config, template, FileRecords([rows])
+        PIL.Image.MAX_IMAGE_PIXELS = config.custom.max_image_pixels
+        self.paths, self.cache, self._media, self.num_parts, self.rows = (), None, None, rows.num_parts, rows.rows
         self._kind = "split texts" if "input_ids" in rows.rows.column_names else template.task_type
 
     def data_files(self) -> tuple[DataFile, ...]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from packplan.adapters.exports import export_cached_rows
 from packplan.adapters.progress import progress
-from packplan.adapters.samples.encoder import SampleSpec, SwiftEncoder
+from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.samples.rows import RowsEncoder, RowsFile
 from packplan.adapters.samples.template import open_template
@@ -43,23 +43,20 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
 
 def open_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
     """Open the records of each split, `train` and perhaps `eval`, on one template."""
-    custom, cache = config.custom, records_cache(config)
-    names = {"train": custom.train_jsonl, "eval": custom.val_jsonl}
+    names = {"train": config.custom.train_jsonl, "eval": config.custom.val_jsonl}
     encoders: dict[str, SwiftEncoder] = {}
     if config.command is not None:
-        template, inputs = config.command.open_template(), config.command.length_inputs()
+        template = config.command.open_template()
         for split, rows in config.command.open_rows(template).items():
-            spec = SampleSpec(config.model, config.template, custom, (), config.packing_length, inputs=inputs)
             file = RowsFile(rows, name=" ".join(names[split]), num_parts=max(config.command.num_parts, 1))
-            encoders[split] = RowsEncoder(spec, template=template, rows=file)
+            encoders[split] = RowsEncoder(config, template=template, rows=file)
         return encoders
     template = open_template(
         config.model, config.template, packing_length=config.packing_length, packs=config.training.packing
     )
     for split, files in names.items():
         if files:
-            spec = SampleSpec(config.model, config.template, custom, files, config.packing_length, cache)
-            encoders[split] = SwiftEncoder(spec, template=template)
+            encoders[split] = SwiftEncoder(config, files, template=template, cache=records_cache(config))
             encoders[split].require_images()
             _log_records(split, encoders[split])
     return encoders
