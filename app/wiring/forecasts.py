@@ -241,25 +241,21 @@ def _first_packs(planned: Split, world_size: int) -> Split:
 
 
 def _pause_intervals(config: RunConfig, schedule: EpochSchedule) -> tuple[int, int]:
-    """Return the optimizer steps between two evaluations, and between two checkpoints."""
-    trainer = config.training.trainer
-    evaluates = trainer.get("eval_strategy", "epoch" if config.custom.val_jsonl else "no")
-    eval_steps = trainer.get("eval_steps") or trainer.get("logging_steps", _LOGGING_STEPS)
-    saves = trainer.get("save_strategy", "steps")
+    """Return the steps between two evaluations, and between two checkpoints; 0 for none."""
+    settings = training_arguments(
+        config,
+        per_device_train_batch_size=config.batch_size,
+        gradient_accumulation_steps=schedule.gradient_accumulation_steps,
+    )
 
-    def steps(strategy: str, every: float) -> int:
-        if strategy == "no":
-            return 0
+    def interval(strategy: str, steps: float) -> int:
         if strategy == "epoch":
             return schedule.steps_per_epoch
-        return int(every) if every >= 1 else max(1, math.ceil(every * schedule.total_steps))
+        return 0 if strategy == "no" else int(steps) if steps >= 1 else math.ceil(steps * schedule.total_steps)
 
-    evaluation = steps(evaluates, eval_steps) if config.custom.val_jsonl else 0
-    return evaluation, evaluation if saves == "best" else steps(saves, trainer.get("save_steps", _SAVE_STEPS))
-
-
-_LOGGING_STEPS, _SAVE_STEPS = 5, 500
-"""Defaults of ms-swift."""
+    evaluation = interval(settings.eval_strategy, settings.eval_steps or 0)
+    saves = settings.save_strategy
+    return evaluation, evaluation if saves == "best" else interval(saves, settings.save_steps)
 
 
 @contextmanager

@@ -17,16 +17,12 @@ from tests.flows.test_planning import UNMATCHED, MaskedSource
 @pytest.fixture
 def built(tmp_path):
     """Return the folder of a split that was built from `LENGTHS`."""
-    build(tmp_path, ListSource(LENGTHS))
+    desk_in(tmp_path, ListSource(LENGTHS)).plan()
     return tmp_path
 
 
 def desk_in(folder, source) -> Desk:
     return Desk(source, lengths=DiskLengthStore(folder), plans=DiskPlanStore(folder))
-
-
-def build(folder, source, **changes):
-    desk_in(folder, source).plan(**changes)
 
 
 def found(folder, source, *, num_samples=8, decode=False, **changes) -> list[str]:
@@ -36,6 +32,10 @@ def found(folder, source, *, num_samples=8, decode=False, **changes) -> list[str
 
 def kinds(findings) -> list[str]:
     return [one.split(":")[0] for one in findings]
+
+
+copied = ListSource(LENGTHS)
+copied.faulty_copies = [("a.gz", "line 3 of its copy is another one"), ("b.parquet", "x")]
 
 
 def test_what_is_whole_has_no_findings(built):
@@ -49,16 +49,10 @@ def test_what_is_whole_has_no_findings(built):
     assert [] == found(built, source, num_samples=99, decode=True)
 
 
-def faulty_copies():
-    source = ListSource(LENGTHS)
-    source.faulty_copies = [("a.gz", "line 3 of its copy is another one"), ("b.parquet", "x")]
-    return source
-
-
 @pytest.mark.parametrize(
     ("source", "changes", "expected"),
     [
-        (faulty_copies(), {}, ["copies: a.gz: line 3 of its copy is another one", "copies: b.parquet: x"]),
+        (copied, {}, ["copies: a.gz: line 3 of its copy is another one", "copies: b.parquet: x"]),
         (ListSource(LENGTHS), {"min_fill_ratio": "0.9"},
          ["plan: min_fill_ratio: planned with '0.65', now '0.9': build plans again"]),
         (ListSource([*LENGTHS, 9]), {}, ["8 of 9 records are measured"]),
@@ -119,7 +113,7 @@ def test_a_plan_of_other_lengths_is_found(tmp_path, built):
     """Copied from another run: whole, but of other samples."""
     other = tmp_path / "other"
     other.mkdir()
-    build(other, ListSource([9, *LENGTHS[1:]]))
+    desk_in(other, ListSource([9, *LENGTHS[1:]])).plan()
     for path in other.glob("raw_plan*"):
         (built / path.name).write_bytes(path.read_bytes())
 
@@ -127,28 +121,23 @@ def test_a_plan_of_other_lengths_is_found(tmp_path, built):
     assert finding.startswith("plan: lengths: planned with ")
 
 
-def store_plan(folder, plan):
-    digest = DiskLengthStore(folder).inspect().digest
-    DiskPlanStore(folder).save(policy().fingerprint(digest), plan)
+@pytest.mark.parametrize(
+    ("lengths", "plan"),
+    [
+        (LENGTHS, build_raw_plan([*LENGTHS[:7], 8], packing_length=80)),
+        ([40] * 4, attrs.evolve(build_raw_plan([40] * 4, packing_length=80), packs=Packs.from_lists([[0, 3], [1, 2]]))),
+    ],
+    ids=["of wrong counts", "of other packs"],
+)
+def test_another_plan_under_the_same_name_is_found(tmp_path, lengths, plan):
+    """Though every digest is right, it is not the one that the algorithm gives."""
+    desk_in(tmp_path, ListSource(lengths)).plan()
+    assert plan.packs != DiskPlanStore(tmp_path).inspect().plan.packs
+    digest = DiskLengthStore(tmp_path).inspect().digest
+    DiskPlanStore(tmp_path).save(policy().fingerprint(digest), plan)
 
-
-def test_a_plan_of_wrong_counts_is_found(built):
-    """Though every digest is right: whoever wrote it planned wrongly."""
-    store_plan(built, build_raw_plan([*LENGTHS[:7], 8], packing_length=80))
-    assert any("it is another one" in one for one in found(built, ListSource(LENGTHS)))
-
-
-def test_another_plan_under_the_same_name_is_found(tmp_path):
-    """It keeps every law, but is not the one that the algorithm gives."""
-    lengths = [40, 40, 40, 40]
-    build(tmp_path, ListSource(lengths))
-    plan = DiskPlanStore(tmp_path).inspect().plan
-    others = [[0, 1], [2, 3]] if [0, 1] not in plan.packs else [[0, 2], [1, 3]]
-    store_plan(tmp_path, attrs.evolve(plan, packs=Packs.from_lists(others)))
-
-    aligned, finding = found(tmp_path, ListSource(lengths))
-    assert "plan_ws1.json" in aligned
-    assert "planned again from the stored lengths, it is another one" in finding
+    findings = found(tmp_path, ListSource(lengths))
+    assert any("planned again from the stored lengths, it is another one" in one for one in findings)
 
 
 def test_samples_and_images_that_cannot_be_read_are_findings(built):
@@ -173,7 +162,7 @@ def test_samples_that_measure_otherwise_each_time_are_findings(built):
 
 def test_padded_batches_are_verified_by_their_own_laws(tmp_path):
     """Each sample alone, and nothing dropped."""
-    build(tmp_path, ListSource(LENGTHS), packing=False)
+    desk_in(tmp_path, ListSource(LENGTHS)).plan(packing=False)
 
     assert [] == found(tmp_path, ListSource(LENGTHS), packing=False)
 
@@ -181,7 +170,7 @@ def test_padded_batches_are_verified_by_their_own_laws(tmp_path):
 def test_a_plan_that_training_refuses_is_a_finding(tmp_path):
     """It was built under another share, or has nothing to learn."""
     source = ListSource(UNMATCHED)
-    build(tmp_path, source, min_fill_ratio="0.8", max_dropped_share="1")
+    desk_in(tmp_path, source).plan(min_fill_ratio="0.8", max_dropped_share="1")
 
     assert [] == found(tmp_path, source, min_fill_ratio="0.8", max_dropped_share="1")
     (finding,) = found(tmp_path, source, min_fill_ratio="0.8")
@@ -189,6 +178,6 @@ def test_a_plan_that_training_refuses_is_a_finding(tmp_path):
 
     (masked := tmp_path / "masked").mkdir()
     with pytest.raises(ArgumentError, match="supervised"):
-        build(masked, MaskedSource(LENGTHS), drop_last=False)
+        desk_in(masked, MaskedSource(LENGTHS)).plan(drop_last=False)
     (finding,) = found(masked, MaskedSource(LENGTHS), drop_last=False)
     assert "training refuses the plan: none of 8 planned samples has a supervised token" in finding

@@ -1,10 +1,8 @@
 """Overrides are a layer over the YAML, checked like it; paths expand, never silently."""
 
 import argparse
-from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
@@ -38,19 +36,14 @@ def test_an_override_is_what_the_yaml_would_be_with_it(seed, rate, packing, repo
     assert parsed(**values) == parsed({}, *(f"training.{key}={text}" for key, text in written.items()))
 
 
-def test_numbers_that_yaml_reads_as_text_are_numbers():
-    config = parsed({}, "training.learning_rate=1e-4", "training.num_train_epochs=2e0", "training.lora_dropout=0")
-
-    assert 1e-4 == config.training.trainer["learning_rate"]
-    assert (2.0, 0.0) == (config.training.num_train_epochs, config.training.lora_dropout)
-
-
-def test_a_section_that_the_yaml_lacks_and_a_key_inside_a_setting():
-    """Both are made; what else the setting has stays."""
+def test_an_override_reads_numbers_makes_sections_and_changes_keys_inside_a_setting():
+    """YAML reads 1e-4 as a text; what else a setting has stays."""
+    written = ("learning_rate=1e-4", "num_train_epochs=2e0", "lora_dropout=0", "lr_scheduler_kwargs.num_cycles=2")
     setting = {"min_lr": 0.5, "num_cycles": 1}
-    config = parsed({}, "training.lr_scheduler_kwargs.num_cycles=2", lr_scheduler_kwargs=setting)
+    training = parsed({}, *(f"training.{text}" for text in written), lr_scheduler_kwargs=setting).training
 
-    assert {**setting, "num_cycles": 2} == config.training.trainer["lr_scheduler_kwargs"]
+    assert {"learning_rate": 1e-4, "lr_scheduler_kwargs": {**setting, "num_cycles": 2}} == dict(training.trainer)
+    assert (2.0, 0.0) == (training.num_train_epochs, training.lora_dropout)
 
 
 def test_null_unsets_what_the_yaml_or_its_base_sets(tmp_path: Path):
@@ -148,21 +141,12 @@ def test_a_mix_and_a_base_expand(tmp_path: Path, monkeypatch):
     """A data file of a mix, and the YAML that another extends."""
     monkeypatch.setenv("HERE", str(tmp_path))
     (tmp_path / "base.yaml").write_text("sources: [{jsonl: '${HERE}/a.jsonl', ratio: 1}]\n")
-    (tmp_path / "mix.yaml").write_text("extends: ${HERE}/base.yaml\n")
+    (mix := tmp_path / "mix.yaml").write_text("extends: ${HERE}/base.yaml\n")
 
-    assert f"{tmp_path}/a.jsonl" == load_mixes(tmp_path / "mix.yaml").files[0]
-    (tmp_path / "mix.yaml").write_text("extends: ${GONE_NAME}/base.yaml\n")
+    assert f"{tmp_path}/a.jsonl" == load_mixes(mix).files[0]
+    mix.write_text("extends: ${GONE_NAME}/base.yaml\n")
     with pytest.raises(ConfigError, match=r"extends: .*no GONE_NAME"):
-        load_mixes(tmp_path / "mix.yaml")
-
-
-def numbers_of(value: Any) -> Iterator[float | Decimal]:
-    """Yield every number in a configuration."""
-    if isinstance(value, (float, int, Decimal)):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from numbers_of(one)
+        load_mixes(mix)
 
 
 NOT_FINITE = (".nan", "-.inf", "1e400", "1e-999999999", f"0x{'f' * 5000}")
@@ -173,14 +157,15 @@ NOT_FINITE = (".nan", "-.inf", "1e400", "1e-999999999", f"0x{'f' * 5000}")
 def test_no_key_takes_a_number_that_is_not_finite(text):
     """Each key, ours and the trainer's, is named in a fault, or holds numbers to calculate with."""
     for path in sorted({*known_keys(RunConfig)} - {*SECTIONS} | {f"training.{key}" for key in KEYS}):
+        numbers: list[object] = []
         try:
             config = parsed({}, f"{path}={text}")
+            attrs.asdict(config, value_serializer=lambda _, __, one, to=numbers: to.append(one) or one)
+            numbers += config.training.trainer.values()
+            taken = all(1e-300 < abs(one) < 1e300 for one in numbers if one and isinstance(one, (int, float, Decimal)))
         except ConfigError as error:
-            named = path in str(error)
-        else:
-            numbers = [*numbers_of(attrs.asdict(config)), *numbers_of(dict(config.training.trainer))]
-            named = all(1e-300 < abs(number) < 1e300 for number in numbers if number)
-        assert named, path
+            taken = path in str(error)
+        assert taken, path
 
 
 @pytest.mark.parametrize("key", ["ratio", "count", "cap", "samples_per_epoch", "tokens_per_epoch"])

@@ -40,18 +40,17 @@ NOTATIONS = [
         SAID,
     ],
     [
-        ASKED,
-        {"role": "assistant", "content": [{"type": "tool_use", "name": "add", "input": CALL["arguments"]}]},
-        {"role": "user", "content": [{"type": "tool_result", "content": [{"type": "text", "text": "3"}]}]},
-        SAID,
+        ASKED, {"role": "assistant", "content": [{"type": "tool_use", "name": "add", "input": CALL["arguments"]}]},
+        {"role": "user", "content": [{"type": "tool_result", "content": [{"type": "text", "text": "3"}]}]}, SAID,
     ],
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("messages", NOTATIONS)
 def test_calls_in_every_notation_become_the_same_messages(messages):
-    """The arguments in the order that they have."""
+    """The arguments in the order that they have; a call may end a record."""
     assert TOLD == to_messages(chat(*messages))["messages"]
+    assert [ASKED, CALLED] == to_messages(chat(ASKED, CALLED))["messages"]
 
 
 @pytest.mark.parametrize("tools", [[{"name": "add"}], '[{"name": "add"}]', {"name": "add"}, ['{"name": "add"}']])
@@ -133,23 +132,6 @@ def test_an_image_of_the_record_is_seen_where_its_answer_shows_it():
     assert [ASKED["content"], "see <image>"] == [sample["messages"][place]["content"] for place in (0, 2)]
 
 
-IMAGE = "iVBORw0KGgo" + "A" * 80
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        [{"type": "image", "data": IMAGE, "mimeType": "image/png"}],
-        {"content": [{"type": "image", "image": f"data:image/png;base64,{IMAGE}"}]},
-        {"screen": f"{IMAGE[:76]}\n{IMAGE[76:]}"},
-    ],
-)
-def test_an_image_that_would_be_text_of_an_answer_is_refused(content):
-    """Whatever holds it: a model would read hundreds of tokens of base64."""
-    with pytest.raises(ValueError, match="an image in a tool's answer, where it would be text"):
-        to_messages(chat(ASKED, CALLED, {**GIVEN, "content": content}, SAID))
-
-
 def test_an_answer_of_json_is_its_text():
     """Its keys stay in order, and null stays; its name reaches the notation that reads it."""
     answer = {"role": "tool", "name": "add", "content": {"z": None, "a": "é"}}
@@ -169,27 +151,54 @@ def test_what_weighs_a_message_goes_with_its_calls():
     assert 2 == sum(message.get("loss") is False for message in said["messages"])
 
 
-@pytest.mark.parametrize(
-    ("messages", "says"),
-    [
-        ([ASKED, {**openai(), "tool_calls": ["x"]}, SAID], "'tool_calls' that are not a list of objects"),
-        ([ASKED, openai({"arguments": {}}), SAID], "without a 'name' of its function"),
-        ([ASKED, openai({"name": "f", "arguments": "x"}), SAID], "call of 'f' with arguments that are no JSON"),
-        ([ASKED, openai({"name": "f", "arguments": '{"a": "\\udfff"}'}), SAID], "half of a surrogate pair in the arg"),
-        ([ASKED, {**CALLED, "content": "x"}, SAID], "a call of a tool as a text that is neither JSON nor Python"),
-        ([ASKED, {**CALLED, "content": {"name": 3}}, SAID], "a call of a tool without a 'name'"),
-        ([ASKED, {**CALLED, "content": {"name": "f"}}, SAID], "a call of 'f' without 'arguments'"),
-        ([ASKED, {**CALLED, "content": {"name": "f", "parameters": "x"}}, SAID], "the arguments of a call of 'f' as"),
-        ([ASKED, CALLED, {"role": "tool"}, SAID], "message of a tool without a 'content'"),
-        ([ASKED, CALLED, {"role": "tool", "content": {"a": b"x"}}, SAID], "whose content is no JSON"),
-        ([GIVEN, SAID], "begins with the answer of a tool"),
-        ([ASKED, CALLED, GIVEN, ASKED, SAID], "a user message behind the answer of a tool"),
-        ([ASKED, CALLED, GIVEN], "does not end with an assistant message"),
-        ([ASKED, CALLED, {**CALLED, "loss": False}, GIVEN, SAID], "calls of one turn with several weights"),
-        ([{"user": "a", "assistant": "b", "tool": "c"}], "a message with 'tool', which would be ignored"),
-    ],
-)
-def test_calls_that_would_lose_something_are_refused(messages, says):
+@pytest.mark.parametrize("weight", [0, 0.25, 3, 10**6])
+def test_a_message_of_the_model_may_have_a_weight(weight):
+    """A number; in the last one, above 0."""
+    said = to_messages(chat(ASKED, {**SAID, "loss_scale": weight}, ASKED, SAID))["messages"]
+
+    assert weight == said[1]["loss_scale"]
+    assert to_messages(chat({**ASKED, "loss": False}, SAID))
+
+
+IMAGE = "iVBORw0KGgo" + "A" * 80
+
+REFUSED = [
+    ([ASKED, {**openai(), "tool_calls": ["x"]}, SAID], "'tool_calls' that are not a list of objects"),
+    ([ASKED, openai({"arguments": {}}), SAID], "without a 'name' of its function"),
+    ([ASKED, openai({"name": "f", "arguments": "x"}), SAID], "call of 'f' with arguments that are no JSON"),
+    ([ASKED, openai({"name": "f", "arguments": '{"a": "\\udfff"}'}), SAID], "half of a surrogate pair in the arg"),
+    ([ASKED, {**CALLED, "content": "x"}, SAID], "a call of a tool as a text that is neither JSON nor Python"),
+    ([ASKED, {**CALLED, "content": {"name": 3}}, SAID], "a call of a tool without a 'name'"),
+    ([ASKED, {**CALLED, "content": {"name": "f"}}, SAID], "a call of 'f' without 'arguments'"),
+    ([ASKED, {**CALLED, "content": {"name": "f", "parameters": "x"}}, SAID], "the arguments of a call of 'f' as"),
+    ([ASKED, CALLED, {"role": "tool"}, SAID], "message of a tool without a 'content'"),
+    ([ASKED, CALLED, {"role": "tool", "content": {"a": b"x"}}, SAID], "whose content is no JSON"),
+    ([GIVEN, SAID], "begins with the answer of a tool"),
+    ([ASKED, CALLED, GIVEN, ASKED, SAID], "a user message behind the answer of a tool"),
+    ([ASKED, CALLED, GIVEN], "does not end with an assistant message"),
+    ([ASKED, CALLED, {**CALLED, "loss": False}, GIVEN, SAID], "calls of one turn with several weights"),
+    ([{"user": "a", "assistant": "b", "tool": "c"}], "a message with 'tool', which would be ignored"),
+    ([ASKED, {**SAID, "loss_scale": -1}], "the loss_scale -1: write a number from 0 to 1,000,000"),
+    ([ASKED, {**SAID, "loss_scale": float("nan")}], "the loss_scale nan"),
+    ([ASKED, {**SAID, "loss_scale": [1, 2]}], "the loss_scale .1, 2."),
+    ([ASKED, {**SAID, "loss_scale": 0}], "'loss_scale': 0 in its last message"),
+    ([ASKED, {**SAID, "loss": False, "loss_scale": 2}, ASKED, SAID], "'loss': false and a loss_scale"),
+    ([{**ASKED, "loss": True}, SAID], "a user message with 'loss', but only what the model says is weighed"),
+    ([{**ASKED, "loss_scale": 0}, SAID], "a user message with 'loss_scale'"),
+    *(  # a model would read hundreds of tokens of base64
+        ([ASKED, CALLED, {**GIVEN, "content": content}, SAID], "an image in a tool's answer, where it would be text")
+        for content in (
+            [{"type": "image", "data": IMAGE, "mimeType": "image/png"}],
+            {"content": [{"type": "image", "image": f"data:image/png;base64,{IMAGE}"}]},
+            {"screen": f"{IMAGE[:76]}\n{IMAGE[76:]}"},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("messages", "says"), REFUSED)
+def test_messages_that_would_lose_something_are_refused(messages, says):
+    """Calls, answers, weights and images that the model would not get as they are meant."""
     with pytest.raises(ValueError, match=says):
         to_messages(chat(*messages))
 
@@ -198,33 +207,3 @@ def test_calls_that_would_lose_something_are_refused(messages, says):
 def test_tools_without_a_name_are_refused(tools):
     with pytest.raises(ValueError, match="tool"):
         to_messages(chat(*TOLD, tools=tools))
-
-
-def test_a_call_may_end_a_record():
-    assert [ASKED, CALLED] == to_messages(chat(ASKED, CALLED))["messages"]
-
-
-@pytest.mark.parametrize("weight", [0, 0.25, 3, 10**6])
-def test_a_message_of_the_model_may_have_a_weight(weight):
-    """A number; in the last one, above 0."""
-    said = to_messages(chat(ASKED, {**SAID, "loss_scale": weight}, ASKED, SAID))["messages"]
-
-    assert weight == said[1]["loss_scale"]
-
-
-@pytest.mark.parametrize(
-    ("messages", "says"),
-    [
-        ([ASKED, {**SAID, "loss_scale": -1}], "the loss_scale -1: write a number from 0 to 1,000,000"),
-        ([ASKED, {**SAID, "loss_scale": float("nan")}], "the loss_scale nan"),
-        ([ASKED, {**SAID, "loss_scale": [1, 2]}], "the loss_scale .1, 2."),
-        ([ASKED, {**SAID, "loss_scale": 0}], "'loss_scale': 0 in its last message"),
-        ([ASKED, {**SAID, "loss": False, "loss_scale": 2}, ASKED, SAID], "'loss': false and a loss_scale"),
-        ([{**ASKED, "loss": True}, SAID], "a user message with 'loss', but only what the model says is weighed"),
-        ([{**ASKED, "loss_scale": 0}, SAID], "a user message with 'loss_scale'"),
-    ],
-)
-def test_weights_that_would_be_ignored_are_refused(messages, says):
-    with pytest.raises(ValueError, match=says):
-        to_messages(chat(*messages))
-    assert to_messages(chat({**ASKED, "loss": False}, SAID))
