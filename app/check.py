@@ -39,7 +39,7 @@ from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.samples.tables import num_media
 
 if TYPE_CHECKING:
-    from packplan.adapters.trainer.planned import PlanTrainer
+    from packplan.adapters.trainer.trainer import PlanTrainer
     from packplan.app.planning.split import Split
 
 log = logging.getLogger("packplan.app.check")

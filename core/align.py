@@ -96,8 +96,7 @@ def aligned_positions(num: int, world_size: int, drop_last: bool) -> IntArray:  
     >>> aligned_positions(3, 2, False).tolist(), aligned_positions(3, 2, True).tolist()
     ([0, 1, 2, 0], [0, 1])
     """
-    size = aligned_size(num, world_size, drop_last)
-    return np.arange(size) % num if size > num else np.arange(size)
+    return np.arange(aligned_size(num, world_size, drop_last)) % max(num, 1)
 
 
 def aligned_size(num: int, world_size: int, drop_last: bool) -> int:  # noqa: FBT001  # three plain values
@@ -145,11 +144,7 @@ def require_a_batch(num: int, *, world_size: int, batch_size: int, drop_last: bo
     """
     mine = aligned_size(num, world_size, drop_last) // world_size
     if not batches_of(mine, batch_size=batch_size, drop_last=drop_last):
-        cannot = f"cannot feed {counted(world_size, 'rank')}"
-        what = (
-            f"{counted(num, 'sample')} {cannot} with a batch of {batch_size:,} each"
-            if batch_size > 1
-            else f"{counted(num, 'pack')} {cannot}"
-        )
+        name, each = ("pack", "") if batch_size == 1 else ("sample", f" with a batch of {batch_size:,} each")
+        fact = f"{counted(num, name)} cannot feed {counted(world_size, 'rank')}{each} while the remainder is dropped"
         details = {"num_packs": num, "world_size": world_size, "batch_size": batch_size}
-        raise ArgumentError("too_short", f"{what} while the remainder is dropped", details)
+        raise ArgumentError("too_short", fact, details)

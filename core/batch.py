@@ -1,9 +1,28 @@
-"""Gradient accumulation that realises an effective batch size, and partial windows."""
+"""Ranks that share rows, accumulation of an effective batch size, and partial windows."""
 
 import attrs
 
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import MOST_RANKS, whole_number
+
+
+def count_row_groups(num_ranks: int, row_ranks: int) -> int:
+    """
+    Return the number of groups of ranks that share each packed row. A group counts as one rank of
+    a plan; group g has the ranks from g * *row_ranks* on.
+
+    Args:
+        num_ranks: All ranks.
+        row_ranks: Ranks that share each row, one after the other; ArgumentError unless it divides
+            all ranks.
+
+    >>> count_row_groups(6, 2)
+    3
+    """
+    if row_ranks < 1 or num_ranks % row_ranks:
+        fact = f"{counted(num_ranks, 'rank')} cannot share rows by {row_ranks} each: start a multiple of it"
+        raise ArgumentError("ranks", f"{fact}, or set sequence_parallel_size to 1")
+    return num_ranks // row_ranks
 
 
 @attrs.frozen

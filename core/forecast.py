@@ -132,7 +132,7 @@ def forecast_run(
         steps=terms.seconds(timing.time),
         others=np.array([terms.seconds(other).sum() for other in timing.others]),
         total_steps=schedule.total_steps,
-        tokens=trained.tokens(0, len(terms.counts)).useful,
+        tokens=trained.num_tokens(0, len(terms.counts)),
         evaluation=Pause(evaluation, every[0], at_start=evaluates_first),
         checkpoint=Pause(timing.checkpoint, every[1]),
     )

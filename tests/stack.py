@@ -19,7 +19,7 @@ for module in (
     "packplan.adapters.trainer.arguments",
     "packplan.adapters.trainer.streams.dataset",
     "packplan.adapters.trainer.equality",
-    "packplan.adapters.trainer.planned",
+    "packplan.adapters.trainer.trainer",
     "packplan.adapters.trainer.streams.trainer",
     "packplan.adapters.ranks.ray",
     "packplan.app.planning.log_lines",

@@ -31,7 +31,7 @@ WAY = {
     "schedule": "core/schedule/schedule.py",
     "batches": "adapters/loaders/batches.py",
     "trainer": "adapters/hf/following.py",
-    "step": "adapters/trainer/base.py",
+    "step": "adapters/trainer/trainer.py",
 }
 """Stage of a sample's way -> the file where it begins to be read."""
 

@@ -25,7 +25,7 @@ from packplan.adapters.loaders.positions import TYPES
 from packplan.adapters.loaders.rows import PackOfRows
 from packplan.adapters.models import local_part
 from packplan.adapters.samples.encoder import IGNORED_LABEL
-from packplan.adapters.trainer.base import CheckedTrainer
+from packplan.adapters.trainer.trainer import CheckedTrainer
 from packplan.core.errors import ModelError
 from packplan.core.forecast import Kind, ModelSharding, StepTrace
 

@@ -141,17 +141,14 @@ class FollowsSchedule:
             self.control.should_training_stop = False
 
     def get_batch_samples(self, batches_left: Any, num_batches: int, *args: Any) -> Any:
-        """Return the batches of a step, checked against the schedule, and their learned tokens."""
+        """Return the batches of a step, compared with the schedule, and the divisor of its loss."""
         batches, num_items = super().get_batch_samples(batches_left, num_batches, *args)  # type: ignore[misc]
         refuse_other_packs(batches, islice(self._expected, num_batches))
-        if num_items is not None:  # a step without learned tokens is no division by zero
-            num_items = torch.as_tensor(num_items)
-            num_items = torch.where(num_items > 0, num_items, 1)
         return batches, num_items
 
 
 @attrs.define(eq=False)
-class _TokenMean:
+class _LossSums:
     """Sum of losses and of learned tokens over this rank's batches, without repeated ones."""
 
     batches: EvalBatches
@@ -188,7 +185,7 @@ class EvaluatesPacks:
 
     accelerator: Any
     args: Any
-    _evaluated: _TokenMean | None = None
+    _evaluated: _LossSums | None = None
 
     def _weight(self, inputs: dict[str, Any]) -> float:
         """Return the weight of a batch's mean loss: its learned tokens."""
@@ -198,7 +195,7 @@ class EvaluatesPacks:
         """Evaluate; over other batches than those of packs as before."""
         if not isinstance(getattr(dataloader, "batch_sampler", None), EvalBatches):
             return super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]  # of the trainer's class
-        self._evaluated = evaluated = _TokenMean(dataloader.batch_sampler)
+        self._evaluated = evaluated = _LossSums(dataloader.batch_sampler)
         try:
             # ms-swift multiplies losses by the ranks, for a mean over all: a batch has its own.
             with replace_attributes(self.args, average_tokens_across_devices=False):
@@ -216,10 +213,14 @@ class EvaluatesPacks:
         return output
 
     def _get_num_items_in_batch(self, *args: Any, **options: Any) -> Any:
-        """Return the learned tokens of a step; None in evaluation, which averages by batch."""
+        """
+        Return the learned tokens of a step, at least 1, by which its loss is divided; None in
+        evaluation, which averages by batch.
+        """
         if self._evaluated is not None:
             return None
-        return super()._get_num_items_in_batch(*args, **options)  # type: ignore[misc]
+        num_items = super()._get_num_items_in_batch(*args, **options)  # type: ignore[misc]
+        return None if num_items is None else torch.as_tensor(num_items).clamp(min=1)
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Return loss, logits and labels of a batch, and count a pack once."""
@@ -248,7 +249,7 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
         Serve the packs of a plan from now on.
 
         Args:
-            schedule: Order of packs.
+            schedule: Order of packs, of which each group of ranks that share rows is a rank.
             plan: Checksum of the plan.
             data: Digest of the rows.
             packs: Data set of the training packs, by pack index.

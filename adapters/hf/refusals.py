@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Any
 
 from packplan.core.config.refusals import refusals_of
-from packplan.core.errors import ArgumentError, counted
+from packplan.core.errors import ArgumentError
 
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 """Losses of GRPO that are sums or means over rows or tokens."""
@@ -44,8 +44,6 @@ def _of_plan(trainer: Any) -> Iterator[str]:
 
 def _of_rows(trainer: Any, row_ranks: int, *, evaluates: bool) -> Iterator[str]:
     """Yield reasons why the ranks of a trainer cannot share rows."""
-    if row_ranks < 1 or trainer.args.world_size % row_ranks:
-        yield f"sequence_parallel_size is {row_ranks}, which does not divide {counted(trainer.args.world_size, 'rank')}"
     if row_ranks > 1 and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         yield "the model is sharded, which was not tried with rows that ranks share"
     if row_ranks > 1 and trainer.eval_dataset is not None and not evaluates:

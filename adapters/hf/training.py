@@ -14,6 +14,7 @@ from packplan.adapters.hf.refusals import refuse
 from packplan.adapters.hf.unpad import reads_both_ways, unpad, unwrap
 from packplan.adapters.loaders.rows import IGNORED_LABEL, Collate, PackInputs, RowsOfPacks, learned, pad_rows, types_of
 from packplan.adapters.models import replace_attributes
+from packplan.core.batch import count_row_groups
 from packplan.core.errors import ArgumentError, ModelError
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
@@ -59,10 +60,10 @@ def use_plan(
         eval_rows = RowsOfPacks(trainer.eval_dataset, eval_plan, collate=collate)
     data = train_rows.inspect(num_workers=args.dataloader_num_workers).digest
     require_same_rows(plan, data)
-    data_ranks = args.world_size // sequence_parallel_size
+    world_size = count_row_groups(args.world_size, sequence_parallel_size)
     schedule = plan.schedule(
-        world_size=data_ranks,
-        packs_per_step=data_ranks * args.gradient_accumulation_steps,
+        world_size=world_size,
+        packs_per_step=world_size * args.gradient_accumulation_steps,
         epochs=args.num_train_epochs,
         max_steps=args.max_steps,
         drop_last=args.dataloader_drop_last,

@@ -22,8 +22,9 @@ from swift.utils import parse_args, seed_everything
 
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.swift.packs import ALGORITHMS
+from packplan.core.batch import count_row_groups
 from packplan.core.config.refusals import refusals_of
-from packplan.core.errors import ConfigError, Fault, counted
+from packplan.core.errors import ConfigError, Fault
 from packplan.core.fingerprint import Value
 
 _ARGUMENTS: Mapping[str, type[Any]] = {"sft": SftArguments, "pt": PretrainArguments, "rlhf": RLHFArguments}
@@ -53,7 +54,7 @@ class SwiftCommand:
     @property
     def world_size(self) -> int:
         """Data-parallel ranks: processes, or groups of processes that share each row."""
-        return self.num_processes // row_ranks(self.arguments)
+        return count_row_groups(self.num_processes, row_ranks(self.arguments))
 
     @property
     def num_parts(self) -> int:
@@ -179,9 +180,7 @@ def read_command(task: str, arguments: Sequence[str], *, num_processes: int) -> 
             raise ConfigError(COMMAND, (Fault("ms-swift", "refuses an argument, which it names above"),)) from None
         if rest:
             raise ConfigError(COMMAND, (Fault(rest[0], "is no argument of ms-swift: remove it"),))
-    if num_processes % (size := row_ranks(plain)):
-        reason = f"is {size}, which does not divide {counted(num_processes, 'rank')}: start a multiple of it, or set 1"
-        raise ConfigError(COMMAND, (Fault("--sequence_parallel_size", reason),))
+    count_row_groups(num_processes, row_ranks(plain))  # refuses what does not fit
     return SwiftCommand(plain, num_processes)
 
 

@@ -15,6 +15,7 @@ from packplan.adapters.hf.unpad import separate_samples, unpad
 from packplan.adapters.models import load_strictly
 from packplan.adapters.swift.packs import PackCollator, PlannedPacks
 from packplan.core.align import align_plan
+from packplan.core.batch import count_row_groups
 from packplan.core.errors import ConfigError, Fault
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
@@ -44,7 +45,7 @@ def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> Epoch
     packs: PlannedPacks = trainer.train_dataset
     digest = packs.facts.digest
     require_same_rows(packs.plan, digest)
-    schedule = schedule_of(packs.plan, trainer.args, world_size=trainer.args.world_size // row_ranks)
+    schedule = schedule_of(packs.plan, trainer.args, world_size=count_row_groups(trainer.args.world_size, row_ranks))
     group = sharing_group(row_ranks, trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
     # Heads of other tasks pool each sample of a row, so no logits of tokens can be compared.
     whole = trainer.task_type == "causal_lm" and not (trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled())

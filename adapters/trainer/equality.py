@@ -24,9 +24,8 @@ from packplan.adapters.proof.comparison import Outcome, compare, limit_of, outco
 from packplan.adapters.proof.gradients import Watched, logit_reaches
 from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.samples.media import IMAGES, VIDEOS
-from packplan.adapters.trainer.base import PLAIN_LOSS, model_inputs
 from packplan.adapters.trainer.loader import NORMALISER
-from packplan.adapters.trainer.planned import PlanTrainer
+from packplan.adapters.trainer.trainer import PLAIN_LOSS, PlanTrainer, model_inputs
 from packplan.adapters.trainer.vision import model_media
 from packplan.core.equality import Deviation, reason_against_backend
 from packplan.core.errors import PackplanError

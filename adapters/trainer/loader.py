@@ -15,7 +15,7 @@ from packplan.adapters.hf.following import RankLoader
 from packplan.adapters.loaders.rows import PACK, PackOfRows
 from packplan.adapters.processes import end_by_parent_alone, end_with_parent, hide_broken_handover, keep_ctrl_c
 from packplan.adapters.samples.encoder import IGNORED_LABEL, SwiftEncoder
-from packplan.adapters.trainer.streams.dataset import Ended, Sample, ShardProgress, StreamedPack
+from packplan.adapters.trainer.streams.dataset import Sample, ShardEnd, ShardProgress, StreamedPack
 from packplan.adapters.trainer.vision import add_model_inputs
 from packplan.core.errors import PackplanError
 from packplan.core.packs import Packs
@@ -30,18 +30,26 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
     and fields. The loader raises it.
     """
 
-    def __init__(self, samples: SwiftEncoder, packs: Packs, planned: Table, *, packed: bool = True) -> None:
+    def __init__(self, samples: SwiftEncoder, packs_of: Callable[[int], Packs], table: Table, *, packed: bool) -> None:
         """
-        Serve *packs*.
+        Serve packs, those of an epoch after `set_epoch`.
 
         Args:
             samples: Encodes samples, and compares them with the plan.
-            packs: Sample indices of each item.
-            planned: Measurements of all records, which each fetched one is compared with.
+            packs_of: Function that returns the packs of an epoch.
+            table: Measurements of all records, which each fetched one is compared with.
             packed: Whether the samples of a pack share a row. If not, every pack has one sample,
                 and batches are padded.
         """
-        self.samples, self.packs, self.planned, self.packed = samples, packs, planned, packed
+        self.samples, self.packs_of, self.table, self.packed = samples, packs_of, table, packed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Serve the packs of *epoch*; the loader calls it when the epoch begins."""
+        self.packs = self.packs_of(epoch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a loader's worker process needs, which serves one epoch."""
+        return {**vars(self), "packs_of": None}
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -49,7 +57,7 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
     def __getitem__(self, pack: int) -> PackOfRows | PackplanError:
         """Return the encoded samples of one pack, or an error."""
         try:
-            return PackOfRows([self.samples.fetch(index, self.planned) for index in self.packs[pack]], pack)
+            return PackOfRows([self.samples.fetch(index, self.table) for index in self.packs[pack]], pack)
         except PackplanError as error:
             return error
 
@@ -83,14 +91,14 @@ class Collator:
 
     reduction: Reduction = "token"
 
-    def __call__(self, items: list[PackOfRows | Ended | PackplanError]) -> Batch | Ended | PackplanError:
+    def __call__(self, items: list[PackOfRows | ShardEnd | PackplanError]) -> Batch | ShardEnd | PackplanError:
         """Return the batch, or the first error or end of a stream among the items."""
         packs = []
         for item in items:
-            if isinstance(item, (PackplanError, Ended)):
+            if isinstance(item, (PackplanError, ShardEnd)):
                 return item
             packs.append(item)
-        samples = with_weights(packs)
+        samples = fill_token_weights(packs)
         batch = self._collate(samples if self.packed else [one for (one,) in samples])
         scale = batch.get("loss_scale")
         weights = loss_weights(batch["labels"], self._starts(batch), reduction=self.reduction, scale=scale)
@@ -109,7 +117,7 @@ class Collator:
     def _collate(self, rows: list[Any]) -> Batch:
         # The collator removes the keys that it joins from samples.
         samples = [dict(sample) for row in rows for sample in (row if self.packed else [row])]
-        with collated_as(self.template, packed=self.packed):
+        with switch_packing(self.template, packed=self.packed):
             batch = self.collate(rows)
         if self.template.model_meta.is_multimodal:
             add_model_inputs(batch, self.template, samples, packed=self.packed)
@@ -126,7 +134,7 @@ class Collator:
 
 
 @contextmanager
-def collated_as(template: Template, *, packed: bool) -> Iterator[None]:
+def switch_packing(template: Template, *, packed: bool) -> Iterator[None]:
     """Let a template's collator pack samples into a row, or pad them, until the block ends."""
     before = template.packing, template.padding_free
     template.packing = template.padding_free = packed
@@ -136,7 +144,7 @@ def collated_as(template: Template, *, packed: bool) -> Iterator[None]:
         template.packing, template.padding_free = before
 
 
-def with_weights(packs: Sequence[Sequence[Any]]) -> list[list[Sample]]:
+def fill_token_weights(packs: Sequence[Sequence[Any]]) -> list[list[Sample]]:
     """
     Give all samples token weights if one of them has some.
 
@@ -176,11 +184,16 @@ def loss_weights(
     return each[sample].view_as(labels) * counted
 
 
-def weightless(batch: Batch) -> Batch:
+def zero_weights(batch: Batch) -> Batch:
     """Return a batch whose tokens weigh nothing in a loss or a metric."""
     labels = torch.full_like(batch["labels"], IGNORED_LABEL)
     weights = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
     return {**batch, "labels": labels, "loss_scale": weights, NORMALISER: 0.0}
+
+
+def without_pack_rates(logs: dict[str, float]) -> dict[str, float]:
+    """Return what is logged without samples per second, for which trainers count packs."""
+    return {name: value for name, value in logs.items() if not name.endswith("_samples_per_second")}
 
 
 def open_worker(number: int, *, num_workers: int, rank: int) -> None:
@@ -220,23 +233,20 @@ class PackLoader(RankLoader):
         for batch in self._timed(super().__iter__()):
             if isinstance(batch, PackplanError):
                 raise batch
-            progress = batch.progress if isinstance(batch, Ended) else batch.pop(_PROGRESS, None)
+            progress = batch.progress if isinstance(batch, ShardEnd) else batch.pop(_PROGRESS, None)
             if progress is not None:
                 others: tuple[ShardProgress, ...] = self.progress
                 self.progress = (*(one for one in others if one.shard != progress.shard), progress)
-            if not isinstance(batch, Ended):
+            if not isinstance(batch, ShardEnd):
                 yield batch
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, and add up the time until each is there."""
-        ended = object()
-        while True:
-            started = time.perf_counter()
-            batch = next(batches, ended)
+        started = time.perf_counter()
+        for batch in batches:
             self.waited += time.perf_counter() - started
-            if batch is ended:
-                return
             yield batch
+            started = time.perf_counter()
 
     def close(self) -> None:
         """End worker processes that outlive epochs."""

@@ -152,14 +152,14 @@ class DummyImage:
         heads = {id(getattr(self.inner, name, None)) for name in ("lm_head", "audio_tower")}
         return [name for name, part in self.inner.named_children() if name != self.reader and id(part) not in heads]
 
-    def nothing(self, device: torch.device) -> torch.Tensor:
+    def zero_from_image(self, device: torch.device) -> torch.Tensor:
         """Return a zero that depends on all weights that image features depend on."""
         # ms-swift creates them in inference mode: gradients need a copy.
         features = self.inner.get_image_features(**{key: value.to(device).clone() for key, value in self.media.items()})
         leaves = [leaf for leaf in tree_leaves(dict(features)) if isinstance(leaf, torch.Tensor)]
         return torch.stack([leaf.mean() for leaf in leaves]).sum() * 0
 
-    def unreached(self) -> list[str]:
+    def unreached_weights(self) -> list[str]:
         """Return the names of trained weights on which no image depends."""
         vision = {
             f"{tower}.{name}": weight
@@ -169,11 +169,11 @@ class DummyImage:
         }
         if not vision:
             return []
-        nothing = self.nothing(next(iter(vision.values())).device)
-        reached = torch.autograd.grad(nothing, list(vision.values()), allow_unused=True)
+        zero = self.zero_from_image(next(iter(vision.values())).device)
+        reached = torch.autograd.grad(zero, list(vision.values()), allow_unused=True)
         return [name for name, gradient in zip(vision, reached, strict=True) if gradient is None]
 
-    def ensure_seen(self, *, passes: int = 1) -> None:
+    def run_in_every_batch(self, *, passes: int = 1) -> None:
         """
         Run the dummy image, without effect on results, until the tower has run *passes* times on a
         batch.
@@ -194,7 +194,7 @@ class DummyImage:
             missing = 0 if cached is not None and cached.get_seq_length() else passes
             for _ in range(missing - max(passes_run.values(), default=0)):
                 embeds = named["inputs_embeds"]
-                named = {**named, "inputs_embeds": embeds + self.nothing(embeds.device).to(embeds.dtype)}
+                named = {**named, "inputs_embeds": embeds + self.zero_from_image(embeds.device).to(embeds.dtype)}
             passes_run.clear()
             return positional, named
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, positive_number
 from packplan.app.planning.log_lines import log_plan, log_schedule, steps_line
-from packplan.app.planning.plan import Ranks, plan_epochs, plan_split
+from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
 from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule
 from packplan.app.planning.split import Split
 from packplan.app.wiring.commands import command_ranks, read_run_or_command
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
         require_static(config)
         world_size = command_ranks(config) or options.world_size
         if world_size is None:  # one process plans for one rank, or group of ranks
-            world_size = 1 if group.world_size == 1 else config.data_ranks(group.world_size)
+            world_size = 1 if group.world_size == 1 else config.plan_ranks(group.world_size)
         accumulation_of(config, world_size=world_size)
         verdict = require_packing_model(config)
         splits = list(open_splits(config).values())
@@ -83,7 +83,7 @@ def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world
     """
     ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
     for split in splits:
-        plan_split(split, ranks, world_size=world_size)
+        measure_and_plan(split, ranks, world_size=world_size)
         if group.rank == 0:
             log_plan(split)
         if split.name != "train":

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, plain_console, world_size
-from packplan.app.planning.plan import Ranks, plan_split
+from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.planning.schedule import accumulation_of, require_static, zero_stage
 from packplan.app.planning.split import Split
 from packplan.app.wiring.commands import command_ranks, read_run_or_command, require_traceable
@@ -150,7 +150,7 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int) -> Fit:
     attention = decide_attention(traced_run(config), isolated=True)
     train, length = open_splits(config)["train"], config.packing_length
     with join_ranks(config) as group:
-        plan_split(train, Ranks(group, timeout_s=config.training.packing_wait_timeout_s), world_size=ranks)
+        measure_and_plan(train, Ranks(group, timeout_s=config.training.packing_wait_timeout_s), world_size=ranks)
     encoded = _packs_to_trace(train)
     accumulates = accumulation_of(config, world_size=ranks).gradient_accumulation_steps > 1
     fused = bool(config.training.trainer.get("use_liger_kernel"))

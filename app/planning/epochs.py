@@ -21,8 +21,11 @@ from packplan.core.samples.tables import DataFile, Table, column, records_by_sou
 from packplan.core.schedule import PackStats
 from packplan.core.work.model import SampleWorks, WorkModel
 
-TAKES_LONG = {"certified", "balanced"}
+SLOW_ALGORITHMS = {"certified", "balanced"}
 """Algorithms whose progress is shown from their start: seconds to minutes for a million samples."""
+
+
+_BAR = "{desc}{postfix} [{elapsed}]"
 
 
 def table_works(model: WorkModel, table: Table) -> SampleWorks:
@@ -76,9 +79,8 @@ def plan_samples(
         report: Called with each progress message too.
     """
     recipe = recipe or EpochRecipe()
-    look = "{desc}{postfix} [{elapsed}]"
-    delay = 0 if policy.algorithm in TAKES_LONG else BRIEF_S
-    with progress(desc=f"planning {name}", bar_format=look, miniters=1, delay=delay, leave=not delay) as bar:
+    wait = 0 if policy.algorithm in SLOW_ALGORITHMS else BRIEF_S
+    with progress(desc=f"planning {name}", bar_format=_BAR, miniters=1, delay=wait, leave=not wait) as bar:
 
         def show(words: str) -> None:
             report(f"planning {name}: {words}")
@@ -157,9 +159,6 @@ class PlannedEpochs:
         planner, counted_before = self.planner, self.records[epoch]
         plan = planner.plan(epoch)
         if (found := planner.record(plan)) != counted_before:
-            fact = (
-                f"the plan of epoch {epoch} has the checksum {found.checksum}, but before the first step it had "
-                f"{counted_before.checksum}"
-            )
-            raise MismatchError("ranks_disagree", fact, {"epoch": epoch})
+            fact = f"epoch {epoch} was counted with the plan {counted_before.checksum}, and is now planned as"
+            raise MismatchError("ranks_disagree", f"{fact} {found.checksum}", {"epoch": epoch})
         return PackStats.from_plan(plan.raw, planner.samples.lengths, packed=planner.policy.packing, works=self.works)

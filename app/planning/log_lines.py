@@ -77,7 +77,7 @@ def log_schedule(config: RunConfig, train: Split, schedule: EpochSchedule) -> No
     )
     if (size := config.training.sequence_parallel_size) > 1:
         log.info("%d ranks share each row, and count as one rank of the plan (training.sequence_parallel_size)", size)
-    if schedule.differs:
+    if schedule.epochs_differ:
         steps = f"{schedule.total_steps:,} in total, over {counted(schedule.num_epochs, 'epoch')}, each of {each}"
     else:
         per_rank = f"{counted(schedule.batches_per_epoch, 'batch')} per rank and epoch"
@@ -164,7 +164,7 @@ def _describe_plan(planned: Split) -> Iterator[Line]:
     if nothing := planned.unsupervised.size:
         cut = int(column(planned.table, "cut")[planned.unsupervised].sum())
         which = f": {in_ranges(planned.unsupervised.tolist(), most=SHOWN)}"
-        if not planned.teaches:
+        if not planned.is_supervised:
             which = ", so training " + ("refuses the plan" if planned.name == "train" else "leaves the evaluation out")
         yield _warning(
             f"{counted(nothing, 'planned sample')} {agree(nothing, 'has', 'have')} no supervised token"

@@ -425,8 +425,7 @@ def _compare_elsewhere(source: LengthSource, measured: Mapping[int, Measurement]
     ):
         if isinstance(outcome, RecordError):
             raise outcome
-        when = f"in another process and epoch {REPEATED_EPOCH}"
-        _require_same(index, measured[index], outcome.measurement, when)
+        _require_same(index, measured[index], outcome.measurement, f"in another process and epoch {REPEATED_EPOCH}")
 
 
 def _require_same(index: int, first: Measurement, encoded: Measurement, when: str) -> None:

@@ -96,7 +96,7 @@ class Ranks:
             raise MismatchError("ranks_disagree", f"ranks disagree on {what}: {rows}", {"values": values})
 
 
-def plan_split(split: Split, ranks: Ranks, *, world_size: int | None = None) -> Split:
+def measure_and_plan(split: Split, ranks: Ranks, *, world_size: int | None = None) -> Split:
     """
     Measure, plan and align a split, compare it between all ranks, and return it.
 
@@ -113,7 +113,7 @@ def plan_split(split: Split, ranks: Ranks, *, world_size: int | None = None) -> 
     if not len(source):
         raise no_samples_error()
     world_size = world_size or ranks.group.world_size
-    arrays = dict(ranks.build(split.stores.lock, partial(_measure_and_plan, split, world_size)))
+    arrays = dict(ranks.build(split.stores.lock, partial(_build_plan, split, world_size)))
     split.table, split.key = arrays.pop("table"), Fingerprint(json.loads(arrays.pop("key").tobytes()))
     split.raw = plan_from_arrays(arrays)
     split.aligned = split.align(world_size)
@@ -126,7 +126,7 @@ def plan_split(split: Split, ranks: Ranks, *, world_size: int | None = None) -> 
     return split
 
 
-def _measure_and_plan(split: Split, world_size: int, report: ReportProgress) -> dict[str, Any]:
+def _build_plan(split: Split, world_size: int, report: ReportProgress) -> dict[str, Any]:
     """Return the table, and the raw plan with its key."""
     name, policy, stores = split.name, split.policy, split.stores
     files = split.encoder.data_files()

@@ -20,6 +20,7 @@ from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe, plan_key
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray
+from packplan.core.packs import Packs
 from packplan.core.plan import RawPlan, unsupervised_samples
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import LengthSource, Lock
@@ -120,6 +121,10 @@ class Split:
             self._works = table_works(self.work, self.table)
         return self._works
 
+    def packs_of(self, epoch: int) -> Packs:
+        """Return the packs of an epoch."""
+        return self.raw.packs if self.epochs is None else self.epochs.stats(epoch).packs
+
     def pack_stats(self, epoch: int) -> PackStats:
         """Return the packs of an epoch, with statistics."""
         if self.epochs is not None:
@@ -148,7 +153,7 @@ class Split:
         return unsupervised_samples(self.raw, column(self.table, "supervised"))
 
     @property
-    def teaches(self) -> bool:
+    def is_supervised(self) -> bool:
         """Whether any planned sample has a supervised token."""
         return self.unsupervised.size < self.raw.planned_samples
 

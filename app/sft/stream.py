@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from packplan.app.planning.log_lines import log_plan
-from packplan.app.planning.plan import Ranks, plan_split
+from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.planning.schedule import accumulation_of, forced_batches
-from packplan.app.sft.train import interruption_logged, log_nothing_left, log_outcome, log_termination
+from packplan.app.sft.train import log_interruption, log_nothing_left, log_outcome, log_termination
 from packplan.app.wiring.policies import require_mixes
 from packplan.app.wiring.ranks import lock_output
 from packplan.app.wiring.splits import open_splits
@@ -51,7 +51,7 @@ def train_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
         PackplanError: Something the user can fix.
     """
     trainer = _prepare(config, group)
-    with lock_output(config, group), interruption_logged(trainer):
+    with lock_output(config, group), log_interruption(trainer):
         trainer.train()
     _log_end(config, group, trainer)
     if not trainer.was_terminated:
@@ -64,7 +64,6 @@ def _prepare(config: RunConfig, group: RankGroup) -> StreamTrainer:
     training = config.training
     checkpoint = open_checkpoint(config, group, StreamState)
     attention = decide_attention(config, isolated=training.packing)
-    accumulation = accumulation_of(config, world_size=group.world_size)
     splits = open_splits(config)
     order = _order(config, splits["train"].encoder.data_files())
     ranks = Ranks(group, timeout_s=training.packing_wait_timeout_s)
@@ -86,9 +85,9 @@ def _prepare(config: RunConfig, group: RankGroup) -> StreamTrainer:
 
     if checkpoint is not None and differences(checkpoint.resume_state):
         checkpoint = open_checkpoint(config, group, StreamState, differences)
-    arguments = open_arguments(config, accumulation)
+    arguments = open_arguments(config, world_size=group.world_size)
     if "eval" in splits:
-        plan_split(splits["eval"], ranks)
+        measure_and_plan(splits["eval"], ranks)
         if group.rank == 0:
             log_plan(splits["eval"])
     group.stop_heartbeat()
@@ -110,7 +109,7 @@ def _prepare(config: RunConfig, group: RankGroup) -> StreamTrainer:
         log.info(
             "%s in optimizer steps of %s over %s; packs come as samples come, so the steps of an epoch are not known",
             _length(config),
-            counted(accumulation.effective_batch_size, "pack"),
+            counted(accumulation_of(config, world_size=group.world_size).effective_batch_size, "pack"),
             counted(group.world_size, "rank"),
         )
         _log_start(config, start[0])

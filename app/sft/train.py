@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import attrs
 
 from packplan.app.planning.log_lines import log_plan, log_schedule
-from packplan.app.planning.plan import Ranks, plan_epochs, plan_split
-from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule
+from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
+from packplan.app.planning.schedule import require_static, split_schedule
 from packplan.app.planning.split import Split
 from packplan.app.wiring.policies import trained_work
 from packplan.app.wiring.ranks import lock_output
@@ -30,9 +30,8 @@ from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule, ResumeState
 
 if TYPE_CHECKING:
-    from packplan.adapters.trainer.base import CheckedTrainer
     from packplan.adapters.trainer.checkpoints import Checkpoint
-    from packplan.adapters.trainer.planned import PlanTrainer
+    from packplan.adapters.trainer.trainer import CheckedTrainer, PlanTrainer
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ def train(config: RunConfig, group: RankGroup) -> tuple[PlanTrainer, dict[str, S
     if splits["train"].epochs is not None:
         # While an epoch is trained, its plan and the next one are held, and no other.
         del splits["train"].raw, splits["train"].aligned
-    with lock_output(config, group), interruption_logged(trainer):
+    with lock_output(config, group), log_interruption(trainer):
         trainer.train()
     _log_end(config, trainer)
     return trainer, splits
@@ -69,16 +68,15 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
     """
     # What the settings alone can get wrong is found before hours of measuring.
     require_static(config)
-    data_ranks = config.data_ranks(group.world_size)
+    world_size = config.plan_ranks(group.world_size)
     attention = decide_attention(config, isolated=config.training.packing and not may_leak)
     checkpoint = open_checkpoint(config, group, ResumeState)
-    accumulation = accumulation_of(config, world_size=data_ranks)
+    arguments = open_arguments(config, world_size=world_size)
+
     splits = open_splits(config)
     ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
-    arguments = open_arguments(config, accumulation)
-
     for split in splits.values():
-        plan_split(split, ranks, world_size=data_ranks)
+        measure_and_plan(split, ranks, world_size=world_size)
     schedule, checkpoint = _schedule_packs(config, splits["train"], checkpoint, ranks)
     group.stop_heartbeat()
     if group.rank == 0:
@@ -180,7 +178,7 @@ def _log_end(config: RunConfig, trainer: PlanTrainer) -> None:
 
 
 @contextmanager
-def interruption_logged(trainer: CheckedTrainer) -> Iterator[None]:
+def log_interruption(trainer: CheckedTrainer) -> Iterator[None]:
     """
     Log on rank 0 how many steps training did, and its last checkpoint, when Ctrl-C ends it.
     """

@@ -21,7 +21,7 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.trainer.arguments import training_arguments
 from packplan.adapters.trainer.model import open_model
-from packplan.adapters.trainer.planned import PlanTrainer
+from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
 from packplan.app.planning.schedule import split_schedule, sync_point_of
 from packplan.app.planning.split import Split
@@ -93,7 +93,7 @@ def open_step_tracer(
     template.model = plain_model(model)
     arguments = training_arguments(config, per_device_train_batch_size=config.batch_size, gradient_accumulation_steps=1)
     if samples.sees_images and (world_size > 1 or config.training.freeze_llm):
-        DummyImage.from_model(model, template).ensure_seen()
+        DummyImage.from_model(model, template).run_in_every_batch()
     template.packing = template.padding_free = config.training.packing
     trainer = OutlineTrainer(
         group=OneRank(), attention=attention, eval_dataset=None, reduction=config.training.loss_reduction, model=model,
@@ -228,6 +228,7 @@ def _train_instead(trainer: PlanTrainer, stats: PackStats, schedule: EpochSchedu
     """Let a trainer train and evaluate other packs, in the order of another schedule."""
     trainer.follower.reschedule(schedule)
     trainer.pack_stats = lambda _: stats
+    trainer.train_dataset.packs_of = lambda _: stats.packs
     if evaluated is not None:
         trainer.eval_dataset.packs = evaluated.raw.packs
 

@@ -28,14 +28,14 @@ from packplan.adapters.trainer.checkpoints import (
 )
 from packplan.adapters.trainer.loader import PackedDataset
 from packplan.adapters.trainer.model import open_model
-from packplan.adapters.trainer.planned import PlanTrainer
 from packplan.adapters.trainer.streams.dataset import StreamedPacks
 from packplan.adapters.trainer.streams.trainer import StreamTrainer
+from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
+from packplan.app.planning.schedule import accumulation_of
 from packplan.app.planning.split import Split
 from packplan.app.wiring.ranks import require_same, require_same_weights, settings_files
 from packplan.app.wiring.verdicts import probe_loaded_model
-from packplan.core.batch import Accumulation
 from packplan.core.config.identity import flat_values, run_identity
 from packplan.core.config.run import RunConfig
 from packplan.core.equality import AttentionChoice
@@ -132,19 +132,22 @@ def resume_facts(config: RunConfig, train: Split) -> dict[str, Any]:
     }
 
 
-def open_arguments(config: RunConfig, accumulation: Accumulation) -> TrainingArguments:
+def open_arguments(config: RunConfig, *, world_size: int) -> TrainingArguments:
     """
-    Build the trainer's arguments; ConfigError if ms-swift refuses them, or the trainer could not
-    use them later.
+    Build the trainer's arguments.
 
     Args:
         config: The run.
-        accumulation: Batches of a rank in one optimizer step.
+        world_size: Ranks, or groups of ranks that share rows.
+
+    Raises:
+        ArgumentError: The ranks cannot realise the effective batch size.
+        ConfigError: ms-swift refuses a setting, or the trainer could not use it later.
     """
     arguments = training_arguments(
         config,
         per_device_train_batch_size=config.batch_size,
-        gradient_accumulation_steps=accumulation.gradient_accumulation_steps,
+        gradient_accumulation_steps=accumulation_of(config, world_size=world_size).gradient_accumulation_steps,
     )
     if found := tuple(setting_faults(arguments)):
         raise ConfigError("the section training", found)
@@ -163,18 +166,13 @@ def _open_model(
     """
     template = samples.template
     log.info("attention: %s", attention)
-    model: Any = open_model(
-        config.model,
-        config.training,
-        attention=attention,
-        device=None if shards_weights(arguments) else arguments.device,
-    )
+    device = None if shards_weights(arguments) else arguments.device
+    model: Any = open_model(config.model, config.training, attention=attention, device=device)
     # Where ranks share the weights, none holds them all, and they are rank 0's for all.
     if not shards_weights(arguments):
         require_same_weights(group, model)
     if config.training.sequence_parallel_size > 1:
-        group_of_rows = sharing_group(config.training.sequence_parallel_size, arguments.ddp_timeout_delta)
-        share_rows(model, group_of_rows)
+        share_rows(model, sharing_group(config.training.sequence_parallel_size, arguments.ddp_timeout_delta))
     if config.training.packing and attention.verdict is not None:
         probe_loaded_model(config, model, attention.verdict, whole=not shards_weights(arguments), keep=group.rank == 0)
     template.model = plain_model(model)
@@ -199,16 +197,15 @@ def use_tower_in_each_batch(model: Any, template: Any, arguments: TrainingArgume
         ConfigError: The model does not say how it sees, or no image reaches a part of its tower.
     """
     dummy = DummyImage.from_model(model, template)
-    if not shards_weights(arguments) and not arguments.ddp_find_unused_parameters:
-        unreached = dummy.unreached()
-        if unreached:
-            reason = (
-                f"is false, but no image reaches {counted(len(unreached), 'weight')} of the vision tower, as "
-                f"{unreached[0]}, whose gradients the ranks would wait for: set it to true, or training.freeze_vit"
-            )
-            raise ConfigError.at("training.ddp_find_unused_parameters", reason)
+    waits = not shards_weights(arguments) and not arguments.ddp_find_unused_parameters
+    if waits and (unreached := dummy.unreached_weights()):
+        reason = (
+            f"is false, but no image reaches {counted(len(unreached), 'weight')} of the vision tower, as "
+            f"{unreached[0]}, whose gradients the ranks would wait for: set it to true, or training.freeze_vit"
+        )
+        raise ConfigError.at("training.ddp_find_unused_parameters", reason)
     # Where ranks meet in each of its passes, one for images and one for videos, all take both.
-    dummy.ensure_seen(passes=1 + (shards_weights(arguments) and sees_videos_apart(template)))
+    dummy.run_in_every_batch(passes=1 + (shards_weights(arguments) and sees_videos_apart(template)))
 
 
 def build_trainer(
@@ -245,17 +242,22 @@ def build_trainer(
         model=model,
         args=arguments,
         template=template,
-        train_dataset=PackedDataset(train.encoder, train.raw.packs, train.table, packed=train.policy.packing),
+        train_dataset=_packed_dataset(train, epoch=schedule.start.epoch),
         eval_dataset=_eval_dataset(splits.get("eval")),
         row_ranks=row_ranks,
     )
 
 
 def _eval_dataset(split: Split | None) -> PackedDataset | None:
-    """Return the packs that are evaluated; None without any, or where they teach nothing."""
-    if split is None or not split.teaches:
-        return None
-    return PackedDataset(split.encoder, split.raw.packs, split.table, packed=split.policy.packing)
+    """Return the packs that are evaluated; None without any, or where nothing is supervised."""
+    return None if split is None or not split.is_supervised else _packed_dataset(split)
+
+
+def _packed_dataset(split: Split, *, epoch: int = 0) -> PackedDataset:
+    """Return the packs of a planned split, those of *epoch* until another one begins."""
+    dataset = PackedDataset(split.encoder, split.packs_of, split.table, packed=split.policy.packing)
+    dataset.set_epoch(epoch)
+    return dataset
 
 
 def open_stream_start(

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import attrs
 
+from packplan.core.batch import count_row_groups
 from packplan.core.config.keys import (
     above_0,
     at_least,
@@ -29,7 +30,6 @@ from packplan.core.config.keys import (
     valid_seed,
 )
 from packplan.core.equality import BACKENDS
-from packplan.core.errors import ConfigError, Fault, counted
 from packplan.core.packers import ALGORITHMS
 from packplan.core.samples.shapes import READ
 
@@ -474,19 +474,9 @@ class RunConfig:
         # ms-swift's batches count packs.
         return 1 if self.training.packing and self.command is None else self.training.per_device_train_batch_size
 
-    def data_ranks(self, world_size: int) -> int:
-        """
-        Return the number of groups of ranks that share rows; ConfigError if they do not fit.
-
-        Args:
-            world_size: All ranks.
-        """
-        ranks, left = divmod(world_size, self.training.sequence_parallel_size)
-        if left:
-            size = self.training.sequence_parallel_size
-            reason = f"is {size}, which does not divide {counted(world_size, 'rank')}: start a multiple of it, or set 1"
-            raise ConfigError(self.source, (Fault("training.sequence_parallel_size", reason),))
-        return ranks
+    def plan_ranks(self, num_ranks: int) -> int:
+        """Return the ranks of a plan, which are groups of ranks that share rows; ArgumentError."""
+        return count_row_groups(num_ranks, self.training.sequence_parallel_size)
 
     @property
     def eval_packing(self) -> bool:

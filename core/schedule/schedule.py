@@ -226,7 +226,7 @@ class EpochSchedule:
                 raise ValueError(message)
 
     @property
-    def differs(self) -> bool:
+    def epochs_differ(self) -> bool:
         """Whether each epoch has its own packs."""
         return not isinstance(self.num_packs, int)
 
@@ -274,7 +274,7 @@ class EpochSchedule:
         start = self.start
         first_epoch = start.epoch_step + self.num_steps(start.epoch)
         before = start.step - start.epoch_step
-        if self.differs:
+        if self.epochs_differ:
             return self._total_of_differing(first_epoch)
         per_epoch = self.steps_per_epoch
         if (before, first_epoch) == (start.epoch * per_epoch, per_epoch):
@@ -333,15 +333,12 @@ class EpochSchedule:
             return self._left(epoch)
         if epoch not in self._assigned:
             left = self._left(epoch)
-            order = left[assign_steps(self._units(left, epoch), sync_at=self.sync_at, **self._step)]
+            ranks = {"world_size": self.world_size, "accumulation": self.gradient_accumulation_steps}
+            order = left[assign_steps(self._units(left, epoch), sync_at=self.sync_at, **ranks)]
             order.flags.writeable = False
             self._assigned.clear()
             self._assigned[epoch] = order
         return self._assigned[epoch]
-
-    @property
-    def _step(self) -> dict[str, int]:
-        return {"world_size": self.world_size, "accumulation": self.gradient_accumulation_steps}
 
     def _units(self, packs: IntArray, epoch: int) -> IntArray:
         """Return the works of *packs* of *epoch* in whole units, of their shape."""

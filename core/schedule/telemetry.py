@@ -100,17 +100,6 @@ class PackStats:
 
 
 @attrs.frozen(eq=False)
-class Tokens:
-    """Tokens that some optimizer steps processed, over all ranks."""
-
-    total: int
-    """Positions of the forward passes, padding included."""
-
-    useful: int
-    """Tokens of samples, each once an epoch, without padding and repeated packs."""
-
-
-@attrs.frozen(eq=False)
 class EpochStats:
     """Statistics of one epoch. Steps count from the first one of this run in the epoch."""
 
@@ -155,11 +144,17 @@ class EpochStats:
             before=np.unique(before),
         )
 
-    def tokens(self, start: int, stop: int) -> Tokens:
-        """Return the tokens of steps *start* to before *stop* of this epoch, counted from 0."""
+    def num_positions(self, start: int, stop: int) -> int:
+        """
+        Return the positions that all ranks compute in the steps *start* to before *stop* of this
+        epoch, counted from 0, padding included.
+        """
+        return int(self._widths(self._by_rank(self._packs(start, stop)[0])).sum())
+
+    def num_tokens(self, start: int, stop: int) -> int:
+        """Return the tokens of the samples of these steps, each sample once an epoch."""
         packs, first = self._packs(start, stop)
-        useful = int((self.pack_stats.tokens[packs] * first).sum())
-        return Tokens(int(self._widths(self._by_rank(packs)).sum()), useful)
+        return int((self.pack_stats.tokens[packs] * first).sum())
 
     def works(self, start: int, stop: int) -> NDArray[np.float64]:
         """

@@ -17,7 +17,7 @@ from packplan.adapters.config.trainer_keys import GRPO_KEYS_FILE, read_key_table
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.__main__ import COMMANDS
-from packplan.app.planning.plan import Ranks, plan_split
+from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.planning.split import Split, Stores
 from packplan.core.config.identity import PATH_KEYS, PER_RANK
 from packplan.core.config.keys import keys_of
@@ -231,7 +231,7 @@ def planned(tmp_path, monkeypatch) -> str:
     lengths = np.random.default_rng(1).geometric(1 / 200, 300).tolist()
     stores, source = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FreeLock()), ListSource(lengths)
     split = Split("train", PlanPolicy(packing_length=1024), stores=stores, encoder=source, source=source)
-    return plan_split(split, Ranks(ScriptedGroup(), timeout_s=1)).raw_checksum
+    return measure_and_plan(split, Ranks(ScriptedGroup(), timeout_s=1)).raw_checksum
 
 
 HOSTED = ("# dpo.py", "# train.py", "# prove.py")

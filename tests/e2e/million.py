@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.child import peak_bytes, reset_peak
-from packplan.app.planning.plan import Ranks, plan_split
+from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.planning.split import Split
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.stores import open_stores
@@ -69,6 +69,8 @@ def plan_as_rank(path: str, out: str) -> int:
     stores, policy = open_stores(config, "train"), plan_policy(config, "train")
     with join_ranks(config, use_cpu=True) as group:
         before = reset_peak()
-        plan_split(Split("train", policy, stores=stores, encoder=source, source=source), Ranks(group, timeout_s=600))
+        measure_and_plan(
+            Split("train", policy, stores=stores, encoder=source, source=source), Ranks(group, timeout_s=600)
+        )
         Path(out, f"bytes{os.environ['RANK']}").write_text(str(peak_bytes() - before))
     return 0

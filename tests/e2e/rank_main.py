@@ -32,7 +32,7 @@ def main(config: str, out: str, fault: str = "") -> int:
     plain = loader.PackedDataset.__getitem__
 
     def noted(dataset, position):
-        if dataset.planned is trained.get("table"):
+        if dataset.table is trained.get("table"):
             fetched.append(position)
             samples.append(list(dataset.packs[position]))
         return plain(dataset, position)

@@ -37,7 +37,7 @@ def main(config: str, out: str, *, videos: bool = False) -> None:
     ]
     model = trainer.model
     dummy = DummyImage.from_model(model, trainer.template)
-    dummy.ensure_seen(passes=1 + sees_videos_apart(trainer.template))
+    dummy.run_in_every_batch(passes=1 + sees_videos_apart(trainer.template))
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
     tower = dummy.inner.get_submodule(dummy.towers[0])

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from packplan.adapters.ranks.torch_group import TorchGroup
 from packplan.adapters.trainer.arguments import TrainingArguments
-from packplan.adapters.trainer.planned import PlanTrainer
+from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.app import __main__ as packplan
 from packplan.app import sft
 from packplan.app.plan import __main__ as plan

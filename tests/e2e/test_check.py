@@ -292,7 +292,7 @@ def test_the_command_prints_a_table_or_a_document_and_its_status_tells(write_run
             predict_the_next_sample(batch)
             return batch
 
-    with patch("packplan.adapters.trainer.base.Collator", Crossing):
+    with patch("packplan.adapters.trainer.trainer.Collator", Crossing):
         assert 3 == main([path])
         shown = capsys.readouterr()
         assert "DIFFERS" in shown.out

@@ -16,7 +16,7 @@ from packplan.adapters.processes import name_lost_processes
 from packplan.adapters.ranks.heartbeat import Heartbeat
 from packplan.adapters.samples import measurer
 from packplan.adapters.trainer.loader import PackedDataset, PackLoader
-from packplan.adapters.trainer.planned import PlanTrainer
+from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.app import sft
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_splits

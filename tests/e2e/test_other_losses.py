@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.adapters.trainer.base import model_inputs
+from packplan.adapters.trainer.trainer import model_inputs
 from packplan.app import check
 from packplan.app.wiring.runs import read_config
 from tests.e2e.ready import prepare

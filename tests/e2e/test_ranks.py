@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.app.planning.plan import Ranks, plan_split
+from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_splits
 from tests.e2e import rank_main
@@ -56,7 +56,7 @@ def test_three_ranks_consume_every_aligned_pack_once_an_epoch(start_ranks, write
     assert ranks[0]["num_aligned"] > ranks[0]["num_raw"]
     assert ranks[0]["num_aligned"] // 3 % 2, "no ragged window to try"
     config = read_config(write_run("qwen3_vl", name="one", **overlay))
-    one = plan_split(open_splits(config)["train"], Ranks(OneRank(), timeout_s=0))
+    one = measure_and_plan(open_splits(config)["train"], Ranks(OneRank(), timeout_s=0))
     assert any(one.table[pack, 2].sum() == 0 for pack in one.raw.packs), "no pack without images to try"
     assert one.raw_checksum == ranks[0]["raw"]
 

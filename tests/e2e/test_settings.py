@@ -8,7 +8,6 @@ import pytest
 from packplan.adapters.config.trainer_keys import SFT_KEYS_FILE, read_key_table
 from packplan.adapters.trainer.arguments import installed_keys
 from packplan.app import sft
-from packplan.app.planning.schedule import accumulation_of
 from packplan.app.wiring import runs
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.trainers import open_arguments
@@ -28,7 +27,7 @@ def configured(**training):
 
 def arguments_of(config):
     """Return the trainer's arguments of a run."""
-    return open_arguments(config, accumulation_of(config, world_size=1))
+    return open_arguments(config, world_size=1)
 
 
 def test_the_table_is_that_of_the_installed_library():

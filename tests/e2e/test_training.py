@@ -20,8 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples import measurer
-from packplan.adapters.trainer import base
-from packplan.adapters.trainer.planned import PlanTrainer
+from packplan.adapters.trainer import trainer as module
+from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.app.planning.schedule import split_schedule
 from packplan.app.sft import train as way
 from packplan.app.wiring.runs import read_config
@@ -127,7 +127,7 @@ def test_tokens_per_second_leave_out_the_time_of_evaluating(write_run, execute, 
         now[0] += 0.001
         return now[0]
 
-    monkeypatch.setattr(base.time, "perf_counter", tick)
+    monkeypatch.setattr(module.time, "perf_counter", tick)
     monkeypatch.setattr(PlanTrainer, "evaluation_loop", slow)
     keys = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4, "logging_steps": 2}
     val = first_lines(text_jsonl, 2)

@@ -211,8 +211,8 @@ def test_a_family_is_shown_to_pack(vision_run, folder, monkeypatch, family):
 
     before = [loss_and_unused(prepared, index)[0] for index in (1, 2)]
     dummy = DummyImage.from_model(trainer.model, trainer.template)
-    assert [] == dummy.unreached()
-    dummy.ensure_seen()
+    assert [] == dummy.unreached_weights()
+    dummy.run_in_every_batch()
     assert [(loss, set()) for loss in before] == [loss_and_unused(prepared, index) for index in (1, 2)]
 
     blur(trainer)

@@ -17,7 +17,7 @@ from packplan.adapters.samples.data_files import open_records
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.lock import FolderLock
 from packplan.adapters.stores.plans import DiskPlanStore
-from packplan.app.planning.plan import Ranks, plan_split
+from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.planning.split import Split, Stores
 from packplan.core.errors import RecordError
 from packplan.core.policy import PlanPolicy
@@ -68,7 +68,7 @@ def execute(
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FolderLock(folder))
     bad = {"max_bad_share": Decimal(1), "flush_every": FLUSH_EVERY}
     split = Split("train", policy, **bad, stores=stores, encoder=source, source=source)
-    return plan_split(split, Ranks(ScriptedGroup(hear=report), timeout_s=timeout_s))
+    return measure_and_plan(split, Ranks(ScriptedGroup(hear=report), timeout_s=timeout_s))
 
 
 def artefacts_of(folder: Path) -> dict[str, bytes]:

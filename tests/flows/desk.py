@@ -1,6 +1,6 @@
 """A split with its stores and ranks, over doubles."""
 
-from packplan.app.planning.plan import Ranks, plan_split
+from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.planning.split import Split, Stores
 from packplan.core.policy import PlanPolicy
 from tests.fakes import CountedLengthStore, CountedPlanStore, FreeLock, ListSource, ScriptedGroup
@@ -28,4 +28,4 @@ class Desk:
         return Split(name, policy(**options), alignment, encoder=self.source, source=self.source, **own)
 
     def plan(self, ranks=None, **options) -> Split:
-        return plan_split(self.split(**options), ranks or Ranks(self.group, timeout_s=1))
+        return measure_and_plan(self.split(**options), ranks or Ranks(self.group, timeout_s=1))

@@ -291,7 +291,7 @@ def test_samples_that_teach_nothing_are_counted():
 
     planned, alone = Desk(some).plan(drop_last=False), Desk(MaskedSource(LENGTHS)).plan(name="eval", drop_last=False)
 
-    assert (True, False) == (planned.teaches, alone.teaches)
+    assert (True, False) == (planned.is_supervised, alone.is_supervised)
     (line,), (left_out,) = ([line for _, line in describe(of) if "no supervised" in line] for of in (planned, alone))
     assert line.startswith("3 planned samples have")
     assert line.endswith(": 2..3, 7")

@@ -212,9 +212,7 @@ CASES = {
     "evaluated: ['eval_runtime']": evaluated,
     "bloom may not pack": leaking,
     "packing is set": packed_by_trl,
-    "does not divide 1 rank; the evaluation has no plan, so ranks": lambda out: use_plan(
-        given(out), PLAN, sequence_parallel_size=2
-    ),
+    "the evaluation has no plan, so ranks": lambda out: use_plan(given(out), PLAN, sequence_parallel_size=2),
 }
 """Words of what is told -> what is done."""
 

@@ -10,7 +10,7 @@ import yaml
 
 from packplan.adapters.config.run import load_config
 from packplan.core.config.run import TrainingConfig
-from packplan.core.errors import ConfigError
+from packplan.core.errors import ArgumentError, ConfigError
 from tests.documents import KEYS, document, faults_of, parsed
 
 ROLLOUT = {"custom.trainer_variant": "rollout", "training.packing_mode": "dynamic", "training.max_steps": 1}
@@ -51,9 +51,9 @@ def test_ranks_that_share_rows_count_as_one():
     """Where they divide all ranks; else the run is refused by its key."""
     config = parsed(SHARED)
 
-    assert 3 == config.data_ranks(6)
-    with pytest.raises(ConfigError, match="sequence_parallel_size: "):
-        config.data_ranks(1)
+    assert 3 == config.plan_ranks(6)
+    with pytest.raises(ArgumentError, check=lambda error: error.kind == "ranks"):
+        config.plan_ranks(1)
 
 
 def test_half_of_a_surrogate_pair_is_no_text():

@@ -51,13 +51,13 @@ class StreamedPack(PackOfRows):
 
 
 @attrs.frozen
-class Ended:
+class ShardEnd:
     """Marker of the end of a shard, after its last pack."""
 
     progress: ShardProgress
 
 
-class StreamedPacks(IterableDataset[StreamedPack | Ended | PackplanError]):
+class StreamedPacks(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
     """
     Packs of a stream's samples for this rank and worker, each with the progress of its shard.
 
@@ -107,7 +107,7 @@ class StreamedPacks(IterableDataset[StreamedPack | Ended | PackplanError]):
         limit, allows_long = self.options.packing_length, self.options.allow_single_long
         return PackOfRows([next(sample for sample in samples if allows_long or sample["length"] < limit)], 0)
 
-    def __iter__(self) -> Iterator[StreamedPack | Ended | PackplanError]:
+    def __iter__(self) -> Iterator[StreamedPack | ShardEnd | PackplanError]:
         """Yield packs as they fill."""
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
@@ -123,7 +123,7 @@ class StreamedPacks(IterableDataset[StreamedPack | Ended | PackplanError]):
         places = unread_places(len(self.indices), self.segments)
         return places[self.rank * shards_per_rank + shard :: self.world_size * shards_per_rank]
 
-    def _packs(self, shard: int, state: ShardState, places: IntArray) -> Iterator[StreamedPack | Ended]:
+    def _packs(self, shard: int, state: ShardState, places: IntArray) -> Iterator[StreamedPack | ShardEnd]:
         unread = iter(places.tolist())
         encoded: dict[int, Sample] = {}
         position = 0
@@ -147,7 +147,7 @@ class StreamedPacks(IterableDataset[StreamedPack | Ended | PackplanError]):
                 state = flush_buffer(state, options=self.options)
             else:
                 break
-        yield Ended(ShardProgress(shard, state))
+        yield ShardEnd(ShardProgress(shard, state))
 
     def _sample(self, item: StreamItem, encoded: dict[int, Sample]) -> Sample:
         """

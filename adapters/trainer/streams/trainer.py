@@ -23,9 +23,9 @@ import attrs
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
-from packplan.adapters.trainer.base import CheckedTrainer
 from packplan.adapters.trainer.checkpoints import progress_entry
-from packplan.adapters.trainer.loader import LENGTHS, Batch, PackLoader, weightless
+from packplan.adapters.trainer.loader import LENGTHS, Batch, PackLoader, without_pack_rates, zero_weights
+from packplan.adapters.trainer.trainer import CheckedTrainer
 from packplan.adapters.trainer_state import save_with_digest
 from packplan.core.errors import DataSetError, agree, counted
 from packplan.core.fingerprint import from_plain, to_plain
@@ -128,11 +128,9 @@ class StreamTrainer(CheckedTrainer):
         _, *others, max_steps = super().set_initial_training_values(args, dataloader)
         return self.start.epoch if self.start.step >= max_steps else self.num_epochs, *others, max_steps
 
-    def _init_training_state(self, max_steps: int, *arguments: Any, **options: Any) -> tuple[int, int]:
-        super()._init_training_state(max_steps, *arguments, **options)
+    def _init_training_state(self, *arguments: Any, **options: Any) -> tuple[int, int]:
+        super()._init_training_state(*arguments, **options)
         save_with_digest(self.state)
-        # The settings of this run apply, not those in the checkpoint.
-        self.state.compute_steps(self.args, max_steps)
         # No batch is skipped, since the data set goes on by itself. Generators are then restored
         # before the first batch, whose answers may need them.
         return self.start.epoch, 0
@@ -161,7 +159,7 @@ class StreamTrainer(CheckedTrainer):
         """Return a pack that changes no weight, for a rank that has none left."""
         # It follows from the window and the data, so that a resumed run draws the same dropout.
         batch = window[-1] if window else self.data_collator([self.train_dataset.any_pack()])
-        return {**weightless(batch), LENGTHS: ()}
+        return {**zero_weights(batch), LENGTHS: ()}
 
     def _no_step(self) -> str:
         packs = counted(self.args.gradient_accumulation_steps, "pack")
@@ -186,7 +184,7 @@ class StreamTrainer(CheckedTrainer):
             self.train_dataset.resume(RankState())
         self._left_over, self._served.progress = [], ()
         self._show_no_total()
-        self.seconds_since_reading()
+        self.lap_seconds()
         step = self.state.global_step
         super()._run_epoch(epoch=epoch, **options)
         if self._is_over and self.state.global_step == step:
@@ -287,7 +285,7 @@ class StreamTrainer(CheckedTrainer):
             # The trainer's share of the epoch is a guess: the number of packs is unknown.
             self.state.epoch = float(self._epoch)
         with self._estimated_total():
-            super().log(logs, *arguments, **options)
+            super().log(without_pack_rates(logs), *arguments, **options)
 
     @contextlib.contextmanager
     def _estimated_total(self) -> Iterator[None]:
@@ -325,5 +323,5 @@ class StreamTrainer(CheckedTrainer):
         return {
             "fill": fill / num_packs,
             "samples_per_pack": samples / num_packs,
-            "tokens_per_second": total / self.seconds_since_reading(),
+            "tokens_per_second": total / self.lap_seconds(),
         }

@@ -10,6 +10,19 @@ It adds fixes without which training silently goes wrong, each measured and test
 - errors that reach the caller
 - a clean end on SIGTERM
 - an end before saving, once a loss, gradient or weight is not finite
+
+With a plan, the packs of a step pass these methods:
+
+| method | class | does |
+|---|---|---|
+| `train` | `CheckedTrainer` | names lost processes of loaders |
+| `_inner_training_loop` | `FollowsSchedule` | starts, or goes on from a checkpoint |
+| `get_train_dataloader` | `PlanTrainer` | serves `PackedDataset` in the order of `PackBatches` |
+| `_run_epoch` | `FollowsSchedule` | trains what is left of the epoch |
+| `get_batch_samples` | `FollowsSchedule` | compares the batches of a step with the schedule |
+| `_get_num_items_in_batch` | `CheckedTrainer` | sums the weights of a step's tokens over ranks |
+| `training_step` | `CheckedTrainer` | adds up the loss, for the check that it is finite |
+| `_prepare_inputs` | `CheckedTrainer` | adds the row of positions that tells samples apart |
 """
 
 import contextlib
@@ -18,7 +31,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -29,13 +42,13 @@ import torch
 from swift.template import Template
 from swift.trainers import Seq2SeqTrainer
 from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from packplan.adapters.attention.rows import with_text_row
 from packplan.adapters.files import name_load_errors, name_save_errors
-from packplan.adapters.hf.following import EvaluatesPacks
-from packplan.adapters.loaders.batches import EvalBatches
+from packplan.adapters.hf.following import EvaluatesPacks, FollowsSchedule
+from packplan.adapters.loaders.batches import EvalBatches, PackBatches
 from packplan.adapters.loaders.rows import PACK
 from packplan.adapters.models import is_ruined, load_strictly, mean_size, replace_attributes
 from packplan.adapters.processes import name_lost_processes
@@ -48,19 +61,22 @@ from packplan.adapters.trainer.loader import (
     PackLoader,
     Reduction,
     open_worker,
-    weightless,
+    without_pack_rates,
+    zero_weights,
 )
+from packplan.core.batch import count_row_groups
 from packplan.core.equality import AttentionChoice, Precision
 from packplan.core.errors import ConfigError, RunError
 from packplan.core.ports import RankGroup
+from packplan.core.schedule import EpochStats, PackStats
 
 log = logging.getLogger(__name__)
 
 _NO_INPUTS = (PACK, NORMALISER, LENGTHS)
-"""Keys of a batch that no model takes."""
+"""Keys of a batch that the trainer reads, and no model takes."""
 
 
-def _not_finite(what: str, number: float) -> RunError:
+def _not_finite_error(what: str, number: float) -> RunError:
     """Return the error of a number that is not finite, or of weights that are ruined."""
     ended = "the run ended before anything of it was saved, and earlier checkpoints are as they were"
     return RunError("not_finite", f"{what} is {number}, so {ended}")
@@ -84,6 +100,16 @@ class SkipDuplicateFinalEval(TrainerCallback):
         """Cancel evaluation and saving if the last step has done both."""
         if state.global_step == state.max_steps:
             control.should_evaluate = control.should_save = False
+
+
+class KeepIntervals(TrainerCallback):
+    """
+    Logs, saves and evaluates as often as this run says, not as often as the run of its checkpoint.
+    """
+
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Replace the intervals that came with the checkpoint."""
+        state.compute_steps(args, state.max_steps)
 
 
 class SaveOnSigterm(TrainerCallback):
@@ -156,7 +182,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         self.control: TrainerControl
         self._step_loss: torch.Tensor | float = 0.0
         self._size_before: float | None = None
-        self._read_at = time.perf_counter()
+        self._lap_start = time.perf_counter()
         self.has_learned = False
         self._digested = ""
         # Loaders of training; transformers opens another one for a resumed epoch.
@@ -169,8 +195,9 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
             # ms-swift's callbacks set these when training begins, and fail on earlier logs.
             if isinstance(callback, (ProgressCallbackNew, PrinterCallbackNew)):
                 callback.start_time, callback.start_step = time.time(), 0
-        self.add_callback(SaveOnSigterm(group))
-        self.add_callback(SkipDuplicateFinalEval())
+        self._sigterm = SaveOnSigterm(group)
+        for own in (self._sigterm, SkipDuplicateFinalEval(), KeepIntervals()):
+            self.add_callback(own)
 
     @property
     def is_sharded(self) -> bool:
@@ -180,7 +207,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
     @property
     def was_terminated(self) -> bool:
         """Whether SIGTERM ended training."""
-        return any(isinstance(c, SaveOnSigterm) and c.received for c in self.callback_handler.callbacks)
+        return self._sigterm.received
 
     @property
     def precision(self) -> Precision:
@@ -203,7 +230,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
                 len(dataset),
                 size,
                 rank=self.group.rank // self.row_ranks,
-                world_size=self.group.world_size // self.row_ranks,
+                world_size=count_row_groups(self.group.world_size, self.row_ranks),
             ),
             collate_fn=Collator(self.template, self.template.data_collator, dataset.packed),
             persistent_workers=False,  # each evaluation opens a loader, so they would pile up
@@ -243,12 +270,6 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         self._step_loss = self._step_loss + loss
         return loss
 
-    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Log, without the samples per second, which would count packs."""
-        for name in [name for name in logs if name.endswith("_samples_per_second")]:
-            del logs[name]
-        super().log(logs, *arguments, **options)
-
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         # ms-swift has already waited for the device: it skips the update if the norm is nan.
@@ -261,23 +282,23 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         self._require_finite({f"the loss of {step}": loss, f"the gradient norm of {step}": gradient})
         return norm
 
-    def seconds_since_reading(self) -> float:
+    def lap_seconds(self) -> float:
         """Return the seconds of training since the last call, without evaluating and saving."""
         now = time.perf_counter()
-        seconds, self._read_at = now - self._read_at, now
+        seconds, self._lap_start = now - self._lap_start, now
         return seconds
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
         start = time.perf_counter()
         super()._maybe_log_save_evaluate(*arguments, **options)
-        # After a reading inside, only the time since then is left out.
-        self._read_at += time.perf_counter() - max(start, self._read_at)
+        # Where a lap began inside, only the time since then is left out.
+        self._lap_start += time.perf_counter() - max(start, self._lap_start)
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         size, before = self._mean_size(), self._size_before
         if before is not None and is_ruined(size, before=before):
             what = f"the root mean square of the trained weights after optimizer step {self.state.global_step:,}"
-            raise _not_finite(f"{what} ({before:.3g} before the first)", size)
+            raise _not_finite_error(f"{what} ({before:.3g} before the first)", size)
         self.state.stateful_callbacks |= attention_to_state(self.attention.name)
         with name_save_errors(Path(self.args.output_dir)):
             super()._save_checkpoint(*arguments, **options)
@@ -292,17 +313,17 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
             remove_digests(folder)
         # Each rank reads files of other ranks. The trainer's state comes next, and makes the
         # checkpoint whole.
-        self._meet()
+        self._wait_for_ranks()
         started = time.perf_counter()
         # If every node writes its own checkpoint, the node's ranks share it.
         on_node = args.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         share, num_shares = on_node if args.save_on_each_node else (self.group.rank, self.group.world_size)
         num_bytes = write_digests(folder, share=share, num_shares=num_shares)
-        self._meet()
+        self._wait_for_ranks()
         size, seconds = f"{num_bytes / 1e6:.1f} MB (of this rank's share)", time.perf_counter() - started
         self._digested = f"{folder.name}: digests of {size} took {seconds:.2f} s"
 
-    def _meet(self) -> None:
+    def _wait_for_ranks(self) -> None:
         """Wait for all ranks."""
         self.group.any(False)  # noqa: FBT003  # only its arrival counts
 
@@ -332,7 +353,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         sums = self.sum_over_ranks(torch.tensor(list(numbers.values()), dtype=torch.float64))
         for what, number in zip(numbers, sums.tolist(), strict=True):
             if not math.isfinite(number):
-                raise _not_finite(what, number)
+                raise _not_finite_error(what, number)
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
         if self._evaluated is not None:
@@ -364,13 +385,13 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
             )
         name = f"{metric_key_prefix}_loss"
         if not math.isfinite(loss := output.metrics.get(name, 0.0)):
-            raise _not_finite(name, loss)
+            raise _not_finite_error(name, loss)
         return output
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
         """Return the loss of a batch; one that only fills the ranks counts in no metric."""
         if self._evaluated is not None and self._evaluated.repeats:
-            inputs = weightless(inputs)
+            inputs = zero_weights(inputs)
         return super().prediction_step(model, inputs, *arguments, **options)
 
     @contextlib.contextmanager
@@ -406,6 +427,56 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         if checkpoint is None or self.is_sharded:
             return False
         return load_strictly(self.accelerator.unwrap_model(model), checkpoint)
+
+
+class PlanTrainer(FollowsSchedule, CheckedTrainer):
+    """ms-swift's trainer on the packs of a plan."""
+
+    def __init__(self, *, follower: PackBatches, pack_stats: Callable[[int], PackStats], **options: Any) -> None:
+        """
+        Prepare training.
+
+        Args:
+            follower: Serves this rank's packs in the order of their schedule.
+            pack_stats: Function that returns statistics of the packs of an epoch, for the log.
+            **options: Options of `CheckedTrainer`.
+        """
+        self.pack_stats = pack_stats
+        self._stats: EpochStats | None = None
+        self._epoch_start = self._logged_until = 0
+        self._waited = 0.0
+        super().__init__(**options)
+        self.follow(follower)
+
+    def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the schedule skips by itself
+        """Return the loader of this rank's packs, in the schedule's order of the epoch."""
+        # Persistent workers would keep the packs of another epoch.
+        fresh = {"persistent_workers": False} if self.schedule.epochs_differ else {}
+        loader = self._loader(self.train_dataset, batch_sampler=self.follower, collate_fn=self.data_collator, **fresh)
+        self._loaders.append(loader)
+        return loader
+
+    def _run_epoch(self, *, epoch: int, **options: Any) -> None:
+        """Train an epoch, and log the statistics of its packs."""
+        self._stats = stats = EpochStats.from_schedule(self.pack_stats(epoch), self.schedule, epoch)
+        self._epoch_start = self._logged_until = self.state.global_step
+        self.lap_seconds()
+        super()._run_epoch(epoch=epoch, **options)
+        # Not ms-swift's method, which would add the accuracy of the steps since the last log.
+        Trainer.log(self, dict(stats.epoch_statistics(self.state.global_step - self._epoch_start)))
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        """Log a step's loss with statistics of the steps since the last one."""
+        if "loss" in logs and self._stats is not None:
+            start, stop = self._logged_until - self._epoch_start, self.state.global_step - self._epoch_start
+            seconds, positions = self.lap_seconds(), self._stats.num_positions(start, stop)
+            self._logged_until = self.state.global_step
+            logs = {**logs, **self._stats.statistics(start, stop), "tokens_per_second": positions / seconds}
+            if (tokens := self._stats.num_tokens(start, stop)) < positions:
+                logs["useful_tokens_per_second"] = tokens / seconds
+            waited = sum(loader.waited for loader in self._loaders)
+            logs["data_wait_seconds"], self._waited = waited - self._waited, waited
+        super().log(without_pack_rates(logs), *arguments, **options)
 
 
 def model_inputs(prepared: dict[str, Any]) -> dict[str, Any]:
