@@ -1,6 +1,6 @@
 """
-Forecasts of a run: its time, from measured steps -> seconds by term -> seconds of its parts; and
-its memory, from the blocks of a traced step -> their peak -> the longest packing length that fits.
+Forecasts of a run: its seconds, from the seconds and FLOPs of measured steps; and the memory of a
+step, from the blocks that a trace of it allocates, up to the longest packing length that fits.
 """
 
 from __future__ import annotations
@@ -141,7 +141,10 @@ def forecast_run(
 Floats = NDArray[np.float64]
 
 EVALUATION_SHARE = 1 / 3
-"""Seconds of an evaluation over those of training, by FLOPs: a forward pass of three passes."""
+"""
+Seconds of an evaluation over those of training on its packs where none was measured: by FLOPs, the
+forward pass is a third.
+"""
 
 _FOLDS = 7
 """Parts of the measured steps that are left out in turn."""
@@ -157,7 +160,7 @@ class StepTime:
     step: float
     """Seconds of each step: the optimizer, and what ranks exchange once a step."""
 
-    pack: float
+    microbatch: float
     """Seconds of each microbatch: its start, and what ranks exchange in it."""
 
     text: float
@@ -174,7 +177,7 @@ class StepTime:
 class MeasuredStep:
     """One optimizer step that was measured."""
 
-    packs: int
+    microbatches: int
     """Microbatches of a rank."""
 
     text: float
@@ -192,7 +195,7 @@ class MeasuredStep:
     def predicted(self, time: StepTime) -> float:
         """Return the seconds by some coefficients."""
         flops = time.text * self.text + time.attention * self.attention + time.vision * self.vision
-        return time.step + time.pack * self.packs + flops
+        return time.step + time.microbatch * self.microbatches + flops
 
 
 @attrs.frozen
@@ -205,7 +208,7 @@ class Timing:
     """Measured steps from which the coefficients follow."""
 
     evaluation: float = EVALUATION_SHARE
-    """Seconds of an evaluation over those of training on its packs; 0 if steps have its time."""
+    """Seconds of an evaluation over those of training on its packs."""
 
     checkpoint: float = 0.0
     """Seconds of saving a checkpoint."""
@@ -330,7 +333,7 @@ class StepTerms:
             busiest: Floats = self._of_steps(batches).max(axis=1)
         else:
             busiest = self._of_steps(batches.max(axis=1))
-        return time.step + time.pack * self.counts + busiest
+        return time.step + time.microbatch * self.counts + busiest
 
     def busiest(self) -> Floats:
         """Return the FLOPs of each step on its busiest ranks; shape (num_steps, 3)."""
@@ -472,14 +475,14 @@ class StepTrace:
     """
     Blocks of memory of one step, its passes and its update, in steady state.
 
-    Times count births and deaths.
+    A time is the number of allocations and frees before it.
     """
 
-    births: NDArray[np.int64]
-    """Time from which a block is there; shape (num_blocks,)."""
+    allocated: NDArray[np.int64]
+    """Time at which each block is allocated; shape (num_blocks,)."""
 
-    deaths: NDArray[np.int64]
-    """Time from which it is not; shape (num_blocks,)."""
+    freed: NDArray[np.int64]
+    """Time at which each block is freed; shape (num_blocks,)."""
 
     sizes: NDArray[np.int64]
     """Bytes of each block; shape (num_blocks,)."""
@@ -504,8 +507,8 @@ class StepTrace:
             fused_loss: Leave out logits, which fused losses never hold as a whole.
         """
         kept = ~self.logits if fused_loss else np.ones(len(self.sizes), dtype=bool)
-        kinds, rows = self._kinds(), np.zeros((len(KINDS), 1 + int(self.deaths.max(initial=1))), dtype=np.int64)
-        for times, sign in ((self.births, 1), (self.deaths, -1)):
+        kinds, rows = self._kinds(), np.zeros((len(KINDS), 1 + int(self.freed.max(initial=1))), dtype=np.int64)
+        for times, sign in ((self.allocated, 1), (self.freed, -1)):
             np.add.at(rows, (kinds[kept], times[kept]), sign * self.sizes[kept])
         held = rows.cumsum(axis=1)
         highest = dict(zip(KINDS, held[:, int(held.sum(axis=0).argmax())].tolist(), strict=True))
@@ -514,7 +517,7 @@ class StepTrace:
 
     def _kinds(self) -> NDArray[np.int64]:
         """Return the kind of every block."""
-        kept = (self.births <= self.forward_end) & (self.deaths > self.forward_end)
+        kept = (self.allocated <= self.forward_end) & (self.freed > self.forward_end)
         passing = np.where(kept, KINDS.index("activations"), KINDS.index("temporaries"))
         return np.where(self.kinds < 0, passing, self.kinds)
 

@@ -1,6 +1,6 @@
 """
-YAML files -> one document: a file over those that it extends, and over both what the command line
-overrides.
+Reads YAML files into one document: a file overrides those that it extends, and the command line
+overrides both.
 """
 
 import os

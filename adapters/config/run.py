@@ -1,4 +1,4 @@
-"""YAML -> RunConfig, strictly: every fault at once, each with its path and remedy."""
+"""Reads the YAML of a run strictly: every fault at once, each with its path and remedy."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial

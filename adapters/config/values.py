@@ -1,6 +1,6 @@
 """
-Values of a YAML -> frozen classes, by the types of their fields. Nothing is guessed, and every
-fault has its path.
+Structures the document of a YAML into frozen classes, by the types of their fields. Nothing is
+guessed, and every fault has its path.
 """
 
 import contextlib
@@ -32,9 +32,7 @@ _list_of: Callable[[Any], Any] = list.__class_getitem__  # of types that are kno
 _UNIONS = {types.UnionType, typing.Union}
 
 Advise: typing.TypeAlias = Callable[[str, str], str]
-"""
-Key that its place does not have, and the path of that place -> fault and remedy.
-"""
+"""Function of an unknown key, and of the section that has it, that returns fault and remedy."""
 
 
 def structure(
@@ -74,7 +72,7 @@ def _refuse(value: object, wanted: str) -> typing.NoReturn:
 
 
 TOO_LARGE = 10**12
-"""Beyond it no count is meant, and products of counts leave 64 bits."""
+"""Smallest whole number that is refused: products of such counts leave 64 bits."""
 
 
 def _to_int(value: object, _: Any) -> int:
@@ -174,7 +172,7 @@ def _converter() -> cattrs.Converter:
 
 
 def _mapping_hook(plain: Any, wanted: str) -> Any:
-    """Return the hook *plain*, which refuses what is no mapping."""
+    """Return *plain* as a hook that refuses other values than mappings."""
 
     def structure(value: object, kind: Any) -> Any:
         if not isinstance(value, Mapping):

@@ -1,6 +1,6 @@
 """
-Computation without numbers: tensors of floating point have sizes and no content, and each block of
-memory that they would take is recorded.
+Records the memory that a computation would take: tensors of floating point have sizes and no
+content, and the blocks of memory that they would fill are noted as they are allocated and freed.
 
 Rules: whole numbers and booleans are computed. They are small, and shapes follow from them: the
 samples of a row, the tokens with a loss, the grid of an image. Nothing follows from floating point,
@@ -37,7 +37,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
     Mode that records the blocks of memory of all tensors which are made in it.
 
     Attributes:
-        clock: Number of births and deaths so far.
+        clock: Number of allocations and frees so far.
     """
 
     def __init__(self, *, vocabulary: int) -> None:
@@ -53,8 +53,8 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._numbers: dict[int, int] = {}
         self._references: dict[int, Any] = {}
-        self._births: list[int] = []
-        self._deaths: list[int] = []
+        self._allocated: list[int] = []
+        self._freed: list[int] = []
         self._sizes: list[int] = []
         self._logits: list[bool] = []
 
@@ -96,7 +96,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
         storage = local.untyped_storage()
         if storage._cdata not in self._numbers:  # noqa: SLF001  # identity of the memory
             width = local.shape[-1] if local.dim() else 0
-            self._note_birth(storage, storage.nbytes(), is_logits=width == self._vocabulary and local.dim() < 4)
+            self._note_allocation(storage, storage.nbytes(), is_logits=width == self._vocabulary and local.dim() < 4)
         return self._numbers[storage._cdata]  # noqa: SLF001
 
     def trace(self, kinds: Mapping[int, Kind], *, start: int, forward_end: int) -> StepTrace:
@@ -108,18 +108,18 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
             start: Time at which the passes start.
             forward_end: Time at which the forward pass ends.
         """
-        deaths = np.array(self._deaths, dtype=np.int64)
-        deaths[deaths < 0] = self.clock + 1
-        known = np.full(len(deaths), -1, dtype=np.int64)
+        freed = np.array(self._freed, dtype=np.int64)
+        freed[freed < 0] = self.clock + 1
+        known = np.full(len(freed), -1, dtype=np.int64)
         for number, kind in kinds.items():
             known[number] = KINDS.index(kind)
         # Small models and long rows may have logits as wide as weights, which are no logits.
         logits = np.array(self._logits, dtype=np.bool_) & (known < 0)
-        births, sizes = np.array(self._births, dtype=np.int64), np.array(self._sizes, dtype=np.int64)
-        there = deaths > start
-        births = np.maximum(births - start, 0)
+        allocated, sizes = np.array(self._allocated, dtype=np.int64), np.array(self._sizes, dtype=np.int64)
+        there = freed > start
+        allocated = np.maximum(allocated - start, 0)
         return StepTrace(
-            births[there], deaths[there] - start, sizes[there], known[there], logits[there], forward_end - start
+            allocated[there], freed[there] - start, sizes[there], known[there], logits[there], forward_end - start
         )
 
     def __torch_dispatch__(
@@ -147,25 +147,25 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
                 self.block_number(one)
         return output
 
-    def _note_birth(self, storage: torch.UntypedStorage, size: int, *, is_logits: bool = False) -> None:
-        key, number = storage._cdata, len(self._births)  # noqa: SLF001
+    def _note_allocation(self, storage: torch.UntypedStorage, size: int, *, is_logits: bool = False) -> None:
+        key, number = storage._cdata, len(self._allocated)  # noqa: SLF001
         self.clock += 1
-        self._births.append(self.clock)
-        self._deaths.append(-1)
+        self._allocated.append(self.clock)
+        self._freed.append(-1)
         self._sizes.append(size)
         self._logits.append(is_logits)
         self._numbers[key] = number
-        self._references[key] = weakref.ref(storage, lambda _: self._note_death(key))
+        self._references[key] = weakref.ref(storage, lambda _: self._note_free(key))
 
-    def _note_death(self, key: int) -> None:
+    def _note_free(self, key: int) -> None:
         self.clock += 1
-        self._deaths[self._numbers.pop(key)] = self.clock
+        self._freed[self._numbers.pop(key)] = self.clock
         del self._references[key]
 
     def _note_resize(self, storage: torch.UntypedStorage, size: int) -> None:
         if storage._cdata in self._numbers and storage.nbytes() != size:  # noqa: SLF001
-            self._note_death(storage._cdata)  # noqa: SLF001
-            self._note_birth(storage, size)
+            self._note_free(storage._cdata)  # noqa: SLF001
+            self._note_allocation(storage, size)
 
 
 def _positions(indices: Any) -> Iterator[Any]:

@@ -1,5 +1,5 @@
 """
-Process beside rank 0 that writes to the store: rank 0 lives, its current task, or its death.
+Process beside rank 0 that tells the store that rank 0 is alive, its task, and when it has died.
 
 It is a process, not a thread, for two reasons. Solvers hold the interpreter for seconds, and it has
 to outlive rank 0 to report its death.

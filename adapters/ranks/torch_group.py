@@ -36,11 +36,11 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 
-_ASK_S = 0.1
+_CHECK_S = 0.1
 
-_TELL_EVERY_S = 30.0
+_WARN_EVERY_S = 30.0
 
-_FAREWELL_S = 10.0
+_ACKNOWLEDGE_S = 10.0
 
 SILENT_S = 45.0
 """Rank 0 beats every second; after so long without one, its node is taken for dead or cut off."""
@@ -103,7 +103,7 @@ class TorchGroup:
             torch.cuda.set_device(device)
         # Connected while all ranks are there, which none leaves before they have joined: later, a
         # store that is gone would be looked for instead of missed.
-        self._ear = self._store.clone()  # type: ignore[attr-defined]  # torch does not declare it
+        self._wait_store = self._store.clone()  # type: ignore[attr-defined]  # torch does not declare it
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=PrefixStore("group", self._store),
@@ -203,17 +203,17 @@ class TorchGroup:
         self, keys: list[str], timeout_s: float, kind: Literal["rank_gone", "rank_zero"], *, late: str
     ) -> list[str]:
         """Wait for *keys*; raise RunError if rank 0 dies or falls silent, or they are late."""
-        watch = _KeyWatch(self._ear, keys)
+        watch = _KeyWatch(self._wait_store, keys)
         told = 0.0
         while not watch.over.wait(_POLL_S):
-            now, heard = time.monotonic(), watch.words or "nothing"
-            waited, silence = now - watch.started, now - watch.heard
+            now, heard = time.monotonic(), watch.task or "nothing"
+            waited, silence = now - watch.started, now - watch.last_beat
             if silence > SILENT_S:
                 silent = f"rank 0 has been silent for {silence:,.0f} s, so its node is down or cut off"
                 raise RunError(kind, f"{silent}; rank {self.rank} last heard: {heard}")
             if timeout_s and waited > timeout_s:
                 raise RunError(kind, f"rank {self.rank} waited {waited:,.0f} s {late}; last heard: {heard}")
-            if waited - told > _TELL_EVERY_S:
+            if waited - told > _WARN_EVERY_S:
                 log.warning("rank %d has waited %.0f s; last heard of rank 0: %s", self.rank, waited, heard)
                 told = waited
         if watch.answers is None:
@@ -236,9 +236,9 @@ def _let_others_read(store: Store, key: str, world_size: int) -> None:
     # gone.
     acknowledged = [f"{key}/read/{rank}" for rank in range(1, world_size)]
     try:
-        store.wait(acknowledged, timedelta(seconds=_FAREWELL_S))
+        store.wait(acknowledged, timedelta(seconds=_ACKNOWLEDGE_S))
     except dist.DistStoreError:
-        log.warning("some ranks did not hear within %.0f s why the run ends", _FAREWELL_S)
+        log.warning("some ranks did not hear within %.0f s why the run ends", _ACKNOWLEDGE_S)
 
 
 def _reason_of(error: BaseException) -> str:
@@ -306,23 +306,23 @@ def _agree_on_launch(store: Store, rank: int, world_size: int, timeout_s: float)
     Return a token that all ranks of this launch hold, and none of an earlier launch on the same
     store.
 
-    Each rank leaves a word; rank 0 welcomes the words that it finds, again and again, until every
-    rank has found its own among them. What an earlier launch left is a word or a welcome that no
-    rank of this one accepts.
+    Each rank publishes a random token. Rank 0 publishes the list of the tokens that it finds, again
+    and again, until every rank has found its own in it. A token or a list of an earlier launch is
+    accepted by no rank of this one.
     """
     own = secrets.token_hex(8)
-    words = [f"word/{number}" for number in range(world_size)]
-    store.set(words[rank], own)
-    store.wait(words, timedelta(seconds=timeout_s))
+    tokens = [f"token/{number}" for number in range(world_size)]
+    store.set(tokens[rank], own)
+    store.wait(tokens, timedelta(seconds=timeout_s))
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if rank == 0:
-            store.set("welcome", json.dumps([store.get(word).decode() for word in words]))
+            store.set("tokens", json.dumps([store.get(token).decode() for token in tokens]))
         try:
-            store.wait(["welcome"], timedelta(seconds=_POLL_S))
-            welcomed = json.loads(store.get("welcome"))
-            launch: str = welcomed[0]
-            if len(welcomed) == world_size and welcomed[rank] == own:
+            store.wait(["tokens"], timedelta(seconds=_POLL_S))
+            found = json.loads(store.get("tokens"))
+            launch: str = found[0]
+            if len(found) == world_size and found[rank] == own:
                 store.set(f"seen/{launch}/{rank}", "")
                 store.wait([f"seen/{launch}/{number}" for number in range(world_size)], timedelta(seconds=_POLL_S))
                 return launch
@@ -338,18 +338,18 @@ class _KeyWatch:
 
     Attributes:
         started: Time of construction, by the monotonic clock.
-        heard: Time of the latest beat, by the monotonic clock.
+        last_beat: Time of the latest beat, by the monotonic clock.
         over: Event that is set when there are answers, or never will be.
         answers: The keys' values, once all are there.
         lost: Reason why there never will be answers.
-        words: Latest task that rank 0 has reported.
+        task: Latest task that rank 0 has reported.
     """
 
     def __init__(self, store: Store, keys: list[str]) -> None:
         self.over = threading.Event()
         self.answers: list[str] | None = None
-        self.lost, self.words = "", ""
-        self.started = self.heard = time.monotonic()
+        self.lost, self.task = "", ""
+        self.started = self.last_beat = time.monotonic()
         threading.Thread(target=self._listen, args=(store, keys), daemon=True).start()
 
     def _listen(self, store: Store, keys: list[str]) -> None:
@@ -362,9 +362,9 @@ class _KeyWatch:
                     self.lost = store.get(DIED).decode()
                     return
                 if store.check([BEAT]) and (beat := store.get(BEAT)) != last:
-                    last, self.heard = beat, time.monotonic()
-                    self.words = json.loads(beat)[1] or self.words
-                time.sleep(_ASK_S)
+                    last, self.last_beat = beat, time.monotonic()
+                    self.task = json.loads(beat)[1] or self.task
+                time.sleep(_CHECK_S)
             self.answers = [store.get(key).decode() for key in keys]
         except dist.DistError as error:
             self.lost = f"rank 0 is gone: {_first_sentence(error)}"

@@ -180,8 +180,8 @@ def _report_full_disk(error: OSError) -> int:
 
 def _report_output_error(error: OSError) -> int:
     """
-    Give up standard output, and return the exit status; say why, unless its reader has seen enough,
-    as `| head` does.
+    Write no more to standard output, and return the exit status; print the error, unless the reader
+    has closed the pipe, as `| head` does.
     """
     _discard_output(sys.stdout)
     if isinstance(error, BrokenPipeError):
@@ -199,7 +199,7 @@ def _print_error(text: str) -> None:
 
 
 def _discard_output(stream: TextIO) -> None:
-    """Send what is left to flush nowhere."""
+    """Discard what a stream has not written yet."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -263,7 +263,7 @@ def world_sizes(text: str) -> list[int]:
 
 
 class _MarkWarnings(logging.Formatter):
-    """Marks lines that are no mere notes with what they are."""
+    """Formatter that puts the level before warnings and errors."""
 
     def format(self, record: logging.LogRecord) -> str:
         record.mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "

@@ -1,6 +1,6 @@
 """
-Faults of a run's configuration, and keys to change: faults of several keys together, unknown keys,
-and remedies of errors that core states without a key.
+Faults of a run's configuration that concern several keys, advice on unknown keys, and remedies of
+errors that core states without a key.
 
 All faults are reported at once. An unknown key is told where it belongs, or which key it misspells:
 `packing_lenght` is `packing_length`, and `min_pixels` is not `max_pixels`. docs/troubleshooting.md
@@ -21,7 +21,7 @@ from packplan.core.packers import ALGORITHMS
 from packplan.core.samples.urls import mask_credentials
 
 MAX_EPOCHS = 10**6
-"""Number of epochs that can only be a typing error; nothing could count its steps."""
+"""Epochs from which on `training.num_train_epochs` is taken for a typing error."""
 
 _TUNERS: Mapping[str, tuple[str, ...]] = {
     r"lora_\w+|use_rslora|use_dora|lorap_lr_ratio|target_parameters|init_weights": ("lora",),
@@ -92,7 +92,7 @@ def source_name_faults(custom: CustomConfig) -> Iterator[Fault]:
 
 
 def _video_faults(template: TemplateConfig) -> Iterator[Fault]:
-    """Yield faults in limits of frames; the template has defaults of those of pixels."""
+    """Yield the fault of a smallest number of frames above the largest."""
     least, most = template.fps_min_frames or 4, template.fps_max_frames or 768
     if least > most:
         yield Fault("template.fps_min_frames", f"is {least}, but template.fps_max_frames is {most}: lower it")
@@ -121,7 +121,7 @@ def _sharing_faults(training: TrainingConfig) -> Iterator[Fault]:
 
 
 def _mode_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield faults in how the variant of the trainer packs."""
+    """Yield faults of keys that contradict `custom.trainer_variant`."""
     training, custom = config.training, config.custom
     if custom.trainer_variant == "rollout":
         yield from _rollout_faults(config)
@@ -141,7 +141,7 @@ def _mode_faults(config: RunConfig) -> Iterator[Fault]:
 
 
 def _epoch_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield faults in packs that are drawn for each epoch."""
+    """Yield faults of a run that packs each epoch again."""
     training, key = config.training, "training.packing_epochs"
     if training.packing_epochs == "same":
         return
@@ -229,10 +229,10 @@ def _quantisation_faults(model: ModelConfig, training: TrainingConfig) -> Iterat
 
 
 MAX_NAMED = 3
-"""Keys that advice names, at most."""
+"""Most keys that one piece of advice names."""
 
 _DISTINGUISHING = re.compile(r"\d+|(?:^|_)(?:min|max)(?=_|$)")
-"""Parts of a key that tell it from others that look like it; a misspelling keeps them."""
+"""Parts that change what a key means, as `min`: a misspelling keeps those of its key."""
 
 
 def explain_unknown_key(name: str, level: str, known: Iterable[str], *, refused: Mapping[str, str]) -> str:

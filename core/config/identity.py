@@ -109,7 +109,7 @@ PER_RANK: Mapping[str, str] = {
     "training.log_on_each_node": "what is shown",
     "training.report_to": "services that rank 0 reports to, whose packages others may lack",
 }
-"""Keys that a rank may have for itself -> why: they do not change what is trained."""
+"""Key that may differ between ranks -> why that changes nothing in training."""
 
 
 def shared_values(config: RunConfig, files: Mapping[str, Any]) -> dict[str, str]:
@@ -173,10 +173,10 @@ FIXED_ARGUMENTS = frozenset(
         "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "vit_lr", "aligner_lr",
     }
 )  # fmt: skip
-"""Settings of the trainer that a resumed run has to share: loss, optimizer, rate over time."""
+"""Settings of the trainer that a resumed run has to keep: loss, optimizer, learning rate."""
 
 _FIXED_PATTERN = re.compile(r"(lora|boft|vera|fourier|adapter|llamapro|galore|lisa)_")
-"""Settings of tuners and optimizers, which a resumed run has to share too."""
+"""Settings of tuners and optimizers, which a resumed run has to keep too."""
 
 UNCOMPARED = re.compile(
     # A checkpoint names its attention.

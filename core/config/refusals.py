@@ -1,4 +1,4 @@
-"""Settings under which a host would not train what was planned, or cut: one table for all hosts."""
+"""Settings that would break a plan or its microbatches, and the hosts that refuse them."""
 
 from collections.abc import Iterator
 from functools import reduce
@@ -7,7 +7,10 @@ from typing import Any, Literal
 import attrs
 
 Host = Literal["sft", "plugin", "rlhf", "trainer", "balance"]
-"""`packplan sft`; the plugin of ms-swift with packs, and without; `use_plan`; `balance`."""
+"""
+`sft` is `packplan sft`; `plugin` and `rlhf` are ms-swift's plugin with packs and without; `trainer`
+is `use_plan`, and `balance` is that of `packplan.hf`.
+"""
 
 
 @attrs.frozen

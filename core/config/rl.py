@@ -32,7 +32,7 @@ class SequencePackingConfig:
     """
 
     algorithm: str = key("modified_first_fit_decreasing", check=one_of(ALGORITHMS))
-    """How sequences are packed: as `training.packing_algorithm`."""
+    """Packing algorithm, as `training.packing_algorithm` has them."""
 
     sequence_length_round: int = key(1, check=at_least(1))
     """Each sequence counts as rounded up to a multiple of it."""

@@ -141,5 +141,5 @@ def _wait_until_told(group: TorchGroup, scene: str) -> None:
 
     if scene != "slow" or group.rank == 0:
         return
-    while not (group._ear.check([BEAT]) and json.loads(group._ear.get(BEAT))[1]):
+    while not (group._wait_store.check([BEAT]) and json.loads(group._wait_store.get(BEAT))[1]):
         time.sleep(0.01)

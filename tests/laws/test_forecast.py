@@ -41,7 +41,9 @@ def steps_of(time, terms, *, slowed=()):
     """Return steps with these terms that take what the coefficients say, some of them thrice."""
     steps = [MeasuredStep(*map(float, one), 1.0) for one in terms]
     return [
-        attrs.evolve(one, packs=int(one.packs), seconds=one.predicted(time) * (3 if number in slowed else 1))
+        attrs.evolve(
+            one, microbatches=int(one.microbatches), seconds=one.predicted(time) * (3 if number in slowed else 1)
+        )
         for number, one in enumerate(steps)
     ]
 
@@ -74,7 +76,7 @@ def test_a_term_that_does_not_vary_is_part_of_the_constant():
     """Of equal packs, nothing says which part of a step they are; what is absent stays 0."""
     found = fit_steps(steps_of(StepTime(1, 2, 3, 0, 0), [(4, 5, number, 0) for number in range(1, 9)]))
 
-    assert (0, 0, 0) == (found.pack, found.text, found.vision)
+    assert (0, 0, 0) == (found.microbatch, found.text, found.vision)
     assert found.step == pytest.approx(1 + 2 * 4 + 3 * 5)
 
 
@@ -95,7 +97,7 @@ def test_a_step_takes_as_long_as_its_busiest_ranks(training, time, sync_at, done
         widths = widths if stats.packed else [max(widths)] * len(widths)
         text, attention = 4 * sum(widths), 2 * sum(width * (width + 1) / 2 for width in widths)
         media = sum(flops.images[index] for index in samples)
-        return time.pack + time.text * text + time.attention * attention + time.vision * media
+        return time.microbatch + time.text * text + time.attention * attention + time.vision * media
 
     window = schedule.gradient_accumulation_steps
     ranks = [[seconds(batch) for batch in schedule.batches(epoch, rank=rank)] for rank in range(schedule.world_size)]

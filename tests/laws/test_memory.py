@@ -48,9 +48,9 @@ def traces(draw):
             min_size=1, max_size=12,
         )
     )  # fmt: skip
-    births, lives, sizes, kinds, logits = (np.array(column) for column in zip(*blocks, strict=True))
+    allocated, lives, sizes, kinds, logits = (np.array(column) for column in zip(*blocks, strict=True))
     forward_end, buckets = (draw(st.integers(0, 25)) for _ in range(2))
-    return StepTrace(births, births + lives, sizes, kinds, logits, forward_end, buckets)
+    return StepTrace(allocated, allocated + lives, sizes, kinds, logits, forward_end, buckets)
 
 
 @given(traces(), st.booleans())
@@ -58,8 +58,8 @@ def test_the_peak_is_the_largest_sum_of_blocks_at_one_time(trace, fused_loss):
     """Of the blocks that are there then, beside buckets that are there throughout."""
     kept = ~(trace.logits & fused_loss)
     expected = trace.buckets + max(
-        int(trace.sizes[kept & (trace.births <= time) & (trace.deaths > time)].sum())
-        for time in range(int(trace.deaths.max()))
+        int(trace.sizes[kept & (trace.allocated <= time) & (trace.freed > time)].sum())
+        for time in range(int(trace.freed.max()))
     )
 
     peak = trace.peak(fused_loss=fused_loss)
@@ -71,7 +71,7 @@ def test_the_peak_is_the_largest_sum_of_blocks_at_one_time(trace, fused_loss):
 def test_kinds_follow_from_what_blocks_are_for_and_when_they_live():
     """What the forward pass leaves for the backward pass is an activation; the rest is not."""
     trace = StepTrace(
-        births=np.array([0, 1, 1, 6, 0]), deaths=np.array([9, 9, 3, 9, 9]),
+        allocated=np.array([0, 1, 1, 6, 0]), freed=np.array([9, 9, 3, 9, 9]),
         sizes=np.array([1, 20, 300, 4000, 50000]), kinds=np.array([0, -1, -1, 1, 2]),
         logits=np.zeros(5, dtype=bool), forward_end=5, buckets=600000,
     )  # fmt: skip
