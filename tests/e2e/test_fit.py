@@ -1,28 +1,28 @@
 """Forecast of the memory of a step: traced peaks are measured ones, and nothing is guessed."""
 
 import json
-from contextlib import ExitStack
 
 import pytest
+from transformers.models.qwen2 import modeling_qwen2
 
+from benchmarks.memory import allocator_peak
+from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app.plan.__main__ import main
+from packplan.app.plan.fit import forecast
+from packplan.app.wiring.forecasts import open_step_tracer, traced_run
+from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.splits import open_splits
+from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.errors import ModelError
+from tests.e2e.ready import prepare
+from tests.stored import asked
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def forecast_of():
-    """Return a function that forecasts the memory of a run's YAML."""
-    from packplan.app.plan.fit import forecast
-    from packplan.app.wiring.runs import read_config
-    from tests.stored import asked
-
-    def forecast_run(path, *changed, ranks=1, memory=None):
-        asked(path)
-        return forecast(read_config(path, changed), memory=memory, ranks=ranks)
-
-    return forecast_run
+def forecast_of(path, *changed, ranks=1):
+    """Return the memory of a run's YAML."""
+    return forecast(read_config(asked(path), changed), memory=None, ranks=ranks)
 
 
 TRAINING = {"use_cpu": True, "effective_batch_size": 1, "num_train_epochs": 2}
@@ -35,13 +35,8 @@ TRAINING = {"use_cpu": True, "effective_batch_size": 1, "num_train_epochs": 2}
         ("qwen2_5_vl", {"bf16": True}),
     ],
 )
-def test_the_forecast_is_the_peak_of_training(family, settings, write_run, forecast_of, few_scenes):
+def test_the_forecast_is_the_peak_of_training(family, settings, write_run, few_scenes):
     """The peak of the heaviest pack is that of the allocator over two epochs, within 2 %."""
-    from benchmarks.memory import allocator_peak
-    from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.app.wiring.runs import read_config
-    from tests.e2e.ready import prepare
-
     data = {"custom": {"train_jsonl": str(few_scenes)}} if family.endswith("vl") else {}
     path = write_run(family, training=TRAINING | settings, **data)
     found = forecast_of(path)
@@ -52,7 +47,7 @@ def test_the_forecast_is_the_peak_of_training(family, settings, write_run, forec
     assert found.packs[0].peak.total == pytest.approx(measured, rel=0.02)
 
 
-def test_each_rank_of_fsdp_holds_its_part(write_run, forecast_of):
+def test_each_rank_of_fsdp_holds_its_part(write_run):
     """Ranks of FSDP 2 hold their parts of weights and optimizer; ZeRO is refused."""
     path = write_run("qwen2", training=TRAINING | {"effective_batch_size": 4})
 
@@ -72,7 +67,7 @@ def test_each_rank_of_fsdp_holds_its_part(write_run, forecast_of):
     assert 2 == main(["fit", str(zero), "--world-size", "2"])
 
 
-def test_accumulated_gradients_are_there_throughout(write_run, forecast_of):
+def test_accumulated_gradients_are_there_throughout(write_run):
     """With several microbatches in a step, the passes hold the gradients of earlier ones."""
     once = forecast_of(write_run("qwen2", "once", training=TRAINING)).packs[0].peak
     twice = forecast_of(write_run("qwen2", "twice", training=TRAINING | {"effective_batch_size": 2})).packs[0].peak
@@ -80,33 +75,13 @@ def test_accumulated_gradients_are_there_throughout(write_run, forecast_of):
     assert once.gradients < twice.gradients <= twice.weights < twice.gradients * 1.01
 
 
-@pytest.fixture
-def tracer_of():
-    """Return a function that opens the tracer of a run of one rank, and its first sample."""
-    from packplan.app.wiring.forecasts import open_step_tracer, traced_run
-    from packplan.app.wiring.runs import read_config
-    from packplan.app.wiring.splits import open_splits
-    from packplan.app.wiring.verdicts import decide_attention
-
-    with ExitStack() as opened:
-
-        def open_tracer(path, *, on_gpu):
-            config = read_config(path, [f"training.use_cpu={not on_gpu}".lower()])
-            attention = decide_attention(traced_run(config), isolated=True)
-            samples = open_splits(config)["train"].encoder
-            options = {"attention": attention, "sharding": "ddp", "world_size": 1, "accumulates": False}
-            tracer = opened.enter_context(open_step_tracer(config, samples, **options))
-            return tracer, samples.encode(0)
-
-        yield open_tracer
-
-
 @pytest.mark.parametrize("on_gpu", [True, False])
-def test_attention_of_a_gpu_is_one_kernel_for_all_samples(on_gpu, write_run, tracer_of):
+def test_attention_of_a_gpu_is_one_kernel_for_all_samples(on_gpu, write_run):
     """On a GPU many samples take the tensors and the memory of few; on a CPU, more tensors."""
-    from tests.stored import asked
-
-    tracer, sample = tracer_of(asked(write_run("qwen2", training={"bf16": True})), on_gpu=on_gpu)
+    path = asked(write_run("qwen2", training={"bf16": True, "use_cpu": not on_gpu}))
+    config = read_config(path)
+    attention, samples = decide_attention(traced_run(config), isolated=True), open_splits(config)["train"].encoder
+    sample, options = samples.encode(0), {"sharding": "ddp", "world_size": 1, "accumulates": False}
 
     def blocks(*lengths):
         token, trained = sample["labels"][-1], 72 // len(lengths)
@@ -114,18 +89,15 @@ def test_attention_of_a_gpu_is_one_kernel_for_all_samples(on_gpu, write_run, tra
         given = zip(lengths, labels, strict=True)
         return tracer.step([sample | {"input_ids": [token] * n, "labels": one, "length": n} for n, one in given])
 
-    few, many = blocks(60, 76), blocks(*range(10, 25, 2))
+    with open_step_tracer(config, samples, attention=attention, **options) as tracer:
+        few, many = blocks(60, 76), blocks(*range(10, 25, 2))
 
     assert many.peak().total == pytest.approx(few.peak().total, rel=0.001 if on_gpu else 0.1)
     assert (len(many.sizes) == len(few.sizes)) == on_gpu
 
 
-def test_a_model_that_reads_numbers_is_refused_with_the_place(write_run, forecast_of, monkeypatch):
+def test_a_model_that_reads_numbers_is_refused_with_the_place(write_run, monkeypatch):
     """Control flow by numbers cannot be traced, and nothing is guessed instead."""
-    from transformers.models.qwen2 import modeling_qwen2
-
-    from tests.stored import asked
-
     plain = modeling_qwen2.Qwen2MLP.forward
     path = asked(write_run("qwen2", training=TRAINING))  # its small copy computes numbers
     monkeypatch.setattr(
@@ -136,7 +108,7 @@ def test_a_model_that_reads_numbers_is_refused_with_the_place(write_run, forecas
         forecast_of(path)
 
 
-def test_the_command_prints_one_document_whose_lengths_fit(write_run, forecast_of, capsys):
+def test_the_command_prints_one_document_whose_lengths_fit(write_run, capsys):
     """The longest length fits with the margin, and a run of it forecasts the same peak."""
     path = write_run("qwen2", training=TRAINING)
 
