@@ -60,7 +60,7 @@ def store_run(
     if files:
         stores = open_stores(config, "train")
         with stores.lock.held(timeout_s=1, report=lambda _: None):
-            stores.lengths.keep_files(files)
+            stores.lengths.save_files(files)
     return path
 
 

@@ -1,5 +1,5 @@
 """
-MeasuredSample lengths on disk: fixed-width columns beside the manifest `lengths.json`.
+Measured lengths on disk: fixed-width columns beside the manifest `lengths.json`.
 
 `lengths.bin` has a row of little-endian int32 for each record, `images.bin` one of int64 for each
 image and each video. Rows are appended and flushed first, the manifest that counts and digests them
@@ -48,7 +48,7 @@ class _RowFile:
         self.start()
 
     def start(self) -> None:
-        """Name no row."""
+        """Forget all rows."""
         self._num, self._hash = 0, hashlib.sha256()
 
     def resume(self, entry: Mapping[str, Any]) -> NDArray[Any]:
@@ -62,8 +62,8 @@ class _RowFile:
             raise CorruptArtefactError(str(self.path), "its content does not match the manifest's digest")
         return flat.reshape(-1, len(self.columns))
 
-    def cut(self) -> None:
-        """Cut off what no manifest names."""
+    def truncate(self) -> None:
+        """Cut off bytes behind the rows that the manifest names."""
         with files.name_write_errors(self.path):
             if not self._num:
                 # A new file, since a run that maps the old one would die of its end moving.
@@ -121,11 +121,11 @@ class DiskLengthStore:
         self._key: Fingerprint | None = None
         self._num_records = 0
 
-    def bad(self) -> tuple[BadRecord, ...]:
+    def bad_records(self) -> tuple[BadRecord, ...]:
         """Return the bad records of what is stored here, else of what would be taken over."""
         origin = self.origin()
         if origin is None and self._lengths_from is not None:
-            origin = DiskLengthStore(self._lengths_from).origin()
+            return DiskLengthStore(self._lengths_from).bad_records()
         return () if origin is None else origin.bad
 
     def resume(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> Stored:
@@ -136,7 +136,7 @@ class DiskLengthStore:
             key: All inputs of the measurements but the data.
             num_records: Current number of records.
             data_digest: Number of records -> current digest of the first ones, without those that
-                `bad` returns.
+                `bad_records` returns.
 
         Raises:
             StaleError: The stored measurements have another key, or other data.
@@ -144,8 +144,8 @@ class DiskLengthStore:
         """
         self._key, self._num_records = key, num_records
         stored = self.read(key, num_records, data_digest)
-        self._samples.cut()
-        self._media.cut()
+        self._samples.truncate()
+        self._media.truncate()
         if self._lengths_from is None:
             return stored
         if not self._lengths_from.parent.is_dir():
@@ -159,7 +159,7 @@ class DiskLengthStore:
             raise attrs.evolve(error, kind="borrowed_lengths") from None
         if len(taken.table):
             log.info("%s lengths are taken over from %s", f"{len(taken.table):,}", self._lengths_from)
-            self.append(taken, data_digest(len(taken.table)), bad=self.bad())
+            self.append(taken, data_digest(len(taken.table)), bad=self.bad_records())
         else:
             log.warning("%s holds no lengths, so all samples are measured here", self._lengths_from)
         return taken
@@ -240,8 +240,8 @@ class DiskLengthStore:
             },
         )
 
-    def keep_files(self, kept: Sequence[DataFile]) -> None:
-        """Keep which files the rows are of, where the manifest does not say it already."""
+    def save_files(self, kept: Sequence[DataFile]) -> None:
+        """Save the data files of the rows, unless the manifest has them already."""
         manifest = files.read_manifest(self._manifest, SCHEMA)
         assert manifest is not None  # noqa: S101  # `append` comes first
         if _origin(manifest).files != tuple(kept):
@@ -254,7 +254,7 @@ class DiskLengthStore:
             files.sync_folder(self.folder)
         for column in (self._samples, self._media):
             column.start()
-            column.cut()
+            column.truncate()
 
     def digest(self) -> str:
         """Return the SHA-256 hex digest of all stored measurements."""

@@ -257,7 +257,7 @@ def _resume(split: Split, bad: BadRecords) -> Stored:
         DataSetError: Too many records are bad.
     """
     source, store = split.source, split.stores.lengths
-    known = store.bad()
+    known = store.bad_records()
     data_digest = partial(source.data_digest, without=[one.index for one in known])
     stored = store.resume(source.fingerprint(), len(source), data_digest)
     changed = {one.index for one in known if source.identity(one.index)[0] != one.sha256}

@@ -72,14 +72,14 @@ def reopen_lengths(tmp_path):
 def test_lengths_come_back_row_by_row(reopen_lengths):
     """Whatever the flushes, to whoever resumes or inspects; nothing once they are discarded."""
     store = reopen_lengths()
-    assert (None, None, []) == (store.origin(), store.inspect(), list(store.damage()))
+    assert (None, []) == (store.inspect(), list(store.damage()))
     for first, end in ((0, 4), (4, 7), (7, 10)):
         assert first == len(taken(store))
         put(store, first, end, in_full=True, repeatability={"samples": [end]})
 
         again, lengths = reopen_lengths(), reopen_lengths().inspect()
 
-        assert Origin(KEY, 10, end, DATA(end)) == again.origin() == lengths.origin
+        assert Origin(KEY, 10, end, DATA(end)) == lengths.origin
         assert ROWS[:end].tolist() == taken(again) == again.read(KEY, 10, DATA).table.tolist()
         assert (ROWS[:end].tolist(), IMAGES[:end].tolist()) == (
             lengths.rows.table.tolist(),
@@ -93,7 +93,7 @@ def test_lengths_come_back_row_by_row(reopen_lengths):
 
     store.discard()
     assert [] == taken(reopen_lengths())
-    assert (None, None) == (reopen_lengths().origin(), reopen_lengths().inspect())
+    assert reopen_lengths().inspect() is None
     store.append(Stored(ROWS[2:5], IMAGES[2:5], in_full=True), DATA(3))
     assert ROWS[2:5].tolist() == reopen_lengths().resume(KEY, 10, DATA).table.tolist()
 
@@ -104,17 +104,17 @@ def test_a_probe_and_files_are_kept_until_rows_follow_them(reopen_lengths):
     files = (DataFile("a.jsonl", "a", "text", 3), DataFile("b.jsonl", "b", "text", 1))
     before = store.inspect()
 
-    store.keep_files(files)
+    store.save_files(files)
 
     after = reopen_lengths().inspect()
-    assert files == after.origin.files == reopen_lengths().origin().files
+    assert files == after.origin.files
     assert {"samples": [3, 0]} == after.rows.repeatability
     assert (before.digest, before.origin.data_digest) == (after.digest, after.origin.data_digest)
 
     store = reopen_lengths()
     taken(store)
     put(store, 4, 10)
-    assert (None, ()) == (reopen_lengths().inspect().rows.repeatability, reopen_lengths().origin().files)
+    assert (None, ()) == (reopen_lengths().inspect().rows.repeatability, reopen_lengths().inspect().origin.files)
     put(store, 10, 10, repeatability={"samples": [9]})
     assert {"samples": [9]} == reopen_lengths().inspect().rows.repeatability
 

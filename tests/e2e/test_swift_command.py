@@ -357,4 +357,7 @@ def test_ranks_are_those_that_swift_starts(monkeypatch, variables, ranks):
     for name, number in variables.items():
         monkeypatch.setenv(name, number)
 
-    assert (ranks, 1) == (commands._ranks([], is_swift=True), commands._ranks(["python", "-m"], is_swift=False))
+    assert (ranks, 1) == (
+        commands._started_ranks([], is_swift=True),
+        commands._started_ranks(["python", "-m"], is_swift=False),
+    )

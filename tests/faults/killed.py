@@ -50,7 +50,7 @@ def run_and_kill(data: Path, folder: Path, line: int) -> bool:
     status = process.wait()
     assert status in {0, -signal.SIGKILL}, status
     source, store = FileSource(data), DiskLengthStore(folder)
-    bad = [one.index for one in store.bad()]
+    bad = [one.index for one in store.bad_records()]
     stored = store.read(source.fingerprint(), len(source), partial(source.data_digest, without=bad))
     assert [0 if index in bad else LENGTHS[index] for index in range(len(stored.table))] == stored.table[:, 0].tolist()
     assert bad == np.flatnonzero(column(stored.table, "bad")).tolist()

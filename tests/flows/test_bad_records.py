@@ -43,7 +43,7 @@ def test_every_record_has_a_row_and_bad_ones_are_flagged(lengths):
     assert [length < 0 for length in lengths] == [from_row(table, index) == BAD for index in range(len(table))]
     assert [length < 0 for length in lengths] == column(table, "bad").astype(bool).tolist()
     assert [(index, f"data, line {index + 1}", "is bad") for index, length in enumerate(lengths) if length < 0] == [
-        (one.index, one.where, one.reason) for one in store.bad()
+        (one.index, one.where, one.reason) for one in store.bad_records()
     ]
     later = FaultySource(lengths)
     assert table.tolist() == measured(later, store).tolist()
@@ -90,7 +90,7 @@ def test_a_bad_record_that_was_fixed_is_measured_and_becomes_a_sample(lengths, d
     later = FaultySource([5 if index in fixed else length for index, length in enumerate(lengths)])
 
     assert measured(later, store).tolist() == measured(FaultySource(later.lengths), CountedLengthStore()).tolist()
-    assert [index for index in bad if index not in fixed] == [one.index for one in store.bad()]
+    assert [index for index in bad if index not in fixed] == [one.index for one in store.bad_records()]
     if fixed:
         assert len([index for index in later.measured if index < min(fixed)]) <= 4 * REPEATED_SAMPLES
 

@@ -213,7 +213,7 @@ def test_a_source_without_samples_is_refused_before_anything_is_stored():
     with pytest.raises(ArgumentError, match="the data set is empty"):
         desk.plan()
     assert [] == desk.lock.waits
-    assert desk.lengths.origin() is None
+    assert desk.lengths.inspect() is None
 
 
 def test_training_and_evaluation_share_one_deadline():
