@@ -19,18 +19,18 @@ from packplan.adapters.stores.length_table import (
 from packplan.core.errors import ArgumentError, OutputError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import Stored
-from packplan.core.samples.tables import COLUMNS, DataFile, MeasuredSample, Measurement, MediaFacts, to_tables
+from packplan.core.samples.tables import BAD, COLUMNS, DataFile, MeasuredSample, Measurement, MediaFacts, to_tables
 
 KEY = Fingerprint({"template.system": "Be brief.", "template.max_pixels": None})
 FILES = (DataFile("data.jsonl", "data.jsonl", "messages", 3),)
 
 
 def stored(images: list[int]) -> Stored:
-    """Return measurements of samples with so many images."""
+    """Return measurements of samples with so many images; of bad records for -1."""
     return Stored(
         *to_tables(
             MeasuredSample(
-                Measurement(20 + number, 5, count, 4 * count, cut=number == 0),
+                Measurement(20 + number, 5, count, 4 * count, cut=number == 0) if count >= 0 else BAD,
                 tuple(MediaFacts(100 + place, 28, 56, -(2**62) + place) for place in range(count)),
             )
             for number, count in enumerate(images)
@@ -50,7 +50,7 @@ def table(tmp_path):
     return write(tmp_path / "lengths.parquet", [1, 0, 2])
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=20))
+@given(st.lists(st.integers(-1, 3), min_size=1, max_size=20))
 def test_a_table_has_what_was_measured(tmp_path_factory, images):
     """Row by row, under the identities of the records."""
     path = write(tmp_path_factory.mktemp("table") / "lengths.parquet", images)

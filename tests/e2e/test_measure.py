@@ -115,21 +115,6 @@ def test_ranks_write_the_table_that_one_process_writes(server, run, demo, few_sc
     assert not (tmp_path / "two.parquet.measuring").exists()
 
 
-def test_bad_records_have_a_row_and_are_not_known(write_run, run, demo, tmp_path):
-    """By default the first stops; where they are skipped, they are flagged."""
-    data = write_lines(tmp_path / "data.jsonl", [*chats(4), {"query": "no answer"}, *chats(5, first=4)])
-    model = demo / "models" / "qwen2"
-    said = run(data, "--model", model, status=2)
-    assert "data.jsonl, line 5" in said
-
-    run(data, "--model", model, "custom.on_bad_record=skip", "custom.max_bad_share=0.2")
-
-    rows = rows_of(tmp_path / "lengths.parquet")
-    assert [index == 4 for index in range(10)] == [row["bad"] for row in rows]
-    custom = {"train_jsonl": data, "lengths": str(tmp_path / "lengths.parquet")}
-    assert 2 == plan.main(["build", str(write_run("qwen2", template={"system": None}, custom=custom))])
-
-
 def test_what_cannot_be_measured_is_named(  # noqa: PLR0917  # fixtures
     write_run, run, demo, text_jsonl, tmp_path, capfd
 ):

@@ -11,18 +11,8 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from packplan.core.samples.identity import HEAD_BYTES, digest_record, digest_unreadable, inline_image
-from tests.records import json_values
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 400
-
-
-@given(st.dictionaries(st.text(max_size=3), json_values, max_size=4))
-def test_order_blanks_and_absent_keys_are_no_content(record):
-    """A record is the same with its keys in another order, and with keys that hold nothing."""
-    turned = dict(reversed(record.items()))
-
-    assert digest_record(record) == digest_record(json.loads(json.dumps(turned, indent=2)))
-    assert digest_record(record) == digest_record({**record, "a key of its own": None})
 
 
 def canonical(value, key=None):
@@ -65,14 +55,8 @@ def test_a_digest_is_that_of_the_canonical_form_whatever_the_shortcut(record):
     event(f"the canonical form is another: {text != json.dumps(record, sort_keys=True, separators=(',', ':'))}")
 
     assert hashlib.sha256(text.encode()).digest() == digest_record(record)
-
-
-@given(json_values, json_values)
-def test_other_values_are_other_records(one, other):
-    """1 is not true, and a text is not its number."""
-    without = [json.dumps(value, sort_keys=True) for value in (one, other)]
-    if without[0] != without[1] and "null" not in "".join(without):
-        assert digest_record(one) != digest_record(other)
+    if isinstance(record, dict):
+        assert digest_record(record) == digest_record({**dict(reversed(record.items())), "b": None})
 
 
 @pytest.mark.parametrize("size", [100, HEAD_BYTES - 1, HEAD_BYTES, HEAD_BYTES + 1, len(PNG)])
