@@ -228,11 +228,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"
 
 
-def whole_number(text: str, least: int = 0) -> int:
-    """Read a whole number of at least *least*, for argparse."""
-    if not text.isdecimal() or int(text) < least:
-        message = f"is {text}, but has to be a whole number of at least {least}"
-        raise argparse.ArgumentTypeError(message)
+def whole_number(text: str, least: int = 0, most: int | None = None) -> int:
+    """Read a whole number from *least* to *most*, None for no limit, for argparse."""
+    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+        bound = f"at least {least}" if most is None else f"at least {least} and at most {most:,}"
+        raise argparse.ArgumentTypeError(f"is {text}, but has to be a whole number of {bound}")
     return int(text)
 
 
@@ -245,11 +245,7 @@ def world_size(text: str) -> int:
     """Read a number of ranks, for argparse."""
     from packplan.core.lengths import MOST_RANKS
 
-    ranks = positive_number(text)
-    if ranks > MOST_RANKS:
-        message = f"is {ranks:,}, but has to be at most {MOST_RANKS:,} ranks"
-        raise argparse.ArgumentTypeError(message)
-    return ranks
+    return whole_number(text, least=1, most=MOST_RANKS)
 
 
 def positive_numbers(text: str, number: Callable[[str], int] = positive_number) -> list[int]:

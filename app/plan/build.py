@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 
 from packplan.adapters.progress import loading_libraries
-from packplan.app.cli.command import add_config_arguments, positive_number
+from packplan.app.cli.command import add_config_arguments, world_size
 from packplan.app.planning.log_lines import log_plan, log_schedule, steps_line
 from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
 from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     add_config_arguments(parser)
     parser.add_argument(
-        "--world-size", type=positive_number, metavar="N", help="ranks to align for (default: those that build)"
+        "--world-size", type=world_size, metavar="N", help="ranks to align for (default: those that build)"
     )
 
 

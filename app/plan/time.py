@@ -52,7 +52,6 @@ def as_document(forecast: RunForecast, *, world_size: int) -> dict[str, Any]:
     pauses = {"evaluation": forecast.evaluation, "checkpoint": forecast.checkpoint}
     return {
         "seconds": forecast.seconds,
-        "hours": forecast.seconds / 3600,
         "uncertainty": forecast.uncertainty,
         "measured_steps": forecast.timing.num_measured,
         "step_error": forecast.timing.step_error,

@@ -367,7 +367,10 @@ def test_whatif_plans_lengths_that_depend_on_the_limit_at_the_limit_alone(store,
     [
         *((f"whatif --max-length={number}", "a whole number of at least 1") for number in ("0", "4,x", "", "-1,2")),
         *((f"build --world-size={number}", "a whole number of at least 1") for number in ("0", "1.5")),
-        *((f"{name} --world-size=100000000000", "at most 100,000 ranks") for name in ("show", "whatif")),
+        *(
+            (f"{name} --world-size=100000000000", "a whole number of at least 1 and at most 100,000")
+            for name in ("build", "show", "whatif")
+        ),
     ],
 )
 def test_numbers_are_checked(arguments, says, capfd):
