@@ -229,7 +229,14 @@ def duration(seconds: float) -> str:
 
 
 def whole_number(text: str, least: int = 0, most: int | None = None) -> int:
-    """Read a whole number from *least* to *most*, None for no limit, for argparse."""
+    """
+    Read a whole number, for argparse.
+
+    Args:
+        text: The number as it is typed.
+        least: Smallest number that is taken.
+        most: Largest number that is taken; None for no limit.
+    """
     if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
         bound = f"at least {least}" if most is None else f"at least {least} and at most {most:,}"
         raise argparse.ArgumentTypeError(f"is {text}, but has to be a whole number of {bound}")
