@@ -124,11 +124,6 @@ def digests_of_plans(config: RunConfig) -> list[str]:
     return [split_policy(config, split).fingerprint("d").digest for split in ("train", "eval")]
 
 
-def plans_differ(digests: list[str], config: RunConfig) -> bool:
-    """Whether a run plans, and has other plans than those."""
-    return digests != digests_of_plans(config)
-
-
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     """Runs, one of which at least depends on each key that any depends on; their fingerprints."""
@@ -155,7 +150,7 @@ def test_fingerprints_depend_on_exactly_the_keys_that_declare_it(path, bases):
     """Another value changes the fingerprint of some run, or of none."""
     facts, others = key_of(DECLARED[path]), [changed(config, path) for config, _, _ in bases]
     by_length = any(inputs != length_inputs(other) for (_, inputs, _), other in zip(bases, others, strict=True))
-    by_plan = any(plans_differ(digests, other) for (_, _, digests), other in zip(bases, others, strict=True))
+    by_plan = any(digests != digests_of_plans(other) for (_, _, digests), other in zip(bases, others, strict=True))
 
     assert by_plan == facts.plan
     assert (path in length_inputs(others[0])) == (facts.lengths in {"value", "value if set"})
@@ -195,10 +190,7 @@ def test_a_stream_with_an_evaluation_reads_what_measures_it(path):
     assert path not in {fault.path for fault in run_faults(changed(evaluated, path))}
 
 
-LEAST = {
-    "training.seed": 0,
-    "training.max_steps": -1, "template.fps_max_frames": 2,
-}  # fmt: skip
+LEAST = {"training.seed": 0, "training.max_steps": -1, "template.fps_max_frames": 2}
 """Keys that take whole numbers, but not from 1 on."""
 
 
